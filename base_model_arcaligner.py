@@ -1,4 +1,4 @@
-"""The frozen base model: which ones can be refined, what their head does, where their files are, and whether weights
+"""The frozen models: which base models can be refined, where files of base model and encoder are, and whether weights
 have changed since they were read.
 
 A model that a checkpoint names, its base model or sentence encoder, is looked for as a folder, in the folder
@@ -21,10 +21,12 @@ from weakref import WeakKeyDictionary
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
+from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
-from torch.autograd.function import once_differentiable
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -143,9 +145,6 @@ class not_recording_outputs:  # noqa: N801 - a context manager, used like a func
         _active_collector.reset(self.token)
 
 
-# What the head does
-
-
 def make_lm_head(config: PreTrainedConfig) -> nn.Linear:
     """A head like the one of the backbone's own causal language model (some have a bias)."""
     with torch.device("meta"):
@@ -153,74 +152,7 @@ def make_lm_head(config: PreTrainedConfig) -> nn.Linear:
     return nn.Linear(config.hidden_size, config.vocab_size, bias=own_head.bias is not None)
 
 
-def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    """Positions of `hidden_states` (batch, seq_len, hidden) that logits are computed for: the last ones, 0 for all, or
-    those of a tensor, (positions,) for all rows or (batch, positions)."""
-    if isinstance(logits_to_keep, int):
-        return hidden_states[:, -logits_to_keep:]
-    if logits_to_keep.dim() == 2:
-        return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
-    return hidden_states[:, logits_to_keep]
-
-
-def postprocess_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
-    """What backbones do to logits after the head: Cohere scales, Granite divides where HyperCLOVA X multiplies, Gemma 2
-    and 3 cap softly."""
-    if (scale := getattr(config, "logit_scale", None)) is not None:
-        logits = logits * scale
-    if (scaling := getattr(config, "logits_scaling", None)) is not None:
-        logits = logits * scaling if config.model_type == "hyperclovax" else logits / scaling
-    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
-        logits = torch.tanh(logits / cap) * cap
-    return logits
-
-
-# Rows of logits that exist at a time: 50 MB of them for a vocabulary of 49,152.
-HEAD_ROWS = 256
-
-
-class _HeadLoss(torch.autograd.Function):
-    """The gradient for the hidden states is made in the forward pass, a few rows at a time, so that the logits of all
-    rows never exist at once: on CPUs they and their softmax cost more than all decoder layers of a small backbone, on
-    GPUs they take most of the memory."""
-
-    @staticmethod
-    def forward(ctx, hidden_states, targets, head, text_config):
-        total, gradients = torch.zeros((), device=hidden_states.device), []
-        for states, wanted in zip(hidden_states.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):
-            states = states.detach().requires_grad_(ctx.needs_input_grad[0])
-            with torch.set_grad_enabled(states.requires_grad):
-                logits = head(states)  # (rows, vocab_size)
-                logits = postprocess_logits(logits.to(torch.promote_types(logits.dtype, torch.float32)), text_config)
-                nll = nn.functional.cross_entropy(logits, wanted, reduction="sum")
-            gradients += torch.autograd.grad(nll, states) if states.requires_grad else ()
-            total = total + nll.detach()
-        if gradients:
-            ctx.save_for_backward(torch.cat(gradients))
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_total):
-        (gradient,) = ctx.saved_tensors
-        # In float32 at least: a scaler's factor may be more than float16 holds.
-        return (gradient.to(d_total.dtype) * d_total).to(gradient.dtype), None, None, None
-
-
-def head_nll(
-    hidden_states: torch.Tensor, targets: torch.LongTensor, head: nn.Linear, text_config: PreTrainedConfig
-) -> torch.Tensor:
-    """Sum of the negative log-likelihoods of `targets` (rows,) through a frozen head, from `hidden_states`
-    (rows, hidden).
-
-    The loss cannot be differentiated twice.
-
-    Raises:
-        `ValueError`: a head that is trained: it gets no gradient here.
-    """
-    if any(parameter.requires_grad for parameter in head.parameters()):
-        raise ValueError("The head is trained, but without logits it gets no gradient. Freeze it, or keep the logits.")
-    return _HeadLoss.apply(hidden_states, targets, head, text_config)
+# What models compute in
 
 
 def default_dtype(device_map: Any = None) -> torch.dtype | str:
@@ -337,6 +269,24 @@ def read_tensors(files: Iterable[str | Path]) -> Iterator[tuple[str, torch.Tenso
                 yield key, tensors.get_tensor(key)
 
 
+def check_values(is_aligner_key, files: Iterable[str | Path], source: str, digest: str | None) -> None:
+    """Refuses weights that are not finite, and an aligner's that are not those with the `digest`."""
+    aligner = {}
+    for key, tensor in read_tensors(files):
+        if tensor.is_floating_point() and tensor.itemsize > 1 and not torch.isfinite(tensor).all():
+            raise ValueError(
+                f"Checkpoint {source} has {int((~torch.isfinite(tensor)).sum())} NaN or infinite values of "
+                f"{tensor.numel()} in `{key}`. Its training diverged, or the file is damaged: take another one."
+            )
+        if is_aligner_key(key):
+            aligner[key] = tensor
+    if digest is not None and tensors_digest(aligner) != digest:
+        raise ValueError(
+            f"The aligner's weights in {source} are not those that it was saved with. Download the checkpoint again, "
+            "or save it again."
+        )
+
+
 def tensor_shapes(files: Iterable[str | Path]) -> dict[str, list[int]]:
     """Names and shapes of the tensors in safetensors files, read from their headers."""
     shapes = {}
@@ -444,6 +394,56 @@ def base_model_names(model) -> list[tuple[str, str]]:
     return names
 
 
+# LoRA that a sentence encoder was trained with, in PEFT's files
+
+
+def load_encoder_lora(model, folder: Path) -> None:
+    """Adds the LoRA in `folder` to a `SentenceTransformer`.
+
+    Raises:
+        `ValueError`: weights that are cut, not finite, of another shape, missing or too many.
+    """
+    path, transformer = folder / SAFETENSORS_WEIGHTS_NAME, model.transformers_model
+    weights = dict(read_tensors([path]))
+    try:
+        inject_adapter_in_model(LoraConfig.from_pretrained(str(folder)), transformer)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / 'adapter_config.json'} does not fit the encoder ({error}).") from error
+    expected = _lora_tensors(transformer)
+    for name in sorted(weights.keys() | expected.keys()):
+        found, wanted = (None if name not in each else list(each[name].shape) for each in (weights, expected))
+        if found != wanted:
+            raise ValueError(
+                f"{path} does not fit the encoder: `{name}` has shape {found}; expected {wanted}, by its "
+                "adapter_config.json. Save the processor again, or download the checkpoint again."
+            )
+        if not torch.isfinite(weights[name]).all():
+            raise ValueError(f"{path} has NaN or infinite values in `{name}`. Take another checkpoint.")
+    set_peft_model_state_dict(transformer, {name.removeprefix(_PREFIX): each for name, each in weights.items()})
+
+
+def save_encoder_lora(model, name_or_path: str, folder: Path) -> None:
+    """Writes the LoRA of a `SentenceTransformer` to `folder` as PEFT does, for the encoder `name_or_path`."""
+    transformer = model.transformers_model
+    config = transformer.peft_config["default"]
+    config.base_model_name_or_path = name_or_path
+    config.save_pretrained(str(folder))
+    save_file(_lora_tensors(transformer), folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+# PEFT's files name the weights as those of a `PeftModel`.
+_PREFIX = "base_model.model."
+
+
+def _lora_tensors(transformer) -> dict[str, torch.Tensor]:
+    """The LoRA weights of an encoder by the names that PEFT gives them in files."""
+    tensors = get_peft_model_state_dict(transformer, save_embedding_layers=False)  # "auto" would ask the Hub
+    return {_PREFIX + name: each.contiguous() for name, each in tensors.items()}
+
+
+# Texts and weights that were read
+
+
 def of_texts(
     kept: WeakKeyDictionary, owner: Any, texts: Sequence[str], compute: Callable[[list[str]], Any], most: int = 2048
 ) -> list:
@@ -480,15 +480,18 @@ def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
     return found.hexdigest()
 
 
+class UnwatchableError(ValueError):
+    """Nobody can tell when a weight changes."""
+
+
 class _Read(NamedTuple):
     """A weight as it was read."""
 
-    owner: torch.nn.Module
+    owner: nn.Module
     attribute: str
     weight: torch.Tensor
     alias: torch.Tensor  # keeps the memory, so that no other weight gets its address
     version: int
-    digest: bytes
 
     def is_current(self) -> bool:
         weight = getattr(self.owner, self.attribute)
@@ -502,7 +505,7 @@ def _version(weight: torch.Tensor) -> int:
 
 
 class WatchedWeights:
-    """Digests of a module's weights. A weight is read again when it has moved, been replaced, or been written to by
+    """Digests of a module's weights. They are read again when one has moved, been replaced, or been written to by
     PyTorch: by an optimizer, an operation in place, `load_state_dict`, `to`.
 
     Nobody tells of writes through `.data`, a NumPy array or a pointer, nor of modules and hooks that are added or
@@ -513,48 +516,44 @@ class WatchedWeights:
         part_of (`Callable`): The part that a weight belongs to, by its name; each part has a digest.
     """
 
-    def __init__(self, module: torch.nn.Module, part_of: Callable[[str], str]):
+    def __init__(self, module: nn.Module, part_of: Callable[[str], str]):
         self.module, self._part_of = module, part_of
         self._layers = [each for each in module.modules() if isinstance(each, BaseTunerLayer)]
-        self._read: dict[str, _Read] = {}
+        self._read: list[_Read] = []
         self._adapters, self._digests = [], {}
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of each part's names, types, shapes and values.
 
         Raises:
-            `ValueError`: a weight that cannot be watched, by its name.
+            `UnwatchableError`: a weight that cannot be watched, by its name.
         """
         adapters = [
             (m.active_adapter, m.disable_adapters, *m.merged_adapters, *m.scaling.items()) for m in self._layers
         ]
-        if self._digests and adapters == self._adapters and all(each.is_current() for each in self._read.values()):
+        if self._digests and adapters == self._adapters and all(each.is_current() for each in self._read):
             return self._digests
-        self._adapters, modules, parts = adapters, [], {}
-        found: dict[int, tuple] = {}  # tied weights once
-        for prefix, module in self.module.named_modules():
-            modules.append((prefix, type(module).__qualname__))
-            for name, weight in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-                found.setdefault(id(weight), (f"{prefix}.{name}".lstrip("."), module, name, weight))
+        modules, parts, read = dict(self.module.named_modules()), {}, {}
         # The same weights in other classes, or with another adapter on, compute something else.
-        first = hashlib.sha256(repr((adapters, modules)).encode())
-        for whole_name, owner, name, weight in found.values():
-            read = self._read.get(whole_name)
-            if read is None or read.weight is not weight or not read.is_current():
-                self._read[whole_name] = read = _read(whole_name, owner, name, weight)
-            part = parts.setdefault(self._part_of(whole_name), first.copy())
-            part.update(f"{whole_name} {weight.dtype} {tuple(weight.shape)}".encode() + read.digest)
+        first = hashlib.sha256(repr((adapters, [(name, type(m).__qualname__) for name, m in modules.items()])).encode())
+        for prefix, module in modules.items():
+            for name, weight in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                if id(weight) in read:  # tied weights once
+                    continue
+                whole_name = f"{prefix}.{name}".lstrip(".")
+                _check_watchable(whole_name, weight)
+                read[id(weight)] = _Read(module, name, weight, weight.detach(), _version(weight))
+                digest = hashlib.sha256(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).digest()
+                part = parts.setdefault(self._part_of(whole_name), first.copy())
+                part.update(f"{whole_name} {weight.dtype} {tuple(weight.shape)}".encode() + digest)
+        self._adapters, self._read = adapters, [*read.values()]
         self._digests = {part: digest.hexdigest() for part, digest in parts.items()}
         return self._digests
 
 
-def _read(whole_name: str, owner: torch.nn.Module, name: str, weight: torch.Tensor) -> _Read:
-    if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.is_meta or weight.layout != torch.strided:
-        raise ValueError(
-            f"The weight `{whole_name}` is of type {type(weight).__name__} on {weight.device}; nobody can tell when "
-            "such a weight changes, so prefixes computed with it are not kept. Load the model whole and without "
-            "quantization, or call `generate` without a store."
+def _check_watchable(name: str, weight: torch.Tensor) -> None:
+    if type(weight) not in (torch.Tensor, nn.Parameter) or weight.is_meta or weight.layout != torch.strided:
+        raise UnwatchableError(
+            f"The weight `{name}` is of type {type(weight).__name__} on {weight.device}; nobody can tell when such a "
+            "weight changes, so what is read of passages is not kept. Load the model whole and without quantization."
         )
-    values = weight.detach().cpu().contiguous().flatten().view(torch.uint8)
-    digest = hashlib.sha256(values.numpy()).digest()
-    return _Read(owner, name, weight, weight.detach(), _version(weight), digest)

@@ -1,4 +1,4 @@
-"""Checkpoints: the aligner alone on disk, the base model by name; whole, or refused.
+"""The aligner apart from its base model: which parameters are its, and its checkpoints, which are whole or refused.
 
 `save_pretrained` writes projector, LoRA and gates (tens of MB), the configuration and the code;
 `from_pretrained` also loads the base model's own files, through transformers' loader, so that dtype, device map and
@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch.nn import Parameter
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
@@ -36,6 +34,7 @@ from .base_model_arcaligner import (
     base_model_files,
     base_model_names,
     check_base_model_loaded,
+    check_values,
     default_dtype,
     find_model,
     read_json,
@@ -68,6 +67,8 @@ CODE_FILES = (
     "pipeline_arcaligner.py",
 )
 
+STAGES = ("reconstruction", "grounding", "gating")
+
 WEIGHTS_DIGEST = "model.safetensors"  # the aligner's weights in the `digests`, in however many files they are
 
 # Arguments of `from_pretrained` that say where weights come from, and how they are loaded.
@@ -78,17 +79,51 @@ _LOADER_OPTIONS = ("dtype", "device_map", "ignore_mismatched_sizes", "max_memory
 _caller_reads_loading_info = ContextVar("caller_reads_loading_info", default=False)
 
 
-class AlignerCheckpointMixin:
-    """`from_pretrained` and `save_pretrained` of a model whose base weights live elsewhere."""
+class AlignerMixin:
+    """The aligner of a model whose base weights live elsewhere: its parameters, training stages and checkpoints."""
 
     hf_quantizer = None  # set by transformers where the base model is quantized
     _is_checked = False
     _has_default_dtype = False
 
+    # Missing aligner weights are fresh around a base model, and an error of our own in an aligner checkpoint.
+    _keys_to_ignore_on_load_missing = [r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot)\."]
+    # The aligner stays in fp32 under a bf16 backbone: at the paper's learning rates bf16 loses half of the updates.
+    _keep_in_fp32_modules_strict = [r".*\.lora_A", r".*\.lora_B", r"projector", r".*\.slot_gate"]
+    # What quantizers leave alone: the same in another spelling, since transformers wants the two lists disjoint.
+    _keep_in_fp32_modules = [r".*lora_[A]", r".*lora_[B]", r".*projecto[r]", r".*slot_gate"]
+
     @staticmethod
     def is_aligner_key(key: str) -> bool:
         """Whether a parameter name belongs to projector, LoRA or a gate."""
         return _ALIGNER_KEY.search(key) is not None
+
+    def aligner_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Names and parameters of projector, LoRA and gates: all that training changes and `save_pretrained` writes."""
+        return ((name, p) for name, p in self.named_parameters() if self.is_aligner_key(name))
+
+    def set_stage(self, stage: str) -> None:
+        """Freezes and unfreezes parameters for a training stage, and sets `gate_mode` and `training_stage` of the
+        configuration.
+
+        `"reconstruction"` and `"grounding"` train projector and LoRA with the gates off; `"gating"` trains the gates as
+        well, adaptively. The backbone is frozen in all of them.
+
+        Raises:
+            `ValueError`: an unknown stage.
+        """
+        if stage not in STAGES:
+            raise ValueError(f"Unknown stage {stage!r}; the stages are, in order: {', '.join(STAGES)}.")
+        trains_gates = stage == "gating"
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(self.is_aligner_key(name) and (trains_gates or ".slot_gate." not in name))
+        self.config.gate_mode = "adaptive" if trains_gates else "off"
+        self.config.training_stage = stage
+
+    def freeze_base_model(self) -> None:
+        """Only the aligner requires gradients."""
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(self.is_aligner_key(name))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
@@ -331,30 +366,12 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
     check_values(model.is_aligner_key, files, source, (config.digests or {}).get(WEIGHTS_DIGEST))
 
 
-def check_values(is_aligner_key, files: Iterable[str | Path], source: str, digest: str | None) -> None:
-    """Refuses weights that are not finite, and an aligner's that are not those with the `digest`."""
-    aligner = {}
-    for key, tensor in read_tensors(files):
-        if tensor.is_floating_point() and tensor.itemsize > 1 and not torch.isfinite(tensor).all():
-            raise ValueError(
-                f"Checkpoint {source} has {int((~torch.isfinite(tensor)).sum())} NaN or infinite values of "
-                f"{tensor.numel()} in `{key}`. Its training diverged, or the file is damaged: take another one."
-            )
-        if is_aligner_key(key):
-            aligner[key] = tensor
-    if digest is not None and tensors_digest(aligner) != digest:
-        raise ValueError(
-            f"The aligner's weights in {source} are not those that it was saved with. Download the checkpoint again, "
-            "or save it again."
-        )
-
-
 def _includes_base_model(config, shapes: Iterable[str]) -> bool:
     """Whether a checkpoint with these weights is to have its base model's too. Older ones do not say so; they have if
     any weight is no aligner's."""
     if config.includes_base_model is not None:
         return config.includes_base_model
-    return not all(map(AlignerCheckpointMixin.is_aligner_key, shapes))
+    return not all(map(AlignerMixin.is_aligner_key, shapes))
 
 
 def _check_aligner_is_whole(model) -> None:
@@ -376,7 +393,7 @@ def _write_digests(former: Path, folder: Path, includes_base_model: bool, dtype:
     if dtype is not None:
         config["dtype"] = config["text_config"]["dtype"] = str(dtype).removeprefix("torch.")
     weights = read_tensors(sorted(folder.glob("model*.safetensors")))
-    aligner = {key: tensor for key, tensor in weights if AlignerCheckpointMixin.is_aligner_key(key)}
+    aligner = {key: tensor for key, tensor in weights if AlignerMixin.is_aligner_key(key)}
     own = {path.name: settings_digests(slot_settings(config)), WEIGHTS_DIGEST: tensors_digest(aligner)}
     config |= {"digests": own | processor_digests(former), "includes_base_model": includes_base_model}
     write_config(path, config)
@@ -519,41 +536,3 @@ def check_processor_files(folder: Path) -> None:
                 f"{folder / name} is not the file that was saved with the aligner. Download the checkpoint again, or "
                 "save the processor that the aligner was trained with."
             )
-
-
-# The encoder that was trained along
-
-
-def load_encoder_lora(model, folder: Path) -> None:
-    """Adds the LoRA in `folder` to a `SentenceTransformer`.
-
-    Raises:
-        `ValueError`: weights that are cut, not finite, of another shape, missing or too many.
-    """
-    path, transformer = folder / SAFETENSORS_WEIGHTS_NAME, model.transformers_model
-    weights = dict(read_tensors([path]))
-    try:
-        inject_adapter_in_model(LoraConfig.from_pretrained(str(folder)), transformer)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{folder / 'adapter_config.json'} does not fit the encoder ({error}).") from error
-    expected = encoder_lora_tensors(transformer)
-    for name in sorted(weights.keys() | expected.keys()):
-        found, wanted = (None if name not in each else list(each[name].shape) for each in (weights, expected))
-        if found != wanted:
-            raise ValueError(
-                f"{path} does not fit the encoder: `{name}` has shape {found}; expected {wanted}, by its "
-                "adapter_config.json. Save the processor again, or download the checkpoint again."
-            )
-        if not torch.isfinite(weights[name]).all():
-            raise ValueError(f"{path} has NaN or infinite values in `{name}`. Take another checkpoint.")
-    set_peft_model_state_dict(transformer, {name.removeprefix(_PREFIX): each for name, each in weights.items()})
-
-
-# PEFT's files name the weights as those of a `PeftModel`.
-_PREFIX = "base_model.model."
-
-
-def encoder_lora_tensors(transformer) -> dict[str, torch.Tensor]:
-    """The LoRA weights of an encoder by the names that PEFT gives them in files."""
-    tensors = get_peft_model_state_dict(transformer, save_embedding_layers=False)  # "auto" would ask the Hub
-    return {_PREFIX + name: each.contiguous() for name, each in tensors.items()}

@@ -21,13 +21,19 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging
 
-from .base_model_arcaligner import ENCODER_FILES, fastest_dtype, find_model, of_texts, search_text
-from .checkpoint_arcaligner import encoder_lora_tensors, load_encoder_lora
+from .base_model_arcaligner import (
+    ENCODER_FILES,
+    fastest_dtype,
+    find_model,
+    load_encoder_lora,
+    of_texts,
+    save_encoder_lora,
+    search_text,
+)
 from .configuration_arcaligner import longest_prompt, with_plain_texts
 from .segmentation_arcaligner import (
     EMPTY_SEGMENT,
@@ -208,11 +214,7 @@ class SentenceEncoder:
 
     def save(self, folder: Path) -> None:
         """Writes the encoder's LoRA as PEFT does; it is added to the base encoder when it is read."""
-        transformer = self.model.transformers_model
-        config = transformer.peft_config["default"]
-        config.base_model_name_or_path = self.name_or_path
-        config.save_pretrained(str(folder))
-        save_file(encoder_lora_tensors(transformer), folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+        save_encoder_lora(self.model, self.name_or_path, folder)
 
     def num_reads(self, text: str) -> int:
         """Roughly how many pieces `text` must be cut into for the encoder to read all of it; 1 if it fits."""

@@ -28,6 +28,7 @@ from transformers.utils import logging
 from .base_model_arcaligner import CACHE, cache_of, one_cache, share_file, tensors_digest
 from .configuration_arcaligner import REFINEMENT_SETTINGS, check_gates, check_ids, check_length
 from .slot_rows_arcaligner import (
+    SlotRows,
     can_separate,
     pad_passage_ids,
     pad_words,
@@ -53,6 +54,23 @@ def text_for_slots(input_ids: torch.LongTensor, context_token_id: int) -> torch.
     is_slot = input_ids == context_token_id
     first_text = input_ids.gather(1, is_slot.to(torch.int8).argmin(dim=1, keepdim=True))  # (batch, 1)
     return torch.where(is_slot, first_text, input_ids)
+
+
+def check_slots_after_cache(config, rows: SlotRows, cache: Cache | None, context_passage_ids, *wanted) -> None:
+    """Raises `ValueError` for slots after cached text where that is not the same as reading both at once; `wanted` are
+    the `REFINEMENT_SETTINGS` of the call."""
+    if rows.slot_rows.shape[0] == 0 or cache is None or cache.get_seq_length() == 0:
+        return
+    if config.refines(*wanted):
+        reason = "refinement needs the deeper states of earlier tokens, which a cache does not hold"
+    elif config.passage_attention == "separate" and context_passage_ids is not None:
+        reason = "the slots of several passages need the positions of the whole prompt"
+    else:
+        return
+    raise ValueError(
+        f"Found context tokens after {cache.get_seq_length()} cached tokens, but {reason}. Start with an "
+        "empty cache, or continue a cached slot prefix with plain text."
+    )
 
 
 class SlotGenerationMixin(GenerationMixin):
@@ -267,6 +285,18 @@ def to_int8(keys_values: torch.Tensor) -> torch.Tensor:
     """Keys and values (..., head_dim) as bytes for `from_int8`: steps of a slot and head, as many as bytes tell."""
     step = keys_values.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127
     return torch.cat([(keys_values.float() / step).round().to(torch.int8), step.contiguous().view(torch.int8)], dim=-1)
+
+
+def first_slots(parts: list[torch.Tensor], most: int | None) -> list[torch.Tensor]:
+    """The text before the slots and the first `most` slots: what follows a slot in its passage does not change it."""
+    kept, room = parts[:1], most
+    for part in parts[1:]:
+        if room is not None:
+            part = part[:, :, :, :room]
+            room -= part.shape[3]
+        if part.shape[3]:
+            kept.append(part)
+    return kept
 
 
 # Positions that a joined cache has room for before it is copied: a question and a short answer.

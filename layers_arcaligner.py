@@ -252,6 +252,12 @@ class Slots(NamedTuple):
     depths: RecordedDepths
     shared_inputs: SharedStepInputs
 
+    def stacked_depths(self, num_layers: int) -> torch.LongTensor:
+        """Depths of the layers that refined, 0 for the others -> (batch, num_layers, max_slots), -1 without a slot."""
+        none = torch.zeros_like(self.rows.slot_positions)
+        depths = [self.depths.by_layer.get(layer_idx, none).to(none.device) for layer_idx in range(num_layers)]
+        return torch.stack(depths, dim=1).masked_fill(self.rows.slot_positions[:, None, :] < 0, -1)
+
 
 # If at least this share of the slots is open, a step computes all of them.
 DENSE_STEP_SHARE = 7 / 8

@@ -6,12 +6,12 @@
 Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import AutoModel, PreTrainedModel
+from torch.autograd.function import once_differentiable
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -22,13 +22,10 @@ from .base_model_arcaligner import (
     cache_of,
     check_backbone_config,
     find_decoder_layers,
-    head_nll,
-    keep_positions,
     make_lm_head,
     one_cache,
-    postprocess_logits,
 )
-from .checkpoint_arcaligner import AlignerCheckpointMixin
+from .checkpoint_arcaligner import AlignerMixin
 from .configuration_arcaligner import (
     LARGEST_VALUE,
     ArcAlignerConfig,
@@ -39,7 +36,7 @@ from .configuration_arcaligner import (
     check_slots,
     check_word_ids,
 )
-from .generation_arcaligner import SlotGenerationMixin
+from .generation_arcaligner import SlotGenerationMixin, check_slots_after_cache
 from .layers_arcaligner import (
     ADAPTER_NAME,
     RecordedDepths,
@@ -63,8 +60,6 @@ from .slot_rows_arcaligner import (
     take_rows,
     to_numpy_in_one_sync,
 )
-
-STAGES = ("reconstruction", "grounding", "gating")
 
 # Below zero: the gates of a model that has not seen stage III are closed, so it computes what stage II taught it.
 FRESH_GATE_BIAS = -0.5
@@ -140,19 +135,9 @@ class ContextProjector(nn.Module):
         words = nn.functional.embedding(ids, table).float() - self.word_mean.float()  # (..., max_words, hidden)
         return (weights[..., None, :] * in_part) @ words
 
-    @torch.no_grad()
-    def set_word_statistics(self, table: torch.Tensor, word_weights: torch.Tensor) -> None:
-        """Initializes the words from the backbone's embedding `table` (vocab_size, hidden) and each word's rarity
-        `word_weights` (vocab_size,), such as its inverse document frequency."""
-        mean = table.float().mean(dim=0)
-        self.word_mean.copy_(mean)
-        self.slot_mean.copy_(mean)
-        self.slot_norm.copy_((table.float() - mean).norm(dim=1).mean())
-        self.word_weights.copy_(word_weights)
 
-
-class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
-    """Initialization, freezing and checkpoints, common to `ArcAlignerModel` and `ArcAlignerForCausalLM`."""
+class ArcAlignerPreTrainedModel(AlignerMixin, PreTrainedModel):
+    """Common to `ArcAlignerModel` and `ArcAlignerForCausalLM`: initialization and, of [`AlignerMixin`], checkpoints."""
 
     config_class = ArcAlignerConfig
     config: ArcAlignerConfig
@@ -162,12 +147,6 @@ class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
     _supports_flash_attn = True
     _supports_attention_backend = True
     _skip_keys_device_placement = ["past_key_values", "cache"]
-    # Missing aligner weights are fresh around a base model, and an error of our own in an aligner checkpoint.
-    _keys_to_ignore_on_load_missing = [r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot)\."]
-    # The aligner stays in fp32 under a bf16 backbone: at the paper's learning rates bf16 loses half of the updates.
-    _keep_in_fp32_modules_strict = [r".*\.lora_A", r".*\.lora_B", r"projector", r".*\.slot_gate"]
-    # What quantizers leave alone: the same in another spelling, since transformers wants the two lists disjoint.
-    _keep_in_fp32_modules = [r".*lora_[A]", r".*lora_[B]", r".*projecto[r]", r".*slot_gate"]
 
     def initialize_weights(self):
         """Initializes the aligner first: the backbone would initialize LoRA and gates like any other linear."""
@@ -177,7 +156,7 @@ class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
                 # Embeddings have norm 1; slots start about as large as the backbone's own initial embeddings.
                 init.normal_(module.up.weight, std=1.0)
                 init.normal_(module.out.weight, std=1.5 * text_config.initializer_range / text_config.hidden_size**0.5)
-                if module.word_parts:  # slots start as the mean of their words, unweighted until `set_word_statistics`
+                if module.word_parts:  # slots start as the mean of their words, unweighted until training begins
                     init.normal_(module.out.weight, std=text_config.initializer_range / text_config.hidden_size**0.5)
                     init.copy_(module.part_maps, torch.eye(text_config.hidden_size).expand_as(module.part_maps))
                     init.ones_(module.slot_norm)
@@ -197,33 +176,6 @@ class ArcAlignerPreTrainedModel(AlignerCheckpointMixin, PreTrainedModel):
             if self.is_aligner_key(name):
                 parameter._is_hf_initialized = True
         super().initialize_weights()
-
-    def aligner_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and parameters of projector, LoRA and gates: all that training changes and `save_pretrained` writes."""
-        return ((name, p) for name, p in self.named_parameters() if self.is_aligner_key(name))
-
-    def set_stage(self, stage: str) -> None:
-        """Freezes and unfreezes parameters for a training stage, and sets `gate_mode` and `training_stage` of the
-        configuration.
-
-        `"reconstruction"` and `"grounding"` train projector and LoRA with the gates off; `"gating"` trains the gates as
-        well, adaptively. The backbone is frozen in all of them.
-
-        Raises:
-            `ValueError`: an unknown stage.
-        """
-        if stage not in STAGES:
-            raise ValueError(f"Unknown stage {stage!r}; the stages are, in order: {', '.join(STAGES)}.")
-        trains_gates = stage == "gating"
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_(self.is_aligner_key(name) and (trains_gates or ".slot_gate." not in name))
-        self.config.gate_mode = "adaptive" if trains_gates else "off"
-        self.config.training_stage = stage
-
-    def freeze_base_model(self) -> None:
-        """Only the aligner requires gradients."""
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_(self.is_aligner_key(name))
 
 
 class ArcAlignerModel(ArcAlignerPreTrainedModel):
@@ -321,7 +273,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             inputs_embeds = self._embed(input_ids, inputs_embeds, slot_mask, context_embeds, context_word_ids)
             input_ids = None  # the backbone takes one of the two
             settings = resolve_settings(self.config, self.layer_costs, rows, self.training, *wanted)
-            self._check_slots_after_cache(rows, cache, context_passage_ids, *wanted)
+            check_slots_after_cache(self.config, rows, cache, context_passage_ids, *wanted)
             kwargs["slots"] = slots = Slots(rows, settings, RecordedDepths(), SharedStepInputs())
         outputs = self.backbone(
             input_ids=input_ids,
@@ -337,7 +289,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             **{CACHE: cache_of(outputs)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            recursion_depth=self._stack_depths(slots) if has_slots else None,
+            recursion_depth=slots.stacked_depths(self.config.text_config.num_hidden_layers) if has_slots else None,
         )
 
     def _no_slots(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -381,21 +333,6 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 )
             return None
         return slot_mask
-
-    def _check_slots_after_cache(self, rows: SlotRows, cache, context_passage_ids, *wanted) -> None:
-        """Refuses slots after cached text where that is not the same as reading both at once."""
-        if rows.slot_rows.shape[0] == 0 or cache is None or cache.get_seq_length() == 0:
-            return
-        if self.config.refines(*wanted):
-            reason = "refinement needs the deeper states of earlier tokens, which a cache does not hold"
-        elif self.config.passage_attention == "separate" and context_passage_ids is not None:
-            reason = "the slots of several passages need the positions of the whole prompt"
-        else:
-            return
-        raise ValueError(
-            f"Found context tokens after {cache.get_seq_length()} cached tokens, but {reason}. Start with an "
-            "empty cache, or continue a cached slot prefix with plain text."
-        )
 
     def _keep_passages_apart(
         self, slot_mask, context_embeds, passage_ids, attention_mask, position_ids, cache
@@ -445,12 +382,76 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         table = self.get_input_embeddings().weight
         return self.projector(context_embeds, self.projector.average_words(context_word_ids, table))
 
-    def _stack_depths(self, slots: Slots) -> torch.LongTensor:
-        """Depths of the layers that refined, 0 for the others -> (batch, num_layers, max_slots), -1 without a slot."""
-        positions = slots.rows.slot_positions
-        none, num_layers = torch.zeros_like(positions), self.config.text_config.num_hidden_layers
-        stacked = torch.stack([slots.depths.by_layer.get(i, none).to(none.device) for i in range(num_layers)], dim=1)
-        return stacked.masked_fill(positions[:, None, :] < 0, -1)
+
+# The frozen head and the loss (Eq. 10)
+
+
+def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """Positions of `hidden_states` (batch, seq_len, hidden) that logits are computed for: the last ones, 0 for all, or
+    those of a tensor, (positions,) for all rows or (batch, positions)."""
+    if isinstance(logits_to_keep, int):
+        return hidden_states[:, -logits_to_keep:]
+    if logits_to_keep.dim() == 2:
+        return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
+    return hidden_states[:, logits_to_keep]
+
+
+def postprocess_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
+    """What backbones do to logits after the head: Cohere scales, Granite divides where HyperCLOVA X multiplies, Gemma 2
+    and 3 cap softly."""
+    if (scale := getattr(config, "logit_scale", None)) is not None:
+        logits = logits * scale
+    if (scaling := getattr(config, "logits_scaling", None)) is not None:
+        logits = logits * scaling if config.model_type == "hyperclovax" else logits / scaling
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+# Rows of logits that exist at a time: 50 MB of them for a vocabulary of 49,152.
+HEAD_ROWS = 256
+
+
+class _HeadLoss(torch.autograd.Function):
+    """The gradient for the hidden states is made in the forward pass, a few rows at a time, so that the logits of all
+    rows never exist at once: on CPUs they and their softmax cost more than all decoder layers of a small backbone, on
+    GPUs they take most of the memory."""
+
+    @staticmethod
+    def forward(ctx, hidden_states, targets, head, text_config):
+        total, gradients = torch.zeros((), device=hidden_states.device), []
+        for states, wanted in zip(hidden_states.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):
+            states = states.detach().requires_grad_(ctx.needs_input_grad[0])
+            with torch.set_grad_enabled(states.requires_grad):
+                logits = head(states)  # (rows, vocab_size)
+                logits = postprocess_logits(logits.to(torch.promote_types(logits.dtype, torch.float32)), text_config)
+                nll = nn.functional.cross_entropy(logits, wanted, reduction="sum")
+            gradients += torch.autograd.grad(nll, states) if states.requires_grad else ()
+            total = total + nll.detach()
+        if gradients:
+            ctx.save_for_backward(torch.cat(gradients))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_total):
+        (gradient,) = ctx.saved_tensors
+        # In float32 at least: a scaler's factor may be more than float16 holds.
+        return (gradient.to(d_total.dtype) * d_total).to(gradient.dtype), None, None, None
+
+
+def head_nll(
+    hidden_states: torch.Tensor, targets: torch.LongTensor, head: nn.Linear, text_config: PreTrainedConfig
+) -> torch.Tensor:
+    """Sum of the negative log-likelihoods of `targets` (rows,) through a frozen head, from `hidden_states`
+    (rows, hidden). It cannot be differentiated twice.
+
+    Raises:
+        `ValueError`: a head that is trained: it gets no gradient here.
+    """
+    if any(parameter.requires_grad for parameter in head.parameters()):
+        raise ValueError("The head is trained, but without logits it gets no gradient. Freeze it, or keep the logits.")
+    return _HeadLoss.apply(hidden_states, targets, head, text_config)
 
 
 class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
@@ -509,8 +510,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
                 [`ArcAlignerModel`], and what the backbone takes.
         """
         if labels is not None:
-            others = (-100, self.config.context_token_id)
-            check_ids(labels, "`labels`", self.config.text_config.vocab_size, others)
+            check_ids(labels, "`labels`", self.config.text_config.vocab_size, (-100, self.config.context_token_id))
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -70,7 +70,7 @@ def passages_to_read(processor) -> int | None:
     return 1 if can_tell else None
 
 
-def passages_of(processor, documents: list) -> tuple[list, list[Segment]]:
+def cut_documents(processor, documents: list) -> tuple[list, list[Segment]]:
     """The passages that documents are read as, and what each is of which document: of long ones pieces, unless the
     aligner cannot tell which of them to read."""
     longest = math.inf if passages_to_read(processor) is None else LONGEST_PASSAGE
@@ -121,8 +121,11 @@ class AnswerConfidence(LogitsProcessor):
         stops (`bool`, defaults to `False`): Raises `SeenError` in the last layer that is watched, as what comes after
             it says nothing about the confidence.
 
-    In `with AnswerConfidence(...) as watch`, give it to `generate` as one of `logits_processor`; `watch.confidence`
-    (batch,) is then there. `ValueError`: a processor without `answer_probe`, or with that of another model.
+    In `with AnswerConfidence(...) as watch`, give it to `generate`, in the same thread, as one of `logits_processor`;
+    `watch.confidence` (batch,) is then there. Other threads may use the model meanwhile.
+
+    Raises:
+        `ValueError`: a processor without `answer_probe`, or with that of another model.
     """
 
     class SeenError(Exception):
@@ -143,11 +146,10 @@ class AnswerConfidence(LogitsProcessor):
         self.layers = [layers[layer] for layer in probe["layers"]]
         self.last = probe["layers"].index(max(probe["layers"])) if stops else None
         self.odds: torch.Tensor | None = None  # of the states, (batch * beams or samples,)
-        # Of each thread, as others may use the same model, and each layer, (batch, hidden).
-        self._states: dict[tuple[int, int], torch.Tensor] = {}
+        self._states: dict[int, torch.Tensor] = {}  # of each of the layers, (batch, hidden)
 
     def __enter__(self) -> "AnswerConfidence":
-        self.odds = None
+        self.odds, self._thread = None, threading.get_ident()
         self.__dict__.pop("confidence", None)  # of a call before
         self._hooks = [
             layer.register_forward_hook(functools.partial(self._see, place)) for place, layer in enumerate(self.layers)
@@ -161,8 +163,8 @@ class AnswerConfidence(LogitsProcessor):
 
     def _see(self, place: int, layer, inputs, states: torch.Tensor) -> None:
         """Keeps the last token's states (batch, hidden). Passages that are read apart come first, then the prompt."""
-        if self.odds is None:
-            self._states[threading.get_ident(), place] = states[:, -1].float()
+        if self.odds is None and threading.get_ident() == self._thread:  # others may use the same model
+            self._states[place] = states[:, -1].float()
             if place == self.last:
                 raise self.SeenError
 
@@ -178,14 +180,14 @@ class AnswerConfidence(LogitsProcessor):
         return torch.sigmoid(with_words(self.odds, self.words, matches))
 
     def log_odds(self) -> torch.Tensor:
-        """What the states of what this thread has read last tell, (batch,)."""
-        states = [self._states.get((threading.get_ident(), place)) for place in range(len(self.layers))]
-        if any(each is None for each in states):
+        """What the states of what was read last tell, (batch,)."""
+        if len(self._states) < len(self.layers):
             raise ValueError(
-                "No states of the prompt's last token were seen. Generate in `with AnswerConfidence(...)`, with "
-                "a model that is not compiled as a whole, and without prompt lookup or an assistant model."
+                "No states of the prompt's last token were seen. Generate in `with AnswerConfidence(...)` and its "
+                "thread, with a model that is not compiled as a whole, and without prompt lookup or an assistant model."
             )
-        states = torch.cat([each.to(self.weight.device) for each in states], dim=1)
+        states = [self._states[place].to(self.weight.device) for place in range(len(self.layers))]
+        states = torch.cat(states, dim=1)  # (batch, layers * hidden)
         return states @ self.weight + self.bias
 
 
@@ -311,8 +313,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             max_slots (`int`, *optional*): Maximum number of slots per input, the first ones.
             max_passages (`int`, *optional*):
                 Of more passages, only those that most likely answer are read, in their order: each is first asked
-                about by itself. See [`rank_passages`]. What was read for this is kept for further questions, in at most
-                256 MiB. Default: 1, or all, uncut, where the aligner cannot tell.
+                about by itself. See [`rank_passages`]. What was read for this is kept, in at most 256 MiB, for asking
+                about these passages again. Default: 1, or all, uncut, where the aligner cannot tell.
             min_confidence (`float`, *optional*):
                 Where it is less likely, from 0 to 1, that the passages answer the question, the answer becomes the
                 processor's `no_answer`. See [`AnswerConfidence`]. Not with a `streamer`, which would be told the
@@ -381,7 +383,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         if isinstance(prompt, Chat):
             check_conversation(prompt.messages)
         documents = None if documents is None else documents_of(documents, "`documents` of row 0")
-        passages, read = passages_of(self.processor, documents or [])
+        passages, read = cut_documents(self.processor, documents or [])
         confidences, copied, about = None, [], ("", [])
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
@@ -552,6 +554,6 @@ def _read_input(given: Any, documents: list | None) -> tuple[str | Chat, list | 
     if isinstance(given, dict):
         found = ", ".join(f"`{key}` of type {type(value).__name__}" for key, value in given.items())
     raise ValueError(
-        'Expected a chat, a string or {"question": str, "documents": [...]}, one or a list of one of them; got '
-        f"{found}."
+        'Expected a chat, a string or {"question": str, "documents": [...]}, one or a list of one of them (of a data '
+        f"set `list(dataset)`); got {found}."
     )

@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
-from .base_model_arcaligner import WatchedWeights, tensors_digest
+from .base_model_arcaligner import UnwatchableError, WatchedWeights, tensors_digest
 from .configuration_arcaligner import (
     REFINEMENT_SETTINGS,
     SLOT_SETTINGS,
@@ -45,6 +45,7 @@ from .configuration_arcaligner import (
 )
 from .encoder_arcaligner import spacy_version
 from .generation_arcaligner import (
+    first_slots,
     join_keys_values,
     keys_values_of,
     load_keys_values,
@@ -58,8 +59,9 @@ from .slot_rows_arcaligner import check_can_separate, pad_passage_ids
 
 logger = logging.get_logger(__name__)
 
-# Rows that `each_alone` makes of passages at once: enough for fast products, few enough to hold in memory.
-ROWS_AT_ONCE = 16
+# Passages that `each_alone` reads at once, and rows that it makes of them at once: enough for fast products, few enough
+# to hold in memory, however long a document is.
+PASSAGES_AT_ONCE, ROWS_AT_ONCE = 32, 16
 
 
 @dataclass
@@ -101,7 +103,8 @@ class SlotPrefixStore:
     Gates, number of slots, segmentation, and the weights of model and encoder may change between two calls: what is
     kept is used only with what it was made with. Not noticed are writes to weights through `.data` or NumPy, modules
     and hooks that are added or replaced, and a tokenizer or a spaCy pipeline that is changed in place: make a new
-    store then. A copy of a store starts empty.
+    store then. Where nobody can tell when weights change, as of a quantized model, nothing is kept, and a warning says
+    so. A copy of a store starts empty.
 
     Args:
         model ([`ArcAlignerForCausalLM`]): In evaluation mode.
@@ -206,7 +209,7 @@ class SlotPrefixStore:
         most = settings.pop("max_slots", None) if self._is_separate else None
         entries, missing = self._fetch(asked, settings)
         inputs = self._batch(
-            asked, [_first_slots([entries[unit.key] for unit in question.units], most) for question in asked]
+            asked, [first_slots([entries[unit.key] for unit in question.units], most) for question in asked]
         )
         inputs.num_passages = [len(question.units) - 1 for question in asked]
         inputs.num_kept = [sum(unit.key not in missing for unit in question.units[1:]) for question in asked]
@@ -222,14 +225,19 @@ class SlotPrefixStore:
         """
         asked, settings = self._ask(questions, documents, **kwargs)
         most = settings.pop("max_slots", None)
-        entries, missing = self._fetch(asked, settings)
-        rows = [(place, unit) for place, each in enumerate(asked) for unit in each.units[1:] if unit.passages != []]
-        rows.sort(key=lambda row: entries[row[1].key].shape[3])  # those of about one length together: little padding
-        for some in (rows[start : start + ROWS_AT_ONCE] for start in range(0, len(rows), ROWS_AT_ONCE)):
-            alone = [_Question([asked[place].units[0], unit], asked[place].tail) for place, unit in some]
-            parts = [_first_slots([entries[unit.key] for unit in each.units], most) for each in alone]
-            named = [(place, unit.number, unit.key not in missing) for place, unit in some]
-            yield named, self._batch(alone, parts)
+        alone = [
+            (place, _Question([each.units[0], unit], each.tail))
+            for place, each in enumerate(asked)
+            for unit in each.units[1:]
+            if unit.passages != []
+        ]
+        for rows in (alone[start : start + PASSAGES_AT_ONCE] for start in range(0, len(alone), PASSAGES_AT_ONCE)):
+            entries, missing = self._fetch([each for _, each in rows], settings)
+            rows.sort(key=lambda row: entries[row[1].units[1].key].shape[3])  # of about one length together
+            for some in (rows[start : start + ROWS_AT_ONCE] for start in range(0, len(rows), ROWS_AT_ONCE)):
+                parts = [first_slots([entries[unit.key] for unit in each.units], most) for _, each in some]
+                named = [(place, each.units[1].number, each.units[1].key not in missing) for place, each in some]
+                yield named, self._batch([each for _, each in some], parts)
 
     @torch.no_grad()
     def keep(self, questions, documents=None, **kwargs) -> list[Path]:
@@ -345,9 +353,13 @@ class SlotPrefixStore:
         the tensors: copy before use."""
         with self._lock:  # two questions about a passage at once: the second waits, and finds what the first has read
             passages = asked[0].units[1].passages
-            weights = self.weights(passages)
+            try:
+                weights = self.weights(passages)
+            except UnwatchableError as error:  # a quantized model answers as any other
+                logger.warning_once(str(error))
+                weights = None
             # What all passages have in common, digests of the weights among it, is digested once.
-            shared = shared_fingerprint(self.model, self.processor, weights, settings)
+            shared = shared_fingerprint(self.model, self.processor, weights or {}, settings)
             shared |= {} if self.dtype is None else {"kept_dtype": self.dtype}
             digest = json_digest(shared)
             entries: dict[str, torch.Tensor] = {}
@@ -357,7 +369,7 @@ class SlotPrefixStore:
                 unit.key, unit.fingerprint = json_digest([digest, own]), shared | own
                 if unit.key in entries or unit.key in missing:
                     self.hits += unit.is_passage
-                elif (entry := self._find(unit)) is not None:
+                elif weights is not None and (entry := self._find(unit)) is not None:
                     entries[unit.key] = entry
                 else:
                     self.misses += unit.is_passage
@@ -367,7 +379,7 @@ class SlotPrefixStore:
                 heads = {one.units[0].head: entries.get(one.units[0].key) for one in asked}
                 entries |= self._read(missing, heads, settings, max(len(question.tail) for question in asked))
                 # Answers are right for the weights that were read; under the keys of others nothing may be kept.
-                if self.weights(passages) == weights:
+                if weights is not None and self.weights(passages) == weights:
                     for unit in missing.values():
                         self._write(unit, entries[unit.key])
                         self._keep(unit.key, entries[unit.key])
@@ -467,18 +479,6 @@ class SlotPrefixStore:
             self.bytes -= oldest.nbytes
         self._kept[key] = entry
         self.bytes += entry.nbytes
-
-
-def _first_slots(parts: list[torch.Tensor], most: int | None) -> list[torch.Tensor]:
-    """The text before the slots and the first `most` slots: what follows a slot in its passage does not change it."""
-    kept, room = parts[:1], most
-    for part in parts[1:]:
-        if room is not None:
-            part = part[:, :, :, :room]
-            room -= part.shape[3]
-        if part.shape[3]:
-            kept.append(part)
-    return kept
 
 
 def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -16,12 +16,12 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
 
 from ..base_model_arcaligner import CACHE, cache_of
 from ..common.rows import Row
@@ -61,25 +61,19 @@ def base_of(aligner: ArcAlignerForCausalLM, dtype: torch.dtype, device: str) -> 
 # Prompts
 
 
-@dataclass
-class Prompt:
-    """A prompt of one question: `ids` and their `positions`, both (1, seq_len), the number of them before the question,
-    and what the model reads in the slots, if there are any."""
+class Prompt(NamedTuple):
+    """What a model is given of a prompt of one question: all of it, what does not depend on the question, and the
+    rest."""
 
-    ids: torch.Tensor
-    positions: torch.Tensor
-    num_before: int
-    slots: dict[str, torch.Tensor] = field(default_factory=dict)
+    whole: dict[str, Any]
+    prefix: dict[str, Any]
+    tail: dict[str, Any]
 
-    @property
-    def prefix(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and positions of what does not depend on the question."""
-        return self.ids[:, : self.num_before], self.positions[:, : self.num_before]
-
-    @property
-    def tail(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and positions of the rest."""
-        return self.ids[:, self.num_before :], self.positions[:, self.num_before :]
+    @classmethod
+    def cut(cls, num_before: int, slots: dict[str, Any], **inputs: torch.Tensor) -> "Prompt":
+        """Cuts `inputs` (1, seq_len) where the question begins. Its `slots` are read before."""
+        prefix = {name: each[:, :num_before] for name, each in inputs.items()}
+        return cls(inputs | slots, prefix | slots, {name: each[:, num_before:] for name, each in inputs.items()})
 
 
 def pick_rows(rows: list[Row], processor: ArcAlignerProcessor, number: int) -> list[Row]:
@@ -107,24 +101,15 @@ def both_prompts(
 ) -> tuple[Prompt, Prompt]:
     """The prompts of a row with the passages' text and with their slots."""
     prefix, tail = text_ids(processor, row)
-    ids = torch.tensor([prefix + tail], device=aligner.device)
-    text = Prompt(ids, aligner.prompt_positions(ids), len(prefix))
+    text = Prompt.cut(len(prefix), {}, input_ids=torch.tensor([prefix + tail], device=aligner.device))
     slots = slot_inputs(processor, [row], tokens_per_slot=rate).to(aligner.device)
     ids, _ = slots.pop("input_ids"), slots.pop("attention_mask")  # all of a single row is real
     positions = aligner.prompt_positions(ids, context_passage_ids=slots.get("context_passage_ids"))
-    last = int((ids[0] == processor.context_token_id).nonzero().max())
-    return text, Prompt(ids, positions, last + 1, {**slots})
+    num_before = int((ids[0] == processor.context_token_id).nonzero().max()) + 1
+    return text, Prompt.cut(num_before, {**slots, "gate_mode": "off"}, input_ids=ids, position_ids=positions)
 
 
 # Arms
-
-
-@dataclass
-class FirstToken:
-    """What an arm has read: the first token of the answer (1,), and the cache."""
-
-    token: torch.Tensor
-    cache: Cache
 
 
 def share(cache: Cache) -> Cache:
@@ -139,28 +124,22 @@ def cache_bytes(cache: Cache) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
-def read(
-    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, cache: Cache | None = None, **inputs: Any
-) -> FirstToken:
-    """Reads `ids` (1, num_new) at their `positions` behind all of `cache`, and scores the last of them."""
-    given = {"input_ids": ids, "position_ids": positions, CACHE: cache}
-    outputs = model(**given, use_cache=True, logits_to_keep=1, **inputs)
-    return FirstToken(outputs.logits[:, -1].argmax(dim=-1), cache_of(outputs))
+def read(model: PreTrainedModel, inputs: dict[str, Any], cache: Cache | None = None) -> ModelOutput:
+    """Reads `inputs` behind all of `cache`, and scores the first token of an answer: logits (1, 1, vocab_size)."""
+    return model(**inputs, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
 
 
 @torch.no_grad()
 def make_arms(
     aligner: ArcAlignerForCausalLM, base: PreTrainedModel, text: Prompt, slots: Prompt
-) -> dict[str, Callable[[], FirstToken]]:
+) -> dict[str, Callable[[], ModelOutput]]:
     """The arms of a question by name."""
-    off = {"gate_mode": "off"}
-    text_prefix = read(base, *text.prefix).cache
-    slot_prefix = read(aligner, *slots.prefix, **slots.slots, **off).cache
+    text_prefix, slot_prefix = cache_of(read(base, text.prefix)), cache_of(read(aligner, slots.prefix))
     return {
-        "standard_rag": lambda: read(base, text.ids, text.positions),
-        "standard_rag_cached": lambda: read(base, *text.tail, share(text_prefix)),
-        "off": lambda: read(aligner, slots.ids, slots.positions, **slots.slots, **off),
-        "slots_cached": lambda: read(aligner, *slots.tail, share(slot_prefix)),
+        "standard_rag": lambda: read(base, text.whole),
+        "standard_rag_cached": lambda: read(base, text.tail, share(text_prefix)),
+        "off": lambda: read(aligner, slots.whole),
+        "slots_cached": lambda: read(aligner, slots.tail, share(slot_prefix)),
     }
 
 

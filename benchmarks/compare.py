@@ -29,11 +29,11 @@ from ..common.files import counted, describe_machine, markdown_table, read_json_
 from ..common.passages import PASSAGE_WORDS
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
 from ..evaluation.analyses.speed import machine_line
-from ..evaluation.answering import count_tokens, load_aligner, load_text_lora
-from ..evaluation.methods import rate_title
+from ..evaluation.answering import answer_text, load_aligner, load_text_lora
+from ..evaluation.methods import rate_title, whole_text
 from ..evaluation.tasks import with_found
 from ..pipeline_arcaligner import ArcAlignerPipeline, passages_to_read
-from ..train.prompts import MAX_NEW_TOKENS, full_text, passages_text, text_inputs
+from ..train.prompts import MAX_NEW_TOKENS
 
 COLUMNS = ("what is read", "positions", "F1", "EM", "agreement", "first token")
 REMARKS = (
@@ -101,28 +101,21 @@ class Reader:
     max_passages: int | None = None  # of more, slots are read of those that most likely answer
 
     def ask(self, processor, row: Row) -> Asked:
-        """Answers a row, whose passages are new."""
+        """Answers a row, whose passages are new, and before that its first token alone."""
         if self.rate is None:
-            read = partial(self._read_text, processor, row)
+            read = partial(answer_text, whole_text, self.model, processor, [row])
         else:  # by a pipeline of its own, which knows nothing of passages that were read before
             ask = ArcAlignerPipeline(self.model, processor, task="text-generation", device=self.model.device)
-            read = partial(self._read_slots, ask, row)
+            asked = {"question": row["question"], "documents": row["passages"]}
+            settings = {"tokens_per_slot": self.rate, "max_passages": self.max_passages, "return_slots": True}
+            read = partial(ask, asked, **settings)
         begin = time.perf_counter()
-        read(1)
+        read(max_new_tokens=1)
         seconds = time.perf_counter() - begin
-        return Asked(*read(MAX_NEW_TOKENS), seconds)
-
-    def _read_text(self, processor, row: Row, max_new_tokens: int) -> tuple[str, int]:
-        """An answer of at most so many tokens, and the positions that stand for the passages."""
-        inputs = text_inputs(processor, [full_text(row)]).to(self.model.device)
-        ids = self.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-        answer = processor.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        return answer.strip(), count_tokens(processor.tokenizer, [passages_text(row)])[0]
-
-    def _read_slots(self, ask: ArcAlignerPipeline, row: Row, max_new_tokens: int) -> tuple[str, int]:
-        settings = {"tokens_per_slot": self.rate, "max_passages": self.max_passages, "max_new_tokens": max_new_tokens}
-        record = ask({"question": row["question"], "documents": row["passages"]}, **settings, return_slots=True)[0]
-        return record["generated_text"].strip(), record["statistics"]["slots"]
+        (found,) = read(max_new_tokens=MAX_NEW_TOKENS)
+        if self.rate is None:
+            return Asked(found.text, found.context_tokens, seconds)
+        return Asked(found["generated_text"].strip(), found["statistics"]["slots"], seconds)
 
 
 @torch.inference_mode()

@@ -28,6 +28,8 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
 
 from ..base_model_arcaligner import cache_of
 from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, digest, run_command, write_whole
@@ -42,7 +44,7 @@ from ..pipeline_arcaligner import likeliest, passages_to_read, rank_passages
 from ..prefix_store_arcaligner import SlotPrefixStore
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.prompts import text_ids
-from .arms import FirstToken, first_tokens, join_rows, load_models, pick_rows, read, share, time_rounds
+from .arms import first_tokens, join_rows, load_models, pick_rows, read, share, time_rounds
 from .latency import parse_sizes
 
 SPARE = 4  # known passages beyond those of the largest combination
@@ -56,32 +58,32 @@ class TextReader:
         self.base, self.processor, self.folder = base, processor, folder
         folder.mkdir(parents=True)
         self.kept: dict[str, torch.Tensor] = {}  # (num_layers, 2, heads, num_tokens, head_dim), by the text
-        self._last: tuple[Row, FirstToken] | None = None
+        self._last: tuple[Row, Cache] | None = None
         prompt = apart_text(processor, {"question": "?", "passages": passages})
         self.head = read_text(base, prompt.head)
         start = len(prompt.head)
         for passage, ids in zip(passages, prompt.passages, strict=True):
-            own = read(base, *self._new(ids, start), join_keys_values([[self.head]], base.config)).cache
+            own = cache_of(self._read(ids, join_keys_values([[self.head]], base.config)))
             self.kept[passage["text"]] = keys_values_of(own, 0, start, start + len(ids))
             save_keys_values(self._path(passage), self.kept[passage["text"]], {})
 
-    def anew(self, row: Row) -> FirstToken:
+    def anew(self, row: Row) -> ModelOutput:
         """From the whole text."""
         prefix, tail = text_ids(self.processor, row)
         check_length(len(prefix) + len(tail), "The prompt of text", self.base.config)
-        found = read(self.base, *self._new(prefix + tail, 0))
-        self._last = row, found
+        found = self._read(prefix + tail)
+        self._last = row, cache_of(found)
         return found
 
-    def same_set(self, row: Row) -> FirstToken:
+    def same_set(self, row: Row) -> ModelOutput:
         """The question of `row` about the passages that text was read of last."""
         asked, before = self._last
         prefix, tail = text_ids(self.processor, row | {"passages": asked["passages"]})
-        cache = share(before.cache)
+        cache = share(before)
         cache.crop(len(prefix) - cache.get_seq_length())
-        return read(self.base, *self._new(tail, len(prefix)), cache)
+        return self._read(tail, cache)
 
-    def apart(self, row: Row, from_folder: bool) -> FirstToken:
+    def apart(self, row: Row, from_folder: bool) -> ModelOutput:
         """From kept passages; the question goes on behind the longest."""
         after = apart_text(self.processor, row | {"passages": []}).tail
         parts = [self.head]
@@ -89,24 +91,22 @@ class TextReader:
             file = (self._path(passage), {}, self.base.config, self.base.device)
             parts.append(load_keys_values(*file) if from_folder else self.kept[passage["text"]])
         start = self.head.shape[3] + max(part.shape[3] for part in parts[1:])
-        cache = join_keys_values([parts], self.base.config)
-        return read(self.base, *self._new(after, start), cache)
+        positions = torch.arange(start, start + len(after), device=self.base.device)[None]
+        return self._read(after, join_keys_values([parts], self.base.config), position_ids=positions)
 
-    def _new(self, ids: list[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
-        device = self.base.device
-        return torch.tensor([ids], device=device), torch.arange(start, start + len(ids), device=device)[None]
+    def _read(self, ids: list[int], cache: Cache | None = None, **positions: torch.Tensor) -> ModelOutput:
+        return read(self.base, {"input_ids": torch.tensor([ids], device=self.base.device), **positions}, cache)
 
     def _path(self, passage: dict[str, str]) -> Path:
         return self.folder / f"{digest(passage['text'])}.safetensors"
 
 
-def ask_store(store: SlotPrefixStore, row: Row, rate: int | str) -> FirstToken:
+def ask_store(store: SlotPrefixStore, row: Row, rate: int | str) -> ModelOutput:
     """From the kept slots of a row's passages."""
-    outputs = store.read_question(store.prepare(row["question"], documents=row["passages"], tokens_per_slot=rate))
-    return FirstToken(outputs.logits[:, -1].argmax(dim=-1), cache_of(outputs))
+    return store.read_question(store.prepare(row["question"], documents=row["passages"], tokens_per_slot=rate))
 
 
-def ask_likeliest(store: SlotPrefixStore, row: Row, rate: int | str) -> FirstToken:
+def ask_likeliest(store: SlotPrefixStore, row: Row, rate: int | str) -> ModelOutput:
     """Asks about each kept passage of a row by itself, and answers from the likeliest, as is the default."""
     (ranked,) = rank_passages(store, [row["question"]], [row["passages"]], tokens_per_slot=rate)
     return ask_store(store, row | {"passages": [row["passages"][number] for number in likeliest(ranked, 1)]}, rate)
@@ -142,7 +142,7 @@ class Known:
         passages = [row["passages"][0] for row in rows]
         reader = TextReader(base, processor, passages, folder / "text_apart")
         self.text_tokens = sum(each.shape[3] for each in reader.kept.values()) / len(rows)
-        self.arms: dict[str, Callable[[Row], FirstToken]] = {
+        self.arms: dict[str, Callable[[Row], ModelOutput]] = {
             "text": reader.anew,
             "text_same_set": reader.same_set,
             "text_apart": partial(reader.apart, from_folder=False),
@@ -177,7 +177,7 @@ class Known:
             if name in self.folders:
                 drop_from_memory(self.folders[name])
 
-        def turns(number: int) -> dict[str, Callable[[], FirstToken]]:
+        def turns(number: int) -> dict[str, Callable[[], ModelOutput]]:
             row = self.draw(k, number)
             return {name: partial(arm, row) for name, arm in self.arms.items()}
 

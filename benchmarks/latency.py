@@ -17,6 +17,7 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
+from ..base_model_arcaligner import cache_of
 from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, run_command, write_whole
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length
@@ -51,10 +52,8 @@ def measure_size(
     aligner, base = models
     row = join_rows(pick_rows(rows, processor, k))
     text, slots = both_prompts(aligner, processor, row, rate)
-    try:
-        check_length(text.ids.shape[1], "The text", base.config)
-    except ValueError as error:
-        raise ValueError(f"{k} passages are too many: name fewer in `--sizes`. {error}") from error
+    num_tokens = text.whole["input_ids"].shape[1]
+    check_length(num_tokens, f"The text of {k} passages", base.config)
     arms = make_arms(aligner, base, text, slots)
 
     def segment() -> list:
@@ -63,14 +62,14 @@ def measure_size(
     tokens = tokenize_segments(processor.tokenizer, segment(), row["passages"])
     # What is done online where no embeddings are kept.
     encoder = {"segmenting": segment, "encoding": lambda: processor.slot_encoder.encode_tokens(tokens, rate)}
-    num_bytes = {name: cache_bytes(arm().cache) for name, arm in arms.items()}  # which warms up
+    num_bytes = {name: cache_bytes(cache_of(arm())) for name, arm in arms.items()}  # which warms up
     found = time_rounds(lambda number: arms | encoder, str(aligner.device), seconds)
     return {
         "k": k,
         "tokens_per_slot": rate,
         "rounds": len(found),
-        "text_tokens": text.ids.shape[1],
-        "slots": slots.slots["context_embeds"].shape[1],
+        "text_tokens": num_tokens,
+        "slots": slots.whole["context_embeds"].shape[1],
         "encoder": {name: quartiles([each[name] for each in found]) for name in encoder},
         "arms": {name: first_tokens(found, name, "standard_rag") | {"cache_bytes": num_bytes[name]} for name in arms},
     }

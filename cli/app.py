@@ -350,9 +350,6 @@ def evaluate(
     methods: Annotated[
         str | None, typer.Option(help="Methods, separated by commas. Default: the recipe's, or all.")
     ] = None,
-    tokens_per_slot: Annotated[
-        str | None, typer.Option(help="Tokens per slot to compare, separated by commas, such as 4,16,segment.")
-    ] = None,
     checkpoint: Annotated[str | None, typer.Option(help="The aligner: a folder or a Hub id.")] = None,
     xrag: Annotated[str | None, typer.Option(help="Aligner for the method xrag, of recipe xrag.")] = None,
     projector_only: Annotated[str | None, typer.Option(help="Aligner for the method projector_only.")] = None,
@@ -375,14 +372,13 @@ def evaluate(
             shared.check_there(each)
     from ..evaluation.evaluate import evaluate
     from ..evaluation.results import results_page
-    from ..evaluation.settings import read_settings, split_names, split_rates
+    from ..evaluation.settings import read_settings, split_names
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("arcaligner").setLevel(logging.INFO)
     given = {"output": folder, "data": data, "batch_size": batch_size, "device": device, "checkpoint": checkpoint}
     given |= {"xrag": xrag, "projector_only": projector_only, "full_text_lora": full_text_lora}
-    given |= {"tasks": split_names(tasks), "methods": split_names(methods), "corpus": corpus}
-    given |= {"text_apart": text_apart, "tokens_per_slot": split_rates(tokens_per_slot)}
+    given |= {"text_apart": text_apart, "corpus": corpus, "tasks": split_names(tasks), "methods": split_names(methods)}
     of_tasks = {"num_questions": num_questions, "passages": passages, "top_k": top_k}
     show(results_page(evaluate(read_settings(recipe, given, of_tasks))))
 

@@ -17,13 +17,11 @@ from rich.progress import track
 from rich.table import Column, Table
 
 from ..common.files import CASE_STUDIES, SQUAD_SAMPLE, printable, read_json_lines
-from ..common.rows import contains_match
+from ..common.rows import Row, contains_match
 from ..pipeline_arcaligner import ArcAlignerPipeline
 
 NUM_QUESTIONS, NUM_PASSAGES = 10, 20
 MAX_NEW_TOKENS = 32
-
-Row = dict[str, Any]
 
 
 def demo_questions(no_answer: str | None = None) -> dict[str, list[Row]]:

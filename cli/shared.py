@@ -1,6 +1,5 @@
 """What commands share: options, the checkpoint that they name, and how they print."""
 
-import threading
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -64,29 +63,18 @@ def check_there(checkpoint: str) -> None:
         raise ValueError("`--checkpoint` is empty; expected a folder or a Hub id, or nothing for the shipped aligner.")
     path = Path(checkpoint)
     is_folder = path.is_absolute() or len(path.parts) > 2 or checkpoint.startswith(".") or Path(path.parts[0]).is_dir()
-    if is_folder and not path.exists():
+    if path.exists():
+        return
+    if is_folder:
         raise FileNotFoundError(
             f"There is no folder {checkpoint}. Name another with `--checkpoint`, or train one: see docs/training.md."
         )
-    if path.exists():
-        return
     import huggingface_hub
 
-    found: list[Exception | None] = []
-
-    def look() -> None:
-        try:
-            if not isinstance(huggingface_hub.try_to_load_from_cache(checkpoint, "config.json"), str):
-                huggingface_hub.model_info(checkpoint, timeout=HUB_SECONDS)
-            found.append(None)
-        except Exception as error:  # of whichever HTTP library the Hub's client uses
-            found.append(error)
-
-    # Looking a name up in the net has no time limit of its own.
-    looking = threading.Thread(target=look, daemon=True)
-    looking.start()
-    looking.join(HUB_SECONDS)
-    if error := found[0] if found else TimeoutError():
+    try:
+        if not isinstance(huggingface_hub.try_to_load_from_cache(checkpoint, "config.json"), str):
+            huggingface_hub.model_info(checkpoint, timeout=HUB_SECONDS)
+    except Exception as error:  # of whichever HTTP library the Hub's client uses
         raise OSError(
             f"There is no aligner at {checkpoint}: neither a checkpoint folder on this machine nor "
             f"a repository on the Hub that can be reached ({type(error).__name__}). Name another "

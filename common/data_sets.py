@@ -7,31 +7,22 @@ Training and evaluation read the same sets, so both take the rows from here. `tr
 import json
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from .files import stable_number
 from .rows import Row
 
-
-class Licence(NamedTuple):
-    """The name of a set and the licence of its data."""
-
-    title: str
-    licence: str
-
-
 SQUAD, HOTPOTQA, MUSIQUE = "rajpurkar/squad", "hotpotqa/hotpot_qa", "dgslibisey/MuSiQue"
 QED, QAMR, WIKIPEDIA = "google-research-datasets/QED", "uwnlp/qamr", "wikimedia/wikipedia"
 ON_GITHUB = (QED, QAMR, "stanford-futuredata/ARES")
-# By their place: a data set of the Hub or a repository of GitHub.
+# Name and licence of a set, by its place: a data set of the Hub or a repository of GitHub.
 LICENCES = {
-    SQUAD: Licence("SQuAD 1.1", "CC BY-SA 4.0"),
-    QED: Licence("NaturalQuestions, by way of QED", "CC BY-SA 3.0"),
-    HOTPOTQA: Licence("HotpotQA", "CC BY-SA 4.0"),
-    MUSIQUE: Licence("MuSiQue", "CC BY 4.0"),
-    QAMR: Licence("QAMR", "MIT"),
-    "stanford-futuredata/ARES": Licence("synthetic questions of ARES", "Apache-2.0"),
-    WIKIPEDIA: Licence("paragraphs of Wikipedia", "CC BY-SA 3.0 and GFDL"),
+    SQUAD: ("SQuAD 1.1", "CC BY-SA 4.0"),
+    QED: ("NaturalQuestions, by way of QED", "CC BY-SA 3.0"),
+    HOTPOTQA: ("HotpotQA", "CC BY-SA 4.0"),
+    MUSIQUE: ("MuSiQue", "CC BY 4.0"),
+    QAMR: ("QAMR", "MIT"),
+    "stanford-futuredata/ARES": ("synthetic questions of ARES", "Apache-2.0"),
+    WIKIPEDIA: ("paragraphs of Wikipedia", "CC BY-SA 3.0 and GFDL"),
 }
 TRAINING_FILES = {
     "train_qa.jsonl.gz": (SQUAD, QED, HOTPOTQA, MUSIQUE),

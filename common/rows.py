@@ -17,6 +17,7 @@ contained in everything, so it is dropped.
 Like `files.py`, which it imports, it needs the standard library only.
 """
 
+import os
 import re
 import string
 from collections import Counter
@@ -24,10 +25,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .files import read_json_lines
+from .files import find_path, read_json_lines
 
 ROW_FIELDS = ("id", "question", "answers", "passages")
 JSON_LINES = (".jsonl", ".jsonl.gz")
+FILES = (*JSON_LINES, ".json", ".parquet")  # of data
 OPTIONS = {"name": None, "split": "train", "text": "text", "title": None}
 
 Row = dict[str, Any]
@@ -51,6 +53,24 @@ def parse_source(source: str) -> tuple[str, dict[str, str | None]]:
             f"expected path?key=value&key=value with keys of {sorted(OPTIONS)}."
         )
     return path, OPTIONS | given
+
+
+def find_file(path: str, data_dir: str) -> str:
+    """Where a data file lies; the id of a data set of the Hub stays as it is.
+
+    Raises:
+        `FileNotFoundError`: a file that is not there, with where it was looked for.
+    """
+    if not path.endswith(FILES):
+        return path
+    found = str(find_path(os.path.join(data_dir, path)))
+    if not os.path.exists(found):
+        raise FileNotFoundError(
+            f"There is no file {found}. Data files with a relative path are looked for in `data_dir`, which is "
+            f"{data_dir or '.'!r}: set it in the recipe or on the command line, as in `--data_dir ../data`, or name "
+            "other files. `python -m arcaligner.train.prepare_data` makes those of the recipes."
+        )
+    return found
 
 
 def read_rows(path: str | Path) -> list[Row]:

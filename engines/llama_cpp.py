@@ -22,7 +22,7 @@ from safetensors import safe_open
 from tokenizers.decoders import DecodeStream
 from transformers import GenerationConfig
 
-from ..checkpoint_arcaligner import WEIGHTS_DIGEST, AlignerCheckpointMixin, check_values
+from ..checkpoint_arcaligner import WEIGHTS_DIGEST, AlignerMixin, check_values
 from ..common.files import GGUF_FILE, digest, refuse_unknown, wheel_directory
 from ..configuration_arcaligner import DEFAULT_BASE_MODEL, SLOT_SETTINGS, ArcAlignerConfig, check_gates, longest_prompt
 from ..modeling_arcaligner import ContextProjector
@@ -332,7 +332,7 @@ def _load_projector(
     projector = ContextProjector(config.encoder_hidden_size, text.hidden_size, config.word_parts, text.vocab_size)
     prefix = "model.projector."
     path = folder / "model.safetensors"
-    check_values(AlignerCheckpointMixin.is_aligner_key, [path], str(folder), (config.digests or {}).get(WEIGHTS_DIGEST))
+    check_values(AlignerMixin.is_aligner_key, [path], str(folder), (config.digests or {}).get(WEIGHTS_DIGEST))
     with safe_open(path, framework="pt") as file:
         weights = {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}
     projector.load_state_dict({name.removeprefix(prefix): weight for name, weight in weights.items()})

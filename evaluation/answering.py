@@ -4,16 +4,15 @@ All use the same frozen backbone, chat template and greedy decoding. They differ
 text, or slots. The prompt with text differs from the one with slots only there.
 """
 
-import contextlib
 import functools
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from accelerate.utils import find_executable_batch_size
 from peft import PeftModel
+from rich.progress import Progress
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
@@ -34,8 +33,6 @@ from ..train.prompts import (
     text_prompt,
     with_likeliest,
 )
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,107 +64,95 @@ def count_tokens(tokenizer, texts: list[str]) -> list[int]:
 # What answers
 
 
-class TextAnswerer:
-    """A model of transformers reads a prompt of text: of each row what `context` makes of it. An aligner is its own
-    backbone where the prompt has no slots. With `copies`, words of the whole passages are preferred as the processor
-    prefers them in answers from slots."""
+def answer_text(
+    context: Callable[..., str],
+    model,
+    processor: ArcAlignerProcessor,
+    rows: list[Row],
+    tokens_per_slot: int | str | None = None,
+    copies: bool = False,
+    **settings: Any,
+) -> list[Answer]:
+    """A model of transformers reads prompts of text: what `context` makes of model, processor, a row and
+    `tokens_per_slot`. An aligner is its own backbone where the prompt has no slots. With `copies`, words of the whole
+    passages are preferred as the processor prefers them in answers from slots. `settings` are those of `generate`."""
+    contexts = [context(model, processor, row, tokens_per_slot) for row in rows]
+    contents = [text_prompt(row, text) for row, text in zip(rows, contexts, strict=True)]
+    inputs = text_inputs(processor, contents).to(model.device)
+    num_tokens = count_tokens(processor.tokenizer, contexts)
+    passages = [row["passages"] for row in rows] if copies else []
+    return _generate(model, processor, inputs, rows, num_tokens, passages=passages, **settings)
 
-    def __init__(
-        self, model, processor: ArcAlignerProcessor, context: Callable[[list[Row]], list[str]], copies: bool = False
-    ):
-        self.model, self.processor, self.context, self.copies = model, processor, context, copies
 
-    def answer(self, rows: list[Row]) -> list[Answer]:
-        """One answer per row, in order."""
-        contexts = self.context(rows)
-        contents = [text_prompt(row, text) for row, text in zip(rows, contexts, strict=True)]
-        inputs = text_inputs(self.processor, contents).to(self.model.device)
-        num_tokens = count_tokens(self.processor.tokenizer, contexts)
-        passages = [row["passages"] for row in rows] if self.copies else []
-        return _generate(self.model, self.processor, inputs, rows, num_tokens, passages=passages)
-
-
-class SlotAnswerer:
-    """An aligner reads the passages as slots.
+def answer_slots(
+    model: ArcAlignerForCausalLM,
+    processor: ArcAlignerProcessor,
+    rows: list[Row],
+    tokens_per_slot: int | str | None = None,
+    use_lora: bool = True,
+    max_passages: int | None = None,
+    copy_bonus: float | None = None,
+    **refinement: Any,
+) -> list[Answer]:
+    """
+    An aligner reads the passages as slots.
 
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): The aligner.
-        use_lora (`bool`): `False` reads the slots with the projector alone.
+        rows (`list`): The questions with their passages.
         tokens_per_slot (`int` or `"segment"`, *optional*): Default: the checkpoint's.
+        use_lora (`bool`): `False` reads the slots with the projector alone.
         max_passages (`int`, *optional*): Of more passages, only those that most likely answer are read.
         copy_bonus (`float`, *optional*): How much answers in the words of the passages are preferred. Default: the
             processor's.
         refinement (`Any`): Settings of the gates and the budget, of `generate`.
     """
-
-    def __init__(
-        self,
-        model: ArcAlignerForCausalLM,
-        processor: ArcAlignerProcessor,
-        use_lora: bool = True,
-        tokens_per_slot: int | str | None = None,
-        max_passages: int | None = None,
-        copy_bonus: float | None = None,
-        **refinement: Any,
-    ):
-        self.model, self.processor, self.use_lora, self.refinement = model, processor, use_lora, refinement
-        self.tokens_per_slot, self.max_passages, self.copy_bonus = tokens_per_slot, max_passages, copy_bonus
-        if max_passages is not None:  # reads passages one by one, and keeps none
-            self.store = model.slot_prefix_store(processor, max_bytes=0)
-
-    def answer(self, rows: list[Row]) -> list[Answer]:
-        """One answer per row, in order."""
-        with contextlib.nullcontext() if self.use_lora else lora_off(self.model):
-            read = rows
-            if self.max_passages is not None:
-                settings = {"tokens_per_slot": self.tokens_per_slot, **self.refinement}
-                read = with_likeliest(self.store, rows, self.max_passages, **settings)
-            inputs = slot_inputs(self.processor, read, self.tokens_per_slot).to(self.model.device)
-            num_slots = (inputs["input_ids"] == self.model.config.context_token_id).sum(dim=1).tolist()
-            asked = {"questions": [row["question"] for row in read], "passages": [row["passages"] for row in read]}
-            settings = asked | {"copy_bonus": self.copy_bonus, **self.refinement}
-            return _generate(self.model, self.processor, inputs, rows, num_slots, **settings)
+    read, layers = rows, [] if use_lora else list(slot_lora_layers(model))
+    for layer in layers:
+        layer.set_scale(ADAPTER_NAME, 0.0)
+    try:
+        if max_passages is not None:
+            store = model.slot_prefix_store(processor, max_bytes=0)  # reads passages one by one, and keeps none
+            read = with_likeliest(store, rows, max_passages, tokens_per_slot=tokens_per_slot, **refinement)
+        inputs = slot_inputs(processor, read, tokens_per_slot).to(model.device)
+        num_slots = (inputs["input_ids"] == model.config.context_token_id).sum(dim=1).tolist()
+        asked = {"questions": [row["question"] for row in read], "passages": [row["passages"] for row in read]}
+        return _generate(model, processor, inputs, rows, num_slots, copy_bonus=copy_bonus, **asked, **refinement)
+    finally:
+        for layer in layers:
+            layer.set_scale(ADAPTER_NAME, 1.0)
 
 
-class ApartAnswerer:
+def answer_apart(model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: None = None) -> list[Answer]:
     """A model of transformers reads the text of passages that do not read each other: one of [`load_text_lora`], with a
-    LoRA that was trained so (`passage_attention: separate` of `train/full_text.py`).
-    """
-
-    def __init__(self, model, processor: ArcAlignerProcessor):
-        check_can_separate(model.config)
-        self.model, self.processor = model, processor
-
-    def answer(self, rows: list[Row]) -> list[Answer]:
-        """One answer per row, in order."""
-        prompts = [apart_text(self.processor, row) for row in rows]
-        num_tokens = [sum(map(len, prompt.passages)) for prompt in prompts]
-        return _generate(self.model, self.processor, self.inputs(prompts), rows, num_tokens)
-
-    @torch.inference_mode()
-    def inputs(self, prompts: list[ApartText]) -> dict[str, Any]:
-        """What `generate` goes on from: prompts (batch, seq_len), left-padded, all but the last token of which are in
-        the cache."""
-        sides = {"batch_first": True, "padding_side": "left"}
-        ids = pad_sequence([torch.tensor(prompt.ids) for prompt in prompts], **sides)
-        numbers = pad_sequence([torch.tensor(prompt.passage_ids) for prompt in prompts], **sides, padding_value=-1)
-        lengths = torch.tensor([len(prompt.ids) for prompt in prompts])
-        mask = (torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None]).long()
-        positions = passage_positions(numbers, mask)
-        check_length(int(positions.max()) + 1, "The prompt", self.model.config)
-        device, read = self.model.device, slice(0, -1)
-        output = self.model(
-            input_ids=ids[:, read].to(device),
-            attention_mask=separate_passages(mask[:, read], numbers[:, read], self.model.dtype).to(device),
-            position_ids=positions[:, read].to(device),
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        return {name: each.to(device) for name, each in inputs.items()} | {CACHE: cache_of(output)}
+    LoRA that was trained so (`passage_attention: separate` of `train/full_text.py`)."""
+    prompts = [apart_text(processor, row) for row in rows]
+    num_tokens = [sum(map(len, prompt.passages)) for prompt in prompts]
+    return _generate(model, processor, apart_inputs(model, prompts), rows, num_tokens)
 
 
-Answerer = TextAnswerer | SlotAnswerer | ApartAnswerer
+@torch.inference_mode()
+def apart_inputs(model, prompts: list[ApartText]) -> dict[str, Any]:
+    """What `generate` goes on from: prompts (batch, seq_len), left-padded, all but the last token of which are in the
+    cache."""
+    check_can_separate(model.config)
+    sides = {"batch_first": True, "padding_side": "left"}
+    ids = pad_sequence([torch.tensor(prompt.ids) for prompt in prompts], **sides)
+    numbers = pad_sequence([torch.tensor(prompt.passage_ids) for prompt in prompts], **sides, padding_value=-1)
+    lengths = torch.tensor([len(prompt.ids) for prompt in prompts])
+    mask = (torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None]).long()
+    positions = passage_positions(numbers, mask)
+    check_length(int(positions.max()) + 1, "The prompt", model.config)
+    read = slice(0, -1)
+    output = model(
+        input_ids=ids[:, read].to(model.device),
+        attention_mask=separate_passages(mask[:, read], numbers[:, read], model.dtype).to(model.device),
+        position_ids=positions[:, read].to(model.device),
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    return {name: each.to(model.device) for name, each in inputs.items()} | {CACHE: cache_of(output)}
 
 
 def _generate(model, processor, inputs, rows: list[Row], context_tokens: list[int], **settings: Any) -> list[Answer]:
@@ -203,44 +188,23 @@ def load_text_lora(aligner: str, lora: str, device: str):
     return model, ArcAlignerProcessor.from_pretrained(aligner)
 
 
-@contextlib.contextmanager
-def lora_off(model: ArcAlignerForCausalLM) -> Iterator[None]:
-    """Inside, the slots' LoRA adds nothing."""
-    layers = list(slot_lora_layers(model))
-    for layer in layers:
-        layer.set_scale(ADAPTER_NAME, 0.0)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.set_scale(ADAPTER_NAME, 1.0)
-
-
 # Batches
 
 
-def longest_first(rows: Sequence[Row]) -> list[Row]:
-    """Rows sorted by the length of their passages: little padding, and a lack of memory shows at once."""
-    return sorted(rows, key=lambda row: sum(len(passage["text"]) for passage in row["passages"]), reverse=True)
-
-
-def in_batches(
-    items: Sequence[Any], batch_size: int, run: Callable[[Sequence[Any]], Any]
-) -> Iterator[tuple[Sequence[Any], Any]]:
-    """Runs a function on batches, and gives each batch with its result. Once memory is short, batches are halved."""
+def in_batches(rows: list[Row], batch_size: int, run: Callable[[list[Row]], Any], title: str) -> None:
+    """Runs a function on batches of rows, under a bar with a title. The longest passages come first: there is little
+    padding, and a lack of memory shows at once. Then batches become smaller."""
+    rows = sorted(rows, key=lambda row: sum(len(passage["text"]) for passage in row["passages"]), reverse=True)
     done = 0
-    while done < len(items):
-        batch = items[done : done + batch_size]
-        try:
-            found = run(batch)
-        except (RuntimeError, MemoryError) as error:
-            if len(batch) == 1 or not (isinstance(error, MemoryError) or should_reduce_batch_size(error)):
-                raise
-        else:
-            yield batch, found
-            done += len(batch)
-            continue
-        # After the `except` block, where nothing holds the tensors of the failed batch.
-        batch_size = len(batch) // 2
-        logger.warning("out of memory: going on with batches of %d", batch_size)
-        clear_device_cache(garbage_collection=True)
+    with Progress(transient=True) as progress:
+        bar = progress.add_task(title, total=len(rows))
+
+        @find_executable_batch_size(starting_batch_size=batch_size)
+        def go_on(size: int) -> None:
+            nonlocal done
+            while done < len(rows):
+                run(rows[done : done + size])
+                done += size
+                progress.update(bar, completed=done)
+
+        go_on()

@@ -3,7 +3,7 @@
     python -m arcaligner evaluate --recipe smollm2_135m
     python -m arcaligner evaluate --checkpoint runs/mine/3_gating --tasks squad --methods naive,arcaligner -n 200 \\
         --output runs/try
-    python -m arcaligner evaluate --recipe smollm2_135m --methods arcaligner,truncated --tokens-per-slot 4,16,segment
+    python -m arcaligner evaluate --recipe smollm2_135m --methods arcaligner_x4,arcaligner_xsegment,truncated_x4
 
 A second run does what is missing, also after a kill; several may run at once with other tasks or methods. A method
 whose weights or package are missing is skipped by name. At the end, `results.json` and `results.md` are written from
@@ -11,16 +11,18 @@ all answers in the folder.
 """
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from rich.progress import Progress, track
+from rich.progress import track
 
 from ..base_model_arcaligner import default_dtype
 from ..common.files import describe_machine, digest
 from ..common.rows import Row
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.prompts import MAX_NEW_TOKENS
-from .answering import Answer, in_batches, longest_first
+from .answering import Answer, in_batches
 from .methods import Method, MissingMethodError, find_method
 from .metrics import METRICS, contains_match
 from .results import write_results
@@ -80,16 +82,18 @@ def answer_tasks(method: Method, rows: dict[str, list[Row]], settings: Evaluatio
     of_method = method.answer_settings(settings)
     files = {task: AnswerFile(settings.output, task, method.name) for task in rows}
     todo = {task: file.open(of_method | task_settings(task, settings), rows[task]) for task, file in files.items()}
-    answerer = method.load(settings) if any(todo.values()) else None
+    answer = method.load(settings) if any(todo.values()) else None
     for task, unanswered in todo.items():
         if unanswered:
             title = f"{TASKS[task].title}: {method.title}"
             logger.info("%s, %d questions", title, len(unanswered))  # stays, also where no bar can be drawn
-            with files[task].claim(), Progress(transient=True) as progress:
-                bar = progress.add_task(title, total=len(unanswered))
-                for batch, answers in in_batches(longest_first(unanswered), settings.batch_size, answerer.answer):
-                    files[task].append(map(record, batch, answers))
-                    progress.advance(bar, len(batch))
+            with files[task].claim():
+                in_batches(unanswered, settings.batch_size, partial(answer_batch, answer, files[task]), title)
+
+
+def answer_batch(answer: Callable[[list[Row]], list[Answer]], file: AnswerFile, rows: list[Row]) -> None:
+    """Answers rows, and keeps the answers in a file."""
+    file.append(map(record, rows, answer(rows)))
 
 
 def task_settings(task: str, settings: EvaluationSettings) -> dict[str, Any]:

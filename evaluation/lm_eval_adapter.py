@@ -16,11 +16,10 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
-from rich.progress import track
 
 from ..common.rows import Row
 from ..train.prompts import MAX_NEW_TOKENS
-from .answering import SlotAnswerer, in_batches, load_aligner, longest_first
+from .answering import answer_slots, in_batches, load_aligner
 
 TASKS_DIRECTORY = Path(__file__).parent / "lm_eval_tasks"
 DECODING = {"do_sample": False, "max_gen_toks": MAX_NEW_TOKENS, "until": []}
@@ -42,8 +41,7 @@ class ArcAlignerLM(LM):
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise ValueError(f"Got batch_size={batch_size}; expected a number of questions, such as 16.")
         self.batch_size = int(batch_size)
-        model, processor = load_aligner(pretrained, device or default_device())
-        self.answerer = SlotAnswerer(model, processor)
+        self.aligner = load_aligner(pretrained, device or default_device())
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """An answer to each request, whose arguments are a prompt and how to decode."""
@@ -55,21 +53,19 @@ class ArcAlignerLM(LM):
                 )
         rows = [{"number": number, **parse_prompt(request.args[0])} for number, request in enumerate(requests)]
         answers = [""] * len(rows)
-        found = in_batches(longest_first(rows), self.batch_size, self.answerer.answer)
-        answered = (pair for batch, texts in found for pair in zip(batch, texts, strict=True))
-        for row, answer in track(answered, description="Answering", total=len(rows)):
-            answers[row["number"]] = answer.text
-            self.cache_hook.add_partial("generate_until", requests[row["number"]].args, answer.text)
+
+        def answer_batch(batch: list[Row]) -> None:
+            for row, answer in zip(batch, answer_slots(*self.aligner, batch), strict=True):
+                answers[row["number"]] = answer.text
+                self.cache_hook.add_partial("generate_until", requests[row["number"]].args, answer.text)
+
+        in_batches(rows, self.batch_size, answer_batch, "Answering")
         return answers
 
     def loglikelihood(self, requests: list[Instance]):
         raise ValueError(_ANSWERS_ONLY)
 
     loglikelihood_rolling = loglikelihood
-
-    @property
-    def tokenizer_name(self) -> str:  # asked for with `--apply_chat_template` alone
-        raise ValueError("The aligner's processor applies the chat template itself; leave out `--apply_chat_template`.")
 
 
 _ANSWERS_ONLY = (

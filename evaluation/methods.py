@@ -9,10 +9,10 @@ one run compares several rates of one checkpoint.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,20 +29,14 @@ from ..pipeline_arcaligner import check_max_passages
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import tokenize_segments
 from ..train.prompts import passages_text
-from .answering import (
-    Answerer,
-    ApartAnswerer,
-    SlotAnswerer,
-    TextAnswerer,
-    count_tokens,
-    load_aligner,
-    load_text_lora,
-)
+from .answering import Answer, answer_apart, answer_slots, answer_text, count_tokens, load_aligner, load_text_lora
 
 # The files of a checkpoint's folder that decide its answers.
 _CONFIGS = ("config.json", "adapter_config.json", "processor_config.json")
 CHECKPOINT_FILES = ("*.safetensors", *_CONFIGS, "chat_template.jinja")
 RATE = 1 / 3  # the share of tokens that LLMLingua keeps, as in the paper
+TEXT_READERS, PROJECTORS = ("full_text_lora", "text_apart"), ("xrag", "projector_only")  # fields of `Checkpoints`
+LIKELIEST = partial(answer_slots, gate_mode="off", max_passages=1)
 PART_SIZE = 200  # tokens that LLMLingua looks at together, the package's default
 
 
@@ -96,14 +90,10 @@ class Method:
 
     name: str  # in commands and of files
     title: str  # in tables
-    # What the backbone reads: from model, processor, rows and `tokens_per_slot` to a text for each row.
-    texts: Callable[..., list[str]] | None = None
-    # Without `texts`, how an aligner reads the rows' slots, as [`SlotAnswerer`] takes it.
-    slots: dict[str, Any] = field(default_factory=dict)
+    answer: Callable[..., list[Answer]]  # of model, processor, rows and `tokens_per_slot`
     reads: str | None = None  # the field of `Checkpoints` that decides the answers, if not the backbone alone
     made_by: str | None = None  # the command that makes such a checkpoint
     has_rates: bool = False  # whether it can be asked for with a rate
-    copies: bool = False  # whether one that reads text prefers the words of the passages, as aligners do by themselves
     tokens_per_slot: int | str | None = None  # the rate, if not the checkpoint's own
 
     @property
@@ -136,68 +126,58 @@ class Method:
         found = {"weights": weights, "checkpoint": path}
         if self.tokens_per_slot is not None:
             found["tokens_per_slot"] = self.tokens_per_slot
-            if self.texts is not None and self.reads != "checkpoint":
+            if self.reads in TEXT_READERS:
                 found["slots_of"] = fingerprint(checkpoints.checkpoint)  # decides how many positions there are
         return found
 
-    def load(self, checkpoints: Checkpoints) -> Answerer:
-        """What answers."""
-        aligner, device = checkpoints.checkpoint, checkpoints.device
-        if self.reads in ("full_text_lora", "text_apart"):
-            model, processor = load_text_lora(aligner, getattr(checkpoints, self.reads), device)
-        else:
-            path = aligner if self.texts is not None else getattr(checkpoints, self.reads)
-            model, processor = load_aligner(path, device)
-        if self.reads == "text_apart":
-            return ApartAnswerer(model, processor)
-        if self.texts is not None:
-            texts = functools.partial(self.texts, model, processor, tokens_per_slot=self.tokens_per_slot)
-            return TextAnswerer(model, processor, texts, self.copies)
-        if self.reads != "checkpoint" and model.config.lora_r:
+    def load(self, checkpoints: Checkpoints) -> Callable[[list[Row]], list[Answer]]:
+        """What answers rows."""
+        path, device = getattr(checkpoints, self.reads or "checkpoint"), checkpoints.device
+        model, processor = (
+            load_text_lora(checkpoints.checkpoint, path, device)
+            if self.reads in TEXT_READERS
+            else load_aligner(path, device)
+        )
+        if self.reads in PROJECTORS and model.config.lora_r:
             raise ValueError(
                 f"{path} has a LoRA of rank {model.config.lora_r}; for `{self.option}` expected an aligner of a "
                 "projector alone, trained with `aligner: {lora_r: 0, gate_layers: []}`."
             )
-        if max_passages := self.slots.get("max_passages"):
+        if self.answer is LIKELIEST:
             try:
-                check_max_passages(processor, max_passages)
+                check_max_passages(processor, 1)
             except ValueError as error:
                 raise MissingMethodError(str(error)) from error
-        return SlotAnswerer(model, processor, tokens_per_slot=self.tokens_per_slot, **self.slots)
+        return partial(self.answer, model, processor, tokens_per_slot=self.tokens_per_slot)
 
 
-# Texts in place of the passages, one for each row. `model` scores where they are compressed; at a rate no text has more
-# tokens than the aligner has slots.
+# Texts in place of a row's passages. `model` scores where they are compressed; at a rate no text has more tokens than
+# the aligner has slots.
 
 
-def no_texts(model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: None) -> list[str]:
+def no_text(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot: None) -> str:
     """Nothing of the passages."""
-    return [""] * len(rows)
+    return ""
 
 
-def whole_texts(model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: None) -> list[str]:
+def whole_text(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot: None) -> str:
     """The passages."""
-    return [passages_text(row) for row in rows]
+    return passages_text(row)
 
 
-def truncated(model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: int | str | None) -> list[str]:
-    """As many tokens of each row's passages as the aligner has slots."""
-    return [first_tokens(processor, passages_text(row), count_slots(processor, row, tokens_per_slot)) for row in rows]
+def truncated(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot: int | str | None) -> str:
+    """As many tokens of the passages as the aligner has slots."""
+    return first_tokens(processor, passages_text(row), count_slots(processor, row, tokens_per_slot))
 
 
-def compressed(model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: int | str | None) -> list[str]:
-    """What LLMLingua leaves of each row's passages: what a language model, here the backbone itself, finds surprising.
-    A third, or with `tokens_per_slot` no more tokens than slots."""
-    compress = llmlingua_compressor(model, processor.tokenizer)
-    texts = [passages_text(row) for row in rows]
+def compressed(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot: int | str | None) -> str:
+    """What LLMLingua leaves of the passages: what a language model, here the backbone itself, finds surprising. That is
+    a third, or with `tokens_per_slot` no more tokens than slots."""
+    compress, text = llmlingua_compressor(model, processor.tokenizer), passages_text(row)
     if tokens_per_slot is None:
-        return [compress(text, RATE) for text in texts]
-    found = []
-    for row, text, length in zip(rows, texts, count_tokens(processor.tokenizer, texts), strict=True):
-        num_slots = count_slots(processor, row, tokens_per_slot)
-        kept = compress(text, num_slots / length) if length > num_slots else text
-        found.append(first_tokens(processor, kept, num_slots))
-    return found
+        return compress(text, RATE)
+    num_slots, (length,) = count_slots(processor, row, tokens_per_slot), count_tokens(processor.tokenizer, [text])
+    return first_tokens(processor, compress(text, num_slots / length) if length > num_slots else text, num_slots)
 
 
 def count_slots(processor: ArcAlignerProcessor, row: Row, tokens_per_slot: int | str | None) -> int:
@@ -261,32 +241,38 @@ def llmlingua_compressor(model, tokenizer) -> Callable[[str, float], str]:
 _TRAIN = "python -m arcaligner train --recipe"
 _FULL_TEXT = "python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml"
 _READER = {"reads": "full_text_lora", "made_by": _FULL_TEXT}
-_COPIER = _READER | {"copies": True}
 _APART = {"reads": "text_apart", "made_by": _FULL_TEXT.replace("full_text.yaml", "full_text_apart.yaml")}
 _OURS = {"reads": "checkpoint", "has_rates": True}
 _PROJECTOR = {"reads": "projector_only", "made_by": f"{_TRAIN} projector_only"}
-_OFF = {"gate_mode": "off"}
+_WHOLE, _TRUNCATED = partial(answer_text, whole_text), partial(answer_text, truncated)
+_ONE_PASS = partial(answer_slots, gate_mode="off")
 
 METHODS = {
     method.name: method
     for method in (
-        Method("naive", "Naive", no_texts),
-        Method("standard_rag", "StandardRAG", whole_texts),
-        Method("full_text_lora", "StandardRAG, fine-tuned", whole_texts, **_READER),
-        Method("full_text_copying", "StandardRAG, fine-tuned, copying", whole_texts, **_COPIER),
-        Method("text_apart", "StandardRAG, fine-tuned, passages apart", **_APART),
-        Method("truncated", "truncated text", truncated, **_OURS),
-        Method("truncated_lora", "truncated text, fine-tuned", truncated, has_rates=True, **_READER),
-        Method("truncated_copying", "truncated text, fine-tuned, copying", truncated, has_rates=True, **_COPIER),
-        Method("llmlingua", "LLMLingua (the backbone scores)", compressed, has_rates=True),
-        Method("xrag", "xRAG (our training)", slots=_OFF, reads="xrag", made_by=f"{_TRAIN} xrag"),
-        Method("projector_only", "projector only", slots=_OFF, has_rates=True, **_PROJECTOR),
-        Method("arcaligner", "ArcAligner", **_OURS),
-        Method("one_passage", "ArcAligner, the likeliest passage", slots=_OFF | {"max_passages": 1}, **_OURS),
-        Method("no_copying", "ArcAligner, w/o copying", slots=_OFF | {"copy_bonus": 0.0}, **_OURS),
-        Method("no_recursion", "w/o Recursion", slots=_OFF, **_OURS),
-        Method("max_loop", "w/o Gate (Max Loop)", slots={"gate_mode": "always"}, **_OURS),
-        Method("no_lora", "w/o LoRA & Recursion", slots=_OFF | {"use_lora": False}, **_OURS),
+        Method("naive", "Naive", partial(answer_text, no_text)),
+        Method("standard_rag", "StandardRAG", _WHOLE),
+        Method("full_text_lora", "StandardRAG, fine-tuned", _WHOLE, **_READER),
+        Method("full_text_copying", "StandardRAG, fine-tuned, copying", partial(_WHOLE, copies=True), **_READER),
+        Method("text_apart", "StandardRAG, fine-tuned, passages apart", answer_apart, **_APART),
+        Method("truncated", "truncated text", _TRUNCATED, **_OURS),
+        Method("truncated_lora", "truncated text, fine-tuned", _TRUNCATED, has_rates=True, **_READER),
+        Method(
+            "truncated_copying",
+            "truncated text, fine-tuned, copying",
+            partial(_TRUNCATED, copies=True),
+            has_rates=True,
+            **_READER,
+        ),
+        Method("llmlingua", "LLMLingua (the backbone scores)", partial(answer_text, compressed), has_rates=True),
+        Method("xrag", "xRAG (our training)", _ONE_PASS, reads="xrag", made_by=f"{_TRAIN} xrag"),
+        Method("projector_only", "projector only", _ONE_PASS, has_rates=True, **_PROJECTOR),
+        Method("arcaligner", "ArcAligner", answer_slots, **_OURS),
+        Method("one_passage", "ArcAligner, the likeliest passage", LIKELIEST, **_OURS),
+        Method("no_copying", "ArcAligner, w/o copying", partial(_ONE_PASS, copy_bonus=0.0), **_OURS),
+        Method("no_recursion", "w/o Recursion", _ONE_PASS, **_OURS),
+        Method("max_loop", "w/o Gate (Max Loop)", partial(answer_slots, gate_mode="always"), **_OURS),
+        Method("no_lora", "w/o LoRA & Recursion", partial(_ONE_PASS, use_lora=False), **_OURS),
     )
 }
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,16 +113,19 @@ def compare(ours: Answers, other: Answers) -> dict[str, Any]:
 
 
 def results_page(results: dict[str, Any]) -> str:
-    """All tables of a run."""
+    """All tables of a run. How long methods take is for benchmarks: answers of a run come from several machines."""
     sets = results["sets"]
+    titles = method_titles(sets)
     lines: list[str] = []
     differences: list[str] = []
     for metric, title in METRIC_TITLES.items():
-        lines += interval_table(title, sets, "methods", metric)
-        differences += interval_table(f"{title}, {MAIN_TITLE} less", sets, "differences", metric, sign="+")
+        lines += table(title, titles, sets, partial(_score, metric))
+        differences += table(f"{title}, {MAIN_TITLE} less", titles, sets, partial(_difference, metric))
     lines += _section(f"{MAIN_TITLE} less another method, on the same questions", differences)
-    lines += _section("Positions", cost_table(sets))
-    lines += _section("The paper's numbers", paper_table(sets))
+    lines += _section("Positions", table("positions for the passages, rate", titles, sets, _positions))
+    shared = {name: PAPER["sets"][name] for name in sets if name in PAPER["sets"]}
+    of_paper = {method: method for numbers in shared.values() for method in numbers}
+    lines += _section("The paper's numbers", table("EM / F1 / Acc, Mistral 7B", of_paper, shared, _paper))
     return "\n".join([*lines, footnote(results), ""])
 
 
@@ -136,43 +140,31 @@ def _section(title: str, lines: list[str]) -> list[str]:
     return [f"## {title}", "", *lines] if lines else []
 
 
-def interval_table(title: str, sets: dict, part: str, metric: str, sign: str = "") -> list[str]:
-    """Methods down, sets across, in each cell a mean with its interval and the number of questions if not all; `part`
-    is `"methods"` or `"differences"`."""
-
-    def show(entry: dict, method: str) -> str | None:
-        numbers = entry.get(part, {}).get(method, {})
-        if metric not in numbers:
-            return None
-        is_part = part == "methods" and numbers["questions"] < entry["questions"]
-        return shown_interval(numbers[metric], sign) + (f" of {numbers['questions']}" if is_part else "")
-
-    return table(title, method_titles(sets), sets, show)
+# Cells, of a set's entry and a method that it has or not.
 
 
-def cost_table(sets: dict) -> list[str]:
-    """What each method reads. How long that takes is for benchmarks: answers of a run come from several machines."""
-
-    def show(entry: dict, method: str) -> str | None:
-        numbers = entry["methods"].get(method)
-        if numbers is None:
-            return None
-        rate = f", x{numbers['compression_rate']:.1f}" if "compression_rate" in numbers else ""
-        return f"{numbers['context_tokens']:.1f}{rate}"
-
-    return table("positions for the passages, rate", method_titles(sets), sets, show)
+def _score(metric: str, entry: dict, method: str) -> str | None:
+    """A mean with its interval, and the number of questions if not all."""
+    if (numbers := entry["methods"].get(method)) is None:
+        return None
+    asked = f" of {numbers['questions']}" if numbers["questions"] < entry["questions"] else ""
+    return shown_interval(numbers[metric]) + asked
 
 
-def paper_table(sets: dict) -> list[str]:
-    """EM / F1 / Acc of the paper, for the sets that were measured here."""
-    shared = {name: {"paper": PAPER["sets"][name]} for name in sets if name in PAPER["sets"]}
-    methods = {method: method for entry in shared.values() for method in entry["paper"]}
+def _difference(metric: str, entry: dict, method: str) -> str | None:
+    numbers = entry.get("differences", {}).get(method, {})
+    return shown_interval(numbers[metric], "+") if metric in numbers else None
 
-    def show(entry: dict, method: str) -> str | None:
-        numbers = entry["paper"].get(method)
-        return None if numbers is None else " / ".join(f"{number:.1f}" for number in numbers)
 
-    return table("EM / F1 / Acc, Mistral 7B", methods, shared, show)
+def _positions(entry: dict, method: str) -> str | None:
+    if (numbers := entry["methods"].get(method)) is None:
+        return None
+    rate = f", x{numbers['compression_rate']:.1f}" if "compression_rate" in numbers else ""
+    return f"{numbers['context_tokens']:.1f}{rate}"
+
+
+def _paper(numbers: dict, method: str) -> str | None:
+    return " / ".join(f"{number:.1f}" for number in numbers[method]) if method in numbers else None
 
 
 def footnote(results: dict) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 import yaml
 
 from ..common.files import find_path, refuse_unknown
-from ..segmentation_arcaligner import check_tokens_per_slot
 from .methods import METHODS, Checkpoints, find_method
 from .tasks import TASKS
 
@@ -36,7 +35,7 @@ class TaskSettings:
 
 @dataclass(kw_only=True)
 class EvaluationSettings(Checkpoints):
-    """An evaluation; its fields are the keys of a recipe, with `tokens_per_slot`, which becomes part of `methods`."""
+    """An evaluation; its fields are the keys of a recipe."""
 
     tasks: dict[str, TaskSettings]  # by name
     methods: list[str]  # names, of `methods.METHODS` or with a rate, such as `arcaligner_x4`
@@ -70,14 +69,13 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
 
     Args:
         recipe (`str`, *optional*): Name of one in `evaluation/recipes`, or a file.
-        given (`dict`): Keys of the command line, which override those of the recipe; `None` is not given. With
-            `tokens_per_slot`, a list of numbers and `"segment"`, each method that has rates is run at each of them.
+        given (`dict`): Keys of the command line, which override those of the recipe; `None` is not given.
         of_tasks (`dict`): Keys of `TaskSettings` of the command line, for all tasks.
     """
     keys = read_recipe(recipe) if recipe else {}
     of_recipe = keys.get("tasks", {})
     keys |= {key: value for key, value in given.items() if value is not None}
-    refuse_unknown("the evaluation's settings", keys, _fields(EvaluationSettings) | {"tokens_per_slot"})
+    refuse_unknown("the evaluation's settings", keys, _fields(EvaluationSettings))
     if "checkpoint" not in keys:
         raise ValueError("No aligner is named. Name one with `--checkpoint`.")
     if "output" not in keys:
@@ -87,24 +85,7 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
         own = (of_recipe.get(name) if isinstance(of_recipe, dict) else None) or {}
         refuse_unknown(f"`{name}`", own, _fields(TaskSettings))
         tasks[name] = TaskSettings(**own | over)
-    methods = at_rates(keys.get("methods", list(METHODS)), keys.pop("tokens_per_slot", []))
-    return EvaluationSettings(**keys | {"tasks": tasks, "methods": methods})
-
-
-def at_rates(methods: list[str], tokens_per_slot: list[int | str]) -> list[str]:
-    """
-    Names of methods, those that have rates once for each rate.
-
-    >>> at_rates(["naive", "arcaligner"], [4, "segment"])
-    ['naive', 'arcaligner_x4', 'arcaligner_xsegment']
-    """
-    for rate in tokens_per_slot:
-        check_tokens_per_slot(rate)
-    names = []
-    for name in methods:
-        has_rates = tokens_per_slot and name in METHODS and METHODS[name].has_rates
-        names += [f"{name}_x{rate}" for rate in tokens_per_slot] if has_rates else [name]
-    return names
+    return EvaluationSettings(**{"methods": list(METHODS)} | keys | {"tasks": tasks})
 
 
 def split_names(names: str | None) -> list[str] | None:

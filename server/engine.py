@@ -37,8 +37,8 @@ from ..pipeline_arcaligner import (
     ArcAlignerPipeline,
     CopyBonus,
     check_max_passages,
+    cut_documents,
     likeliest,
-    passages_of,
     passages_to_read,
     rank_passages,
 )
@@ -259,7 +259,7 @@ class Engine:
         if request.documents is not None:
             began = time.perf_counter()
             documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in request.documents]
-            documents, pieces = passages_of(self.processor, documents)
+            documents, pieces = cut_documents(self.processor, documents)
             encoded = self._encode(json.dumps(documents), rate)  # as text, which a cache can look up
             documents = [each | {"number": piece.document} for each, piece in zip(documents, pieces, strict=True)]
             seconds = {"retrieval": 0.0, "slots": time.perf_counter() - began}

@@ -8,7 +8,6 @@ it was edited: run this again after an evaluation has put its `results.json` the
 """
 
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -32,26 +31,26 @@ def save_stage(
     state_dict: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Writes aligner, processor and the text of the recipe to `output_dir`, a folder that the next stage can load.
-    Checkpoints in it stay, and a model card that was edited. `state_dict` has the weights of a model that is spread
-    over several processes."""
+    Checkpoints in it stay, a model card that was edited, and results of the same weights. `state_dict` has the weights
+    of a model that is spread over several processes."""
     with written_whole(output_dir) as folder:
         if Path(output_dir, "README.md").exists():  # the new card keeps what was written in the old one
             shutil.copyfile(Path(output_dir, "README.md"), folder / "README.md")
         model.save_pretrained(folder, state_dict=state_dict)
         processor.save_pretrained(folder)
+        results = Path(output_dir, RESULTS_FILE)
+        if results.exists() and not answers_alike(Path(output_dir), folder):
+            results.unlink()  # before the weights change: a kill leaves no numbers of others
+            typer.echo(f"removed {results}: it was measured with other weights or settings", err=True)
         (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
         write_model_card(model.config, folder)
 
 
-def answers_alike(folder: Path, model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor) -> bool:
-    """Whether the weights, the trained encoder's too, and the processor's settings in `folder` are those of `model` and
-    `processor`."""
-    if not (folder / CONFIG_NAME).exists():
+def answers_alike(*folders: Path) -> bool:
+    """Whether the weights, the trained encoder's too, and the processor's settings in two folders are the same."""
+    if not all((folder / CONFIG_NAME).exists() for folder in folders):
         return False
-    with tempfile.TemporaryDirectory() as temporary:
-        model.save_pretrained(temporary)
-        processor.save_pretrained(temporary)
-        there, new = (ArcAlignerConfig.from_pretrained(path).digests or {} for path in (folder, temporary))
+    there, new = (ArcAlignerConfig.from_pretrained(folder).digests or {} for folder in folders)
     names = {name for name in [*there, *new] if name.endswith(".safetensors") or name == PROCESSOR_NAME}
     return all(there.get(name) == new.get(name) for name in names)
 
@@ -71,9 +70,6 @@ def main(
     if processor.trained_encoder:
         processor.encoder.cast(torch.float32, lora_dtype=torch.bfloat16)
     recipes = [(folder / RECIPE_FILE).read_text(encoding="utf-8").strip() for folder in folders]
-    if (output / RESULTS_FILE).exists() and not answers_alike(output, model, processor):
-        (output / RESULTS_FILE).unlink()  # before the weights change: a kill leaves no numbers of others
-        typer.echo(f"removed {output / RESULTS_FILE}: it was measured with other weights or settings")
     save_stage(output, model, processor, "\n---\n".join(recipes) + "\n")
     if not write_model_card(model.config, output):
         typer.echo(f"left {output / 'README.md'} as it is: it was edited. Delete it to have one written.")

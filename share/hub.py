@@ -12,8 +12,6 @@ is installed, which could leave new code beside old weights.
 import contextlib
 import json
 import re
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +27,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers.utils import logging
 
 from ..checkpoint_arcaligner import CODE_FILES, check_weights
-from ..common.data_sets import LICENCES, ON_GITHUB, TRAINING_FILES, Licence
+from ..common.data_sets import LICENCES, ON_GITHUB, TRAINING_FILES
 from ..common.files import ROOT, write_whole
 from ..configuration_arcaligner import REQUIREMENTS, ArcAlignerConfig
 from ..encoder_arcaligner import ENCODER_FOLDER
@@ -66,26 +64,32 @@ _FORMER_FILE = re.compile(
 # The model card
 
 
-def write_model_card(config: ArcAlignerConfig, folder: Path, *, name: str | None = None) -> bool:
-    """Writes `README.md` from the configuration and the files in `folder`, and says whether it did: one that was edited
-    stays.
+def write_model_card(config: ArcAlignerConfig, folder: Path) -> bool:
+    """Writes `README.md` of [`model_card`], and says whether it did: one that was edited stays."""
+    if (card := model_card(config, folder)) is not None:
+        write_whole(folder / "README.md", card)
+    return card is not None
+
+
+def model_card(config: ArcAlignerConfig, folder: Path, name: str = "user/name") -> str | None:
+    """The model card from the configuration and the files in `folder`; `None` where it was edited.
 
     Args:
         config ([`ArcAlignerConfig`]), folder (`Path`): The checkpoint's, with its recipe and results where it has them.
-        name (`str`, *optional*): The Hub id that the quick start loads. Default: `user/name`, to be replaced.
+        name (`str`): The Hub id that the quick start loads.
 
     Raises:
         `ValueError`: results or a recipe that cannot be read.
     """
     card = folder / "README.md"
     if card.exists() and GENERATED not in card.read_text(encoding="utf-8"):
-        return False
+        return None
     processor_file = folder / "processor_config.json"
     processor = json.loads(processor_file.read_text(encoding="utf-8")) if processor_file.exists() else {}
     (stages, data), results = _read_recipes(folder), _read_results(folder, processor)
     rows = []
     for place, names in data.items():
-        title, licence = LICENCES.get(place, Licence(place, "see there" if is_hub_id(place) else "not known"))
+        title, licence = LICENCES.get(place, (place, "see there" if is_hub_id(place) else "not known"))
         rows.append([title, place, licence, ", ".join(names)])
     base, language = config.base_model_name_or_path, processor.get("spacy_model", "").split("_")[0]
     metadata = ModelCardData(
@@ -100,9 +104,8 @@ def write_model_card(config: ArcAlignerConfig, folder: Path, *, name: str | None
     )
     given = {"config": config, "results": results, "processor": processor, "needs": REQUIREMENTS}
     given |= {"rates": processor.get("trained_tokens_per_slot"), "data": rows, "stages": stages}
-    given |= {"name": name or "user/name", "generated": GENERATED}
-    write_whole(card, f"{ModelCard.from_template(metadata, str(TEMPLATE), **given)}\n")
-    return True
+    given |= {"name": name, "generated": GENERATED}
+    return f"{ModelCard.from_template(metadata, str(TEMPLATE), **given)}\n"
 
 
 def is_hub_id(name: str | None) -> bool:
@@ -225,30 +228,26 @@ def push_checkpoint(repo_id: str, checkpoint: str | Path, *, private: bool = Fal
         logger.warning(
             f"The base model of {folder} is {base}, not a model on the Hub: others need it at the same place."
         )
-    with tempfile.TemporaryDirectory() as temporary, _translate_hub_errors(repo_id, api.endpoint):
-        staged = Path(temporary)
-        for path in [path for pattern in _CHECKPOINT_FILES for path in folder.glob(pattern) if path.is_file()]:
-            copy = staged / path.relative_to(folder)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
-        for name in CODE_FILES:
-            shutil.copyfile(ROOT / name, staged / name)
-        write_model_card(config, staged, name=repo_id)
-        if get_token() is None:
-            raise PermissionError(
-                f"No token to write to `{repo_id}` with. Make one with write permission at "
-                f"{api.endpoint}/settings/tokens, then run `hf auth login` or set HF_TOKEN."
-            )
+    files = {name: ROOT / name for name in CODE_FILES}
+    for path in (path for pattern in _CHECKPOINT_FILES for path in folder.glob(pattern) if path.is_file()):
+        files[path.relative_to(folder).as_posix()] = path
+    if (card := model_card(config, folder, repo_id)) is not None:
+        files["README.md"] = card.encode()
+    if get_token() is None:
+        raise PermissionError(
+            f"No token to write to `{repo_id}` with. Make one with write permission at {api.endpoint}/settings/tokens, "
+            "then run `hf auth login` or set HF_TOKEN."
+        )
+    with _translate_hub_errors(repo_id, api.endpoint):
         repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
         if private and not api.model_info(repo_id).private:
             raise ValueError(
                 f"{repo_id} is there already and is public; nothing was uploaded. Make it private in its settings, "
                 "choose another name, or push without asking for a private one."
             )
-        files = {path.relative_to(staged).as_posix(): path for path in sorted(staged.rglob("*")) if path.is_file()}
         former = [name for name in api.list_repo_files(repo_id) if _FORMER_FILE.fullmatch(name) and name not in files]
         operations = [CommitOperationDelete(name) for name in former]
-        operations += [CommitOperationAdd(name, path) for name, path in files.items()]
+        operations += [CommitOperationAdd(name, content) for name, content in sorted(files.items())]
         return api.create_commit(repo_id, operations, commit_message="Upload ArcAligner")
 
 

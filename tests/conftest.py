@@ -19,19 +19,11 @@ from pathlib import Path
 
 import datasets
 import pytest
-import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from tiny_models import backbone_config, float64_throughout, random_probe, randomize, tiny_aligner
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    BertModel,
-    BertTokenizerFast,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, BertTokenizerFast, PreTrainedTokenizerFast
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
 from arcaligner.base_model_arcaligner import models_directory
@@ -94,11 +86,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def base_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
     """A random three-layer Llama with its tokenizer, as `from_pretrained` wants a base model."""
     folder = tmp_path_factory.mktemp("base_model")
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 512}
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **ids))
+    model = AutoModelForCausalLM.from_config(backbone_config("llama", **sizes, **ids))
     randomize(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -115,14 +105,12 @@ def encoder_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocab = {token: number for number, token in enumerate(dict.fromkeys(vocab))}
     sizes = {"vocab_size": len(vocab), "hidden_size": ENCODER_WIDTH, "intermediate_size": 16}
     sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
-    torch.manual_seed(1)
     bert = BertModel(BertConfig(**sizes))
     randomize(bert, seed=1)
     bert.save_pretrained(folder / "bert")
     BertTokenizerFast(vocab=vocab, model_max_length=64).save_pretrained(folder / "bert")
-    transformer = Transformer(str(folder / "bert"))
-    encoder = SentenceTransformer(modules=[transformer, Pooling(ENCODER_WIDTH)], device="cpu")
-    encoder.save(str(folder / "encoder"))
+    modules = [Transformer(str(folder / "bert")), Pooling(ENCODER_WIDTH)]
+    SentenceTransformer(modules=modules, device="cpu").save(str(folder / "encoder"))
     return folder / "encoder"
 
 

@@ -15,7 +15,7 @@ import random
 from dataclasses import dataclass, field
 
 import torch
-from tiny_models import VOCAB_SIZE, collate, for_generate, random_rows, text_slice, tiny_aligner
+from tiny_models import VOCAB_SIZE, collate, for_generate, random_rows, tiny_aligner
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -68,12 +68,9 @@ class Reference:
         self.slot_mask = is_slot[:, None].double()
         self.training = training
         self.takes_last_steps = training or bool(is_slot[-1])
-        slot_embeds = self.project(context_embeds.double())
-        self.output = ReferenceOutput(
-            logits=None,
-            recursion_depth=torch.zeros(len(self.layers), len(context_embeds), dtype=torch.long),
-            slot_embeds=slot_embeds,
-        )
+        slot_embeds = self._two_linears("model.projector", functional.gelu, context_embeds.double())  # Eq. 1
+        depth = torch.zeros(len(self.layers), len(context_embeds), dtype=torch.long)
+        self.output = ReferenceOutput(logits=None, recursion_depth=depth, slot_embeds=slot_embeds)
         words = self.stock.get_input_embeddings()(input_ids.masked_fill(is_slot, 0))
         rows = [slot_embeds[is_slot[:i].sum()] if is_slot[i] else words[i] for i in range(len(input_ids))]  # Eq. 2
         apart = {} if passages is None else passages_apart(is_slot.tolist(), list(passages))
@@ -83,18 +80,13 @@ class Reference:
     def loss(self, rows: list, num_items: int | None = None, passages=None) -> torch.Tensor:
         """Eq. 10 in training mode: the NLL of all labeled tokens, divided by their number or by `num_items`."""
         total, count = 0.0, 0
-        for number, row in enumerate(rows):
-            of_row = None if passages is None else passages[number]
+        for row, of_row in zip(rows, passages or [None] * len(rows), strict=True):
             logits = self(row.input_ids, row.context_embeds, training=True, passages=of_row).logits
             for i in range(1, len(row.labels)):
                 if row.labels[i] >= 0:
                     total = total - logits[i - 1].log_softmax(-1)[row.labels[i]]
                     count += 1
         return total / (count if num_items is None else num_items)
-
-    def project(self, context_embeds: torch.Tensor) -> torch.Tensor:
-        """Eq. 1: `(num_slots, encoder_hidden_size)` to `(num_slots, hidden)`."""
-        return self._two_linears("model.projector", functional.gelu, context_embeds)
 
     def gate_prob(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """Eq. 5: `(num_slots, hidden)` to `(num_slots, 1)`."""
@@ -192,33 +184,36 @@ def random_case(draw: random.Random) -> tuple[nn.Module, list, str]:
     return model, random_rows(model, slot_counts, seed=seed), draw.choice(["left", "right"])
 
 
+def numbers_of_passages(passages: list[list[int]] | None) -> dict:
+    """What a batch has where passages are read apart, whose positions the model counts."""
+    if passages is None:
+        return {}
+    numbers = [torch.tensor(each, dtype=torch.long) for each in passages]
+    return {"context_passage_ids": pad_passage_ids(numbers), "position_ids": None}
+
+
 @torch.no_grad()
-def assert_matches_reference(model: nn.Module, rows: list, padding_side: str, training: bool = False, passages=None):
-    """Logits of every real position and decisions of every slot are those of Algorithm 1. Returns the output.
+def assert_matches_reference(
+    model: nn.Module, rows: list, padding_side: str, training: bool = False, passages=None, reference=None, **gates
+):
+    """Logits of every real position and decisions of every slot are those of Algorithm 1, or of another `reference`.
     `passages` has, for each row, the passage of each slot, where they are read apart."""
-    batch = collate(rows, padding_side)
-    if passages is not None:
-        batch["context_passage_ids"] = pad_passage_ids([torch.tensor(each, dtype=torch.long) for each in passages])
-    output, reference = model.train(training)(**for_generate(batch)), Reference(model)
-    for i, row in enumerate(rows):
-        of_row = None if passages is None else passages[i]
+    batch = collate(rows, padding_side) | numbers_of_passages(passages)
+    output, reference = model.train(training)(**for_generate(batch), **gates), reference or Reference(model)
+    for i, (row, of_row) in enumerate(zip(rows, passages or [None] * len(rows), strict=True)):
         expected = reference(row.input_ids, row.context_embeds, training=training, passages=of_row)
-        place = text_slice(row, batch["input_ids"].shape[1], padding_side)
-        torch.testing.assert_close(output.logits[i, place], expected.logits, **EXACT)
+        is_text = batch["attention_mask"][i].bool()
+        torch.testing.assert_close(output.logits[i, is_text], expected.logits, **EXACT)
         if "context_embeds" in batch:
             num_slots = len(row.context_embeds)
             assert torch.equal(output.recursion_depth[i, :, :num_slots], expected.recursion_depth)
             assert (output.recursion_depth[i, :, num_slots:] == -1).all()
-    return output
 
 
 def loss_gradients(model: nn.Module, rows: list, padding_side: str, passages=None) -> tuple[dict, dict]:
     """Gradients of the mean NLL by the model and by the reference, by parameter name; the losses are the same."""
     model.train().zero_grad()
-    reference, batch = Reference(model), collate(rows, padding_side)
-    if passages is not None:
-        numbers = pad_passage_ids([torch.tensor(each, dtype=torch.long) for each in passages])
-        batch |= {"position_ids": None, "context_passage_ids": numbers}
+    reference, batch = Reference(model), collate(rows, padding_side) | numbers_of_passages(passages)
     loss, expected = model(**batch).loss, reference.loss(rows, passages=passages)
     torch.testing.assert_close(loss.detach(), expected.detach(), **EXACT)
     loss.backward()

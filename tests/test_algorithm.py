@@ -4,6 +4,7 @@
 """
 
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -22,59 +23,64 @@ def model():
     return tiny_aligner("llama")
 
 
-def run(model, row, **kwargs):
+@pytest.fixture
+def row(model):
+    return random_row(model, 8, seed=3)
+
+
+@pytest.fixture
+def is_slot(model, row):
+    return row.input_ids == model.config.context_token_id
+
+
+def run(model, row, **gates):
     """One row without padding through the model."""
-    return model(input_ids=row.input_ids[None], context_embeds=row.context_embeds[None], **kwargs)
+    inputs = {"input_ids": row.input_ids[None], "context_embeds": row.context_embeds[None]}
+    return model(**inputs, output_hidden_states=True, **gates)
+
+
+def after_first_layer(model, row, **gates):
+    """The states (length, hidden) that the first layer gives."""
+    return run(model, row, **gates).hidden_states[1][0]
 
 
 # --- Eq. 1 and 2: the slots -----------------------------------------------------------------------
 
 
-def test_eq1_projector_maps_context_embeds_to_slot_embeds(model):
-    row = random_row(model, 5)
+def test_eq1_projector_maps_context_embeds_to_slot_embeds(model, row):
     expected = Reference(model)(row.input_ids, row.context_embeds).slot_embeds
     torch.testing.assert_close(model.model.projector(row.context_embeds), expected, **EXACT)
 
 
-def test_eq2_slots_replace_embeddings_and_words_keep_theirs(model):
-    row = random_row(model, 5)
+def test_eq2_slots_replace_embeddings_and_words_keep_theirs(model, row, is_slot):
     expected = Reference(model)(row.input_ids, row.context_embeds).layers[0]
-    first = run(model, row, output_hidden_states=True).hidden_states[0][0]
+    first = run(model, row).hidden_states[0][0]
     torch.testing.assert_close(first, expected, **EXACT)
-    is_slot = row.input_ids == model.config.context_token_id
-    words = model.get_input_embeddings()(row.input_ids[~is_slot])
-    assert torch.equal(first[~is_slot], words)
+    assert torch.equal(first[~is_slot], model.get_input_embeddings()(row.input_ids[~is_slot]))
 
 
 # --- Eq. 3 and 4: selective LoRA, the mandatory pass ----------------------------------------------
 
 
-def test_eq3_lora_reaches_slots_and_leaves_text_on_frozen_weights(model):
+def test_eq3_lora_reaches_slots_and_leaves_text_on_frozen_weights(model, row, is_slot):
     model.config.gate_mode = "off"
-    row = random_row(model, 4)
-    output = run(model, row, output_hidden_states=True)
-    expected = Reference(model)(row.input_ids, row.context_embeds)
-    torch.testing.assert_close(output.hidden_states[1][0], expected.layers[1], **EXACT)
-
-    without = tiny_aligner("llama", gate_mode="off")
+    found = after_first_layer(model, row)
+    torch.testing.assert_close(found, Reference(model)(row.input_ids, row.context_embeds).layers[1], **EXACT)
     with torch.no_grad():
-        for name, parameter in without.named_parameters():
+        for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.zero_()
-    plain = run(without, row, output_hidden_states=True)
-    is_slot = row.input_ids == model.config.context_token_id
+    without = after_first_layer(model, row)
     before_first_slot = is_slot.cumsum(0) == 0
-    assert torch.equal(output.hidden_states[1][0][before_first_slot], plain.hidden_states[1][0][before_first_slot])
-    assert not torch.isclose(output.hidden_states[1][0][is_slot], plain.hidden_states[1][0][is_slot]).any(1).all()
+    assert before_first_slot.any() and torch.equal(found[before_first_slot], without[before_first_slot])
+    assert not torch.isclose(found[is_slot], without[is_slot]).any(1).all()
 
 
-def test_eq4_every_layer_applies_the_mandatory_pass_once(model):
+def test_eq4_every_layer_applies_the_mandatory_pass_once(model, row):
     model.config.gate_mode = "off"
-    row = random_row(model, 6)
-    output = run(model, row, output_hidden_states=True)
-    expected = Reference(model)(row.input_ids, row.context_embeds)
-    for layer in range(model.config.text_config.num_hidden_layers):
-        torch.testing.assert_close(output.hidden_states[layer][0], expected.layers[layer], **EXACT)
+    output = run(model, row)
+    *expected, _ = Reference(model)(row.input_ids, row.context_embeds).layers
+    torch.testing.assert_close([states[0] for states in output.hidden_states[:-1]], expected, **EXACT)
     assert torch.equal(output.recursion_depth, torch.zeros_like(output.recursion_depth))
 
 
@@ -83,40 +89,30 @@ def test_eq4_every_layer_applies_the_mandatory_pass_once(model):
 
 def test_eq5_gate_opens_exactly_at_its_probability(model):
     """The threshold a hair below and above each slot's probability flips that slot's first decision, and no other."""
-    model.config.max_refinement_steps = 1
-    row = random_row(model, 4)
+    model.config.max_refinement_steps, row = 1, random_row(model, 4)
     for slot, prob in enumerate(Reference(model)(row.input_ids, row.context_embeds).gate_probs[0, 0].tolist()):
         depths = []
-        for threshold in (prob - 1e-9, prob + 1e-9):
-            model.config.gate_threshold = threshold
+        for model.config.gate_threshold in (prob - 1e-9, prob + 1e-9):
             depths.append(run(model, row).recursion_depth[0, 0])
-        assert depths[0][slot] == 1 and depths[1][slot] == 0
-        others = torch.arange(4) != slot
-        assert torch.equal(depths[0][others], depths[1][others])
+        assert (depths[0] - depths[1]).tolist() == [int(each == slot) for each in range(4)]
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_eq7_probability_at_the_threshold_opens_the_gate(training):
-    model = tiny_aligner("llama").train(training)
+def test_eq7_probability_at_the_threshold_opens_the_gate(model, row, training):
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.train(training).named_parameters():
             if ".slot_gate.out." in name:
                 parameter.zero_()  # sigmoid(0) is 0.5 exactly
-    depth = run(model, random_row(model, 4)).recursion_depth
+    depth = run(model, row).recursion_depth
     assert (depth[:, : 3 if training else 2] == 2).all()
 
 
-def test_eq6_candidate_is_the_same_layer_applied_to_its_own_output(model):
+def test_eq6_candidate_is_the_same_layer_applied_to_its_own_output(model, row, is_slot):
     """With gates forced open, one step later the slots are the candidate itself."""
     model.config.gate_mode, model.config.max_refinement_steps = "always", 1
-    row = random_row(model, 5)
-    output = run(model, row, output_hidden_states=True)
-    expected = Reference(model)(row.input_ids, row.context_embeds)
-    torch.testing.assert_close(output.hidden_states[1][0], expected.layers[1], **EXACT)
-    model.config.gate_mode = "off"
-    mandatory = run(model, row, output_hidden_states=True)
-    is_slot = row.input_ids == model.config.context_token_id
-    assert not torch.isclose(output.hidden_states[1][0][is_slot], mandatory.hidden_states[1][0][is_slot]).all(1).any()
+    found, mandatory = after_first_layer(model, row), after_first_layer(model, row, gate_mode="off")
+    torch.testing.assert_close(found, Reference(model)(row.input_ids, row.context_embeds).layers[1], **EXACT)
+    assert not torch.isclose(found[is_slot], mandatory[is_slot]).all(1).any()
 
 
 def test_eq7_straight_through_gate_is_hard_forward_and_soft_backward(model):
@@ -129,31 +125,22 @@ def test_eq7_straight_through_gate_is_hard_forward_and_soft_backward(model):
     is_text = batch["input_ids"] != model.config.context_token_id
     torch.testing.assert_close(training.logits[is_text], inference.logits[is_text], **EXACT)
     assert torch.equal(training.recursion_depth[:, :-1], inference.recursion_depth[:, :-1])
-    gradients, expected = loss_gradients(model, rows, "right")
-    gates = [name for name in expected if ".slot_gate." in name]
-    assert any(expected[name].abs().max() > 1e-4 for name in gates)
-    for name in gates:
-        torch.testing.assert_close(gradients[name], expected[name], msg=name, **EXACT)
+    both = loss_gradients(model, rows, "right")
+    found, expected = ({k: grad for k, grad in each.items() if ".slot_gate." in k} for each in both)
+    assert any(gradient.abs().max() > 1e-4 for gradient in expected.values())
+    torch.testing.assert_close(found, expected, **EXACT)
 
 
-def test_eq8_only_slots_with_an_open_gate_move(model):
-    row = random_row(model, 8, seed=3)
-    output = run(model, row, output_hidden_states=True)
-    model.config.gate_mode = "off"
-    mandatory = run(model, row, output_hidden_states=True)
-    is_slot = row.input_ids == model.config.context_token_id
-    moved = (output.hidden_states[1][0][is_slot] != mandatory.hidden_states[1][0][is_slot]).any(1)
+def test_eq8_only_slots_with_an_open_gate_move(model, row, is_slot):
+    output, mandatory = run(model, row), after_first_layer(model, row, gate_mode="off")
+    moved = (output.hidden_states[1][0] != mandatory)[is_slot].any(1)
     assert 0 < moved.sum() < 8
     assert torch.equal(moved, output.recursion_depth[0, 0] > 0)
 
 
-def test_eq9_text_rows_stay_at_the_mandatory_pass(model):
-    row = random_row(model, 5)
-    states = {}
-    for model.config.gate_mode in ("off", "always"):
-        states[model.config.gate_mode] = run(model, row, output_hidden_states=True).hidden_states[1][0]
-    is_text = row.input_ids != model.config.context_token_id
-    assert torch.equal(states["off"][is_text], states["always"][is_text])
+def test_eq9_text_rows_stay_at_the_mandatory_pass(model, row, is_slot):
+    off, always = (after_first_layer(model, row, gate_mode=mode)[~is_slot] for mode in ("off", "always"))
+    assert torch.equal(off, always)
 
 
 # --- Eq. 10: the loss -----------------------------------------------------------------------------
@@ -171,8 +158,8 @@ def test_eq10_loss_and_gradients_of_every_trainable_parameter(model, gate_mode, 
 
 
 def test_algorithm1_on_a_prompt_of_slots_only(model):
-    row = random_row(model, 4, num_text=0)
-    assert_matches_reference(model, [row, random_row(model, 2, seed=1)], "left", training=True)
+    rows = [random_row(model, 4, num_text=0), random_row(model, 2, seed=1)]
+    assert_matches_reference(model, rows, "left", training=True)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -209,33 +196,22 @@ def test_layers_with_one_mask_share_the_inputs_of_a_step_of_all_slots(monkeypatc
     model = tiny_aligner(backbone_config(backbone, num_hidden_layers=6, **types), gate_mode="always")
     rows = random_rows(model, [3, 5])
     assert_matches_reference(model, rows, "left")
-    made = []
-
-    def noted(attention_mask, *args):
-        made.append(attention_mask)
-        return refinement_mask(attention_mask, *args)
-
-    monkeypatch.setattr(slot_rows_arcaligner, "refinement_mask", noted)
+    made = mock.Mock(side_effect=refinement_mask)
+    monkeypatch.setattr(slot_rows_arcaligner, "refinement_mask", made)
     for forwards in (1, 2):  # nothing is shared between forwards
         model(**for_generate(collate(rows)))
-        assert len(made) == kinds * forwards
+        assert made.call_count == kinds * forwards
 
 
 @pytest.mark.parametrize("backbone", ["llama", "mistral_window", "gemma3_text"])
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 def test_attention_without_a_mask_of_rows_and_columns_refines_the_whole_prefix(monkeypatch, backbone, padding_side):
     """The way of flash attention, walked with an attention that can do both."""
-    model = tiny_aligner(backbone)
-    model.config.gate_mode = "always"
+    model = tiny_aligner(backbone, gate_mode="always")
     batch = for_generate(collate(random_rows(model, [3, 0, 5], seed=3), padding_side))
     expected = model(**batch).logits
-    calls = []
-
-    def prefix_pass(layer, hidden_states, slots, kwargs, step_rows):
-        calls.append(layer)
-        return layer._prefix_pass(hidden_states, slots.rows, kwargs)
-
-    monkeypatch.setattr(SlotDecoderLayer, "_slot_pass", prefix_pass)
+    whole = mock.Mock(side_effect=lambda layer, states, slots, more, _: layer._prefix_pass(states, slots.rows, more))
+    monkeypatch.setattr(SlotDecoderLayer, "_slot_pass", lambda *args: whole(*args))
     is_real = batch["attention_mask"].bool()
     torch.testing.assert_close(model(**batch).logits[is_real], expected[is_real], **EXACT)
-    assert len(calls) == model.config.text_config.num_hidden_layers - 1
+    assert whole.call_count == model.config.text_config.num_hidden_layers - 1

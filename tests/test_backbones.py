@@ -44,8 +44,7 @@ def test_logits_of_a_backbone_that_multiplies_by_its_scaling_are_its_own():
     settings = COMMON | {"logits_scaling": 3.0, "embedding_multiplier": 1.0, "residual_multiplier": 1.0}
     model = tiny_aligner(AutoConfig.for_model("hyperclovax", **settings), dtype=torch.float32)
     ids, base = torch.arange(3, 20)[None], stock_model(model, torch.float32, "sdpa").requires_grad_(True)
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, base(ids).logits)
+    torch.testing.assert_close(model(ids).logits, base(ids).logits, rtol=0, atol=0)
 
 
 # Algorithm 1
@@ -76,9 +75,8 @@ def test_generate_equals_teacher_forcing(backbone):
     batch = for_generate(collate(rows, "left"))
     settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "output_logits": True}
     generated = model.generate(**batch, **settings, past_key_values=DynamicCache(), return_dict_in_generate=True)
-    new_tokens = generated.sequences[:, batch["input_ids"].shape[1] :]
     for i, row in enumerate(rows):
-        ids = torch.cat([row.input_ids, new_tokens[i]])[None]
+        ids = torch.cat([row.input_ids, generated.sequences[i, -6:]])[None]
         embeds = row.context_embeds[None] if len(row.context_embeds) else None
         with torch.no_grad():
             forced = model(ids, context_embeds=embeds).logits[0, -7:-1]
@@ -109,28 +107,29 @@ def test_gradient_checkpointing_changes_no_gradient(backbone, reentrant):
     model = tiny_aligner(backbone, lora_dropout=0.3, dtype=torch.float32).train()
     model.set_stage("gating")
     batch = collate(random_rows(model, SLOT_COUNTS), "left")
-    gradients = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-            model.enable_input_require_grads()
+
+    def gradients():
         torch.manual_seed(7)
         model.zero_grad()
         model(**batch, use_cache=False, gate_threshold=0.3, max_refinement_steps=1).loss.backward()
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad})
-    torch.testing.assert_close(gradients[1], gradients[0])
-    assert any("slot_gate" in name and grad.abs().max() > 0 for name, grad in gradients[0].items())
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    expected = gradients()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    torch.testing.assert_close(gradients(), expected)
+    assert any("slot_gate" in name and grad.abs().max() > 0 for name, grad in expected.items())
 
 
 @pytest.mark.parametrize("backbone", ["llama", "gemma2", "phi3", "smollm3", "granite", "cohere"])
 def test_bf16_backbone_with_fp32_aligner(backbone, tmp_path):
-    tiny_aligner(backbone, dtype=torch.float32).save_pretrained(tmp_path, save_base_model=True)
+    high_model = tiny_aligner(backbone, dtype=torch.float32)
+    high_model.save_pretrained(tmp_path, save_base_model=True)
     model = ArcAlignerForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     headless = ArcAlignerModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
     for name, parameter in [*model.named_parameters(), *headless.named_parameters()]:
-        is_aligner = any(part in f".{name}" for part in (".lora_A.", ".lora_B.", ".slot_gate.", ".projector."))
+        is_aligner = any(part in f".{name}" for part in (".lora_", ".slot_gate.", ".projector."))
         assert parameter.dtype == (torch.float32 if is_aligner else torch.bfloat16), name
-    high_model = ArcAlignerForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     batch = collate(random_rows(high_model, SLOT_COUNTS), "left")
     with torch.no_grad():
         low, high = model.eval()(**batch), high_model(**batch)
@@ -156,7 +155,7 @@ REFUSED = {  # model_type -> (settings, what the reason must speak of)
     "mixtral": ({**SMALL, "num_local_experts": 2}, "experts"),
     "qwen3_next": ({**SMALL, "head_dim": 8}, "linear_attention"),
     "minicpm3": ({**SMALL, **LATENT}, "cache"),  # a linear of its attention reads cached rows
-    "modernbert-decoder": ({**SMALL, "num_key_value_heads": 2}, "head"),  # more than one linear
+    "modernbert-decoder": (SMALL, "head"),  # more than one linear
     "gemma3n_text": ({**SMALL, "layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 0}, "layers"),
 }
 

@@ -5,8 +5,8 @@ import random
 
 import pytest
 import torch
-from reference import EXACT, Reference, random_case
-from tiny_models import collate, for_generate, random_row, random_rows, text_slice, tiny_aligner
+from reference import EXACT, Reference, assert_matches_reference, random_case
+from tiny_models import collate, for_generate, random_row, random_rows, tiny_aligner
 from torch.utils.flop_counter import FlopCounterMode
 
 from arcaligner.layers_arcaligner import OpenSlotsSteps
@@ -22,11 +22,11 @@ class FrugalReference(Reference):
         super().__init__(model)
         self.share, self.costs = share, model.model.layer_costs
 
-    def __call__(self, input_ids: torch.Tensor, context_embeds: torch.Tensor):
+    def __call__(self, input_ids: torch.Tensor, context_embeds: torch.Tensor, **options):
         slots = (input_ids == self.config.context_token_id).nonzero()[:, 0].tolist()
         self.sizes = max(slots, default=-1) + 1 - len(slots), len(slots)  # text up to the last slot, slots
         self.left = int(self.share * sum(cost.of_prefill(*self.sizes) for cost in self.costs))
-        return super().__call__(input_ids, context_embeds)
+        return super().__call__(input_ids, context_embeds, **options)
 
     def refine(self, layer: int, hidden: torch.Tensor, apply_layer) -> torch.Tensor:
         positions, always = self.slot_mask[:, 0].nonzero()[:, 0], self.config.gate_mode == "always"
@@ -59,34 +59,22 @@ class FrugalReference(Reference):
         return can
 
 
-def read(model, batch, share=None, **kwargs):
-    with torch.no_grad():
-        return model(**for_generate(batch), refinement_budget=share, **kwargs)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_most_confident_slots_are_refined_within_the_budget_of_each_row(seed):
     """Rows of a batch do what a plain implementation does with each alone."""
     draw = random.Random(seed)
     share = draw.choice([0, *SHARES])
     model, rows, padding_side = random_case(draw)
-    batch = collate(rows, padding_side)
-    output = read(model, batch, share)
     reference = FrugalReference(model, share)
-    for i, row in enumerate(rows):
-        expected = reference(row.input_ids, row.context_embeds)
-        place = text_slice(row, batch["input_ids"].shape[1], padding_side)
-        torch.testing.assert_close(output.logits[i, place], expected.logits, **EXACT)
-        if "context_embeds" in batch:
-            assert torch.equal(output.recursion_depth[i, :, : len(row.context_embeds)], expected.recursion_depth)
+    assert_matches_reference(model, rows, padding_side, reference=reference, refinement_budget=share)
 
 
 @pytest.mark.parametrize("gate_mode", ["adaptive", "always"])
 def test_a_larger_budget_takes_no_step_away_and_one_without_end_leaves_the_gates_to_themselves(gate_mode):
     model = tiny_aligner("mistral_window", gate_mode=gate_mode)
-    batch = collate(random_rows(model, [5, 0, 9], seed=2), "left")
+    batch = for_generate(collate(random_rows(model, [5, 0, 9], seed=2), "left"))
     shares = [*(percent / 100 for percent in range(0, 100, 2)), 1000, 1e300, float("inf")]
-    outputs = [read(model, batch, share) for share in [*shares, None]]
+    outputs = [model(**batch, refinement_budget=share) for share in [*shares, None]]
     for smaller, larger in itertools.pairwise(outputs):
         assert (smaller.recursion_depth <= larger.recursion_depth).all()
     for output in outputs[-4:-1]:
@@ -125,9 +113,9 @@ def test_a_step_computes_no_slot_that_is_not_paid_for(monkeypatch):
         return taken[-1][0]
 
     monkeypatch.setattr(OpenSlotsSteps, "_width", noted)
-    batch = collate(random_rows(model, [12]), "left")
+    batch = for_generate(collate(random_rows(model, [12]), "left"))
     for percent in range(1, 100):
-        read(model, batch, percent / 100, gate_mode="always")
+        model(**batch, refinement_budget=percent / 100, gate_mode="always")
     assert all(computed == paid for computed, paid in taken)
     assert {(11, 11), (12, 12)} <= set(taken)  # nearly all, which without a budget would be all
 

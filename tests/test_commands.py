@@ -83,18 +83,11 @@ def start(place, installed):
     return lambda command: subprocess.Popen(["bash", "-c", command], cwd=place, env=environment, **said)
 
 
-@pytest.fixture
-def run(start):
-    """Runs a command, which must end well, as it stands in the documents but shorter; gives what it said."""
-
-    def run_it(command: str, more: str = "") -> str:
-        added = next((short for beginning, short in SHORTER.items() if command.startswith(beginning)), "")
-        process = start(f"{command} {added} {more}")
-        said, _ = process.communicate()
-        assert process.returncode == 0, said
-        return said
-
-    return run_it
+def said_of(process: subprocess.Popen) -> str:
+    """What a command said, which must end well."""
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+    return said
 
 
 def test_there_are_twenty_commands_and_reasons_not_to_run_are_of_use():
@@ -106,25 +99,25 @@ def test_there_are_twenty_commands_and_reasons_not_to_run_are_of_use():
 @pytest.mark.load
 @pytest.mark.default_backbone
 @pytest.mark.parametrize("command", [each for each in COMMANDS if "serv" not in each and "curl" not in each])
-def test_a_command_of_the_documents_runs(command, run):
-    run(command)
+def test_a_command_of_the_documents_runs(command, start):
+    added = next((short for beginning, short in SHORTER.items() if command.startswith(beginning)), "")
+    said_of(start(f"{command} {added}"))
 
 
 @pytest.mark.load
 @pytest.mark.default_backbone
-def test_the_server_of_the_documents_answers_what_they_ask(start, run):
+def test_the_server_of_the_documents_answers_what_they_ask(start):
     """`serve` and `curl`, at a port that is free."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    serve, curl = ([each for each in COMMANDS if part in each] for part in ("arcaligner serve", "curl"))
-    assert len(serve) == 2 and len(curl) == 1
+    (curl,), serve = ([each for each in COMMANDS if part in each] for part in ("curl", "arcaligner serve"))
+    assert len(serve) == 2
     for command in serve:
         server = start(f"exec {command} --port {port}")
         try:
             next(line for line in server.stdout if f"http://127.0.0.1:{port}" in line)
-            for ask in curl:
-                assert '"content"' in run(ask.replace(":8000", f":{port}"), "--fail --silent --show-error")
+            assert '"content"' in said_of(start(f"{curl.replace(':8000', f':{port}')} --fail --silent --show-error"))
         finally:
             server.send_signal(signal.SIGINT)
             server.communicate()

@@ -13,7 +13,6 @@ from transformers import GenerationConfig
 
 from arcaligner.benchmarks.compare import Reader
 from arcaligner.encoder_arcaligner import SentenceEncoder, similarities_of
-from arcaligner.evaluation.answering import SlotAnswerer
 from arcaligner.evaluation.methods import METHODS
 from arcaligner.pipeline_arcaligner import CopyBonus, rank_passages
 from arcaligner.segmentation_arcaligner import YES_NO, copied_next, copied_texts
@@ -29,12 +28,6 @@ HUGE = 1e4  # leaves no other token a chance
 @pytest.fixture
 def ask(model, processor):
     return pipeline_of(model, processor, max_new_tokens=NEW_TOKENS)
-
-
-@pytest.fixture
-def ask_apart(separate):
-    """The pipeline of an aligner that reads the likeliest passage."""
-    return pipeline_of(*separate, max_new_tokens=4)
 
 
 def copies(tokenizer, documents: list, no_answer: str | None = None) -> list[tuple[list[int], list[bool]]]:
@@ -78,13 +71,12 @@ def test_a_copy_begins_with_any_word_and_may_end_where_a_word_does(processor):
 
 @pytest.mark.parametrize("text", ["a-", "a ", "(", "漢", "a" * 99 + "-", "<|im_end|>"])
 def test_the_time_is_linear_in_any_text(processor, text):
-    texts, seconds = [(text * size)[:size] for size in (6_000, 60_000)], []
-    for each in texts:
-        start = time.process_time()
-        found = copied_texts(processor.tokenizer, [each])
+    times = [time.process_time()]
+    for size in (6_000, 60_000):
+        found = copied_texts(processor.tokenizer, [(text * size)[:size]])
         copied_next(found, found[0].ids[:3], set())
-        seconds.append(time.process_time() - start)
-    assert seconds[1] < 30 * max(seconds[0], 0.1)
+        times.append(time.process_time())
+    assert times[2] - times[1] < 30 * max(times[1] - times[0], 0.1)
 
 
 # What is preferred
@@ -105,12 +97,12 @@ def test_the_bonus_is_of_tokens_that_go_on_with_a_copy_or_end_it_and_of_no_other
         ("by Ada", {encode("by Ada.")[-1], end}),
         ("was Ada", set()),
     ):
-        ids, scores = torch.tensor([prompt + encode(written)]), torch.randn(1, len(tokenizer))
         bonus = CopyBonus(learned, [["It was written by Ada."]], 3.0, as_ends(end))
+        scores = torch.randn(1, len(tokenizer))
         bonus(torch.tensor([prompt]), scores)
-        found, before = bonus(ids, scores), scores.clone()
-        before[0, sorted(expected)] += 3.0
-        torch.testing.assert_close(found, before.log_softmax(dim=-1), rtol=0, atol=0)
+        found = bonus(torch.tensor([prompt + encode(written)]), scores)
+        scores[0, sorted(expected)] += 3.0
+        torch.testing.assert_close(found, scores.log_softmax(dim=-1), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3, "num_return_sequences": 2}], ids=str)
@@ -127,25 +119,25 @@ def test_a_beam_of_copies_is_as_likely_as_its_tokens_not_preferred_for_its_lengt
     options = {"max_new_tokens": 6, "num_beams": 3, "length_penalty": 0.0, "logits_processor": [copier]}
     inputs = chat_inputs(processor, QUESTION, DOCUMENTS)
     found = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True)
-    copier.prompt_length, ids, total = None, found.sequences, 0.0
+    whole = inputs | {"input_ids": found.sequences, "attention_mask": torch.ones_like(found.sequences)}
+    logits, ids, total = model(**whole).logits, found.sequences, 0.0
+    copier.prompt_length = None
     for place in range(inputs["input_ids"].shape[1], ids.shape[1]):
-        written = {"input_ids": ids[:, :place], "attention_mask": torch.ones_like(ids[:, :place])}
-        scores = model(**inputs | written).logits
-        total += copier(ids[:, :place], scores[:, -1])[0, ids[0, place]]
+        total += copier(ids[:, :place], logits[:, place - 1])[0, ids[0, place]]
     torch.testing.assert_close(found.sequences_scores[0], total, rtol=1e-3, atol=1e-3)
 
 
 def test_rows_of_a_batch_copy_from_their_own_passages(ask):
     rows = [ROW, {"question": "Is there anything?", "documents": []}, ROW | {"documents": ["He is a ski jumper."]}]
     for beams in (2, 1):
-        alone = [ask(row, copy_bonus=HUGE, num_beams=beams)[0] for row in rows]
-        together = ask(rows, copy_bonus=HUGE, num_beams=beams, batch_size=3)
-        assert [record for (record,) in together] == alone
-    assert alone[2]["generated_text"] in (*YES_NO, "He is a ski jumper.") and alone[1] == ask(rows[1], copy_bonus=0)[0]
+        together, alone = (ask(rows, copy_bonus=HUGE, num_beams=beams, batch_size=size) for size in (3, 1))
+        assert together == alone
+    assert alone[2][0]["generated_text"] in (*YES_NO, "He is a ski jumper.") and alone[1] == ask(rows[1], copy_bonus=0)
 
 
-def test_of_chosen_passages_those_that_are_read_are_copied_from(ask_apart):
-    (record,) = ask_apart(ROW, copy_bonus=HUGE, max_passages=1, return_slots=True)
+def test_of_chosen_passages_those_that_are_read_are_copied_from(separate):
+    ask = pipeline_of(*separate, max_new_tokens=4)  # of an aligner that reads the likeliest passage
+    (record,) = ask(ROW, copy_bonus=HUGE, max_passages=1, return_slots=True)
     read = {segment["document"] for segment in record["segments"]}
     assert len(read) == 1 and record["generated_text"] in texts_of([DOCUMENTS[number] for number in read])
 
@@ -154,8 +146,7 @@ def test_evaluation_copies_as_the_pipeline_does_and_can_do_without(ask, model, p
     row = {"question": QUESTION, "answers": ["Ada"], "passages": [{"title": "", "text": DOCUMENTS[0]}]}
     copying = processor_with(processor, copy_bonus=HUGE)
     for name, bonus in (("arcaligner", HUGE), ("no_copying", 0)):
-        settings = METHODS[name].slots | {"gate_mode": "off"}
-        (found,) = SlotAnswerer(model, copying, **settings).answer([row])
+        (found,) = METHODS[name].answer(model, copying, [row], gate_mode="off")
         asked = {"question": QUESTION, "documents": row["passages"]}
         (record,) = ask(asked, copy_bonus=bonus, max_new_tokens=4, gate_mode="off")
         assert found.text == record["generated_text"].strip()
@@ -184,11 +175,9 @@ def test_the_end_of_an_answer_is_that_of_the_model_where_a_configuration_names_n
 def test_the_processor_says_how_much_copying_is_preferred_and_a_call_may_say_otherwise(ask, model, processor, tmp_path):
     free = greedy_answer(model, processor, chat_inputs(processor, QUESTION, DOCUMENTS), NEW_TOKENS)
     processor_with(processor, copy_bonus=HUGE).save_pretrained(tmp_path)
-    copying = type(processor).from_pretrained(tmp_path)
-    assert copying.copy_bonus == HUGE and processor.copy_bonus == 0.0  # as in older checkpoints
-    asked = pipeline_of(model, copying, max_new_tokens=NEW_TOKENS)
-    assert asked(ROW)[0] == ask(ROW, copy_bonus=HUGE)[0] != {"generated_text": free}
-    assert asked(ROW, copy_bonus=0)[0] == ask(ROW)[0] == {"generated_text": free}
+    asked = pipeline_of(model, type(processor).from_pretrained(tmp_path), max_new_tokens=NEW_TOKENS)
+    assert asked(ROW) == ask(ROW, copy_bonus=HUGE) != ask(ROW)
+    assert asked(ROW, copy_bonus=0) == ask(ROW) == [{"generated_text": free}]  # as of older checkpoints
 
 
 # How near question and passage are

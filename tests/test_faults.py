@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 import tqdm
-from safetensors.torch import load_file
 from tiny_models import backbone_config
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
@@ -44,15 +43,14 @@ MOMENTS = [random.Random(seed).uniform(0.001, 0.1) for seed in range(20)]
 def test_killed_save_leaves_a_checkpoint_that_loads(model, processor, checkpoint_dir, tmp_path):
     folder = tmp_path / "checkpoint"
     shutil.copytree(checkpoint_dir, folder)
-    before = load_file(folder / "model.safetensors")
+    before = (folder / "model.safetensors").read_bytes()
     for moment in MOMENTS:
         kill_while(lambda: (model.save_pretrained(folder), processor.save_pretrained(folder)), moment)
-        after = load_file(folder / "model.safetensors")
-        assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+        assert (folder / "model.safetensors").read_bytes() == before
         assert all(json.loads(path.read_text()) for path in folder.glob("*.json"))
     assert ArcAlignerProcessor.from_pretrained(str(folder)).context_token_id == processor.context_token_id
-    again = ArcAlignerForCausalLM.from_pretrained(str(folder)).state_dict()
-    assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())
+    again = ArcAlignerForCausalLM.from_pretrained(str(folder))
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
     model.save_pretrained(folder)
     assert {path.name for path in folder.iterdir() if path.name[0] != "."} == {p.name for p in checkpoint_dir.iterdir()}
 

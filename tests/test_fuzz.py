@@ -8,14 +8,14 @@ import pytest
 import torch
 import typer
 from conftest import ENCODER_WIDTH, pipeline_of
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from arcaligner.cli import app as cli
-from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM
 
+PHASES = [Phase.explicit, Phase.generate]
 BOUNDED = settings(
-    max_examples=60, phases=[Phase.generate], deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=60, phases=PHASES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 SAYS = re.compile(r"expected|must|needs|is empty|not valid|has no|[Pp]ass |[Gg]ot |[Ff]ound |Use ")
 
@@ -66,13 +66,9 @@ passages = fields(
 
 @BOUNDED
 @given(text=anything | st.lists(texts, max_size=2), passages=passages, options=options)
+@example(text="Who?", passages={"documents": [{"title": 5, "text": "It is."}]}, options={})
 def test_processor(processor, text, passages, options):
     assert_works_or_says_why(processor, text=text, return_tensors="pt", **passages, **options)
-
-
-@pytest.fixture(scope="module")
-def tiny(checkpoint_dir):
-    return ArcAlignerForCausalLM.from_pretrained(str(checkpoint_dir)).eval()
 
 
 @BOUNDED
@@ -84,14 +80,14 @@ def tiny(checkpoint_dir):
     gates=gates,
     generate=st.booleans(),
 )
-def test_model(tiny, ids, embeds, mask, labels, gates, generate):
+def test_model(model, ids, embeds, mask, labels, gates, generate):
     if isinstance(ids, str):
-        ids = torch.tensor([[5, tiny.config.context_token_id, tiny.config.context_token_id, 6]])
+        ids = torch.tensor([[5, model.config.context_token_id, model.config.context_token_id, 6]])
     batch = {"input_ids": ids, "context_embeds": embeds, "attention_mask": mask, **gates}
     if generate:
-        assert_works_or_says_why(tiny.generate, **batch, max_new_tokens=2)
+        assert_works_or_says_why(model.generate, **batch, max_new_tokens=2)
     else:
-        output = assert_works_or_says_why(tiny, **batch, labels=labels)
+        output = assert_works_or_says_why(model, **batch, labels=labels)
         assert output is None or torch.isfinite(output.logits).all()
 
 
@@ -102,12 +98,13 @@ def test_model(tiny, ids, embeds, mask, labels, gates, generate):
     settings=options | gates,
     with_store=st.booleans(),
 )
-def test_pipeline_and_store(tiny, processor, row, documents, settings, with_store):
+@example(row={"messages": []}, documents=["It is."], settings={}, with_store=False)
+def test_pipeline_and_store(model, processor, row, documents, settings, with_store):
     if with_store:
         question = row.get("question") if isinstance(row, dict) else row
-        assert_works_or_says_why(tiny.slot_prefix_store(processor).prepare, question, documents, **settings)
+        assert_works_or_says_why(model.slot_prefix_store(processor).prepare, question, documents, **settings)
     else:
-        assert_works_or_says_why(pipeline_of(tiny, processor), row, documents=documents, max_new_tokens=1, **settings)
+        assert_works_or_says_why(pipeline_of(model, processor), row, documents=documents, max_new_tokens=1, **settings)
 
 
 VALUES = ["", " ", "-1", "0", "1e999", ".", "letter.txt", "[{", "nan", "caf\udce9", "\x1b[2J"]
@@ -128,9 +125,9 @@ def test_command_line(name, run_cli, tmp_path, monkeypatch):
     """Any value of any option, for a command whose checkpoint is nowhere: one line says what is wrong."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "letter.txt").write_text("It was written by Ada. So it is.")
-    options = [each for each in COMMANDS[name].params if each.name != "help"]
-    given = {each.opts[0]: "nobody/nothing" for each in options if each.required or each.name == "checkpoint"}
-    for option, value in itertools.product([each.opts[0] for each in options], VALUES):
+    options = {each.opts[0]: each for each in COMMANDS[name].params if each.name != "help"}
+    given = {key: "nobody/nothing" for key, each in options.items() if each.required or each.name == "checkpoint"}
+    for option, value in itertools.product(options, VALUES):
         pairs = (given | {option: value}).items()
         arguments = [each for key, text in pairs for each in ([key, text] if key[0] == "-" else [text])]
         code, output, errors = run_cli(*name.split(), *arguments)

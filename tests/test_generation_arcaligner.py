@@ -3,6 +3,7 @@
 import contextvars
 import copy
 import importlib.util
+import itertools
 import pickle
 import sys
 import types
@@ -96,26 +97,22 @@ def test_assisted_decoding_finds_what_greedy_search_finds(model, ngram):
     model.generate(**batch, **settings, **lookup, repetition_penalty=1.4)
 
 
-PROCESSORS = [{"num_beams": 3, "repetition_penalty": 1.5}, {"bad_words_ids": [[4]], "sequence_bias": {(5,): 2.0}}]
+PROCESSORS = [{"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}, {"num_beams": 3, "repetition_penalty": 1.5}]
+PROCESSORS += [{"bad_words_ids": [[4]], "sequence_bias": {(5,): 2.0}}]
 
 
-@pytest.mark.parametrize("processor", [{"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}, *PROCESSORS])
+@pytest.mark.parametrize("processor", PROCESSORS)
 def test_logits_processors_work_on_prompts_of_slots(model, processor):
-    """Also on a prompt without any text, which ends in a slot; with a cache and without."""
-    slots_only = torch.full((1, 4), model.config.context_token_id)
+    """Also on a prompt without any text, which ends in a slot; with a cache or not. Among text they see none."""
+    slots_only, seen = torch.full((1, 4), model.config.context_token_id), []
     embeds = torch.randn(1, 4, ENCODER_HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
+    asked = SIX_TOKENS | processor | {"logits_processor": [lambda ids, scores: seen.append(ids) or scores]}
     for batch in (prompts(model, [4]), {"input_ids": slots_only, "context_embeds": embeds}):
-        found = model.generate(**batch, **SIX_TOKENS, **processor)
+        found = model.generate(**batch, **asked)
         new = found[:, batch["input_ids"].shape[1] :]
         assert new.shape == (1, 6) and not (new == model.config.context_token_id).any()
-        assert torch.equal(found, model.generate(**batch, **SIX_TOKENS, **processor, use_cache=False))
-
-
-def test_no_logits_processor_sees_a_slot(model):
-    seen = []
-    watch = [lambda ids, scores: seen.append(ids) or scores]
-    model.generate(**prompts(model, [4]), **SIX_TOKENS, logits_processor=watch)
-    assert len(seen) == 6 and not any((ids == model.config.context_token_id).any() for ids in seen)
+        assert torch.equal(found, model.generate(**batch, **asked, use_cache=False))
+    assert len(seen) == 4 * 6 and not any((ids == model.config.context_token_id).any() for ids in seen[:12])
 
 
 # Other forms of input and output
@@ -209,22 +206,21 @@ def test_threads_see_neither_slots_nor_gates_of_each_other(model):
     assert all(torch.equal(logits, expected[number % 5]) for number, logits in enumerate(found))
 
 
-@pytest.mark.parametrize(
-    "setting, message",
-    [
-        ({"gate_mode": "sometimes"}, "is 'sometimes'; expected one of adaptive, off, always"),
-        *(({"gate_threshold": each}, rf"is {each!r}; .*\(0, 1\]") for each in (0, 1.01, "0.5", float("nan"))),
-        *(({"max_refinement_steps": each}, f"is {each}; .*whole number of at least 0") for each in (-1, 1.5)),
-        *(
-            ({"refinement_budget": each}, f"is {each!r}; expected a share")
-            for each in (-0.1, float("nan"), "10%", True)
-        ),
-    ],
-)
-def test_settings_that_cannot_be_are_refused_with_slots_and_without(model, setting, message):
+NAN = float("nan")
+IMPOSSIBLE = {
+    "gate_mode": (["sometimes"], "expected one of adaptive, off, always"),
+    "gate_threshold": ([0, 1.01, "0.5", NAN], r".*\(0, 1\]"),
+    "max_refinement_steps": ([-1, 1.5], ".*whole number of at least 0"),
+    "refinement_budget": ([-0.1, NAN, "10%", True], "expected a share"),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_settings_that_cannot_be_are_refused_with_slots_and_without(model, name):
+    values, message = IMPOSSIBLE[name]
     for batch in (prompts(model, [4]), {"input_ids": torch.tensor([[5, 6, 7]])}):
-        for call in (model, model.model, model.generate):
-            with pytest.raises(ValueError, match=f"`{next(iter(setting))}` {message}"):
-                call(**batch, **setting)
+        for call, value in itertools.product((model, model.model, model.generate), values):
+            with pytest.raises(ValueError, match=f"`{name}` is {value!r}; {message}"):
+                call(**batch, **{name: value})
     with pytest.raises(ValueError, match="gate_treshold"):  # misspelt
         model.generate(**batch, gate_treshold=0.7)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import EXACT, assert_matches_reference, loss_gradients
 from safetensors.torch import load_file, save_file
-from test_prefix_store_arcaligner import FIVE_TOKENS, assert_answers_alone
+from test_prefix_store_arcaligner import FIVE_TOKENS, assert_answers
 from tiny_models import random_rows, tiny_aligner
 
 from arcaligner.generation_arcaligner import read_passages, read_text
@@ -40,19 +40,6 @@ def model(processor):
 @pytest.fixture
 def store(model, apart):
     return model.slot_prefix_store(apart)
-
-
-@pytest.fixture
-def assert_answers(model, apart):
-    """Asserts that a store answers as reading the passages with the question does."""
-
-    def check(store, documents, questions=("Who wrote it?",), gates=None, **slots):
-        prepared = store.prepare(list(questions), documents, **(gates or {}), **slots)
-        rows = {name: [value] * len(questions) for name, value in slots.items()} | {"documents": documents}
-        assert_answers_alone(model, apart, prepared, questions, gates, **rows)
-        return prepared
-
-    return check
 
 
 # Algorithm 1
@@ -100,12 +87,12 @@ def test_a_joint_model_reads_the_passages_before_and_a_separate_one_does_not(apa
 
 
 @pytest.mark.parametrize("gates", MODES, ids=str)
-def test_kept_passages_answer_in_any_combination_as_when_read_together(store, assert_answers, gates):
+def test_kept_passages_answer_in_any_combination_as_when_read_together(store, gates):
     store.prepare("?", PASSAGES, **gates)
     assert (store.hits, store.misses) == (0, 3)
     questions = ["Who wrote it?", "When, and why?", "Who is tall?", "Where?"]
     documents = [PASSAGES[::-2], PASSAGES[1:2], PASSAGES, [*PASSAGES[:0:-1], NEW]]
-    inputs = assert_answers(store, documents, questions, gates)
+    inputs, *_ = assert_answers(store, questions, gates=gates, documents=documents)
     assert (store.hits, store.misses) == (8, 4)
     assert inputs.num_passages == [2, 1, 3, 3] and inputs.num_kept == [2, 1, 3, 2]
 
@@ -130,7 +117,7 @@ def test_a_joined_cache_grows_beyond_its_room_and_a_copy_is_its_own(apart, model
     for layer, other in zip(inputs["past_key_values"].layers, before["past_key_values"].layers, strict=True):
         assert layer.keys.shape[2] == ids.shape[1] - 1  # the last token was not read
         assert torch.equal(layer.keys[:, :, : other.keys.shape[2]], other.keys)
-    assert_answers_alone(model, apart, before, questions, documents=documents)
+    assert_answers(store, questions, before, documents=documents)
 
 
 def test_a_batch_of_chats_beams_and_the_pipeline_answer_as_one_by_one(apart, model, store):
@@ -146,9 +133,9 @@ def test_a_batch_of_chats_beams_and_the_pipeline_answer_as_one_by_one(apart, mod
     assert record["generated_text"][-1]["content"] == apart.decode(ids[0, -5:], skip_special_tokens=True)
 
 
-def test_the_first_slots_of_kept_passages_are_those_of_a_budget_of_slots(store, assert_answers):
+def test_the_first_slots_of_kept_passages_are_those_of_a_budget_of_slots(store):
     for most in (1, 6, 9, 99):
-        assert_answers(store, [PASSAGES], max_slots=most)
+        assert_answers(store, ["Who?"], slots={"max_slots": most}, documents=[PASSAGES])
     assert store.misses == 3  # whole passages are kept
 
 
@@ -171,9 +158,8 @@ def test_precomputed_slots_are_kept_by_passage_also_beside_longer_ones(processor
     for order in ([0, 1, 2], [1, 2, 0]):
         given = {"context_embeds": [embeds[order]], "context_word_ids": [words[order]]}
         given["context_passage_ids"] = [torch.tensor([3, 4, 4] if order[0] == 0 else [3, 3, 4])]
-        inputs = store.prepare(["Who?"], **given)
+        inputs, *_ = assert_answers(store, ["Who?"], **given)
         assert inputs["context_passage_ids"].tolist() == [[each.item() - 3 for each in given["context_passage_ids"][0]]]
-        assert_answers_alone(model, reader, inputs, ["Who?"], **given)
     assert (store.hits, store.misses) == (3, 2)
 
 
@@ -199,7 +185,7 @@ def test_passages_share_rows_of_like_length_and_read_as_one_by_one(apart, model,
 # A folder of passages
 
 
-def test_passages_read_ahead_are_found_by_a_store_that_writes_nothing(apart, model, assert_answers, tmp_path):
+def test_passages_read_ahead_are_found_by_a_store_that_writes_nothing(apart, model, tmp_path):
     ahead = model.slot_prefix_store(apart, max_bytes=0, folder=tmp_path)
     paths = ahead.keep("?", PASSAGES)
     assert len(paths) == 4 and set(paths) == set(tmp_path.iterdir())  # with the text before them
@@ -207,26 +193,26 @@ def test_passages_read_ahead_are_found_by_a_store_that_writes_nothing(apart, mod
     assert (ahead.misses, ahead.loads, ahead.bytes) == (3, 2, 0)
     store = model.slot_prefix_store(apart, folder=tmp_path, read_only=True)
     for question in ("Who?", "When?"):
-        inputs = assert_answers(store, [[PASSAGES[2], NEW, PASSAGES[0]]], [question])
+        inputs, *_ = assert_answers(store, [question], documents=[[PASSAGES[2], NEW, PASSAGES[0]]])
     assert (store.loads, store.misses, store.hits) == (2, 1, 3) and inputs.num_kept == [3]
     assert set(paths) == set(tmp_path.iterdir())
     copied = copy.deepcopy(store)
     assert copied.read_only and copied.folder == tmp_path
 
 
-def test_a_broken_file_is_warned_of_and_its_passage_read_again(apart, model, assert_answers, tmp_path, caplog):
+def test_a_broken_file_is_warned_of_and_its_passage_read_again(apart, model, tmp_path, caplog):
     path = model.slot_prefix_store(apart, folder=tmp_path).keep("Who?", PASSAGES)[2]
     whole, kept = path.read_bytes(), load_file(path)["keys_values"].clone()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     store = model.slot_prefix_store(apart, folder=tmp_path)
-    assert_answers(store, [PASSAGES])
+    assert_answers(store, ["Who?"], documents=[PASSAGES])
     (message,) = caplog.messages
     assert path.name in message and "not those that were saved" in message
     assert (store.loads, store.misses) == (2, 1)
     torch.testing.assert_close(load_file(path)["keys_values"], kept)
 
 
-def test_a_disk_that_fills_up_costs_no_answer(apart, model, assert_answers, tmp_path, monkeypatch, caplog):
+def test_a_disk_that_fills_up_costs_no_answer(apart, model, tmp_path, monkeypatch, caplog):
     def save(tensors, path, metadata):
         if len(list(tmp_path.iterdir())) == 2:
             path.write_bytes(b"half")
@@ -235,7 +221,7 @@ def test_a_disk_that_fills_up_costs_no_answer(apart, model, assert_answers, tmp_
 
     monkeypatch.setattr("arcaligner.generation_arcaligner.save_file", save)
     store = model.slot_prefix_store(apart, max_bytes=0, folder=tmp_path)
-    assert_answers(store, [PASSAGES])
+    assert_answers(store, ["Who?"], documents=[PASSAGES])
     assert "No space left on device" in caplog.text and "will be read again" in caplog.text
     assert len(list(tmp_path.iterdir())) == 2
     store.prepare("Who?", PASSAGES)
@@ -286,9 +272,9 @@ def test_passages_that_cannot_be_read_apart_are_refused_by_what_stands_against_i
         model(**four_slots(model, contiguous=True), context_passage_ids=TWO)
 
 
-def test_passages_together_may_be_longer_than_the_context_and_one_may_not(apart, store, assert_answers):
+def test_passages_together_may_be_longer_than_the_context_and_one_may_not(apart, store):
     words = "He is tall. " * 50  # a slot each
-    inputs = assert_answers(store, [[words + str(number) for number in range(6)]])
+    inputs, *_ = assert_answers(store, ["Who?"], documents=[[words + str(number) for number in range(6)]])
     assert inputs["input_ids"].shape[1] > 300
     with pytest.raises(ValueError, match="room for 262"):
         chat_inputs(apart, "Who?", [words * 6])

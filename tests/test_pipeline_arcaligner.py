@@ -61,7 +61,7 @@ def test_input_without_documents_is_answered_by_the_base_model(ask, base_model_d
     assert ask(given) == ask(given, max_slots=2) == expected
 
 
-def test_rows_bring_their_own_documents_whatever_the_batch_size(ask):
+def test_rows_bring_their_own_documents_whatever_the_batch_size_or_take_those_of_the_call(ask):
     rows = [{"messages": CHAT}, *ROWS]  # the first has no slots
     one_by_one = [ask(row, return_slots=True) for row in rows]
     texts = [records[0]["generated_text"] for records in one_by_one[1:]]
@@ -70,11 +70,7 @@ def test_rows_bring_their_own_documents_whatever_the_batch_size(ask):
     for batch_size in (1, 2, 3, 5):
         assert ask(rows, batch_size=batch_size, return_slots=True) == one_by_one
     assert list(ask((row for row in rows), return_slots=True)) == one_by_one  # a generator, lazily
-
-
-def test_rows_without_documents_take_those_of_the_call(ask):
-    rows = [{"question": QUESTION}, ROWS[1]]
-    assert ask(rows, documents=DOCUMENTS, batch_size=2) == [ask(ROWS[0]), ask(ROWS[1])]
+    assert ask([{"question": QUESTION}, ROWS[1]], documents=DOCUMENTS, batch_size=2) == [ask(ROWS[0]), ask(ROWS[1])]
     assert ask([CHAT, CHAT], documents=DOCUMENTS) == 2 * [ask(CHAT, documents=DOCUMENTS)]
 
 

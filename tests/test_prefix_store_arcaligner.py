@@ -77,19 +77,22 @@ def generate(model, inputs, **kwargs):
     return output.sequences[:, inputs["input_ids"].shape[1] :], torch.stack(output.logits, dim=1)
 
 
-def assert_answers_alone(model, processor, inputs, questions, gates=None, **slots):
-    """The batch's ids and logits are those of each question without a store; `slots` have a value for each."""
-    ids, logits = generate(model, inputs)
+def assert_answers(store, questions, inputs=None, gates=None, slots=None, **rows):
+    """Asserts that `inputs`, or what a store prepares, are answered as each question is without the store; gives them,
+    and ids and logits. `rows` have a value for each question, `gates` and `slots` are settings of the call."""
+    gates, slots, reader = gates or {}, slots or {}, store.processor
+    inputs = inputs or store.prepare(questions, **rows, **gates, **slots)
+    ids, logits = generate(store.model, inputs)
     for row, question in enumerate(questions):
-        own = {name: values[row] for name, values in slots.items()}
-        if processor.chat_template is None:
-            alone = processor(text=question, **own, return_tensors="pt")
+        own = {name: values[row] for name, values in rows.items()} | slots
+        if reader.chat_template is None:
+            alone = reader(text=question, **own, return_tensors="pt")
         else:
-            alone = chat_inputs(processor, question, **own)
-        expected_ids, expected_logits = generate(model, alone, **(gates or {}))
+            alone = chat_inputs(reader, question, **own)
+        expected_ids, expected_logits = generate(store.model, alone, **gates)
         torch.testing.assert_close(logits[row], expected_logits[0], rtol=0, atol=1e-6)
         assert torch.equal(ids[row], expected_ids[0])
-    return ids, logits
+    return inputs, ids, logits
 
 
 # Answers
@@ -104,14 +107,13 @@ def test_batch_of_kept_and_missing_prefixes_answers_as_each_question_alone(model
     prefix_of(store, context_embeds=embeds[1])
 
     def ask(questions, embeds, store=store):
-        inputs = store.prepare(questions, context_embeds=embeds)
+        _, _, logits = assert_answers(store, questions, context_embeds=embeds)
         assert store.bytes <= store.max_bytes
-        return assert_answers_alone(model, processor, inputs, questions, context_embeds=embeds)
+        return logits
 
     first, second = (ask(QUESTIONS, embeds) for _ in range(2))
-    assert torch.equal(first[1], second[1]) and (store.hits, store.misses) == (4, 3)
-    _, of_other_slots = ask(QUESTIONS, embeds[::-1])
-    assert ((of_other_slots - first[1])[::2].abs().amax(dim=(1, 2)) > 1e-3).all()  # slots are read
+    assert torch.equal(first, second) and (store.hits, store.misses) == (4, 3)
+    assert ((ask(QUESTIONS, embeds[::-1]) - first)[::2].abs().amax(dim=(1, 2)) > 1e-3).all()  # slots are read
     small = model.slot_prefix_store(processor, max_bytes=nbytes(model, 2 + 9))
     for order in (1, -1):
         ask([*QUESTIONS, "Why?"][::order], [*embeds, embeds[0]], small)
@@ -121,13 +123,12 @@ def test_batch_of_kept_and_missing_prefixes_answers_as_each_question_alone(model
 @in_float64
 def test_documents_are_encoded_once_for_all_questions(model, processor, monkeypatch):
     store, encoded, encode = model.slot_prefix_store(processor), [], SlotEncoder.encode_tokens
-    monkeypatch.setattr(
-        SlotEncoder, "encode_tokens", lambda self, *given: encoded.append(len(given[0])) or encode(self, *given)
-    )
+    watched = lambda self, *given: encoded.append(len(given[0])) or encode(self, *given)  # noqa: E731
+    monkeypatch.setattr(SlotEncoder, "encode_tokens", watched)
     documents = [ADA, RADIK, ADA]
     inputs, again = store.prepare(QUESTIONS, documents), store.prepare(QUESTIONS[0], ADA)
     assert encoded == [5] and (store.hits, store.misses) == (2, 2)
-    ids, _ = assert_answers_alone(model, processor, inputs, QUESTIONS, documents=documents)
+    _, ids, _ = assert_answers(store, QUESTIONS, inputs, documents=documents)
     assert torch.equal(generate(model, again)[0], ids[:1])
 
 
@@ -142,8 +143,7 @@ def test_text_before_the_slots_belongs_to_the_prefix(model, processor, has_templ
     else:
         reader.chat_template = None
     store, embeds = model.slot_prefix_store(reader), [embeddings(3)] * 3
-    inputs = store.prepare(chats, context_embeds=embeds)
-    assert_answers_alone(model, reader, inputs, chats, context_embeds=embeds)
+    assert_answers(store, chats, context_embeds=embeds)
     assert (store.hits, store.misses) == (3 - misses, misses)
 
 
@@ -205,10 +205,8 @@ ALWAYS = {"gate_mode": "always", "max_refinement_steps": 1}
 def test_settings_of_a_call_answer_as_without_the_store(model, processor, gates, slots):
     store = model.slot_prefix_store(processor)
     _, plain = generate(model, store.prepare(QUESTIONS[0], RADIK))
-    alone = {"documents": [RADIK]} | {name: [value] for name, value in slots.items()}
     for _ in range(2):
-        inputs = store.prepare(QUESTIONS[0], RADIK, **gates, **slots)
-        _, logits = assert_answers_alone(model, processor, inputs, QUESTIONS[:1], gates, **alone)
+        *_, logits = assert_answers(store, QUESTIONS[:1], gates=gates, slots=slots, documents=[RADIK])
     assert (store.hits, store.misses) == (1, 2)
     own = {"gate_mode": model.config.gate_mode, "gate_threshold": model.config.gate_threshold, "max_slots": None}
     _, again = generate(model, store.prepare(QUESTIONS[0], RADIK, **own))  # the configuration's own find its prefix
@@ -334,15 +332,8 @@ def saved(tmp_path):
     return tmp_path / "prefix.safetensors"
 
 
-def with_metadata(metadata):
-    """Changes fields of a file's metadata, or removes all of it."""
-
-    def change(path):
-        with safe_open(path, framework="pt") as file:
-            changed = file.metadata() | (metadata or {})
-        save_file(load_file(path), path, metadata=None if metadata is None else changed)
-
-    return change
+def save_again(path, fingerprint):
+    save_keys_values(path, load_file(path)["keys_values"].clone(), fingerprint)
 
 
 @pytest.mark.parametrize(
@@ -350,8 +341,10 @@ def with_metadata(metadata):
     [
         (lambda path: path.write_bytes(path.read_bytes()[:100]), "cannot be read.*Delete the file"),
         (lambda path: (path.unlink(), path.mkdir()), "cannot be read.*Delete the file"),
-        *((with_metadata(each), "expected 'arcaligner-passage-3'") for each in (None, {"format": "x-0"})),
-        *((with_metadata({"fingerprint": each}), "prefix.safetensors") for each in ("[]", "{", '{"passages": "abc"}')),
+        (lambda path: save_file(load_file(path), path), "format is None; expected 'arcaligner-passage-3'"),
+        (lambda path: save_file(load_file(path), path, {"format": "x-0"}), "'x-0'; expected 'arcaligner-passage-3'"),
+        (lambda path: save_again(path, []), "prefix.safetensors cannot be read: its fingerprint is a list"),
+        (lambda path: save_again(path, {"passages": "abc"}), "prefix.safetensors was made with `base_model` None"),
     ],
 )
 def test_a_file_that_is_cut_or_of_another_kind_is_refused(saved, change, message):

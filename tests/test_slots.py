@@ -12,6 +12,7 @@ from conftest import ENCODER_WIDTH, chat_inputs, greedy_answer, pipeline_of, ran
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from test_prefix_store_arcaligner import assert_answers
 from torch.nn.functional import normalize
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, base_model_arcaligner, segmentation_arcaligner
@@ -19,6 +20,7 @@ from arcaligner.encoder_arcaligner import SentenceEncoder, fastest_dtype, word_m
 from arcaligner.modeling_arcaligner import ContextProjector
 from arcaligner.segmentation_arcaligner import equal_runs, segment_document
 from arcaligner.train.recipe import resolve_dtype
+from arcaligner.train.sft import set_word_statistics
 
 QUESTION = "What sport does he play?"
 DOCUMENTS = [
@@ -196,12 +198,10 @@ def test_an_encoder_in_bfloat16_is_saved_and_trained_on_unrounded(load, trained,
     processor.encoder.encode(TEXTS)
     processor.save_pretrained(tmp_path / "saved")
     expected, found = (load_file(each / "encoder/adapter_model.safetensors") for each in (trained, tmp_path / "saved"))
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(found[key], weight) for key, weight in expected.items())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
     for each in (processor, exact):
         each.train_encoder(lora_r=2)
-    pairs = zip(processor.encoder.model.parameters(), exact.encoder.model.parameters(), strict=True)
-    assert all(torch.equal(found, expected) for found, expected in pairs)
+    torch.testing.assert_close(*(each.encoder.model.state_dict() for each in (processor, exact)), rtol=0, atol=0)
 
 
 # Several slots of a segment, and their words
@@ -222,7 +222,7 @@ def words_dir(tmp_path_factory, base_model_dir: Path, words_processor) -> Path:
     folder = tmp_path_factory.mktemp("words")
     model = random_aligner(base_model_dir, words_processor, seed=3, word_parts=3)
     weights = torch.rand(model.config.text_config.vocab_size, generator=torch.Generator().manual_seed(0)) + 0.1
-    model.model.projector.set_word_statistics(model.get_input_embeddings().weight, weights)
+    set_word_statistics(model.model.projector, model.get_input_embeddings().weight, weights)
     model.save_pretrained(folder)
     words_processor.save_pretrained(folder)
     return folder
@@ -259,9 +259,8 @@ def test_slots_stand_for_all_of_a_documents_text_and_tokens(words_processor, pro
     assert cut.segments == encoded.segments[:2] and cut.dropped == encoded.segments[2:]
     assert torch.equal(cut.context_embeds, encoded.context_embeds[:2]) and len(cut.context_word_ids) == 2
     if rate == "segment":
-        torch.testing.assert_close(
-            encoded.context_embeds, processor.encode_documents(DOCUMENTS).context_embeds, **EXACT
-        )
+        expected = processor.encode_documents(DOCUMENTS).context_embeds
+        torch.testing.assert_close(encoded.context_embeds, expected, **EXACT)
 
 
 def test_a_rate_that_was_not_learned_warns_and_names_those_that_were(words_processor, caplog):
@@ -274,7 +273,7 @@ def test_a_rate_that_was_not_learned_warns_and_names_those_that_were(words_proce
 def test_parts_of_a_slot_add_up_to_the_mean_of_its_words_by_rarity():
     projector = ContextProjector(4, 6, word_parts=3, vocab_size=20)
     table, rarity = torch.randn(20, 6), torch.rand(20)
-    projector.set_word_statistics(table, rarity)
+    set_word_statistics(projector, table, rarity)
     word_ids = torch.tensor([[3, 7, 7, 1], [5, -1, -1, -1], [-1, -1, -1, -1]])
     parts = projector.average_words(word_ids, table)  # (slots, parts, hidden)
     words, weights = table[[3, 7, 7, 1]] - table.mean(dim=0), rarity[[3, 7, 7, 1]]
@@ -291,7 +290,7 @@ def test_parts_of_a_slot_add_up_to_the_mean_of_its_words_by_rarity():
 def test_a_fresh_slot_of_one_word_is_nearly_that_words_embedding(base_model_dir):
     model = ArcAlignerForCausalLM.from_pretrained(str(base_model_dir), encoder_hidden_size=ENCODER_WIDTH, word_parts=2)
     table = model.get_input_embeddings().weight
-    model.model.projector.set_word_statistics(table, torch.ones(len(table)))
+    set_word_statistics(model.model.projector, table, torch.ones(len(table)))
     slot = model.model.project(normalize(torch.randn(1, 1, ENCODER_WIDTH), dim=-1), torch.tensor([[[17]]]))[0, 0]
     mean = table.mean(dim=0)
     assert torch.cosine_similarity(slot - mean, table[17] - mean, dim=0) > 0.9
@@ -321,13 +320,9 @@ def test_the_pipeline_reads_the_words_of_each_row_of_a_batch(words_model, words_
 
 
 def test_kept_prefixes_answer_as_the_model_does_at_each_rate(words_model, words_processor):
-    store = words_model.slot_prefix_store(words_processor)
+    store = words_model.double().slot_prefix_store(words_processor)
     for rate in (3, "segment", 3):
-        inputs = chat_inputs(words_processor, QUESTION, DOCUMENTS, tokens_per_slot=rate)
-        kept = store.prepare(QUESTION, DOCUMENTS, tokens_per_slot=rate)
-        assert torch.equal(kept["input_ids"], inputs["input_ids"])
-        found, expected = (greedy_answer(words_model, words_processor, each, 6) for each in (kept, inputs))
-        assert found == expected
+        assert_answers(store, [QUESTION], slots={"tokens_per_slot": rate}, documents=[DOCUMENTS])
     assert (store.hits, store.misses) == (1, 2)
 
 

@@ -43,11 +43,6 @@ def folder(saved, tmp_path) -> Path:
     return shutil.copytree(saved["aligner"], tmp_path / "checkpoint")
 
 
-@pytest.fixture
-def full(saved, tmp_path) -> Path:
-    return shutil.copytree(saved["full"], tmp_path / "full")
-
-
 def load(folder: Path) -> tuple[ArcAlignerForCausalLM, ArcAlignerProcessor]:
     """Model and processor, with the encoder, which is loaded on first use."""
     processor = ArcAlignerProcessor.from_pretrained(folder)
@@ -112,7 +107,8 @@ def first_half(ids):
 
 INFINITE, NAN = float("inf"), float("nan")
 NOT_SAVED = "is not the file that was saved with the aligner"
-# What was changed -> which file, how, and what the error says. Those of `CHECKABLE` are refused without digests too.
+# What was changed -> which file, how, and what the error says. Those of `CHECKABLE` are refused without digests too;
+# weights of `FULL`, a checkpoint that holds its base model, with the same words.
 CHECKABLE = {
     "encoder cut": (ADAPTER, "cut", "adapter_model.safetensors cannot be read.*download it again"),
     "encoder gone": (ADAPTER_CONFIG, None, "lacks encoder/adapter_config.json"),
@@ -140,22 +136,32 @@ BOUND = {
     "backbone": (CONFIG, within("text_config", fields(rms_norm_eps=0.1)), "`text_config` was changed"),
     "aligner's value": (WEIGHTS, with_value("lora_B", 0.125), "weights in .* are not those that it was saved with"),
     "digests broken": (CONFIG, fields(digests={"config.json": 5}), "`digests` of a checkpoint lack"),
+    "a base model promised": (CONFIG, fields(includes_base_model=True), "is to hold its base model"),
+}
+FULL = {
+    "a weight gone": (WEIGHTS, without("layers.1.mlp.up_proj.base_layer"), "lacks 1 weights of a llama, first .*up_p"),
+    "a weight more": (WEIGHTS, fields(**{"foo.weight": torch.ones(2)}), "1 weights .* none of a llama, first `foo.wei"),
+    "base model with NaN": (WEIGHTS, with_value("input_layernorm", NAN), "1 NaN or infinite values"),
+    "LoRA of a layer more": (WEIGHTS, with_surplus_lora, "has 1 aligner weights"),
+    "a base model denied": (CONFIG, fields(includes_base_model=False), "saved without a base model"),
 }
 
 
-@pytest.mark.parametrize("case", CHECKABLE | BOUND)
-def test_a_changed_part_is_refused_and_named(folder, case):
-    name, change, message = (CHECKABLE | BOUND)[case]
+@pytest.mark.parametrize("case", CHECKABLE | BOUND | FULL)
+def test_a_changed_part_is_refused_and_named(saved, tmp_path, case):
+    folder = shutil.copytree(saved["full" if case in FULL else "aligner"], tmp_path / "checkpoint")
+    name, change, message = (CHECKABLE | BOUND | FULL)[case]
     edit(folder / name, change)
     with pytest.raises(ValueError, match=message):
         load(folder)
-    if case in CHECKABLE:
+    if case in CHECKABLE or (case in FULL and name == WEIGHTS):
         forget_digests(folder)
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=message if case in FULL else None):
             load(folder)
 
 
-def test_an_older_checkpoint_loads_as_it_did_and_a_full_one_without_its_base_model(saved, folder, full):
+def test_an_older_checkpoint_loads_as_it_did_and_a_full_one_without_its_base_model(saved, folder, tmp_path):
+    full = shutil.copytree(saved["full"], tmp_path / "full")
     for copy, kind in ((folder, "aligner"), (full, "full")):
         forget_digests(copy)
         assert torch.equal(first_logits(copy), first_logits(saved[kind]))
@@ -169,31 +175,6 @@ def test_parts_of_two_trainings_are_refused(folder, saved, names):
         shutil.copy(saved["other"] / name, folder / name)
     with pytest.raises(ValueError, match="saved with"):
         load(folder)
-
-
-@pytest.mark.parametrize("has_digests", [True, False])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (without("layers.1.mlp.up_proj.base_layer"), "lacks 1 weights of a llama, first .*up_proj"),
-        (fields(**{"foo.weight": torch.ones(2)}), "has 1 weights that are none of a llama, first `foo.weight`"),
-        (with_value("input_layernorm", NAN), "1 NaN or infinite values"),
-        (with_surplus_lora, "has 1 aligner weights"),
-    ],
-)
-def test_a_full_checkpoint_is_complete_or_refused(full, change, message, has_digests):
-    edit(full / WEIGHTS, change)
-    if not has_digests:
-        forget_digests(full)
-    with pytest.raises(ValueError, match=message):
-        load(full)
-
-
-def test_a_checkpoint_says_whether_it_holds_its_base_model(full, folder):
-    for wrong, value in ((full, False), (folder, True)):
-        edit_json(wrong / CONFIG, includes_base_model=value)
-        with pytest.raises(ValueError, match="saved without a base model|is to hold its base model"):
-            load(wrong)
 
 
 def test_what_changes_no_slot_may_be_changed_in_the_files(folder, base_model_dir, tmp_path):

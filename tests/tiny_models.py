@@ -67,14 +67,12 @@ class float64_throughout(TorchFunctionMode):  # noqa: N801 (used like a function
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        def wide(given):
+            return torch.float64 if given is torch.float32 else given
+
         if func is torch.Tensor.float:
             return args[0].double()
-        if torch.float32 in kwargs.values():
-            kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
-        if any(arg is torch.float32 for arg in args):
-            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-        return func(*args, **kwargs)
+        return func(*map(wide, args), **{name: wide(given) for name, given in (kwargs or {}).items()})
 
 
 def backbone_config(name: str = "llama", **changes: Any) -> PreTrainedConfig:
@@ -170,12 +168,6 @@ def collate(rows: list[Row], padding_side: str = "right", pad_token_id: int = 0)
     if any(len(row.context_embeds) for row in rows):
         batch["context_embeds"] = pad_sequence([row.context_embeds for row in rows], batch_first=True)
     return batch
-
-
-def text_slice(row: Row, length: int, padding_side: str) -> slice:
-    """Where a row stands in a batch of `length` columns."""
-    size = len(row.input_ids)
-    return slice(length - size, length) if padding_side == "left" else slice(0, size)
 
 
 def for_generate(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

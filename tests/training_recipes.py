@@ -12,17 +12,19 @@ from training_rows import passage_rows, question_rows, write_rows
 from arcaligner import ArcAlignerForCausalLM
 from arcaligner.train import sft
 from arcaligner.train.recipe import parse_recipe
+from arcaligner.train.sft import AlignerTrainer
 from arcaligner.train.stages import SCRIPT
-from arcaligner.train.trainer import AlignerTrainer
+
+# For runs that are compared. Plain gradient descent: what Adam makes of a gradient near zero is rounding.
+COMPARED = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 100.0, "train_sampling_strategy": "random"}
+COMPARED |= {"tokens_per_slot": [4], "aligner": {"lora_r": 4, "gate_hidden_size": 8, "lora_dropout": 0.0}}
 
 
 class RecipeWriter:
     """Writes recipes into `folder`, all on the same twelve rows and with the same cache of examples."""
 
     def __init__(self, folder: Path, base_model_dir: Path, encoder_dir: Path):
-        self.folder = folder
-        self.base_model_dir = base_model_dir
-        self.encoder_dir = encoder_dir
+        self.folder, self.base_model_dir, self.encoder_dir = folder, base_model_dir, encoder_dir
         questions = write_rows(folder / "questions.jsonl", question_rows(12))
         passages = write_rows(folder / "passages.jsonl.gz", passage_rows(12))
         self.files = {"reconstruction": passages, "grounding": questions, "gating": questions}

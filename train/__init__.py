@@ -3,7 +3,7 @@
 What becomes of a row, file by file:
 
     examples.py       a file or a data set of the Hub -> rows -> tokenized examples, kept on disk
-    trainer.py        examples -> a padded batch, at a rate of slots drawn for it -> the loss of the stage
+    sft.py            examples -> a padded batch, at a rate of slots drawn for it -> the loss of the stage
 
 `distractors.py` finds passages to stand beside those that answer. `recipe.py` and `run.py` say what is trained and keep
 the folder of a run, `stages.py` runs all stages of a recipe, `full_text.py` trains the baseline that reads text, and

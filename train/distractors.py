@@ -4,7 +4,6 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import bm25s
 import numpy as np
@@ -37,11 +36,7 @@ def passage_key(passage: dict[str, str]) -> tuple[str, str]:
 
 
 class NearestPassages:
-    """Finds, among the passages of rows, those nearest to a question that do not answer it (BM25).
-
-    Args:
-        rows (`Iterable[Row]`): Whose passages are searched.
-    """
+    """Finds, among the passages of `rows`, those nearest to a question that do not answer it (BM25)."""
 
     def __init__(self, rows: Iterable[Row]):
         unique, self.questions = {}, defaultdict(list)  # passages, and numbers of the rows asked about each alone
@@ -75,45 +70,28 @@ class NearestPassages:
                 break
         return taken
 
+    def mixed(self, rows: list[Row], share: float, seed: int, most: int = 4) -> list[dict[str, str]]:
+        """The passages that `rows` share, for a `share` of rows with 1 to `most` of the nearest ones, in random order.
 
-@dataclass
-class Distractors:
-    """
-    Adds 1 to `most` of the passages nearest to the questions, which do not hold the answer, to some rows.
-
-    The draw depends on the seed and the row's id only, so a row has the same passages in each run and process.
-
-    Args:
-        nearest (`NearestPassages`): Where they come from.
-        share (`float`): Share of rows that get some.
-        seed (`int`): Another one draws others.
-        most (`int`): The most that a row gets.
-    """
-
-    nearest: NearestPassages
-    share: float
-    seed: int
-    most: int = 4
-
-    def __call__(self, rows: list[Row]) -> list[dict[str, str]]:
-        """The passages for `rows`, which share theirs, in random order. None of the added ones holds an answer to any
-        of the rows; fewer are added where there are no more."""
+        None of the added ones holds an answer to any of the rows; fewer are added where there are no more. The draw
+        depends on the seed and the first row's id only, so a row has the same passages in each run and process.
+        """
         own, others = own_passages(rows[0])
-        draw = random.Random(f"distractors:{self.seed}:{rows[0]['id']}")
-        if draw.random() >= self.share:
+        draw = random.Random(f"distractors:{seed}:{rows[0]['id']}")
+        if draw.random() >= share:
             return own
-        number = draw.randint(1, self.most)
+        number = draw.randint(1, most)
         question = " ".join(row["question"] for row in rows)
         answers = [answer for row in rows for answer in row["answers"]]
         near = [each for each in others if not contains_answer(each, answers)]  # a retriever chose them already
-        near = near or self.nearest.without_answer(question, answers, own, MOST_DISTRACTORS)
+        near = near or self.without_answer(question, answers, own, MOST_DISTRACTORS)
         passages = [*own, *draw.sample(near, min(number, len(near)))]
         draw.shuffle(passages)
         return passages
 
-    def questions_about(self, passages: list[dict[str, str]], row: Row) -> list[int]:
+    def questions_about(self, passages: list[dict[str, str]], row: Row, seed: int) -> list[int]:
         """The numbers of rows asked about those of `passages` that are not the row's own, at most one about each."""
         own = own_passages(row)[0]
-        draw = stable_number(f"joined:{self.seed}:{row['id']}", 2**32)
-        asked = [self.nearest.questions.get(passage_key(each)) for each in passages if each not in own]
+        draw = stable_number(f"joined:{seed}:{row['id']}", 2**32)
+        asked = [self.questions.get(passage_key(each)) for each in passages if each not in own]
         return [numbers[draw % len(numbers)] for numbers in asked if numbers]

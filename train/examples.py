@@ -6,7 +6,7 @@ text back and, if asked for, one that continues with the text that follows. In s
 the same passages become one example: the slots of all segments, and after them a turn for each question with its first
 answer. Questions that do not fit into `max_tokens` become a further example.
 
-How many slots a segment has is decided later: the collator draws the rate of each batch (`trainer.py`). So an example
+How many slots a segment has is decided later: the collator draws the rate of each batch (`sft.py`). So an example
 keeps its segments' tokens, and the prompt before and after the slots.
 
 The examples of a block of rows are made by several processes and kept as an Arrow file under a fingerprint of the data,
@@ -39,14 +39,17 @@ from .. import encoder_arcaligner, processing_arcaligner, segmentation_arcaligne
 from ..common import rows
 from ..common.data_sets import hotpotqa_row
 from ..common.files import printable, read_json_lines, stable_number
-from ..common.rows import JSON_LINES, ROW_FIELDS, Row, id_or_number, own_row, parse_source
+from ..common.rows import FILES, JSON_LINES, ROW_FIELDS, Row, find_file, id_or_number, own_row, parse_source
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, tokenize_segments
 from . import distractors
-from .distractors import MOST_DISTRACTORS, Distractors, NearestPassages, own_passages, passage_key
-from .recipe import FILES, RecipeArguments, find_file
+from .distractors import NearestPassages, own_passages, passage_key
+from .recipe import RecipeArguments
 
 logger = logging.getLogger(__name__)
+
+Turn = dict[str, list[int]]
+Example = dict[str, Any]
 
 ROW_FEATURES = Features(
     id=Value("string"),
@@ -68,6 +71,9 @@ RECONSTRUCTION_TEMPLATES = (
 )
 # Not in the paper: what follows the slots in a turn that continues with the text after theirs.
 CONTINUATION = " Continue:"
+# An example: the ids before the slots, the turns after them, and the text of the slots. Turns stand side by side: each
+# reads the slots and itself, and no other turn. Labels are what the assistant says, -100 elsewhere. `length` counts
+# tokens at the rate with the most slots.
 EXAMPLE_FEATURES = Features(
     row_id=Value("string"),
     head=List(Value("int32")),
@@ -113,8 +119,7 @@ def open_corpus(
         `datasets.Dataset`: Rows of our schema; what is missing or null in a row is empty.
     """
     path, options = parse_source(source)
-    if path.endswith(FILES):
-        path = find_file(path, data_dir)
+    path = find_file(path, data_dir)
     try:
         if path.endswith(JSON_LINES) and _is_own(path):
             # The JSON builder refuses rows whose other fields differ, and does not name a bad line.
@@ -223,29 +228,6 @@ def open_part(recipe: RecipeArguments, source: str, held_out: bool, num_proc: in
 # Rows to examples
 
 
-@dataclass
-class Turn:
-    """Ids from the slots to the end of the assistant's turn, and labels: what the assistant says, -100 elsewhere."""
-
-    input_ids: list[int]
-    labels: list[int]
-
-
-@dataclass
-class Example:
-    """Slots and the turns that read them.
-
-    Turns stand side by side: each reads the slots and itself, and no other turn. `length` counts tokens at the rate
-    with the most slots.
-    """
-
-    row_id: str
-    head: list[int]
-    turns: list[Turn]
-    segments: list[dict[str, Any]]
-    length: int = 0
-
-
 def choose_template(example_id: str) -> tuple[str, str]:
     """The stage-I template of an example, fixed by its id."""
     return RECONSTRUCTION_TEMPLATES[stable_number(f"template:{example_id}", len(RECONSTRUCTION_TEMPLATES))]
@@ -306,9 +288,10 @@ class ExampleBuilder:
             whole = self.processor.split_prompt([asked, {"role": "assistant", "content": row["answers"][0]}])
             head, turn = self._split(row["id"], prompt, whole)
             # The slots are paid for once: a further question adds its turn only.
-            if example and (self.max_tokens is None or example.length + len(turn.input_ids) <= self.max_tokens):
-                example.turns.append(turn)
-                example.length += len(turn.input_ids)
+            added = len(turn["input_ids"])
+            if example and (self.max_tokens is None or example["length"] + added <= self.max_tokens):
+                example["turns"].append(turn)
+                example["length"] += added
                 continue
             if example:
                 yield example
@@ -333,8 +316,8 @@ class ExampleBuilder:
         ]
         finest = min(self.tokens_per_slot, key=lambda rate: math.inf if rate == "segment" else rate)
         num_slots = sum(len(equal_runs(len(each["word_ids"]), finest)) for each in segments)
-        length = len(head) + num_slots + sum(len(turn.input_ids) for turn in turns)
-        return Example(row_id, head, turns, segments, length)
+        length = len(head) + num_slots + sum(len(turn["input_ids"]) for turn in turns)
+        return {"row_id": row_id, "head": head, "turns": turns, "segments": segments, "length": length}
 
     def _turn(self, before: str, after: str, target: str, row_id: str) -> tuple[list[int], Turn]:
         """The ids before the slots, and the turn after them; `before` and `after` are the user's words."""
@@ -354,7 +337,7 @@ class ExampleBuilder:
                 "target cannot be told from the prompt. Name another `chat_template_path`."
             )
         target = self._end_of_turn(said[len(asked) :])
-        return head, Turn(asked + target, [-100] * len(asked) + target)
+        return head, {"input_ids": asked + target, "labels": [-100] * len(asked) + target}
 
     def _end_of_turn(self, target: list[int]) -> list[int]:
         """Cuts what follows the end of the turn; adds EOS if the template has no end."""
@@ -390,7 +373,7 @@ class ExampleSelector:
     num_proc: int | None = None
 
     def training_examples(self) -> datasets.Dataset:
-        """The stage's examples, a row per [`Example`], with reconstruction examples mixed in when the recipe says so.
+        """The stage's examples, with reconstruction examples mixed in when the recipe says so.
         None is about an article that is held out.
         """
         share, limit = self.recipe.reconstruction_share, self.recipe.max_train_samples
@@ -445,12 +428,10 @@ class ExampleSelector:
         recipe, asks = self.recipe, self.recipe.asks_questions
         # Distractors are of the same part: no held-out passage is trained on.
         corpus = open_part(recipe, source, held_out, self.num_proc)
-        mix = drawn = None
-        if recipe.distractors:
-            mix = Distractors(NearestPassages(corpus), recipe.distractors, self.seed, recipe.max_distractors)
-            drawn = [recipe.distractors, recipe.max_distractors, MOST_DISTRACTORS, self.seed]
+        nearest = NearestPassages(corpus) if recipe.distractors else None
+        drawn = nearest and [recipe.distractors, recipe.max_distractors, self.seed]
         make = functools.partial(
-            _examples_of_rows, corpus=corpus, mix=mix, joins=recipe.max_questions > 1, builder=self.builder, asks=asks
+            _examples_of_rows, corpus=corpus, nearest=nearest, builder=self.builder, recipe=recipe, seed=self.seed
         )
         settings = Hasher.hash((_CODE, corpus._fingerprint, self.builder, asks, recipe.max_questions, drawn))
         left_out: dict[str, list[str]] = defaultdict(list)  # ids of rows, by what is wrong with them
@@ -516,30 +497,45 @@ class ExampleSelector:
         )
 
 
-def _examples_of_rows(batch: dict, *, corpus, mix, joins: bool, builder, asks: bool) -> dict[str, list]:
+def _examples_of_rows(batch: dict, *, corpus, nearest, builder, recipe, seed: int) -> dict[str, list]:
     """Columns of `_BLOCK_FEATURES`. A row that lacks a part gives an empty example with a `problem`."""
-    columns = {name: [] for name in _BLOCK_FEATURES}
+    examples, asks = [], recipe.asks_questions
     for numbers in batch["numbers"]:
-        whole, examples = [], []
+        whole = []
         for row in (corpus[number] for number in numbers):
             if problem := missing_part(row, asks):
-                examples.append((Example(row["id"], [], [], []), problem))
+                empty = {"head": [], "turns": [], "segments": [], "length": 0}
+                examples.append(empty | {"row_id": row["id"], "problem": problem})
             else:
                 whole.append(row)
         if whole and asks:
             passages = own_passages(whole[0])[0]
-            if mix is not None:
-                passages = mix(whole)  # one draw: no distractor may hold an answer to any of the questions
-                joined = mix.questions_about(passages, whole[0]) if joins else []
+            if nearest is not None:
+                # One draw: none may hold an answer to any of the questions.
+                passages = nearest.mixed(whole, recipe.distractors, seed, recipe.max_distractors)
+                joined = nearest.questions_about(passages, whole[0], seed) if recipe.max_questions > 1 else []
                 whole += [corpus[number] for number in joined]  # a further question costs its turn, and no slot
             whole = [row | {"passages": passages} for row in whole]
         if whole:
             of_rows = builder.question_examples(whole) if asks else builder.reconstruction_examples(whole)
             limit = builder.max_tokens or math.inf
             too_long = f"longer than {limit} tokens (`max_tokens`, or the backbone's `max_position_embeddings`)"
-            examples += [(example, too_long if example.length > limit else "") for example in of_rows]
-        for example, problem in examples:
-            for name, value in dataclasses.asdict(example).items():
-                columns[name].append(value)
-            columns["problem"].append(problem)
-    return columns
+            examples += [each | {"problem": too_long if each["length"] > limit else ""} for each in of_rows]
+    return {name: [each[name] for each in examples] for name in _BLOCK_FEATURES}
+
+
+# Words
+
+# Minimum weight of a word, so that a slot of frequent words only has a weight as well.
+MIN_RARITY = 0.02
+
+
+def word_rarity(examples: Sequence[dict[str, Any]], vocab_size: int) -> np.ndarray:
+    """Inverse document frequency of each token over the segments of `examples`, scaled to (0, 1]; (vocab_size,)."""
+    counts, num_segments = np.zeros(vocab_size), 0
+    for example in examples:
+        for segment in example["segments"]:
+            counts[np.unique(segment["word_ids"]).astype(np.int64)] += 1
+            num_segments += 1
+    rarity = np.log((num_segments + 1) / (counts + 1)) / math.log(num_segments + 1)
+    return np.maximum(rarity, MIN_RARITY)

@@ -30,7 +30,7 @@ from ..checkpoint_arcaligner import written_whole
 from ..common.rows import Row
 from ..configuration_arcaligner import PASSAGE_ATTENTIONS
 from ..slot_rows_arcaligner import passage_positions, separate_passages
-from .distractors import Distractors, NearestPassages
+from .distractors import NearestPassages
 from .examples import missing_part, open_corpus
 from .prompts import ApartText, full_text, text_prompt
 from .recipe import run_script
@@ -87,12 +87,12 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
     """The first of the shuffled rows that fit, as `input_ids` and `labels`."""
     examples, num_long = [], 0
     corpus = open_corpus(recipe.train_file, data_dir=recipe.data_dir)
-    mix = recipe.distractors and Distractors(NearestPassages(corpus), recipe.distractors, seed)
+    nearest = NearestPassages(corpus) if recipe.distractors else None
     for row in corpus.shuffle(seed=seed):
         if missing_part(row, asks=True):
             continue
-        if mix:
-            row = row | {"passages": mix([row])}
+        if nearest is not None:
+            row = row | {"passages": nearest.mixed([row], recipe.distractors, seed)}
         example = tokenize(row, tokenizer, recipe.passage_attention == "separate")
         if len(example["input_ids"]) <= recipe.max_tokens:
             examples.append(example)
@@ -163,26 +163,6 @@ class ApartCollator:
         }
 
 
-class AnswerTrainer(SFTTrainer):
-    """TRL's trainer, with the head on the columns of a batch that have a target. On all of them it costs as much as the
-    layers, since an answer is a few of hundreds of tokens."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs["labels"][:, 1:]
-        columns = (labels != -100).any(dim=0).nonzero()[:, 0]  # those whose next token is a target
-        read = {name: each for name, each in inputs.items() if name != "labels"}
-        outputs = model(**read, use_cache=False, logits_to_keep=columns)  # logits (batch, num_columns, vocab_size)
-        targets = labels[:, columns].flatten()
-        loss = torch.nn.functional.cross_entropy(outputs.logits.float().flatten(0, 1), targets, reduction="sum")
-        if num_items_in_batch is None:
-            num_items_in_batch = (targets != -100).sum()
-        elif self.args.average_tokens_across_devices:
-            # The loss is divided by the targets of all processes, and the gradients are averaged over these once more.
-            loss = loss * self.accelerator.num_processes
-        loss = loss / num_items_in_batch
-        return (loss, outputs) if return_outputs else loss
-
-
 def train(recipe: FullTextArguments, args: SFTConfig, settings: str) -> None:
     """Trains the LoRA, alone in its folder, and writes it there as PEFT does; `settings` are of `run_settings`."""
     with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
@@ -198,7 +178,7 @@ def train(recipe: FullTextArguments, args: SFTConfig, settings: str) -> None:
         if recipe.passage_attention == "separate":
             collator, args.remove_unused_columns = ApartCollator(tokenizer.pad_token_id or 0), False
         set_seed(args.seed)
-        trainer = AnswerTrainer(
+        trainer = SFTTrainer(
             AutoModelForCausalLM.from_pretrained(model_path, dtype="float32"),
             args=args,
             train_dataset=build_dataset(recipe, tokenizer, args.seed),

@@ -10,8 +10,8 @@
     recon_heldout   the same, of further articles that are not in train_qa
 
 By default there are about as many rows of each as the shipped aligner was trained on. The sets are streamed: a limit
-also limits what is downloaded. A set that was read to its end is kept, so a run that broke off goes on with the next.
-A finished file is left alone. `README.md` beside the files says what they hold, and the licences.
+also limits what is downloaded. A finished file is left alone, so a run that broke off goes on with the next.
+`README.md` beside the files says what they hold, and the licences.
 """
 
 import contextlib
@@ -19,10 +19,12 @@ import gzip
 import itertools
 import json
 import random
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, BinaryIO
 
 import datasets
 import huggingface_hub
@@ -45,13 +47,14 @@ from ..common.data_sets import (
     squad_row,
     wikipedia_row,
 )
-from ..common.files import digest, markdown_table, read_json_lines, refuse_unknown, run_command, write_whole
+from ..common.files import markdown_table, read_json_lines, refuse_unknown, run_command, write_whole
 from ..common.rows import Row, own_row
 
 HELD_OUT = 2000  # paragraphs
 HELD_OUT_FILE = "recon_heldout.jsonl.gz"  # made with that for training
-PARTS = ".parts"  # folder of what is not finished, and of notes
 DESCRIPTION = """\
+# Training data
+
 Made by `python -m arcaligner.train.prepare_data`, in the schema of `docs/training.md`. Changed: selection, field names;
 QED's text has no spaces before punctuation; of an article of Wikipedia one paragraph is taken. Whoever shares these
 files, or a model trained on them, names the sets and keeps their licences.
@@ -96,20 +99,6 @@ SOURCES = (
     ),
     Source("wikipedia", WIKIPEDIA, wikipedia_row, 48_000, config="20231101.en"),
 )
-
-
-def fetch(source: Source, folder: Path, copies: Path | None) -> tuple[Path, dict[str, Any]]:
-    """A file in `folder` with the rows of a set, read unless it is there, and what is known of them."""
-    asked = [source.place, source.config, source.limit, source.commit, source.files, copies and str(copies)]
-    part = folder / f"{source.name}-{digest(asked)}.jsonl.gz"
-    note = part.with_suffix(".json")  # written last
-    if not note.exists():
-        with _reaching(source):
-            revision = None if copies else source.commit or huggingface_hub.HfApi().dataset_info(source.place).sha
-            stream = source.open(copies, revision)
-        number = write_file(part, tqdm(_limited(source, stream), total=source.limit, desc=source.name))
-        write_whole(note, json.dumps({"rows": number, "revision": revision}))
-    return part, json.loads(note.read_text(encoding="utf-8"))
 
 
 def _limited(source: Source, stream: datasets.IterableDataset) -> Iterator[Row]:
@@ -164,19 +153,15 @@ def _reaching(source: Source) -> Iterator[None]:
 # Files
 
 
-def write_file(path: Path, rows: Iterable[Row]) -> int:
-    """Writes rows to a gzipped file, whole or not at all, and says how many; the same rows give the same bytes."""
-    number = 0
+def write_file(path: Path, rows: Iterable[Row]) -> None:
+    """Writes rows to a gzipped file, whole or not at all; the same rows give the same bytes."""
 
     def write(file: BinaryIO) -> None:
-        nonlocal number
         with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed:
             for row in rows:
                 packed.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
-                number += 1
 
     write_whole(path, write)
-    return number
 
 
 def split_paragraphs(rows: Iterable[Row], known_titles: set[str]) -> tuple[list[Row], list[Row]]:
@@ -192,43 +177,45 @@ def split_paragraphs(rows: Iterable[Row], known_titles: set[str]) -> tuple[list[
 
 def prepare(output: Path, sources: Sequence[Source], copies: Path | None = None) -> None:
     """Makes the files of `TRAINING_FILES` in `output`, and its `README.md`; what is finished is left alone."""
-    names = [name for name in TRAINING_FILES if name != HELD_OUT_FILE]
-    for name in names:
+    if not (output / "README.md").exists():
+        write_whole(output / "README.md", DESCRIPTION)
+    for name in TRAINING_FILES:
         own = [source for source in sources if source.place in TRAINING_FILES[name]]
+        if name == HELD_OUT_FILE or not own:
+            continue
         if (output / name).exists():
             typer.echo(f"{output / name} is there and left alone; delete it to make it again.")
-        elif own:
+        else:
             _make(output, name, own, copies)
-            (output / "README.md").unlink(missing_ok=True)
-    if (output / "README.md").exists():
-        return
-    notes = [output / PARTS / f"{name}.json" for name in names]
-    table = [row for note in notes if note.exists() for row in json.loads(note.read_text(encoding="utf-8"))]
-    lines = ["# Training data", "", *markdown_table(["Set", "From", "Rows", "Licence", "In"], table), "", DESCRIPTION]
-    write_whole(output / "README.md", "\n".join(lines))
 
 
 def _make(output: Path, name: str, sources: list[Source], copies: Path | None) -> None:
-    """Makes a file of its sets, with a note for `README.md` of where they are from and under which licence; with the
+    """Makes a file of its sets, with a part of `README.md` on where they are from and under which licence; with the
     file for training on paragraphs, the one of held-out paragraphs."""
-    table, parts = [], []
-    for source in sources:
-        part, note = fetch(source, output / PARTS, copies)
-        parts.append(part)
-        title, licence = LICENCES[source.place]
-        files = ", ".join(file for file, places in TRAINING_FILES.items() if source.place in places)
-        table.append([title, f"{source.place}, {note['revision'] or 'a local copy'}", note["rows"], licence, files])
-    rows: Iterable[Row] = itertools.chain.from_iterable(map(read_json_lines, parts))
+    revisions, numbers = {}, Counter()
+
+    def read() -> Iterator[Row]:
+        for source in sources:
+            with _reaching(source):
+                revision = None if copies else source.commit or huggingface_hub.HfApi().dataset_info(source.place).sha
+                stream = source.open(copies, revision)
+            revisions[source.place] = revision or "a local copy"
+            for row in tqdm(_limited(source, stream), total=source.limit, desc=source.name):
+                numbers[source.place] += 1
+                yield row
+
+    rows, made = read(), name
     if name == "recon_train.jsonl.gz":
         questions = output / "train_qa.jsonl.gz"
         asked = read_json_lines(questions) if questions.exists() else ()
         rows, held_out = split_paragraphs(rows, {each["title"] for row in asked for each in row["passages"]})
         write_file(output / HELD_OUT_FILE, held_out)
-    write_whole(output / PARTS / f"{name}.json", json.dumps(table))
+        made += f", {HELD_OUT_FILE}"
     write_file(output / name, rows)
-    for part in parts:
-        part.unlink()
-        part.with_suffix(".json").unlink()
+    table = [[*LICENCES[place], f"{place}, {revision}", numbers[place]] for place, revision in revisions.items()]
+    lines = ["", f"## {made}", "", *markdown_table(["Set", "Licence", "From", "Rows"], table), ""]
+    page = re.sub(rf"\n## {re.escape(made)}\n[^#]*", "", (output / "README.md").read_text(encoding="utf-8"))
+    write_whole(output / "README.md", page + "\n".join(lines))
 
 
 # The command

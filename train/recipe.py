@@ -1,4 +1,4 @@
-"""The keys of a recipe beyond TRL's training arguments: stage, model and data; and how a script reads them."""
+"""The keys of a recipe: stage, model and data, then TRL's training arguments; and how a script reads them."""
 
 import dataclasses
 import inspect
@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 from accelerate.utils import broadcast_object_list
-from trl import TrlParser
+from trl import SFTConfig, TrlParser
 
 from ..base_model_arcaligner import resolve_model
 from ..common.files import exit_on_user_error, find_path, refuse_unknown
-from ..common.rows import JSON_LINES, parse_source
+from ..common.rows import find_file, parse_source
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..encoder_arcaligner import fastest_dtype
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -48,7 +48,6 @@ _FROM_RECIPE = {
     *("tokens_per_slot", "trained_tokens_per_slot", "context_words", "trained_encoder", "chat_template"),
     "passage_attention",
 }
-FILES = (*JSON_LINES, ".json", ".parquet")  # of data
 # Turns side by side need a custom mask, which other attention kernels do not take.
 _MASKED_ATTENTION = (None, "eager", "sdpa")
 
@@ -193,16 +192,64 @@ class RecipeArguments:
         return min(limits)
 
 
-def find_file(path: str, data_dir: str) -> str:
-    """The path of a data file; raises `FileNotFoundError` with where it was looked for."""
-    found = str(find_path(os.path.join(data_dir, path)))
-    if not os.path.exists(found):
-        raise FileNotFoundError(
-            f"There is no file {found}. Data files with a relative path are looked for in `data_dir`, which is "
-            f"{data_dir or '.'!r}: set it in the recipe or on the command line, as in `--data_dir ../data`, or name "
-            "other files. `python -m arcaligner.train.prepare_data` makes those of the recipes."
-        )
-    return found
+@dataclass
+class AlignerTrainingConfig(SFTConfig):
+    """
+    `SFTConfig` with the few values that context slots need.
+
+    Defaults that differ from [`~trl.SFTConfig`]: `max_length=None` and `remove_unused_columns=False` (a cut row or a
+    dropped column loses slots), `dataset_kwargs={"skip_prepare_dataset": True}` (rows come tokenized),
+    `gradient_checkpointing=None` (off), `ddp_find_unused_parameters=False`,
+    `train_sampling_strategy="group_by_length"`, `ddp_timeout` of a day (the first process tokenizes while the others
+    wait).
+
+    Args:
+        gate_learning_rate (`float`, *optional*): For the gates, which start untrained in stage III. Default:
+            `learning_rate`.
+        encoder_learning_rate (`float`, *optional*): For an encoder that is trained jointly. Default: `learning_rate`.
+        average_checkpoints (`int`): The stage ends with the mean of the weights of its last checkpoints, this many
+            (latest weight averaging, https://huggingface.co/papers/2209.14981). After a constant learning rate that is
+            worth a falling one, and training can go on. 0: with the weights of the last step.
+        eval_slot_gap (`bool`): Also evaluate with the slots of other rows, for `eval_slot_gap`.
+    """
+
+    max_length: int | None = None
+    remove_unused_columns: bool = False
+    gradient_checkpointing: bool | None = None  # `activation_checkpointing` is its new name
+    ddp_find_unused_parameters: bool | None = False  # each stage trains all that it unfreezes
+    ddp_timeout: int = 24 * 3600
+    train_sampling_strategy: str = "group_by_length"
+    gate_learning_rate: float | None = None
+    encoder_learning_rate: float | None = None
+    average_checkpoints: int = 0
+    eval_slot_gap: bool = False
+
+    def __post_init__(self):
+        self.dataset_kwargs = {"skip_prepare_dataset": True} | (self.dataset_kwargs or {})
+        refused = {
+            "packing": self.packing,
+            "padding_free": self.padding_free,
+            "max_length": self.max_length,
+            "remove_unused_columns": self.remove_unused_columns,
+        }
+        wrong = [f"`{name}={value}`" for name, value in refused.items() if value]
+        if wrong:
+            raise ValueError(
+                f"{', '.join(wrong)} would separate context tokens from their embeddings. Leave "
+                "these settings out; `max_tokens` leaves out rows that are too long."
+            )
+        if self.eval_slot_gap and self.per_device_eval_batch_size < 2:
+            raise ValueError(
+                "`eval_slot_gap` swaps slots between the rows of a batch, and `per_device_eval_batch_size` is "
+                f"{self.per_device_eval_batch_size}. Set it to 2 or more."
+            )
+        mean, kept = self.average_checkpoints, self.save_total_limit
+        if mean < 0 or (mean and self.save_strategy == "no") or (kept is not None and kept < mean):
+            raise ValueError(
+                f"`average_checkpoints` is {mean}, `save_strategy` {str(self.save_strategy)!r} and `save_total_limit` "
+                f"{kept}; expected 0 or more, and as many checkpoints that are saved and kept."
+            )
+        super().__post_init__()
 
 
 class RecipeParser(TrlParser):
@@ -239,8 +286,7 @@ def run_script(script: str, kinds: tuple[type, type], main: Callable) -> None:
     with exit_on_user_error():
         recipe, args, settings = parse_recipe(script, kinds, sys.argv[1:])
         for path, _ in map(parse_source, recipe.sources):
-            if path.endswith(FILES):
-                find_file(path, recipe.data_dir)
+            find_file(path, recipe.data_dir)
     main(recipe, args, settings)
 
 

@@ -1,42 +1,444 @@
-"""Runs one training stage from a recipe: parse -> data -> model -> train -> save.
+"""Trains one stage of a recipe: examples -> batches -> the loss -> the saved aligner.
 
     python -m arcaligner.train.sft --config train/recipes/smollm2_135m/1_reconstruction.yaml
     python -m arcaligner.train.sft --config train/recipes/smollm2_135m/2_grounding.yaml --seed 2
     accelerate launch --num_processes 4 -m arcaligner.train.sft --config ...
 
-Any key of the recipe can be given on the command line. A recipe's keys are those of `RecipeArguments` (stage, model,
-data) and of TRL's `SFTConfig` (batches, optimizer, logs). A run resumes from the last checkpoint in its `output_dir`,
-if its settings are those that it was begun with.
+Any key of the recipe (`recipe.py`) can be given on the command line. A run resumes from the last checkpoint in its
+`output_dir`, if its settings are those that it was begun with.
+
+The encoder runs in the training step: it is small beside the backbone, and no embeddings of a corpus have to be kept.
+The loss is the model's own, of the labeled positions only. Where there is no Triton, TRL's fused head scores the prompt
+as well, which on a CPU costs more than all decoder layers of a small model.
 """
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from accelerate.utils import gather_object, send_to_device
 from datasets import Dataset
-from transformers import PreTrainedConfig, set_seed
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, RandomSampler, Sampler
+from transformers import PreTrainedConfig, TrainerCallback, TrainerState, set_seed
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from trl import SFTTrainer
 
 from ..base_model_arcaligner import resolve_model
+from ..common.files import stable_number
 from ..configuration_arcaligner import ArcAlignerConfig
-from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
 from ..processing_arcaligner import ArcAlignerProcessor
+from ..segmentation_arcaligner import equal_runs, run_ends
 from ..share.export import save_stage
-from .examples import ExampleBuilder, ExampleSelector
-from .recipe import FROM_PROCESSOR, RecipeArguments, check_start, resolve_dtype, run_script
+from ..slot_rows_arcaligner import pad_words, passage_positions, place_passage_ids
+from .examples import ExampleBuilder, ExampleSelector, word_rarity
+from .recipe import FROM_PROCESSOR, AlignerTrainingConfig, RecipeArguments, check_start, resolve_dtype, run_script
 from .run import SCRIPT, claim_folder, last_checkpoint, last_checkpoints, mean_of_checkpoints
-from .trainer import AlignerTrainer, AlignerTrainingConfig, ContextCollator
 
 logger = logging.getLogger(__name__)
 
 KINDS = (RecipeArguments, AlignerTrainingConfig)
 # Enough to know which words are frequent.
 RARITY_EXAMPLES = 50_000
-# Minimum weight of a word, so that a slot of frequent words only has a weight as well.
-MIN_RARITY = 0.02
+
+
+# Batches
+
+
+@dataclass
+class ContextCollator:
+    """
+    Makes a padded batch of examples. A rate drawn for it decides how many slots they have.
+
+    Args:
+        context_token_id (`int`): The id that marks a slot.
+        pad_token_id (`int`): Fills `input_ids`.
+        tokens_per_slot (`Sequence`): The rates. The ids of a batch's rows choose its rate, so that a resumed run draws
+            the same ones.
+        context_words (`bool`): Whether the slots' words are in the batch.
+
+    Returns a dictionary of
+
+    - `input_ids`, `labels`: `torch.LongTensor` (batch, seq_len), labels -100 where nothing is learned;
+    - `turn_ids`: `torch.LongTensor` (batch, seq_len), 0 before the turns, slots included, 1, 2, ... in the turns, -1 in
+      padding; see `turn_mask`;
+    - `max_turns`: `int`, the maximum number of turns of a row;
+    - `encoder_texts`, `encoder_starts`, `encoder_ends`: what `SentenceEncoder.encode_runs` takes, of all rows in
+      order; `encoder_ends` is `None` where each text is one slot;
+    - `num_slots`: `list[int]`, of each row;
+    - `context_word_ids`: `torch.LongTensor` (batch, max_slots, max_words), with `context_words`;
+    - `context_passage_ids`: `torch.LongTensor` (batch, max_slots), the number of each slot's passage, -1 in padding;
+    - `row_ids`: `list[str]`, for error messages.
+    """
+
+    context_token_id: int
+    pad_token_id: int
+    tokens_per_slot: Sequence[int | str] = ("segment",)
+    context_words: bool = False
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        row_ids = [row["row_id"] for row in rows]
+        # One rate for a batch, so that its rows are about as long; drawn by ids, as no generator has to be kept then.
+        rate = self.tokens_per_slot[stable_number("rate:" + ":".join(row_ids), len(self.tokens_per_slot))]
+        slots = [  # of each row, the number of the passage and the words of each slot
+            [
+                (segment["document"], segment["word_ids"][start:end])
+                for segment in row["segments"]
+                for start, end in equal_runs(len(segment["word_ids"]), rate)
+            ]
+            for row in rows
+        ]
+        ids, labels, turns = [], [], []
+        for row, row_slots in zip(rows, slots, strict=True):
+            before = row["head"] + [self.context_token_id] * len(row_slots)
+            ids.append(before + [each for turn in row["turns"] for each in turn["input_ids"]])
+            labels.append([-100] * len(before) + [each for turn in row["turns"] for each in turn["labels"]])
+            turns.append([0] * len(before))
+            for number, turn in enumerate(row["turns"], start=1):
+                turns[-1] += [number] * len(turn["input_ids"])
+        segments = [segment for row in rows for segment in row["segments"]]
+        ends = [run_ends(segment["encoder_start"], segment["word_ends"], rate) for segment in segments]
+        batch = {
+            "input_ids": _padded(ids, self.pad_token_id),
+            "labels": _padded(labels, -100),
+            "turn_ids": _padded(turns, -1),
+            "max_turns": max(len(row["turns"]) for row in rows),
+            "encoder_texts": [segment["encoder_text"] for segment in segments],
+            "encoder_starts": [segment["encoder_start"] for segment in segments],
+            "encoder_ends": None if rate == "segment" else ends,
+            "num_slots": [len(row_slots) for row_slots in slots],
+            "context_passage_ids": _padded([[passage for passage, _ in row_slots] for row_slots in slots], -1),
+            "row_ids": row_ids,
+        }
+        if self.context_words:
+            words = [_padded([own for _, own in row_slots], -1) for row_slots in slots]  # each (num_slots, max_words)
+            batch["context_word_ids"] = pad_words(words)
+        return batch
+
+
+def encode_slots(
+    config: ArcAlignerConfig, processor: ArcAlignerProcessor, batch: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """What a model of `config` reads in the slots of a batch of [`ContextCollator`], as its keyword arguments:
+    `context_embeds` (batch, max_slots, encoder_hidden_size), with a gradient where the encoder's weights ask for one,
+    and what else it takes."""
+    embeds = processor.encoder.encode_runs(batch["encoder_texts"], batch["encoder_starts"], batch["encoder_ends"])
+    slots = {"context_embeds": pad_sequence(embeds.split(batch["num_slots"]), batch_first=True)}
+    if config.word_parts:
+        slots["context_word_ids"] = batch["context_word_ids"]
+    if config.passage_attention == "separate":
+        slots["context_passage_ids"] = batch["context_passage_ids"]
+    return slots
+
+
+def _padded(rows: list[list[int]], value: int) -> torch.LongTensor:
+    """Lists as the rows of a tensor (rows, longest)."""
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value)
+
+
+def turn_mask(
+    turn_ids: torch.LongTensor, passage_ids: torch.LongTensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.LongTensor]:
+    """What each position of a batch may read, and its position: turns stand side by side after the slots.
+
+    Args:
+        turn_ids (`torch.LongTensor` of shape `(batch, seq_len)`): From [`ContextCollator`].
+        passage_ids (`torch.LongTensor` of shape `(batch, seq_len)`): The number of the passage that a slot's position
+            is counted in, -1 on text; one number for all slots of a row where they are read jointly.
+        dtype (`torch.dtype`): The mask's dtype.
+
+    Returns:
+        The mask (batch, 1, seq_len, seq_len), 0 where a position reads another and the lowest number where not, and
+        `position_ids` (batch, seq_len).
+    """
+    seq_len = turn_ids.shape[1]
+    key, query = turn_ids[:, None, :], turn_ids[:, :, None]
+    index = torch.arange(seq_len, device=turn_ids.device)
+    reads = (index[None, :] <= index[:, None]) & ((key == 0) | (key == query))
+    mask = torch.zeros(reads.shape, dtype=dtype, device=turn_ids.device)
+    mask = mask.masked_fill(~reads, torch.finfo(dtype).min)[:, None]
+    in_prompt = passage_positions(passage_ids, turn_ids == 0)
+    prompt_length = torch.where(turn_ids == 0, in_prompt + 1, 0).amax(dim=1, keepdim=True)  # (batch, 1)
+    # The positions of each turn continue from the longest passage.
+    begins = torch.nn.functional.pad(turn_ids[:, 1:] != turn_ids[:, :-1], (1, 0))
+    start_of_turn = torch.where(begins, index, 0).cummax(dim=1).values  # (batch, seq_len)
+    return mask, torch.where(turn_ids == 0, in_prompt, index - start_of_turn + prompt_length)
+
+
+# The loss
+
+
+class AlignerTrainer(SFTTrainer):
+    """
+    Trains projector, LoRA and, in the gating stage, the gates of an [`ArcAlignerForCausalLM`].
+
+    Args:
+        model ([`ArcAlignerForCausalLM`]): Loaded; what it trains is set here, by the stage.
+        stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`.
+        encoder_weights (`Sequence[nn.Parameter]`): The encoder's trained weights.
+        **kwargs: Passed to [`~trl.SFTTrainer`]: the `args`, a [`ContextCollator`], data, the processor.
+
+    Added to the logs:
+
+    - `num_tokens`, real ones of all processes, padding not counted;
+    - in the gating stage `refinement_steps` (mean steps of a slot at a layer) and `open_gates` (share of slots and
+      layers with a step);
+    - at evaluations `eval_perplexity` of the targets; with `eval_slot_gap`, how much the loss grows with the slots of
+      other rows (a slot also teaches the style of the answers; the gap is what it says).
+    """
+
+    _tag_names = ["trl", "sft", "arcaligner"]
+
+    def __init__(
+        self,
+        model: ArcAlignerForCausalLM,
+        *,
+        stage: str,
+        encoder_weights: Sequence[torch.nn.Parameter] = (),
+        **kwargs: Any,
+    ):
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ValueError(
+                "This process loaded a model without weights. Set `fsdp_cpu_ram_efficient_loading` to false, as in "
+                "train/accelerate/fsdp2.yaml: a new aligner is in no file that it could be read from."
+            )
+        model.set_stage(stage)
+        # Among the model's parameters they are optimized, clipped and averaged over processes like the others. They are
+        # saved with the processor.
+        model.encoder_weights = torch.nn.ParameterList(encoder_weights)
+        super().__init__(model, **kwargs)
+        model.register_load_state_dict_post_hook(_expect_aligner_alone)
+        self.add_callback(GradientCheck(self))
+        if self.is_deepspeed_enabled:
+            raise ValueError("DeepSpeed is not supported. Use `--accelerate fsdp2`, which spreads the model as well.")
+        if encoder_weights and self.is_fsdp_enabled:
+            raise ValueError(
+                "The encoder can be trained jointly on one device or with DDP; FSDP would spread its weights. Leave "
+                "`encoder_lora_r` out, or use DDP."
+            )
+        # A head that is spread over processes is gathered for its own call only.
+        self.skip_logits = not self.is_fsdp_enabled
+        self._gates = torch.zeros(3, dtype=torch.float64)  # since the last log: refinement steps, open gates, all
+        self._eval_loss = torch.zeros(2, dtype=torch.float64)  # summed over targets, number of targets
+        self._rows_of_step: list[str] = []
+
+    def get_train_dataloader(self) -> DataLoader:
+        """As in the parent class, but in an order that only the seed and the epoch decide: see [`EpochOrder`]."""
+        args, dataset = self.args, self.train_dataset
+        if args.train_sampling_strategy == "group_by_length":  # a list: a look into a column takes up to 1 ms
+            sampler = LengthGroupedSampler(
+                args.train_batch_size * args.gradient_accumulation_steps,
+                lengths=list(dataset[args.length_column_name]),
+            )
+        elif args.train_sampling_strategy == "random":
+            sampler = RandomSampler(dataset)
+        else:  # draws nothing
+            return super().get_train_dataloader()
+        seed = args.seed if args.data_seed is None else args.data_seed
+        batches = DataLoader(
+            dataset,
+            batch_size=args.train_batch_size,
+            sampler=EpochOrder(sampler, seed, state=lambda: self.state),
+            collate_fn=self.data_collator,  # draws nothing, so its workers need no seed
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            drop_last=args.dataloader_drop_last,
+        )
+        return self.accelerator.prepare(batches)
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        """As in the parent class, with separate learning rates for gates and encoder if they are set."""
+        # Its groups are parted and not made anew, so that what has weight decay stays as `Trainer` decides.
+        optimizer = super().create_optimizer(model)
+        rates = {".slot_gate.": self.args.gate_learning_rate, "encoder_weights.": self.args.encoder_learning_rate}
+        for part, rate in rates.items():
+            members = {parameter for name, parameter in self.model.named_parameters() if part in name}
+            for group in list(optimizer.param_groups) if rate is not None else ():
+                own = [parameter for parameter in group["params"] if parameter in members]
+                if own:
+                    group["params"] = [parameter for parameter in group["params"] if parameter not in members]
+                    optimizer.add_param_group(group | {"params": own, "lr": rate})
+        return optimizer
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The NLL of a batch's targets (Eq. 10)."""
+        row_ids, config = inputs["row_ids"], self.model.config
+        if inputs["max_turns"] > 1:
+            numbers = inputs["context_passage_ids"] if config.passage_attention == "separate" else None
+            passage_ids = place_passage_ids(inputs["input_ids"] == config.context_token_id, numbers)
+            mask, position_ids = turn_mask(inputs["turn_ids"], passage_ids, self.model.dtype)
+        else:  # a plain mask, which all attention kernels and sliding windows take
+            mask, position_ids = (inputs["turn_ids"] >= 0).long(), None
+        has_lora, dtype, device = len(self.model.encoder_weights) > 0, self.model.dtype, self.args.device
+        autocast = torch.autocast(device.type, dtype, enabled=has_lora and dtype != torch.float32)  # LoRA is float32
+        try:
+            with torch.set_grad_enabled(self.model.training and has_lora), autocast:
+                slots = encode_slots(config, self.processing_class, inputs)
+            outputs = model(
+                input_ids=inputs["input_ids"],
+                attention_mask=mask,
+                position_ids=position_ids,
+                labels=inputs["labels"],
+                use_cache=False,
+                skip_logits=self.skip_logits,
+                num_items_in_batch=num_items_in_batch,
+                **{name: each.to(device) for name, each in slots.items()},
+            )
+        except ValueError as error:
+            error.add_note(f"At step {self.state.global_step}, in the batch of the rows {row_ids}.")
+            raise
+        # The loss is divided by the targets of all processes, and the gradients are averaged over these once more.
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            outputs.loss = outputs.loss * self.accelerator.num_processes
+        self.check_finite("loss", outputs.loss.detach(), row_ids)
+        self._keep_metrics(inputs, outputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    def check_gradients(self) -> None:
+        """Before the optimizer's step, so that no checkpoint has weights that a gradient made NaN."""
+        gradients = [each.grad for each in self.model_wrapped.parameters() if each.grad is not None]
+        if not self.args.fp16:  # the loss scaling of fp16 leaves such steps out
+            norm = torch.tensor(float(torch.nn.utils.get_total_norm(gradients)), device=self.args.device)
+            self.check_finite("gradient norm", norm, self._rows_of_step)
+        self._rows_of_step = []
+
+    def check_finite(self, name: str, value: torch.Tensor, row_ids: list[str]) -> None:
+        """Stops all processes when `value` of one is not finite; the others would wait for it otherwise."""
+        if self.accelerator.gather(torch.isfinite(value).int().reshape(1)).all():
+            return
+        step = self.state.global_step
+        failed = [] if torch.isfinite(value) else [f"{value.item()} at step {step} for the rows {row_ids}"]
+        raise ValueError(
+            f"The {name} is {' and '.join(gather_object(failed))}. Check their segments' embeddings, or lower "
+            f"`learning_rate`; checkpoints are in {self.args.output_dir}."
+        )
+
+    @torch.no_grad()
+    def _keep_metrics(self, inputs: dict[str, Any], outputs) -> None:
+        if not self.model.training:
+            num_targets = (inputs["labels"][:, 1:] != -100).sum()
+            self._eval_loss += self._summed(torch.stack([outputs.loss.detach() * num_targets, num_targets]))
+            return
+        self._rows_of_step += inputs["row_ids"]
+        has_gates = self.model.config.gate_mode != "off" and outputs.recursion_depth is not None
+        # (batch, num_layers, max_slots), -1 where there is no slot
+        depths = outputs.recursion_depth if has_gates else inputs["turn_ids"].new_empty(0)
+        counts = [(inputs["turn_ids"] >= 0).sum(), depths.clamp(min=0).sum(), (depths > 0).sum(), (depths >= 0).sum()]
+        num_tokens, *gates = self._summed(torch.stack(counts))
+        self.state.num_input_tokens_seen += int(num_tokens)  # kept in checkpoints
+        self._gates += torch.stack(gates)
+
+    def _summed(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Some numbers, (n,), each summed over all processes."""
+        return self.accelerator.gather(numbers[None]).cpu().double().sum(dim=0)  # not every device has float64
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.model.training and "loss" in logs:
+            logs["num_tokens"] = self.state.num_input_tokens_seen
+            steps, opened, num_gates = self._gates.tolist()
+            if num_gates:
+                logs |= {"refinement_steps": steps / num_gates, "open_gates": opened / num_gates}
+                self._gates.zero_()
+        super().log(logs, start_time)
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Held-out loss; perplexity over all targets; if asked for, the gap."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        self._eval_loss.zero_()
+        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        loss = _mean(self._eval_loss)
+        added = {"perplexity": math.exp(min(loss, 700.0))}
+        if self.args.eval_slot_gap:
+            own = self.data_collator
+            self.data_collator = lambda rows: own(swapped_slots(rows))
+            self._eval_loss.zero_()
+            try:
+                self.evaluation_loop(self.get_eval_dataloader(dataset), "swapped slots", prediction_loss_only=True)
+            finally:
+                self.data_collator = own
+            added["slot_gap"] = _mean(self._eval_loss) - loss
+        added = {f"{metric_key_prefix}_{name}": value for name, value in added.items()}
+        self.log(added)
+        return metrics | added
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """Only the loss: there are no logits."""
+        with torch.no_grad():
+            loss = self.compute_loss(model, send_to_device(inputs, self.args.device))
+        return loss.detach(), None, None
+
+
+def swapped_slots(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each row of a batch with the passages of the next one that has others. The loss that this adds is what the slots
+    say."""
+    segments = [row["segments"] for row in rows]
+    swapped = []
+    for number, row in enumerate(rows):
+        others = (each for each in [*segments[number + 1 :], *segments] if each != segments[number])
+        swapped.append(row | {"segments": next(others, segments[number])})
+    return swapped
+
+
+class GradientCheck(TrainerCallback):
+    """Has a trainer check its gradients before each step of the optimizer."""
+
+    def __init__(self, trainer: AlignerTrainer):
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
+        self.trainer.check_gradients()
+
+
+def _expect_aligner_alone(model: ArcAlignerForCausalLM, keys) -> None:
+    """A checkpoint holds the aligner; the base model's weights are not missing from it."""
+    keys.missing_keys[:] = [key for key in keys.missing_keys if model.is_aligner_key(key)]
+
+
+class EpochOrder(Sampler[int]):
+    """
+    A sampler whose order depends only on a seed and the number of the epoch.
+
+    transformers' own samplers draw it from the global generator, which dropout moves differently in each process. From
+    the second epoch on they would read different orders, some rows twice and others never, and a run that is resumed in
+    the second epoch would read another order than before.
+
+    Args:
+        sampler (`Sampler`): With a `generator` attribute that it draws from, as torch's and transformers' have.
+        seed (`int`): The run's seed.
+        state (`Callable`): Gives the trainer's state. Where it is at its last step, nothing is drawn: resumed there,
+            `Trainer` would take one more.
+    """
+
+    def __init__(self, sampler: Sampler[int], seed: int, state: Callable[[], TrainerState]):
+        self.sampler = sampler
+        self.seed = seed
+        self.state = state
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        state = self.state()
+        if state.global_step >= state.max_steps > 0:
+            return iter(())
+        self.sampler.generator = torch.Generator().manual_seed(self.seed + int(state.epoch or 0))
+        return iter(self.sampler)
+
+
+def _mean(pair: torch.Tensor) -> float:
+    total, count = pair.tolist()
+    return total / max(1.0, count)
+
+
+# A stage
 
 
 def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> ArcAlignerProcessor:
@@ -60,15 +462,15 @@ def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> A
     return processor
 
 
-def word_rarity(examples: Sequence[dict[str, Any]], vocab_size: int) -> np.ndarray:
-    """Inverse document frequency of each token over the segments of `examples`, scaled to (0, 1]; (vocab_size,)."""
-    counts, num_segments = np.zeros(vocab_size), 0
-    for example in examples:
-        for segment in example["segments"]:
-            counts[np.unique(segment["word_ids"]).astype(np.int64)] += 1
-            num_segments += 1
-    rarity = np.log((num_segments + 1) / (counts + 1)) / math.log(num_segments + 1)
-    return np.maximum(rarity, MIN_RARITY)
+@torch.no_grad()
+def set_word_statistics(projector: ContextProjector, table: torch.Tensor, rarity: torch.Tensor) -> None:
+    """Initializes the words of a new aligner from the backbone's embedding `table` (vocab_size, hidden) and each word's
+    `rarity` (vocab_size,)."""
+    mean = table.float().mean(dim=0)
+    projector.word_mean.copy_(mean)
+    projector.slot_mean.copy_(mean)
+    projector.slot_norm.copy_((table.float() - mean).norm(dim=1).mean())
+    projector.word_weights.copy_(rarity)
 
 
 def make_trainer(
@@ -101,7 +503,7 @@ def make_trainer(
     if model.config.training_stage is None and model.config.word_parts:  # a new aligner: a word counts by its rarity
         some = train_dataset.select(range(min(len(train_dataset), RARITY_EXAMPLES)))
         rarity = torch.from_numpy(word_rarity(some, model.config.text_config.vocab_size)).float()  # (vocab_size,)
-        model.model.projector.set_word_statistics(model.get_input_embeddings().weight, rarity)
+        set_word_statistics(model.model.projector, model.get_input_embeddings().weight, rarity)
     if recipe.compile_layers:
         for layer in model.model.decoder_layers:
             layer.compile(dynamic=True)

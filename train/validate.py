@@ -7,17 +7,15 @@ All decisions (which checkpoints to average, rates, learning rates, when to stop
 sets are asked for a finished aligner only. The held-out rows are the same for each aligner: those of the recipe's
 `train_files` and `reconstruction_files` whose articles it does not train on.
 
-Losses come with their standard errors. `--against FOLDER` asks another aligner the same: the error of the difference,
-which is what decides between the two.
-
-With `--output`, the mean of the checkpoints is written there; `train/confidence.py` then fits its confidence.
+Losses come with their standard errors. With `--output`, the mean of the checkpoints is written there;
+`train/confidence.py` then fits its confidence.
 """
 
 import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -26,10 +24,9 @@ import torch
 import typer
 from tqdm.auto import tqdm
 
-from ..base_model_arcaligner import head_nll
 from ..common.files import markdown_table, run_command, stable_number, write_whole
 from ..common.rows import Row, token_f1
-from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..modeling_arcaligner import ArcAlignerForCausalLM, head_nll
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.export import save_stage
 from .distractors import own_passages
@@ -37,7 +34,7 @@ from .examples import ExampleBuilder, open_part
 from .prompts import greedy_answers, slot_inputs
 from .recipe import RecipeArguments
 from .run import last_checkpoints, mean_of_checkpoints, read_keys
-from .trainer import ContextCollator, encode_slots
+from .sft import ContextCollator, encode_slots
 
 BATCH = 16
 
@@ -142,27 +139,18 @@ def validate(
     rates: Sequence[int | str],
     number: int,
     num_answers: int,
-    other: tuple[ArcAlignerForCausalLM, ArcAlignerProcessor] | None = None,
 ) -> dict[str, dict]:
-    """Everything, by rate. Losses are pairs of a mean and its standard error, also those by which the losses are above
-    the ones of an `other` aligner."""
+    """Everything, by rate. Losses are pairs of a mean and its standard error."""
     rows = [row | {"passages": own_passages(row)[0]} for row in asked_rows(recipe, number)]
     texts = [row for source in recipe.reconstruction_files for row in open_part(recipe, source, held_out=True)]
     texts = sorted(texts, key=_drawn)[: number // 4]
     kinds, articles, examples = zip(*_examples(processor, rows, texts), strict=True)
-    theirs = other and [example for *_, example in _examples(other[1], rows, texts)]
     results = {}
     for rate in rates:
         losses = target_losses(model, processor, examples, rate)
-        results[str(rate)] = found = {"loss": means_and_errors(losses, kinds, articles)}
-        if other is not None:
-            of_other = target_losses(*other, theirs, rate)
-            if not np.array_equal(losses[:, 1], of_other[:, 1]):
-                raise ValueError("The aligner of `--against` has other target tokens; expected the same tokenizer.")
-            losses[:, 0] -= of_other[:, 0]
-            found["difference"] = means_and_errors(losses, kinds, articles)
+        results[str(rate)] = {"loss": means_and_errors(losses, kinds, articles)}
         if num_answers:
-            found["f1"] = answers(model, processor, rows[:: max(1, len(rows) // num_answers)], rate)
+            results[str(rate)]["f1"] = answers(model, processor, rows[:: max(1, len(rows) // num_answers)], rate)
     return results
 
 
@@ -172,7 +160,7 @@ def _examples(processor: ArcAlignerProcessor, rows: list[Row], texts: list[Row])
     made = [(kind_of(row), row, builder.question_examples([row])) for row in rows]
     made += [("read back", row, builder.reconstruction_examples([row])) for row in texts]
     return [
-        (kind, row["passages"][0]["title"] or row["passages"][0]["text"], asdict(example))
+        (kind, row["passages"][0]["title"] or row["passages"][0]["text"], example)
         for kind, row, examples in made
         for example in examples
     ]
@@ -181,7 +169,7 @@ def _examples(processor: ArcAlignerProcessor, rows: list[Row], texts: list[Row])
 def table(results: dict[str, dict]) -> str:
     """The results as Markdown."""
     lines = []
-    for measure, shown in (("loss", "{:.3f} ± {:.3f}"), ("difference", "{:+.3f} ± {:.3f}"), ("f1", "{:.1f}")):
+    for measure, shown in (("loss", "{:.3f} ± {:.3f}"), ("f1", "{:.1f}")):
         measured = {rate: each[measure] for rate, each in results.items() if measure in each}
         kinds = sorted({kind for each in measured.values() for kind in each})
         cells = [
@@ -209,7 +197,6 @@ def main(
     number: Annotated[int, typer.Option("-n", help="Questions; a quarter as many texts.")] = 1000,
     num_answers: Annotated[int, typer.Option("--answers", help="Questions to answer as well; 0 for none.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Folder for the mean.")] = None,
-    against: Annotated[Path | None, typer.Option(help="Folder of an aligner that is asked the same.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
 ) -> None:
     """Prints losses and answers on held-out articles."""
@@ -219,8 +206,7 @@ def main(
         folders = [checkpoint for folder in folders for checkpoint in last_checkpoints(folder, last)]
     model, processor = load_mean(folders)
     wanted = [int(rate) if rate.isdecimal() else rate for rate in rates.split(",")]
-    other = None if against is None else load_mean([against])
-    results = validate(model, processor, data, wanted, number, num_answers, other)
+    results = validate(model, processor, data, wanted, number, num_answers)
     print(table(results))
     if output is not None:
         save_stage(output, model, processor, recipe.read_text(encoding="utf-8"))

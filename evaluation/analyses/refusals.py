@@ -35,32 +35,27 @@ def read_answers(run: Path, task: str, method: str) -> list[dict[str, Any]]:
             f"{file.path} has no answers with a confidence. Ask with `python -m arcaligner evaluate "
             f"--recipe smollm2_135m --data FOLDER --tasks {','.join(TASKS)} --methods {method} --output {run}`."
         )
-    checkpoint = file.settings()["checkpoint"]
-    processor = ArcAlignerProcessor.from_pretrained(checkpoint)
-    if processor.answer_probe is None:
-        raise ValueError(f"{checkpoint} has no `answer_probe` any more. Fit it, and ask again.")
+    processor = ArcAlignerProcessor.from_pretrained(file.settings()["checkpoint"])
     least, no_answer = processor.answer_probe["threshold"], processor.no_answer
     return [row | {"is_refused": row["confidence"] < least or row["prediction"] == no_answer} for row in answers]
-
-
-def summarize(answered: list[dict[str, Any]], unanswered: list[dict[str, Any]]) -> list[str]:
-    """What stands under `COLUMNS`, of answers to questions that the passages answer and do not: shares in percent with
-    95 % intervals, F1 and what refusals lose of it in points, and how well confidence tells the two apart."""
-    wrongly, rightly = ([float(each["is_refused"]) for each in some] for some in (answered, unanswered))
-    f1 = 100 * np.array([each["f1"] for each in answered])
-    sure = [each["confidence"] for each in answered + unanswered]
-    auroc = roc_auc_score([True] * len(answered) + [False] * len(unanswered), sure)
-    shares = [shown_interval(percent_interval(some)) for some in (rightly, wrongly)]
-    return [*shares, f"{f1.mean():.1f}", f"{(f1 * wrongly).mean():.1f}", f"{auroc:.3f}"]
 
 
 def refusals(
     run: Annotated[Path, typer.Option(help="Folder of a run, with answers.")] = Path("runs/evaluation"),
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "arcaligner,arcaligner_x4",
 ) -> None:
-    """How many unanswerable questions are refused, what that costs, and what confidence is worth."""
-    names = split_names(methods)
-    rows = ([find_method(name).title, *summarize(*(read_answers(run, task, name) for task in TASKS))] for name in names)
+    """How many unanswerable questions are refused, what that costs, and what confidence is worth: shares in percent
+    with 95 % intervals, F1 and what refusals lose of it in points, and how well confidence tells the two apart."""
+    rows = []
+    for name in split_names(methods):
+        answered, unanswered = (read_answers(run, task, name) for task in TASKS)
+        wrongly, rightly = ([float(each["is_refused"]) for each in some] for some in (answered, unanswered))
+        f1 = 100 * np.array([each["f1"] for each in answered])
+        sure = [each["confidence"] for each in answered + unanswered]
+        auroc = roc_auc_score([True] * len(answered) + [False] * len(unanswered), sure)
+        shares = [shown_interval(percent_interval(some)) for some in (rightly, wrongly)]
+        lost = (f1 * wrongly).mean()
+        rows.append([find_method(name).title, *shares, f"{f1.mean():.1f}", f"{lost:.1f}", f"{auroc:.3f}"])
     typer.echo("\n".join(markdown_table(COLUMNS, rows)))
 
 

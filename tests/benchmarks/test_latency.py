@@ -1,7 +1,6 @@
 """The latency benchmark: arms read what they must, in turns, ratios are of a round; slots are found with one wait."""
 
 import json
-from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -13,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_rows import question_rows, write_rows
 
 from arcaligner import modeling_arcaligner
+from arcaligner.base_model_arcaligner import cache_of
 from arcaligner.benchmarks import arms
 from arcaligner.benchmarks.arms import (
     base_of,
@@ -32,62 +32,43 @@ from arcaligner.evaluation.answering import slot_inputs, text_inputs
 from arcaligner.train.prompts import full_text
 
 
-@pytest.fixture(scope="module", params=["joint", "separate"])
+@pytest.fixture(params=["joint", "separate"])
 def models(checkpoint_dir, request):
     return load_models(str(checkpoint_dir), torch.float64, "cpu", passage_attention=request.param)
 
 
-@pytest.fixture(scope="module")
-def row(processor):
-    return join_rows(pick_rows(question_rows(6), processor, 3))
-
-
-@pytest.fixture(scope="module")
-def prompts(models, processor, row):
-    """Prompts with text and with slots, which are as exact as the models."""
-    own = processor_with(processor, passage_attention=models[0].config.passage_attention)
-    found = both_prompts(models[0], own, row, 4)
-    found[1].slots["context_embeds"] = found[1].slots["context_embeds"].double()
-    return found
-
-
 def states(found):
     """Keys and values of all layers."""
-    return torch.stack([tensor for layer in found.cache.layers for tensor in (layer.keys, layer.values)])
+    return torch.stack([tensor for layer in cache_of(found).layers for tensor in (layer.keys, layer.values)])
 
 
 @torch.no_grad()
-def test_arms_read_what_the_models_read_also_from_what_is_kept_and_a_second_time(models, prompts, processor, row):
+def test_arms_read_the_prompts_of_the_evaluation_also_from_what_is_kept_and_a_second_time(models, processor):
     aligner, base = models
-    own = make_arms(*models, *prompts)
-    whole = base(**text_inputs(processor, [full_text(row)])).logits
-    slots = aligner(prompts[1].ids, **prompts[1].slots, gate_mode="off", logits_to_keep=1).logits
+    own_weight = aligner.model.backbone.layers[0].mlp.up_proj.base_layer.weight
+    assert base.model.layers[0].mlp.up_proj.weight.data_ptr() == own_weight.data_ptr()  # no memory of its own
+    assert not any("lora" in name for name, _ in base.named_parameters())
+    row = join_rows(pick_rows(question_rows(6), processor, 3))
+    own = processor_with(processor, passage_attention=aligner.config.passage_attention)
+    text, slots = both_prompts(aligner, own, row, 4)
+    for part in (slots.whole, slots.prefix):
+        part["context_embeds"] = part["context_embeds"].double()  # as exact as the models
+    inputs = text_inputs(processor, [full_text(row)]), slot_inputs(own, [row], tokens_per_slot=4)
+    whole = {
+        "standard_rag": base(**inputs[0], use_cache=True),
+        "off": aligner(**inputs[1], gate_mode="off", use_cache=True),
+    }
+    for prompt, each in zip((text, slots), inputs, strict=True):
+        assert torch.equal(prompt.whole["input_ids"], each["input_ids"])
+        assert torch.equal(prompt.tail["input_ids"], text.tail["input_ids"])  # the question
+    assert processor.decode(text.tail["input_ids"][0]).count(row["question"])
+    assert (slots.prefix["input_ids"][:, -1] == processor.context_token_id).all()
+    made = make_arms(*models, text, slots)
     for _ in range(2):  # an arm leaves models and prefixes as they were
-        found = {name: arm() for name, arm in own.items()}
-        assert torch.equal(found["standard_rag"].token, whole[:, -1].argmax(dim=-1))
-        assert torch.equal(found["off"].token, slots[:, -1].argmax(dim=-1))
-        for name, other in (("standard_rag_cached", "standard_rag"), ("slots_cached", "off")):
-            assert torch.equal(found[name].token, found[other].token)
-            torch.testing.assert_close(states(found[name]), states(found[other]))
-
-
-def test_the_bare_model_reads_the_same_memory(models):
-    own = models[0].model.backbone.layers[0].mlp.up_proj.base_layer.weight
-    assert models[1].model.layers[0].mlp.up_proj.weight.data_ptr() == own.data_ptr()
-    assert not any("lora" in name for name, _ in models[1].named_parameters())
-
-
-def test_prompts_are_those_of_the_evaluation_cut_where_the_question_begins(prompts, processor, row):
-    text, slots = prompts
-    assert torch.equal(text.ids, text_inputs(processor, [full_text(row)])["input_ids"])
-    expected = slot_inputs(processor, [row], tokens_per_slot=4)
-    assert torch.equal(slots.ids, expected["input_ids"])
-    assert torch.equal(slots.slots["context_embeds"], expected["context_embeds"].double())
-    assert (slots.prefix[0][:, -1] == processor.context_token_id).all()
-    for prompt in (text, slots):
-        assert torch.equal(prompt.tail[0], text.tail[0]) and processor.decode(prompt.tail[0][0]).count(row["question"])
-        for number, whole in enumerate((prompt.ids, prompt.positions)):
-            assert torch.equal(torch.cat([prompt.prefix[number], prompt.tail[number]], dim=1), whole)
+        for name, arm in made.items():
+            found, expected = arm(), whole["standard_rag" if name.startswith("standard_rag") else "off"]
+            torch.testing.assert_close(found.logits, expected.logits[:, -1:])
+            torch.testing.assert_close(states(found), states(expected))
 
 
 def test_rows_take_the_passages_nearest_in_length_and_the_question_of_the_first(processor):
@@ -103,7 +84,7 @@ def test_rows_take_the_passages_nearest_in_length_and_the_question_of_the_first(
 # Time
 
 
-def test_at_least_three_rounds_are_timed_and_who_goes_first_rotates(monkeypatch):
+def test_at_least_three_rounds_are_timed_who_goes_first_rotates_and_ratios_are_of_a_round(monkeypatch):
     monkeypatch.setattr(arms, "MAX_ROUNDS", 4)
     seen, told = [], []
     turns = {name: partial(seen.append, name) for name in "abc"}
@@ -111,20 +92,10 @@ def test_at_least_three_rounds_are_timed_and_who_goes_first_rotates(monkeypatch)
     assert "".join(seen) == "".join(told) == "abcbcacababc"
     assert [list(each) for each in found] == [["a", "b", "c"]] * 4 and min(found[0].values()) > 0
     assert len(time_rounds(lambda number: turns, "cpu", 0.0)) == 3
-
-
-def test_ratios_are_taken_within_a_round():
-    seconds = [{"a": 2.0, "b": 1.0}, {"a": 40.0, "b": 10.0}, {"a": 9.0, "b": 3.0}]
-    found = first_tokens(seconds, "b", "a")
-    assert found["speed_up"] == {"lower": 2.5, "median": 3.0, "upper": 3.5}
-    assert found["first_token"] == {"lower": 2.0, "median": 3.0, "upper": 6.5}
-
-
-def test_a_prompt_longer_than_the_backbones_context_is_refused(checkpoint_dir, processor, monkeypatch):
-    models = load_models(str(checkpoint_dir), torch.float32, "cpu")
-    monkeypatch.setattr(models[1].config, "max_position_embeddings", 64)
-    with pytest.raises(ValueError, match="The text has .* positions but the backbone llama reads 64"):
-        measure_size(models, processor, question_rows(6), 3, "segment", seconds=0.0)
+    assert first_tokens([{"a": 2.0, "b": 1.0}, {"a": 40.0, "b": 10.0}, {"a": 9.0, "b": 3.0}], "b", "a") == {
+        "first_token": {"lower": 2.0, "median": 3.0, "upper": 6.5},
+        "speed_up": {"lower": 2.5, "median": 3.0, "upper": 3.5},
+    }
 
 
 def test_the_command_prints_a_table_and_one_json_line(tmp_path, checkpoint_dir, capsys):
@@ -133,31 +104,29 @@ def test_the_command_prints_a_table_and_one_json_line(tmp_path, checkpoint_dir, 
     options = {"sizes": "2", "dtype": "float32", "tokens_per_slot": "4,segment", "device": "cpu"}
     main(str(checkpoint_dir), seconds=0.0, data=data, output=output, **options)
     printed = capsys.readouterr().out
-    (line,) = [line for line in printed.splitlines() if line.startswith("{")]
-    found = json.loads(line)
-    assert found["data"] == "rows.jsonl"
+    found = json.loads((output / "latency.json").read_text("utf-8"))
+    assert [json.loads(line) for line in printed.splitlines() if line.startswith("{")] == [found]
     fine, coarse = found["sizes"]
-    assert (
-        fine["k"] == 2
-        and fine["rounds"] == 3
-        and [fine["tokens_per_slot"], coarse["tokens_per_slot"]] == [4, "segment"]
-    )
-    assert fine["slots"] > coarse["slots"]
+    assert f"| 2 | {fine['text_tokens']} | 4 | {fine['slots']} |" in printed and found["data"] == "rows.jsonl"
+    assert fine["slots"] > coarse["slots"] and [fine["tokens_per_slot"], coarse["tokens_per_slot"]] == [4, "segment"]
     for size in (fine, coarse):
-        assert set(size["encoder"]) == {"segmenting", "encoding"} and list(size["arms"]) == list(speed.ARM_TITLES)
+        assert (size["k"], size["rounds"], list(size["encoder"])) == (2, 3, ["segmenting", "encoding"])
+        assert list(size["arms"]) == list(speed.ARM_TITLES)
         assert size["arms"]["standard_rag"]["speed_up"] == {"lower": 1.0, "median": 1.0, "upper": 1.0}
         for name, arm in size["arms"].items():
             length = size["text_tokens" if name.startswith("standard") else "slots"]
             # layers, keys and values, heads, head_dim, float32, and the question's few
             assert 0 <= arm["cache_bytes"] - 3 * 2 * 2 * 8 * 4 * length < 3 * 2 * 2 * 8 * 4 * 100
-    assert f"| 2 | {fine['text_tokens']} | 4 | {fine['slots']} |" in printed
-    assert json.loads((output / "latency.json").read_text("utf-8"))["sizes"] == found["sizes"]
 
 
-@pytest.mark.parametrize("sizes", ["0", "5x1", "5,"])
-def test_sizes_that_are_none_are_refused(sizes):
-    with pytest.raises(ValueError, match=f"`--sizes` is '{sizes}'; expected numbers of passages"):
-        parse_sizes(sizes)
+def test_sizes_that_are_none_or_too_many_are_refused(checkpoint_dir, processor, monkeypatch):
+    for sizes in ("0", "5x1", "5,"):
+        with pytest.raises(ValueError, match=f"`--sizes` is '{sizes}'; expected numbers of passages"):
+            parse_sizes(sizes)
+    models = load_models(str(checkpoint_dir), torch.float32, "cpu")
+    monkeypatch.setattr(models[1].config, "max_position_embeddings", 64)
+    with pytest.raises(ValueError, match="The text of 3 passages has .* positions but the backbone llama reads 64"):
+        measure_size(models, processor, question_rows(6), 3, "segment", seconds=0.0)
 
 
 # Waits of the host
@@ -167,30 +136,27 @@ OPERATORS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.eq
 METHODS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__array__)  # no operator on a CPU
 
 
-class _Operators(TorchDispatchMode):
-    count = 0
+WAITS = []
 
+
+class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket in OPERATORS
+        WAITS.append(func.overloadpacket in OPERATORS)
         return func(*args, **(kwargs or {}))
 
 
 class _Methods(TorchFunctionMode):
-    count = 0
-
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.count += func in METHODS
+        WAITS.append(func in METHODS)
         return func(*args, **(kwargs or {}))
 
 
 def waits(run) -> int:
     """How often `run` has to know a value, or a shape that values decide."""
-    operators, methods = _Operators(), _Methods()
-    with torch.no_grad(), ExitStack() as stack:
-        stack.enter_context(methods)
-        stack.enter_context(operators)
+    WAITS.clear()
+    with torch.no_grad(), _Methods(), _Operators():
         run()
-    return operators.count + methods.count
+    return sum(WAITS)
 
 
 def test_slots_are_found_with_one_wait_for_all_layers_and_a_decoded_token_needs_none(monkeypatch):
@@ -198,13 +164,12 @@ def test_slots_are_found_with_one_wait_for_all_layers_and_a_decoded_token_needs_
     aligner = tiny_aligner(backbone_config("llama", num_hidden_layers=9), dtype=torch.float32)
     base = base_of(aligner, torch.float32, "cpu")
     batch = collate(random_rows(aligner, [3], contiguous=True))
-    ids, positions = batch["input_ids"], batch["position_ids"]
-
-    def read_slots():
-        return read(aligner, ids, positions, gate_mode="off", context_embeds=batch["context_embeds"])
-
-    assert 0 <= waits(read_slots) - waits(lambda: read(base, ids.clamp(max=5), positions)) <= 1
-    found = read_slots()
-    new, cache = (found.token[:, None], positions[:, -1:] + 1), share(found.cache)
-    decoded = waits(lambda: read(aligner, *new, found.cache, is_generated=True))
-    assert decoded <= waits(lambda: read(base, *new, cache))
+    prompt = {name: batch[name] for name in ("input_ids", "position_ids")}
+    slots = prompt | {"context_embeds": batch["context_embeds"], "gate_mode": "off"}
+    text = prompt | {"input_ids": prompt["input_ids"].clamp(max=5)}
+    assert 0 <= waits(lambda: read(aligner, slots)) - waits(lambda: read(base, text)) <= 1
+    found = read(aligner, slots)
+    new = {"input_ids": found.logits.argmax(dim=-1), "position_ids": prompt["position_ids"][:, -1:] + 1}
+    kept = cache_of(found)
+    decoded = waits(lambda: read(aligner, new | {"is_generated": True}, share(kept)))
+    assert decoded <= waits(lambda: read(base, new, kept))

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
-from arcaligner.base_model_arcaligner import BASE_MODEL_FILES, find_model, missing_model_message, resolve_model
+from arcaligner.base_model_arcaligner import BASE_MODEL_FILES, find_model, resolve_model
 from arcaligner.cli import default_models
 from arcaligner.configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
 
@@ -42,11 +42,8 @@ def test_models_are_found_by_the_variable(models, checkpoint_dir, base_model_dir
     assert all(torch.equal(loaded[name], value) for name, value in saved.state_dict().items())
     again = ArcAlignerProcessor.from_pretrained(tmp_path / "saved")
     assert torch.equal(again.encoder.encode(["A text."]), processor.encoder.encode(["A text."]))
+    # An aligner around a copy names the model as the Hub does.
     assert again.encoder_name_or_path == "org/encoder"
-
-
-def test_an_aligner_around_a_copy_names_the_model_as_the_hub_does(models, base_model_dir, checkpoint_dir):
-    (models / "org" / "base").symlink_to(base_model_dir)
     model = ArcAlignerForCausalLM.from_pretrained("org/base", lora_r=2)
     assert model.config.base_model_name_or_path == "org/base"
     (models / "org" / "aligner").symlink_to(checkpoint_dir)
@@ -55,25 +52,26 @@ def test_an_aligner_around_a_copy_names_the_model_as_the_hub_does(models, base_m
         assert resolve_model(name) == name
 
 
-def test_a_missing_model_is_asked_for_once_and_two_lines_say_how_to_get_it(models, monkeypatch):
-    asked = Mock(side_effect=ConnectionError("no route"))
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            ConnectionError("no route"),
+            r"base model `org/base` is not on this machine, and the Hub does not give it \(ConnectionError\)\.\n"
+            ".*`hf download org/base --local-dir FOLDER/org/base`; here: ARCALIGNER_MODELS=FOLDER",
+        ),
+        (PermissionError(13, "Denied", "/cache"), "cannot be written to the Hub's cache .*/cache.*\n.*HF_HOME"),
+    ],
+)
+def test_a_missing_model_is_asked_for_once_and_two_lines_say_how_to_get_it(models, monkeypatch, error, message):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", asked)
-    with pytest.raises(OSError) as error:
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", asked := Mock(side_effect=error))
+    with pytest.raises(OSError, match=message):
         find_model("base model", "org/base", BASE_MODEL_FILES)
-    first, second = str(error.value).splitlines()
-    assert first == "The base model `org/base` is not on this machine, and the Hub does not give it (ConnectionError)."
-    assert "hf download org/base --local-dir FOLDER/org/base" in second and "ARCALIGNER_MODELS=FOLDER" in second
     assert asked.call_count == 1
     for name in ("no id at all", "/no/such/folder"):
         with pytest.raises(OSError, match=f"The encoder `{name}` is not on this machine"):
             find_model("encoder", name, BASE_MODEL_FILES)
-
-
-def test_a_cache_that_cannot_be_written_is_said():
-    error = PermissionError(13, "Permission denied", "/cache")
-    first, second = missing_model_message("encoder", "a/b", error).splitlines()
-    assert "cannot be written to the Hub's cache" in first and "/cache" in first and "HF_HOME" in second
 
 
 def test_loading_a_checkpoint_writes_nothing_beside_the_hubs_cache(checkpoint_dir, tmp_path):

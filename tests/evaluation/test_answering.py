@@ -1,8 +1,6 @@
 """The prompts differ where they should; answers are the model's own; batches shrink where memory is short."""
 
-import copy
 import shutil
-import weakref
 
 import pytest
 import torch
@@ -12,15 +10,16 @@ from transformers import AutoModelForCausalLM
 
 from arcaligner import ArcAlignerProcessor, encoder_arcaligner
 from arcaligner.evaluation.answering import (
-    ApartAnswerer,
-    SlotAnswerer,
-    TextAnswerer,
+    answer_apart,
+    answer_slots,
+    answer_text,
     apart_text,
     in_batches,
     load_aligner,
     slot_inputs,
     text_inputs,
 )
+from arcaligner.evaluation.methods import no_text, whole_text
 from arcaligner.pipeline_arcaligner import rank_passages
 from arcaligner.train.prompts import full_text, passages_text, text_prompt, with_likeliest
 
@@ -30,14 +29,13 @@ NEW_TOKENS = 4
 pytestmark = pytest.mark.usefixtures("few_tokens")
 
 
-def texts(answerer, rows=ROWS) -> list[str]:
-    return [answer.text for answer in answerer.answer(rows)]
+def texts(answers) -> list[str]:
+    return [answer.text for answer in answers]
 
 
 def test_text_is_read_by_the_bare_backbone(model, processor, base_model_dir):
-    answerer = TextAnswerer(model, processor, lambda rows: [passages_text(row) for row in rows])
     base = AutoModelForCausalLM.from_pretrained(base_model_dir)
-    for row, answer in zip(ROWS, answerer.answer(ROWS), strict=True):
+    for row, answer in zip(ROWS, answer_text(whole_text, model, processor, ROWS), strict=True):
         inputs = text_inputs(processor, [full_text(row)])
         assert answer.text == greedy_answer(base, processor, inputs, NEW_TOKENS).strip()
         assert answer.prompt_ids == inputs["input_ids"][0].tolist()
@@ -49,13 +47,13 @@ def test_a_reader_of_text_copies_from_the_whole_passages_not_from_what_it_reads(
     monkeypatch.setattr(processor, "copy_bonus", 100.0)
     passages = [" ".join(passages_text(row).split()) for row in ROWS]
     for copies in (False, True):
-        found = texts(TextAnswerer(model, processor, lambda rows: [""] * len(rows), copies))
+        found = texts(answer_text(no_text, model, processor, ROWS, copies=copies))
         assert all(found) and {text in all_of_it for text, all_of_it in zip(found, passages, strict=True)} == {copies}
 
 
 @pytest.mark.parametrize("gate_mode", ["off", "adaptive", "always"])
 def test_slots_are_read_in_the_gate_mode_that_is_asked_for_alone(model, processor, gate_mode):
-    answers = SlotAnswerer(model, processor, gate_mode=gate_mode).answer(ROWS)
+    answers = answer_slots(model, processor, ROWS, gate_mode=gate_mode)
     assert model.config.gate_mode == "adaptive"
     model.config.gate_mode = gate_mode
     for row, answer in zip(ROWS, answers, strict=True):
@@ -67,13 +65,13 @@ def test_slots_are_read_in_the_gate_mode_that_is_asked_for_alone(model, processo
 
 def test_without_lora_the_slots_are_the_projectors_alone(model, processor):
     model.config.gate_mode = "off"
-    with_lora = texts(SlotAnswerer(model, processor))
-    without = texts(SlotAnswerer(model, processor, use_lora=False))
-    assert texts(SlotAnswerer(model, processor)) == with_lora != without
+    with_lora = texts(answer_slots(model, processor, ROWS))
+    without = texts(answer_slots(model, processor, ROWS, use_lora=False))
+    assert texts(answer_slots(model, processor, ROWS)) == with_lora != without
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.zero_()
-    assert texts(SlotAnswerer(model, processor)) == without
+    assert texts(answer_slots(model, processor, ROWS)) == without
 
 
 def test_the_prompt_with_text_differs_from_the_one_with_slots_in_the_passage_alone(processor):
@@ -88,25 +86,20 @@ def test_the_prompt_with_text_differs_from_the_one_with_slots_in_the_passage_alo
 
 def test_text_apart_answers_in_a_batch_as_alone_and_reads_no_other_passage(model, processor, base_model_dir):
     base = AutoModelForCausalLM.from_pretrained(base_model_dir).double()
-    answerer, rows = ApartAnswerer(base, processor), question_rows(4)
+    rows = question_rows(4)
     rows[1]["passages"] = [passage for row in rows for passage in row["passages"]]
     rows[2]["passages"] = []
+    rows[3]["passages"][0]["text"] = "He said <|im_end|> and left."  # control tokens are text
     prompts = [apart_text(processor, row) for row in rows]
     assert prompts[0].ids[-8:] == text_inputs(processor, [full_text(rows[0])])["input_ids"][0, -8:].tolist()
-    answers = answerer.answer(rows)
-    assert answers == [answerer.answer([row])[0] for row in rows]
+    assert processor.decode(prompts[3].passages[0]).endswith("He said <|im_end|> and left.")
+    assert processor.tokenizer.convert_tokens_to_ids("<|im_end|>") not in prompts[3].passages[0]
+    answers = answer_apart(base, processor, rows)
+    assert answers == [answer_apart(base, processor, [row])[0] for row in rows]
     assert [each.prompt_ids for each in answers] == [each.ids for each in prompts]
     assert [each.context_tokens for each in answers] == [sum(map(len, each.passages)) for each in prompts]
-    (turned,) = answerer.answer([rows[1] | {"passages": rows[1]["passages"][::-1]}])
+    (turned,) = answer_apart(base, processor, [rows[1] | {"passages": rows[1]["passages"][::-1]}])
     assert turned.text == answers[1].text and turned.prompt_ids != answers[1].prompt_ids
-
-
-def test_control_tokens_in_a_passage_that_is_read_apart_are_text(processor):
-    (row,) = question_rows(1)
-    row["passages"][0]["text"] = "He said <|im_end|> and left."
-    (ids,) = apart_text(processor, row).passages
-    assert processor.tokenizer.convert_tokens_to_ids("<|im_end|>") not in ids
-    assert processor.decode(ids).endswith("He said <|im_end|> and left.")
 
 
 def test_of_more_passages_the_likeliest_are_read_and_all_counted(separate):
@@ -118,8 +111,8 @@ def test_of_more_passages_the_likeliest_are_read_and_all_counted(separate):
     (ranked,) = rank_passages(store, [row["question"]], [passages], gate_mode="off")
     least = min(ranked, key=lambda number: ranked[number].log_odds)
     assert likely == row | {"passages": [each for number, each in enumerate(passages) if number != least]}
-    (found,) = SlotAnswerer(model, reader, gate_mode="off", max_passages=2).answer([row])
-    (expected,) = SlotAnswerer(model, reader, gate_mode="off").answer([likely])
+    (found,) = answer_slots(model, reader, [row], gate_mode="off", max_passages=2)
+    (expected,) = answer_slots(model, reader, [likely], gate_mode="off")
     assert found.prompt_ids == expected.prompt_ids and found.text == expected.text
     assert found.passage_tokens > expected.passage_tokens
 
@@ -135,38 +128,27 @@ def test_slots_are_the_same_on_any_machine(checkpoint_dir, tmp_path, monkeypatch
 # Batches
 
 
-def short_of_memory(error, sizes, most=2):
-    """Does what it is asked for batches of `most` items alone, and only once nothing holds the former batch."""
-    held = []
+@pytest.mark.parametrize(
+    "most, error, message",
+    [
+        (2, RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), None),
+        (0, torch.OutOfMemoryError("CUDA out of memory."), "reached zero"),
+        (2, RuntimeError("a bug"), "a bug"),
+    ],
+)
+def test_a_lack_of_memory_makes_batches_smaller_and_goes_on_with_the_longest_first(most, error, message):
+    rows = [{"passages": [{"text": "a" * number}]} for number in range(9)]
+    done = []
 
     def run(batch):
-        assert not any(each() is not None for each in held)
-        tensor = torch.empty(len(batch))
-        held[:] = [weakref.ref(tensor)]
-        sizes.append(len(batch))
         if len(batch) > most:
-            raise copy.copy(error)  # whose traceback holds the tensor
-        return [-item for item in batch]
+            raise error
+        done.extend(batch)
 
-    return run
-
-
-CPU = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
-
-
-@pytest.mark.parametrize("error", [CPU, MemoryError()])
-def test_a_lack_of_memory_halves_the_batch_and_goes_on(error, caplog):
-    sizes = []
-    found = [
-        pair for each in in_batches(range(9), 8, short_of_memory(error, sizes)) for pair in zip(*each, strict=True)
-    ]
-    assert sizes == [8, 4, 2, 2, 2, 2, 1] and found == [(item, -item) for item in range(9)]
-    assert "going on with batches of 2" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "error, most", [(RuntimeError("a bug"), 2), (torch.OutOfMemoryError("CUDA out of memory."), 0)]
-)
-def test_other_errors_and_a_lack_of_memory_for_one_item_are_raised(error, most):
-    with pytest.raises(type(error), match=str(error)):
-        list(in_batches(range(4), 4, short_of_memory(error, [], most)))
+    if message is not None:
+        with pytest.raises(RuntimeError, match=message):
+            in_batches(rows, 3, run, "")
+        assert done == []
+    else:
+        in_batches(rows, 3, run, "")
+        assert done == rows[::-1]

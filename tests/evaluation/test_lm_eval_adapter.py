@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 
 from arcaligner.common.rows import contains_match, token_f1  # noqa: E402
 from arcaligner.evaluation import lm_eval_adapter  # noqa: E402
-from arcaligner.evaluation.answering import SlotAnswerer, load_aligner  # noqa: E402
+from arcaligner.evaluation.answering import answer_slots, load_aligner  # noqa: E402
 from arcaligner.evaluation.lm_eval_adapter import DECODING, TASKS_DIRECTORY, ArcAlignerLM, parse_prompt  # noqa: E402
 from arcaligner.evaluation.tasks import TASKS  # noqa: E402
 
@@ -30,7 +30,7 @@ def request(prompt: str, **decoding) -> Instance:
 def test_the_harness_gets_the_aligners_own_answers_in_order_and_reports_their_scores(tmp_path, checkpoint_dir):
     rows = question_rows(5)
     rows[3]["passages"] = rows[0]["passages"] + rows[1]["passages"]
-    predictions = [answer.text for answer in SlotAnswerer(*load_aligner(str(checkpoint_dir), "cpu")).answer(rows)]
+    predictions = [answer.text for answer in answer_slots(*load_aligner(str(checkpoint_dir), "cpu"), rows)]
     assert len(set(predictions)) > 1
     rows[1]["answers"], rows[2]["answers"] = [predictions[1]], [f"{predictions[2]} and more"]
     rows[4]["answers"] = ["nothing of it", predictions[4]]
@@ -41,10 +41,10 @@ def test_the_harness_gets_the_aligners_own_answers_in_order_and_reports_their_sc
     results = lm_eval.simple_evaluate(**asked, **settings, task_manager=manager(data=str(tmp_path)))
     samples = sorted(results["samples"]["arcaligner_squad"], key=lambda sample: sample["doc_id"])
     assert [sample["resps"][0][0] for sample in samples] == predictions
-    scores = results["results"]["arcaligner_squad"]
     for name, metric in (("em", contains_match), ("f1", token_f1)):
         each = [metric(prediction, row["answers"]) for prediction, row in zip(predictions, rows, strict=True)]
-        assert scores[f"{name},none"] == pytest.approx(sum(each) / 5) and each[1] == each[4] == 1.0
+        assert results["results"]["arcaligner_squad"][f"{name},none"] == pytest.approx(sum(each) / 5)
+        assert each[1] == each[4] == 1.0
 
 
 def test_each_set_of_questions_with_answers_is_a_task_that_asks_its_own_rows(tmp_path):
@@ -72,7 +72,6 @@ NO_PROMPTS = ["Question: Who?\nAnswer:", "5", '"text"', '{"question": "Who?"}', 
         (lambda lm: lm.generate_until([request("{}", max_gen_toks=64)]), "'max_gen_toks': 64.*Leave out `--gen_kw"),
         (lambda lm: lm.loglikelihood([]), "gives no likelihoods"),
         (lambda lm: lm.loglikelihood_rolling([]), "gives no likelihoods"),
-        (lambda lm: lm.tokenizer_name, "leave out `--apply_chat_template`"),
         (lambda lm: ArcAlignerLM("unused", batch_size="auto"), "batch_size=auto; expected a number"),
         (lambda lm: ArcAlignerLM("unused", batch_size=-1), "batch_size=-1; expected a number"),
     ],

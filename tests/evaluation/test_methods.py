@@ -27,7 +27,8 @@ from arcaligner.evaluation.methods import (
 )
 from arcaligner.train.prompts import passages_text, text_prompt
 
-TEXT = " ".join(passages_text(row) for row in question_rows(3))
+ROWS = question_rows(3)
+TEXT = " ".join(map(passages_text, ROWS))
 
 
 @pytest.fixture
@@ -40,37 +41,32 @@ def test_a_name_with_a_rate_is_a_method_of_its_own_which_stands_behind_it_from_f
     assert (method.name, method.title) == ("arcaligner_x4", "ArcAligner, 4 tokens per slot")
     assert find_method("llmlingua_xsegment").tokens_per_slot == "segment"
     assert all(find_method(name) is METHODS[name] for name in METHODS)
-    assert {name for name in METHODS if METHODS[name].copies} == {"full_text_copying", "truncated_copying"}
+    copies = {name for name in METHODS if "copies" in getattr(METHODS[name].answer, "keywords", ())}
+    assert copies == {"full_text_copying", "truncated_copying"}
     ordered = ["naive", "arcaligner", "arcaligner_x4", "arcaligner_x16", "arcaligner_xsegment", "no_recursion"]
     assert sorted(reversed(ordered), key=sort_key) == ordered
-
-
-@pytest.mark.parametrize("name", ["naive_x4", "arcaligner_x0", "arcaligner_x", "arcaligner_xhalf", "arcaligner_4"])
-def test_a_name_that_is_no_method_is_refused_with_those_that_are(name):
-    with pytest.raises(ValueError, match=f"There is no method '{name}'.* with a rate, such as `_x4` .*: truncated"):
-        find_method(name)
+    for name in ("naive_x4", "arcaligner_x0", "arcaligner_x", "arcaligner_xhalf", "arcaligner_4"):
+        with pytest.raises(ValueError, match=f"There is no method '{name}'.* with a rate, such as `_x4` .*: truncated"):
+            find_method(name)
 
 
 # What answers depend on
 
 
-def prints(folder) -> tuple[str, str]:
-    return fingerprint(str(folder)), backbone_fingerprint(str(folder))
-
-
 def test_a_copy_is_the_same_checkpoint_and_other_weights_or_settings_another(checkpoint_dir, copied):
-    own, backbone = prints(checkpoint_dir)
+    def changed(change) -> tuple[bool, bool]:
+        """Whether a file with a byte more makes another checkpoint, and another backbone."""
+        before = change.read_bytes()
+        change.write_bytes(before + b" ")
+        found = fingerprint(str(copied)), backbone_fingerprint(str(copied))
+        change.write_bytes(before)
+        return found[0] != fingerprint(str(checkpoint_dir)), found[1] != backbone_fingerprint(str(checkpoint_dir))
+
     (copied / "README.md").write_text("another card")
-    assert prints(copied) == (own, backbone)
-    (weights,) = copied.glob("*.safetensors")
-    for path in (weights, copied / "config.json", copied / "processor_config.json"):
-        before = path.read_bytes()
-        path.write_bytes(before + b" ")
-        assert prints(copied)[0] != own and prints(copied)[1] == backbone
-        path.write_bytes(before)
-    template = copied / "chat_template.jinja"
-    template.write_text("another", encoding="utf-8")
-    assert backbone_fingerprint(str(copied)) != backbone  # which is asked otherwise
+    assert changed(copied / "README.md") == (False, False)
+    for path in (*copied.glob("*.safetensors"), copied / "config.json", copied / "processor_config.json"):
+        assert changed(path) == (True, False)
+    assert changed(copied / "chat_template.jinja") == (True, True)  # the backbone is asked otherwise
     with pytest.raises(ValueError, match="There is no checkpoint in"):
         fingerprint(str(copied / "nowhere"))
 
@@ -97,9 +93,12 @@ def test_the_rate_and_whose_slots_are_counted_are_part_of_what_answers_depend_on
     assert settings("projector_only_x4", copied) == settings("projector_only_x4")  # which reads slots of its own
 
 
-def test_of_several_passages_none_is_the_likeliest_without_a_confidence(checkpoint_dir):
+def test_what_a_method_needs_and_is_not_there_is_said(checkpoint_dir, monkeypatch):
     with pytest.raises(MissingMethodError, match="confidence"):
         METHODS["one_passage"].load(Checkpoints(str(checkpoint_dir)))
+    monkeypatch.setitem(sys.modules, "llmlingua", None)
+    with pytest.raises(MissingMethodError, match="pip install llmlingua==0.2.2"):
+        llmlingua_compressor(None, None)
 
 
 # LLMLingua
@@ -109,18 +108,13 @@ needs_llmlingua = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def compress(model, tokenizer):
-    return llmlingua_compressor(model, tokenizer)
-
-
 @needs_llmlingua
 @pytest.mark.parametrize("repeats", [1, 5, 8])  # one part; three with a cache between them; more than the model reads
-def test_llmlingua_keeps_a_third_of_the_tokens_in_their_order(compress, tokenizer, repeats):
+def test_llmlingua_keeps_a_third_of_the_tokens_in_their_order(model, tokenizer, repeats):
     text = " ".join([TEXT] * repeats)
     num_tokens = len(tokenizer(text)["input_ids"])
     assert (num_tokens > 200, num_tokens > 512) == (repeats > 1, repeats > 5)
-    compressed, letters = compress(text, RATE), iter(text)
+    compressed, letters = llmlingua_compressor(model, tokenizer)(text, RATE), iter(text)
     assert all(letter in letters for letter in compressed)
     assert 0.25 < len(tokenizer(compressed)["input_ids"]) / num_tokens < 0.4
 
@@ -135,25 +129,18 @@ def test_a_cache_of_pairs_continues_as_if_all_were_read_at_once(tokenizer, model
         first = pairs_model(ids[:, :9], mask[:, :9], None, use_cache=True)
         pairs = [[keys[:, :, :6], values[:, :, :6]] for keys, values in first.past_key_values]
         rest = pairs_model(ids[:, 6:], attention_mask=mask, past_key_values=pairs, use_cache=True)
-    torch.testing.assert_close(first.logits, whole[:, :9])
-    torch.testing.assert_close(rest.logits, whole[:, 6:])
+    torch.testing.assert_close(torch.cat([first.logits[:, :6], rest.logits], dim=1), whole)
     assert all(keys.shape[2] == values.shape[2] == ids.shape[1] for keys, values in rest.past_key_values)
 
 
 @needs_llmlingua
-def test_llmlingua_compresses_the_passages_and_leaves_the_question(checkpoint_dir, compress, processor):
-    rows = question_rows(3)
-    rows[1]["passages"] = []
-    answers = METHODS["llmlingua"].load(Checkpoints(str(checkpoint_dir))).answer(rows)
+def test_llmlingua_compresses_the_passages_and_leaves_the_question(checkpoint_dir, model, processor):
+    rows = [ROWS[0], ROWS[1] | {"passages": []}, ROWS[2]]
+    answers = METHODS["llmlingua"].load(Checkpoints(str(checkpoint_dir)))(rows)
+    compress = llmlingua_compressor(model, processor.tokenizer)
     texts = [compress(passages_text(row), RATE) for row in rows]
     assert texts[1] == "" and compress("a", RATE) == "a" and len(texts[0]) < len(passages_text(rows[0])) / 2
     prompts = text_inputs(processor, [text_prompt(row, text) for row, text in zip(rows, texts, strict=True)])
     expected = [ids[mask.bool()].tolist() for ids, mask in zip(*prompts.values(), strict=True)]
     assert [answer.prompt_ids for answer in answers] == expected
     assert answers[1].context_tokens == 0 < answers[0].context_tokens < 0.5 * answers[0].passage_tokens
-
-
-def test_without_the_package_the_error_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "llmlingua", None)
-    with pytest.raises(MissingMethodError, match="pip install llmlingua==0.2.2"):
-        llmlingua_compressor(None, None)

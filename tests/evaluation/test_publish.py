@@ -32,14 +32,11 @@ def test_pages_and_the_readmes_table_are_those_of_the_shipped_results_and_of_the
     assert {path.name for path in docs.rglob("figures/*")} == {path.name for path in ROOT.rglob("docs/figures/*")}
 
 
-@pytest.mark.parametrize("text", ["none", "{1}{0}", "{0}{0}{1}"])
-def test_a_page_without_both_marks_of_a_part_is_refused(tmp_path, text):
-    (page := tmp_path / "page.md").write_text(text.format(*(mark.format("a") for mark in MARKS)))
-    with pytest.raises(ValueError, match="each once"):
-        write_part(page, "a", ["new"])
-
-
-def test_a_run_of_other_weights_is_refused(tmp_path, checkpoint_dir):
+def test_a_page_without_both_marks_of_a_part_and_a_run_of_other_weights_are_refused(tmp_path, checkpoint_dir):
+    for text in ("none", "{1}{0}", "{0}{0}{1}"):
+        (page := tmp_path / "page.md").write_text(text.format(*(mark.format("a") for mark in MARKS)))
+        with pytest.raises(ValueError, match="each once"):
+            write_part(page, "a", ["new"])
     write_answers(tmp_path, "squad", "naive", [{}])
     check_weights(tmp_path, checkpoint_dir)
     write_answers(tmp_path, "squad", "arcaligner", [{}], weights="other")
@@ -67,26 +64,22 @@ def test_the_page_of_answers_shows_the_first_by_id_and_what_is_refused(tmp_path,
 # Figures
 
 
-def numbers(f1: float, rate: float | None = None) -> dict:
-    return {"f1": [f1, f1 - 5, f1 + 10]} | ({} if rate is None else {"compression_rate": rate})
-
-
-SLOTS = {"arcaligner_x4": 60.0, "arcaligner_x16": 50.0, "arcaligner_xsegment": 30.0, "arcaligner": 40.0}
-RATES = {"arcaligner_x4": 4.0, "arcaligner_x16": 12.0, "arcaligner": 16.0, "arcaligner_xsegment": 24.0}
-METHODS = {name: numbers(f1, RATES[name]) for name, f1 in SLOTS.items()} | {"naive": numbers(10.0)}
-METHODS |= {"truncated_x4": numbers(30.0, 4.0), "truncated_x16": numbers(20.0, 12.0), "full_text_lora": numbers(90.0)}
-METHODS |= {"llmlingua_x16": numbers(20.0, 12.0)}  # a single one is no line
-SETS = {"Naive only": {"methods": {"naive": numbers(10.0)}}, "SQuAD": {"methods": METHODS}}
+def numbers(f1: float, **more: float) -> dict:
+    return {"f1": [f1, f1 - 5, f1 + 10]} | more
 
 
 def test_a_line_goes_through_the_points_of_its_method_from_fine_to_coarse():
-    figure = draw_rates(SETS)
-    (axes,) = figure.axes
+    rates = {"arcaligner_x4": 4.0, "arcaligner_x16": 12.0, "arcaligner": 16.0, "arcaligner_xsegment": 24.0}
+    others = {"truncated_x4": 4.0, "truncated_x16": 12.0, "llmlingua_x16": 12.0}  # a single one is no line
+    methods = {name: numbers(64 - rate, compression_rate=rate) for name, rate in (others | rates).items()}
+    methods |= {"naive": numbers(10.0), "full_text_lora": numbers(90.0)}
+    sets = {"Naive only": {"methods": {"naive": numbers(10.0)}}, "SQuAD": {"methods": methods}}
+    (axes,) = (figure := draw_rates(sets)).axes
     line, (lower, upper), _ = axes.containers[1]
     assert axes.get_title() == "SQuAD" and axes.get_xscale() == "log"
-    assert list(line.get_xdata()) == list(RATES.values())
+    assert list(line.get_xdata()) == list(rates.values())
     for drawn, number in ((line, 0), (lower, 1), (upper, 2)):
-        assert list(drawn.get_ydata()) == pytest.approx([METHODS[name]["f1"][number] for name in RATES])
+        assert list(drawn.get_ydata()) == pytest.approx([methods[name]["f1"][number] for name in rates])
     assert [line.get_ydata()[0] for line in axes.lines if len(line.get_xdata()) == 2][-2:] == [10.0, 90.0]  # bounds
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["truncated text", "ArcAligner"]
 

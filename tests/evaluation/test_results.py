@@ -11,8 +11,7 @@ from conftest import processor_with
 from tiny_models import random_probe
 
 from arcaligner.common.rows import contains_match, token_f1
-from arcaligner.evaluation.analyses.refusals import TASKS, read_answers, refusals
-from arcaligner.evaluation.analyses.refusals import summarize as summarize_refusals
+from arcaligner.evaluation.analyses.refusals import TASKS, refusals
 from arcaligner.evaluation.metrics import percent_interval
 from arcaligner.evaluation.results import compare, results_page, summarize, write_results
 from arcaligner.evaluation.runs import AnswerFile
@@ -46,17 +45,17 @@ def test_interval_agrees_with_the_normal_approximation():
 # Tables
 
 
-def write(run, method: str, f1s: list[float], task: str = "hotpotqa", context: int = 2, **settings) -> None:
-    """Writes answers of a method with these scores."""
-    write_answers(run, task, method, ({"f1": f1, "context_tokens": context} for f1 in f1s), **settings)
-
-
 @pytest.fixture
 def run(tmp_path):
     """ArcAligner and Naive on four questions of HotpotQA, StandardRAG on three of them."""
-    write(tmp_path, "arcaligner", [1.0, 0.5, 0.0, 0.5], context=2)
-    write(tmp_path, "naive", [0.0, 0.5, 0.0, 0.0], context=0, passages="gold", about="gold: two of ten")
-    write(tmp_path, "standard_rag", [1.0, 1.0, 0.5], context=60)
+
+    def write(method: str, f1s: list[float], context: int, task: str = "hotpotqa", **settings) -> None:
+        answers = ({"f1": f1, "context_tokens": context} for f1 in f1s)
+        write_answers(tmp_path, task, method, answers, **settings)
+
+    write("arcaligner", [1.0, 0.5, 0.0, 0.5], 2)
+    write("naive", [0.0, 0.5, 0.0, 0.0], 0, passages="gold", about="gold: two of ten")
+    write("standard_rag", [1.0, 1.0, 0.5], 60)
     return tmp_path
 
 
@@ -72,9 +71,6 @@ def test_numbers_are_those_of_the_answers_with_differences_over_questions_that_b
     assert differences["standard_rag"]["questions"] == 3
     assert differences["standard_rag"]["f1"][0] == pytest.approx(-100 / 3)
     assert compare({"a": {}}, {"b": {}}) == {"questions": 0}
-
-
-def test_answers_to_other_passages_are_not_paired(run):
     write_answers(run, "hotpotqa", "max_loop", [{"row": "other"}])
     with pytest.raises(ValueError, match="max_loop answered question 0 with other passages"):
         summarize(run)
@@ -83,9 +79,9 @@ def test_answers_to_other_passages_are_not_paired(run):
 def test_a_page_has_no_heading_without_anything_below_and_no_set_of_questions_without_an_answer(tmp_path):
     with pytest.raises(ValueError, match="holds no answers"):
         summarize(tmp_path)
-    write(tmp_path, "arcaligner", [0.0], task="squad_unanswerable")
+    write_answers(tmp_path, "squad_unanswerable", "arcaligner", [{}])
     assert write_results(tmp_path)["sets"] == {}
-    write(tmp_path, "naive", [0.5], task="adversarialqa")
+    write_answers(tmp_path, "adversarialqa", "naive", [{}])
     AnswerFile(tmp_path, "nq", "naive").open({"machine": "there"}, [{"id": "0"}])  # nothing answered yet
     page = results_page(results := summarize(tmp_path))
     assert {name: entry["passages"] for name, entry in results["sets"].items()} == {"AdversarialQA": "given"}
@@ -113,39 +109,20 @@ def test_results_are_written_for_machines_people_and_the_model_card(run, model):
 # Refusals
 
 
-def answer(is_refused, f1, sure):
-    return {"is_refused": is_refused, "f1": f1, "confidence": sure}
-
-
-def test_shares_price_and_ranks_are_those_of_the_answers():
-    answered = [answer(False, 1.0, 0.9), answer(False, 0.5, 0.8), answer(True, 0.25, 0.3), answer(False, 0.0, 0.6)]
-    refused, wrongly, *others = summarize_refusals(answered, [answer(True, 0.0, 0.1), answer(False, 0.0, 0.7)])
-    assert refused == "50.0 [0.0, 100.0]" and wrongly.startswith("25.0 [0.0, ")
-    assert others == ["43.8", "6.2", "0.750"]  # in two of 4 x 2 pairs the unanswerable one is surer
-
-
-def test_the_command_prints_a_table_of_what_is_below_the_threshold_or_said_to_be_refused(
-    model, processor, tmp_path, capsys
-):
+def test_the_table_has_what_is_below_the_threshold_or_said_to_be_refused(model, processor, tmp_path, capsys):
     fitted = processor_with(processor, no_answer="not in the text", answer_probe=random_probe(model))
+    assert fitted.answer_probe["threshold"] == 0.5
     fitted.save_pretrained(checkpoint := tmp_path / "aligner")
-    known = [{"f1": 1.0, "confidence": 0.9}]
-    write_answers(tmp_path, TASKS[0], "arcaligner_x4", known, checkpoint=str(checkpoint))
-    unknown = [{"confidence": 0.2}, {"prediction": "not in the text", "confidence": 0.8}]
-    write_answers(tmp_path, TASKS[1], "arcaligner_x4", unknown, checkpoint=str(checkpoint))
+    known = [{"f1": f1, "confidence": sure} for f1, sure in ((1.0, 0.9), (0.5, 0.8), (0.25, 0.3), (0.0, 0.6))]
+    unknown = [{"prediction": "not in the text", "confidence": 0.85}, {"confidence": 0.7}, {"confidence": 0.1}]
+    for task, answers in zip(TASKS, (known, unknown), strict=True):
+        write_answers(tmp_path, task, "arcaligner_x4", answers, checkpoint=str(checkpoint))
     refusals(tmp_path, "arcaligner_x4")
-    row = "| ArcAligner, 4 tokens per slot | 100.0 [100.0, 100.0] | 0.0 [0.0, 0.0] | 100.0 | 0.0 | 1.000 |"
-    assert row in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "answer, message",
-    [
-        ({}, "no answers with a confidence. Ask with `python -m"),
-        ({"confidence": 0.9}, "has no `answer_probe` any more"),
-    ],
-)
-def test_answers_without_a_confidence_or_a_threshold_for_it_are_refused(checkpoint_dir, tmp_path, answer, message):
-    write_answers(tmp_path, "squad", "arcaligner_x4", [answer], checkpoint=str(checkpoint_dir))
-    with pytest.raises(ValueError, match=message):
-        read_answers(tmp_path, "squad", "arcaligner_x4")
+    *_, row = capsys.readouterr().out.splitlines()
+    title, refused, wrongly, *others = row.strip("| ").split(" | ")
+    assert title == "ArcAligner, 4 tokens per slot"
+    assert refused == "66.7 [0.0, 100.0]" and wrongly.startswith("25.0 [0.0, ")
+    assert others == ["43.8", "6.2", "0.583"]  # in five of 4 x 3 pairs the unanswerable one is surer
+    write_answers(tmp_path, TASKS[0], "naive", [{}])
+    with pytest.raises(ValueError, match="no answers with a confidence. Ask with `python -m"):
+        refusals(tmp_path, "naive")

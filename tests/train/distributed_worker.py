@@ -18,31 +18,28 @@ from accelerate.utils import DistributedType
 
 from arcaligner.train import sft
 from arcaligner.train.recipe import parse_recipe
+from arcaligner.train.sft import AlignerTrainer
 from arcaligner.train.stages import SCRIPT
-from arcaligner.train.trainer import AlignerTrainer
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-current_run: dict = {}
-report: dict = {}
+compute_loss = AlignerTrainer.compute_loss
+current: dict = {}  # the run and its report
 
 
 def on_event(event: str, arguments: tuple) -> None:
     """Files of a checkpoint are written under another name, and then renamed."""
-    if event == "os.rename" and "written" in report:
-        report["written"].append(str(arguments[1]))
+    if event == "os.rename" and current:
+        current["written"].append(str(arguments[1]))
 
 
-def recording_rows(compute_loss):
-    def record_and_compute(self, model, inputs, *args, **kwargs):
-        step = self.state.global_step
-        if step == current_run.get("interrupt_at"):
-            raise InterruptedError("interrupted")
-        report["rows"].append(inputs["row_ids"])
-        if step == current_run.get("nan_at") and RANK == WORLD_SIZE - 1:
-            self.model.model.projector.register_forward_hook(lambda module, inputs, output: output * float("nan"))
-        return compute_loss(self, model, inputs, *args, **kwargs)
-
-    return record_and_compute
+def record_and_compute(self, model, inputs, *args, **kwargs):
+    step = self.state.global_step
+    if step == current["interrupt_at"]:
+        raise InterruptedError("interrupted")
+    current["rows"].append(inputs["row_ids"])
+    if step == current["nan_at"] and RANK == WORLD_SIZE - 1:
+        self.model.model.projector.register_forward_hook(lambda module, inputs, output: output * float("nan"))
+    return compute_loss(self, model, inputs, *args, **kwargs)
 
 
 def allowing_fsdp(init):
@@ -59,22 +56,20 @@ def allowing_fsdp(init):
 def main(runs: list[dict]) -> list[dict]:
     reports = []
     for run in runs:
-        current_run.clear()
-        current_run.update(run)
-        report.update(error=None, rows=[], written=[])
+        current.update({"interrupt_at": None, "nan_at": None, "error": None, "rows": [], "written": []} | run)
         try:
             sft.train(*parse_recipe(SCRIPT, sft.KINDS, run["arguments"]))
         except (ValueError, InterruptedError) as error:
-            report["error"] = str(error)
-        reports.append(dict(report))
+            current["error"] = str(error)
+        reports.append({key: current[key] for key in ("error", "rows", "written")})
+    current.clear()
     return reports
 
 
 if __name__ == "__main__":
     sys.addaudithook(on_event)
-    AlignerTrainer.compute_loss = recording_rows(AlignerTrainer.compute_loss)
+    AlignerTrainer.compute_loss = record_and_compute
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         PartialState.__init__ = allowing_fsdp(PartialState.__init__)
     reports = main(json.loads(Path(sys.argv[1]).read_text()))
-    report.clear()
     (Path(sys.argv[2]) / f"{RANK}.json").write_text(json.dumps(reports))

@@ -3,7 +3,7 @@
 import pytest
 from training_rows import CITIES, city_rows
 
-from arcaligner.train.distractors import Distractors, NearestPassages, contains_answer, own_passages
+from arcaligner.train.distractors import NearestPassages, contains_answer, own_passages
 
 
 @pytest.fixture
@@ -44,22 +44,22 @@ def test_a_row_keeps_its_passages_among_one_to_four_others_of_the_corpus(corpus,
     numbers, places = set(), set()
     for seed in range(12):
         for row in corpus:
-            mixed = texts(Distractors(nearest, 1.0, seed)([row | {"question": "second passage city"}]))
+            mixed = texts(nearest.mixed([row | {"question": "second passage city"}], 1.0, seed))
             assert len(mixed) == len(set(mixed)) and set(texts(row["passages"])) < set(mixed) <= known
             numbers.add(len(mixed) - 2)
             places.add(mixed.index(texts(row["passages"])[0]))
     assert numbers == {1, 2, 3, 4} and places == set(range(6))
-    assert len(Distractors(nearest, 1.0, seed=0, most=7)([corpus[0]])) > 2 + 4
+    assert len(nearest.mixed([corpus[0]], 1.0, seed=0, most=7)) > 2 + 4
 
 
 @pytest.mark.parametrize("share, expected", [(0.0, 0), (0.33, 133), (1.0, 400)])
 def test_a_share_of_the_rows_gets_distractors_by_seed_and_row_alone(corpus, nearest, share, expected):
     rows = [corpus[number % 8] | {"id": str(number), "question": "passage"} for number in range(400)]
-    mixed = [Distractors(nearest, share, seed=0)([row]) for row in rows]
+    mixed = [nearest.mixed([row], share, seed=0) for row in rows]
     number = sum(found != row["passages"] for row, found in zip(rows, mixed, strict=True))
     assert abs(number - expected) < 30
-    assert mixed[::-1] == [Distractors(nearest, share, seed=0)([row]) for row in reversed(rows)]
-    assert share == 0.0 or mixed != [Distractors(nearest, share, seed=1)([row]) for row in rows]
+    assert mixed[::-1] == [nearest.mixed([row], share, seed=0) for row in reversed(rows)]
+    assert share == 0.0 or mixed != [nearest.mixed([row], share, seed=1) for row in rows]
 
 
 def test_few_passages_that_hold_no_answer_give_fewer_distractors(corpus):
@@ -67,14 +67,14 @@ def test_few_passages_that_hold_no_answer_give_fewer_distractors(corpus):
     two = NearestPassages(corpus[:2])
     for seed in range(8):
         expected = sorted([*texts(row["passages"]), texts(corpus[1]["passages"])[1]])
-        assert sorted(texts(Distractors(two, 1.0, seed)([row]))) == expected
+        assert sorted(texts(two.mixed([row], 1.0, seed))) == expected
 
 
 def test_of_a_row_that_says_which_passages_it_needs_the_others_are_distractors(nearest):
     passages = [{"title": "", "text": f"Text {number}."} for number in range(10)]
     row = {"id": "x", "question": "Which?", "answers": ["Text 3"], "passages": passages, "gold": [3, 7]}
     for seed in range(20):
-        mixed = Distractors(nearest, 1.0, seed)([row])
+        mixed = nearest.mixed([row], 1.0, seed)
         assert {"Text 3.", "Text 7."} < set(texts(mixed)) <= set(texts(passages)) and len(mixed) <= 6
     assert own_passages(row) == ([passages[3], passages[7]], [each for each in passages if each["text"][5] not in "37"])
 

@@ -19,10 +19,8 @@ from arcaligner.train import examples as module
 from arcaligner.train.examples import (
     CONTINUATION,
     RECONSTRUCTION_TEMPLATES,
-    Example,
     ExampleBuilder,
     ExampleSelector,
-    Turn,
     choose_template,
 )
 from arcaligner.train.recipe import RecipeArguments
@@ -45,11 +43,7 @@ def builder(processor):
 
 def targets(processor, example) -> list[str]:
     """What the assistant is to say in each turn."""
-    return [processor.decode([label for label in turn.labels if label != -100]) for turn in example.turns]
-
-
-def same_passages(count) -> list[dict]:
-    return [row | {"passages": question_rows(1)[0]["passages"]} for row in question_rows(count)]
+    return [processor.decode([label for label in turn["labels"] if label != -100]) for turn in example["turns"]]
 
 
 # Questions
@@ -59,33 +53,33 @@ def test_a_question_has_the_prompt_of_inference(processor, builder):
     for row in (*question_rows(3), question_rows(1)[0] | {"question": "What does <context> mean?"}):
         (example,) = builder.question_examples([row])
         prompt = chat_inputs(processor, row["question"], row["passages"])["input_ids"][0].tolist()
-        (turn,) = example.turns
+        (turn,) = example["turns"]
         answer = processor.tokenizer(row["answers"][0] + "<|im_end|>")["input_ids"]
-        whole = example.head + [processor.context_token_id] * len(example.segments) + turn.input_ids
+        whole = example["head"] + [processor.context_token_id] * len(example["segments"]) + turn["input_ids"]
         assert whole == prompt + answer
-        assert turn.labels == [-100] * (len(turn.input_ids) - len(answer)) + answer
-        assert example.length == len(whole)
-        assert processor.context_token_id not in example.head + turn.input_ids
+        assert turn["labels"] == [-100] * (len(turn["input_ids"]) - len(answer)) + answer
+        assert example["length"] == len(whole)
+        assert processor.context_token_id not in example["head"] + turn["input_ids"]
     (example,) = builder.question_examples([row | {"passages": []}])  # has the slot of the empty text
     empty = {"document": 0, "encoder_text": "", "encoder_start": 0, "word_ids": [], "word_ends": []}
-    assert example.segments == [empty]
+    assert example["segments"] == [empty]
 
 
 def test_questions_about_the_same_passages_are_turns_as_far_as_they_fit(processor, builder):
-    rows = same_passages(5)
+    rows = [row | {"passages": question_rows(1)[0]["passages"]} for row in question_rows(5)]
     (together,) = builder.question_examples(rows)
     alone = [next(builder.question_examples([row])) for row in rows]
-    assert together.turns == [each.turns[0] for each in alone]
-    assert all((each.head, each.segments) == (together.head, together.segments) for each in alone)
-    one = together.length - sum(len(turn.input_ids) for turn in together.turns[1:])
-    assert one == alone[0].length
-    for limit, sizes in ((together.length, [5]), (together.length - 1, [4, 1]), (one, [1] * 5), (1, [1] * 5)):
+    assert together["turns"] == [each["turns"][0] for each in alone]
+    assert all((each["head"], each["segments"]) == (together["head"], together["segments"]) for each in alone)
+    one = together["length"] - sum(len(turn["input_ids"]) for turn in together["turns"][1:])
+    assert one == alone[0]["length"]
+    for limit, sizes in ((together["length"], [5]), (together["length"] - 1, [4, 1]), (one, [1] * 5), (1, [1] * 5)):
         found = list(ExampleBuilder(processor, max_segments=2, max_tokens=limit).question_examples(rows))
-        assert [len(example.turns) for example in found] == sizes
-        assert [turn for example in found for turn in example.turns] == together.turns
-        assert len({example.row_id for example in found}) == len(found)
-        assert all(example.segments == together.segments for example in found)
-        assert limit in (1, one) or max(example.length for example in found) <= limit
+        assert [len(example["turns"]) for example in found] == sizes
+        assert [turn for example in found for turn in example["turns"]] == together["turns"]
+        assert len({example["row_id"] for example in found}) == len(found)
+        assert all(example["segments"] == together["segments"] for example in found)
+        assert limit in (1, one) or max(example["length"] for example in found) <= limit
 
 
 def test_the_finest_rate_decides_how_long_an_example_is(processor):
@@ -93,14 +87,14 @@ def test_the_finest_rate_decides_how_long_an_example_is(processor):
     for rates in (["segment"], ["segment", 4, 2]):
         (example,) = ExampleBuilder(processor, tokens_per_slot=rates).question_examples([row])
         slots = processor.encode_documents(row["passages"], tokens_per_slot=rates[-1]).context_embeds
-        assert example.length == len(example.head) + len(slots) + len(example.turns[0].input_ids)
+        assert example["length"] == len(example["head"]) + len(slots) + len(example["turns"][0]["input_ids"])
 
 
 def test_a_template_that_renders_the_prompt_in_two_ways_is_refused(builder, processor, monkeypatch):
     plain = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
     monkeypatch.setattr(processor, "chat_template", plain)  # which ends no turn, so that EOS is added
     (example,) = builder.question_examples(question_rows(1))
-    assert processor.decode(example.turns[0].input_ids).endswith("it?<|im_end|>")
+    assert processor.decode(example["turns"][0]["input_ids"]).endswith("it?<|im_end|>")
     monkeypatch.setattr(processor, "chat_template", plain + "{% if add_generation_prompt %}?{% endif %}")
     with pytest.raises(ValueError, match="Row row-0: the prompt .* is not how the whole .*chat_template_path"):
         list(builder.question_examples(question_rows(1)))
@@ -117,42 +111,37 @@ def test_templates_are_those_of_the_paper_fixed_by_the_id_and_used_about_equally
     assert len(counts) == 6 and min(counts.values()) > 850
 
 
-def test_reconstruction_covers_each_segment_once_with_its_text_as_target(processor):
+def test_reconstruction_asks_for_the_text_of_each_segment_once_by_a_template_with_its_slots(processor):
     builder, sizes = ExampleBuilder(processor, max_segments=3), set()
     long = {"title": "", "text": " ".join(f"This is sentence {number}." for number in range(40))}
     for row in (*passage_rows(3), passage_rows(1)[0] | {"passages": [long]}):
-        examples = list(builder.reconstruction_examples([row]))
+        (passage,), texts, examples = row["passages"], [], list(builder.reconstruction_examples([row]))
         assert examples == list(builder.reconstruction_examples([row]))
-        (passage,) = row["passages"]
-        texts = [text for example in examples for text in targets(processor, example)]
-        assert all(text.endswith("<|im_end|>") for text in texts)
-        assert " ".join(text.removesuffix("<|im_end|>") for text in texts) == passage["text"]
-        read = [segment["encoder_text"] for example in examples for segment in example.segments]
+        for example in examples:
+            text = targets(processor, example)[0].removesuffix("<|im_end|>")
+            before, after = choose_template(f"{row['id']}:0:{passage['text'].index(text)}")
+            assert processor.decode(example["head"]) == f"<|im_start|>user\n{before}"
+            turn = f"{after}<|im_end|>\n<|im_start|>assistant\n{text}<|im_end|>"
+            assert [processor.decode(each["input_ids"]) for each in example["turns"]] == [turn]
+            texts.append(text)
+        assert " ".join(texts) == passage["text"]
+        read = [segment["encoder_text"] for example in examples for segment in example["segments"]]
         assert read == encoder_texts(processor.slot_encoder.segment_documents(row["passages"]), row["passages"])
-        sizes |= {len(example.segments) for example in examples}
+        sizes |= {len(example["segments"]) for example in examples}
     assert sizes == {1, 2, 3}
-
-
-def test_reconstruction_puts_the_slots_where_the_template_says(processor):
-    (example,) = ExampleBuilder(processor).reconstruction_examples([passage_rows(3)[2]])
-    before, after = choose_template("row-2:0:0")
-    assert processor.decode(example.head) == f"<|im_start|>user\n{before}"
-    assert processor.decode(example.turns[0].input_ids) == (
-        f"{after}<|im_end|>\n<|im_start|>assistant\nNobody else knew how to read it aloud.<|im_end|>"
-    )
 
 
 def test_a_second_turn_goes_on_with_the_next_segment(processor):
     row = passage_rows(1)[0]
-    plain, examples = (
-        list(ExampleBuilder(processor, continues=continues).reconstruction_examples([row]))
-        for continues in (False, True)
-    )
+    builders = (ExampleBuilder(processor, continues=each) for each in (False, True))
+    plain, examples = (list(builder.reconstruction_examples([row])) for builder in builders)
     texts = [segment.text + "<|im_end|>" for segment in processor.slot_encoder.segment_documents(row["passages"])]
     assert [targets(processor, each) for each in examples] == [texts[:2], texts[1:], texts[2:]]
     for example, without in zip(examples, plain, strict=True):
-        assert (example.head, example.turns[0], example.segments) == (without.head, without.turns[0], without.segments)
-    assert processor.decode(examples[0].turns[1].input_ids).startswith(f"{CONTINUATION}<|im_end|>\n<|im_start|>assis")
+        assert all(example[key] == without[key] for key in ("head", "segments"))
+        assert example["turns"][0] == without["turns"][0]
+    asked = processor.decode(examples[0]["turns"][1]["input_ids"])
+    assert asked.startswith(f"{CONTINUATION}<|im_end|>\n<|im_start|>assis")
 
 
 # Which rows
@@ -169,8 +158,8 @@ class OneExample:
         if rows[0]["id"] == os.environ.get("STOP_AT"):
             raise KeyboardInterrupt
         self.drawn.append(rows)
-        questions = [Turn([0], [0]) for _ in rows]
-        yield Example(",".join(row["id"] for row in rows), [], questions, [], len(rows[0]["question"].split()))
+        made = {"head": [], "turns": [{"input_ids": [0], "labels": [0]} for _ in rows], "segments": []}
+        yield made | {"row_id": ",".join(row["id"] for row in rows), "length": len(rows[0]["question"].split())}
 
     reconstruction_examples = question_examples
 
@@ -196,10 +185,11 @@ def select(selector):
 
 
 def test_a_mixture_has_the_shares_and_repeats_nothing(select, tmp_path):
-    files = [
-        write_rows(tmp_path / f"{kind}.jsonl", [row | {"id": f"{kind}-{row['id']}"} for row in question_rows(count)])
-        for kind, count in (("many", 30), ("few", 6))
-    ]
+    def write(kind, count):
+        rows = [row | {"id": f"{kind}-{row['id']}"} for row in question_rows(count)]
+        return write_rows(tmp_path / f"{kind}.jsonl", rows)
+
+    files = [write("many", 30), write("few", 6)]
 
     def counts(limit, *weights):
         names = select(dict(zip(files, weights, strict=True)), limit)["row_id"]

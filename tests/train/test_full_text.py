@@ -85,23 +85,6 @@ def test_rows_are_shuffled_and_those_too_long_or_incomplete_left_out(tmp_path, t
     assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
 
 
-def test_the_loss_is_trls_without_the_columns_that_have_no_target(tmp_path, base_model_dir, monkeypatch):
-    trainers = []
-    monkeypatch.setattr(script.AnswerTrainer, "train", lambda trainer, **_: trainers.append(trainer))
-    run(arguments(tmp_path, base_model_dir, tmp_path / "run"))
-    (trainer,) = trainers
-    batch = next(iter(trainer.get_train_dataloader()))
-    assert (batch["labels"] == -100).any(dim=0).sum() > 0
-    for number in (None, torch.tensor(50)):
-        found = []
-        for compute in (SFTTrainer.compute_loss, script.AnswerTrainer.compute_loss):
-            trainer.model.zero_grad()
-            loss = compute(trainer, trainer.model, dict(batch), num_items_in_batch=number)
-            loss.backward()
-            found.append([loss.detach(), *(each.grad for each in trainer.model.parameters() if each.requires_grad)])
-        torch.testing.assert_close(found[1], found[0])
-
-
 def test_a_broken_run_ends_as_if_unbroken_and_then_rests(tmp_path, base_model_dir, whole_run, caplog):
     options = arguments(tmp_path, base_model_dir, tmp_path / "run")
     run_until(1, options, run, SFTTrainer)

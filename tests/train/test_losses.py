@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 from transformers import PreTrainedConfig
 
-from arcaligner import base_model_arcaligner
-from arcaligner.base_model_arcaligner import head_nll, postprocess_logits
+from arcaligner import modeling_arcaligner
+from arcaligner.modeling_arcaligner import head_nll, postprocess_logits
 
 
 @pytest.mark.parametrize("rows_at_a_time, bias", [(3, True), (256, False)])
@@ -21,7 +21,7 @@ def test_the_frozen_head_gives_loss_and_gradient_of_cross_entropy(monkeypatch, s
     def plain_nll(states, targets, head, config):
         return cross_entropy(postprocess_logits(head(states), config), targets, reduction="sum")
 
-    monkeypatch.setattr(base_model_arcaligner, "HEAD_ROWS", rows_at_a_time)
+    monkeypatch.setattr(modeling_arcaligner, "HEAD_ROWS", rows_at_a_time)
     torch.manual_seed(0)
     head = nn.Linear(6, 11, bias=bias, dtype=torch.float64).requires_grad_(False)
     hidden, targets = torch.randn(10, 6, dtype=torch.float64) * 3, torch.randint(11, (10,))

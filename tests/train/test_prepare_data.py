@@ -141,31 +141,34 @@ def test_a_limit_takes_as_many_rows_of_each_file_of_a_set(copies, data):
     assert found == {"wikipedia_0", "wikipedia_1", "wikipedia_4", "wikipedia_5"}
 
 
-def test_a_run_that_broke_off_keeps_the_sets_it_has_read_and_writes_what_a_whole_one_writes(copies, tmp_path, data):
+def test_a_run_that_broke_off_keeps_whole_files_only_and_ends_with_what_a_whole_one_writes(copies, tmp_path, data):
     def lose(row):
         raise ConnectionError("lost")
 
-    squad, musique = source_of("squad"), source_of("musique")
-    prepare(tmp_path / "whole", [squad, musique], copies)
-    with pytest.raises(ConnectionError):
-        prepare(data, [squad, source_of("musique", to_rows=lose)], copies)
-    assert not (data / "train_qa.jsonl.gz").exists()
-    prepare(data, [source_of("squad", to_rows=lose), musique], copies)  # it is not read again
-    for name in ("train_qa.jsonl.gz", "README.md"):
-        assert (data / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    squad, musique, qamr = (source_of(name) for name in ("squad", "musique", "qamr"))
+    prepare(tmp_path / "whole", [squad, musique, qamr], copies)
+    for sources in ([squad, replace(musique, to_rows=lose)], [squad, musique, replace(qamr, to_rows=lose)]):
+        with pytest.raises(ConnectionError):
+            prepare(data, sources, copies)
+        assert not (data / "train_extra.jsonl.gz").exists()
+    prepare(data, [replace(squad, to_rows=lose), musique, qamr], copies)  # its file is not made again
+    (data / "train_extra.jsonl.gz").unlink()
+    prepare(data, [qamr], copies)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    assert files == {path.name: path.read_bytes() for path in data.iterdir()}
 
 
 def test_licences_stand_beside_the_files_and_what_is_finished_is_left_alone(copies, data, capsys, monkeypatch):
     prepare_data.main(data, ["squad=3", "wikipedia=0"], copies)
     page = (data / "README.md").read_text()
-    assert "| SQuAD 1.1 | rajpurkar/squad, a local copy | 3 | CC BY-SA 4.0 | train_qa.jsonl.gz |" in page
-    assert "| MuSiQue |" in page and "| CC BY 4.0 |" in page and "Wikipedia |" not in page
+    assert "## train_qa.jsonl.gz" in page and "| SQuAD 1.1 | CC BY-SA 4.0 | rajpurkar/squad, a local copy | 3 |" in page
+    assert "| MuSiQue | CC BY 4.0 |" in page and "Wikipedia |" not in page
     assert page in capsys.readouterr().out
-    assert not (data / "recon_train.jsonl.gz").exists() and not list(data.glob(".parts/*.gz"))
-    before = {path: path.read_bytes() for path in data.iterdir() if path.is_file()}
-    monkeypatch.setattr(prepare_data, "fetch", None)
+    before = {path: path.read_bytes() for path in data.iterdir()}
+    assert {path.name for path in before} == {"train_qa.jsonl.gz", "train_extra.jsonl.gz", "README.md"}
+    monkeypatch.setattr(prepare_data, "_make", None)
     prepare(data, SOURCES[:1], copies)
-    assert {path: path.read_bytes() for path in before} == before
+    assert {path: path.read_bytes() for path in data.iterdir()} == before
     assert "train_qa.jsonl.gz is there and left alone; delete it to make it again" in capsys.readouterr().out
 
 

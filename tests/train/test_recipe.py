@@ -10,9 +10,9 @@ from conftest import edit_json
 from training_recipes import parse
 
 from arcaligner import ArcAlignerConfig
-from arcaligner.common.rows import parse_source
+from arcaligner.common.rows import FILES, parse_source
 from arcaligner.train import sft
-from arcaligner.train.recipe import FILES, RecipeArguments, check_start, run_script
+from arcaligner.train.recipe import RecipeArguments, check_start, run_script
 from arcaligner.train.sft import load_processor
 from arcaligner.train.stages import RECIPES, SCRIPT
 

@@ -55,9 +55,8 @@ def test_a_run_resumes_with_its_own_settings_and_other_ways_to_watch_and_run_it(
         check_settings(begun, run_settings(SCRIPT, config))
     start = ["--model_name_or_path", "runs/1", "--output_dir", "runs/2"]
     (begun / "recipe.yaml").write_text(run_settings(SCRIPT, [*config, *start]))
-    check_settings(
-        begun, run_settings(SCRIPT, [*config, *(str(Path(each).resolve()) if "/" in each else each for each in start)])
-    )
+    elsewhere = [str(Path(each).resolve()) if "/" in each else each for each in start]
+    check_settings(begun, run_settings(SCRIPT, [*config, *elsewhere]))
     averaged = [*config, "--average_checkpoints", "2"]  # of which checkpoints, `save_steps` decides
     (begun / "recipe.yaml").write_text(run_settings(SCRIPT, averaged))
     with pytest.raises(ValueError, match="`save_steps` was None and is now 5"):

@@ -11,7 +11,8 @@ from training_recipes import logs, parameters, run, run_until
 
 from arcaligner import ArcAlignerConfig, ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.train import recipe, sft
-from arcaligner.train.trainer import AlignerTrainer
+from arcaligner.train.examples import MIN_RARITY, word_rarity
+from arcaligner.train.sft import AlignerTrainer
 
 PARTS = {
     "reconstruction": {"projector", "lora_A", "lora_B"},
@@ -137,18 +138,15 @@ def test_a_run_that_broke_when_it_was_trained_is_only_saved(tmp_path, write_reci
         patch.setattr(sft, "save_stage", None)
         run(arguments)
     run(arguments)
-    torch.testing.assert_close(
-        parameters(tmp_path / "run"), parameters(tmp_path / "run" / "checkpoint-4"), rtol=0, atol=0
-    )
+    trained, saved = (parameters(tmp_path / folder) for folder in ("run/checkpoint-4", "run"))
+    torch.testing.assert_close(saved, trained, rtol=0, atol=0)
     assert json.loads((tmp_path / "run" / "trainer_state.json").read_text())["global_step"] == 4
 
 
 def test_rare_words_weigh_more_and_none_nothing():
     segments = [{"word_ids": ids} for ids in ([0, 1], [0, 2, 2], [0], [0, 2])]
-    rarity = sft.word_rarity([{"segments": segments[:2]}, {"segments": []}], 4)
-    np.testing.assert_allclose(rarity, [sft.MIN_RARITY, *2 * [np.log(3 / 2) / np.log(3)], 1.0])
-    rarity = sft.word_rarity([{"segments": segments}], 4)
-    assert rarity.shape == (4,) and rarity[0] == sft.MIN_RARITY < rarity[2] < rarity[1] < rarity[3] == 1.0
+    rarity = word_rarity([{"segments": segments[:1]}, {"segments": []}, {"segments": segments[1:]}], 4)
+    np.testing.assert_allclose(rarity, [MIN_RARITY, *np.log([5 / 2, 5 / 3, 5]) / np.log(5)])
 
 
 # The dtype of the backbone

@@ -36,38 +36,31 @@ def test_rows_are_read_plain_and_gzipped_and_anew_when_the_file_has_changed(tmp_
     assert list(after) == schema_rows(3) and before._fingerprint != after._fingerprint
 
 
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("{", "line 2 is not a JSON object"),
-        ("7", "line 2 is not a JSON object but a int"),
-        *(
-            ("{" + changes + "}", "rows.jsonl, line 2: .*; expected {")
-            for changes in ('"answers": "Ada"', '"answers": [7]', '"question": 7', '"passages": ["text"]')
-        ),
-        ('{"passages": [{"text": 7}]}', "line 2: a text is not where it belongs"),
-        ('{"meta": {"gold": [1]}}', "line 2: `meta.gold` \\[1\\] names passages that are not there"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path, line, message):
+BAD_LINES = {
+    "{": "line 2 is not a JSON object",
+    "7": "line 2 is not a JSON object but a int",
+    '{"passages": [{"text": 7}]}': "line 2: a text is not where it belongs",
+    '{"meta": {"gold": [1]}}': "line 2: `meta.gold` \\[1\\] names passages that are not there",
+}
+FIELDS = ('"answers": "Ada"', '"answers": [7]', '"question": 7', '"passages": ["text"]')
+BAD_LINES |= {"{" + field + "}": "rows.jsonl, line 2: .*; expected {" for field in FIELDS}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{json.dumps(question_rows(1)[0])}\n{line}\n")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=BAD_LINES[line]):
         open_corpus(str(path))
     with pytest.raises(ValueError, match="line 2 (is not|has no id, )"):  # which needs all fields
         read_rows(path)
 
 
 def test_what_a_row_lacks_is_empty(tmp_path):
+    texts = {"passages": [{"text": "Text."}, {"title": "T"}], "meta": {"gold": [1]}}
     rows = [
         {"answers": ["  ", None, " Ada "], "note": 7},
-        {
-            "id": "b",
-            "question": None,
-            "answers": None,
-            "passages": [{"text": "Text."}, {"title": "T"}],
-            "meta": {"gold": [1]},
-        },
+        {"id": "b", "question": None, "answers": None} | texts,
         {"id": "c", "passages": None, "note": "another type"},
     ]
     empty = {"question": "", "answers": [], "passages": [], "gold": []}

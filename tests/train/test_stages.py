@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from arcaligner.train import stages
-from arcaligner.train.run import run_settings
+from arcaligner.train.run import read_keys, run_settings
 from arcaligner.train.stages import RECIPES, SCRIPT, find_recipe, read_stages, run_stages, run_to_end
 
 NAMES = ["1_reconstruction", "2_grounding", "3_gating"]
@@ -37,12 +36,10 @@ def calls(monkeypatch) -> list[list[str]]:
 
     def finish(command):
         made.append(command)
-        arguments = command[command.index("arcaligner.train.sft") + 1 :]
-        config = yaml.safe_load(Path(arguments[1]).read_text())
-        place = arguments[arguments.index("--output_dir") + 1] if "--output_dir" in arguments else config["output_dir"]
-        Path(place).mkdir(parents=True)
-        Path(place, "recipe.yaml").write_text(run_settings(SCRIPT, arguments))
-        Path(place, "config.json").write_text("{}")
+        settings = run_settings(SCRIPT, command[command.index("arcaligner.train.sft") + 1 :])
+        (place := Path(read_keys(settings)["output_dir"])).mkdir(parents=True)
+        (place / "recipe.yaml").write_text(settings)
+        (place / "config.json").write_text("{}")
         return 0
 
     monkeypatch.setattr(stages, "run_to_end", finish)

@@ -2,21 +2,19 @@
 
 import copy
 import math
-from dataclasses import asdict
 
 import pytest
 import torch
 from datasets import Dataset
 from tiny_models import float64_throughout
-from torch.nn.functional import cross_entropy
-from training_recipes import logs, parameters, parse, run
+from training_recipes import COMPARED, logs, parameters, parse, run
 from training_rows import question_rows, write_rows
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.encoder_arcaligner import SentenceEncoder
-from arcaligner.train import trainer as module
+from arcaligner.train import sft as module
 from arcaligner.train.examples import EXAMPLE_FEATURES, ExampleBuilder, ExampleSelector
-from arcaligner.train.trainer import (
+from arcaligner.train.sft import (
     AlignerTrainer,
     AlignerTrainingConfig,
     ContextCollator,
@@ -24,6 +22,7 @@ from arcaligner.train.trainer import (
     swapped_slots,
     turn_mask,
 )
+from arcaligner.train.validate import target_losses
 
 SLOT, PAD = 99, 7
 
@@ -42,7 +41,7 @@ def collate(rows, rates=("segment",), **settings):
 
 def examples_of(processor, count):
     builder = ExampleBuilder(processor)
-    return [asdict(example) for each in question_rows(count) for example in builder.question_examples([each])]
+    return [example for each in question_rows(count) for example in builder.question_examples([each])]
 
 
 # Batches
@@ -105,37 +104,6 @@ def test_turns_after_passages_apart_count_on_from_the_longest_one():
     assert turn_mask(turn_ids, passage_ids, torch.float32)[1].tolist() == [[0, 1, 2, 1, 1, 3, 4, 3]]
 
 
-@pytest.mark.parametrize("gate_mode", ["off", "adaptive"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_turns_side_by_side_give_the_logits_and_loss_of_each_alone(processor, model, gate_mode, attention):
-    model = model.double()
-    model.set_attn_implementation(attention)
-    rows = [each | {"passages": question_rows(1)[0]["passages"]} for each in question_rows(3)]
-    (example,) = ExampleBuilder(processor).question_examples(rows)
-    together = asdict(example)
-    apart = [together | {"row_id": f"{number}", "turns": [turn]} for number, turn in enumerate(together["turns"])]
-
-    def forward(rows, use_turn_mask):
-        batch = ContextCollator(processor.context_token_id, 0)(rows)
-        is_slot = batch["input_ids"] == processor.context_token_id
-        mask, position_ids = turn_mask(batch["turn_ids"], torch.where(is_slot, 0, -1), torch.float64)
-        if not use_turn_mask:
-            mask, position_ids = (batch["turn_ids"] >= 0).long(), None
-        embeds = encode_slots(model.config, processor, batch)["context_embeds"].double()
-        inputs = {"input_ids": batch["input_ids"], "attention_mask": mask, "position_ids": position_ids}
-        with torch.no_grad(), float64_throughout():
-            logits = model(**inputs, context_embeds=embeds, gate_mode=gate_mode, use_cache=False).logits
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
-        return batch["turn_ids"], logits, loss
-
-    turns, logits, loss = forward([together], use_turn_mask=True)
-    turns_alone, logits_alone, loss_alone = forward(apart, use_turn_mask=False)
-    torch.testing.assert_close(loss, loss_alone, rtol=1e-10, atol=1e-10)
-    for number in range(3):
-        own, alone = logits[0][turns[0] == number + 1], logits_alone[number][turns_alone[number] == 1]
-        torch.testing.assert_close(own, alone, rtol=0, atol=1e-9)
-
-
 # What is logged
 
 
@@ -160,11 +128,8 @@ def test_perplexity_and_gap_are_those_of_all_targets_whatever_the_batches(tmp_pa
     rows = list(ExampleSelector(recipe, ExampleBuilder(processor), args.seed).eval_examples())
     nll = []
     for read in (rows, swapped_slots(rows)):
-        batch = ContextCollator(processor.context_token_id, 0)(read)
-        mask, slots = (batch["turn_ids"] >= 0).long(), encode_slots(model.config, processor, batch)
-        with torch.no_grad():
-            logits = model(batch["input_ids"], attention_mask=mask, **slots).logits
-        nll.append(cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()).item())
+        loss, tokens = target_losses(model, processor, read, "segment").sum(axis=0)
+        nll.append(loss / tokens)
     assert found[1]["eval_perplexity"] == pytest.approx(math.exp(nll[0]), rel=1e-5)
     assert found[1]["eval_slot_gap"] == pytest.approx(nll[1] - nll[0], abs=1e-5)
     assert abs(nll[1] - nll[0]) > 1e-5
@@ -213,6 +178,37 @@ def test_the_loss_is_that_of_the_whole_model(trainer):
     torch.testing.assert_close(trainer.compute_loss(trainer.model, batch), expected)
     loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=100)
     torch.testing.assert_close(loss, expected * (batch["labels"] != -100).sum() / 100)
+
+
+def test_batches_of_one_row_that_add_up_learn_as_one_batch(tmp_path, write_recipe):
+    """Also of rows with different numbers of labels and slots."""
+    for size in (1, 4):
+        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
+        run(write_recipe("grounding", tmp_path / str(size), **COMPARED, **sizes))
+    torch.testing.assert_close(*(parameters(tmp_path / size) for size in "14"), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("gate_mode", ["off", "adaptive"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_turns_side_by_side_give_the_logits_and_loss_of_each_alone(trainer, processor, gate_mode, attention):
+    model = trainer.model.double().eval()
+    model.set_attn_implementation(attention)
+    model.config.gate_mode, trainer.skip_logits = gate_mode, False
+    rows = [each | {"passages": question_rows(1)[0]["passages"]} for each in question_rows(3)]
+    (together,) = ExampleBuilder(processor).question_examples(rows)
+    apart = [together | {"row_id": f"{number}", "turns": [turn]} for number, turn in enumerate(together["turns"])]
+
+    def forward(rows):
+        batch = trainer.data_collator(rows)
+        with torch.no_grad(), float64_throughout():
+            loss, outputs = trainer.compute_loss(model, batch, return_outputs=True, num_items_in_batch=1)
+        return batch["turn_ids"], outputs.logits, loss
+
+    (turns, logits, loss), (turns_alone, logits_alone, loss_alone) = forward([together]), forward(apart)
+    torch.testing.assert_close(loss, loss_alone, rtol=1e-10, atol=1e-10)
+    for number in range(3):
+        own, alone = logits[0][turns[0] == number + 1], logits_alone[number][turns_alone[number] == 1]
+        torch.testing.assert_close(own, alone, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["loss", "gradient norm"])

@@ -1,8 +1,6 @@
 """Validation on held-out articles: which rows, and what is measured."""
 
-import copy
 import json
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -11,8 +9,8 @@ import torch
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.train.examples import ExampleBuilder, open_part
 from arcaligner.train.recipe import RecipeArguments
-from arcaligner.train.trainer import ContextCollator, encode_slots
-from arcaligner.train.validate import asked_rows, main, means_and_errors, read_recipe, table, target_losses, validate
+from arcaligner.train.sft import ContextCollator, encode_slots
+from arcaligner.train.validate import asked_rows, main, means_and_errors, read_recipe, table, target_losses
 
 
 @pytest.fixture
@@ -40,8 +38,8 @@ def test_a_loss_is_that_of_the_logits_which_a_backbone_makes_of_its_heads(separa
     row = {"id": "1", "question": "Who?", "answers": ["Ada"], "passages": [{"title": "", "text": "It was Ada."}]}
     (example,) = ExampleBuilder(reader, tokens_per_slot=(2,)).question_examples([row])
     model.config.text_config.final_logit_softcapping = 0.5
-    ((loss, tokens),) = target_losses(model, reader, [asdict(example)], 2)
-    batch = ContextCollator(reader.context_token_id, 0, (2,), False)([asdict(example)])
+    ((loss, tokens),) = target_losses(model, reader, [example], 2)
+    batch = ContextCollator(reader.context_token_id, 0, (2,), False)([example])
     slots = encode_slots(model.config, reader, batch)
     with torch.no_grad():
         logits = model(input_ids=batch["input_ids"], **slots).logits
@@ -49,21 +47,6 @@ def test_a_loss_is_that_of_the_logits_which_a_backbone_makes_of_its_heads(separa
     expected = torch.nn.functional.cross_entropy(logits[0, :-1], labels, reduction="sum")
     assert logits.abs().max() <= 0.5 and tokens == (labels != -100).sum()
     assert loss == pytest.approx(expected.item(), rel=1e-5)
-
-
-def test_two_aligners_are_compared_question_by_question(recipe, separate):
-    model, reader = separate
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        other.model.projector.out.weight.mul_(3.0)
-    theirs = validate(other, reader, recipe, [4], 12, 0)["4"]
-    both, same = (validate(model, reader, recipe, [4], 12, 0, other=(each, reader))["4"] for each in (other, model))
-    assert both["loss"] == same["loss"] and "difference" not in theirs
-    for kind, (mean, error) in both["difference"].items():
-        assert mean == pytest.approx(both["loss"][kind][0] - theirs["loss"][kind][0], abs=1e-9)
-        assert mean != 0 and error > 0
-    assert set(same["difference"].values()) <= {(0.0, 0.0), (0.0, np.inf)}
-    assert "+0.000 ± 0.000" in table({"4": same})
 
 
 def test_the_command_measures_and_writes_the_mean(recipe_file, checkpoint_dir, tmp_path, capsys):
@@ -74,12 +57,12 @@ def test_the_command_measures_and_writes_the_mean(recipe_file, checkpoint_dir, t
     model.save_pretrained(other)
     ArcAlignerProcessor.from_pretrained(checkpoint_dir).save_pretrained(other)
     asked = {"rates": "segment,4", "number": 20, "num_answers": 8, "output": tmp_path / "out"}
-    main(recipe_file, f"{checkpoint_dir},{other}", **asked, against=other)
+    main(recipe_file, f"{checkpoint_dir},{other}", **asked)
     results = json.loads((tmp_path / "out" / "validation.json").read_text())
     assert table(results).strip() == capsys.readouterr().out.strip()
     assert set(results) == {"segment", "4"}
     for found in results.values():
-        assert found["loss"].keys() == found["difference"].keys() == {"town", "read back"}
+        assert found["loss"].keys() == {"town", "read back"}
         assert all(loss > 0 for loss, _ in found["loss"].values()) and 0 <= found["f1"]["town"] <= 100
     weight = "model.projector.out.weight"
     mean = ArcAlignerForCausalLM.from_pretrained(tmp_path / "out").state_dict()[weight]
