@@ -194,6 +194,9 @@ def answer(
     ] = None,
 ) -> None:
     """Answers a question from your own text files. A long one is cut, and the likeliest passage is read."""
+    from ..configuration_arcaligner import check_question
+
+    check_question(question)
     files = [read_document(path) for path in document]
     settings = {"max_new_tokens": max_new_tokens, "tokens_per_slot": tokens_per_slot}
     settings = {name: each for name, each in settings.items() if each is not None}
@@ -244,7 +247,7 @@ def ask_corpus(
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     top_k: Annotated[int, typer.Option(help="Passages to find. The likeliest are read: `--max-passages`.", min=1)] = 5,
     tokens_per_slot: TokensPerSlot = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = 256,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the answer.", min=1, max=1024)] = 256,
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
     dtype: Dtype = None,

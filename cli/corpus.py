@@ -11,6 +11,9 @@ from ..common.passages import PASSAGE_WORDS
 from . import shared
 from .shared import Checkpoint, CorpusFolder, Dtype, TokensPerSlot, busy, messages, one_line, show
 
+# How many files and rows that were skipped are named; a column of another name would name each row.
+MOST_NAMED = 20
+
 corpus_app = typer.Typer(help="Builds, changes and describes a corpus: passages encoded once.", no_args_is_help=True)
 
 
@@ -53,8 +56,10 @@ def build(
         if is_new and len(corpus) == 0:  # nothing came of it
             shutil.rmtree(folder)
         raise
-    for each in report.skipped:
+    for each in report.skipped[:MOST_NAMED]:
         messages.print(one_line(f"Skipped: {each}"), markup=False, soft_wrap=True)
+    if (others := len(report.skipped) - MOST_NAMED) > 0:
+        messages.print(f"Skipped: {others:,} more")
     show(summary(report, corpus.info()))
 
 

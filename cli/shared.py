@@ -9,8 +9,8 @@ from rich.console import Console
 
 from ..common.files import printable
 
-# How long the Hub may take to say whether it has a checkpoint.
-HUB_SECONDS = 1.5
+# How long the Hub may take to say whether it has a checkpoint; behind a proxy it takes some.
+HUB_SECONDS = 10
 
 output = Console()
 messages = Console(stderr=True)

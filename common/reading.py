@@ -48,8 +48,8 @@ def read_file(path: str | Path, data: bytes | None = None) -> FileText:
         data (`bytes`, *optional*): What it holds, if it is not on this machine.
 
     Raises:
-        `ValueError`: a file that is no text, or is broken, encrypted or too large, with the reason.
-        `ImportError`: a library is missing.
+        `ValueError`: a file that is no text, or is broken, encrypted or too large, or whose library is missing, with
+            the reason.
     """
     suffix, size = Path(path).suffix.lower(), Path(path).stat().st_size if data is None else len(data)
     if suffix in CONVERTED and size > LARGEST_CONVERTED:
@@ -120,8 +120,7 @@ def convert(data: bytes, suffix: str, path: str | Path) -> tuple[str, list[tuple
     """The text of a file with its pages, converted by another process.
 
     Raises:
-        `ValueError`: a file that cannot be converted within the limits.
-        `ImportError`: a library is missing.
+        `ValueError`: a file that cannot be converted within the limits, or whose library is missing.
     """
     command = [sys.executable, "-P", __file__, suffix]  # which imports nothing of ours
     try:
@@ -132,7 +131,7 @@ def convert(data: bytes, suffix: str, path: str | Path) -> tuple[str, list[tuple
     except ValueError as error:  # it was killed
         raise ValueError(f"{path} takes more than {MEMORY // 2**30} GiB to read, or is broken") from error
     if "missing" in answer:
-        raise ImportError(f"{path} needs {answer['missing']}: `pip install 'arcaligner[files]'`.")
+        raise ValueError(f"{path} needs {answer['missing']}: `pip install 'arcaligner[files]'`")
     if "error" in answer:
         raise ValueError(f"{path} cannot be read: {answer['error']}")
     return answer["text"], [tuple(each) for each in answer["pages"]]

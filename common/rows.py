@@ -44,7 +44,7 @@ def parse_source(source: str) -> tuple[str, dict[str, str | None]]:
     >>> parse_source("org/corpus?text=body")
     ('org/corpus', {'name': None, 'split': 'train', 'text': 'body', 'title': None})
     """
-    path, _, query = source.partition("?")
+    path, _, query = source.partition("?") if not os.path.exists(source) else (source, "", "")  # "What now?.txt"
     given = dict(pair.partition("=")[::2] for pair in query.split("&") if pair)
     unknown = sorted(set(given) - set(OPTIONS))
     if unknown or "" in given.values():

@@ -84,7 +84,7 @@ def build_corpus(
         return before is None
 
     with corpus.writing():
-        for documents in _batches(filter(is_first, read_documents(sources, skip))):
+        for documents in _batches(filter(is_first, read_documents(sources, skip, corpus.path.parent))):
             known = corpus.digests(document.id for document in documents)
             new = [document for document in documents if known.get(document.id) != document.digest]
             replaced = [document.id for document in new if document.id in known]

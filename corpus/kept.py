@@ -15,7 +15,7 @@ import pyarrow as pa
 from ..common.files import counted
 from ..generation_arcaligner import entry_shape
 from .retrieve import slot_passages
-from .table import KEPT, Corpus
+from .table import Corpus
 
 # Passages that are read together; their keys and values are in memory meanwhile.
 BATCH_PASSAGES = 32
@@ -41,7 +41,7 @@ def read_corpus(corpus: Corpus, model, processor, tell: Callable[[str], Any] = l
         f"Keys and values of {counted(found['passages'], 'passage')} take {found['slots'] * per_slot / 1e6:,.1f} MB on "
         f"disk: {counted(found['slots'], 'slot')} of {per_slot / 1e3:.1f} KB."
     )
-    done, used, folder = "No passage read", set(), corpus.path / KEPT
+    done, used, folder = "No passage read", set(), corpus.kept_folder
     with corpus.writing():
         store = model.slot_prefix_store(processor, max_bytes=0, folder=folder)
         for batch in corpus.table.search().to_batches():

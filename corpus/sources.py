@@ -9,6 +9,7 @@ set of the Hub. Columns are named as in `rows.py`:
     wikimedia/wikipedia?name=20231101.en&title=title  a data set of the Hub
 """
 
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -29,17 +30,19 @@ _NO_SOURCE = re.compile(r"^\.|\.lance$")  # what is hidden, and the table of a c
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def read_documents(sources: Iterable[str], skip: Callable[..., None]) -> Iterator[Document]:
+def read_documents(sources: Iterable[str], skip: Callable[..., None], home: Path = Path()) -> Iterator[Document]:
     """The documents of sources, one after the other.
 
     Args:
         sources (`Iterable[str]`): See the top of this file.
+        home (`Path`): The folder that the corpus is in. A file has the same id however it is named: its path from
+            there, or the whole path of a file that is elsewhere.
         skip (`Callable`): Is told what cannot be read, and why: a file, a row, with the `id` of its one document, if
             that is known; with `may_hold_documents=False` also what is read and gives none: a document without a text,
             a file of another kind.
     """
     for source in sources:
-        for document in _read_source(source, skip):
+        for document in _read_source(source, skip, home):
             if (length := len(document.title)) > LONGEST_TITLE:
                 what = f"{document.id} has a title of {length} characters; at most {LONGEST_TITLE} are read"
                 skip(what, may_hold_documents=False)
@@ -62,7 +65,7 @@ def check_source(source: str) -> None:
         )
 
 
-def _read_source(source: str, skip: Callable[..., None]) -> Iterator[Document]:
+def _read_source(source: str, skip: Callable[..., None], home: Path) -> Iterator[Document]:
     check_source(source)
     path, options = parse_source(source)
     local = Path(path)
@@ -72,30 +75,35 @@ def _read_source(source: str, skip: Callable[..., None]) -> Iterator[Document]:
         if not files:
             skip(f"{path} is an empty folder")
         for file in files:
-            yield from _read_file(file, options, skip)
+            yield from _read_file(file, _id_of(file, home), options, skip)
     elif local.exists():
-        yield from _read_file(local, options, skip)
+        yield from _read_file(local, _id_of(local, home), options, skip)
     else:
         rows = datasets.load_dataset(path, options["name"], split=options["split"], streaming=True)
         yield from _documents_of_rows(source, rows, options, skip)  # the parts of a data set count their rows alike
 
 
-def _read_file(path: Path, options: dict[str, Any], skip: Callable[..., None]) -> Iterator[Document]:
+def _id_of(file: Path, home: Path) -> str:
+    path, folder = Path(os.path.abspath(file)), os.path.abspath(home)  # links are not followed
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
+
+
+def _read_file(path: Path, name: str, options: dict[str, Any], skip: Callable[..., None]) -> Iterator[Document]:
     try:
         if path.suffix.lower() in TEXTS:
             try:
                 found = read_file(path)
             except (ValueError, OSError) as error:
-                skip(str(error), id=str(path))
+                skip(str(error), id=name)
             else:
-                yield Document(str(path), *found)
+                yield Document(name, *found)
         elif path.name.endswith(JSON_LINES):
-            yield from _documents_of_rows(str(path), read_json_lines(path), options, skip)
+            yield from _documents_of_rows(name, read_json_lines(path), options, skip)
         elif path.suffix == ".parquet":
             with pyarrow.parquet.ParquetFile(path) as file:
                 columns = [options["text"], options["title"] or "title", "id", "passages"]  # those that are there
                 rows = (row for batch in file.iter_batches(1024, columns=columns) for row in batch.to_pylist())
-                yield from _documents_of_rows(str(path), rows, options, skip)
+                yield from _documents_of_rows(name, rows, options, skip)
         else:
             skip(f"{path} has none of the suffixes {', '.join(FILES)}", may_hold_documents=False)
     except (ValueError, OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:

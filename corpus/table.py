@@ -186,10 +186,9 @@ class Corpus:
         return self.table.count_rows()
 
     @property
-    def kept_folder(self) -> Path | None:
-        """Where passages are kept, if they were read ahead (`kept.py`)."""
-        folder = self.path / KEPT
-        return folder if folder.is_dir() else None
+    def kept_folder(self) -> Path:
+        """Where passages are kept that were read ahead (`kept.py`)."""
+        return self.path / KEPT
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -272,7 +271,7 @@ class Corpus:
             raise OSError(f"The corpus {self.path} cannot be read: {error}. Build it anew.") from error
         num_bytes, kept_bytes = (
             sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-            for folder in (self.path, self.path / KEPT)
+            for folder in (self.path, self.kept_folder)
         )
         return {
             "documents": len(self.documents()),

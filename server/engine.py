@@ -53,7 +53,8 @@ class Limits:
     """What one request may ask for, and how many may wait."""
 
     max_documents: int = 64
-    max_slots: int = 2048  # 20 passages of 160 tokens at two tokens per slot are 1,600
+    max_slots: int = 2048  # that are read together: 20 passages of 160 tokens at two tokens per slot are 1,600
+    max_slots_asked: int = 8192  # of all passages, asked about one by one so that the likeliest are read
     max_new_tokens: int = 1024
     seconds: float = 120.0
     waiting: int = 256
@@ -255,7 +256,7 @@ class Engine:
         (request,) = group
         if request.cancelled or time.monotonic() - request.arrived > self.limits.seconds:
             raise TimeoutError(f"The request waited for more than {self.limits.seconds:g} seconds.")
-        rate, most = request.tokens_per_slot, self.limits.max_slots
+        rate, most = request.tokens_per_slot, self.limits.max_slots_asked
         if request.documents is not None:
             began = time.perf_counter()
             documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in request.documents]
@@ -274,12 +275,12 @@ class Engine:
             texts = [{name: each[name] for name in ("title", "text")} for each in passages.documents]
             passages.encoded = self._encode(json.dumps(texts), rate)
             passages.seconds["slots"] += time.perf_counter() - began
-        if (num_slots := len(passages.encoded.context_embeds)) > most:  # read or only asked about: it is work
+        if (num_slots := len(passages.encoded.context_embeds)) > most:
             raise ValueError(f"The passages have {num_slots} slots; expected at most {most}. Pass a lower `top_k`.")
         request.passages = passages
 
     def _encode_documents(self, documents: str, tokens_per_slot: int | str | None) -> EncodedDocuments:
-        settings = {"tokens_per_slot": tokens_per_slot, "room": [self.limits.max_slots]}
+        settings = {"tokens_per_slot": tokens_per_slot, "room": [self.limits.max_slots_asked]}
         return self.processor.slot_encoder.encode_batch([json.loads(documents)], **settings)[0]
 
     def _choose(self, group: list[Request]) -> None:
@@ -322,6 +323,12 @@ class Engine:
         chats = [self._chat(request) for request in group]
         if group[0].passages is not None:
             rows = [request.passages.inputs for request in group]
+            for row in rows:
+                if (num_slots := len(row["context_embeds"])) > self.limits.max_slots:
+                    raise ValueError(
+                        f"The passages to read have {num_slots} slots; expected at most {self.limits.max_slots}. Pass "
+                        "fewer of them, a lower `max_passages`, or make a slot stand for more text (`tokens_per_slot`)."
+                    )
             inputs = self.store.prepare(chats, **{name: [row[name] for row in rows] for name in rows[0]})
             for request, kept, parts in zip(group, inputs.num_kept, inputs.num_passages, strict=True):
                 if request.kept is None:  # else known before they were asked about one by one

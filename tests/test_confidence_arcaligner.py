@@ -1,6 +1,7 @@
 """How likely it is that passages answer a question: what is read, and answers that are given up for it."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import numpy as np
@@ -99,7 +100,7 @@ def test_the_match_of_the_questions_words_counts_beside_the_states_where_it_was_
     assert texts[0] == fitted.no_answer
 
 
-def test_a_forward_of_another_thread_is_not_watched(model, fitted):
+def test_a_forward_of_another_thread_is_neither_watched_nor_ended(model, fitted):
     inputs, other = (chat_inputs(fitted, question, DOCUMENTS) for question in (QUESTION, "When, and where?"))
     alone, watch = watched(model, fitted, inputs), AnswerConfidence(model, fitted)
 
@@ -111,6 +112,9 @@ def test_a_forward_of_another_thread_is_not_watched(model, fitted):
 
     with pytest.raises(ValueError, match="No states of the prompt's last token were seen"):
         model.generate(**inputs, **TOKENS, logits_processor=[watch])  # outside of `with`
+    expected = model(**other).logits
+    with AnswerConfidence(model, fitted, stops=True), ThreadPoolExecutor(1) as threads:  # its own forward it would end
+        assert torch.equal(threads.submit(model, **other).result().logits, expected)
     with watch:
         model.generate(**inputs, **TOKENS, logits_processor=[interrupt])
     assert not any(module._forward_hooks for module in model.modules())
@@ -274,10 +278,26 @@ def test_passages_of_several_questions_are_read_at_once_and_ranked_some_at_a_tim
     monkeypatch.setattr(prefix_store_arcaligner, "ROWS_AT_ONCE", 3)
     monkeypatch.setattr(prefix_store_arcaligner, "read_passages", reader)
     found = rank_passages(apart, questions, documents)
-    assert reader.call_count == 1 and apart.misses == 9  # equal passages once, and one that is empty
-    for one, alone in zip(found, expected, strict=True):
+    assert reader.call_count == 1 and apart.misses == 8  # equal passages once
+    monkeypatch.setattr(prefix_store_arcaligner, "PASSAGES_AT_ONCE", 4)
+    some = separate[0].slot_prefix_store(separate[1], max_bytes=0)
+    found += rank_passages(some, questions, documents)
+    assert reader.call_count == 1 + 3  # of ten passages, four at once
+    for one, alone in zip(found, 2 * expected, strict=True):
         sure = {number: pytest.approx(passage.confidence, abs=1e-5) for number, passage in alone.items()}
         assert {number: passage.confidence for number, passage in one.items()} == sure
+
+
+def test_a_model_whose_weights_cannot_be_watched_ranks_passages_and_keeps_none(separate, ask_apart, caplog):
+    class Int8Parameter(torch.nn.Parameter):
+        """As quantizers have."""
+
+    expected, linear = ask_apart(QUESTION, documents=PASSAGES), separate[0].lm_head
+    linear.weight = Int8Parameter(linear.weight)
+    assert ask_apart(QUESTION, documents=PASSAGES) == expected
+    assert "`lm_head.weight` is of type Int8Parameter" in caplog.text and "is not kept" in caplog.text
+    store = separate[0].slot_prefix_store(separate[1])
+    assert [store.prepare(QUESTION, PASSAGES[:2]).num_kept for _ in range(2)] == [[0], [0]] and len(store) == 0
 
 
 def test_what_cannot_be_ranked_is_refused(model, fitted, apart, ask, ask_apart):

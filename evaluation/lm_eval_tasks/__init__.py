@@ -6,10 +6,9 @@ A prompt is JSON, so that the model gets question and documents apart: `{"questi
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, Features
+from datasets import Dataset
 
 from ...common.rows import ROW_FIELDS
-from ...train.examples import ROW_FEATURES
 from ..metrics import contains_match, token_f1
 from ..tasks import TASKS
 
@@ -17,8 +16,7 @@ from ..tasks import TASKS
 def rows(task: str, data: str | None = None, **_: Any) -> dict[str, Dataset]:
     """The rows of `task`: of `<task>.jsonl(.gz)` in the folder `data` (`--metadata data=...`), else of the Hub."""
     found = TASKS[task].load(Path(data) if data else None)
-    features = Features({key: ROW_FEATURES[key] for key in ROW_FIELDS})
-    return {"test": Dataset.from_list([{key: row[key] for key in ROW_FIELDS} for row in found], features=features)}
+    return {"test": Dataset.from_list([{key: row[key] for key in ROW_FIELDS} for row in found])}
 
 
 def scores(row: dict, predictions: list[str]) -> dict[str, float]:

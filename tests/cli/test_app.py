@@ -134,7 +134,7 @@ def test_a_checkpoint_that_is_nowhere_is_asked_for_once_and_not_for_long(run_cli
     monkeypatch.setattr(shared, "load_pipeline", cli_load_pipeline)
     code, _, err = run_cli(*command.split(), "--checkpoint", "nowhere/x")
     assert code == 1 and "There is no aligner at nowhere/x: neither a checkpoint folder" in err.replace("\n", " ")
-    model_info.assert_called_once_with("nowhere/x", timeout=1.5)
+    model_info.assert_called_once_with("nowhere/x", timeout=shared.HUB_SECONDS)
 
 
 def test_mistakes_end_in_one_clear_line(answer, base_model_dir, document, tmp_path, monkeypatch):

@@ -132,5 +132,5 @@ def test_size_and_time_of_a_conversion_are_bounded(monkeypatch, tmp_path):
 def test_a_library_that_is_missing_is_named(monkeypatch, tmp_path):
     (tmp_path / "pdfplumber.py").write_text("raise ImportError(name='pdfplumber')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(ImportError, match=r"a\.pdf needs pdfplumber: `pip install 'arcaligner\[files\]'`"):
+    with pytest.raises(ValueError, match=r"a\.pdf needs pdfplumber: `pip install 'arcaligner\[files\]'`"):
         read_file("a.pdf", pdf(PAGE))

@@ -78,7 +78,7 @@ def test_a_large_document_is_encoded_in_parts_and_written_in_one_step(
     source.write_text(" ".join(f"Sentence {number} stands here." for number in range(11)))
     build_corpus([str(source)], corpus, processor, on_batch=lambda report: told.append(corpus.table.version))
     assert told == [version + 1]
-    passages = passages_of(read_documents([str(source)], pytest.fail), 6, "en")
+    passages = passages_of(read_documents([str(source)], pytest.fail, tmp_path), 6, "en")
     expected = passage_rows(passages, processor, corpus)
     assert len(corpus) == 11 and rows_of(corpus).equals(expected.sort_by("id").select(rows_of(corpus).column_names))
 
@@ -100,7 +100,7 @@ def test_passages_have_the_page_or_heading_that_they_stand_under(tmp_path, proce
 
 def test_a_changed_document_is_replaced_in_one_step_and_a_removed_one_is_gone(corpus, letters, processor):
     before, version = rows_of(corpus).to_pylist(), corpus.table.version
-    letter, ski = str(letters / "letter.txt"), str(letters / "old" / "ski.md")
+    letter, ski = "letters/letter.txt", "letters/old/ski.md"
     (letters / "letter.txt").write_text("Short now.", encoding="utf-8")
     seen = []
     report = build_corpus([str(letters)], corpus, processor, on_batch=lambda report: seen.append(corpus.table.version))
@@ -125,8 +125,8 @@ def test_prune_removes_what_is_in_no_source_and_keeps_what_may_be_in_one_that_ca
     (letters / "picture.png").write_bytes(b"\x89PNG")
     report = build_corpus([str(letters)], corpus, processor, prune=prune)
     assert (report.added, report.removed, report.unchanged, len(report.skipped)) == (1, int(prune), 0, 3)
-    known = {str(letters / name) for name in ("letter.txt", "new.txt")}
-    assert corpus.documents() == (known if prune else known | {str(letters / "old" / "ski.md")}) and not caplog.text
+    known = {"letters/letter.txt", "letters/new.txt"}
+    assert corpus.documents() == (known if prune else known | {"letters/old/ski.md"}) and not caplog.text
     for path in letters.glob("*.txt"):
         path.unlink()
     with pytest.raises(ValueError, match="There is no document"):
@@ -134,7 +134,7 @@ def test_prune_removes_what_is_in_no_source_and_keeps_what_may_be_in_one_that_ca
     (more := tmp_path / "more.txt").write_text("More.")
     (letters / "rows.jsonl").write_text("{")  # nobody knows the ids of its rows
     assert build_corpus([str(letters), str(more)], corpus, processor, prune=prune).removed == 0
-    assert corpus.documents() >= known | {str(more)}
+    assert corpus.documents() >= known | {"more.txt"}
     assert ("no document was removed, since 1 sources or rows could not be read" in caplog.text) == prune
 
 
@@ -151,6 +151,13 @@ def test_parts_of_a_data_set_are_read_once_and_have_their_own_ids(make_corpus, p
     assert build_corpus(sources, corpus, processor, prune=True).added == 4 and opened == ["train", "test"]
     assert corpus.documents() == {f"{source}#{number}" for source in sources for number in (1, 2)}
     assert build_corpus(sources[:1], corpus, processor, prune=True).removed == 2
+
+
+def test_a_file_has_one_id_however_it_is_named(letters, corpus, processor, monkeypatch):
+    monkeypatch.chdir(letters / "old")
+    for source in ("..", "../../letters", str(letters)):
+        assert build_corpus([source], corpus, processor).unchanged == 2
+    assert corpus.documents() == {"letters/letter.txt", "letters/old/ski.md"}
 
 
 def test_ids_are_data_whatever_they_hold(tmp_path, processor, make_corpus):
@@ -172,10 +179,11 @@ def test_each_kind_of_source_gives_its_documents(tmp_path):
     nowhere = pa.array([0, 0], pa.timestamp("s", tz="Nowhere"))  # a column that Python cannot read
     table = pa.table({"body": ["Five.", "Six."], "name": ["C", None], "when": nowhere})
     pyarrow.parquet.write_table(table, tmp_path / "c.parquet")
-    sources = ["a.jsonl.gz", "b.jsonl", "c.parquet?text=body&title=name"]
+    (tmp_path / "Who?.txt").write_text("Ada.")  # no option
+    sources = ["a.jsonl.gz", "b.jsonl", "c.parquet?text=body&title=name", "Who?.txt"]
     documents = list(read_documents([str(tmp_path / each) for each in sources], skip=pytest.fail))
     assert [(each.title, each.text) for each in documents] == [
-        ("A", "One."), ("", "Two."), ("B", "Three."), ("", "Four ?."), ("B", "Three."), ("C", "Five."), ("", "Six.")
+        ("A", "One."), ("", "Two."), ("B", "Three."), ("", "Four ?."), ("B", "Three."), ("C", "Five."), ("", "Six."), ("", "Ada."),
     ]  # fmt: skip
     assert documents[0].id == f"{tmp_path}/a.jsonl.gz#1" and documents[1].id == "7"
     assert documents[2] == documents[4]

@@ -127,7 +127,7 @@ def test_what_cannot_be_read_ahead_is_refused(run_cli, corpus, apart, checkpoint
     assert code == 1 and out == "" and "reads the passages of a question jointly" in err
     with corpus.writing(), pytest.raises(ValueError, match="Another process writes"):
         read_corpus(corpus, *apart)
-    assert not corpus.kept_folder
+    assert not corpus.kept_folder.exists()
     full = Mock(side_effect=SafetensorError("No space left on device"))
     monkeypatch.setattr("arcaligner.generation_arcaligner.save_file", full)
     with pytest.raises(OSError, match="could not be written. Make room, and run this again"):

@@ -166,7 +166,7 @@ def test_files_that_are_dropped_become_passages_and_what_cannot_be_read_is_said(
     browser.evaluate("$('top-k').value = 1")
     ask(browser, text="Own.", question="What are ships made of?")
     assert shown(browser, "article h3") == ["ships.md – Ships"]
-    assert browser.seen("#chosen").startswith("1 of 3 passages read")
+    assert browser.seen("#chosen").startswith("1 of 3 passages sent")
 
 
 def test_markup_in_files_and_their_names_is_text(browser):
