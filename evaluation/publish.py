@@ -162,8 +162,8 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any]) -> list[str]:
         f"F1 in percent, {counts} questions per set, about passages of {min(lengths):.0f} to {max(lengths):.0f} tokens "
         f"(means). Times: {passages} passages, {tokens} tokens, in float32 on {latency['machine']['cores']} CPU cores. "
         "*Rate*: tokens of text per position. *Fine-tuned*: the same model, taught on 4,000 questions to answer from "
-        "text. A slot holds what a text says better than its spelling, so answers from slots, and from cut text, prefer "
-        "the passages' own words (`copy_bonus`); without that, slots lose "
+        "text. A slot holds what a text says better than its spelling, so answers from slots, and from cut text, "
+        "prefer the passages' own words (`copy_bonus`); without that, slots lose "
         f"{loss_without_copying('')} points at 2, {loss_without_copying('_x4')} at 4."
     )
     return [*markdown_table(columns, rows), "", *textwrap.wrap(note, 120)]

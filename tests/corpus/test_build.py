@@ -183,7 +183,8 @@ def test_each_kind_of_source_gives_its_documents(tmp_path):
     sources = ["a.jsonl.gz", "b.jsonl", "c.parquet?text=body&title=name", "Who?.txt"]
     documents = list(read_documents([str(tmp_path / each) for each in sources], skip=pytest.fail))
     assert [(each.title, each.text) for each in documents] == [
-        ("A", "One."), ("", "Two."), ("B", "Three."), ("", "Four ?."), ("B", "Three."), ("C", "Five."), ("", "Six."), ("", "Ada."),
+        ("A", "One."), ("", "Two."), ("B", "Three."), ("", "Four ?."), ("B", "Three."), ("C", "Five."), ("", "Six."),
+        ("", "Ada."),
     ]  # fmt: skip
     assert documents[0].id == f"{tmp_path}/a.jsonl.gz#1" and documents[1].id == "7"
     assert documents[2] == documents[4]
