@@ -108,7 +108,6 @@ class SlotGenerationMixin(GenerationMixin):
         gate_threshold=None,
         max_refinement_steps=None,
         refinement_budget=None,
-        context_mask=None,
         cache=None,
         **kwargs,
     ):
@@ -135,8 +134,6 @@ class SlotGenerationMixin(GenerationMixin):
             model_inputs["context_embeds"] = context_embeds
             model_inputs["context_word_ids"] = context_word_ids
             model_inputs["context_passage_ids"] = context_passage_ids
-            if new_ids is None:
-                model_inputs["context_mask"] = context_mask
             wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
             model_inputs |= dict(zip(REFINEMENT_SETTINGS, wanted, strict=True))
         return model_inputs

@@ -225,7 +225,6 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         max_refinement_steps: int | None = None,
         refinement_budget: float | None = None,
         is_generated: bool = False,
-        context_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         **kwargs,
     ) -> ArcAlignerModelOutputWithPast:
@@ -245,8 +244,6 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 Maximum number of operations of a row's refinement, as a share of those of the prefill up to its last
                 slot; see [`RefinementBudget`]. 0 is no refinement, infinity is no limit.
             is_generated (`bool`, defaults to `False`): Set by `generate` for new tokens, which are never slots.
-            context_mask (`torch.Tensor` of shape `(batch, seq_len)`, *optional*):
-                With `inputs_embeds`: 1 at slots; their rows of `inputs_embeds` are not used.
 
         Raises:
             `ValueError`: slots and embeddings that do not fit each other, slots after a non-empty cache, a prompt
@@ -255,7 +252,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         cache = one_cache(past_key_values, cache)
         wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
         check_gates(*wanted)
-        slot_mask = self._get_slot_mask(input_ids, context_embeds, context_mask, is_generated)  # (batch, seq_len)
+        slot_mask = self._get_slot_mask(input_ids, context_embeds, is_generated)  # (batch, seq_len)
         has_slots, given = slot_mask is not None, inputs_embeds if input_ids is None else input_ids
         if not has_slots and given is not None and self.training and torch.is_grad_enabled():
             # Zero gradients instead of none: other processes wait for those of each trained parameter.
@@ -299,26 +296,19 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         return slot_mask, embeds, slot_mask.new_zeros(len(given), 0, 1).long() if self.config.word_parts else None
 
     def _check_slot_inputs(self, slot_mask, input_ids, inputs_embeds, context_embeds, context_word_ids) -> None:
-        if inputs_embeds is not None and (input_ids is not None or inputs_embeds.shape[:2] != slot_mask.shape):
-            raise ValueError(
-                "Got `inputs_embeds` with `input_ids`, or of other rows and positions than `context_mask`. Pass "
-                "`input_ids` alone, or `inputs_embeds` (batch, seq_len, hidden) with a mask (batch, seq_len)."
-            )
+        if inputs_embeds is not None and input_ids is not None:
+            raise ValueError("Got `inputs_embeds` and `input_ids`. Pass one of them, with slots `input_ids`.")
         check_adapters(self.backbone)
         check_context_embeds(self.config, slot_mask, context_embeds)
         check_word_ids(self.config, context_embeds, context_word_ids)
 
-    def _get_slot_mask(self, input_ids, context_embeds, context_mask, is_generated) -> torch.BoolTensor | None:
+    def _get_slot_mask(self, input_ids, context_embeds, is_generated) -> torch.BoolTensor | None:
         """`M_r` (batch, seq_len): where `input_ids` holds context tokens. `None` for an input without slots."""
         if input_ids is None:
-            if context_embeds is not None and context_mask is not None:
-                check_ids(context_mask, "`context_mask`")
-                return context_mask.bool()
             if context_embeds is not None:
                 raise ValueError(
                     "Got `context_embeds` without `input_ids`. Slots are found by their context tokens: pass "
-                    f"`input_ids` with `context_token_id` {self.config.context_token_id} where the slots are, or a "
-                    "`context_mask` with `inputs_embeds`."
+                    f"`input_ids` with `context_token_id` {self.config.context_token_id} where the slots are."
                 )
             return None
         if context_embeds is None and (is_generated or torch.compiler.is_compiling()):

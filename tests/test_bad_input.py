@@ -105,7 +105,7 @@ def test_labels_beyond_the_vocabulary(model, value):
             model(**GOOD, labels=torch.full(IDS.shape, value), skip_logits=skip_logits)
 
 
-def test_embeddings_of_words_need_a_mask_and_no_ids(model):
+def test_embeddings_of_words_come_without_ids_and_slots(model):
     words = model.get_input_embeddings()(IDS.clamp(max=SLOT - 1))
     for call in (model, model.model):
         with pytest.raises(ValueError, match=r"(?s)`?inputs_embeds`?.*`?input_ids`?"):

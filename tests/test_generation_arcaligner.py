@@ -118,20 +118,12 @@ def test_logits_processors_work_on_prompts_of_slots(model, processor):
 # Other forms of input and output
 
 
-@pytest.mark.parametrize("counts, options", [([0, 0], {}), ([3, 0, 5], {}), ([3, 0, 5], {"num_beams": 2})])
-def test_embeddings_and_a_mask_of_slots_are_read_as_the_tokens_they_stand_for(counts, options):
-    """What `inputs_embeds` has at a slot is not read; without slots no mask is needed."""
-    model = tiny_aligner()
-    batch = prompts(model, counts)
+def test_embeddings_of_text_are_read_as_its_tokens(model):
+    batch = prompts(model, [0, 0])
     ids = batch.pop("input_ids")
-    context_mask = ids == model.config.context_token_id
-    words = model.get_input_embeddings()(ids.masked_fill(context_mask, 7))
-    placed = {**batch, "inputs_embeds": words} | ({"context_mask": context_mask.long()} if any(counts) else {})
-    with torch.no_grad():
-        expected, found = model(input_ids=ids, **batch), model(**placed)
-    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=0)
-    assert not any(counts) or torch.equal(found.recursion_depth, expected.recursion_depth)
-    answers, whole = model.generate(**placed, **GREEDY, **options), model.generate(ids, **batch, **GREEDY, **options)
+    words = model.get_input_embeddings()(ids)
+    torch.testing.assert_close(model(inputs_embeds=words, **batch).logits, model(ids, **batch).logits, rtol=0, atol=0)
+    answers, whole = model.generate(inputs_embeds=words, **batch, **GREEDY), model.generate(ids, **batch, **GREEDY)
     assert torch.equal(answers, whole[:, ids.shape[1] :])
 
 
