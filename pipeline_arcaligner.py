@@ -40,10 +40,9 @@ _READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
 _OF_ROWS = ("context_embeds", "context_word_ids", "context_passage_ids", "copied", "about")  # of each row
 LONGEST_PASSAGE, CUT_PASSAGE = 250, 180  # words: longer documents are cut into pieces of so many
 
-# How likely it is that passages answer a question. Beyond the paper: a frozen model shows in its middle layers whether
-# it found an answer. A logistic regression, the processor's `answer_probe`, reads this from the states of the prompt's
-# last token. Of all passages together, and beside how well these match the question's words, it says whether to believe
-# the answer; of each by itself, which ones to read.
+# How likely passages are to answer a question, beyond the paper: middle layers of a frozen model show whether it found an
+# answer. A logistic regression, the processor's `answer_probe`, reads it from the states of the prompt's last token: of
+# all passages, beside the match of their words, whether to believe the answer; of each alone, which ones to read.
 
 
 def check_max_passages(processor, max_passages: int) -> None:
@@ -376,14 +375,13 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         **kwargs,
     ) -> dict[str, Any]:
         """`input_ids`, `attention_mask` (1, seq_len) and, in `row`, what is not padded."""
-        slots = {name: kwargs.pop(name) for name in _SLOT_OPTIONS if name in kwargs}
-        gates = {name: kwargs.pop(name) for name in REFINEMENT_SETTINGS if name in kwargs}
+        slots, gates = ({n: kwargs.pop(n) for n in own if n in kwargs} for own in (_SLOT_OPTIONS, REFINEMENT_SETTINGS))
         prompt, documents, is_question = _read_input(prompt_text, documents)
         chat = Chat([{"role": "user", "content": prompt}]) if is_question else prompt
+        given = [] if documents is None else documents_of(documents, "`documents` of row 0")
+        passages, read = cut_documents(self.processor, given)
         if isinstance(prompt, Chat):
             check_conversation(prompt.messages)
-        documents = None if documents is None else documents_of(documents, "`documents` of row 0")
-        passages, read = cut_documents(self.processor, documents or [])
         confidences, copied, about = None, [], ("", [])
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
@@ -393,24 +391,27 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             if isinstance(asked, Chat) and template["continue_final_message"] is None:
                 template["continue_final_message"] = asked.messages[-1]["role"] == "assistant"
             template["add_generation_prompt"] = not template["continue_final_message"]
-            slots = {"sanitize_control_tokens": True} | slots
+            slots.setdefault("sanitize_control_tokens", True)
             messages = asked.messages if isinstance(asked, Chat) else asked
-            max_passages = max_passages or passages_to_read(self.processor) or len(read)
-            if len(read) > max_passages:
-                (ranked,) = rank_passages(self._passages, [messages], [passages], **slots, **template, **gates)
-                surest = sorted(ranked, key=lambda number: ranked[number].confidence)  # of a document's the last counts
-                confidences = {read[number].document: ranked[number].confidence for number in surest}
-                numbers = likeliest(ranked, max_passages)
-                read, passages = [read[number] for number in numbers], [passages[number] for number in numbers]
-            slots |= {"documents": None if documents is None else passages}
-            copied = [] if template["continue_final_message"] else slots["documents"]  # else an answer has begun
-            is_whole = slots.get("max_slots") is None  # else some texts may not be read
-            about = messages, is_whole and slots["documents"] or []
-            slots |= {"return_segments": return_slots, "return_tensors": "pt"}
-            encoded = self._encode(asked, slots, template, **kwargs)
-        row = {"copied": copied or [], "about": about}
-        row |= self._describe_row(encoded, is_question, return_slots, read, confidences)
+            numbers, confidences = self._choose(messages, passages, read, max_passages, slots | template | gates)
+            read, passages = [read[number] for number in numbers], [passages[number] for number in numbers]
+            copied = [] if template["continue_final_message"] else passages  # else an answer has begun
+            about = messages, passages if slots.get("max_slots") is None else []  # else some texts may not be read
+            slots |= {"documents": None if documents is None else passages, "return_segments": return_slots}
+            encoded = self._encode(asked, slots | {"return_tensors": "pt"}, template, **kwargs)
+        row = self._describe_row(encoded, is_question, return_slots, read, confidences)
+        row |= {"copied": copied, "about": about}
         return {name: encoded[name] for name in ("input_ids", "attention_mask")} | {"row": row, "prompt_text": chat}
+
+    def _choose(
+        self, asked: str | list, passages: list, pieces: list[Segment], max_passages: int | None, options: dict
+    ) -> tuple[Sequence[int], dict[int, float] | None]:
+        """The numbers of the passages to read and, where some are left out, of each document the highest confidence."""
+        if len(passages) <= (most := max_passages or passages_to_read(self.processor) or len(passages)):
+            return range(len(passages)), None
+        (ranked,) = rank_passages(self._passages, [asked], [passages], **options)
+        surest = sorted(ranked, key=lambda number: ranked[number].confidence)  # of a document's the last one counts
+        return likeliest(ranked, most), {pieces[number].document: ranked[number].confidence for number in surest}
 
     def _encode(
         self,
