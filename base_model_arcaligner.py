@@ -536,12 +536,13 @@ class WatchedWeights:
         modules, parts, read = dict(self.module.named_modules()), {}, {}
         # The same weights in other classes, or with another adapter on, compute something else.
         first = hashlib.sha256(repr((adapters, [(name, type(m).__qualname__) for name, m in modules.items()])).encode())
+        for name, weight in [*self.module.named_parameters(), *self.module.named_buffers()]:
+            _check_watchable(name, weight)  # before any is read
         for prefix, module in modules.items():
             for name, weight in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
                 if id(weight) in read:  # tied weights once
                     continue
                 whole_name = f"{prefix}.{name}".lstrip(".")
-                _check_watchable(whole_name, weight)
                 read[id(weight)] = _Read(module, name, weight, weight.detach(), _version(weight))
                 digest = hashlib.sha256(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).digest()
                 part = parts.setdefault(self._part_of(whole_name), first.copy())

@@ -40,7 +40,7 @@ _READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
 _OF_ROWS = ("context_embeds", "context_word_ids", "context_passage_ids", "copied", "about")  # of each row
 LONGEST_PASSAGE, CUT_PASSAGE = 250, 180  # words: longer documents are cut into pieces of so many
 
-# How likely passages are to answer a question, beyond the paper: middle layers of a frozen model show whether it found an
+# How likely passages answer a question, beyond the paper: middle layers of a frozen model show whether it has found an
 # answer. A logistic regression, the processor's `answer_probe`, reads it from the states of the prompt's last token: of
 # all passages, beside the match of their words, whether to believe the answer; of each alone, which ones to read.
 

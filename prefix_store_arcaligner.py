@@ -59,8 +59,7 @@ from .slot_rows_arcaligner import check_can_separate, pad_passage_ids
 
 logger = logging.get_logger(__name__)
 
-# Passages that `each_alone` reads at once, and rows that it makes of them at once: enough for fast products, few enough
-# to hold in memory, however long a document is.
+# Passages that `each_alone` reads, and rows that it makes, at once: enough for fast products, few enough for the memory.
 PASSAGES_AT_ONCE, ROWS_AT_ONCE = 32, 16
 
 
@@ -231,7 +230,7 @@ class SlotPrefixStore:
             for unit in each.units[1:]
             if unit.passages != []
         ]
-        for rows in (alone[start : start + PASSAGES_AT_ONCE] for start in range(0, len(alone), PASSAGES_AT_ONCE)):
+        for rows in (alone[first : first + PASSAGES_AT_ONCE] for first in range(0, len(alone), PASSAGES_AT_ONCE)):
             entries, missing = self._fetch([each for _, each in rows], settings)
             rows.sort(key=lambda row: entries[row[1].units[1].key].shape[3])  # of about one length together
             for some in (rows[start : start + ROWS_AT_ONCE] for start in range(0, len(rows), ROWS_AT_ONCE)):
@@ -241,8 +240,8 @@ class SlotPrefixStore:
 
     @torch.no_grad()
     def keep(self, questions, documents=None, **kwargs) -> list[Path]:
-        """Reads passages ahead, where they are not kept yet. What is kept serves any question with the same text before
-        its slots, such as the same system message.
+        """Reads passages ahead, where they are not kept yet, for questions with the same text before their slots, such
+        as the same system message. Refuses a model of which nothing can be kept.
 
         Args:
             questions, documents, kwargs: As for `prepare`.
@@ -251,6 +250,7 @@ class SlotPrefixStore:
             `list[Path]`: Where the folder has the passages, and the text before them.
         """
         asked, settings = self._ask(questions, documents, **kwargs)
+        self.weights(asked[0].units[1].passages)
         entries, _ = self._fetch(asked, settings)
         return [] if self.folder is None else [self._path(key) for key in entries]
 
@@ -358,7 +358,7 @@ class SlotPrefixStore:
             except UnwatchableError as error:  # a quantized model answers as any other
                 logger.warning_once(str(error))
                 weights = None
-            # What all passages have in common, digests of the weights among it, is digested once.
+            # What all passages have in common, the weights among it, is digested once.
             shared = shared_fingerprint(self.model, self.processor, weights or {}, settings)
             shared |= {} if self.dtype is None else {"kept_dtype": self.dtype}
             digest = json_digest(shared)

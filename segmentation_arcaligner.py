@@ -128,7 +128,7 @@ def text_of(document, number: int) -> str:
     if not isinstance(text, str):
         raise ValueError(
             f"Document {number} is of type {type(document).__name__}"
-            + (f" with {', '.join(map(repr, document)) or 'nothing'}" if isinstance(document, dict) else "")
+            + (f" with {[*document][:9]}, `text` of type {type(text).__name__}" if isinstance(document, dict) else "")
             + '; expected a string or {"title": str, "text": str}.'
         )
     check_text(text, f"Document {number}")

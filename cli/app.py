@@ -308,7 +308,7 @@ def serve_answers(
     asked |= {"max_passages": max_passages, "max_batch": max_batch, "prefix_bytes": prefix_megabytes * 2**20}
     with busy("Loading the aligner and its base model"):
         engine = shared.load_engine(checkpoint, corpus, dtype, **asked)
-    messages.print(f"{settings.model} answers under /v1, the page is under /", soft_wrap=True)
+    messages.print(f"{settings.model} answers under /v1, and the page under /, once it listens", soft_wrap=True)
     serve(engine, settings)
 
 

@@ -9,7 +9,6 @@ set of the Hub. Columns are named as in `rows.py`:
     wikimedia/wikipedia?name=20231101.en&title=title  a data set of the Hub
 """
 
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -84,7 +83,7 @@ def _read_source(source: str, skip: Callable[..., None], home: Path) -> Iterator
 
 
 def _id_of(file: Path, home: Path) -> str:
-    path, folder = Path(os.path.abspath(file)), os.path.abspath(home)  # links are not followed
+    path, folder = file.parent.resolve() / file.name, home.resolve()  # links of folders are followed
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
 
 

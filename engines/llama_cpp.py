@@ -33,7 +33,8 @@ from .gguf_files import ADAPTER_FILE, check_base_model
 TESTED_VERSION = "0.3.36"
 CACHE_TYPES = {"f16": 1, "f32": 0}  # GGML's numbers
 KEPT_STATES = 8  # of passages that were asked about, for further questions about them
-WARNING, ERROR = 3, 4  # GGML's levels of what it logs
+# GGML's levels of what it logs, in pieces; a `CONTINUED` piece is of the message before it.
+WARNING, ERROR, CONTINUED = 3, 4, 5
 
 _warnings: list[str] = []  # from llama.cpp, since the last call that was checked
 
@@ -49,9 +50,14 @@ def import_llama_cpp() -> Any:
             "in some minutes and needs a C++ compiler."
         ) from error
 
+    is_warning = False
+
     @api.llama_log_callback
     def note(level: int, text: bytes, _) -> None:
-        if level in (WARNING, ERROR):
+        nonlocal is_warning
+        if level != CONTINUED:
+            is_warning = level in (WARNING, ERROR)
+        if is_warning:
             _warnings.append(text.decode(errors="replace"))
 
     api.note_of_arcaligner = note  # llama.cpp calls it as long as the module lives

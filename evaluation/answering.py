@@ -5,12 +5,13 @@ text, or slots. The prompt with text differs from the one with slots only there.
 """
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import find_executable_batch_size
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from peft import PeftModel
 from rich.progress import Progress
 from torch.nn.utils.rnn import pad_sequence
@@ -33,6 +34,8 @@ from ..train.prompts import (
     text_prompt,
     with_likeliest,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,8 @@ def answer_slots(
         layer.set_scale(ADAPTER_NAME, 0.0)
     try:
         if max_passages is not None:
-            store = model.slot_prefix_store(processor, max_bytes=0)  # reads passages one by one, and keeps none
-            read = with_likeliest(store, rows, max_passages, tokens_per_slot=tokens_per_slot, **refinement)
+            settings = {"tokens_per_slot": tokens_per_slot, **refinement}
+            read = with_likeliest(_store(model, processor), rows, max_passages, **settings)
         inputs = slot_inputs(processor, read, tokens_per_slot).to(model.device)
         num_slots = (inputs["input_ids"] == model.config.context_token_id).sum(dim=1).tolist()
         asked = {"questions": [row["question"] for row in read], "passages": [row["passages"] for row in read]}
@@ -121,6 +124,12 @@ def answer_slots(
     finally:
         for layer in layers:
             layer.set_scale(ADAPTER_NAME, 1.0)
+
+
+@functools.lru_cache(1)
+def _store(model, processor: ArcAlignerProcessor):
+    """Reads passages one by one, and keeps none. Of all batches: what is watched of the weights is read once."""
+    return model.slot_prefix_store(processor, max_bytes=0)
 
 
 def answer_apart(model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: None = None) -> list[Answer]:
@@ -193,18 +202,24 @@ def load_text_lora(aligner: str, lora: str, device: str):
 
 def in_batches(rows: list[Row], batch_size: int, run: Callable[[list[Row]], Any], title: str) -> None:
     """Runs a function on batches of rows, under a bar with a title. The longest passages come first: there is little
-    padding, and a lack of memory shows at once. Then batches become smaller."""
+    padding, and a lack of memory shows at once. Then batches are halved."""
     rows = sorted(rows, key=lambda row: sum(len(passage["text"]) for passage in row["passages"]), reverse=True)
     done = 0
     with Progress(transient=True) as progress:
         bar = progress.add_task(title, total=len(rows))
 
-        @find_executable_batch_size(starting_batch_size=batch_size)
-        def go_on(size: int) -> None:
-            nonlocal done
-            while done < len(rows):
-                run(rows[done : done + size])
-                done += size
+        while done < len(rows):
+            batch = rows[done : done + batch_size]
+            try:
+                run(batch)
+            except (RuntimeError, MemoryError) as error:
+                if len(batch) == 1 or not (isinstance(error, MemoryError) or should_reduce_batch_size(error)):
+                    raise
+            else:
+                done += len(batch)
                 progress.update(bar, completed=done)
-
-        go_on()
+                continue
+            # After the `except` block, where nothing holds the tensors of the failed batch.
+            batch_size = len(batch) // 2
+            logger.warning("out of memory: going on with batches of %d", batch_size)
+            clear_device_cache(garbage_collection=True)

@@ -256,12 +256,13 @@ class Engine:
         (request,) = group
         if request.cancelled or time.monotonic() - request.arrived > self.limits.seconds:
             raise TimeoutError(f"The request waited for more than {self.limits.seconds:g} seconds.")
-        rate, most = request.tokens_per_slot, self.limits.max_slots_asked
+        rate = request.tokens_per_slot
         if request.documents is not None:
             began = time.perf_counter()
             documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in request.documents]
             documents, pieces = cut_documents(self.processor, documents)
-            encoded = self._encode(json.dumps(documents), rate)  # as text, which a cache can look up
+            # As text, which a cache can look up. The slots are counted before any is encoded.
+            encoded = self._encode(json.dumps(documents), rate, self._room(request, len(documents)))
             documents = [each | {"number": piece.document} for each, piece in zip(documents, pieces, strict=True)]
             seconds = {"retrieval": 0.0, "slots": time.perf_counter() - began}
             request.passages = SlotPassages(documents, encoded, seconds)
@@ -273,14 +274,20 @@ class Engine:
         if rate not in (None, self.retriever.corpus.settings["tokens_per_slot"]):
             began = time.perf_counter()
             texts = [{name: each[name] for name in ("title", "text")} for each in passages.documents]
-            passages.encoded = self._encode(json.dumps(texts), rate)
+            passages.encoded = self._encode(json.dumps(texts), rate, self._room(request, len(texts)))
             passages.seconds["slots"] += time.perf_counter() - began
-        if (num_slots := len(passages.encoded.context_embeds)) > most:
+        num_slots, most = len(passages.encoded.context_embeds), self._room(request, len(passages.documents))
+        if num_slots > most:
             raise ValueError(f"The passages have {num_slots} slots; expected at most {most}. Pass a lower `top_k`.")
         request.passages = passages
 
-    def _encode_documents(self, documents: str, tokens_per_slot: int | str | None) -> EncodedDocuments:
-        settings = {"tokens_per_slot": tokens_per_slot, "room": [self.limits.max_slots_asked]}
+    def _room(self, request: Request, num_passages: int) -> int:
+        """The most slots of so many passages: more where they are asked about one by one than where all are read."""
+        is_chosen = num_passages > (request.max_passages or num_passages)
+        return self.limits.max_slots_asked if is_chosen else self.limits.max_slots
+
+    def _encode_documents(self, documents: str, tokens_per_slot: int | str | None, room: int) -> EncodedDocuments:
+        settings = {"tokens_per_slot": tokens_per_slot, "room": [room]}
         return self.processor.slot_encoder.encode_batch([json.loads(documents)], **settings)[0]
 
     def _choose(self, group: list[Request]) -> None:

@@ -211,7 +211,10 @@ def test_loading_a_processor_does_not_read_the_aligners_configuration(checkpoint
         ({"text": 3, "documents": ["One."]}, "`text` is 3; expected a question"),
         ({"text": ["a", None], "documents": [[], []]}, "A question is of type NoneType"),
         ({"text": "a", "documents": ["One.", 7]}, "Document 1 is of type int"),
-        ({"text": "a", "documents": [{"title": "no text"}]}, "Document 0 is of type dict with "),
+        (
+            {"text": "a", "documents": [{"title": "no text"}]},
+            r"\['title'\], `text` of type NoneType; expected",
+        ),
         ({"text": ["a", "b"], "documents": [["One."]]}, "Got 2 questions but 1 entries of `documents`"),
         ({"text": "a", "context_embeds": np.zeros((2, 3))}, rf"shape \(2, 3\); expected .*{ENCODER_WIDTH}"),
         ({"text": "a", "context_embeds": np.full((1, ENCODER_WIDTH), np.nan)}, "NaN or infinite"),

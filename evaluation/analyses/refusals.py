@@ -36,6 +36,8 @@ def read_answers(run: Path, task: str, method: str) -> list[dict[str, Any]]:
             f"--recipe smollm2_135m --data FOLDER --tasks {','.join(TASKS)} --methods {method} --output {run}`."
         )
     processor = ArcAlignerProcessor.from_pretrained(file.settings()["checkpoint"])
+    if processor.answer_probe is None:
+        raise ValueError(f"{file.settings()['checkpoint']} has no `answer_probe` any more. Fit it, and ask again.")
     least, no_answer = processor.answer_probe["threshold"], processor.no_answer
     return [row | {"is_refused": row["confidence"] < least or row["prediction"] == no_answer} for row in answers]
 

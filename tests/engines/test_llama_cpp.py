@@ -188,7 +188,7 @@ def test_what_misfits_is_refused(exported, base_model, base_model_dir, tokenizer
     engine = make_engine()
     for documents, settings, message in (
         (DOCUMENTS * 20, {}, "may have [0-9]+ positions, but the engine's context holds 256"),
-        ([{"title": "Ada"}], {}, "Document 0 is of type dict with 'title'; expected"),
+        ([{"title": "Ada"}], {}, r"\['title'\], `text` of type NoneType; expected"),
         (DOCUMENTS, {"refinement_budget": 0.1}, "Unknown key `refinement_budget` in the settings of an answer"),
     ):
         with pytest.raises(ValueError, match=message):

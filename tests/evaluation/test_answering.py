@@ -132,7 +132,8 @@ def test_slots_are_the_same_on_any_machine(checkpoint_dir, tmp_path, monkeypatch
     "most, error, message",
     [
         (2, RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), None),
-        (0, torch.OutOfMemoryError("CUDA out of memory."), "reached zero"),
+        (2, MemoryError(), None),
+        (0, torch.OutOfMemoryError("CUDA out of memory."), "CUDA out of memory."),
         (2, RuntimeError("a bug"), "a bug"),
     ],
 )

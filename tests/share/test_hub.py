@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.checkpoint_arcaligner import CODE_FILES
-from arcaligner.common.files import ROOT
+from arcaligner.common.files import DEFAULT_CHECKPOINT, ROOT
 from arcaligner.share import hub
 
 REPO = "someone/aligner"
@@ -118,6 +118,13 @@ def test_the_readmes_push_is_one_commit_of_the_whole_checkpoint_and_nothing_else
     assert f'model="{REPO}", trust_remote_code=True' in card
     assert "| **slots** | segment | 9.7 |" in card and "- hotpotqa/hotpot_qa\n" in card
     ArcAlignerForCausalLM.from_pretrained(fake_hub.pull(tmp_path / "pulled"))
+
+
+def test_the_shipped_checkpoint_can_be_pushed(fake_hub):
+    hub.push_checkpoint(REPO, DEFAULT_CHECKPOINT)
+    assert {"encoder/adapter_config.json", "encoder/adapter_model.safetensors"} < fake_hub.files.keys() > CHECKPOINT
+    for name in fake_hub.files.keys() - {"README.md"}:
+        assert fake_hub.files[name] == (DEFAULT_CHECKPOINT / name).read_bytes(), name
 
 
 def test_a_trained_encoder_is_pushed_along_and_its_absence_is_refused(fake_hub, push, folder, tmp_path):
