@@ -59,7 +59,7 @@ from .slot_rows_arcaligner import check_can_separate, pad_passage_ids
 
 logger = logging.get_logger(__name__)
 
-# Passages that `each_alone` reads, and rows that it makes, at once: enough for fast products, few enough for the memory.
+# Passages that `each_alone` reads, and rows that it makes, at once: enough for fast products, few enough for memory.
 PASSAGES_AT_ONCE, ROWS_AT_ONCE = 32, 16
 
 

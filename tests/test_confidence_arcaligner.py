@@ -298,6 +298,8 @@ def test_a_model_whose_weights_cannot_be_watched_ranks_passages_and_keeps_none(s
     assert "`lm_head.weight` is of type Int8Parameter" in caplog.text and "is not kept" in caplog.text
     store = separate[0].slot_prefix_store(separate[1])
     assert [store.prepare(QUESTION, PASSAGES[:2]).num_kept for _ in range(2)] == [[0], [0]] and len(store) == 0
+    with pytest.raises(ValueError, match="`lm_head.weight` is of type Int8Parameter .* is not kept"):
+        store.keep(QUESTION, PASSAGES[:2])
 
 
 def test_what_cannot_be_ranked_is_refused(model, fitted, apart, ask, ask_apart):
