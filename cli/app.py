@@ -120,7 +120,7 @@ def source_line(source: dict[str, Any]) -> str:
     """Where a passage stands: its document and characters, its title and page, and the answer's characters."""
     line = f"{source['document']}:{source['start']}-{source['end']}"
     line += f" {source['title']}" if source["title"] else ""
-    line += f", page {source['page']}" if source.get("page") else ""
+    line += f", from page {source['page']}" if source.get("page") else ""
     if place := source.get("answer"):
         line += f", the answer at {source['start'] + place['start']}-{source['start'] + place['end']}"
     return one_line(line)
@@ -275,7 +275,7 @@ def ask_corpus(
     milliseconds = ", ".join(f"{name} {1000 * found.seconds[name]:.0f}" for name in parts)
     times = f"First token after {1000 * found.seconds['first_token']:.0f} ms: {milliseconds}"
     tell_confidence(found.confidence)
-    times += f"; {found.kept} of {counted(len(read), 'passage')} kept, not read again"
+    times += f"; {found.kept} of {counted(len(read), 'passage')} had been read before"
     messages.print(f"[dim]{compression_summary(found.statistics)}\n{times}[/]")
 
 
@@ -301,9 +301,10 @@ def serve_answers(
 ) -> None:
     """Serves an OpenAI-compatible API and a web page to ask from."""
     from ..server.app import ServerSettings
-    from ..server.listen import serve
+    from ..server.listen import check_port, serve
 
     settings = ServerSettings(Path(checkpoint).resolve().name, host, port, api_key or None)
+    check_port(host, port)
     asked = {"top_k": top_k, "tokens_per_slot": tokens_per_slot, "min_confidence": min_confidence}
     asked |= {"max_passages": max_passages, "max_batch": max_batch, "prefix_bytes": prefix_megabytes * 2**20}
     with busy("Loading the aligner and its base model"):

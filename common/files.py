@@ -113,22 +113,26 @@ def stable_number(key: str, modulus: int) -> int:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % modulus
 
 
-def read_json_lines(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON Lines file, gzipped or not.
+def read_json_lines(path: str | Path, skip: Callable[[str], Any] | None = None) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON Lines file, gzipped or not. `skip` is told of a line that is none, and it is left out.
 
     Raises:
-        `ValueError`: a line that is not a JSON object, with its number.
+        `ValueError`: without `skip`, a line that is not a JSON object, with its number.
     """
     opener = gzip.open if str(path).endswith(".gz") else open
     with opener(path, "rt", encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             try:
                 row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError(f"it is a {type(row).__name__}")
             except (ValueError, RecursionError) as error:  # also numbers and lists beyond Python's limits
-                raise ValueError(f"{path}, line {number} is not a JSON object: {error}.") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number} is not a JSON object but a {type(row).__name__}.")
-            yield row
+                what = f"{path}, line {number} is not a JSON object: {error}."
+                if skip is None:
+                    raise ValueError(what) from error
+                skip(what)
+            else:
+                yield row
 
 
 def describe_machine(device: str = "cpu") -> dict[str, Any]:

@@ -97,7 +97,7 @@ def _read_file(path: Path, name: str, options: dict[str, Any], skip: Callable[..
             else:
                 yield Document(name, *found)
         elif path.name.endswith(JSON_LINES):
-            yield from _documents_of_rows(name, read_json_lines(path), options, skip)
+            yield from _documents_of_rows(name, read_json_lines(path, skip), options, skip)
         elif path.suffix == ".parquet":
             with pyarrow.parquet.ParquetFile(path) as file:
                 columns = [options["text"], options["title"] or "title", "id", "passages"]  # those that are there

@@ -115,8 +115,8 @@ class Corpus:
             found = self.settings["format"]
         except (ValueError, LookupError, TypeError, OSError, RuntimeError) as error:
             raise ValueError(
-                f"{path} is not a corpus of ArcAligner, or a broken one: {error}. Name another folder, or remove the "
-                "broken corpus and build it anew."
+                f"{path} is not a corpus of ArcAligner, or a broken one: {error}. Name another folder; a broken "
+                "corpus has to be built anew."
             ) from error
         if found != FORMAT:
             raise ValueError(f"The corpus {path} has format {found}; this version reads {FORMAT}. Build it anew.")
@@ -230,9 +230,10 @@ class Corpus:
         with self.writing():
             known = self.digests(documents)
             if missing := [each for each in documents if each not in known]:
+                like = sorted(each for each in self.documents() if each.endswith(missing[0]))[:3]
                 raise ValueError(
                     f"The corpus {self.path} has no document {missing[0]!r}; expected ids, which `ask` prints before "
-                    "the colon."
+                    f"the colon{f', such as {like}' if like else ''}."
                 )
             self.delete(documents)
             self.optimize()

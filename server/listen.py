@@ -1,6 +1,7 @@
 """The server listens: connections that ask for nothing are closed, and what was begun is finished before it ends."""
 
 import asyncio
+import socket
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -55,6 +56,14 @@ class TimedConnection(H11Protocol):
         if self.deadline is not None:
             self.deadline.cancel()
             self.deadline = None
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises `OSError` for an address that cannot be listened on, before anything is loaded for it."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise OSError(f"Nobody can listen on {host}, port {port} ({error}). Choose another with `--port`.") from error
 
 
 def serve(engine: Engine, settings: ServerSettings) -> None:

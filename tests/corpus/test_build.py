@@ -203,7 +203,7 @@ def test_what_cannot_be_read_is_named_and_skipped(tmp_path, processor):
         "good.txt": (b"Good.",),
         "picture.png": (b"\x89PNG", "picture.png has none of the suffixes"),
         "rows.jsonl": (
-            "".join(json.dumps(row) + "\n" for row in rows).encode() + b"{",
+            "".join(json.dumps(row) + "\n" for row in rows).encode() + b'{\n{"text": "Last."}',
             "rows.jsonl#1 has neither a text",
             "a is the id of an earlier document with another text",
             "b has a title of 1001 characters; at most 1000 are read",
@@ -219,7 +219,7 @@ def test_what_cannot_be_read_is_named_and_skipped(tmp_path, processor):
     report = build_corpus([str(folder)], corpus, processor)
     messages = [message for _, *more in said.values() for message in more]
     assert all(part in found for part, found in zip(messages, report.skipped, strict=True))
-    assert (report.added, report.unchanged, len(corpus)) == (2, 2, 2)
+    assert (report.added, report.unchanged, len(corpus)) == (3, 2, 3)
 
 
 def test_sources_that_give_no_document_are_refused(tmp_path, make_corpus, monkeypatch):
@@ -273,7 +273,7 @@ def test_what_is_no_corpus_and_a_second_writer_are_refused(corpus, make_corpus, 
     with pytest.raises(ValueError, match="has format 1; this version reads 2. Build it anew"):
         Corpus(tmp_path / "old")
     for folder in (letters, tmp_path, tmp_path / "half", tmp_path / "odd"):
-        with pytest.raises(ValueError, match="is not a corpus of ArcAligner, or a broken one: .* remove the broken"):
+        with pytest.raises(ValueError, match="is not a corpus of ArcAligner, or a broken one: .* has to be built anew"):
             Corpus.create(folder, processor)
     with corpus.writing(), pytest.raises(ValueError, match="Another process writes"):
         make_corpus(letters)

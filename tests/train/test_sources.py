@@ -38,7 +38,7 @@ def test_rows_are_read_plain_and_gzipped_and_anew_when_the_file_has_changed(tmp_
 
 BAD_LINES = {
     "{": "line 2 is not a JSON object",
-    "7": "line 2 is not a JSON object but a int",
+    "7": "line 2 is not a JSON object: it is a int",
     '{"passages": [{"text": 7}]}': "line 2: a text is not where it belongs",
     '{"meta": {"gold": [1]}}': "line 2: `meta.gold` \\[1\\] names passages that are not there",
 }
