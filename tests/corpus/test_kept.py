@@ -115,7 +115,7 @@ def test_the_command_reads_the_likeliest_passage_or_refuses_and_leaves_no_thread
         code, out, err = run_cli(*ask, *options.split())
         err = re.sub(r"\s+", " ", err)
         assert code == 0 and len(re.findall(r":\d+-\d+", out)) == read
-        assert f"0 of {counted(read, 'passage')} kept" in err
+        assert f"0 of {counted(read, 'passage')} had been read before" in err
         assert (f"{3 - read} more found, less likely to answer" in err) == (read < 3)
         is_refused = "--min-confidence" in options
         assert out.startswith("not in the text\n") == is_refused == ("word for word" not in err)
