@@ -270,7 +270,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
 
     A document is a string or `{"title": str, "text": str}`; one of more than 250 words is cut into passages, and of
     several passages the likeliest is read (`max_passages`). A chat without documents has no slots: the unchanged base
-    model answers it. A question without documents has the one slot that stands for "no passages". Unlike the built-in
+    model answers it. A question with an empty list has the one slot that stands for "no passages". Unlike the built-in
     pipeline, this one samples only when asked to.
 
     Example:
@@ -536,17 +536,17 @@ def _read_input(given: Any, documents: list | None) -> tuple[str | Chat, list | 
     if isinstance(given, dict):
         documents = given.get("documents", documents)
         others = ", ".join(f"`{key}`" for key in given if key not in ("question", "messages", "documents"))
-        if documents is None and others and ("question" in given or "messages" in given):
+        if documents is None and ("question" in given or (others and "messages" in given)):
             raise ValueError(  # passages under another name would be ignored
-                f"A row has no `documents` but {others}. Passages go in `documents`, a list of strings or "
-                '{"title", "text"}; an empty list asks without any.'
+                f"A row has no `documents`{others and f' but {others}'}. Passages go in `documents`, a list of strings "
+                'or {"title", "text"}; an empty list asks without any.'
             )
     if isinstance(given, dict) and "messages" in given:
         if not isinstance(given["messages"], list | tuple):
             raise ValueError(f"`messages` is {given['messages']!r}; expected a list of messages.")
         return Chat(given["messages"]), documents, False
     if isinstance(given, dict) and isinstance(given.get("question"), str):
-        return given["question"], [] if documents is None else documents, True
+        return given["question"], documents, True
     if isinstance(given, str):
         return given, documents, documents is not None
     if isinstance(given, Chat):
