@@ -418,6 +418,7 @@ def compare(
     shared.silence_transformers()
     options = {"full_text_lora": full_text_lora, "top_k": top_k, "num_questions": num_questions, "device": device}
     options |= {"max_passages": max_passages, "rates": split_rates(tokens_per_slot)}
+    messages.print("Each question is answered from text and at each rate: some seconds a question on a CPU")
     show("\n".join(run_compare(questions, documents or [], folder, checkpoint, **options)))
 
 
