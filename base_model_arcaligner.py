@@ -533,21 +533,21 @@ class WatchedWeights:
         ]
         if self._digests and adapters == self._adapters and all(each.is_current() for each in self._read):
             return self._digests
-        modules, parts, read = dict(self.module.named_modules()), {}, {}
-        # The same weights in other classes, or with another adapter on, compute something else.
-        first = hashlib.sha256(repr((adapters, [(name, type(m).__qualname__) for name, m in modules.items()])).encode())
-        for name, weight in [*self.module.named_parameters(), *self.module.named_buffers()]:
-            _check_watchable(name, weight)  # before any is read
-        for prefix, module in modules.items():
+        modules, found, parts, read = [], {}, {}, []
+        for prefix, module in self.module.named_modules():
+            modules.append((prefix, type(module).__qualname__))
             for name, weight in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-                if id(weight) in read:  # tied weights once
-                    continue
-                whole_name = f"{prefix}.{name}".lstrip(".")
-                read[id(weight)] = _Read(module, name, weight, weight.detach(), _version(weight))
-                digest = hashlib.sha256(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).digest()
-                part = parts.setdefault(self._part_of(whole_name), first.copy())
-                part.update(f"{whole_name} {weight.dtype} {tuple(weight.shape)}".encode() + digest)
-        self._adapters, self._read = adapters, [*read.values()]
+                found.setdefault(id(weight), (f"{prefix}.{name}".lstrip("."), module, name, weight))  # tied ones once
+        for whole_name, _, _, weight in found.values():  # all of them before any is read
+            _check_watchable(whole_name, weight)
+        # The same weights in other classes, or with another adapter on, compute something else.
+        first = hashlib.sha256(repr((adapters, modules)).encode())
+        for whole_name, owner, name, weight in found.values():
+            read.append(_Read(owner, name, weight, weight.detach(), _version(weight)))
+            digest = hashlib.sha256(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).digest()
+            part = parts.setdefault(self._part_of(whole_name), first.copy())
+            part.update(f"{whole_name} {weight.dtype} {tuple(weight.shape)}".encode() + digest)
+        self._adapters, self._read = adapters, read
         self._digests = {part: digest.hexdigest() for part, digest in parts.items()}
         return self._digests
 

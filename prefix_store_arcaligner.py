@@ -224,12 +224,8 @@ class SlotPrefixStore:
         """
         asked, settings = self._ask(questions, documents, **kwargs)
         most = settings.pop("max_slots", None)
-        alone = [
-            (place, _Question([each.units[0], unit], each.tail))
-            for place, each in enumerate(asked)
-            for unit in each.units[1:]
-            if unit.passages != []
-        ]
+        units = ((place, own, unit) for place, own in enumerate(asked) for unit in own.units[1:] if unit.passages != [])
+        alone = [(place, _Question([own.units[0], unit], own.tail)) for place, own, unit in units]
         for rows in (alone[first : first + PASSAGES_AT_ONCE] for first in range(0, len(alone), PASSAGES_AT_ONCE)):
             entries, missing = self._fetch([each for _, each in rows], settings)
             rows.sort(key=lambda row: entries[row[1].units[1].key].shape[3])  # of about one length together
@@ -353,11 +349,12 @@ class SlotPrefixStore:
         the tensors: copy before use."""
         with self._lock:  # two questions about a passage at once: the second waits, and finds what the first has read
             passages = asked[0].units[1].passages
-            try:
-                weights = self.weights(passages)
-            except UnwatchableError as error:  # a quantized model answers as any other
-                logger.warning_once(str(error))
-                weights = None
+            weights = None  # where nothing is kept, none are watched
+            if self.max_bytes or self.folder is not None:
+                try:
+                    weights = self.weights(passages)
+                except UnwatchableError as error:  # a quantized model answers as any other
+                    logger.warning_once(str(error))
             # What all passages have in common, the weights among it, is digested once.
             shared = shared_fingerprint(self.model, self.processor, weights or {}, settings)
             shared |= {} if self.dtype is None else {"kept_dtype": self.dtype}

@@ -69,9 +69,6 @@ def options(
     """Answers questions from passages that are read as context slots."""
 
 
-# A passage of so many words is longer than almost all that an aligner was trained on: a file of more is cut, as for a
-# corpus. The pipeline cuts from the same length on, but knows neither headings nor pages.
-MANY_WORDS = 250
 # More passages are for a corpus, which keeps what was read of them.
 MANY_PASSAGES = 100
 
@@ -90,10 +87,12 @@ def read_document(path: Path) -> Document:
 
 def cut(documents: list[Document], spacy_model: str) -> tuple[list[Passage], list[dict[str, str]]]:
     """The passages of files, and the same as an aligner takes them: a short text is one, a longer one is cut as for a
-    corpus."""
+    corpus. The pipeline cuts from the same length on, but knows neither headings nor pages."""
+    from ..pipeline_arcaligner import LONGEST_PASSAGE
+
     passages = []
     for document in documents:
-        if count_words(document.text) > MANY_WORDS:
+        if count_words(document.text) > LONGEST_PASSAGE:
             passages += passages_of([document], PASSAGE_WORDS, spacy_model)
         else:
             passages.append(Passage(document, 0, 0, len(document.text), document.title, None))

@@ -115,8 +115,8 @@ def answer_slots(
         layer.set_scale(ADAPTER_NAME, 0.0)
     try:
         if max_passages is not None:
-            settings = {"tokens_per_slot": tokens_per_slot, **refinement}
-            read = with_likeliest(_store(model, processor), rows, max_passages, **settings)
+            store = model.slot_prefix_store(processor, max_bytes=0)  # reads passages one by one, and keeps none
+            read = with_likeliest(store, rows, max_passages, tokens_per_slot=tokens_per_slot, **refinement)
         inputs = slot_inputs(processor, read, tokens_per_slot).to(model.device)
         num_slots = (inputs["input_ids"] == model.config.context_token_id).sum(dim=1).tolist()
         asked = {"questions": [row["question"] for row in read], "passages": [row["passages"] for row in read]}
@@ -124,12 +124,6 @@ def answer_slots(
     finally:
         for layer in layers:
             layer.set_scale(ADAPTER_NAME, 1.0)
-
-
-@functools.lru_cache(1)
-def _store(model, processor: ArcAlignerProcessor):
-    """Reads passages one by one, and keeps none. Of all batches: what is watched of the weights is read once."""
-    return model.slot_prefix_store(processor, max_bytes=0)
 
 
 def answer_apart(model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: None = None) -> list[Answer]:

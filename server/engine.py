@@ -102,6 +102,10 @@ class Request:
     passages: SlotPassages | None = None
     kept: int | None = None  # of the passages, once that is known
 
+    def wants_fewer(self, num_passages: int) -> bool:
+        """Whether only some of so many passages are read, which are chosen then."""
+        return self.max_passages is not None and num_passages > self.max_passages
+
 
 @dataclass
 class Answer:
@@ -283,8 +287,7 @@ class Engine:
 
     def _room(self, request: Request, num_passages: int) -> int:
         """The most slots of so many passages: more where they are asked about one by one than where all are read."""
-        is_chosen = num_passages > (request.max_passages or num_passages)
-        return self.limits.max_slots_asked if is_chosen else self.limits.max_slots
+        return self.limits.max_slots_asked if request.wants_fewer(num_passages) else self.limits.max_slots
 
     def _encode_documents(self, documents: str, tokens_per_slot: int | str | None, room: int) -> EncodedDocuments:
         settings = {"tokens_per_slot": tokens_per_slot, "room": [room]}
@@ -293,7 +296,7 @@ class Engine:
     def _choose(self, group: list[Request]) -> None:
         """Leaves each the passages that most likely answer, each asked about by itself, where it has more than it
         wants."""
-        group = [each for each in group if each.passages and len(each.passages.documents) > (each.max_passages or 1e9)]
+        group = [each for each in group if each.passages and each.wants_fewer(len(each.passages.documents))]
         if not group:
             return
         began = time.perf_counter()
