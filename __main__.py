@@ -10,7 +10,7 @@ def main() -> None:
     try:
         with exit_on_user_error():
             require_extra("cli", "typer", "rich")
-            from .cli.app import main
+            from .apps.cli.app import main
 
             main()
     finally:

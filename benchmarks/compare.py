@@ -68,9 +68,9 @@ def find_passages(rows: list[Row], sources: list[str], processor, top_k: int) ->
             f"The question {alone[0]['question'][:80]!r} and {len(alone) - 1} others have no `passages`, and no "
             "documents are named. Name files or a folder with `--documents`, or give each question its `passages`."
         )
-    from ..corpus.build import build_corpus  # of the extra `corpus`
-    from ..corpus.retrieve import Retriever
-    from ..corpus.table import Corpus
+    from ..apps.corpus.build import build_corpus  # of the extra `corpus`
+    from ..apps.corpus.retrieve import Retriever
+    from ..apps.corpus.table import Corpus
 
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus.create(Path(folder, "corpus"), processor, PASSAGE_WORDS, "segment")

@@ -66,8 +66,8 @@ def load_rows(name: str, settings: EvaluationSettings) -> list[Row]:
 def retrieve(rows: list[Row], corpus: str, checkpoint: str, top_k: int) -> list[Row]:
     """Rows with the `top_k` passages of a corpus, made by the aligner `checkpoint`, that are found for their questions,
     the best first."""
-    from ..corpus.retrieve import Retriever  # of the extra `corpus`
-    from ..corpus.table import Corpus
+    from ..apps.corpus.retrieve import Retriever  # of the extra `corpus`
+    from ..apps.corpus.table import Corpus
 
     retriever = Retriever(Corpus(corpus), ArcAlignerProcessor.from_pretrained(checkpoint))
     num_passages = max(top_k, MIN_CANDIDATES)

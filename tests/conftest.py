@@ -26,8 +26,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, BertTokenizerFast, PreTrainedTokenizerFast
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
+from arcaligner.apps.cli import app as cli
 from arcaligner.base_model_arcaligner import models_directory
-from arcaligner.cli import app as cli
 from arcaligner.configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
 
 ENCODER_WIDTH = 12
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests of the real default models where these are not on the machine."""
     if all((models_directory() / name).is_dir() for name in (DEFAULT_BASE_MODEL, DEFAULT_ENCODER)):
         return
-    skip = pytest.mark.skip(reason="the default models are not there: `python -m arcaligner.cli.default_models`")
+    skip = pytest.mark.skip(reason="the default models are not there: `python -m arcaligner.apps.cli.default_models`")
     for item in items:
         if item.get_closest_marker("default_backbone"):
             item.add_marker(skip)

@@ -5,7 +5,7 @@ from pathlib import Path
 import gguf
 from transformers import PreTrainedModel
 
-from arcaligner.engines.gguf_files import SIZES, architecture_of, gguf_name, head_dim_of, translate, write
+from arcaligner.apps.engines.gguf_files import SIZES, architecture_of, gguf_name, head_dim_of, translate, write
 
 
 def write_base_model(model: PreTrainedModel, tokens: list[str], path: Path) -> None:

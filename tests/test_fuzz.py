@@ -11,7 +11,7 @@ from conftest import ENCODER_WIDTH, pipeline_of
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from arcaligner.cli import app as cli
+from arcaligner.apps.cli import app as cli
 
 PHASES = [Phase.explicit, Phase.generate]
 BOUNDED = settings(

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from arcaligner.apps.server.app import PAGE
 from arcaligner.common import files
 from arcaligner.evaluation import settings
 from arcaligner.evaluation.lm_eval_tasks import __file__ as lm_eval_tasks
-from arcaligner.server.app import PAGE
 from arcaligner.share import hub
 from arcaligner.train.stages import ACCELERATE_CONFIGS, RECIPES
 
@@ -21,7 +21,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["p
 OF_CLI = ("typer", "rich")  # which spaCy and transformers bring too
 # What only extras bring.
 OF_EXTRAS = ("lancedb", "datasets", "trl", "matplotlib", "fastapi", "uvicorn", "prometheus_client", "gguf")
-FOLDERS = {"common", "share", "train", "corpus", "server", "engines", "evaluation", "benchmarks", "cli"}
+FOLDERS = {"common", "share", "train", "evaluation", "benchmarks", "apps"}
 OF_WHEEL = (*FOLDERS, "checkpoints/arcaligner-smollm2-135m", "tests/data")
 
 

@@ -9,8 +9,8 @@ import transformers
 from conftest import aligner_for, edit_json, processor_with
 
 from arcaligner import ArcAlignerForCausalLM
+from arcaligner.apps.cli import shared
 from arcaligner.base_model_arcaligner import default_dtype
-from arcaligner.cli import shared
 from arcaligner.evaluation.answering import load_aligner
 
 DOCUMENTS = ["It was written by Ada. Nobody knew how to read it aloud.", "Parkdale is in Canada.", "It is tall."]

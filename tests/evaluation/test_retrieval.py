@@ -3,12 +3,12 @@
 import pytest
 from training_rows import question_rows, write_rows
 
-import arcaligner.corpus  # noqa: F401 (quiets lancedb, which reads its settings when it is imported)
+import arcaligner.apps.corpus  # noqa: F401 (quiets lancedb, which reads its settings when it is imported)
 
 pytest.importorskip("lancedb")
 
-from arcaligner.corpus import retrieve, table
-from arcaligner.corpus.build import build_corpus
+from arcaligner.apps.corpus import retrieve, table
+from arcaligner.apps.corpus.build import build_corpus
 from arcaligner.evaluation import evaluate
 from arcaligner.evaluation.settings import read_settings
 

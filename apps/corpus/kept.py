@@ -1,0 +1,60 @@
+"""Passages of a corpus read ahead: keys and values beside their slots, so that no question has to read them.
+
+    read_corpus(corpus, model, processor)    # a file for each passage in `corpus.kept_folder`, which stores find there
+
+The files are those of any `SlotPrefixStore`, under a digest of all that decides them: a passage whose text, slots or
+aligner has changed is read again, and the former file removed.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+
+from ...common.files import counted
+from ...generation_arcaligner import entry_shape
+from .retrieve import slot_passages
+from .table import Corpus
+
+# Passages that are read together; their keys and values are in memory meanwhile.
+BATCH_PASSAGES = 32
+
+
+def read_corpus(corpus: Corpus, model, processor, tell: Callable[[str], Any] = lambda said: None) -> str:
+    """Reads all passages of a corpus that are not kept yet, behind the text that a question without a system message
+    has before its slots; says how many. A killed reading continues where it stopped. `tell` is told what it will take
+    on disk, then after each batch what was done.
+
+    Raises:
+        `ValueError`: an aligner that reads passages jointly, or that makes other slots; another process writes.
+        `OSError`: a disk that is full.
+    """
+    if processor.passage_attention != "separate":
+        raise ValueError(
+            "This checkpoint reads the passages of a question jointly (`passage_attention`), so none can be read "
+            "ahead. Name one that was trained to read them apart."
+        )
+    corpus.check(processor)
+    found, per_slot = corpus.info(), math.prod(entry_shape(model.config.text_config, 1)) * model.dtype.itemsize
+    tell(
+        f"Keys and values of {counted(found['passages'], 'passage')} take {found['slots'] * per_slot / 1e6:,.1f} MB on "
+        f"disk: {counted(found['slots'], 'slot')} of {per_slot / 1e3:.1f} KB."
+    )
+    done, used, folder = "No passage read", set(), corpus.kept_folder
+    with corpus.writing():
+        store = model.slot_prefix_store(processor, max_bytes=0, folder=folder)
+        for batch in corpus.table.search().to_batches():
+            for first in range(0, len(batch), BATCH_PASSAGES):
+                rows = pa.Table.from_batches([batch.slice(first, BATCH_PASSAGES)])
+                paths = store.keep("?", **slot_passages(rows, processor.context_words).inputs)
+                if lost := [path for path in paths if not path.exists()]:
+                    raise OSError(f"{lost[0]} could not be written. Make room, and run this again to continue.")
+                used.update(paths)
+                done = f"{counted(store.misses, 'passage')} read, {store.loads} kept before"
+                tell(done)
+        if former := set(folder.glob("*.safetensors")) - used:
+            done += f", {counted(len(former), 'former file')} removed"
+        for path in former:
+            path.unlink()
+    return done

@@ -1,0 +1,145 @@
+"""A question to the passages of a corpus that answer it, with their stored slots: nothing but the question is encoded.
+
+    retriever = Retriever(Corpus("letters.lance"), processor)
+    found = retriever("Who wrote it?", top_k=5)
+    inputs = processor("Who wrote it?", **found.inputs, return_tensors="pt")
+
+Search is LanceDB's: vectors and full text, joined by reciprocal rank fusion.
+"""
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lancedb.query import MultiMatchQuery
+from lancedb.rerankers import RRFReranker
+from torch.nn.utils.rnn import pad_sequence
+
+from ...configuration_arcaligner import check_question
+from ...encoder_arcaligner import EncodedDocuments
+from ...segmentation_arcaligner import Segment
+from .table import Corpus, passage_checksums
+
+# The constant of reciprocal rank fusion. Smaller than the usual 60, for few passages are read: the first ones count.
+FUSION = 10
+
+
+@dataclass
+class SlotPassages:
+    """Passages of a question as slots, whether from a corpus or from the question's own documents."""
+
+    # With `title` and `text`; those from a corpus, best first, also with `document` (its id), `start` and `end`
+    # (characters of the passage in it), `page` (or `None`), `score`, and `similarity`, the cosine to the question.
+    documents: list[dict[str, Any]]
+    encoded: EncodedDocuments
+    seconds: dict[str, float]  # how long `retrieval` and `slots` took
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What processor, prefix store and `generate` take."""
+        slots = self.encoded
+        inputs = {"context_embeds": slots.context_embeds, "context_passage_ids": slots.context_passage_ids}
+        return inputs if slots.context_word_ids is None else inputs | {"context_word_ids": slots.context_word_ids}
+
+    @property
+    def read(self) -> list[dict[str, Any]]:
+        """The documents that are read."""
+        return [each for each in self.documents if each.get("read", True)]
+
+    def only(self, numbers: Collection[int]) -> "SlotPassages":
+        """The same with the slots of these passages alone; `read` says of each document whether it is one of them."""
+        segments, embeds, words, ids, dropped = self.encoded
+        is_in = torch.isin(ids, torch.tensor(list(numbers)))
+        segments, dropped = ([each for each in some if each.document in numbers] for some in (segments, dropped))
+        words = None if words is None else words[is_in]
+        documents = [each | {"read": number in numbers} for number, each in enumerate(self.documents)]
+        encoded = EncodedDocuments(segments, embeds[is_in], words, ids[is_in], dropped)
+        return SlotPassages(documents, encoded, dict(self.seconds))
+
+
+class Retriever:
+    """
+    Finds passages of a corpus.
+
+    Args:
+        corpus ([`Corpus`]): With at least one passage.
+        processor ([`ArcAlignerProcessor`]): Encodes questions, as it encoded the passages.
+
+    Raises:
+        `ValueError`: a corpus that another encoder, segmenter or rate made, or an empty one.
+    """
+
+    def __init__(self, corpus: Corpus, processor):
+        corpus.check(processor)
+        if len(corpus) == 0:
+            raise ValueError(f"The corpus {corpus.path} is empty. Add documents: `arcaligner corpus build`.")
+        self.corpus, self.processor = corpus, processor
+        self.columns = [name for name in corpus.table.schema.names if name not in ("id", "digest")]
+
+    def __call__(self, question: str, top_k: int = 5) -> SlotPassages:
+        """The `top_k` passages for a question, the best first; fewer where the corpus has fewer.
+
+        Raises:
+            `ValueError`: an empty question, or `top_k` below 1.
+            `OSError`: a corpus that is not there any more.
+        """
+        check_question(question)
+        if not (isinstance(top_k, int) and top_k >= 1):
+            raise ValueError(f"`top_k` is {top_k!r}; expected at least 1 passage.")
+        began = time.perf_counter()
+        vector = self.processor.encoder.untrained.encode([question])[0].numpy()
+        try:
+            try:
+                rows = self._query(question, vector, top_k).to_arrow()
+            except (RuntimeError, ValueError):  # a writer has just removed the version that was read
+                rows = self._query(question, vector, top_k).to_arrow()
+        except (RuntimeError, ValueError) as error:  # raised by Lance
+            raise OSError(f"The corpus {self.corpus.path} cannot be searched: {error}") from error
+        searched = time.perf_counter()
+        self._check(rows)
+        passages = slot_passages(rows, self.processor.context_words)
+        vectors = rows["vector"].combine_chunks().flatten().to_numpy(zero_copy_only=False).reshape(len(rows), -1)
+        for document, similarity in zip(passages.documents, (vectors @ vector).tolist(), strict=True):
+            document["similarity"] = similarity
+        passages.seconds = {"retrieval": searched - began, "slots": time.perf_counter() - searched}
+        return passages
+
+    def _check(self, rows) -> None:
+        for document, known, found in zip(
+            rows["document"].to_pylist(), rows["checksum"].to_pylist(), passage_checksums(rows), strict=True
+        ):
+            if known != found:
+                raise OSError(
+                    f"The corpus {self.corpus.path} is damaged: a passage of {document} is not what was written. "
+                    "Remove that document and add it again, or build the corpus anew."
+                )
+
+    def _query(self, question: str, vector, top_k: int):
+        query = self.corpus.table.search(query_type="hybrid", vector_column_name="vector").vector(vector)
+        query = query.text(MultiMatchQuery(question, ["text", "title"])).distance_type("dot")
+        return query.rerank(RRFReranker(FUSION)).limit(top_k).select(self.columns)
+
+
+def slot_passages(rows, context_words: bool) -> SlotPassages:
+    """Rows of a corpus as passages with slots, with their words where those are read."""
+    fields = ("document", "title", "text", "start", "end", "page")
+    documents = rows.select([name for name in fields if name in rows.column_names]).to_pylist()
+    if "_relevance_score" in rows.column_names:  # which were searched for
+        for document, score in zip(documents, rows["_relevance_score"].to_pylist(), strict=True):
+            document["score"] = score
+    segments = [
+        Segment(number, each["start"], each["end"], document["text"][each["start"] : each["end"]])
+        for number, (document, row) in enumerate(zip(documents, rows["segments"].to_pylist(), strict=True))
+        for each in row
+    ]
+    slots = rows["slots"].combine_chunks().flatten()
+    width = slots.type.list_size
+    embeds = torch.tensor(slots.flatten().to_numpy(zero_copy_only=False)).view(-1, width).float()
+    words = None
+    if context_words:
+        each = [torch.tensor(ids, dtype=torch.long) for row in rows["words"].to_pylist() for ids in row]
+        words = pad_sequence(each, batch_first=True, padding_value=-1)
+    numbers = torch.tensor([segment.document for segment in segments])
+    return SlotPassages(documents, EncodedDocuments(segments, embeds, words, numbers, dropped=[]), {})

@@ -1,0 +1,131 @@
+"""Documents of a corpus, from the sources that people have.
+
+A source is a file of text, Markdown, HTML, PDF or DOCX, a JSON Lines or Parquet file, a folder of such files, or a data
+set of the Hub. Columns are named as in `rows.py`:
+
+    letters/                                          every file below, by its suffix
+    paragraphs.jsonl.gz                               rows of {"title", "text"}, or of our schema with `passages`
+    letters.parquet?text=body                         a text a row
+    wikimedia/wikipedia?name=20231101.en&title=title  a data set of the Hub
+"""
+
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow.parquet
+
+from ...common.files import digest, read_json_lines
+from ...common.passages import Document, no_text
+from ...common.reading import CONVERTED, LONGEST_TITLE, MARKDOWN, read_file
+from ...common.rows import JSON_LINES, parse_source
+
+TEXTS = (".txt", *MARKDOWN, *CONVERTED)
+FILES = (*TEXTS, *JSON_LINES, ".parquet")
+_NO_SOURCE = re.compile(r"^\.|\.lance$")  # what is hidden, and the table of a corpus that stands beside its texts
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def read_documents(sources: Iterable[str], skip: Callable[..., None], home: Path = Path()) -> Iterator[Document]:
+    """The documents of sources, one after the other.
+
+    Args:
+        sources (`Iterable[str]`): See the top of this file.
+        home (`Path`): The folder that the corpus is in. A file has the same id however it is named: its path from
+            there, or the whole path of a file that is elsewhere.
+        skip (`Callable`): Is told what cannot be read, and why: a file, a row, with the `id` of its one document, if
+            that is known; with `may_hold_documents=False` also what is read and gives none: a document without a text,
+            a file of another kind.
+    """
+    for source in sources:
+        for document in _read_source(source, skip, home):
+            if (length := len(document.title)) > LONGEST_TITLE:
+                what = f"{document.id} has a title of {length} characters; at most {LONGEST_TITLE} are read"
+                skip(what, may_hold_documents=False)
+            elif document.text.strip():
+                texts = (each.encode("utf-8", "replace").decode() for each in document[:3])
+                yield Document(*texts, document.sections)
+            else:
+                skip(no_text(document.id), may_hold_documents=False)
+
+
+def check_source(source: str) -> None:
+    """Refuses a source that is neither on this machine nor may be the name of a data set of the Hub."""
+    path, _ = parse_source(source)
+    if not path.strip():  # such as a variable that is not set; else it would be this folder
+        raise ValueError(f"A source is {source!r}; expected a file, a folder or a data set of the Hub.")
+    is_hub_id = _HUB_ID.fullmatch(path) and not path.endswith(FILES) and not Path(path).parent.is_dir()
+    if not is_hub_id and not Path(path).exists():
+        raise FileNotFoundError(
+            f"There is no file or folder {path}. Expected one, or a data set of the Hub, user/name."
+        )
+
+
+def _read_source(source: str, skip: Callable[..., None], home: Path) -> Iterator[Document]:
+    check_source(source)
+    path, options = parse_source(source)
+    local = Path(path)
+    if local.is_dir():
+        files = sorted(each for each in local.rglob("*") if each.is_file())
+        files = [each for each in files if not any(map(_NO_SOURCE.search, each.relative_to(local).parts))]
+        if not files:
+            skip(f"{path} is an empty folder")
+        for file in files:
+            yield from _read_file(file, _id_of(file, home), options, skip)
+    elif local.exists():
+        yield from _read_file(local, _id_of(local, home), options, skip)
+    else:
+        rows = datasets.load_dataset(path, options["name"], split=options["split"], streaming=True)
+        yield from _documents_of_rows(source, rows, options, skip)  # the parts of a data set count their rows alike
+
+
+def _id_of(file: Path, home: Path) -> str:
+    path, folder = file.parent.resolve() / file.name, home.resolve()  # links of folders are followed
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
+
+
+def _read_file(path: Path, name: str, options: dict[str, Any], skip: Callable[..., None]) -> Iterator[Document]:
+    try:
+        if path.suffix.lower() in TEXTS:
+            try:
+                found = read_file(path)
+            except (ValueError, OSError) as error:
+                skip(str(error), id=name)
+            else:
+                yield Document(name, *found)
+        elif path.name.endswith(JSON_LINES):
+            yield from _documents_of_rows(name, read_json_lines(path, skip), options, skip)
+        elif path.suffix == ".parquet":
+            with pyarrow.parquet.ParquetFile(path) as file:
+                columns = [options["text"], options["title"] or "title", "id", "passages"]  # those that are there
+                rows = (row for batch in file.iter_batches(1024, columns=columns) for row in batch.to_pylist())
+                yield from _documents_of_rows(name, rows, options, skip)
+        else:
+            skip(f"{path} has none of the suffixes {', '.join(FILES)}", may_hold_documents=False)
+    except (ValueError, OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
+        skip(f"{path} cannot be read: {error}")
+
+
+def _documents_of_rows(
+    place: str, rows: Iterable[dict[str, Any]], options: dict[str, Any], skip: Callable[..., None]
+) -> Iterator[Document]:
+    for number, row in enumerate(rows, start=1):
+        where, text, passages = f"{place}#{number}", row.get(options["text"]), row.get("passages")
+        title, known = row.get(options["title"] or "title"), where if row.get("id") is None else str(row["id"])
+        if isinstance(text, str) and isinstance(title, str | None):
+            yield Document(known, title or "", text)
+        elif isinstance(passages, list) and all(_is_passage(each) for each in passages):
+            # Questions share passages; each is one document, by its content.
+            for each in passages:
+                title, text = each.get("title") or "", each["text"]
+                yield Document(digest([title, text]), title, text)
+        else:
+            what = f"{where} has neither a text in `{options['text']}` nor `passages` of title and text"
+            skip(what, id=None if "passages" in row else known)
+
+
+def _is_passage(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("text"), str) and isinstance(value.get("title"), str | None)

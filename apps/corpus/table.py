@@ -1,0 +1,289 @@
+"""The table of a corpus: a row for each passage, with its slots, in a LanceDB folder that needs no server.
+
+    id         the document's id and the number of the passage in it
+    document   the document's id; `digest` changes with its text
+    title, text, start, end   the passage, and its characters in the document
+    segments   characters of the passage that each slot stands for
+    slots      embeddings, float16 (num_slots, encoder_hidden_size)
+    words      ids of the words of each slot, where the aligner reads them
+    page       where the document has pages
+    checksum   of text and slots; rows that have changed on the disk are not read
+    vector     what is searched: the mean of the slots, or an embedding by the encoder before it was trained jointly
+
+The metadata of the schema say what the slots were made with; only a processor that makes the same slots may write or
+read.
+"""
+
+import json
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lancedb
+import numpy as np
+import pyarrow as pa
+import torch
+from filelock import FileLock, Timeout
+from lancedb.index import FTS, BTree, IvfSq
+
+from ...common.files import digest
+from ...common.passages import PASSAGE_WORDS
+from ...segmentation_arcaligner import Segment, SegmentTokens
+
+FORMAT = 2
+NAME = "passages"
+LOCK = ".writer.lock"
+KEPT = "read"  # the folder of passages that were read ahead, see `kept.py`
+METADATA = b"arcaligner"
+# What an encoder makes of it tells it from another one of the same name.
+_TEXT = "It was written by Ada, and nobody else knew how to read it aloud."
+PROBE = SegmentTokens(Segment(0, 0, len(_TEXT), _TEXT), _TEXT, (), ())
+MIN_SIMILARITY = 0.999
+# Below, every vector is compared: exact, and fast enough.
+MIN_INDEXED_ROWS = 100_000
+
+
+def table_schema(settings: dict[str, Any]) -> pa.Schema:
+    """Columns of a table with slots of `settings["encoder_hidden_size"]`, the settings in its metadata."""
+    vector = pa.list_(pa.float16(), settings["encoder_hidden_size"])
+    columns = {name: pa.string() for name in ("id", "document", "digest", "title", "text")}
+    columns |= {"start": pa.int64(), "end": pa.int64()}
+    columns |= {"segments": pa.list_(pa.struct({"start": pa.int32(), "end": pa.int32()}))}
+    columns |= {"slots": pa.list_(vector), "vector": vector}
+    if settings["context_words"]:
+        columns["words"] = pa.list_(pa.list_(pa.int32()))
+    columns |= {"page": pa.int32(), "checksum": pa.int64()}
+    return pa.schema(columns, metadata={METADATA: json.dumps(settings).encode()})
+
+
+def passage_checksums(rows: pa.Table) -> list[int]:
+    """The CRC-32 of text, slots and what they stand for, of each row: against a disk that breaks, not against anybody
+    who writes to it."""
+    slots = rows["slots"].combine_chunks()
+    ends = np.cumsum(slots.value_lengths().to_numpy())
+    values = slots.flatten().flatten().to_numpy().reshape(-1, slots.type.value_type.list_size)
+    others = rows.select([name for name in ("title", "text", "page", "segments", "words") if name in rows.column_names])
+    parts = zip(np.split(values, ends[:-1]), others.to_pylist(), strict=True)
+    return [zlib.crc32(json.dumps(other).encode(), zlib.crc32(own.tobytes())) for own, other in parts]
+
+
+def slot_settings(processor, tokens_per_slot: int | str | None = None) -> dict[str, Any]:
+    """All that decides the slots that a processor makes, as JSON."""
+    tokenizer = json.loads(processor.tokenizer.backend_tokenizer.to_str())
+    tokenizer = {name: value for name, value in tokenizer.items() if name not in ("padding", "truncation")}
+    return {
+        "encoder": processor.encoder_name_or_path,
+        "encoder_hidden_size": processor.encoder_hidden_size,
+        "encoder_dtype": str(processor.encoder.model.dtype).removeprefix("torch."),
+        "sentences_per_segment": processor.sentences_per_segment,
+        "spacy_model": processor.spacy_model,
+        "tokens_per_slot": processor.slot_encoder.check_settings(tokens_per_slot=tokens_per_slot),
+        "context_words": processor.context_words,
+        "tokenizer": digest(tokenizer),
+        "probe": [round(value, 5) for value in processor.slot_encoder.encode_tokens([PROBE], "segment")[0].tolist()],
+    }
+
+
+class Corpus:
+    """
+    A corpus on disk, open for reading and writing.
+
+    Args:
+        path (`str` or `Path`): Its folder.
+
+    Attributes: `settings` are what it was made with.
+
+    Raises:
+        `FileNotFoundError`: there is no corpus.
+        `ValueError`: a folder that is no corpus, or one of another version.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise FileNotFoundError(
+                f"There is no corpus {path}. Make one: `arcaligner corpus build SOURCE --output {path}`."
+            )
+        database = lancedb.connect(self.path, read_consistency_interval=timedelta(0))
+        try:
+            self.table = database.open_table(NAME)
+            self.settings = json.loads(self.table.schema.metadata[METADATA])
+            found = self.settings["format"]
+        except (ValueError, LookupError, TypeError, OSError, RuntimeError) as error:
+            raise ValueError(
+                f"{path} is not a corpus of ArcAligner, or a broken one: {error}. Name another folder; a broken "
+                "corpus has to be built anew."
+            ) from error
+        if found != FORMAT:
+            raise ValueError(f"The corpus {path} has format {found}; this version reads {FORMAT}. Build it anew.")
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        processor,
+        passage_words: int | None = None,
+        tokens_per_slot: int | str | None = None,
+    ) -> "Corpus":
+        """A new, empty corpus, or an existing one that was made with the same settings.
+
+        Args:
+            path (`str` or `Path`): Its folder.
+            processor ([`ArcAlignerProcessor`]): Makes the slots.
+            passage_words (`int`, *optional*), tokens_per_slot (`int` or `"segment"`, *optional*): Words of a passage at
+                most, and the rate. Default: those of an existing corpus, else 100 words and the processor's rate.
+
+        Raises:
+            `ValueError`: the folder holds a corpus with other settings, or something else.
+        """
+        if passage_words is not None and passage_words < 1:
+            raise ValueError(f"`passage_words` is {passage_words}; a passage needs at least 1 word.")
+        path = Path(path)
+        if not path.exists() or not any(each for each in path.iterdir() if each.name != LOCK):
+            about = {"format": FORMAT, **slot_settings(processor, tokens_per_slot)}
+            about["passage_words"] = passage_words or PASSAGE_WORDS
+            path.mkdir(parents=True, exist_ok=True)
+            lancedb.connect(path).create_table(NAME, schema=table_schema(about), exist_ok=True)
+        corpus = cls(path)
+        wanted = {"passage_words": passage_words, "tokens_per_slot": tokens_per_slot}
+        corpus.check(processor, **{name: value for name, value in wanted.items() if value is not None})
+        return corpus
+
+    def check(self, processor, **wanted: Any) -> None:
+        """Refuses a processor that makes other slots, or `wanted` settings that differ.
+
+        Raises:
+            `ValueError`: the first setting that differs, with both values.
+        """
+        found = slot_settings(processor) | {"tokens_per_slot": self.settings["tokens_per_slot"]} | wanted
+        known = dict(self.settings)
+        probes = [torch.tensor(each.pop("probe")) for each in (found, known)]
+        is_same = probes[0].shape == probes[1].shape and float(probes[0] @ probes[1]) >= MIN_SIMILARITY
+        if not is_same:
+            other = f"and this checkpoint has {found['encoder']!r}"
+            if known["encoder"] == found["encoder"]:
+                other = "with other weights than this checkpoint has, as it may be trained jointly with an aligner"
+            raise ValueError(
+                f"The corpus {self.path} was made with the encoder {known['encoder']!r}, {other}. Build another corpus "
+                "with this checkpoint, or name the checkpoint that made this one: `--checkpoint`."
+            )
+        if not found["context_words"]:  # then words that are there are not read
+            found.pop("context_words")
+            if found["tokens_per_slot"] == "segment":
+                found.pop("tokenizer")
+        for name, value in found.items():
+            if name != "encoder" and known[name] != value:
+                raise ValueError(
+                    f"The corpus {self.path} was made with `{name}` {known[name]!r}; expected {value!r}. Build another "
+                    "one with these settings, or use those it was made with."
+                )
+
+    def __len__(self) -> int:
+        return self.table.count_rows()
+
+    @property
+    def kept_folder(self) -> Path:
+        """Where passages are kept that were read ahead (`kept.py`)."""
+        return self.path / KEPT
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Inside, this process is the only one that writes.
+
+        Raises:
+            `ValueError`: another one does.
+            `OSError`: a disk that is full, or that cannot be written to.
+        """
+        try:
+            with FileLock(self.path / LOCK, timeout=0):
+                yield
+        except Timeout as error:
+            raise ValueError(f"Another process writes to the corpus {self.path}. Wait until it has ended.") from error
+        except RuntimeError as error:  # raised by Lance
+            raise OSError(f"The corpus {self.path} cannot be written: {error}. What was there before stays.") from error
+
+    def digests(self, documents: Iterable[str]) -> dict[str, str]:
+        """The digest of those documents that the corpus has, by their ids."""
+        if not (documents := list(documents)):
+            return {}
+        rows = self.table.search().where(_is_one_of(documents)).select(["document", "digest"]).to_arrow()
+        return dict(zip(rows["document"].to_pylist(), rows["digest"].to_pylist(), strict=True))
+
+    def add(self, rows: pa.Table, replaced: list[str]) -> None:
+        """Adds whole documents, in one step, in the place of those that are `replaced`."""
+        if replaced:
+            merge = self.table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
+            merge.when_not_matched_by_source_delete(_is_one_of(replaced)).execute(rows)
+        else:
+            self.table.add(rows)
+
+    def remove(self, documents: list[str]) -> None:
+        """Removes documents with all their passages.
+
+        Raises:
+            `ValueError`: a document that is not there; then none is removed.
+        """
+        with self.writing():
+            known = self.digests(documents)
+            if missing := [each for each in documents if each not in known]:
+                like = sorted(each for each in self.documents() if each.endswith(missing[0]))[:3]
+                raise ValueError(
+                    f"The corpus {self.path} has no document {missing[0]!r}; expected ids, which `ask` prints before "
+                    f"the colon{f', such as {like}' if like else ''}."
+                )
+            self.delete(documents)
+            self.optimize()
+
+    def delete(self, documents: list[str]) -> None:
+        """Removes those of some documents that are there, while this process is [`writing`]."""
+        self.table.delete(_is_one_of(documents))
+
+    def documents(self) -> set[str]:
+        """The ids of all documents."""
+        batches = self.table.search().select(["document"]).to_batches()
+        return {each for batch in batches for each in batch["document"].to_pylist()}
+
+    def optimize(self) -> None:
+        """Makes the indices that are missing, brings those that are there up to date, joins small files."""
+        indexed = {column for index in self.table.list_indices() for column in index.columns}
+        wanted = {"document": BTree(), "text": FTS(), "title": FTS()}
+        if len(self) >= MIN_INDEXED_ROWS:
+            wanted["vector"] = IvfSq(distance_type="dot")
+        for column, config in wanted.items():
+            if column not in indexed and len(self):
+                self.table.create_index(column, config=config)
+        with warnings.catch_warnings(action="ignore"):  # that other versions go: readers take the newest one
+            self.table.optimize(cleanup_older_than=timedelta(0))
+
+    def info(self) -> dict[str, Any]:
+        """Numbers of documents, passages and slots, and bytes on disk.
+
+        Raises:
+            `OSError`: a corpus that cannot be read.
+        """
+        try:
+            batches = self.table.search().select(["segments"]).to_batches()
+            num_slots = sum(len(batch["segments"].flatten()) for batch in batches)
+        except RuntimeError as error:  # raised by Lance
+            raise OSError(f"The corpus {self.path} cannot be read: {error}. Build it anew.") from error
+        num_bytes, kept_bytes = (
+            sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            for folder in (self.path, self.kept_folder)
+        )
+        return {
+            "documents": len(self.documents()),
+            "passages": len(self),
+            "slots": num_slots,
+            "bytes": num_bytes - kept_bytes,
+            "kept_bytes": kept_bytes,
+            **{name: value for name, value in self.settings.items() if name != "probe"},
+        }
+
+
+def _is_one_of(documents: Iterable[str]) -> str:
+    """A condition on rows, as SQL."""
+    return "document IN ({})".format(", ".join("'{}'".format(each.replace("'", "''")) for each in documents))

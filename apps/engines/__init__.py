@@ -1,0 +1,11 @@
+"""Other engines than PyTorch for the base model: llama.cpp.
+
+from arcaligner.apps.engines.llama_cpp import LlamaCppEngine
+
+engine = LlamaCppEngine("exported")  # a folder of `arcaligner export-gguf`
+print(engine.answer("Who wrote it?", ["It was written by Ada."]))
+"""
+
+from ...common.files import require_extra
+
+require_extra("llama-cpp", "gguf")

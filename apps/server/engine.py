@@ -1,0 +1,545 @@
+"""Requests to answers: those that arrive together are one batch, and each gets its answer as it is written.
+
+One thread reads passages and runs the model; any number of threads may submit.
+
+    submit -> passages as slots (given, or of a corpus) -> the likeliest -> slot prefixes, kept or read -> `generate`
+    -> pieces of the answer
+"""
+
+import contextlib
+import functools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from ...common.rows import find_answer
+from ...configuration_arcaligner import check_copy_bonus, check_length, longest_prompt
+from ...encoder_arcaligner import EncodedDocuments, similarities_of
+from ...pipeline_arcaligner import (
+    AnswerConfidence,
+    ArcAlignerPipeline,
+    CopyBonus,
+    check_max_passages,
+    cut_documents,
+    likeliest,
+    passages_to_read,
+    rank_passages,
+)
+from ...processing_arcaligner import check_min_confidence
+from ..corpus.retrieve import Retriever, SlotPassages
+
+# Given passages whose slots are kept; the prefixes have their own budget, in bytes.
+KEPT_DOCUMENTS = 64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for, and how many may wait."""
+
+    max_documents: int = 64
+    max_slots: int = 2048  # that are read together: 20 passages of 160 tokens at two tokens per slot are 1,600
+    max_slots_asked: int = 8192  # of all passages, asked about one by one so that the likeliest are read
+    max_new_tokens: int = 1024
+    seconds: float = 120.0
+    waiting: int = 256
+
+
+@dataclass(eq=False)
+class Request:
+    """
+    A chat to be answered.
+
+    Args:
+        messages (`list[dict]`): With `role` and `content`.
+        documents (`list`, *optional*): Passages; `None` takes those of the corpus, if there is one.
+        top_k (`int`, *optional*): How many passages of the corpus are found; 0 reads none. Default: the engine's.
+        tokens_per_slot (`int` or `"segment"`, *optional*): Default: the engine's, or the rate of the corpus, whose
+            slots are read as they are stored. At another rate its passages are encoded again.
+        max_new_tokens, temperature, top_p: Of the answer; temperature 0 takes the likeliest token.
+        seed (`int`, *optional*): With a temperature, makes the draws of tokens the same each time.
+        stop (`list[str]`): Texts that end the answer; they are no part of it.
+        min_confidence (`float`, *optional*): Where it is less likely that the passages answer, the answer is the
+            processor's `no_answer`. Default: the engine's.
+        max_passages (`int`, *optional*): Of more passages, only those that most likely answer are read. Default: the
+            engine's.
+        copy_bonus (`float`, *optional*): How much answers in the words of the passages are preferred. Default: the
+            processor's.
+        on_text (`Callable`): Is told each new piece of the answer, by the engine's thread.
+    """
+
+    messages: list[dict[str, str]]
+    documents: list[Any] | None = None
+    top_k: int | None = None
+    tokens_per_slot: int | str | None = None
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: list[str] = field(default_factory=list)
+    min_confidence: float | None = None
+    max_passages: int | None = None
+    copy_bonus: float | None = None
+    on_text: Callable[[str], Any] = lambda text: None
+    future: "Future[Answer]" = field(default_factory=Future)
+    arrived: float = field(default_factory=time.monotonic)
+    cancelled: bool = False
+    passages: SlotPassages | None = None
+    kept: int | None = None  # of the passages, once that is known
+
+    def wants_fewer(self, num_passages: int) -> bool:
+        """Whether only some of so many passages are read, which are chosen then."""
+        return self.max_passages is not None and num_passages > self.max_passages
+
+
+@dataclass
+class Answer:
+    """The result of a request. `seconds` since it arrived: `waiting`, `retrieval`, `slots`, `choosing` (passages are
+    read and each is asked about), `model` add up to `first_token`. `kept` is how many of the passages that the answer
+    was read from were read before, ahead or for an earlier question. `confidence` is how likely it is that they answer,
+    where that was fitted."""
+
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    batch_size: int
+    seconds: dict[str, float]
+    passages: SlotPassages | None
+    kept: int
+    confidence: float | None
+    statistics: dict[str, Any]
+
+    @property
+    def sources(self) -> list[dict[str, Any]]:
+        """The passages, each with `read`, whether the answer was read from it, and `answer`: the first characters of
+        its text where the answer stands, or `None`."""
+        documents = [] if self.passages is None else self.passages.documents
+        return [{"read": True, **each, "answer": find_answer(self.text, each["text"])} for each in documents]
+
+
+class BusyError(RuntimeError):
+    """Too many requests wait."""
+
+
+class Engine:
+    """
+    Answers requests.
+
+    Args:
+        ask ([`ArcAlignerPipeline`]): Model and processor.
+        retriever ([`Retriever`], *optional*):
+            For requests without documents. Passages of its corpus that were read ahead are not read again.
+        top_k (`int`), tokens_per_slot (`int` or `"segment"`), min_confidence (`float`), max_passages (`int`):
+            Of requests that name none. Of several passages, the likeliest is read by default (`passages_to_read`).
+        max_batch (`int`): The most requests computed at a time.
+        batch_seconds (`float`): How long the first request of a batch waits for others.
+        prefix_bytes (`int`): Memory for slot prefixes kept between requests.
+        limits ([`Limits`]): What a request may ask for.
+    """
+
+    def __init__(
+        self,
+        ask: ArcAlignerPipeline,
+        retriever: Retriever | None = None,
+        *,
+        top_k: int = 5,
+        tokens_per_slot: int | str | None = None,
+        min_confidence: float | None = None,
+        max_passages: int | None = None,
+        max_batch: int = 8,
+        batch_seconds: float = 0.01,
+        prefix_bytes: int = 2**29,
+        limits: Limits | None = None,
+    ):
+        if max_batch < 1:
+            raise ValueError(f"`max_batch` is {max_batch}; expected at least 1 request.")
+        self.model, self.processor, self.retriever = ask.model, ask.processor, retriever
+        self._check(tokens_per_slot, min_confidence, max_passages)
+        self.top_k, self.tokens_per_slot, self.min_confidence = top_k, tokens_per_slot, min_confidence
+        self.max_passages = max_passages or passages_to_read(ask.processor)
+        self.max_batch, self.batch_seconds, self.limits = max_batch, batch_seconds, limits or Limits()
+        folder = None if retriever is None else retriever.corpus.kept_folder
+        self.store = self.model.slot_prefix_store(self.processor, max_bytes=prefix_bytes, folder=folder, read_only=True)
+        self._encode = functools.lru_cache(KEPT_DOCUMENTS)(self._encode_documents)
+        self._waiting: list[Request] = []
+        self._arrival = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="arcaligner-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> "Future[Answer]":
+        """Queues a request.
+
+        Raises:
+            `BusyError`: too many wait, or the engine is closing.
+            `ValueError`: more documents or tokens than the limits allow.
+        """
+        documents = request.documents or ()
+        if len(documents) > self.limits.max_documents:
+            raise ValueError(f"Got {len(documents)} documents; expected at most {self.limits.max_documents}.")
+        if not 1 <= request.max_new_tokens <= self.limits.max_new_tokens:
+            raise ValueError(f"`max_tokens` is {request.max_new_tokens}; expected 1 to {self.limits.max_new_tokens}.")
+        self._check(request.tokens_per_slot, request.min_confidence, request.max_passages)
+        for name in ("top_k", "tokens_per_slot", "min_confidence", "max_passages"):
+            if getattr(request, name) is None:
+                setattr(request, name, getattr(self, name))
+        if request.copy_bonus is not None:
+            check_copy_bonus(request.copy_bonus)
+        with self._arrival:
+            if self._closed:
+                raise BusyError("The server is closing.")
+            if len(self._waiting) >= self.limits.waiting:
+                raise BusyError("Too many requests wait. Try again later.")
+            self._waiting.append(request)
+            self._arrival.notify()
+        return request.future
+
+    def _check(self, tokens_per_slot: Any, min_confidence: float | None, max_passages: int | None) -> None:
+        self.processor.slot_encoder.check_settings(tokens_per_slot=tokens_per_slot)
+        if min_confidence is not None:
+            check_min_confidence(self.processor, min_confidence)
+        if max_passages is not None:
+            check_max_passages(self.processor, max_passages)
+
+    def warm_up(self) -> None:
+        """Searches the corpus and answers a short request, which loads what is loaded on first use."""
+        if self.retriever is not None:
+            self.retriever("?", top_k=1)
+        request = Request([{"role": "user", "content": "?"}], documents=[".", ","], max_new_tokens=2)
+        self.submit(request).result()
+
+    def close(self) -> None:
+        """Takes no more requests, answers those that wait, and returns."""
+        with self._arrival:
+            self._closed = True
+            self._arrival.notify()
+        self._thread.join()
+
+    # The engine's thread
+
+    def _work(self) -> None:
+        while batch := self._take():
+            wanted = [request for request in batch if request.future.set_running_or_notify_cancel()]
+            read = [request for one in wanted for (request,), _ in _each_fails_alone([one], self._read)]
+            chosen = [request for part, _ in _each_fails_alone(read, self._choose) for request in part]
+            for has_slots in (False, True):
+                if group := [request for request in chosen if (request.passages is not None) == has_slots]:
+                    self._answer(group)
+
+    def _take(self) -> list[Request]:
+        """The next requests, in the order of their arrival; none when the engine is closed."""
+        with self._arrival:
+            self._arrival.wait_for(lambda: self._waiting or self._closed)
+            # A moment longer, for others to share the batch: it takes little longer than a single request.
+            self._arrival.wait_for(lambda: len(self._waiting) >= self.max_batch or self._closed, self.batch_seconds)
+            batch, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]
+        return batch
+
+    def _read(self, group: list[Request]) -> None:
+        """Gives a request its passages as slots: its own, or of the corpus, if there is one and any are asked for."""
+        (request,) = group
+        if request.cancelled or time.monotonic() - request.arrived > self.limits.seconds:
+            raise TimeoutError(f"The request waited for more than {self.limits.seconds:g} seconds.")
+        rate = request.tokens_per_slot
+        if request.documents is not None:
+            began = time.perf_counter()
+            documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in request.documents]
+            documents, pieces = cut_documents(self.processor, documents)
+            # As text, which a cache can look up. The slots are counted before any is encoded.
+            encoded = self._encode(json.dumps(documents), rate, self._room(request, len(documents)))
+            documents = [each | {"number": piece.document} for each, piece in zip(documents, pieces, strict=True)]
+            seconds = {"retrieval": 0.0, "slots": time.perf_counter() - began}
+            request.passages = SlotPassages(documents, encoded, seconds)
+            return
+        if self.retriever is None or request.top_k == 0:
+            return
+        questions = [each["content"] for each in request.messages if each["role"] == "user"]
+        passages = self.retriever(questions[-1] if questions else "", request.top_k)
+        if rate not in (None, self.retriever.corpus.settings["tokens_per_slot"]):
+            began = time.perf_counter()
+            texts = [{name: each[name] for name in ("title", "text")} for each in passages.documents]
+            passages.encoded = self._encode(json.dumps(texts), rate, self._room(request, len(texts)))
+            passages.seconds["slots"] += time.perf_counter() - began
+        num_slots, most = len(passages.encoded.context_embeds), self._room(request, len(passages.documents))
+        if num_slots > most:
+            raise ValueError(f"The passages have {num_slots} slots; expected at most {most}. Pass a lower `top_k`.")
+        request.passages = passages
+
+    def _room(self, request: Request, num_passages: int) -> int:
+        """The most slots of so many passages: more where they are asked about one by one than where all are read."""
+        return self.limits.max_slots_asked if request.wants_fewer(num_passages) else self.limits.max_slots
+
+    def _encode_documents(self, documents: str, tokens_per_slot: int | str | None, room: int) -> EncodedDocuments:
+        settings = {"tokens_per_slot": tokens_per_slot, "room": [room]}
+        return self.processor.slot_encoder.encode_batch([json.loads(documents)], **settings)[0]
+
+    def _choose(self, group: list[Request]) -> None:
+        """Leaves each the passages that most likely answer, each asked about by itself, where it has more than it
+        wants."""
+        group = [each for each in group if each.passages and each.wants_fewer(len(each.passages.documents))]
+        if not group:
+            return
+        began = time.perf_counter()
+        chats, rows = [self._chat(request) for request in group], [request.passages.inputs for request in group]
+        similar = [
+            similarities_of(self.processor.encoder, chat, request.passages.documents)
+            if request.documents is not None
+            else [each["similarity"] for each in request.passages.documents]
+            for request, chat in zip(group, chats, strict=True)
+        ]
+        slots = {name: [row[name] for row in rows] for name in rows[0]}
+        asked = rank_passages(self.store, chats, similarities=similar, **slots)
+        seconds = time.perf_counter() - began
+        for request, ranked in zip(group, asked, strict=True):
+            numbers = likeliest(ranked, request.max_passages)
+            request.kept = sum(ranked[number].is_kept for number in numbers)
+            request.passages = request.passages.only(numbers)
+            request.passages.seconds["choosing"] = seconds
+            for number, each in ranked.items():
+                request.passages.documents[number]["confidence"] = each.confidence
+
+    def _answer(self, group: list[Request]) -> None:
+        began = time.monotonic()
+        for part, inputs in _each_fails_alone(group, self._inputs):
+            try:
+                self._generate(part, inputs, began)
+            except Exception as error:
+                for request in part:
+                    if not request.future.done():
+                        request.future.set_exception(error)
+
+    def _inputs(self, group: list[Request]) -> dict[str, Any]:
+        """What `generate` needs, for a batch."""
+        chats = [self._chat(request) for request in group]
+        if group[0].passages is not None:
+            rows = [request.passages.inputs for request in group]
+            for row in rows:
+                if (num_slots := len(row["context_embeds"])) > self.limits.max_slots:
+                    raise ValueError(
+                        f"The passages to read have {num_slots} slots; expected at most {self.limits.max_slots}. Pass "
+                        "fewer of them, a lower `max_passages`, or make a slot stand for more text (`tokens_per_slot`)."
+                    )
+            inputs = self.store.prepare(chats, **{name: [row[name] for row in rows] for name in rows[0]})
+            for request, kept, parts in zip(group, inputs.num_kept, inputs.num_passages, strict=True):
+                if request.kept is None:  # else known before they were asked about one by one
+                    request.kept = len(request.passages.documents) * kept // parts
+            return inputs
+        padding = {"padding": True, "padding_side": "left"}
+        if self.processor.chat_template is not None:
+            inputs = self.processor.apply_chat_template(
+                chats,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+                sanitize_control_tokens=True,  # text of a client is never the end of a turn
+                processor_kwargs=padding,
+            )
+        else:
+            inputs = self.processor(chats, return_tensors="pt", **padding)
+        check_length(inputs["input_ids"].shape[1], "The prompt", self.model.config.text_config)
+        return {**inputs}
+
+    def _chat(self, request: Request) -> list[dict[str, str]] | str:
+        """What is asked, as the processor takes it."""
+        if self.processor.chat_template is not None:
+            return request.messages
+        if len(request.messages) > 1:
+            raise ValueError("This base model has no chat template; expected one user message.")
+        return request.messages[0]["content"]
+
+    @torch.inference_mode()
+    def _generate(self, group: list[Request], inputs: dict[str, Any], began: float) -> None:
+        inputs = {name: x.to(self.model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        added, watch = [], None
+        if group[0].passages is not None:
+            read = [request.passages.read for request in group]
+            if self.processor.answer_probe is not None:
+                watch = AnswerConfidence(self.model, self.processor, zip(map(self._chat, group), read, strict=True))
+                added.append(watch)
+            bonus, end_ids = [request.copy_bonus for request in group], self.model.generation_config.eos_token_id
+            added.append(CopyBonus(self.processor, read, bonus, end_ids))
+        prompt_tokens = inputs["attention_mask"].sum(dim=1).tolist()
+        with watch or contextlib.nullcontext():
+            rows = AnswerStream(group, prompt_tokens, self, began, watch)
+            settings = GenerationConfig(
+                max_new_tokens=max(rows.max_new_tokens),
+                eos_token_id=self.model.generation_config.eos_token_id,
+                pad_token_id=self.processor.tokenizer.pad_token_id or 0,
+                do_sample=False,
+            )
+            self.model.generate(
+                **inputs,
+                generation_config=settings,
+                streamer=rows,
+                stopping_criteria=StoppingCriteriaList([rows]),
+                logits_processor=LogitsProcessorList([*added, RowSampler(group)]),
+            )
+
+
+def _each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) -> Iterator[tuple[list[Request], Any]]:
+    """Runs a group, and where that fails its halves, so that a request that cannot be read fails alone. Gives the parts
+    that could be run, each with its result."""
+    try:
+        result = run(group)
+    except Exception as error:
+        if len(group) == 1:
+            group[0].future.set_exception(error)
+        else:
+            for part in (group[: len(group) // 2], group[len(group) // 2 :]):
+                yield from _each_fails_alone(part, run)
+    else:
+        yield group, result
+
+
+class RowSampler(LogitsProcessor):
+    """Draws each row's tokens by its own temperature, `top_p` and seed, so that requests of any kind share a batch: the
+    likeliest token after Gumbel noise is a draw from the softmax."""
+
+    def __init__(self, group: list[Request]):
+        self.group = group
+        self.generators = [torch.Generator() for _ in group]
+        for request, generator in zip(group, self.generators, strict=True):
+            generator.seed() if request.seed is None else generator.manual_seed(request.seed)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Scores (batch, vocab_size) whose largest is the next token."""
+        rows = list(scores.float().split(1))
+        for number, (request, generator) in enumerate(zip(self.group, self.generators, strict=True)):
+            if request.temperature:
+                row = TemperatureLogitsWarper(float(request.temperature))(input_ids, rows[number])
+                row = TopPLogitsWarper(request.top_p)(input_ids, row)
+                draws = torch.rand(row.shape, generator=generator, dtype=torch.float64)
+                rows[number] = row - torch.log(-torch.log(draws)).to(row)
+        return torch.cat(rows)
+
+
+class AnswerStream(BaseStreamer, StoppingCriteria):
+    """The answers of a batch while they are written: gives each its tokens, and says which rows are done. `watch`
+    knows how likely it is that the passages answer."""
+
+    def __init__(
+        self,
+        group: list[Request],
+        prompt_tokens: list[int],
+        engine: Engine,
+        began: float,
+        watch: AnswerConfidence | None,
+    ):
+        self.group, self.prompt_tokens, self.engine, self.watch = group, prompt_tokens, engine, watch
+        self.eos = set(torch.tensor(engine.model.generation_config.eos_token_id).reshape(-1).tolist())
+        self.ids: list[list[int]] = [[] for _ in group]
+        self.said = [""] * len(group)
+        self.reasons: list[str | None] = [None] * len(group)
+        self.began, self.first_token = began, 0.0
+        longest = longest_prompt(engine.model.config.text_config)
+        self.max_new_tokens = [
+            request.max_new_tokens if longest is None else max(1, min(request.max_new_tokens, longest - length))
+            for request, length in zip(group, prompt_tokens, strict=True)
+        ]
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt (batch, seq_len), then a token of each row (batch,)."""
+        if value.dim() == 2:
+            return
+        self.first_token = self.first_token or time.monotonic()
+        for row, token in enumerate(value.tolist()):
+            if self.reasons[row] is None:
+                self._put_token(row, token)
+
+    def _put_token(self, row: int, token: int) -> None:
+        request = self.group[row]
+        least = request.min_confidence
+        if self.watch is not None and least is not None and self.watch.confidence[row].item() < least:
+            self.said[row], self.reasons[row] = self.engine.processor.no_answer, "stop"
+            request.on_text(self.said[row])
+            return self._finish(row)
+        if token in self.eos:
+            self.reasons[row] = "stop"
+        else:
+            self.ids[row].append(token)
+            if len(self.ids[row]) == self.max_new_tokens[row]:
+                self.reasons[row] = "length"
+            elif request.cancelled or time.monotonic() - request.arrived > self.engine.limits.seconds:
+                self.reasons[row] = "time"
+        self._say(row)
+        if self.reasons[row] is not None:
+            self._finish(row)
+
+    def _say(self, row: int) -> None:
+        """Tells what is new, except for what may become half of a character or the beginning of a `stop`."""
+        text = self.engine.processor.tokenizer.decode(self.ids[row], skip_special_tokens=True).lstrip()
+        stops = self.group[row].stop
+        if ends := [end for each in stops if (end := text.find(each)) >= 0]:
+            self.reasons[row], text = "stop", text[: min(ends)]
+        elif self.reasons[row] is None:
+            if text.endswith("\ufffd"):
+                return
+            text = text[: len(text) - max((_overlap(text, each) for each in stops), default=0)]
+        new, self.said[row] = text[len(self.said[row]) :], text
+        if new:
+            self.group[row].on_text(new)
+
+    def end(self) -> None:
+        """Nothing is left: each row is told its last piece when it is done."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor, **kwargs) -> torch.BoolTensor:
+        return torch.tensor([reason is not None for reason in self.reasons], device=input_ids.device)
+
+    def _finish(self, row: int) -> None:
+        request = self.group[row]
+        if self.reasons[row] == "time":
+            error = TimeoutError(f"The answer was not done within {self.engine.limits.seconds:g} seconds.")
+            return request.future.set_exception(error)
+        passages, parts = request.passages, {"retrieval": 0.0, "slots": 0.0, "choosing": 0.0}
+        statistics: dict[str, Any] = {"tokens": 0, "slots": 0, "compression_rate": None}
+        if passages is not None:
+            parts |= passages.seconds
+            encoder = self.engine.processor.slot_encoder
+            statistics = encoder.statistics(passages.read, passages.encoded, has_budget=False)
+        first_token = self.first_token - request.arrived
+        parts["model"] = self.first_token - self.began
+        parts["waiting"] = first_token - sum(parts.values())
+        request.future.set_result(
+            Answer(
+                text=self.said[row],
+                finish_reason=self.reasons[row],
+                prompt_tokens=self.prompt_tokens[row],
+                completion_tokens=len(self.ids[row]),
+                batch_size=len(self.group),
+                seconds={**parts, "first_token": first_token, "total": time.monotonic() - request.arrived},
+                passages=passages,
+                kept=request.kept or 0,
+                confidence=None if self.watch is None else self.watch.confidence[row].item(),
+                statistics=statistics,
+            )
+        )
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of `text` are the beginning of `stop`.
+
+    >>> _overlap("yes\\n", "\\n\\n")
+    1
+    """
+    return next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,0 +1,276 @@
+"""The command line answers from files, says what it did, and ends mistakes in one clear line."""
+
+import functools
+import io
+import re
+import shutil
+from importlib import metadata
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from conftest import edit_json, pipeline_of
+from rich.console import Console
+from tiny_models import random_probe
+
+from arcaligner import ArcAlignerPipeline
+from arcaligner.apps.cli import app as cli
+from arcaligner.apps.cli import demo, shared
+from arcaligner.common.files import counted, exit_on_user_error, printable, read_json_lines
+from arcaligner.train import stages
+
+CASES = list(read_json_lines(demo.CASE_STUDIES))
+QUESTION = "Who wrote it?"
+TEXT = "It was written by [Ada].  Nobody else knew.\n"
+
+cli_load_pipeline = shared.load_pipeline
+load_pipeline = functools.cache(shared.load_pipeline)
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal_and_models_loaded_once(monkeypatch):
+    monkeypatch.setattr(shared, "load_pipeline", load_pipeline)
+    monkeypatch.setenv("COLUMNS", "160")
+    for console in (shared.output, shared.messages):  # made when the module was imported
+        monkeypatch.setattr(console, "width", 160)
+
+
+@pytest.fixture
+def document(tmp_path):
+    path = tmp_path / "letter.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def answer(run_cli, checkpoint_dir):
+    """Asks about files; code, output and errors."""
+
+    def run(*documents, question=QUESTION, checkpoint=checkpoint_dir, options=()):
+        given = [each for document in documents for each in ("--document", document)]
+        return run_cli("answer", "--question", question, *given, "--checkpoint", checkpoint, *options)
+
+    return run
+
+
+@pytest.fixture
+def chooser(checkpoint_dir, monkeypatch):
+    """The pipeline of an aligner that can tell which passage answers, with room for twenty in as many tokens as a tiny
+    tokenizer makes of them."""
+    ask = shared.load_pipeline(str(checkpoint_dir))
+    for owner in (ask.processor, ask.model.config):
+        monkeypatch.setattr(owner, "passage_attention", "separate")
+    monkeypatch.setattr(ask.processor, "answer_probe", random_probe(ask.model, threshold=1.0))
+    monkeypatch.setattr(ask.processor, "no_answer", "unanswerable")
+    monkeypatch.setattr(ask.model.config.text_config, "max_position_embeddings", 2**15)
+    return ask
+
+
+def test_answer_prints_the_pipelines_answer_and_nothing_else(answer, document, model, processor):
+    record = pipeline_of(model, processor)({"question": QUESTION, "documents": [TEXT, TEXT]}, return_slots=True)[0]
+    code, out, err = answer(document, document)
+    assert (code, out) == (0, printable(record["generated_text"].strip()) + "\n")
+    place = f"{document}:0-{len(TEXT)}"  # both were read
+    *steps, check, summary = err.splitlines()
+    assert steps == ["Loading the aligner and its base model", "Reading 2 passages", place, place]
+    assert check == "The answer is not word for word in what was read: check it."
+    assert summary.startswith(f"{record['statistics']['tokens']} tokens of text read as 4 slots, x")
+
+
+def test_show_slots_lists_each_sentence_with_its_file_and_place(answer, document, tmp_path):
+    (other := tmp_path / "other.txt").write_text("The ship left on Monday.", encoding="utf-8")
+    code, out, _ = answer(document, other, options=["--show-slots"])
+    assert code == 0
+    for name, sentence in (("letter.txt", "It was written by [Ada]."), ("other.txt", "The ship left on Monday.")):
+        (line,) = [line for line in out.splitlines() if sentence in line]
+        assert name in line and f" 0-{len(sentence)} " in line and " passes" in line
+    assert f" {TEXT.index('Nobody')}-{len(TEXT) - 1} " in out
+
+
+@pytest.mark.parametrize("rate", ["segment", 3])
+def test_options_of_answer_reach_the_pipeline(answer, monkeypatch, document, rate):
+    asked, ask = [], ArcAlignerPipeline.__call__
+    monkeypatch.setattr(ArcAlignerPipeline, "__call__", lambda *own, **given: asked.append(given) or ask(*own, **given))
+    options = ["--max-new-tokens", 3, "--gate-mode", "always", "--tokens-per-slot", rate]
+    assert answer(document, options=options)[0] == 0
+    settings = {"return_slots": True, "max_new_tokens": 3, "gate_mode": "always"}
+    assert asked == [settings | {"tokens_per_slot": rate}]
+    for name, value in (("--tokens-per-slot", "many"), ("--gate-mode", "never"), ("--max-new-tokens", 0)):
+        code, _, err = answer(document, options=[name, value])
+        assert code == 2 and name in err and len(asked) == 1
+
+
+LONG = "One two three four five six seven eight nine ten. "
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_long_file_is_cut_and_the_likeliest_passages_are_read_and_named(answer, chooser, tmp_path, number):
+    (path := tmp_path / "long.md").write_text(f"# Numbers\n\n{20 * LONG}\n\n## Letters\n\n{25 * LONG}")
+    code, out, err = answer(path, options=[] if number == 1 else ["--max-passages", number])  # one is the default
+    passages, documents = cli.cut([cli.read_document(path)], "en")
+    assert [each.title for each in passages] == ["Numbers"] * 2 + ["Numbers › Letters"] * 3
+    record = chooser({"question": QUESTION, "documents": documents}, return_slots=True, max_passages=number)[0]
+    read = sorted({each["document"] for each in record["segments"]})
+    assert code == 0 and out == printable(record["generated_text"].strip()) + "\n" and len(read) == number
+    told = [line for line in err.splitlines() if line.startswith(str(path))]
+    spans = [(passages[place].start, passages[place].end, passages[place].title) for place in read]
+    assert told == [f"{path}:{start}-{end} {title}" for start, end, title in spans]
+    assert f"{counted(5 - number, 'passage')} not read: less likely to answer (--max-passages)" in err
+    assert path.read_text("utf-8")[slice(*spans[0][:2])] == documents[read[0]]["text"]
+
+
+def test_the_version_is_that_of_the_package(run_cli):
+    assert run_cli("--version") == (0, f"arcaligner {metadata.version('arcaligner')}\n", "")
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize("command", ["evaluate", "answer --question Q --document x"])
+def test_a_checkpoint_that_is_nowhere_is_asked_for_once_and_not_for_long(run_cli, monkeypatch, tmp_path, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").write_text("Text.")
+    monkeypatch.setattr("huggingface_hub.model_info", model_info := Mock(side_effect=ConnectionError))
+    monkeypatch.setattr(shared, "load_pipeline", cli_load_pipeline)
+    code, _, err = run_cli(*command.split(), "--checkpoint", "nowhere/x")
+    assert code == 1 and "There is no aligner at nowhere/x: neither a checkpoint folder" in err.replace("\n", " ")
+    model_info.assert_called_once_with("nowhere/x", timeout=shared.HUB_SECONDS)
+
+
+def test_mistakes_end_in_one_clear_line(answer, base_model_dir, document, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "MANY_PASSAGES", 4)
+    texts = {"binary": b"\0\1\2 \xff", "empty": b" \n", "long": 41 * LONG.encode(), "one_word": b"x" * 16 * 401}
+    paths = {name: tmp_path / f"{name}.txt" for name in texts}
+    for name, path in paths.items():
+        path.write_bytes(texts[name])
+    for path, given, message in (
+        (paths["binary"], {}, "binary.txt is not UTF-8 text, nor in another encoding (byte 0)"),
+        (paths["empty"], {}, "empty.txt holds no text"),
+        (paths["long"], {}, "long.txt is cut into 5 passages; `answer` reads at most 4. `arcaligner corpus build`"),
+        (paths["one_word"], {}, "one_word.txt is cut into 5 passages"),  # text without spaces is cut as well
+        (Path("tests/data/case_studies.jsonl").absolute(), {}, "case_studies.jsonl holds rows"),
+        (document, {"question": " "}, "The question is empty"),
+        (document, {"checkpoint": tmp_path / "none"}, f"There is no folder {tmp_path / 'none'}"),
+        (document, {"checkpoint": "tests/none"}, "There is no folder tests/none"),
+        (document, {"checkpoint": ""}, "`--checkpoint` is empty"),
+        (document, {"checkpoint": base_model_dir}, "of type 'llama'; expected 'arcaligner'"),
+        (document, {"options": ["--base-model", document]}, "`--base-model` is for `--engine llama.cpp`"),
+        (document, {"options": ["--engine", "llama.cpp", "--show-slots"]}, "which llama.cpp does not tell"),
+    ):
+        code, out, err = answer(path, **given)
+        assert code == 1 and out == ""
+        assert err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]
+        assert "Traceback" not in err
+
+
+def test_a_traceback_is_shown_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setenv("ARCALIGNER_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="^a mistake$"), exit_on_user_error():
+        raise ValueError("a mistake")
+
+
+def cut_in_half(path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("model.safetensors", cut_in_half, "model.safetensors cannot be read"),
+        ("config.json", lambda path: path.write_text("[]"), "config.json is not a configuration"),
+        ("config.json", lambda path: edit_json(path, lora_r="x"), "Field 'lora_r' expected int, got str"),
+        ("config.json", lambda path: edit_json(path, text_config=5), "The config.json of "),
+        ("config.json", lambda path: edit_json(path, base_model_name_or_path="a/b"), "`hf download a/b --local-dir"),
+        ("tokenizer.json", lambda path: path.write_text("{}"), "tokenizer.json is not an object with `model`"),
+        ("tokenizer.json", cut_in_half, "tokenizer.json is not JSON"),
+        ("tokenizer_config.json", lambda path: path.write_text("[]"), "tokenizer_config.json is not an object"),
+        ("processor_config.json", lambda path: path.unlink(), "has no processor_config.json"),
+        ("processor_config.json", lambda path: path.write_text("{}"), "processor_config.json is not an object"),
+        ("processor_config.json", lambda path: edit_json(path, spacy_model=5), "`spacy_model` is 5"),
+        ("generation_config.json", cut_in_half, "generation_config.json is not JSON"),
+        ("chat_template.jinja", lambda path: path.write_text("{%"), "The chat template (chat_template.jinja) cannot"),
+    ],
+)
+def test_a_broken_file_is_named_in_one_line(answer, checkpoint_dir, document, tmp_path, name, damage, message):
+    broken = shutil.copytree(checkpoint_dir, tmp_path / "broken")
+    edit_json(broken / "config.json", digests=None)  # as of an older one, of which each file is looked at by itself
+    damage(broken / name)
+    code, out, err = answer(document, checkpoint=broken)
+    assert code == 1 and out == ""
+    first, *more = [line for line in err.splitlines() if not line.startswith(("Loading", "Reading"))]
+    assert first.startswith("Error: ") and message in "".join([first, *more])
+    assert len(more) == ("hf download" in message)  # how to get it is a line of its own
+
+
+STEERING = "\x1b]0;title\x07 \x1b[2J \x9b1m \u202e \x7f"
+STATISTICS = {"tokens": 9, "slots": 1, "compression_rate": 9.0}
+SHOWN = r"\x1b]0;title\x07 \x1b[2J \x9b1m \u202e \x7f"
+
+
+def test_a_terminal_is_not_steered_by_documents_answers_and_mistakes(answer, monkeypatch, document):
+    document.write_text(f"It was {STEERING} written.", encoding="utf-8")
+    record = {"generated_text": STEERING, "segments": [], "statistics": STATISTICS}
+    with monkeypatch.context() as patch:
+        patch.setattr(ArcAlignerPipeline, "__call__", lambda *own, **given: [record])
+        assert answer(document)[:2] == (0, f"{SHOWN}\n")
+    monkeypatch.setattr(cli, "output", Console(width=160))  # a table would break lines where the escapes are
+    code, out, _ = answer(document, question=f"Who {STEERING}?", options=["--show-slots"])
+    assert code == 0 and SHOWN in out
+    code, _, err = answer(document, checkpoint=f"nobody/{STEERING}")
+    assert code == 1 and SHOWN in err
+    assert not {*STEERING} & {*out, *err} - {*"0;title 21mJ[]"}
+    row = {"question": STEERING, "answers": [f"{STEERING} zebra"]}
+    assert not {"\x1b", "\x07"} & {*"".join(demo.answer_cells(row, record))}
+
+
+# Training
+
+
+def test_train_runs_the_stages_of_a_recipe(run_cli, monkeypatch):
+    asked = []
+    monkeypatch.setattr(stages, "run_stages", lambda *arguments: asked.append(arguments))
+    code, out, err = run_cli("train", "--recipe", "tiny", "--output", "mine", "--", "--seed", "2", "--max_steps=3")
+    assert (code, out, err) == (0, "", "")
+    folder = stages.RECIPES / "tiny"
+    assert asked == [(stages.read_stages(folder, "mine", ["--seed", "2", "--max_steps=3"]), None)]
+    assert run_cli("train", "--recipe", folder, "--stage", "2", "--accelerate", "cpu")[0] == 0
+    assert asked[1] == (stages.read_stages(folder, only=2), "cpu")
+
+
+def test_mistakes_in_train_end_in_one_clear_line(run_cli, monkeypatch):
+    monkeypatch.setattr(stages, "run_to_end", lambda command: 1)
+    for options, message in (
+        (("--recipe", "tiny", "--", "--output_dir", "x"), "Name a folder for all stages with `--output`"),
+        (("--recipe", "tiny", "--output", "none"), "1_reconstruction failed with exit code 1; see the message above"),
+    ):
+        code, out, err = run_cli("train", *options)
+        assert code == 1 and out == ""
+        assert err.startswith("Error: ") and message in err and err.count("\n") == 1
+    assert run_cli("train")[0] == run_cli("train", "--recipe", "tiny", "--stage", "4")[0] == 2
+
+
+# The demo
+
+
+def test_the_demo_shows_every_question_with_its_answer_and_how_many_are_right(chooser, monkeypatch):
+    monkeypatch.setattr(demo, "contains_match", lambda answer, golds: float(golds == CASES[0]["answers"]))
+    demo.run_demo(chooser, console := Console(file=io.StringIO(), width=400))
+    shown = " ".join(console.file.getvalue().split())
+    many, (refused,), cases = demo.demo_questions("unanswerable").values()
+    assert cases == CASES and [len(row["passages"]) for row in many] == [20] * 10
+    assert refused["question"] == many[0]["question"] and refused["answers"] == ["unanswerable"]
+    texts = [each["text"] for each in refused["passages"]]
+    assert len(texts) == 4 and not any(gold in text for gold in many[0]["answers"] for text in texts)
+    for row in [*many, refused, *cases]:
+        assert row["question"] in shown
+        assert (f"gold: {row['answers'][0]}" in shown) == (row != CASES[0])  # where the answer is right, it says enough
+    assert len(re.findall(r" [01]\.\d\d ", shown)) == 14 and "1 of 14 answers contain a gold answer" in shown
+    assert shown.count(" unanswerable ") == 15  # all are refused, and one gold answer is that
+    assert [*map(len, demo.demo_questions().values())] == [10, 3]  # of an aligner that refuses nothing
+
+
+def test_a_row_of_the_demo_is_green_where_it_is_right_and_has_the_gold_answer_where_not():
+    record = {"generated_text": " Canada", "statistics": {"confidence": 0.5}}
+    assert demo.answer_cells(CASES[0], record) == [CASES[0]["question"], "[green]Canada[/]", "0.50"]
+    wrong = demo.answer_cells(CASES[0], {"generated_text": "[red]", "statistics": {}})
+    assert wrong[1:] == ["[yellow]\\[red][/]\n[dim]gold: Canada[/]", ""]

@@ -1,0 +1,295 @@
+"""Documents become passages with their slots, once; what is there is left, what has changed is replaced."""
+
+import gzip
+import json
+from unittest.mock import Mock
+
+import lancedb
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from conftest import new_processor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pdf_files import line, pdf
+from training_rows import write_rows
+
+from arcaligner.apps.corpus import build
+from arcaligner.apps.corpus.build import build_corpus, passage_rows
+from arcaligner.apps.corpus.retrieve import Retriever
+from arcaligner.apps.corpus.sources import read_documents
+from arcaligner.apps.corpus.table import METADATA, Corpus
+from arcaligner.common.passages import cut_passages, passages_of
+
+
+def rows_of(corpus):
+    return corpus.table.search().to_arrow().sort_by("id")
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.text("ab .!?\n\u00e9\U0001f600", max_size=120), st.integers(1, 9))
+def test_passages_hold_all_words_in_order_and_none_is_too_long(text, passage_words):
+    spans = cut_passages(text, passage_words)
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert "".join("".join(text[a:b].split()) for a, b in spans) == "".join(text.split())
+    assert all(len(text[a:b].split()) <= passage_words for a, b in spans)
+
+
+def test_sentences_stay_whole_where_they_fit_and_one_long_word_is_cut():
+    assert cut_passages("Ada wrote. Bob read it. Yes.", 4) == [(0, 10), (11, 28)]
+    spans = cut_passages("x" * 1000, 10)
+    assert spans[0] == (0, 160) and spans[-1] == (960, 1000)
+
+
+def test_the_heading_of_a_markdown_file_is_its_title_and_not_read_again(tmp_path):
+    fenced, long = "Run this:\n```\n# install\n```\nmake", "# " + "long " * 201 + "\nEnd."
+    for name, text in (("a", "\n# Ada \nShe wrote."), ("b", "# Alone"), ("c", fenced), ("d", long)):
+        (tmp_path / f"{name}.md").write_text(text)
+    found = [(each.title, each.text) for each in read_documents([str(tmp_path)], pytest.fail)]
+    assert found == [("Ada", "\n      \nShe wrote."), ("", "# Alone"), ("", fenced), ("", long)]
+
+
+def test_a_killed_build_goes_on_where_it_was(tmp_path, monkeypatch, processor, make_corpus):
+    monkeypatch.setattr(build, "BATCH_DOCUMENTS", 2)
+    rows = [{"id": number, "text": f"Sentence {number} stands here. It ends."} for number in range(7)]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    corpus = make_corpus()
+
+    def killed(report):
+        if report.added == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_corpus([source], corpus, processor, on_batch=killed)
+    report = build_corpus([source], Corpus(corpus.path), processor)
+    assert (report.added, report.unchanged, report.passages) == (3, 4, 3)
+    assert rows_of(corpus).equals(rows_of(make_corpus(source, name="whole")))
+    assert corpus.info()["documents"] == corpus.info()["passages"] == 7 and corpus.info()["slots"] == 14
+
+
+@pytest.mark.parametrize("before", ["", "Short."])
+def test_a_large_document_is_encoded_in_parts_and_written_in_one_step(
+    tmp_path, monkeypatch, processor, make_corpus, before
+):
+    monkeypatch.setattr(build, "PART_PASSAGES", 3)
+    (source := tmp_path / "long.txt").write_text(before)
+    corpus = make_corpus(*[source] * bool(before), passage_words=6)
+    version, told = corpus.table.version, []
+    source.write_text(" ".join(f"Sentence {number} stands here." for number in range(11)))
+    build_corpus([str(source)], corpus, processor, on_batch=lambda report: told.append(corpus.table.version))
+    assert told == [version + 1]
+    passages = passages_of(read_documents([str(source)], pytest.fail, tmp_path), 6, "en")
+    expected = passage_rows(passages, processor, corpus)
+    assert len(corpus) == 11 and rows_of(corpus).equals(expected.sort_by("id").select(rows_of(corpus).column_names))
+
+
+def test_passages_have_the_page_or_heading_that_they_stand_under(tmp_path, processor, make_corpus):
+    (tmp_path / "a.md").write_text("# Ships\n\nOf oak and of pine.\n\n## Sails\n\nLinen sails here.\n\n## Oars\n\nOak.")
+    (tmp_path / "b.pdf").write_bytes(pdf(line(50, 700, "Anna brings the cake."), line(50, 700, "Bob came late.")))
+    corpus = make_corpus(tmp_path / "a.md", tmp_path / "b.pdf", passage_words=5)
+    rows = [(row["title"], row["page"], row["text"]) for row in rows_of(corpus).to_pylist()]
+    assert rows == [
+        ("Ships", None, "Of oak and of pine."),
+        ("Ships › Sails", None, "## Sails\n\nLinen sails here."),
+        ("Ships › Oars", None, "## Oars\n\nOak."),
+        ("", 1, "Anna brings the cake."),
+        ("", 2, "Bob came late."),
+    ]
+    assert {each["page"] for each in Retriever(corpus, processor)("Who brings the cake?", 5).documents} == {None, 1, 2}
+
+
+def test_a_changed_document_is_replaced_in_one_step_and_a_removed_one_is_gone(corpus, letters, processor):
+    before, version = rows_of(corpus).to_pylist(), corpus.table.version
+    letter, ski = "letters/letter.txt", "letters/old/ski.md"
+    (letters / "letter.txt").write_text("Short now.", encoding="utf-8")
+    seen = []
+    report = build_corpus([str(letters)], corpus, processor, on_batch=lambda report: seen.append(corpus.table.version))
+    assert (report.added, report.replaced, report.unchanged) == (0, 1, 1) and seen == [version + 1]
+    after = rows_of(corpus).to_pylist()
+    assert [row for row in after if row["document"] == ski] == [row for row in before if row["document"] == ski]
+    assert [row["text"] for row in after if row["document"] == letter] == ["Short now."]
+    with pytest.raises(ValueError, match="has no document 'none'"):
+        corpus.remove([letter, "none"])
+    corpus.remove([letter])
+    assert corpus.documents() == {ski}
+
+
+@pytest.mark.parametrize("prune", [True, False])
+def test_prune_removes_what_is_in_no_source_and_keeps_what_may_be_in_one_that_cannot_be_read(
+    corpus, letters, processor, prune, monkeypatch, caplog, tmp_path
+):
+    monkeypatch.setattr(build, "BATCH_DOCUMENTS", 1)
+    (letters / "letter.txt").write_bytes(b"\0\xff")
+    (letters / "old" / "ski.md").write_text(" ")
+    (letters / "new.txt").write_text("Ada wrote it.")
+    (letters / "picture.png").write_bytes(b"\x89PNG")
+    report = build_corpus([str(letters)], corpus, processor, prune=prune)
+    assert (report.added, report.removed, report.unchanged, len(report.skipped)) == (1, int(prune), 0, 3)
+    known = {"letters/letter.txt", "letters/new.txt"}
+    assert corpus.documents() == (known if prune else known | {"letters/old/ski.md"}) and not caplog.text
+    for path in letters.glob("*.txt"):
+        path.unlink()
+    with pytest.raises(ValueError, match="There is no document"):
+        build_corpus([str(letters)], corpus, processor, prune=prune)
+    (more := tmp_path / "more.txt").write_text("More.")
+    (letters / "rows.jsonl").write_text("{")  # nobody knows the ids of its rows
+    assert build_corpus([str(letters), str(more)], corpus, processor, prune=prune).removed == 0
+    assert corpus.documents() >= known | {"more.txt"}
+    assert ("no document was removed, since 1 sources or rows could not be read" in caplog.text) == prune
+
+
+def test_parts_of_a_data_set_are_read_once_and_have_their_own_ids(make_corpus, processor, monkeypatch):
+    opened = []
+
+    def load_dataset(path, name, split, streaming):
+        opened.append(split)
+        return [{"text": f"{split} {number}."} for number in range(2)]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    corpus = make_corpus()
+    sources = ["user/letters", "user/letters?split=test"]
+    assert build_corpus(sources, corpus, processor, prune=True).added == 4 and opened == ["train", "test"]
+    assert corpus.documents() == {f"{source}#{number}" for source in sources for number in (1, 2)}
+    assert build_corpus(sources[:1], corpus, processor, prune=True).removed == 2
+
+
+def test_a_file_has_one_id_however_it_is_named(letters, corpus, processor, monkeypatch):
+    monkeypatch.chdir(letters / "old")
+    for source in ("..", "../../letters", str(letters)):
+        assert build_corpus([source], corpus, processor).unchanged == 2
+    assert corpus.documents() == {"letters/letter.txt", "letters/old/ski.md"}
+
+
+def test_ids_are_data_whatever_they_hold(tmp_path, processor, make_corpus):
+    ids = ["o'neil", "'); --", "%", "a\nb", "\u00e9\u202e", '"', "\\", "x#0", "x"]
+    source = write_rows(tmp_path / "rows.jsonl", [{"id": each, "text": f"It is {each}."} for each in ids])
+    corpus = make_corpus(source)
+    assert build_corpus([str(source)], corpus, processor).unchanged == len(ids)
+    for number, each in enumerate(ids, start=1):
+        corpus.remove([each])
+        assert len(corpus) == len(ids) - number
+
+
+def test_each_kind_of_source_gives_its_documents(tmp_path):
+    rows = [{"title": "A", "text": "One."}, {"text": "Two.", "id": 7}]
+    write_rows(tmp_path / "a.jsonl.gz", rows)
+    passages = [{"title": "B", "text": "Three."}, {"text": "Four \ud800."}]
+    shared = [{"question": "?", "passages": passages}, {"passages": passages[:1]}]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shared))  # a surrogate, escaped
+    nowhere = pa.array([0, 0], pa.timestamp("s", tz="Nowhere"))  # a column that Python cannot read
+    table = pa.table({"body": ["Five.", "Six."], "name": ["C", None], "when": nowhere})
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet")
+    (tmp_path / "Who?.txt").write_text("Ada.")  # no option
+    sources = ["a.jsonl.gz", "b.jsonl", "c.parquet?text=body&title=name", "Who?.txt"]
+    documents = list(read_documents([str(tmp_path / each) for each in sources], skip=pytest.fail))
+    assert [(each.title, each.text) for each in documents] == [
+        ("A", "One."), ("", "Two."), ("B", "Three."), ("", "Four ?."), ("B", "Three."), ("C", "Five."), ("", "Six."),
+        ("", "Ada."),
+    ]  # fmt: skip
+    assert documents[0].id == f"{tmp_path}/a.jsonl.gz#1" and documents[1].id == "7"
+    assert documents[2] == documents[4]
+
+
+def test_what_cannot_be_read_is_named_and_skipped(tmp_path, processor):
+    rows = [{"text": None}, *[{"id": "a", "text": "One."}] * 3, {"id": "a", "text": "Two."}]
+    rows.append({"id": "b", "title": "T" * 1001, "text": "One."})
+    said = {
+        ".git/hidden.txt": (b"Hidden.",),
+        "binary.txt": (b"\0\1\2 \xff", "binary.txt is not UTF-8 text, nor in another encoding (byte 0)"),
+        "blank.md": (b" \n", "blank.md holds no text"),
+        "broken.jsonl.gz": (b"no gzip", "broken.jsonl.gz cannot be read"),
+        "broken.parquet": (b"PAR1", "broken.parquet cannot be read"),
+        "deep.jsonl": (b"[" * 10**5, "deep.jsonl, line 1 is not a JSON object"),
+        "good.txt": (b"Good.",),
+        "picture.png": (b"\x89PNG", "picture.png has none of the suffixes"),
+        "rows.jsonl": (
+            "".join(json.dumps(row) + "\n" for row in rows).encode() + b'{\n{"text": "Last."}',
+            "rows.jsonl#1 has neither a text",
+            "a is the id of an earlier document with another text",
+            "b has a title of 1001 characters; at most 1000 are read",
+            "line 7 is not a JSON object",
+        ),
+        "torn.jsonl.gz": (gzip.compress(b"{}")[:10] + b"\xff" * 20, "torn.jsonl.gz cannot be read"),
+    }
+    folder = tmp_path / "texts"
+    (folder / ".git").mkdir(parents=True)
+    for name, (content, *_) in said.items():
+        (folder / name).write_bytes(content)
+    corpus = Corpus.create(folder / "corpus", processor)  # beside its texts, of which it is none
+    report = build_corpus([str(folder)], corpus, processor)
+    messages = [message for _, *more in said.values() for message in more]
+    assert all(part in found for part, found in zip(messages, report.skipped, strict=True))
+    assert (report.added, report.unchanged, len(corpus)) == (3, 2, 3)
+
+
+def test_sources_that_give_no_document_are_refused(tmp_path, make_corpus, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for source, error, message in (
+        ("empty", ValueError, "There is no document in empty: empty is an empty folder"),
+        (" ", ValueError, "A source is ' '; expected"),  # not this folder
+        *((name, FileNotFoundError, "There is no file or folder") for name in ("none", "none.txt", "empty/none")),
+    ):
+        with pytest.raises(error, match=message):
+            make_corpus(source)
+
+
+@pytest.mark.parametrize(
+    ("own", "settings", "message"),
+    [
+        ({"passage_words": 17}, {}, "`passage_words` 16; expected 17"),
+        ({"tokens_per_slot": 4}, {}, "`tokens_per_slot` 'segment'; expected 4"),
+        ({}, {"sentences_per_segment": 2}, "`sentences_per_segment` 1; expected 2"),
+        ({}, {"spacy_model": "de"}, "`spacy_model` 'en'; expected 'de'"),
+        ({}, {"context_words": True}, "`context_words` False; expected True"),
+        ({}, {"encoder_dtype": "bfloat16"}, "`encoder_dtype` 'float32'; expected 'bfloat16'"),
+    ],
+)
+def test_a_corpus_of_other_settings_is_refused(own, settings, message, corpus, base_model_dir, encoder_dir):
+    with pytest.raises(ValueError, match=message):
+        Corpus.create(corpus.path, new_processor(base_model_dir, encoder_dir, **settings), **own)
+
+
+def test_a_corpus_of_another_encoder_is_refused_and_one_of_another_name_is_not(corpus, processor, monkeypatch):
+    monkeypatch.setattr(processor, "encoder_name_or_path", "another/name")
+    corpus.check(processor)
+    encode = processor.encoder.encode_runs
+    monkeypatch.setattr(processor.encoder, "encode_runs", lambda *texts: encode(*texts).roll(1, dims=1))
+    with pytest.raises(ValueError, match="and this checkpoint has 'another/name'. Build another corpus"):
+        corpus.check(processor)
+    monkeypatch.setattr(processor, "encoder_name_or_path", corpus.settings["encoder"])
+    with pytest.raises(ValueError, match="with other weights than this checkpoint has, .* trained jointly"):
+        corpus.check(processor)
+
+
+def test_what_is_no_corpus_and_a_second_writer_are_refused(corpus, make_corpus, processor, letters, tmp_path):
+    with pytest.raises(FileNotFoundError, match="There is no corpus"):
+        Corpus(tmp_path / "none")
+    (tmp_path / "half" / "passages.lance" / "data").mkdir(parents=True)
+    schema = corpus.table.schema.with_metadata({METADATA: b"{}"})
+    lancedb.connect(tmp_path / "odd").create_table("passages", schema=schema)
+    schema = corpus.table.schema.with_metadata({METADATA: b'{"format": 1}'})
+    lancedb.connect(tmp_path / "old").create_table("passages", schema=schema)
+    with pytest.raises(ValueError, match="has format 1; this version reads 2. Build it anew"):
+        Corpus(tmp_path / "old")
+    for folder in (letters, tmp_path, tmp_path / "half", tmp_path / "odd"):
+        with pytest.raises(ValueError, match="is not a corpus of ArcAligner, or a broken one: .* has to be built anew"):
+            Corpus.create(folder, processor)
+    with corpus.writing(), pytest.raises(ValueError, match="Another process writes"):
+        make_corpus(letters)
+    with pytest.raises(ValueError, match="`passage_words` is 0"):
+        make_corpus(passage_words=0)
+
+
+def test_a_disk_that_fills_up_and_a_broken_file_end_in_a_clear_error(corpus, letters, processor, monkeypatch):
+    (letters / "new.txt").write_text("New.")
+    before = rows_of(corpus)
+    full = Mock(side_effect=RuntimeError("lance error: LanceError(IO): No space left on device"))
+    monkeypatch.setattr(corpus.table, "add", full)
+    with pytest.raises(OSError, match="cannot be written: .*No space left on device"):
+        build_corpus([str(letters)], corpus, processor)
+    assert rows_of(Corpus(corpus.path)).equals(before)
+    for file in (corpus.path / "passages.lance" / "data").iterdir():
+        file.write_bytes(b"broken")
+    with pytest.raises(OSError, match="cannot be read: .*Build it anew"):
+        Corpus(corpus.path).info()

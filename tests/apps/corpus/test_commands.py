@@ -1,0 +1,78 @@
+"""A corpus from the command line: built, asked, changed, described."""
+
+import re
+from pathlib import Path
+
+from conftest import pipeline_of
+
+from arcaligner.apps.cli import app as cli
+from arcaligner.apps.corpus.retrieve import Retriever
+from arcaligner.apps.corpus.table import Corpus
+from arcaligner.common.files import printable
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "corpus.md"
+
+
+def test_from_a_folder_to_an_answer(run_cli, letters, checkpoint_dir, tmp_path, model, processor, monkeypatch):
+    (letters / "binary.txt").write_bytes(b"\0\xff")
+    folder, aligner = tmp_path / "corpus", ("--checkpoint", checkpoint_dir)
+    options = ("--passage-words", 16, *aligner)
+    code, out, err = run_cli("corpus", "build", letters, "--output", folder, *options)
+    assert code == 0 and "2 documents added, 0 replaced, 0 removed, 0 unchanged, 1 skipped." in out
+    assert "binary.txt is not UTF-8 text" in err and "Loading weights" not in err
+    info = (corpus := Corpus(folder)).info()
+    num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    said = f"{info['passages']} passages of 2 documents, {info['slots']} slots: {num_bytes:,} bytes."
+    assert said in out and (info["bytes"], info["kept_bytes"]) == (num_bytes, 0)
+    (letters / "new\nline.txt").write_text("Ada wrote it.")
+    for number in range(4):
+        (letters / f"{number}.svg").write_text("<svg/>")
+    code, out, err = run_cli("corpus", "build", letters, "--output", folder, *aligner)  # in passages as before
+    assert code == 0 and "1 document added, 0 replaced, 0 removed, 2 unchanged, 5 skipped." in out
+    assert err.count("Skipped: ") == 5 and "3.svg has none of the suffixes" in err
+
+    question = "Who wrote it?"
+    code, out, err = run_cli("ask", question, "--corpus", folder, "--top-k", 2, "--max-new-tokens", 5, *aligner)
+    found = Retriever(corpus, processor)(question, top_k=2)
+    row = {"question": question, "documents": found.documents}
+    record = pipeline_of(model, processor)(row, return_slots=True, max_new_tokens=5)[0]
+    assert code == 0 and out.startswith(printable(record["generated_text"].strip()))
+    places = [f"{each['document']}:{each['start']}-{each['end']}".replace("\n", "\\n") for each in found.documents]
+    assert any("new\\nline.txt" in place for place in places)
+    assert [line.split(" ")[0] for line in out.splitlines()[-2:]] == places
+    assert cli.compression_summary(record["statistics"]) in err
+    assert "First token after" in err and all(part in err for part in ("retrieval ", "slots ", "model "))
+
+    assert "The answer is not word for word in what was read: check it." in err
+    said = lambda answer, text: {"start": 3, "end": 5} if "Radik" in text else None  # noqa: E731
+    monkeypatch.setattr("arcaligner.apps.server.engine.find_answer", said)
+    _, out, err = run_cli("ask", question, "--corpus", folder, "--top-k", 9, "--max-new-tokens", 5, *aligner)
+    assert "letter.txt:66-132, the answer at 69-71" in out and out.count("the answer at") == 1 and "none of" not in err
+
+    code, _, _ = run_cli("corpus", "remove", "letters/new\nline.txt", "--corpus", folder)
+    code, out, _ = run_cli("corpus", "info", "--corpus", folder)
+    assert code == 0 and {"documents: 2", "passage_words: 16", "tokens_per_slot: segment"} <= {*out.splitlines()}
+
+
+def test_mistakes_end_in_one_clear_line(run_cli, letters, corpus, checkpoint_dir, tmp_path):
+    (empty := tmp_path / "empty.txt").write_text(" ")
+    aligner = ("--checkpoint", checkpoint_dir)
+    existing, new = (("--output", folder, *aligner) for folder in (corpus.path, tmp_path / "new"))
+    for arguments, message in (
+        (("corpus", "build", letters, "--passage-words", 9, *existing), "`passage_words` 16; expected 9"),
+        (("corpus", "build", letters, "typo/", *existing), "There is no file or folder typo/."),
+        (("corpus", "build", empty, *new), "There is no document in"),
+        (("corpus", "build", "no/where", *new), "reach 'no/where' on the Hub"),
+        (("ask", " ", "--corpus", corpus.path, *aligner), "The question is empty"),
+    ):
+        code, out, err = run_cli(*arguments)
+        assert code == 1 and out == ""
+        assert err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]
+    assert not (tmp_path / "new").exists()  # of a build that found nothing
+
+
+def test_the_code_of_the_document_answers_from_a_folder(capsys, letters, checkpoint_dir, monkeypatch):
+    block, _ = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+    monkeypatch.chdir(letters.parent)
+    exec(block.replace("checkpoints/arcaligner-smollm2-135m", str(checkpoint_dir)), {})  # noqa: S102
+    assert "letters/letter.txt:0-" in capsys.readouterr().out

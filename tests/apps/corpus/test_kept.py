@@ -1,0 +1,134 @@
+"""Passages of a corpus read ahead: no question reads them, whatever else it retrieves, and none is stale."""
+
+import re
+import threading
+from unittest.mock import Mock
+
+import pytest
+import torch
+from conftest import pipeline_of, processor_with, random_aligner
+from safetensors import SafetensorError
+from tiny_models import random_probe
+
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
+from arcaligner.apps.corpus import kept
+from arcaligner.apps.corpus.build import build_corpus
+from arcaligner.apps.corpus.kept import read_corpus
+from arcaligner.apps.corpus.retrieve import Retriever
+from arcaligner.apps.server.engine import Engine, Request
+from arcaligner.common.files import counted
+
+
+@pytest.fixture(scope="module")
+def apart_dir(tmp_path_factory, base_model_dir, processor):
+    """A checkpoint that reads passages apart, with a confidence and a refusal."""
+    folder = tmp_path_factory.mktemp("apart")
+    model = random_aligner(base_model_dir, processor, seed=2, passage_attention="separate")
+    model.save_pretrained(folder)
+    settings = {"answer_probe": random_probe(model), "no_answer": "not in the text"}
+    processor_with(processor, passage_attention="separate", **settings).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def apart(apart_dir):
+    reader = ArcAlignerProcessor.from_pretrained(apart_dir)
+    reader.encoder.device = "cpu"
+    return ArcAlignerForCausalLM.from_pretrained(str(apart_dir)).eval(), reader
+
+
+def files(corpus):
+    return {path.name: path.stat().st_ino for path in corpus.kept_folder.iterdir()}
+
+
+def test_a_question_reads_no_passage_of_a_corpus_that_was_read_ahead(corpus, apart, monkeypatch):
+    model, reader = apart
+    ask, found = pipeline_of(model, reader), []
+    for is_ahead in (False, True):
+        if is_ahead:
+            assert read_corpus(corpus, model, reader) == "4 passages read, 0 kept before" and len(files(corpus)) == 5
+            monkeypatch.setattr("arcaligner.prefix_store_arcaligner.read_text", None)
+        engine = Engine(ask, Retriever(corpus, reader), max_passages=3)
+        for question, top_k in (("Who wrote it?", 3), ("Since when?", 2)):
+            chat = [{"role": "user", "content": question}]
+            answer = engine.submit(Request(chat, top_k=top_k, max_new_tokens=9)).result()
+            found.append((answer.text, [each["text"] for each in answer.sources]))
+            assert answer.kept == len(answer.sources) or not is_ahead
+        if is_ahead:
+            assert engine.store.misses == 0
+            own = [{"role": "user", "content": "Who?"}]
+            engine.submit(Request(own, documents=["Nobody has read this."], max_new_tokens=2)).result()
+            assert engine.store.misses == 1 and len(files(corpus)) == 5
+        engine.close()
+    assert found[:2] == found[2:]
+
+
+def test_a_killed_reading_goes_on_and_only_what_has_changed_is_read_again(corpus, letters, apart, monkeypatch):
+    monkeypatch.setattr(kept, "BATCH_PASSAGES", 1)
+    model, reader = apart
+
+    def stop(done):
+        if done.startswith("3 passages read"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        read_corpus(corpus, model, reader, stop)
+    first, told = files(corpus), []
+    assert read_corpus(corpus, model, reader, told.append) == told[-1] == "1 passage read, 3 kept before"
+    assert first.items() < (before := files(corpus)).items()
+    (letters / "old" / "ski.md").write_text("# Zhaparov\n\nHe jumps no more.", encoding="utf-8")
+    build_corpus([str(letters)], corpus, reader)
+    assert read_corpus(corpus, model, reader) == "1 passage read, 3 kept before, 1 former file removed"
+    assert len(before.items() & files(corpus).items()) == 4  # the text before the slots, and three passages
+    with torch.no_grad():
+        model.model.projector.out.bias.add_(1.0)
+    assert read_corpus(corpus, model, reader) == "4 passages read, 0 kept before, 5 former files removed"
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(None, 4), ("bfloat16", 2), ("auto", 2)])
+def test_passages_serve_commands_in_the_precision_they_were_read_in(
+    run_cli, corpus, apart_dir, monkeypatch, dtype, width
+):
+    device = torch.accelerator.current_accelerator(check_available=True)
+    fastest = {"cpu" if device is None else device.type: torch.bfloat16}
+    monkeypatch.setattr("arcaligner.encoder_arcaligner.fastest_dtype", fastest.__getitem__)
+    aligner = ("--corpus", corpus.path, "--checkpoint", apart_dir)
+    code, out, err = run_cli("corpus", "read", *aligner, *(("--dtype", dtype) if dtype else ()))
+    assert code == 0 and out == "4 passages read, 0 kept before\n"
+    num_bytes = corpus.info()["slots"] * 3 * 2 * 2 * 8 * width  # layers, keys and values, heads, head_dim
+    told = f"{num_bytes / 1e6:.1f} MB on disk: {corpus.info()['slots']} slots of 0.{width} KB"
+    assert told in err.replace("\n", " ")
+    assert num_bytes < corpus.info()["kept_bytes"] < num_bytes + 24000  # and what it is of
+    ask = ("ask", "Who?", *aligner, "--top-k", 2, "--max-passages", 2, "--max-new-tokens", 2)
+    for options, own in ((("--dtype", "bfloat16"), 2), (("--dtype", "float32"), 4), ((), 4)):
+        code, _, err = run_cli(*ask, *options)
+        found = 2 if own == width else 0
+        assert code == 0 and f"{found} of 2 passages had been read before" in re.sub(r"\s+", " ", err)
+    assert run_cli(*ask, "--dtype", "int8")[0] != 0
+
+
+def test_the_command_reads_the_likeliest_passage_or_refuses_and_leaves_no_thread_behind(run_cli, corpus, apart_dir):
+    """Python aborts when it ends while a thread computes: exit code 134 after the answer."""
+    before = set(threading.enumerate())
+    ask = ("ask", "Who?", "--corpus", corpus.path, "--checkpoint", apart_dir, "--top-k", 3, "--max-new-tokens", 2)
+    for options, read in (("", 1), ("--max-passages 2", 2), ("--max-passages 9", 3), ("--min-confidence 1", 1)):
+        code, out, err = run_cli(*ask, *options.split())
+        err = re.sub(r"\s+", " ", err)
+        assert code == 0 and len(re.findall(r":\d+-\d+", out)) == read
+        assert f"0 of {counted(read, 'passage')} had been read before" in err
+        assert (f"{3 - read} more found, less likely to answer" in err) == (read < 3)
+        is_refused = "--min-confidence" in options
+        assert out.startswith("not in the text\n") == is_refused == ("word for word" not in err)
+    assert not [each for each in set(threading.enumerate()) - before if each.name == "arcaligner-engine"]
+
+
+def test_what_cannot_be_read_ahead_is_refused(run_cli, corpus, apart, checkpoint_dir, monkeypatch):
+    code, out, err = run_cli("corpus", "read", "--corpus", corpus.path, "--checkpoint", checkpoint_dir)
+    assert code == 1 and out == "" and "reads the passages of a question jointly" in err
+    with corpus.writing(), pytest.raises(ValueError, match="Another process writes"):
+        read_corpus(corpus, *apart)
+    assert not corpus.kept_folder.exists()
+    full = Mock(side_effect=SafetensorError("No space left on device"))
+    monkeypatch.setattr("arcaligner.generation_arcaligner.save_file", full)
+    with pytest.raises(OSError, match="could not be written. Make room, and run this again"):
+        read_corpus(corpus, *apart)

@@ -1,0 +1,113 @@
+"""A question finds its passages, and their stored slots are read without encoding them again."""
+
+import shutil
+
+import pytest
+import torch
+from conftest import new_processor
+from training_rows import write_rows
+
+from arcaligner import ArcAlignerProcessor
+from arcaligner.apps.corpus.retrieve import Retriever
+from arcaligner.apps.corpus.table import Corpus
+from arcaligner.encoder_arcaligner import SlotEncoder
+
+
+@pytest.mark.parametrize(("rate", "has_words"), [("segment", False), ("segment", True), (3, True)])
+def test_passages_come_with_the_slots_that_encoding_them_gives(
+    rate, has_words, letters, make_corpus, base_model_dir, encoder_dir, monkeypatch
+):
+    reader = new_processor(base_model_dir, encoder_dir, context_words=has_words)
+    corpus, question = make_corpus(letters, by=reader, passage_words=16, tokens_per_slot=rate), "Who is a ski jumper?"
+    reader.tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=3)  # how a call pads does not matter
+    retriever = Retriever(corpus, reader)
+    with monkeypatch.context() as patched:
+        patched.setattr(SlotEncoder, "encode_batch", lambda *a, **k: pytest.fail("a passage was encoded again"))
+        found = retriever(question, top_k=9)
+    assert sorted(each["title"] for each in found.documents) == ["", "", "", "Zhaparov"]
+    expected = reader.encode_documents(found.documents, tokens_per_slot=rate)
+    embeds, words, ids = found.encoded[1:4]
+    torch.testing.assert_close(embeds, expected.context_embeds, atol=1e-3, rtol=0)
+    torch.testing.assert_close((words, ids), (expected.context_word_ids, expected.context_passage_ids))
+    assert found.encoded.segments == expected.segments
+    given = reader("Who?", **found.inputs, return_tensors="pt")
+    torch.testing.assert_close(given["context_embeds"][0], embeds)
+    assert found.seconds.keys() == {"retrieval", "slots"} and min(found.seconds.values()) > 0
+    query = reader.encoder.encode([question])[0]
+    for number, each in enumerate(found.documents):
+        assert each["text"] == (corpus.path.parent / each["document"]).read_text("utf-8")[each["start"] : each["end"]]
+        vector = torch.nn.functional.normalize(embeds[ids == number].mean(dim=0), dim=0)
+        assert each["similarity"] == pytest.approx(float(vector @ query), abs=2e-3)
+
+
+def test_full_text_finds_a_word_that_the_encoder_does_not_know(corpus, processor):
+    for word, part in (("Toronto", "district"), ("Zhaparov's", "He jumps")):  # of a text and of a title
+        found = Retriever(corpus, processor)(word, top_k=9).documents
+        assert part in found[0]["text"] and len(found) == len(corpus)
+        assert [each["score"] for each in found] == sorted((each["score"] for each in found), reverse=True)
+
+
+@pytest.mark.parametrize("question", ["the of", '"(a AND', "?", "\x00", "x" * 5000])
+def test_any_question_finds_something(question, corpus, processor):
+    assert len(Retriever(corpus, processor)(question, top_k=2).documents) == 2
+
+
+def test_changes_are_seen_by_a_retriever_that_is_open(corpus, processor):
+    retriever = Retriever(corpus, processor)
+    best = retriever("Toronto", top_k=1).documents[0]
+    Corpus(corpus.path).remove([best["document"]])
+    assert retriever("Toronto", top_k=1).documents[0]["document"] != best["document"]
+
+
+def test_a_slot_that_has_changed_on_the_disk_is_not_read(corpus, processor):
+    slots = Retriever(corpus, processor)("Toronto", top_k=1).encoded.context_embeds[0].half().numpy().tobytes()
+    paths = [path for path in corpus.path.rglob("*.lance") if path.is_file() and slots in path.read_bytes()]
+    assert paths
+    for path in paths:
+        path.write_bytes(path.read_bytes().replace(slots, bytes(8) + slots[8:]))
+    with pytest.raises(OSError, match="is damaged: a passage of .*letter.txt is not what was written"):
+        Retriever(Corpus(corpus.path), processor)("Toronto", top_k=1)
+
+
+def test_mistakes_are_clear(corpus, processor, make_corpus):
+    retriever = Retriever(corpus, processor)
+    for question, top_k, message in (
+        ("", 1, "The question is empty"),
+        ("Who?", 0, "`top_k` is 0; expected at least 1 passage"),
+        ("Who?", "2", "`top_k` is '2'; expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            retriever(question, top_k)
+    with pytest.raises(ValueError, match="is empty. Add documents"):
+        Retriever(make_corpus(name="empty"), processor)
+    shutil.rmtree(corpus.path)
+    with pytest.raises(OSError, match="cannot be searched"):
+        retriever("Who?")
+
+
+def test_many_passages_have_an_index_that_finds_the_same(tmp_path, processor, make_corpus, monkeypatch):
+    monkeypatch.setattr("arcaligner.apps.corpus.table.MIN_INDEXED_ROWS", 300)
+    words = "Toronto riding Canada Ada letter Kazakh ski jumper Parkdale sport".split()
+    rows = [{"text": f"{words[n % 10]} {words[n // 10 % 10]} {words[n // 100]} {n}."} for n in range(400)]
+    corpus = make_corpus(write_rows(tmp_path / "rows.jsonl", rows))
+    assert {column for index in corpus.table.list_indices() for column in index.columns} >= {"vector", "text"}
+    retriever = Retriever(corpus, processor)
+    assert all(retriever(row["text"], 1).documents[0]["text"] == row["text"] for row in rows[:5])
+
+
+def test_passages_are_found_by_the_encoder_before_it_was_trained_along(
+    tmp_path, letters, processor, make_corpus, checkpoint_dir
+):
+    trained = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
+    for weight in trained.train_encoder(lora_r=2):
+        torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))
+    trained.save_pretrained(tmp_path / "trained")
+    trained = ArcAlignerProcessor.from_pretrained(tmp_path / "trained")
+    corpus = make_corpus(letters, by=trained)
+    rows = corpus.table.search().select(["title", "text", "vector", "slots"]).to_arrow().to_pylist()
+    texts = [f"{row['title']} {row['text']}".strip() for row in rows]
+    found = torch.tensor([row["vector"] for row in rows]).float()
+    torch.testing.assert_close(found, processor.encoder.encode(texts), rtol=0, atol=1e-3)
+    slot = torch.tensor(rows[0]["slots"][0]).float()
+    assert (slot - processor.encoder.encode(texts[:1])[0]).abs().max() > 0.01
+    assert Retriever(corpus, trained)(texts[0], 1).documents[0]["text"] == rows[0]["text"]

@@ -1,0 +1,221 @@
+"""What llama.cpp computes from slots is what PyTorch does, and what it cannot do is refused."""
+
+import shutil
+from importlib.util import find_spec
+from unittest.mock import Mock
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from conftest import chat_inputs, new_processor, random_aligner
+from gguf_base_model import write_base_model
+from tiny_models import ENCODER_HIDDEN_SIZE, backbone_config, tiny_aligner
+from transformers import AutoModelForCausalLM
+
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
+from arcaligner.apps.engines import gguf_files, llama_cpp
+from arcaligner.pipeline_arcaligner import CopyBonus
+
+QUESTION = "Who wrote it?"
+LETTER = {"title": "Letter", "text": "It was written by Ada, and nobody else knew."}
+DOCUMENTS = [LETTER, "Radik has competed since 2003.", "It left on Monday.", LETTER]
+CLOSE = {"rtol": 0, "atol": 1e-3}
+
+needs_llama_cpp = pytest.mark.skipif(find_spec("llama_cpp") is None, reason="`pip install -e '.[llama-cpp]'`")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory, base_model_dir, encoder_dir):
+    """Aligners whose slots, three tokens each, have words; LoRA and gates are random, and these are on."""
+    folders = {}
+    for passage_attention in ("joint", "separate"):
+        folders[passage_attention] = folder = tmp_path_factory.mktemp("checkpoint")
+        settings = {"tokens_per_slot": 3, "context_words": True, "passage_attention": passage_attention}
+        processor = new_processor(base_model_dir, encoder_dir, **settings)
+        settings = {"word_parts": 2, "passage_attention": passage_attention}
+        random_aligner(base_model_dir, processor, seed=2, **settings).save_pretrained(folder)
+        processor.save_pretrained(folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory, checkpoints):
+    folders = {each: tmp_path_factory.mktemp("exported") for each in checkpoints}
+    for passage_attention, checkpoint in checkpoints.items():
+        gguf_files.export_gguf(str(checkpoint), folders[passage_attention])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory, base_model_dir, tokenizer):
+    path = tmp_path_factory.mktemp("gguf") / "base.gguf"
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    write_base_model(AutoModelForCausalLM.from_pretrained(base_model_dir), tokens, path)
+    return path
+
+
+@pytest.fixture
+def make_engine(exported, base_model):
+    def make(passage_attention="joint", **settings):
+        settings = {"gate_mode": "off", "context_length": 256, "cache_type": "f32"} | settings
+        return llama_cpp.LlamaCppEngine(exported[passage_attention], base_model, **settings)
+
+    return make
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("backbone", ["llama", "qwen2", "qwen3"])
+def test_backbones_read_slots_as_pytorch_does(backbone, tmp_path):
+    aligner = tiny_aligner(backbone_config(backbone, hidden_size=32), dtype=torch.float32)
+    bare = AutoModelForCausalLM.from_config(aligner.config.text_config)
+    weights = {name.replace(".base_layer", ""): weight for name, weight in aligner.model.backbone.state_dict().items()}
+    bare.model.load_state_dict({name: weights[name] for name in bare.model.state_dict()})
+    bare.lm_head.load_state_dict(aligner.lm_head.state_dict())
+    write_base_model(bare, [f"word {number}" for number in range(61)], tmp_path / "base.gguf")
+    gguf_files.write_adapter(aligner, tmp_path / "adapter.gguf")
+    before, after = [5, 9, 11], [7, 30, 8, 12]
+    embeds = torch.randn(1, 6, ENCODER_HIDDEN_SIZE, generator=torch.Generator().manual_seed(3))
+    ids = torch.tensor([before + [aligner.config.context_token_id] * 6 + after])
+    with torch.no_grad():
+        expected = aligner(input_ids=ids, context_embeds=embeds, gate_mode="off").logits[0, -1].numpy()
+        slots = aligner.model.project(embeds)[0].numpy()
+    session = llama_cpp.Session(tmp_path / "base.gguf", tmp_path / "adapter.gguf", 64, "f32")
+    session.read(before, has_logits=False)
+    session.read(slots, adapter=True, has_logits=False)
+    session.read(after)
+    np.testing.assert_allclose(session.logits, expected, **CLOSE)
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize(("passage_attention", "bonus"), [("joint", 0.0), ("separate", 0.0), ("separate", 30.0)])
+@torch.no_grad()
+def test_passages_are_read_and_answered_from_as_by_pytorch(passage_attention, bonus, make_engine, checkpoints):
+    model = ArcAlignerForCausalLM.from_pretrained(checkpoints[passage_attention]).eval()
+    processor = ArcAlignerProcessor.from_pretrained(checkpoints[passage_attention])
+    inputs = chat_inputs(processor, QUESTION, DOCUMENTS)
+    length = inputs["input_ids"].shape[1]
+    copied = CopyBonus(processor, [DOCUMENTS], bonus, model.generation_config.eos_token_id)
+    logits = model(**inputs, logits_to_keep=1, gate_mode="off").logits[0, 0]
+    settings = {"do_sample": False, "gate_mode": "off", "logits_processor": [copied]}
+    answer = model.generate(**inputs, max_new_tokens=16, **settings)[0, length:]
+    engine = make_engine(passage_attention)
+    engine.processor.copy_bonus = bonus
+    for _ in range(2):  # the second time from what was kept
+        np.testing.assert_allclose(engine.read(QUESTION, DOCUMENTS), logits, **CLOSE)
+        # Passages that are read apart share positions, and yet each slot takes a cell of the context.
+        assert engine.session.used == length
+        pieces = list(engine.stream(QUESTION, DOCUMENTS, max_new_tokens=len(answer)))
+        # A character whose bytes are not all there is no piece yet.
+        assert "".join(pieces) == processor.decode(answer, skip_special_tokens=True).rstrip("\ufffd")
+        assert len(pieces) > 1
+    with pytest.raises(ValueError, match="may have 257 positions, but the engine's context holds 256"):
+        engine.read(QUESTION, DOCUMENTS, max_new_tokens=257 - length)
+
+
+@needs_llama_cpp
+def test_passages_asked_about_again_are_not_read_again_unless_their_slots_are_others(make_engine, monkeypatch):
+    monkeypatch.setattr(llama_cpp, "KEPT_STATES", 2)
+    engine, fresh = make_engine(), make_engine()
+    engine.read(QUESTION, DOCUMENTS)
+    monkeypatch.setattr(engine.processor, "encode_documents", encode := Mock(wraps=engine.processor.encode_documents))
+    expected = fresh.read("When?", DOCUMENTS).copy()
+    np.testing.assert_allclose(engine.read("When?", DOCUMENTS), expected, **CLOSE)
+    assert not encode.called
+    engine.read("When?", DOCUMENTS, max_slots=2)
+    engine.read("When?", DOCUMENTS[:1])
+    engine.read("When?", DOCUMENTS)  # of three, it was read first
+    engine.processor.tokens_per_slot = 2
+    assert not np.allclose(engine.read("When?", DOCUMENTS), expected, **CLOSE) and encode.call_count == 4
+
+
+@needs_llama_cpp
+def test_an_answer_ends_with_an_error_where_another_question_was_read(make_engine):
+    engine = make_engine()
+    pieces = engine.stream(QUESTION, DOCUMENTS, max_new_tokens=8)
+    next(pieces)
+    engine.read("When?", DOCUMENTS)
+    with pytest.raises(RuntimeError, match="Another question"):
+        list(pieces)
+
+
+def test_the_export_is_a_checkpoint_with_an_adapter_in_llama_cpps_names(exported, checkpoints):
+    folder, files = exported["joint"], {path.name for path in checkpoints["joint"].iterdir()}
+    assert files | {"adapter.gguf"} == {path.name for path in folder.iterdir()}
+    reader = gguf.GGUFReader(folder / "adapter.gguf")
+    model = ArcAlignerForCausalLM.from_pretrained(folder)
+    found = {tensor.name: tensor.data for tensor in reader.tensors}
+    layer = model.model.backbone.layers[1].self_attn
+    np.testing.assert_array_equal(found["blk.1.attn_q.weight.lora_a"], layer.q_proj.lora_A["slot"].weight.detach())
+    np.testing.assert_array_equal(found["blk.1.attn_v.weight.lora_b"], layer.v_proj.lora_B["slot"].weight.detach())
+    rows = layer.q_proj.lora_B["slot"].weight.detach().view(4, 2, 4, -1).transpose(1, 2).reshape(32, -1)
+    np.testing.assert_array_equal(found["blk.1.attn_q.weight.lora_b"], rows)
+    assert len(found) == 3 * 7 * 2 and reader.get_field("adapter.lora.alpha").contents() == model.config.lora_alpha
+
+
+@needs_llama_cpp
+def test_what_misfits_is_refused(exported, base_model, base_model_dir, tokenizer, checkpoints, tmp_path, make_engine):
+    def refused(message, folder=exported["joint"], path=base_model, error=ValueError, **settings):
+        with pytest.raises(error, match=message):
+            llama_cpp.LlamaCppEngine(folder, path, **{"gate_mode": "off", "context_length": 64} | settings)
+
+    refused("Name the GGUF file of the base model", path=None)
+    refused("There is no file .*missing.gguf", path=tmp_path / "missing.gguf", error=FileNotFoundError)
+    refused("Make one: `arcaligner export-gguf", folder=checkpoints["joint"], error=FileNotFoundError)
+    (tmp_path / "half.gguf").write_bytes(base_model.read_bytes()[:200])
+    refused("half.gguf is not a GGUF file, or is cut off", path=tmp_path / "half.gguf")
+    base, tokens = AutoModelForCausalLM.from_pretrained(base_model_dir), tokenizer.convert_ids_to_tokens(range(400))
+    tokens[300] = "other"
+    write_base_model(base, tokens, tmp_path / "tokens.gguf")
+    refused("Token 300 of .*tokens.gguf is 'other'", path=tmp_path / "tokens.gguf")
+    other = AutoModelForCausalLM.from_config(type(base.config)(**base.config.to_dict() | {"num_hidden_layers": 2}))
+    write_base_model(other, tokens, tmp_path / "layers.gguf")
+    refused("has `llama.block_count` 2, but the aligner's base model 3", path=tmp_path / "layers.gguf")
+    base.config.rope_parameters["rope_theta"] = 5e5
+    write_base_model(base, tokens, tmp_path / "positions.gguf")
+    refused("has `llama.rope.freq_base` 500000.0, but .* 10000.0", path=tmp_path / "positions.gguf")
+    shutil.copytree(exported["joint"], tmp_path / "torn")
+    (tmp_path / "torn" / "model.safetensors").write_bytes((exported["joint"] / "model.safetensors").read_bytes()[:-100])
+    refused("torn/model.safetensors cannot be read .*Save it again", folder=tmp_path / "torn")
+    for setting in ({"cache_type": "q8"}, {"context_length": 0}):
+        refused("expected at least 1, and f16 or f32", **setting)
+    for gate_mode, named in ((None, "adaptive"), ("always", "always")):
+        refused(rf"The gates of .* are on \(`gate_mode` '{named}'\).*`--gate-mode off`", gate_mode=gate_mode)
+    refused("`gate_mode` is 'on'; expected one of", gate_mode="on")
+    gguf_files.write_adapter(tiny_aligner(dtype=torch.float32), tmp_path / "adapter.gguf")
+    with pytest.raises(ValueError, match="the adapter .* does not fit .*incorrect shape"):
+        llama_cpp.Session(base_model, tmp_path / "adapter.gguf", 64)
+    engine = make_engine()
+    for documents, settings, message in (
+        (DOCUMENTS * 20, {}, "may have [0-9]+ positions, but the engine's context holds 256"),
+        ([{"title": "Ada"}], {}, r"\['title'\], `text` of type NoneType; expected"),
+        (DOCUMENTS, {"refinement_budget": 0.1}, "Unknown key `refinement_budget` in the settings of an answer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.answer(QUESTION, documents, **settings)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "message"),
+    [("gemma2", "Backbone `gemma2` has no GGUF export here"), ("mistral_window", "without a sliding window")],
+)
+def test_backbones_that_llama_cpp_names_otherwise_are_refused(backbone, message):
+    with pytest.raises(ValueError, match=message):
+        gguf_files.architecture_of(tiny_aligner(backbone).config.text_config)
+
+
+def test_a_missing_engine_is_said_with_how_to_install_it(monkeypatch, exported):
+    llama_cpp.import_llama_cpp.cache_clear()
+    monkeypatch.setitem(llama_cpp.importlib.sys.modules, "llama_cpp", None)
+    with pytest.raises(ImportError, match="is not installed: `pip install llama-cpp-python=="):
+        llama_cpp.LlamaCppEngine(exported["joint"])
+
+
+@needs_llama_cpp
+def test_the_commands_export_and_answer(run_cli, checkpoints, base_model, tmp_path):
+    (tmp_path / "letter.txt").write_text(DOCUMENTS[1], encoding="utf-8")
+    assert run_cli("export-gguf", checkpoints["joint"], "--output", tmp_path / "exported")[0] == 0
+    options = ("answer", "--question", QUESTION, "--document", tmp_path / "letter.txt")
+    options += ("--checkpoint", tmp_path / "exported", "--max-new-tokens", 5, "--gate-mode", "off")
+    code, out, _ = run_cli(*options, "--engine", "llama.cpp", "--base-model", base_model)
+    assert (code, out) == run_cli(*options)[:2]

@@ -1,0 +1,49 @@
+"""Clients that people have ask the server unchanged. Some need other versions of libraries than we do: all are run by
+the Python of `ARCALIGNER_CLIENTS`, an environment of their own (CONTRIBUTING.md), or by this one."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from call_clients import DOCUMENTS, EXTRAS, MAX_TOKENS, QUESTION
+
+FOLDER = Path(__file__).parents[2]
+CORPUS_DOCUMENT = FOLDER.parent / "docs" / "corpus.md"
+PYTHON = os.environ.get("ARCALIGNER_CLIENTS", sys.executable)
+PACKAGES = {"langchain": "langchain_openai", "llama_index": "llama_index.llms.openai_like", "litellm": "litellm"}
+
+
+def run(*command):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return subprocess.run([PYTHON, *command], capture_output=True, text=True, env=environment, timeout=120)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_client_gets_the_answers_of_documents_and_corpus_whole_and_streamed(name, url, client):
+    if run("-c", f"import importlib.util as u, sys; sys.exit(u.find_spec({PACKAGES[name]!r}) is None)").returncode:
+        pytest.skip(f"{PYTHON} has no {PACKAGES[name]}")
+    called = run(FOLDER / "call_clients.py", name, f"{url}/v1", client.api_key)
+    assert called.returncode == 0, called.stderr
+
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": MAX_TOKENS}
+    expected = [client.chat.completions.create(**chat, extra_body=extra) for extra in EXTRAS]
+    expected = [answer.choices[0].message.content for answer in expected]
+    assert json.loads(called.stdout.splitlines()[-1]) == 2 * expected and len(set(expected)) == 2
+
+
+def test_the_documented_retriever_of_langchain_finds_what_ours_finds(retriever):
+    pytest.importorskip("langchain_core")
+    code = r"```python\n(from typing import Any\n\nfrom langchain.*?)```"
+    (block,) = re.findall(code, CORPUS_DOCUMENT.read_text("utf-8"), flags=re.DOTALL)
+    assert len(block.splitlines()) <= 20
+    names = {"retriever": retriever}
+    exec(compile(block, str(CORPUS_DOCUMENT), "exec"), names)  # noqa: S102
+    found = names["CorpusRetriever"](retriever=retriever, top_k=2).invoke(DOCUMENTS[0])
+    expected = retriever(DOCUMENTS[0], 2).documents
+    assert [each.page_content for each in found] == [each["text"] for each in expected]
+    assert [each.metadata["source"] for each in found] == [each["document"] for each in expected]
+    assert names["passages"]

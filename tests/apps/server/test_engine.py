@@ -1,0 +1,278 @@
+"""Limits of time and number, and what is left when the engine closes or the corpus vanishes."""
+
+import shutil
+import threading
+from unittest.mock import Mock
+
+import pytest
+import torch
+from conftest import pipeline_of
+from tiny_models import random_probe
+from training_rows import write_rows
+
+from arcaligner import pipeline_arcaligner
+from arcaligner.apps.corpus.build import build_corpus
+from arcaligner.apps.corpus.retrieve import Retriever
+from arcaligner.apps.corpus.table import Corpus
+from arcaligner.apps.server.app import describe_error
+from arcaligner.apps.server.engine import BusyError, Engine, Limits, Request, RowSampler
+from arcaligner.common.rows import find_answer
+from arcaligner.encoder_arcaligner import SlotEncoder, similarities_of
+
+CHAT = [{"role": "user", "content": "Who wrote it?"}]
+LONG = [{"role": "user", "content": "Who? " * 400}]
+PASSAGES = ["Ada wrote it.", {"title": "Loom", "text": "The loom wove. It was loud."}, "Nobody read it."]
+
+
+@pytest.fixture
+def engine_of(ask):
+    """Engines that are closed at the end."""
+    made = []
+
+    def make(retriever=None, pipeline=ask, **settings):
+        made.append(Engine(pipeline, retriever, **settings))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def apart(separate):
+    """A pipeline of an aligner that reads passages apart."""
+    return pipeline_of(*separate)
+
+
+def asked(documents=("Ada wrote it.",), chat=CHAT, **settings) -> Request:
+    documents = None if documents is None else list(documents)
+    return Request(chat, documents, **{"max_new_tokens": 4} | settings)
+
+
+def answers(engine, *requests):
+    return [future.result() for future in [engine.submit(each) for each in requests]]
+
+
+def answer(engine, *documents, **settings):
+    return engine.submit(asked(*documents, **settings)).result()
+
+
+def test_a_request_that_takes_too_long_ends_and_the_next_is_answered(engine_of):
+    written, engine = [], engine_of()
+
+    def slow(text):
+        written.append(text)
+        engine.limits = Limits(seconds=0.0)  # from now on, it is too late
+
+    late = engine.submit(asked(on_text=slow, max_new_tokens=64)).exception(), engine.submit(asked()).exception()
+    assert [describe_error(error)[0] for error in late] == [408, 408] and len(written) == 2
+    assert "waited for more than 0 seconds" in str(late[1])
+    engine.limits = Limits()
+    assert answer(engine, None, max_new_tokens=2).completion_tokens <= 2
+
+
+def test_too_many_that_wait_are_told_and_a_closing_engine_answers_the_others(engine_of):
+    engine = engine_of(limits=Limits(waiting=2), max_batch=1)
+    busy, go_on = threading.Event(), threading.Event()
+    futures = [engine.submit(asked(None, on_text=lambda text: busy.set() or go_on.wait()))]
+    busy.wait()
+    futures += [engine.submit(asked(None)) for _ in range(2)]
+    with pytest.raises(BusyError, match="Too many requests wait"):
+        engine.submit(asked(None))
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    while not engine._closed:
+        pass
+    with pytest.raises(BusyError, match="is closing"):
+        engine.submit(asked(None))
+    go_on.set()
+    closing.join()
+    assert len({each.result().text for each in futures}) == 1
+
+
+def test_a_short_answer_does_not_wait_for_the_long_one_beside_it(engine_of):
+    short, pieces = asked(None, max_new_tokens=2), []
+
+    def wait_for_short(text):
+        pieces.append(text)
+        if len(pieces) == 5:
+            short.future.result(timeout=10)
+
+    long = asked(None, max_new_tokens=16, on_text=wait_for_short)
+    found, _ = answers(engine_of(batch_seconds=30.0, max_batch=2), long, short)
+    assert found.completion_tokens == 16 and found.batch_size == 2 and len(pieces) > 5
+
+
+def test_a_long_prompt_beside_it_cuts_no_answer_short_and_one_that_is_too_long_fails_alone(engine_of, ask):
+    alone = answer(engine_of(), None, max_new_tokens=64)
+    words = ask.tokenizer.decode(ask.tokenizer("aloud " * 500)["input_ids"][:470])
+    long = asked(None, [{"role": "user", "content": words}], max_new_tokens=64)
+    engine = engine_of(batch_seconds=30.0, max_batch=3)
+    failing = engine.submit(asked(None, LONG))
+    long, beside = answers(engine, long, asked(None, max_new_tokens=64))
+    assert "positions but the backbone" in str(failing.exception())
+    assert beside.batch_size == 2 and beside.text == alone.text
+    assert long.prompt_tokens + long.completion_tokens <= 512 < long.prompt_tokens + alone.completion_tokens
+
+
+def test_a_seed_gives_the_same_answer_whoever_shares_the_batch(engine_of):
+    def drawn(seed):
+        return asked(max_new_tokens=8, temperature=1.5, top_p=0.9, seed=seed)
+
+    alone = engine_of(batch_seconds=0.0)
+    plain, first, second, unlike = (
+        alone.submit(each).result().text for each in (asked(max_new_tokens=8), drawn(1), drawn(1), drawn(2))
+    )
+    assert first == second != unlike
+    together = answers(engine_of(batch_seconds=30.0, max_batch=3), drawn(2), asked(max_new_tokens=8), drawn(1))
+    assert [each.text for each in together] == [unlike, plain, first] and together[0].batch_size == 3
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely():
+    scores, rows = torch.tensor([[2.0, 1.0, 0.5, -3.0]]), 4000
+    group = [Request(CHAT, temperature=0.7, top_p=0.95, seed=seed) for seed in range(rows)]
+    drawn = RowSampler([*group, Request(CHAT)])(None, scores.repeat(rows + 1, 1))
+    expected = torch.tensor([*(scores[0, :3] / 0.7).softmax(0), 0.0])  # the last is beyond `top_p`
+    found = drawn[:-1].argmax(dim=1).bincount(minlength=4) / rows
+    torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
+    assert torch.equal(drawn[-1], scores[0])
+    whole = [RowSampler([Request(CHAT, temperature=each, seed=1)])(None, scores) for each in (1, 1.0)]
+    assert torch.equal(*whole)
+
+
+def test_the_place_of_an_answer_is_where_a_text_says_it():
+    for said, before, place, after in (
+        ("Ski  jumper.", "😀 a ", "ski\njumper", ""),
+        ("19", "in 1987, or ", "19", " of them"),
+        ("$5", "US", "$5", " each"),
+        ("东京", "他住在", "东京", "都"),
+        ("a (b", "x ", "A (b", ") y"),
+    ):
+        assert find_answer(said, before + place + after) == {"start": len(before), "end": len(before + place)}
+    assert not any(find_answer(said, text) for said, text in (("1987", "19876"), (" .", "Yes."), ("Ada", "Adam")))
+
+
+def corpus_of(folder, processor, *names):
+    """A corpus of a text by each of them."""
+    source = write_rows(folder / "texts.jsonl", [{"text": f"{name} wrote it."} for name in names])
+    corpus = Corpus.create(folder / "corpus", processor)
+    build_corpus([source], corpus, processor)
+    return corpus
+
+
+def test_a_corpus_that_vanishes_fails_its_questions_and_no_others(tmp_path, engine_of, processor):
+    corpus = corpus_of(tmp_path, processor, "Ada")
+    engine = engine_of(search := Mock(wraps=Retriever(corpus, processor), corpus=corpus))
+    engine.warm_up()
+    search.assert_called_once_with("?", top_k=1)
+    assert answer(engine, None).sources[0]["text"] == "Ada wrote it."
+    shutil.rmtree(corpus.path)
+    error = engine.submit(asked(None)).exception()
+    assert "cannot be searched" in str(error) and describe_error(error)[0] == 503
+    assert answer(engine).statistics["slots"] == 1
+
+
+def test_more_slots_may_be_asked_about_than_are_read_together(engine_of, apart, processor, monkeypatch):
+    """Those that are too many to be asked about are refused before any is encoded."""
+    documents = ["Ada wrote it.", "Bob did not.", "Carol read it."]  # three slots
+    engine = engine_of(None, apart, limits=Limits(max_slots=1, max_slots_asked=3))
+    assert sum(each["read"] for each in answer(engine, documents, max_passages=1).sources) == 1
+    for most, message in ((2, "2 slots; expected at most 1. Pass fewer"), (3, "there is room for 1 beside")):
+        error = engine.submit(asked(documents, max_passages=most)).exception()
+        assert isinstance(error, ValueError) and message in str(error)
+    engine = engine_of(limits=Limits(max_slots=40))
+    monkeypatch.setattr(processor, "tokens_per_slot", 1)
+    monkeypatch.setattr(SlotEncoder, "encode_tokens", None)
+    error = engine.submit(asked(["one sentence " * 30])).exception()
+    assert isinstance(error, ValueError) and "slots, but there is room for 40" in str(error)
+
+
+def test_slot_prefixes_are_kept_within_their_bytes(engine_of):
+    for most, hits in ((2**20, 1), (0, 0)):
+        engine = engine_of(prefix_bytes=most)
+        assert answer(engine).text == answer(engine).text
+        assert (engine.store.hits, engine.store.bytes > 0) == (hits, hits > 0)
+
+
+def test_an_answer_with_less_confidence_than_asked_for_is_the_refusal_told_at_once(engine_of, ask, monkeypatch):
+    monkeypatch.setattr(ask.processor, "no_answer", "not in the text")
+    monkeypatch.setattr(ask.processor, "answer_probe", random_probe(ask.model))
+    engine = engine_of()
+
+    def told(**settings):
+        pieces = []
+        return answer(engine, max_new_tokens=12, on_text=pieces.append, **settings), pieces
+
+    plain, pieces = told()
+    assert 0 < plain.confidence < 1 and "".join(pieces) == plain.text and len(pieces) > 1
+    kept, pieces = told(min_confidence=plain.confidence - 1e-3)
+    assert kept.text == plain.text and "".join(pieces) == plain.text
+    refused, pieces = told(min_confidence=plain.confidence + 1e-3)
+    assert refused.text == "not in the text" and pieces == ["not in the text"] and refused.finish_reason == "stop"
+    beside = asked(chat=[{"role": "user", "content": "When was that, and why?"}])
+    assert answers(engine, asked(), beside)[0].confidence == pytest.approx(plain.confidence, abs=1e-4)
+    with pytest.raises(ValueError, match="`min_confidence` is 2; expected a number from 0 to 1"):
+        told(min_confidence=2)
+
+
+def test_settings_that_cannot_be_are_refused(engine_of):
+    for name, value, message in (
+        ("min_confidence", 0.5, "needs an aligner whose confidence was fitted"),
+        ("max_passages", 0, "is 0; expected a whole number of at least 1"),
+        ("tokens_per_slot", 0, "is 0; expected"),
+        ("max_batch", 0, "is 0; expected at least 1 request"),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}` {message}"):
+            engine_of(**{name: value})
+
+
+def test_the_similarity_to_the_question_counts(apart, engine_of, tmp_path, monkeypatch):
+    corpus = corpus_of(tmp_path, apart.processor, "ada", "bob")
+    engine = engine_of(Retriever(corpus, apart.processor), apart, max_passages=1)
+    monkeypatch.setattr(pipeline_arcaligner, "SIMILARITY_WEIGHT", 1e6)
+    of_corpus = answer(engine, None).sources
+    similar = [each["similarity"] for each in of_corpus]
+    assert similar[0] != pytest.approx(similar[1])
+    documents = [each["text"] for each in of_corpus]
+    assert similarities_of(apart.processor.encoder, CHAT, documents) == pytest.approx(similar, abs=1e-3)
+    for sources in (of_corpus, answer(engine, documents).sources):
+        assert [each["read"] for each in sources] == [each == max(similar) for each in similar]
+        assert all("confidence" in each for each in sources)
+
+
+def test_a_batch_is_answered_as_by_the_pipeline_and_a_request_that_cannot_be_read_fails_alone(apart, engine_of):
+    text = " ".join(f"Sentence {number} is about word and number {number}." for number in range(100))
+    cases = [
+        (PASSAGES, {"max_passages": 2, "min_confidence": 0.0}),
+        (PASSAGES, {"max_passages": 1, "copy_bonus": 1e4}),
+        (PASSAGES, {"max_passages": 1, "copy_bonus": 0.0}),
+        ([text, "Ada."], {}),  # a long one is cut, and the likeliest passage is read
+    ]
+    apart.processor.answer_probe |= {"words": {"scale": 0.5, "weight": 3.0, "bias": -1.0}}
+    engine = engine_of(None, apart, batch_seconds=0.5, max_batch=5)
+    failing = engine.submit(asked(PASSAGES, LONG))
+    found = answers(engine, *(asked(documents, max_new_tokens=6, **settings) for documents, settings in cases))
+    assert "The prompt has" in str(failing.exception())
+    for each, (documents, settings) in zip(found, cases, strict=True):
+        row = {"question": CHAT[0]["content"], "documents": documents}
+        (record,) = apart(row, return_slots=True, max_new_tokens=6, **settings)
+        sure, statistics = {source["number"]: 0.0 for source in each.sources}, record["statistics"]
+        for source in each.sources:
+            sure[source["number"]] = max(sure[source["number"]], source["confidence"])
+        assert sure == pytest.approx(statistics.pop("passage_confidences"), abs=1e-4)
+        assert each.confidence == pytest.approx(statistics.pop("confidence"), abs=1e-4)
+        assert each.text.strip() == record["generated_text"].strip() and each.statistics == statistics
+        slots = each.passages.encoded.segments
+        numbers = [each.sources[slot.document]["number"] for slot in slots]
+        read = [(segment["document"], segment["text"]) for segment in record["segments"]]
+        assert list(zip(numbers, [slot.text for slot in slots], strict=True)) == read
+        assert {slot.document for slot in slots} == {n for n, source in enumerate(each.sources) if source["read"]}
+        assert each.batch_size == 4 and each.seconds["choosing"] > 0
+    likeliest, copied, free, cut = found
+    (read,) = (each for each in copied.sources if each["read"])
+    assert copied.text in (read["title"], read["text"]) or copied.text in read["text"]
+    assert copied.text != free.text and [each["number"] for each in cut.sources] == [0, 0, 0, 0, 0, 1]
+    alone = engine_of(None, apart)
+    new, again = (answer(alone, PASSAGES, max_new_tokens=6, **cases[0][1]) for _ in range(2))
+    assert (new.kept, again.kept) == (0, 2) and {new.text, again.text} == {likeliest.text}
+    assert all(each["read"] for each in answer(engine, PASSAGES, max_passages=9).sources)

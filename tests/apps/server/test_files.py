@@ -1,0 +1,71 @@
+"""Files that are dropped into the page: passages where they can be read, one clear sentence where not."""
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+from pdf_files import line, pdf
+
+from arcaligner.apps.server import app
+from arcaligner.apps.server.app import ServerSettings, create_app
+
+PAGE = line(50, 700, "It was written by Ada.")
+
+
+@pytest.fixture
+def drop(url):
+    """Sends a file as the page does."""
+
+    def drop(name, data, kind="application/octet-stream", key="a key"):
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": kind}
+        return httpx.post(f"{url}/passages", params={"name": name}, content=data, headers=headers, timeout=60)
+
+    return drop
+
+
+def test_a_file_becomes_passages_with_titles_and_pages(drop, monkeypatch):
+    text = "# Ships\n\nOf wood. And tar.\n\n## Sails\n\nOf linen."
+    found = drop("../../etc/ships.md", text.encode()).json()
+    assert found["name"] == "ships.md" and found["characters"] == found["read"] == len(text)
+    (passage,) = found["passages"]
+    assert passage["title"] == "Ships" and passage["text"].startswith("Of wood.") and passage["page"] is None
+    found = drop("..\\..\\report.pdf", pdf(PAGE, PAGE)).json()
+    assert (found["name"], [each["page"] for each in found["passages"]]) == ("report.pdf", [1])
+    monkeypatch.setattr(app, "MAX_CHARACTERS", 60)
+    found = drop("a.txt", b"It was written. " * 20).json()
+    assert (found["characters"], found["read"]) == (320, 60)
+    assert sum(len(each["text"]) for each in found["passages"]) <= 60
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "sent"),
+    [
+        (400, "a.pdf holds no text; its pages may be pictures.", {"name": "a.pdf", "data": pdf("50 50 100 100 re f")}),
+        (400, "a.txt is not UTF-8 text, nor in another encoding", {"name": "x/a.txt", "data": b"\0\1\2"}),
+        (400, "file holds no text.", {"name": "", "data": b""}),
+        (413, f"longer than {app.MAX_FILE_BYTES} bytes", {"data": b"x" * (app.MAX_FILE_BYTES + 1)}),
+        (401, "The API key is missing or wrong", {"key": "another"}),
+        (415, "`Content-Type: application/octet-stream`", {"kind": "text/plain"}),  # of a form of another page
+    ],
+    ids=["no text", "binary", "nothing", "large", "key", "form"],
+)
+def test_a_file_that_cannot_be_read_is_refused_with_the_reason(drop, status, message, sent):
+    refused = drop(**{"name": "a.txt", "data": b"A text."} | sent)
+    assert refused.status_code == status and message in refused.json()["error"]["message"]
+    assert not refused.json()["error"]["message"].startswith("x/")
+
+
+def test_more_files_than_so_many_at_a_time_are_refused_and_others_are_answered(engine, monkeypatch):
+    asked = {"params": {"name": "a.txt"}, "content": b"A", "headers": {"Content-Type": "application/octet-stream"}}
+    beside = []
+
+    def read(*arguments):
+        if beside:  # only while the first one is read
+            return {}
+        beside.append("a file is read")
+        beside.extend([client.post("/passages", **asked).status_code, client.get("/health").status_code])
+        return {}
+
+    monkeypatch.setattr(app, "read_passages", read)
+    monkeypatch.setattr(app, "MAX_FILES", 1)
+    client = TestClient(create_app(engine, ServerSettings()), base_url="http://localhost")
+    assert client.post("/passages", **asked).status_code == 200 and beside[1:] == [429, 200]

@@ -1,0 +1,182 @@
+"""The page in a real browser: what is seen, what keys do, what becomes of files, on small and dark screens."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("PIL")
+
+from browser import CHROMIUM, Browser
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+QUESTION = "What sport does he play?"
+TEXT = "Radik  Zhaparov is a Kazakh ski jumper.\nHe has competed since 2003.\n\nAda <b>wrote</b> it. 😀 So."
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    opened = Browser(tmp_path_factory.mktemp("chromium"))
+    yield opened
+    opened.process.terminate()
+    opened.process.wait()
+
+
+@pytest.fixture
+def browser(chromium, url, client):
+    """The page, with the key, on a screen of the usual size."""
+    chromium.call("Emulation.setDeviceMetricsOverride", width=1000, height=1400, deviceScaleFactor=1, mobile=False)
+    chromium.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
+    chromium.opened.clear()
+    chromium.call("Page.navigate", url=url)
+    chromium.wait_for("document.activeElement?.id === 'key'")  # it is asked for when the page is opened
+    chromium.type(client.api_key)
+    chromium.press("Tab")
+    chromium.wait_for("about")
+    return chromium
+
+
+def ask(browser, text=TEXT, question=QUESTION):
+    browser.evaluate(f"$('question').value = {json.dumps(question)}; $('text').value = {json.dumps(text)};")
+    browser.evaluate("$('form').requestSubmit()")
+    browser.wait_for("!running")
+    assert browser.seen("#error") == ""
+
+
+def shown(browser, selector):
+    """The text of each such element, as it is seen."""
+    return browser.evaluate(f"[...document.querySelectorAll('{selector}')].map(each => each.innerText)")
+
+
+def is_seen(browser, selector):
+    return browser.evaluate(f"document.querySelector('{selector}').checkVisibility()")
+
+
+def test_a_question_is_asked_by_keyboard_alone_and_what_was_kept_is_told(browser, client):
+    browser.evaluate("$('question').focus()")
+    browser.type(QUESTION)
+    browser.press("Tab")
+    assert browser.evaluate("document.activeElement.id") == "text"
+    browser.type(TEXT + " By hand.")
+    browser.press("Enter", modifiers=2)
+    browser.wait_for("!running && $('report').checkVisibility()")
+    assert " ms; 0 of 2 passages had been read before." in browser.seen("#cost")
+    messages = [{"role": "user", "content": QUESTION}]
+    documents = (TEXT + " By hand.").split("\n\n")
+    expected = client.chat.completions.create(model="tiny", messages=messages, extra_body={"documents": documents})
+    assert expected.choices[0].finish_reason == "length"  # which is seen
+    assert browser.evaluate("$('answer').textContent") == expected.choices[0].message.content + " …"
+    assert "A small model: check it." in browser.seen("#check")
+    places = {url.split("/", 3)[2] for url in browser.opened if not url.startswith("data:")}
+    assert places == {client.base_url.netloc.decode()}
+    ask(browser, TEXT + " By hand.")
+    slots = expected.model_extra["arcaligner"]["statistics"]["slots"]
+    assert f" tokens of text read as {slots} slots, the first token after " in browser.seen("#cost")
+    assert " ms; 2 of 2 passages had been read before." in browser.seen("#cost")
+
+
+def test_the_text_is_shown_as_it_is_written_and_no_letter_is_moved_by_slots(browser):
+    browser.evaluate("$('rate').append(new Option('2')); $('rate').value = '2'")  # slots of parts of words
+    ask(browser)
+    assert shown(browser, ".passage") == TEXT.split("\n\n")
+    with_slots = browser.picture(".passage")
+    assert browser.evaluate("document.querySelectorAll('.passage .slot').length") > 8
+    browser.evaluate("for (const each of document.querySelectorAll('.passage')) each.textContent = each.textContent")
+    changed = (np.asarray(with_slots) != np.asarray(browser.picture(".passage"))).any(axis=-1)
+    assert 0 < changed.mean() < 0.03  # light lines are seen, and nothing else
+
+
+def test_the_place_of_the_answer_is_seen_in_the_passage(browser, monkeypatch):
+    text = "😀 " + TEXT  # offsets count characters, of which a browser may count two
+    place = {"start": text.index("jumper"), "end": text.index("competed") + 8}  # in two slots
+    find_answer = "arcaligner.apps.server.engine.find_answer"
+    monkeypatch.setattr(find_answer, lambda answer, text: place if "Radik" in text else None)
+    ask(browser, text)
+    marks = browser.evaluate("[...document.querySelectorAll('mark')].map(each => each.textContent)")
+    assert marks == ["jumper.", "\n", "He has competed"]
+    yellow = [(np.asarray(browser.picture(part)) == (253, 224, 71)).all(-1).mean() for part in ("mark", "#answer")]
+    assert yellow[0] > 0.5 and yellow[1] == 0
+    assert "none of these passages" not in browser.seen("#check")
+    monkeypatch.setattr(find_answer, lambda answer, text: None)
+    ask(browser, text)
+    assert "Word for word it stands in none of these passages." in browser.seen("#check")
+    assert browser.evaluate("document.querySelectorAll('mark').length") == 0
+
+
+@pytest.mark.parametrize("way", ["Escape", "click"])
+def test_while_it_works_a_sign_is_seen_and_it_can_be_stopped(browser, held, way):
+    assert not is_seen(browser, "#stop") and not is_seen(browser, "#sign")
+    browser.evaluate(f"$('question').value = '{QUESTION}'; $('form').requestSubmit()")
+    assert held.begun.wait(30)
+    assert is_seen(browser, "#stop") and browser.seen("#sign").startswith("Answering … ")
+    browser.evaluate("$('stop').click()") if way == "click" else browser.press(way)
+    browser.wait_for("!running")
+    assert browser.seen("#error") == "Stopped." and not is_seen(browser, "#stop")
+    assert isinstance(held.end_of_the_first(), TimeoutError)  # its place is free
+    ask(browser)
+
+
+def test_the_corpus_is_named_and_asked_and_without_one_an_example_brings_its_text(browser, engine, monkeypatch):
+    assert browser.seen("#corpus") == "Corpus corpus: 2 documents, 2 passages. Model tiny."
+    assert not is_seen(browser, "#examples")
+    browser.evaluate("$('top-k').value = 1")
+    ask(browser, text="")
+    assert browser.evaluate("document.querySelectorAll('article').length") == 1
+    head = browser.seen("article h3")
+    assert " – characters 0 to " in head or " – Zhaparov – characters" in head
+    monkeypatch.setattr(engine, "retriever", None)
+    monkeypatch.setattr(engine, "limits", engine.limits.__class__(max_slots=400))
+    browser.evaluate("learn()")
+    browser.wait_for("$('examples').checkVisibility()")
+    names = shown(browser, "#examples button")
+    assert len(names) == 3 and all(name.endswith("?") for name in names)
+    browser.evaluate("document.querySelectorAll('#examples button')[1].click(); $('form').requestSubmit()")
+    browser.wait_for("!running")
+    assert browser.evaluate("$('question').value") == names[1] and "Radik Zhaparov" in browser.seen("article")
+
+
+def test_a_small_and_a_dark_screen(browser):
+    for width in (400, 320):
+        browser.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=True)
+        ask(browser, TEXT + " " + "y" * 200)
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.picture().getpixel((2, 2)) == (255, 255, 255)
+    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    assert max(browser.picture().getpixel((2, 2))) < 40
+    text = browser.evaluate("getComputedStyle(document.querySelector('.passage')).color")
+    assert min(int(each) for each in text.removeprefix("rgb(").rstrip(")").split(",")) > 200
+
+
+def test_files_that_are_dropped_become_passages_and_what_cannot_be_read_is_said(browser, monkeypatch):
+    monkeypatch.setattr("arcaligner.apps.server.app.MAX_CHARACTERS", 20)
+    browser.drop(
+        "[new File(['# Ships\\n\\nOf wood.'], '../../ships.md'), new File(['A letter. Of Ada.'], 'ada.txt'),"
+        " new File(['\\0'], 'b.bin'), new File([new ArrayBuffer(100 * 2**20)], 'large.bin'),"
+        " new File(['A long one. Of Bob.'], 'bob.txt'), new File(['And a longer one. '.repeat(2)], 'long.txt')]"
+    )
+    lines = browser.seen("#files-read").splitlines()
+    names = ("ships.md", "ada.txt", "bob.txt", "long.txt")
+    assert lines[:4] == [f"{name}: 1 passage remove" for name in names]
+    assert "b.bin is not UTF-8 text" in lines[4] and lines[5] == "large.bin has 100 MiB; at most 16 are read."
+    assert lines[6].startswith("long.txt is too long: its first 1 passage can be asked about. Make a corpus of it:")
+    for number in (3, 2):
+        browser.evaluate(f"document.querySelectorAll('#files-read button')[{number}].click()")
+    ask(browser, text="Own.")
+    assert shown(browser, "article h3") == ["Your text", "ships.md – Ships", "ada.txt"]
+    browser.evaluate("$('top-k').value = 1")
+    ask(browser, text="Own.", question="What are ships made of?")
+    assert shown(browser, "article h3") == ["ships.md – Ships"]
+    assert browser.seen("#chosen").startswith("1 of 3 passages sent")
+
+
+def test_markup_in_files_and_their_names_is_text(browser):
+    evil = "<img src=x onerror=window.evil=1><script>window.evil=1</script>"
+    browser.drop(
+        f"[new File([{json.dumps(evil + ' A letter &amp; more.')}], 'a<img src=x onerror=window.evil=1>.html'),"
+        f" new File([{json.dumps(evil + ' Of Ada.')}], 'b.txt')]".replace("</script>", "<\\/script>")
+    )
+    ask(browser, text=evil)
+    assert browser.evaluate("window.evil === undefined && !document.querySelector('main img, main script')")
+    passages = browser.seen("#passages")
+    assert "A letter & more." in passages and evil in passages
+    assert "a<img src=x onerror=window.evil=1>.html" in browser.seen("#files-read")
