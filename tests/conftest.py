@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests of the real default models where these are not on the machine."""
     if all((models_directory() / name).is_dir() for name in (DEFAULT_BASE_MODEL, DEFAULT_ENCODER)):
         return
-    skip = pytest.mark.skip(reason="the default models are not there: `python -m arcaligner.apps.cli.default_models`")
+    skip = pytest.mark.skip(reason="the default models are not there: `python -m arcaligner default-models`")
     for item in items:
         if item.get_closest_marker("default_backbone"):
             item.add_marker(skip)

@@ -5,7 +5,7 @@
 
 In an environment of its own the checkpoint is loaded as remote code, without this package, answers, keeps what it read
 and is saved; then the package trains for one step. It needs `uv`, and the default models where
-`python -m arcaligner.apps.cli.default_models` puts them. `UV_TORCH_BACKEND=cpu` takes torch without CUDA.
+`python -m arcaligner default-models` puts them. `UV_TORCH_BACKEND=cpu` takes torch without CUDA.
 """
 
 import importlib

@@ -94,6 +94,7 @@ def run_without(tmp_path):
         ("evaluation", "arcaligner evaluate --tasks squad"),
         ("evaluation", "arcaligner.evaluation.publish"),
         ("evaluation", "arcaligner.benchmarks.latency"),
+        ("default-models", "arcaligner default-models"),
         ("llama-cpp", f"arcaligner export-gguf {ROOT} --output unused"),
     ],
 )

