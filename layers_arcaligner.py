@@ -22,6 +22,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import LoraVariant
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from .base_model_arcaligner import (
     CACHE,
@@ -39,11 +40,12 @@ from .slot_rows_arcaligner import (
     RefinementSettings,
     SharedStepInputs,
     SlotRows,
+    SlotStates,
     StepInputs,
     StepRows,
     count_layer_cost,
-    gather_rotary,
     open_slots_plan,
+    prefix_inputs,
     step_inputs,
     take_rows,
 )
@@ -84,6 +86,9 @@ RowIndex = torch.Tensor | slice | EllipsisType
 class _SlotScope(threading.local):
     def __init__(self):  # runs in each thread; defaults of the class would be another thing to compiled code
         self.rows: RowIndex | None = None  # None: LoRA off. ALL_ROWS: each row is a slot.
+        # What the last linear was given and its slot rows: query, key and value, or gate and up, have one input.
+        self.input: torch.Tensor | None = None
+        self.slots: torch.Tensor | None = None
 
 
 _scope = _SlotScope()
@@ -94,10 +99,83 @@ def lora_on(rows: RowIndex | None):
     """Inside, LoRA is applied to `rows`: PEFT's layers are called by the backbone's attention and MLP, which pass no
     such argument on."""
     before, _scope.rows = _scope.rows, rows
+    _scope.input = _scope.slots = None
     try:
         yield
     finally:
         _scope.rows = before
+        _scope.input = _scope.slots = None
+
+
+def _slots_of(x: torch.Tensor, rows: RowIndex) -> torch.Tensor:
+    """The slot rows (num_slots, features) of `x` (batch, seq_len, features); a view where they stand together."""
+    x = x.contiguous()
+    if isinstance(rows, torch.Tensor):
+        return x.view(-1, x.shape[-1]).index_select(0, rows)
+    if rows is ALL_ROWS:
+        return x.view(-1, x.shape[-1])
+    # One operation for a view and a slice: a GPU waits for each.
+    width = x.shape[-1]
+    return x.as_strided((rows.stop - rows.start, width), (width, 1), x.storage_offset() + rows.start * width)
+
+
+def _shared_slots_of(x: torch.Tensor, rows: RowIndex) -> torch.Tensor:
+    """As `_slots_of`, once for the linears that read the same `x`."""
+    if torch.compiler.is_compiling():
+        return _slots_of(x, rows)
+    if _scope.input is not x:
+        _scope.input, _scope.slots = x, _slots_of(x, rows)
+    return _scope.slots
+
+
+def _add_residual_(
+    result: torch.Tensor, rows: RowIndex, slots: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Adds `scaling * x A B` of the `slots` x (num_slots, in_features) to their rows of the contiguous `result`
+    (batch, seq_len, out_features), in place. A is (in_features, r), B (r, out_features). Returns `x A`."""
+    hidden = torch.mm(slots, down)  # (num_slots, r)
+    if isinstance(rows, torch.Tensor):
+        result.view(-1, result.shape[-1]).index_add_(0, rows, torch.mm(hidden, up), alpha=scaling)
+    else:  # one prompt: its slots stand together, so the sum is written where it belongs
+        _slots_of(result, rows).addmm_(hidden, up, alpha=scaling)
+    return hidden
+
+
+class _SlotResidual(torch.autograd.Function):
+    """Eq. 3 with the gradients written out: autograd would fill a tensor of all rows with zeros for each linear.
+
+    The frozen `result` (batch, seq_len, out_features) goes through with its gradient unchanged; `slots`
+    (num_slots, in_features) were taken from the linear's input outside, where their gradients are summed over the
+    linears that share it.
+    """
+
+    @staticmethod
+    def forward(ctx, result, slots, down, up, scaling, rows):
+        # Not in place, as autograd and hooks may hold the frozen result.
+        down_t, up_t = down.transpose(0, 1), up.transpose(0, 1)
+        if rows is ALL_ROWS:
+            hidden = torch.mm(slots, down_t)  # (num_slots, r)
+            flat = result.reshape(-1, result.shape[-1])  # (batch * seq_len, out_features)
+            total = torch.addmm(flat, hidden, up_t, alpha=scaling).view_as(result)
+        else:
+            total = result.clone(memory_format=torch.contiguous_format)
+            hidden = _add_residual_(total, rows, slots, down_t, up_t, scaling)
+        ctx.save_for_backward(slots, hidden, down, up, rows if isinstance(rows, torch.Tensor) else None)
+        ctx.scaling, ctx.rows = scaling, None if isinstance(rows, torch.Tensor) else rows
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_total):
+        slots, hidden, down, up, index = ctx.saved_tensors
+        d_residual = _slots_of(d_total, ctx.rows if index is None else index)  # (num_slots, out_features)
+        # `beta=0`: a scaled product in one operation; the first argument gives its shape only.
+        d_hidden = torch.addmm(hidden, d_residual, up, beta=0, alpha=ctx.scaling)  # (num_slots, r)
+        _, for_slots, for_down, for_up, *_ = ctx.needs_input_grad
+        d_slots = torch.mm(d_hidden, down) if for_slots else None
+        d_down = torch.mm(d_hidden.transpose(0, 1), slots) if for_down else None
+        d_up = torch.addmm(up, d_residual.transpose(0, 1), hidden, beta=0, alpha=ctx.scaling) if for_up else None
+        return d_total, d_slots, d_down, d_up, None, None
 
 
 class SlotLoraVariant(LoraVariant):
@@ -126,30 +204,37 @@ class SlotLoraVariant(LoraVariant):
         if rows is None:
             return result
         # A over slots, B over slots: PEFT would compute both on all rows and a mask would throw most of it away.
-        down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
-        x = x.reshape(-1, x.shape[-1])  # (batch * seq_len, in_features)
-        slots = x.index_select(0, rows) if isinstance(rows, torch.Tensor) else x[rows]  # (num_slots, in_features)
-        slots = down(module.lora_dropout[active_adapter](slots.to(down.weight.dtype)))  # (num_slots, r)
-        # Scaled where it is narrowest, `r` numbers for each slot.
-        residual = up(slots * module.scaling[active_adapter]).to(result.dtype)  # (num_slots, out_features)
-        flat = result.reshape(-1, result.shape[-1])  # (batch * seq_len, out_features)
-        if torch.is_grad_enabled():  # autograd and hooks may hold the frozen result
+        down, up, dropout = (part[active_adapter] for part in (module.lora_A, module.lora_B, module.lora_dropout))
+        scaling = module.scaling[active_adapter]
+        if result.dtype != x.dtype or torch.is_autocast_enabled(x.device.type) or _is_patched(down) or _is_patched(up):
+            slots = down(dropout(_slots_of(x, rows).to(down.weight.dtype)))  # (num_slots, r)
+            residual = up(slots * scaling).to(result.dtype)  # (num_slots, out_features)
+            flat = result.reshape(-1, result.shape[-1]).clone()  # (batch * seq_len, out_features)
             if isinstance(rows, torch.Tensor):
-                flat = flat.index_add(0, rows, residual)
-            elif rows is ALL_ROWS:
-                flat = flat + residual
-            else:  # one prompt: its slots stand together, so no index is read
-                flat = flat.slice_scatter(flat[rows] + residual, 0, rows.start, rows.stop)
-        elif isinstance(rows, torch.Tensor):  # a copy of all text rows in each linear would cost a tenth of a prefill
-            flat.index_add_(0, rows, residual)
-        else:
-            flat[rows].add_(residual)
-        return flat.view_as(result)
+                return flat.index_add(0, rows, residual).view_as(result)
+            flat[rows] += residual
+            return flat.view_as(result)
+        slots = _shared_slots_of(x, rows)  # (num_slots, in_features)
+        if dropout.training:
+            slots = dropout(slots)
+        if torch.is_grad_enabled():
+            down, up = (part.weight if part.weight.dtype == x.dtype else part.weight.to(x.dtype) for part in (down, up))
+            return _SlotResidual.apply(result, slots, down, up, scaling, rows)
+        result = result.contiguous()  # in place: a copy of the text rows in each linear would cost a tenth of a prefill
+        _add_residual_(result, rows, slots, *module.transposed_weights(x.dtype), scaling)
+        return result
+
+
+def _is_patched(linear: nn.Linear) -> bool:
+    """Whether a forward of its own, as offloading gives it, fetches the weights of `linear`."""
+    return "forward" in vars(linear)
 
 
 class SlotLoraLayer(InPlaceMixin):
     """A PEFT layer without PEFT's bookkeeping where its one adapter is the slots'. The bookkeeping takes longer than
     the linears of a small backbone. Without slots, as when decoding, the layer is its frozen linear."""
+
+    _transposed: tuple | None = None  # the state of the weights, and what `transposed_weights` made of it
 
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if args or kwargs or self.active_adapter != [ADAPTER_NAME] or self.merged_adapters:
@@ -159,6 +244,23 @@ class SlotLoraLayer(InPlaceMixin):
         if self.disable_adapters:
             return super().forward(x)
         return SlotLoraVariant.forward(self, ADAPTER_NAME, x, self.base_layer(x))
+
+    def transposed_weights(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """A (in_features, r) and B (r, out_features) in the backbone's `dtype`, made once while the weights stay."""
+        weights = self.lora_A[ADAPTER_NAME].weight, self.lora_B[ADAPTER_NAME].weight
+        if torch.compiler.is_compiling() or any(weight.is_inference() for weight in weights):
+            return tuple(weight.to(dtype).t() for weight in weights)
+        state = dtype, *((weight.data_ptr(), weight._version) for weight in weights)
+        if self._transposed is None or self._transposed[0] != state:
+            self._transposed = state, *(weight.detach().to(dtype).t() for weight in weights)
+        return self._transposed[1:]
+
+    def train(self, mode: bool = True):
+        self._transposed = None  # training may write weights without a new version, as sharding does
+        return super().train(mode)
+
+    def __getstate__(self):
+        return super().__getstate__() | {"_transposed": None}
 
 
 def slot_lora_layers(module: nn.Module):
@@ -263,13 +365,6 @@ class Slots(NamedTuple):
 DENSE_STEP_SHARE = 7 / 8
 
 
-def _write_slots(hidden_states: torch.Tensor, states: torch.Tensor, rows: SlotRows) -> torch.Tensor:
-    """Eq. 9: `states` (batch, max_slots, hidden) on the slot rows of `hidden_states` (batch, seq_len, hidden)."""
-    flat = hidden_states.reshape(-1, hidden_states.shape[-1])  # (batch * seq_len, hidden)
-    slots = states.reshape(-1, states.shape[-1]).index_select(0, rows.slot_cells)  # (num_slots, hidden)
-    return flat.index_copy(0, rows.slot_rows, slots).view_as(hidden_states)
-
-
 # The layer for the rows of a step (`None`: all slots), as a function of their states (batch, width, hidden).
 SlotPass = Callable[[StepRows | None], Callable[[torch.Tensor], torch.Tensor]]
 
@@ -278,8 +373,8 @@ class AllSlotsSteps:
     """Steps of one layer that compute every slot: in training, where the gradient of a closed gate needs its candidate
     (Eq. 7), and in compiled code, whose operations may not depend on what the gates decide."""
 
-    def __init__(self, layer, hidden_states: torch.Tensor, slots: Slots, slot_pass: SlotPass):
-        self.layer, self.hidden_states, self.slots = layer, hidden_states, slots
+    def __init__(self, layer, hidden: SlotStates, slots: Slots, slot_pass: SlotPass):
+        self.layer, self.hidden, self.slots = layer, hidden, slots
         self.reapply = slot_pass(None)  # prepared once for all steps: what they read does not change
         self.depth = torch.zeros_like(slots.rows.slot_positions)  # (batch, max_slots)
 
@@ -292,27 +387,27 @@ class AllSlotsSteps:
         rows, is_open = self.slots.rows, prob >= self.slots.settings.gate_threshold  # (batch, max_slots, 1)
         if not self.layer.training:  # compiled: the slots that are refined otherwise, too
             gate = is_open = is_open & rows.refinable(self.layer.is_last)[:, :, None]
-        self.depth = self.depth + (is_open[:, :, 0] & (rows.slot_positions >= 0))
+        self.depth = self.depth + (is_open[:, :, 0] & rows.is_slot)
         return states, gate
 
     def write_back(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Eq. 9, and the steps that each slot took (batch, max_slots)."""
-        return _write_slots(self.hidden_states, states, self.slots.rows), self.depth
+        return self.hidden.with_slots(states), self.depth
 
 
 class OpenSlotsSteps:
     """Steps of one layer at inference: of the slots whose gate is open after the mandatory pass. That is exact, since a
     closed gate reads an unchanged slot and stays closed. Where nearly all are open, a step computes the others too."""
 
-    def __init__(self, layer, hidden_states: torch.Tensor, slots: Slots, slot_pass: SlotPass):
-        self.layer, self.hidden_states, self.slots, self._slot_pass = layer, hidden_states, slots, slot_pass
-        self.is_taken = self.is_open = slots.rows.refinable(layer.is_last)  # (batch, width), all slots at first
+    def __init__(self, layer, hidden: SlotStates, slots: Slots, slot_pass: SlotPass):
+        self.layer, self.hidden, self.slots, self._slot_pass = layer, hidden, slots, slot_pass
+        self.is_taken = slots.rows.refinable(layer.is_last)  # (batch, width), all slots at first
         self.cells: torch.Tensor | None = None  # (batch, width), which slots are computed; None for all
         self.depth: torch.Tensor | None = None  # (batch, width), once a slot is open
 
     def _asked(self) -> torch.Tensor:
         """Slots (batch, width) whose gates are asked: a row in which all have closed is done."""
-        return self.is_taken & self.is_open.any(dim=1, keepdim=True)
+        return self.is_taken if self.depth is None else self.is_taken & self.is_open.any(dim=1, keepdim=True)
 
     def can_ask(self) -> bool:
         """Whether a row can pay for its gates; without a budget it can."""
@@ -364,15 +459,13 @@ class OpenSlotsSteps:
 
     def write_back(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Eq. 9, and the steps that each slot took (batch, max_slots), if any took one."""
-        rows, depth = self.slots.rows, self.depth
+        depth = self.depth
         if depth is None:
-            return self.hidden_states, None
-        if self.cells is not None:
-            # Slots that were not computed keep the mandatory pass.
-            all_states = take_rows(self.hidden_states, rows.slot_positions)  # (batch, max_slots, hidden)
-            states = all_states.scatter(1, self.cells[:, :, None].expand_as(states), states)
-            depth = torch.zeros_like(rows.slot_positions).scatter(1, self.cells, depth)
-        return _write_slots(self.hidden_states, states, rows), depth
+            return self.hidden.hidden_states, None
+        if self.cells is not None:  # slots that were not computed keep the mandatory pass
+            states = self.hidden.slots().scatter(1, self.cells[:, :, None].expand_as(states), states)
+            depth = torch.zeros_like(self.slots.rows.slot_positions).scatter(1, self.cells, depth)
+        return self.hidden.with_slots(states), depth
 
 
 class SlotDecoderLayer(InPlaceMixin):
@@ -413,9 +506,10 @@ class SlotDecoderLayer(InPlaceMixin):
             return self._with_unused_gate(hidden_states, slots.settings), None
         # They differ in which rows a step computes, not in what is read of the slots (`tests/test_algorithm.py`).
         takes_all_slots = self.training or torch.compiler.is_compiling()
-        slot_pass = functools.partial(self._slot_pass, hidden_states, slots, kwargs)
-        steps = (AllSlotsSteps if takes_all_slots else OpenSlotsSteps)(self, hidden_states, slots, slot_pass)
-        states = take_rows(hidden_states, slots.rows.slot_positions)  # (batch, max_slots, hidden)
+        hidden = SlotStates(hidden_states, slots.rows)
+        slot_pass = functools.partial(self._slot_pass, hidden, slots, kwargs)
+        steps = (AllSlotsSteps if takes_all_slots else OpenSlotsSteps)(self, hidden, slots, slot_pass)
+        states = hidden.slots()  # (batch, max_slots, hidden)
         for _ in range(slots.settings.max_refinement_steps):
             if not steps.can_ask():  # a budget is spent
                 break
@@ -467,8 +561,8 @@ class SlotDecoderLayer(InPlaceMixin):
             return self._algorithm_1(hidden_states, slots, kwargs)
         if cache is not None:
             kwargs = {**kwargs, CACHE: LayerKeysValues(cache.layers[self.layer_idx])}
-        if slots is not None:  # without the span: code would be compiled for each place of the slots
-            slots = slots._replace(rows=slots.rows._replace(slot_span=None))
+        if slots is not None:
+            slots = slots._replace(rows=slots.rows.for_any_length())
         return self._compiled_algorithm(hidden_states, slots, kwargs)
 
     def __getstate__(self):
@@ -477,18 +571,25 @@ class SlotDecoderLayer(InPlaceMixin):
         return state
 
     def _slot_pass(
-        self, hidden_states: torch.Tensor, slots: Slots, kwargs: dict[str, Any], step_rows: StepRows | None
+        self, hidden: SlotStates, slots: Slots, kwargs: dict[str, Any], step_rows: StepRows | None
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """The layer as a function of the states (batch, width, hidden) of all slots or those of `step_rows`; all other
         rows stay fixed."""
-        if self.arcaligner_config.text_config._attn_implementation not in ROW_KERNELS:
-            return self._prefix_pass(hidden_states, slots.rows, kwargs)
+        rows, dtype = slots.rows, hidden.hidden_states.dtype
+        if self.arcaligner_config.text_config._attn_implementation not in ROW_KERNELS or (
+            step_rows is None
+            and rows.has_little_text
+            and slots.settings.budget is None  # which pays for keys and values of the text once
+            and not torch.compiler.is_compiling()
+        ):
+            return self._prefix_pass(hidden, slots, kwargs)
         if step_rows is None:
-            inputs = slots.shared_inputs.get(slots.rows, kwargs, hidden_states.dtype)
+            all_slots = StepRows(rows.slot_positions, rows.text_positions, None)
+            inputs = slots.shared_inputs.get(kwargs, lambda: step_inputs(all_slots, kwargs, dtype))
         else:
-            inputs = step_inputs(step_rows, kwargs, hidden_states.dtype)
+            inputs = step_inputs(step_rows, kwargs, dtype)
         # The rows that stay are projected to keys and values once, not in each step.
-        cache = RefinementKeysValues(*self._fixed_keys_values(hidden_states, inputs, kwargs))
+        cache = RefinementKeysValues(*self._fixed_keys_values(hidden.hidden_states, inputs, kwargs))
         step_kwargs = {**kwargs, **inputs.for_slots, CACHE: cache}
 
         def reapply(states: torch.Tensor) -> torch.Tensor:
@@ -514,25 +615,23 @@ class SlotDecoderLayer(InPlaceMixin):
         assert recorder.keys is not None, "the layer's attention wrote no keys and values to the cache it was given"
         return recorder.keys, recorder.values
 
-    def _prefix_pass(self, hidden_states: torch.Tensor, rows: SlotRows, kwargs: dict):
-        """Like `_slot_pass`, for attention kernels that take no custom mask: the layer runs on the whole prefix."""
-        compiling = torch.compiler.is_compiling()
-        length = hidden_states.shape[1] if compiling else int(rows.slot_positions.max()) + 1
-        prefix = hidden_states[:, :length]
-        batch, _, hidden = prefix.shape
-        # Flat indices of the slots again, for rows that are shorter now.
-        prefix_rows = rows.slot_rows // hidden_states.shape[1] * length + rows.slot_rows % hidden_states.shape[1]
-        step_kwargs = {**kwargs, "use_cache": False, CACHE: None}
-        step_kwargs |= gather_rotary(kwargs, torch.arange(length, device=prefix.device).expand(batch, -1))
-        if (mask := kwargs["attention_mask"]) is not None:
-            step_kwargs["attention_mask"] = mask[:, :length] if mask.dim() == 2 else mask[..., :length, :length]
+    def _prefix_pass(
+        self, hidden: SlotStates, slots: Slots, kwargs: dict[str, Any]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """As `_slot_pass` for all slots, but the layer runs on the whole prefix: for attention kernels that take no
+        mask of rows and columns, and where there is so little text that it costs less than to part it."""
+        rows, (batch, seq_len, _) = slots.rows, hidden.hidden_states.shape
+        length = seq_len if rows.prefix_length is None else rows.prefix_length
+        step_kwargs = kwargs | slots.shared_inputs.get(kwargs, lambda: prefix_inputs(length, kwargs))
+        if batch == 1:  # the same positions of a row that is shorter
+            index = rows.row_index()
+        else:
+            index = rows.slot_rows // seq_len * length + rows.slot_rows % seq_len
 
         def reapply(states: torch.Tensor) -> torch.Tensor:
-            current = states.reshape(-1, hidden).index_select(0, rows.slot_cells)
-            whole = prefix.reshape(-1, hidden).index_copy(0, prefix_rows, current).view(batch, length, hidden)
-            with lora_on(prefix_rows), not_recording_outputs():
-                whole = super(SlotDecoderLayer, self).forward(whole, **step_kwargs)
-            return take_rows(whole, rows.slot_positions)
+            with lora_on(index), not_recording_outputs():
+                whole = super(SlotDecoderLayer, self).forward(hidden.prefix_with(states, length), **step_kwargs)
+            return hidden.slots_of_prefix(whole)
 
         return reapply
 

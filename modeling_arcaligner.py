@@ -266,7 +266,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 )
             check_length(slot_mask.shape[1], "The prompt", self.config.text_config, position_ids)
             if torch.compiler.is_compiling():
-                rows = rows._replace(slot_span=None)  # code would be compiled for each place of the slots
+                rows = rows.for_any_length()
             inputs_embeds = self._embed(input_ids, inputs_embeds, slot_mask, context_embeds, context_word_ids)
             input_ids = None  # the backbone takes one of the two
             settings = resolve_settings(self.config, self.layer_costs, rows, self.training, *wanted)

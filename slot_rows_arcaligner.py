@@ -22,7 +22,7 @@ no key has to be rotated when passages are joined. With one passage, the paper's
 Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,10 +34,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from .base_model_arcaligner import CACHE
 from .configuration_arcaligner import ArcAlignerConfig, normalize_budget
 
 # Attention kernels that take a mask of rows by columns, so that some slots can be computed without the others.
 ROW_KERNELS = ("eager", "sdpa")
+# Text before the slots, as a share of the slots, that a step of all slots computes once more.
+MOST_TEXT_PER_SLOT = 0.5
 
 
 class SlotRows(NamedTuple):
@@ -47,13 +50,26 @@ class SlotRows(NamedTuple):
     text_positions: torch.Tensor  # (batch, max_text), text before the row's last slot, -1 padding
     slot_rows: torch.Tensor  # (num_slots,), flat indices into (batch * seq_len)
     slot_cells: torch.Tensor  # (num_slots,), flat indices into (batch * max_slots)
+    is_slot: torch.Tensor  # (batch, max_slots), False where a row has fewer slots
     slot_span: tuple[int, int] | None  # first and end of `slot_rows` where all stand together, as in one prompt
     ends_in_slot: torch.Tensor | None  # (batch,), rows whose last slot decides a token; None where there is none
+    prefix_length: int | None  # positions up to the last slot of all rows; None where code is compiled for any
 
     def refinable(self, is_last_layer: bool) -> torch.Tensor:
         """Slots (batch, max_slots) that may be refined: nothing reads the last layer's, except at the end of a row."""
-        is_slot = self.slot_positions >= 0
-        return is_slot & self.ends_in_slot[:, None] if is_last_layer and self.ends_in_slot is not None else is_slot
+        if is_last_layer and self.ends_in_slot is not None:
+            return self.is_slot & self.ends_in_slot[:, None]
+        return self.is_slot
+
+    @property
+    def has_little_text(self) -> bool:
+        """Whether the text before the slots is so short that it is cheaper to compute it again in each step than to
+        keep its keys and values apart."""
+        return MOST_TEXT_PER_SLOT * self.slot_positions.shape[1] >= self.text_positions.shape[1]
+
+    def for_any_length(self) -> "SlotRows":
+        """Without numbers of the host: code would be compiled again for each place of the slots."""
+        return self._replace(slot_span=None, prefix_length=None)
 
     def sizes(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of text before the last slot and slots, each (batch,)."""
@@ -135,8 +151,10 @@ def find_slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, dev
     at_once = device.type == "cuda"  # copies before it returns; other devices might read memory that is freed
     return SlotRows(
         *(torch.from_numpy(each).to(device, non_blocking=at_once) for each in indices),
+        is_slot=torch.from_numpy(slots >= 0).to(device, non_blocking=at_once),
         slot_span=(int(rows[0]), int(rows[-1]) + 1) if stand_together else None,
         ends_in_slot=torch.from_numpy(ends_in_slot).to(device) if ends_in_slot.any() else None,
+        prefix_length=int(last_slot.max(initial=-1)) + 1,
     )
 
 
@@ -145,6 +163,50 @@ def take_rows(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     tensor = tensor.expand(positions.shape[0], -1, -1)
     index = positions.clamp(min=0)[:, :, None].expand(-1, -1, tensor.shape[-1])
     return tensor.gather(1, index)
+
+
+class SlotStates:
+    """The slots among the hidden states (batch, seq_len, hidden) of a layer.
+
+    Where all stand together in one prompt they are parted from the text before and after them, without an index.
+    """
+
+    def __init__(self, hidden_states: torch.Tensor, rows: SlotRows):
+        self.hidden_states, self.rows = hidden_states, rows
+        self._parts = None
+        if rows.slot_span is not None and hidden_states.shape[0] == 1:
+            start, end = rows.slot_span
+            self._parts = hidden_states.split([start, end - start, hidden_states.shape[1] - end], dim=1)
+
+    def slots(self) -> torch.Tensor:
+        """The states of the slots (batch, max_slots, hidden)."""
+        if self._parts is not None:
+            return self._parts[1]
+        return take_rows(self.hidden_states, self.rows.slot_positions)
+
+    def prefix_with(self, states: torch.Tensor, length: int) -> torch.Tensor:
+        """The first `length` positions, those up to the last slot, with `states` (batch, max_slots, hidden) on the
+        slots."""
+        if self._parts is not None:
+            return torch.cat([self._parts[0], states], dim=1)
+        return self._written(states)[:, :length]
+
+    def slots_of_prefix(self, prefix: torch.Tensor) -> torch.Tensor:
+        """The slots (batch, max_slots, hidden) of another `prefix` (batch, length, hidden)."""
+        if self._parts is not None:
+            return prefix[:, self.rows.slot_span[0] :]
+        return take_rows(prefix, self.rows.slot_positions)
+
+    def with_slots(self, states: torch.Tensor) -> torch.Tensor:
+        """Eq. 9: all hidden states, with `states` (batch, max_slots, hidden) on the slots."""
+        if self._parts is not None:
+            return torch.cat([self._parts[0], states, self._parts[2]], dim=1)
+        return self._written(states)
+
+    def _written(self, states: torch.Tensor) -> torch.Tensor:
+        flat = self.hidden_states.reshape(-1, states.shape[-1])  # (batch * seq_len, hidden)
+        slots = states.reshape(-1, states.shape[-1]).index_select(0, self.rows.slot_cells)  # (num_slots, hidden)
+        return flat.index_copy(0, self.rows.slot_rows, slots).view_as(self.hidden_states)
 
 
 def step_inputs(rows: StepRows, kwargs: dict[str, Any], dtype: torch.dtype) -> StepInputs:
@@ -166,6 +228,17 @@ def gather_rotary(kwargs: dict[str, Any], positions: torch.Tensor) -> dict[str, 
     return picked
 
 
+def prefix_inputs(length: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments that replace those of a layer, called with `kwargs`, for its first `length` positions."""
+    cos, sin = kwargs["position_embeddings"]
+    taken = {"position_embeddings": (cos[:, :length], sin[:, :length]), "use_cache": False, CACHE: None}
+    if kwargs.get("position_ids") is not None:
+        taken["position_ids"] = kwargs["position_ids"][:, :length]
+    if (mask := kwargs["attention_mask"]) is not None:
+        taken["attention_mask"] = mask[:, :length] if mask.dim() == 2 else mask[..., :length, :length]
+    return taken
+
+
 class SharedStepInputs:
     """Inputs of a step of all slots, made once per forward for all layers with the same mask and rotary angles.
 
@@ -175,18 +248,17 @@ class SharedStepInputs:
 
     def __init__(self):
         # With what they were made of: a tensor that is gone could give its identity to another.
-        self._made: list[tuple[torch.Tensor | None, torch.Tensor, StepInputs]] = []
+        self._made: list[tuple[torch.Tensor | None, torch.Tensor, Any]] = []
 
-    def get(self, rows: SlotRows, kwargs: dict[str, Any], dtype: torch.dtype) -> StepInputs:
-        """The inputs of a step of all slots, for a layer that was called with `kwargs`."""
-        all_slots = StepRows(rows.slot_positions, rows.text_positions, None)
+    def get(self, kwargs: dict[str, Any], make: Callable[[], Any]) -> Any:
+        """What `make` gives for a layer that was called with `kwargs`."""
         if torch.compiler.is_compiling():
-            return step_inputs(all_slots, kwargs, dtype)
+            return make()
         mask, cosines = kwargs["attention_mask"], kwargs["position_embeddings"][0]
         for made_mask, made_cosines, inputs in self._made:
             if made_mask is mask and made_cosines is cosines:
                 return inputs
-        inputs = step_inputs(all_slots, kwargs, dtype)
+        inputs = make()
         self._made = [*self._made[-1:], (mask, cosines, inputs)]
         return inputs
 

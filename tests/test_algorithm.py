@@ -210,7 +210,7 @@ def test_attention_without_a_mask_of_rows_and_columns_refines_the_whole_prefix(m
     model = tiny_aligner(backbone, gate_mode="always")
     batch = for_generate(collate(random_rows(model, [3, 0, 5], seed=3), padding_side))
     expected = model(**batch).logits
-    whole = mock.Mock(side_effect=lambda layer, states, slots, more, _: layer._prefix_pass(states, slots.rows, more))
+    whole = mock.Mock(side_effect=lambda layer, hidden, slots, more, _: layer._prefix_pass(hidden, slots, more))
     monkeypatch.setattr(SlotDecoderLayer, "_slot_pass", lambda *args: whole(*args))
     is_real = batch["attention_mask"].bool()
     torch.testing.assert_close(model(**batch).logits[is_real], expected[is_real], **EXACT)

@@ -8,6 +8,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from tiny_models import collate, for_generate, random_rows, tiny_aligner
 from torch import nn
 
+from arcaligner import layers_arcaligner
 from arcaligner.layers_arcaligner import ADAPTER_NAME, ALL_ROWS, lora_on, slot_lora_layers
 
 SLOTS = torch.tensor([1, 2, 5, 9])  # flat, of two rows of five
@@ -51,16 +52,61 @@ def test_residual_is_that_of_eq_3_on_slot_rows(layer, states, rows, with_gradien
         torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("with_gradients", [True, False])
 @some_or_all_rows
-def test_half_precision_backbone_rounds_the_float32_residual_once(layer, states, rows):
+def test_residual_in_the_backbone_s_dtype(layer, states, rows, with_gradients):
+    """A bfloat16 backbone multiplies with LoRA weights that are cast, not with its states cast to float32."""
     layer.float().base_layer.to(torch.bfloat16).weight.data.zero_()
     states = states.bfloat16()
-    with torch.no_grad(), lora_on(rows):
+    with torch.set_grad_enabled(with_gradients), lora_on(rows):
         found = layer(states)
-    down, up = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
+    down, up = (part[ADAPTER_NAME].weight.detach().bfloat16() for part in (layer.lora_A, layer.lora_B))
+    hidden = states.view(10, -1)[rows] @ down.T  # rounded to bfloat16, as each product is
     expected = torch.zeros(10, layer.out_features, dtype=torch.bfloat16)
-    expected[rows] = (states.view(10, -1)[rows].float() @ down.T * layer.scaling[ADAPTER_NAME] @ up.T).bfloat16()
-    assert torch.equal(found.view(10, -1), expected)
+    expected[rows] = (layer.scaling[ADAPTER_NAME] * (hidden.double() @ up.double().T)).bfloat16()
+    torch.testing.assert_close(found.view(10, -1), expected, rtol=0.01, atol=0.01)
+    if with_gradients:
+        found.float().square().sum().backward()
+        assert layer.lora_A[ADAPTER_NAME].weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("change", ["in place", "loaded", "moved"])
+def test_changed_weights_are_used(layer, states, change, dtype):
+    """Weights that inference cast or transposed once follow what changes them."""
+    layer.base_layer.to(dtype)
+    states, down = states.to(dtype), layer.lora_A[ADAPTER_NAME]
+    with torch.no_grad(), lora_on(ALL_ROWS):
+        layer(states)
+        if change == "in place":
+            down.weight.zero_()
+        elif change == "loaded":
+            down.load_state_dict({"weight": torch.zeros_like(down.weight)})
+        else:
+            down.weight.data = torch.zeros_like(down.weight)
+        assert torch.equal(layer(states), layer.base_layer(states))
+
+
+def test_sharded_weights_are_cast_again_after_training(layer, states):
+    """Sharding writes weights without a new version; a change of mode forgets the cast ones."""
+    layer.base_layer.to(torch.bfloat16)
+    states, down = states.bfloat16(), layer.lora_A[ADAPTER_NAME].weight
+    with torch.no_grad(), lora_on(ALL_ROWS):
+        layer(states)
+        with torch.autograd._unsafe_preserve_version_counter(down):
+            down.zero_()
+        layer.train().eval()
+        assert torch.equal(layer(states), layer.base_layer(states))
+
+
+def test_linears_of_one_input_share_its_slots(layer, states, monkeypatch):
+    """Query, key and value take the slot rows of their input once; another input has its own."""
+    taken = []
+    monkeypatch.setattr(layers_arcaligner, "_slots_of", lambda x, rows: taken.append(x) or x.view(10, -1)[rows])
+    with torch.no_grad(), lora_on(SLOTS):
+        first, again, other = layer(states), layer(states), layer(states + 1)
+    assert len(taken) == 2
+    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 def test_adapter_of_another_name_is_peft_s_own_matter(layer, states):
