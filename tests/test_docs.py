@@ -75,6 +75,13 @@ def test_readme_names_existing_paths():
     assert [path for path in paths if path not in written and not (ROOT / path).exists()] == []
 
 
+@pytest.mark.parametrize("name", ["method.md", "extensions.md", "versions.md"])
+def test_named_files_exist(name):
+    """Files of code and tests that a page names are there."""
+    paths = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / name).read_text(encoding="utf-8"))
+    assert paths and [path for path in paths if not (ROOT / path).exists()] == []
+
+
 def test_readme_names_make_targets():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = re.findall(r"^make (\w+)", README, flags=re.MULTILINE)
