@@ -148,9 +148,9 @@ class Reference:
 
 
 def passages_apart(is_slot: list[bool], passages: list[int]) -> dict[str, torch.Tensor]:
-    """The mask and the positions of a row whose passages are read apart, by the words of `docs/method.md`: a slot reads
-    the text before the slots and its own passage up to itself; each passage counts on from the text before the slots,
-    the text after them from the longest passage."""
+    """The mask and the positions of a row whose passages are read apart, by the words of `docs/extensions.md`: a slot
+    reads the text before the slots and its own passage up to itself; each passage counts on from the text before the
+    slots, the text after them from the longest passage."""
     length, slots = len(is_slot), [i for i in range(len(is_slot)) if is_slot[i]]
     passage_of = dict(zip(slots, passages, strict=True))
     mask = torch.full((length, length), torch.finfo(torch.float64).min, dtype=torch.float64)
