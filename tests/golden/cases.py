@@ -11,11 +11,13 @@ compared. `logits` are the largest of some positions.
 """
 
 import contextlib
+import copy
 import functools
 import gzip
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -148,10 +150,12 @@ def top_logits(logits: torch.Tensor) -> dict[str, list]:
 
 class Generation:
     """Inside `with`, every `generate` of a model is recorded: the logits of the first token, before any logits
-    processor, and the margin of each row. With beams there is no margin."""
+    processor, and the margin of each row. With beams there is no margin.
+
+    The server answers before its thread has left `generate`: what was recorded is read once it has."""
 
     def __init__(self, model):
-        self.model, self.logits, self.margins = model, [], []
+        self.model, self.logits, self.margins, self.lock = model, [], [], threading.Lock()
 
     def __enter__(self) -> "Generation":
         self.generate = self.model.generate
@@ -162,8 +166,17 @@ class Generation:
         del self.model.generate  # the method of the class is there again
 
     def _generate(self, *args, **kwargs) -> torch.Tensor:
+        with self.lock:
+            return self._record(*args, **kwargs)
+
+    def _record(self, *args, **kwargs) -> torch.Tensor:
         wanted = dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), True)
-        output = self.generate(*args, **kwargs, **wanted)
+        if kwargs.get("generation_config") is None:
+            kwargs |= wanted
+        else:
+            kwargs["generation_config"] = copy.deepcopy(kwargs["generation_config"])
+            kwargs["generation_config"].update(**wanted)
+        output = self.generate(*args, **kwargs)
         self.logits += [top_logits(row) for row in output.logits[0]]
         if getattr(output, "beam_indices", None) is None:
             end = self.model.generation_config.eos_token_id
@@ -176,7 +189,8 @@ class Generation:
 
     @property
     def recorded(self) -> dict[str, Any]:
-        return {"margin": min(self.margins, default=None), "logits": self.logits}
+        with self.lock:
+            return {"margin": min(self.margins, default=None), "logits": self.logits}
 
 
 def described(record: dict) -> dict[str, Any]:

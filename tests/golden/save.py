@@ -67,7 +67,8 @@ def save_checkpoint(name: str, lora_r: int = 0, settings: dict | None = None, **
         for number, weight in enumerate(processor.train_encoder(lora_r)):
             torch.nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(number))
     names["context_token_id"] = processor.context_token_id
-    model = ArcAlignerForCausalLM.from_pretrained(BASE_MODEL, **names, lora_r=4, gate_hidden_size=8, **aligner)
+    names |= {"lora_r": 4, "lora_dropout": 0.0, "gate_hidden_size": 8}
+    model = ArcAlignerForCausalLM.from_pretrained(BASE_MODEL, **names, **aligner)
     randomize(model, seed=2)  # the base model, too, which is not saved
     if settings:
         words = {"scale": 0.7, "weight": 2.0, "bias": -1.0}
@@ -80,21 +81,25 @@ def save_checkpoint(name: str, lora_r: int = 0, settings: dict | None = None, **
 
 def main() -> None:
     shutil.rmtree(SAVED, ignore_errors=True)
-    with tiny_models(), tempfile.TemporaryDirectory() as texts:
+    with tiny_models():
         save_models(SAVED / "models")
         save_checkpoint("joint", gate_mode="adaptive")
         settings = {"passage_attention": "separate", "context_words": True, "no_answer": "not in the text"}
         settings |= {"copy_bonus": 3.0, "tokens_per_slot": 4, "trained_tokens_per_slot": [2, 4, "segment"]}
         save_checkpoint("separate", 2, settings, passage_attention="separate", word_parts=2, gate_mode="adaptive")
+        letters = SAVED / "letters"  # beside the corpus, from where documents are named
+        letters.mkdir()
         for number, passage in enumerate(PASSAGES):
             text = passage if isinstance(passage, str) else f"# {passage['title']}\n\n{passage['text']}"
-            Path(texts, f"{number}.{'txt' if isinstance(passage, str) else 'md'}").write_text(text, encoding="utf-8")
+            (letters / f"{number}.{'txt' if isinstance(passage, str) else 'md'}").write_text(text, encoding="utf-8")
         loaded = load_tiny("separate")
         corpus = Corpus.create(SAVED / "corpus", loaded.processor, passage_words=12)
-        build_corpus([texts], corpus, loaded.processor)
-        print(read_corpus(corpus, loaded.model, loaded.processor))
-        cache = passage_cache(loaded.model, loaded.processor, folder=SAVED / "cached")
-        print(precompute(cache, "?", PASSAGES))
+        build_corpus([str(letters)], corpus, loaded.processor)
+        shutil.rmtree(letters)
+        read_corpus(corpus, loaded.model, loaded.processor)
+        precompute(passage_cache(loaded.model, loaded.processor, folder=SAVED / "cached"), "?", PASSAGES)
+    for left in (SAVED / "corpus" / ".writer.lock", SAVED / "models" / ENCODER / "README.md"):
+        left.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
