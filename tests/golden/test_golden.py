@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ IS_EXACT = os.environ.get("ARCALIGNER_GOLDEN_EXACT") == "1"
 LOGITS = 1e-5 if IS_EXACT else 1e-3  # relative to the largest
 MARGIN = 1e-4 if IS_EXACT else 1e-3  # an answer with a nearer second best token may be another one
 OTHERS = 1e-4
+SCALE = 30  # of the largest logits; a margin is a difference of scores, with what copying adds
 
 
 def read(name: str) -> dict[str, Any]:
@@ -40,9 +42,12 @@ def differences(expected: Any, found: Any, margin: float | None = None, place: s
             return
         margin = expected.get("margin", margin)
         for name in sorted(expected.keys() | found.keys()):
-            if name == "margin" or (name == "answer" and margin is not None and margin <= MARGIN):
+            if name in ("answer", "margin") and margin is not None and margin <= MARGIN:
                 continue
-            if name not in expected or name not in found:
+            if name == "margin" and isinstance(margin, float) and isinstance(found.get(name), float):
+                if not math.isclose(margin, found[name], abs_tol=SCALE * LOGITS):
+                    yield f"{place}/margin: {found[name]} instead of {margin}"
+            elif name not in expected or name not in found:
                 yield f"{place}/{name}: {'new' if name in found else 'missing'}"
             else:
                 yield from differences(expected[name], found[name], margin, f"{place}/{name}")
