@@ -1,0 +1,587 @@
+"""What the golden files hold: questions to the shipped and to tiny checkpoints, and what is recorded of each answer.
+
+Everything goes through what users call. All names of the package stand in the first part of this file: code that is
+moved or renamed is followed here and nowhere else.
+
+    CASES[name](loaded) -> record, a JSON value
+
+A record has `answer`, what depends on the choice of tokens, beside `margin`, the least distance between the best and
+the second best token of any step: where that is tiny another CPU may write another answer, and `answer` is not
+compared. `logits` are the largest of some positions.
+"""
+
+import contextlib
+import copy
+import functools
+import gzip
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from starlette.testclient import TestClient
+from transformers import AutoModelForCausalLM, AutoProcessor, TextStreamer, pipeline
+
+import arcaligner.corpus  # noqa: F401 (quiets lancedb, which reads its settings when it is imported)
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
+from arcaligner.corpus.retrieve import Retriever
+from arcaligner.corpus.table import Corpus
+from arcaligner.server.app import ServerSettings, create_app
+from arcaligner.server.engine import Engine
+
+HERE = Path(__file__).parent
+SHIPPED = HERE.parents[1] / "checkpoints" / "arcaligner-smollm2-135m"
+SAVED = HERE / "saved"  # by the code of the commit that README.md names
+SAMPLE, QUESTIONS = HERE.parent / "data" / "squad_dev_sample.jsonl", HERE / "questions.jsonl.gz"
+
+TOP = 8  # logits recorded of a position
+NEW_TOKENS = 16
+
+
+def passage_cache(model, processor, **options):
+    """The cache of passages that have been read."""
+    return model.slot_prefix_store(processor, **options)
+
+
+def cache_counts(cache) -> dict[str, int]:
+    return {"hits": cache.hits, "loads": cache.loads, "misses": cache.misses}
+
+
+def precompute(cache, question, documents) -> list[Path]:
+    return cache.keep(question, documents)
+
+
+def prepared_counts(inputs) -> dict[str, list[int]]:
+    return {"passages": list(inputs.num_passages), "cached": list(inputs.num_kept)}
+
+
+def statistics_of(record: dict) -> dict[str, Any]:
+    """What the pipeline or the server reports of the passages, by the golden files' own names."""
+    found = record["statistics"]
+    names = {"tokens": "tokens", "slots": "slots", "compression": "compression_rate", "dropped": "dropped"}
+    names |= {"answerability": "confidence", "scores": "passage_confidences"}
+    return {name: found[key] for name, key in names.items() if found.get(key) is not None}
+
+
+def described_server_answer(report: dict, usage: dict, text: str, finish_reason: str | None) -> dict[str, Any]:
+    """The `arcaligner` part of a server's answer without what is timed, by the golden files' own names."""
+    sources = report["sources"]
+    read = [{name: each.get(name) for name in ("read", "confidence", "number", "document")} for each in sources]
+    written = {"text": text, "finish_reason": finish_reason, "tokens": usage.get("completion_tokens")}
+    return {
+        "answer": written | {"found": [each["answer"] for each in sources]},
+        "read": read,
+        "cached": report["kept"],
+        "answerability": report["confidence"],
+        "statistics": report["statistics"],
+        "segments": digest(report["segments"]),
+        "prompt_tokens": usage.get("prompt_tokens"),
+    }
+
+
+# Loading
+
+
+@contextlib.contextmanager
+def tiny_models() -> Iterator[None]:
+    """Inside, the tiny base model and encoder are found by the names that the saved checkpoints give them."""
+    before = os.environ.get("ARCALIGNER_MODELS")
+    os.environ["ARCALIGNER_MODELS"] = str(SAVED / "models")
+    try:
+        yield
+    finally:
+        os.environ.pop("ARCALIGNER_MODELS")
+        if before is not None:
+            os.environ["ARCALIGNER_MODELS"] = before
+
+
+class Loaded(NamedTuple):
+    """A checkpoint, and the rows that it is asked about."""
+
+    model: Any
+    processor: Any
+    ask: Any
+    rows: list[dict]
+
+
+def load(folder: Path, **options) -> Loaded:
+    """A checkpoint in float32, on the CPU."""
+    processor = ArcAlignerProcessor.from_pretrained(folder)
+    processor.encoder.device = "cpu"
+    model = ArcAlignerForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    return Loaded(model, processor, pipeline_of(model, processor), questions())
+
+
+def pipeline_of(model, processor):
+    return ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
+
+
+def load_remote(folder: Path) -> Loaded:
+    """A checkpoint by its own code, as `pipeline` loads it."""
+    ask = pipeline("text-generation", model=str(folder), device="cpu", dtype=torch.float32, trust_remote_code=True)
+    return Loaded(ask.model, ask.processor, ask, questions())
+
+
+@functools.cache
+def questions() -> list[dict]:
+    """32 questions of SQuAD's development set, then 70 of held-out articles of its training set."""
+    lines = SAMPLE.read_text(encoding="utf-8").splitlines()
+    lines += gzip.decompress(QUESTIONS.read_bytes()).decode().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+# Recording
+
+
+def digest(value: Any) -> str:
+    """A short digest of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def top_logits(logits: torch.Tensor) -> dict[str, list]:
+    """The largest of the logits (vocab_size,) of a position, with their ids."""
+    values, ids = logits.double().topk(min(TOP, len(logits)))
+    return {"ids": ids.tolist(), "values": [float(f"{value:.7g}") for value in values.tolist()]}
+
+
+class Generation:
+    """Inside `with`, every `generate` of a model is recorded: the logits of the first token, before any logits
+    processor, and the margin of each row. With beams there is no margin.
+
+    The server answers before its thread has left `generate`: what was recorded is read once it has."""
+
+    def __init__(self, model):
+        self.model, self.logits, self.margins, self.lock = model, [], [], threading.Lock()
+
+    def __enter__(self) -> "Generation":
+        self.generate = self.model.generate
+        self.model.generate = self._generate
+        return self
+
+    def __exit__(self, *error) -> None:
+        del self.model.generate  # the method of the class is there again
+
+    def _generate(self, *args, **kwargs) -> torch.Tensor:
+        with self.lock:
+            return self._record(*args, **kwargs)
+
+    def _record(self, *args, **kwargs) -> torch.Tensor:
+        wanted = dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), True)
+        if kwargs.get("generation_config") is None:
+            kwargs |= wanted
+        else:
+            kwargs["generation_config"] = copy.deepcopy(kwargs["generation_config"])
+            kwargs["generation_config"].update(**wanted)
+        output = self.generate(*args, **kwargs)
+        self.logits += [top_logits(row) for row in output.logits[0]]
+        if getattr(output, "beam_indices", None) is None:
+            end = self.model.generation_config.eos_token_id
+            new_ids = output.sequences[:, -len(output.scores) :].tolist()
+            for row, ids in enumerate(new_ids):
+                steps = ids.index(end) + 1 if end in ids else len(ids)
+                best = torch.stack([scores[row] for scores in output.scores[:steps]]).topk(2, dim=1).values
+                self.margins.append(round((best[:, 0] - best[:, 1]).min().item(), 6))
+        return output.sequences
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        with self.lock:
+            return {"margin": min(self.margins, default=None), "logits": self.logits}
+
+
+def described(record: dict) -> dict[str, Any]:
+    """A record of the pipeline with `return_slots=True`: its answer, which passages were read, and the slots."""
+    text = record["generated_text"]
+    segments, passes = record["segments"], record["trajectories"]
+    return {
+        "answer": {"text": text if isinstance(text, str) else text[-1]["content"]},
+        "read": sorted({each["document"] for each in segments}),
+        "segments": digest(segments),
+        "depth": digest(passes),
+        **statistics_of(record),
+    }
+
+
+def asked(loaded: Loaded, given: Any, **options) -> dict[str, Any] | list:
+    """What the pipeline answers to one input, or to a list of them."""
+    with Generation(loaded.model) as generation:
+        records = loaded.ask(given, return_slots=True, **{"max_new_tokens": NEW_TOKENS} | options)
+    is_many = isinstance(given, list) and isinstance(records[0], list)
+    return {"records": [described(each[0] if is_many else each) for each in records]} | generation.recorded
+
+
+# Inputs made of the rows: row 0 with its own passage, or with two of others, in some order
+
+
+def one(loaded: Loaded, number: int) -> dict[str, Any]:
+    row = loaded.rows[number]
+    return {"question": row["question"], "documents": row["passages"]}
+
+
+def others(loaded: Loaded, number: int, place: int) -> dict[str, Any]:
+    """The question with its own passage in the given place, and the passages of the next two rows."""
+    passages = [each["passages"][0] for each in (loaded.rows[number - 1], loaded.rows[number - 2])]
+    passages.insert(place, loaded.rows[number]["passages"][0])
+    return {"question": loaded.rows[number]["question"], "documents": passages}
+
+
+def wrong(loaded: Loaded, number: int) -> dict[str, Any]:
+    """The question with a passage of another article."""
+    return {"question": loaded.rows[number]["question"], "documents": loaded.rows[number - 5]["passages"]}
+
+
+def streamed(loaded: Loaded, given: Any, **options) -> dict[str, Any]:
+    """What the pipeline answers, and the pieces that a streamer sees of it."""
+    pieces = []
+
+    class Pieces(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            pieces.append(text)
+
+    streamer = Pieces(loaded.processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    record = asked(loaded, given, streamer=streamer, **options)
+    record["records"][0]["answer"]["pieces"] = pieces
+    return record
+
+
+def chat_of(loaded: Loaded, number: int) -> dict[str, Any]:
+    """A chat with a system message and a question before, about the same passage."""
+    row = loaded.rows[number]
+    messages = [
+        {"role": "system", "content": "Answer in a few words."},
+        {"role": "user", "content": "What is the passage about?"},
+        {"role": "assistant", "content": row["passages"][0]["title"]},
+        {"role": "user", "content": row["question"]},
+    ]
+    return {"messages": messages, "documents": row["passages"]}
+
+
+def long_document(loaded: Loaded, number: int) -> dict[str, Any]:
+    """The question with one document that is cut into passages, and a short one."""
+    passages = [loaded.rows[(number + other) % len(loaded.rows)]["passages"][0]["text"] for other in range(4)]
+    documents = [{"title": "All", "text": " ".join(passages)}, *loaded.rows[number - 7]["passages"]]
+    return {"question": loaded.rows[number]["question"], "documents": documents}
+
+
+# The model without the pipeline
+
+
+def model_inputs(loaded: Loaded, rows: list[dict], side: str = "left", **options) -> dict[str, torch.Tensor]:
+    """Questions with their documents as a batch."""
+    return loaded.processor.apply_chat_template(
+        [[{"role": "user", "content": row["question"]}] for row in rows],
+        documents=[row["documents"] for row in rows],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"padding": True, "padding_side": side},
+        **options,
+    )
+
+
+def described_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Ids as digests; of the embeddings the norm of each row and one of its entries."""
+    ids = {name: digest(x.tolist()) for name, x in sorted(inputs.items()) if not x.is_floating_point()}
+    embeds = inputs["context_embeds"].double()
+    return {
+        "shape": list(inputs["input_ids"].shape),
+        "ids": ids,
+        "embeds": {"shape": list(embeds.shape), "norms": rounded(embeds.flatten(1).norm(dim=1))},
+        "some": rounded(embeds[:, 0, :4].flatten()),
+    }
+
+
+def rounded(values: torch.Tensor) -> list[float]:
+    return [float(f"{value:.7g}") for value in values.tolist()]
+
+
+@torch.no_grad()
+def forward(loaded: Loaded, rows: list[dict], side: str = "left", gates: dict | None = None, **slots) -> dict[str, Any]:
+    """The logits of the last position of each row, the norm of those of all, and the depth of each slot and layer."""
+    inputs = model_inputs(loaded, rows, side, **slots)
+    output = loaded.model(**inputs, **(gates or {}))
+    is_real = inputs["attention_mask"].bool()
+    last = is_real.long().cumsum(dim=1).argmax(dim=1)
+    norms = [row[real].double().norm().item() for row, real in zip(output.logits, is_real, strict=True)]
+    depth = output.recursion_depth.tolist()  # (batch, num_layers, max_slots)
+    return {
+        "inputs": described_inputs(inputs),
+        "logits": [top_logits(row[place]) for row, place in zip(output.logits, last, strict=True)],
+        "norms": norms,
+        "depth": depth if output.recursion_depth.shape[1] < 5 else digest(depth),
+    }
+
+
+def generated(loaded: Loaded, inputs: dict, **options) -> dict[str, Any]:
+    """The ids that `generate` writes."""
+    length = inputs["input_ids"].shape[1]
+    with Generation(loaded.model) as generation:
+        ids = loaded.model.generate(**inputs, **{"max_new_tokens": 8, "do_sample": False} | options)
+    return {"answer": {"ids": ids[:, length:].tolist()}} | generation.recorded
+
+
+def beams(loaded: Loaded, rows: list[dict], **options) -> dict[str, Any]:
+    """Beams have no margin; their scores are in the place of the answer's ids, and close beams may change places."""
+    inputs, wanted = model_inputs(loaded, rows), {"return_dict_in_generate": True, "output_scores": True}
+    output = loaded.model.generate(**inputs, num_beams=3, max_new_tokens=6, do_sample=False, **wanted, **options)
+    return {"ids": output.sequences[:, inputs["input_ids"].shape[1] :].tolist()} | {
+        "scores": rounded(output.sequences_scores)
+    }
+
+
+def cached(loaded: Loaded, rows: list[dict], gates: dict | None = None, **options) -> dict[str, Any]:
+    """Answers from passages that are cached: the first time they are read, the second time found."""
+    cache, found = passage_cache(loaded.model, loaded.processor, **options), []
+    for _ in range(2):
+        inputs = cache.prepare([row["question"] for row in rows], [row["documents"] for row in rows], **(gates or {}))
+        found.append({**prepared_counts(inputs), **generated(loaded, inputs), **cache_counts(cache)})
+    return {"records": found}
+
+
+def training_step(loaded: Loaded, rows: list[dict]) -> dict[str, Any]:
+    """The loss of the text after the slots, and the norm of the gradient of each parameter of the aligner."""
+    inputs = model_inputs(loaded, rows, "right")
+    is_text = inputs["attention_mask"].bool() & (inputs["input_ids"] != loaded.model.config.context_token_id)
+    is_text[:, :10] = False  # and what stands before the slots
+    labels = inputs["input_ids"].masked_fill(~is_text, -100)
+    loaded.model.train()
+    try:
+        loss = loaded.model(**inputs, labels=labels).loss
+        loss.backward()
+        norms = {
+            name: float(f"{parameter.grad.double().norm().item():.6g}")
+            for name, parameter in loaded.model.named_parameters()
+            if parameter.grad is not None
+        }
+    finally:
+        loaded.model.eval()
+        loaded.model.zero_grad(set_to_none=True)
+    return {"loss": loss.item(), "gradients": norms}
+
+
+# The server
+
+
+@contextlib.contextmanager
+def server(loaded: Loaded, corpus: Path | None = None, **settings) -> Iterator[TestClient]:
+    """A server in this process, without a port."""
+    retriever = None if corpus is None else Retriever(Corpus(corpus), loaded.processor)
+    engine = Engine(loaded.ask, retriever, batch_seconds=0.0, **settings)
+    with TestClient(create_app(engine, ServerSettings(model="golden")), base_url="http://127.0.0.1") as client:
+        yield client
+
+
+def post(loaded: Loaded, client: TestClient, question: str, **body) -> dict[str, Any]:
+    """The answer to a request; streamed answers with the pieces of their text."""
+    body = {"model": "golden", "messages": [{"role": "user", "content": question}], "max_tokens": NEW_TOKENS} | body
+    with Generation(loaded.model) as generation:
+        response = client.post("/v1/chat/completions", json=body)
+    if response.status_code != 200:
+        return {"status": response.status_code}
+    if body.get("stream"):
+        events = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+        events = [json.loads(event) for event in events[:-1]]
+        pieces = [event["choices"][0]["delta"].get("content", "") for event in events if event["choices"]]
+        report, reason = events[-1]["arcaligner"], events[-1]["choices"][0]["finish_reason"]
+        record = described_server_answer(report, {}, "".join(pieces), reason)
+        record["answer"]["pieces"] = [piece for piece in pieces if piece]
+    else:
+        found = response.json()
+        choice = found["choices"][0]
+        record = described_server_answer(
+            found["arcaligner"], found["usage"], choice["message"]["content"], choice["finish_reason"]
+        )
+    return record | generation.recorded
+
+
+def served(loaded: Loaded, corpus: Path | None = None, **settings) -> dict[str, Any]:
+    """Requests of all kinds, one after another."""
+    texts = [each["passages"] for each in loaded.rows[:6]]
+    with server(loaded, corpus, **settings) as client:
+        send = functools.partial(post, loaded, client)
+        asks = [row["question"] for row in loaded.rows]
+        found = {
+            "one": send(asks[0], documents=texts[0]),
+            "again": send(asks[0], documents=texts[0]),
+            "three": send(asks[1], documents=[texts[0][0], texts[1][0], texts[2][0]]),
+            "all of three": send(asks[1], documents=[texts[0][0], texts[1][0], texts[2][0]], max_passages=3),
+            "streamed": send(asks[2], documents=texts[2], stream=True, tokens_per_slot=4),
+            "unsure": send(asks[3], documents=texts[5], min_confidence=0.73),
+            "freely": send(asks[4], documents=texts[4], copy_bonus=0, stop=["."]),
+            "text alone": send(asks[5], documents=None, max_tokens=4, top_k=0) if corpus else None,
+            "drawn": send(asks[5], documents=texts[5], temperature=0.7, top_p=0.9, seed=3)["logits"],
+            "refused": send(asks[5], documents=texts[5], max_passages=0)["status"],
+        }
+        return found | {"health": client.get("/health").json()["status"]}
+
+
+# The shipped checkpoint
+
+Case = Callable[[Loaded], Any]
+SHIPPED_CASES: dict[str, Case] = {}
+QUICK: set[str] = set()  # of the shipped checkpoint's; those of the tiny ones are quick
+
+
+def add(name: str, case: Case, is_quick: bool = False) -> None:
+    SHIPPED_CASES[name] = case
+    if is_quick:
+        QUICK.add(name)
+
+
+def ask_each(section: str, numbers: range, given: Callable[..., Any], quick: int = 0, **options) -> None:
+    """Cases that ask a question each, the first `quick` of them quick."""
+    for place, number in enumerate(numbers):
+        add(
+            f"{section}/{number}",
+            lambda loaded, number=number: asked(loaded, given(loaded, number), **options),
+            place < quick,
+        )
+
+
+def rows_of(loaded: Loaded, *numbers: int) -> list[dict]:
+    return [one(loaded, number) for number in numbers]
+
+
+ask_each("one, 2", range(102), one, quick=2, tokens_per_slot=2)
+ask_each("one, 4", range(24, 40), one, quick=1, tokens_per_slot=4)
+ask_each("one, segment", range(40, 54), one, quick=1, tokens_per_slot="segment")
+ask_each("three", range(32, 40), functools.partial(others, place=1), quick=1)
+ask_each("three, 4", range(44, 47), functools.partial(others, place=2), tokens_per_slot=4)
+ask_each("all of three", range(50, 54), functools.partial(others, place=0), quick=1, max_passages=3)
+ask_each("two of three", range(58, 60), functools.partial(others, place=2), max_passages=2)
+ask_each("threshold", range(10, 13), wrong, quick=1, min_confidence=0.73)
+ask_each("threshold, own", range(15, 18), one, min_confidence=0.73)
+ask_each("long", range(60, 62), long_document)
+ask_each("chat", range(70, 73), chat_of, quick=1)
+ask_each("freely", range(74, 76), one, copy_bonus=0)
+ask_each("first slots", range(78, 80), one, max_slots=20)
+ask_each("refined", range(80, 82), one, quick=1, gate_mode="always", tokens_per_slot=8)
+ask_each("adaptive", range(82, 84), one, gate_mode="adaptive", gate_threshold=0.35, tokens_per_slot=4)
+ask_each("nothing", range(84, 86), lambda loaded, number: one(loaded, number) | {"documents": []})
+ask_each(
+    "text alone", range(86, 87), lambda loaded, number: [{"role": "user", "content": one(loaded, number)["question"]}]
+)
+for first in (88, 92):
+    add(
+        f"batch/{first}",
+        lambda loaded, first=first: asked(loaded, rows_of(loaded, *range(first, first + 4)), batch_size=4),
+        first == 88,
+    )
+add("batch of three", lambda loaded: asked(loaded, [others(loaded, n, 1) for n in (96, 97)], batch_size=2))
+for number in (98, 99):
+    add(f"streamed/{number}", lambda loaded, number=number: streamed(loaded, one(loaded, number)), number == 98)
+for rate in (2, 4, "segment"):
+    add(
+        f"forward, {rate}",
+        lambda loaded, rate=rate: forward(loaded, [one(loaded, 3), others(loaded, 34, 0)], tokens_per_slot=rate),
+        rate == 4,
+    )
+add("forward, right", lambda loaded: forward(loaded, rows_of(loaded, 5, 6), "right"))
+add("beams", lambda loaded: beams(loaded, rows_of(loaded, 7)))
+add("cached", lambda loaded: cached(loaded, [one(loaded, 8), others(loaded, 37, 1)]))
+add("cached, int8", lambda loaded: cached(loaded, rows_of(loaded, 9), dtype="int8"))
+add("server", served)
+add(
+    "server, default rate", lambda loaded: served(loaded, tokens_per_slot="segment", min_confidence=0.5, max_passages=2)
+)
+
+
+def remote() -> dict[str, Any]:
+    """The checkpoint by its own code: the pipeline, and what the Auto classes load."""
+    loaded = load_remote(SHIPPED)
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED, trust_remote_code=True, dtype=torch.float32).eval()
+    processor = AutoProcessor.from_pretrained(SHIPPED, trust_remote_code=True)
+    processor.encoder.device = "cpu"
+    auto = Loaded(model, processor, None, loaded.rows)
+    return {"pipeline": asked(loaded, one(loaded, 0)), "auto": forward(auto, rows_of(auto, 1))}
+
+
+# The tiny checkpoints: `joint`, one slot for a segment, with gates; `separate`, with words, a trained encoder, a probe
+# and copying. Short texts, which the tiny base model reads.
+
+PASSAGES = [
+    "It was written by Ada, and nobody else knew how to read it aloud. She wrote it in 1843.",
+    {"title": "Zhaparov", "text": "Radik Zhaparov is a Kazakh ski jumper. He has competed since 2003! He jumps."},
+    {"title": "Toronto", "text": "Toronto Northwest was a federal district. The riding was created in 1924."},
+    "Nobody read it.",
+]
+TINY_ROWS = [
+    {"question": "Who wrote it?", "passages": [PASSAGES[0]]},
+    {"question": "What sport does Radik Zhaparov play, and since when?", "passages": PASSAGES[:3]},
+    {"question": "When was it created?", "passages": [PASSAGES[2], PASSAGES[3]]},
+]
+TINY_ROWS = [{**row, "documents": row["passages"]} for row in TINY_ROWS]
+GATES: dict[str, dict] = {
+    "off": {"gate_mode": "off"},
+    "adaptive": {"gate_mode": "adaptive", "max_refinement_steps": 3},
+    "low threshold": {"gate_mode": "adaptive", "gate_threshold": 0.2},
+    "always": {"gate_mode": "always", "max_refinement_steps": 2},
+    "budget": {"refinement_budget": 0.3},
+}
+
+
+def load_tiny(name: str) -> Loaded:
+    """A tiny checkpoint, `joint` or `separate`."""
+    return load(SAVED / name)._replace(rows=TINY_ROWS)
+
+
+def kept_passages(loaded: Loaded, folder: Path) -> dict[str, Any]:
+    """Answers from passages whose keys and values are in a folder."""
+    return cached(loaded, TINY_ROWS, folder=folder, read_only=True)["records"][0]
+
+
+def found_in_corpus(loaded: Loaded, corpus: Path) -> dict[str, Any]:
+    """What a corpus holds and finds."""
+    opened = Corpus(corpus)
+    retrieve, found = Retriever(opened, loaded.processor), {}
+    for row in TINY_ROWS:
+        passages = retrieve(row["question"], 3)
+        embeds = passages.encoded.context_embeds
+        names = ("document", "title", "text", "start", "end", "similarity")
+        found[row["question"]] = {
+            "passages": [{name: each[name] for name in names} for each in passages.documents],
+            "embeds": {"shape": list(embeds.shape), "norms": rounded(embeds.double().norm(dim=1))},
+        }
+    numbers = ("documents", "passages", "slots")
+    return {"found": found, "info": {name: opened.info()[name] for name in numbers}}
+
+
+def tiny_cases(loaded: Loaded, name: str) -> dict[str, Any]:
+    """All records of a tiny checkpoint."""
+    rows, found = TINY_ROWS, {}
+    for gates, settings in GATES.items():
+        found[f"forward, {gates}"] = forward(loaded, rows, gates=settings)
+        found[f"cached, {gates}"] = cached(loaded, rows, gates=settings)
+    for slots in ({"tokens_per_slot": 2}, {"tokens_per_slot": "segment"}, {"max_slots": 3}):
+        found[f"forward, {slots}"] = forward(loaded, rows, **slots)
+    found["forward, right"] = forward(loaded, rows, "right")
+    found["forward, alone"] = [forward(loaded, [row]) for row in rows]
+    for gates in ("off", "always"):
+        found[f"generated, {gates}"] = generated(loaded, model_inputs(loaded, rows), **GATES[gates])
+        found[f"beams, {gates}"] = beams(loaded, rows, **GATES[gates])
+    found["cached, int8"] = cached(loaded, rows, dtype="int8")
+    found["training step"] = training_step(loaded, rows)
+    found["asked"] = [asked(loaded, {n: row[n] for n in ("question", "documents")}) for row in rows]
+    if name == "separate":
+        inputs = {n: rows[1][n] for n in ("question", "documents")}
+        found["all of three"] = asked(loaded, inputs, max_passages=3, gate_mode="always")
+        found["threshold"] = [asked(loaded, inputs, min_confidence=share) for share in (0.05, 0.95)]
+        found["batch"] = asked(loaded, [{n: row[n] for n in ("question", "documents")} for row in rows], batch_size=3)
+        found["streamed"] = streamed(loaded, inputs)
+        found["chat"] = asked(
+            loaded,
+            {
+                "messages": [
+                    {"role": "user", "content": "Hi"},
+                    {"role": "assistant", "content": "Yes?"},
+                    {"role": "user", "content": "Who?"},
+                ],
+                "documents": PASSAGES,
+            },
+        )
+    return found

@@ -1,0 +1,83 @@
+"""Writes the golden files: what today's code answers, to compare later code with.
+
+    PYTHONPATH=tests python -m golden.make          # shipped.json.gz, some minutes, and tiny.json.gz
+    PYTHONPATH=tests python -m golden.make tiny     # tiny.json.gz alone
+
+On one thread and in float32; the files say by which versions and with which instructions of a CPU.
+"""
+
+import gzip
+import json
+import platform
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cases import (
+    HERE,
+    QUICK,
+    SAVED,
+    SHIPPED,
+    SHIPPED_CASES,
+    found_in_corpus,
+    kept_passages,
+    load,
+    load_tiny,
+    remote,
+    served,
+    tiny_cases,
+    tiny_models,
+)
+
+VERSIONS = ("torch", "transformers", "peft", "sentence-transformers", "spacy", "lancedb", "tokenizers")
+
+
+def about() -> dict[str, Any]:
+    """What the numbers were computed with."""
+    versions = {name: version(name) for name in VERSIONS}
+    return {"python": platform.python_version(), "cpu": torch.backends.cpu.get_cpu_capability(), **versions}
+
+
+def shipped_records() -> dict[str, Any]:
+    """The records of the shipped checkpoint; the seconds of the CPU that each took are printed."""
+    loaded, records = load(SHIPPED), {}
+    for name, case in SHIPPED_CASES.items():
+        began = time.process_time()
+        records[name] = case(loaded)
+        print(f"{time.process_time() - began:6.2f} s  {'quick ' if name in QUICK else '      '}{name}", flush=True)
+    return records | {"remote": remote()}
+
+
+def tiny_records() -> dict[str, Any]:
+    """The records of the tiny checkpoints, of the corpus, and of passages that are cached in files."""
+    with tiny_models():
+        loaded = {name: load_tiny(name) for name in ("joint", "separate")}
+        records = {name: tiny_cases(each, name) for name, each in loaded.items()}
+        separate = loaded["separate"]
+        records["corpus"] = found_in_corpus(separate, SAVED / "corpus")
+        records["server"] = served(separate._replace(rows=[*separate.rows] * 2), SAVED / "corpus", top_k=2)
+        records["cached"] = kept_passages(separate, SAVED / "cached")
+    return records
+
+
+def write(name: str, records: dict[str, Any]) -> Path:
+    path = HERE / f"{name}.json.gz"
+    content = json.dumps({"about": about(), "records": records}, ensure_ascii=False, sort_keys=True).encode()
+    with path.open("wb") as file, gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:
+        packed.write(content)
+    return path
+
+
+def main(what: list[str]) -> None:
+    torch.set_num_threads(1)
+    for name, make in (("tiny", tiny_records), ("shipped", shipped_records)):
+        if not what or name in what:
+            print(write(name, make()), f"{time.process_time():.0f} s")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

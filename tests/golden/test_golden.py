@@ -1,0 +1,171 @@
+"""Answers, logits and depths are those that were recorded before the code was restructured (README.md beside this)."""
+
+import gzip
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lancedb")
+pytest.importorskip("fastapi")
+
+from golden import cases
+from golden.make import about
+
+# On the machine that recorded them, numbers differ by the order of sums alone; on other CPUs kernels differ as well.
+IS_EXACT = os.environ.get("ARCALIGNER_GOLDEN_EXACT") == "1"
+LOGITS = 1e-5 if IS_EXACT else 1e-3  # relative to the largest
+MARGIN = 1e-4 if IS_EXACT else 1e-3  # an answer with a nearer second best token may be another one
+OTHERS = 1e-4
+SCALE = 30  # of the largest logits; a margin is a difference of scores, with what copying adds
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads(gzip.decompress((cases.HERE / f"{name}.json.gz").read_bytes()))
+
+
+def as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def differences(expected: Any, found: Any, margin: float | None = None, place: str = "") -> Iterator[str]:
+    """What differs between two records, by its place. `margin` is that of the record around."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        if expected.keys() == found.keys() == {"ids", "values"}:
+            yield from logit_differences(expected, found, place)
+            return
+        margin = expected.get("margin", margin)
+        for name in sorted(expected.keys() | found.keys()):
+            if name in ("answer", "margin") and margin is not None and margin <= MARGIN:
+                continue
+            if name == "margin" and isinstance(margin, float) and isinstance(found.get(name), float):
+                if not math.isclose(margin, found[name], abs_tol=SCALE * LOGITS):
+                    yield f"{place}/margin: {found[name]} instead of {margin}"
+            elif name not in expected or name not in found:
+                yield f"{place}/{name}: {'new' if name in found else 'missing'}"
+            else:
+                yield from differences(expected[name], found[name], margin, f"{place}/{name}")
+    elif isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+        for number, pair in enumerate(zip(expected, found, strict=True)):
+            yield from differences(*pair, margin, f"{place}/{number}")
+    elif isinstance(expected, float) and isinstance(found, float | int):
+        if not abs(expected - found) <= OTHERS * max(1.0, abs(expected)):
+            yield f"{place}: {found} instead of {expected}"
+    elif expected != found:
+        yield f"{place}: {found!r} instead of {expected!r}"
+
+
+def logit_differences(expected: dict, found: dict, place: str) -> Iterator[str]:
+    """Of the largest logits of a position: a value that differs, or a token that is not among them any more."""
+    scale = max(map(abs, expected["values"]))
+    values = dict(zip(found["ids"], found["values"], strict=True))
+    for token, value in zip(expected["ids"], expected["values"], strict=True):
+        other = values.get(token, min(found["values"]))  # it may have changed places with the first one left out
+        if abs(other - value) > LOGITS * scale:
+            yield f"{place}: token {token} has {other} instead of {value}, by {abs(other - value) / scale:.1e}"
+
+
+def check(expected: Any, found: Any, name: str) -> None:
+    different = list(differences(as_json(expected), as_json(found), place=name))
+    assert not different, "\n".join([f"{len(different)} differences:", *different[:20]])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# The tiny checkpoints, which the code of that time has saved
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[dict[str, cases.Loaded]]:
+    with cases.tiny_models():
+        yield {name: cases.load_tiny(name) for name in ("joint", "separate")}
+
+
+@pytest.fixture(scope="module")
+def tiny_records() -> dict[str, Any]:
+    return read("tiny")["records"]
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """A copy of what was saved: nothing is written beside it."""
+    return shutil.copytree(cases.SAVED, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("name", ["joint", "separate"])
+def test_saved_checkpoint_answers_equal(tiny, tiny_records, name):
+    """Gates of all kinds, padding, beams, cached passages, a training step, the pipeline."""
+    check(tiny_records[name], cases.tiny_cases(tiny[name], name), name)
+
+
+def test_saved_corpus_finds_equal(tiny, tiny_records, saved):
+    check(tiny_records["corpus"], cases.found_in_corpus(tiny["separate"], saved / "corpus"), "corpus")
+
+
+def test_server_of_corpus_equal(tiny, tiny_records, saved):
+    loaded = tiny["separate"]._replace(rows=[*cases.TINY_ROWS] * 2)
+    check(tiny_records["server"], cases.served(loaded, saved / "corpus", top_k=2), "server")
+
+
+def test_cached_files_answer_equal(tiny, tiny_records, saved):
+    """With other versions of libraries, which are part of a file's key, passages are read again."""
+    expected = tiny_records["cached"]
+    found = cases.kept_passages(tiny["separate"], saved / "cached")
+    if about() != read("tiny")["about"]:
+        counts = expected.keys() & {"hits", "loads", "misses", "cached"}
+        expected, found = ({k: v for k, v in each.items() if k not in counts} for each in (expected, found))
+    check(expected, found, "cached")
+
+
+# The shipped checkpoint
+
+
+@pytest.fixture(scope="module")
+def shipped() -> cases.Loaded:
+    return cases.load(cases.SHIPPED)
+
+
+@pytest.fixture(scope="module")
+def shipped_records() -> dict[str, Any]:
+    return read("shipped")["records"]
+
+
+@pytest.mark.default_backbone
+def test_shipped_checkpoint_answers_equal(shipped, shipped_records):
+    """A few questions of each kind."""
+    for name in cases.SHIPPED_CASES:
+        if name in cases.QUICK:
+            check(shipped_records[name], cases.SHIPPED_CASES[name](shipped), name)
+
+
+@pytest.mark.golden_full
+@pytest.mark.default_backbone
+@pytest.mark.parametrize("section", dict.fromkeys(name.partition("/")[0] for name in cases.SHIPPED_CASES))
+def test_shipped_section_answers_equal(shipped, shipped_records, section):
+    """All questions of a kind."""
+    names = [name for name in cases.SHIPPED_CASES if name.partition("/")[0] == section]
+    found = {name: cases.SHIPPED_CASES[name](shipped) for name in names}
+    check({name: shipped_records[name] for name in names}, found, "")
+
+
+@pytest.mark.golden_full
+@pytest.mark.default_backbone
+def test_remote_code_answers_equal(shipped_records):
+    check(shipped_records["remote"], cases.remote(), "remote")
+
+
+def test_golden_files_are_complete(shipped_records):
+    """No case without a record, and no record without a case."""
+    assert shipped_records.keys() == {*cases.SHIPPED_CASES, "remote"}
