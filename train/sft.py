@@ -16,13 +16,14 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object, send_to_device
 from datasets import Dataset
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 from transformers import PreTrainedConfig, TrainerCallback, TrainerState, set_seed
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -31,11 +32,12 @@ from trl import SFTTrainer
 from ..base_model_arcaligner import resolve_model
 from ..common.files import stable_number
 from ..configuration_arcaligner import ArcAlignerConfig
+from ..encoder_arcaligner import EncoderTokenizer
 from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import equal_runs, run_ends
 from ..share.export import save_stage
-from ..slot_rows_arcaligner import pad_words, passage_positions, place_passage_ids
+from ..slot_rows_arcaligner import passage_positions, place_passage_ids
 from .examples import ExampleBuilder, ExampleSelector, word_rarity
 from .recipe import FROM_PROCESSOR, AlignerTrainingConfig, RecipeArguments, check_start, resolve_dtype, run_script
 from .run import SCRIPT, claim_folder, last_checkpoint, last_checkpoints, mean_of_checkpoints
@@ -58,6 +60,7 @@ class ContextCollator:
     Args:
         context_token_id (`int`): The id that marks a slot.
         pad_token_id (`int`): Fills `input_ids`.
+        encoder_tokenizer ([`EncoderTokenizer`]): The encoder's: what it reads is tokenized here, in workers.
         tokens_per_slot (`Sequence`): The rates. The ids of a batch's rows choose its rate, so that a resumed run draws
             the same ones.
         context_words (`bool`): Whether the slots' words are in the batch.
@@ -68,16 +71,17 @@ class ContextCollator:
     - `turn_ids`: `torch.LongTensor` (batch, seq_len), 0 before the turns, slots included, 1, 2, ... in the turns, -1 in
       padding; see `turn_mask`;
     - `max_turns`: `int`, the maximum number of turns of a row;
-    - `encoder_texts`, `encoder_starts`, `encoder_ends`: what `SentenceEncoder.encode_runs` takes, of all rows in
-      order; `encoder_ends` is `None` where each text is one slot;
-    - `num_slots`: `list[int]`, of each row;
+    - `encoder_inputs`: [`EncoderInputs`] of batch * max_slots slots, those of each row and its padding;
     - `context_word_ids`: `torch.LongTensor` (batch, max_slots, max_words), with `context_words`;
     - `context_passage_ids`: `torch.LongTensor` (batch, max_slots), the number of each slot's passage, -1 in padding;
     - `row_ids`: `list[str]`, for error messages.
+
+    But for `row_ids` nothing is nested: what moves a batch to a device would walk through it, number by number.
     """
 
     context_token_id: int
     pad_token_id: int
+    encoder_tokenizer: EncoderTokenizer
     tokens_per_slot: Sequence[int | str] = ("segment",)
     context_words: bool = False
 
@@ -102,22 +106,26 @@ class ContextCollator:
             for number, turn in enumerate(row["turns"], start=1):
                 turns[-1] += [number] * len(turn["input_ids"])
         segments = [segment for row in rows for segment in row["segments"]]
-        ends = [run_ends(segment["encoder_start"], segment["word_ends"], rate) for segment in segments]
+        texts, starts = ([segment[name] for segment in segments] for name in ("encoder_text", "encoder_start"))
+        ends = None
+        if rate != "segment":
+            ends = [run_ends(segment["encoder_start"], segment["word_ends"], rate) for segment in segments]
+        passages = _padded([[passage for passage, _ in row_slots] for row_slots in slots], -1)  # (batch, max_slots)
+        places = (passages.flatten() >= 0).nonzero()[:, 0]  # (num_slots,)
         batch = {
             "input_ids": _padded(ids, self.pad_token_id),
             "labels": _padded(labels, -100),
             "turn_ids": _padded(turns, -1),
             "max_turns": max(len(row["turns"]) for row in rows),
-            "encoder_texts": [segment["encoder_text"] for segment in segments],
-            "encoder_starts": [segment["encoder_start"] for segment in segments],
-            "encoder_ends": None if rate == "segment" else ends,
-            "num_slots": [len(row_slots) for row_slots in slots],
-            "context_passage_ids": _padded([[passage for passage, _ in row_slots] for row_slots in slots], -1),
+            "encoder_inputs": self.encoder_tokenizer(texts, starts, ends).placed(places, passages.numel()),
+            "context_passage_ids": passages,
             "row_ids": row_ids,
         }
         if self.context_words:
-            words = [_padded([own for _, own in row_slots], -1) for row_slots in slots]  # each (num_slots, max_words)
-            batch["context_word_ids"] = pad_words(words)
+            words = _padded([own for row_slots in slots for _, own in row_slots], -1)  # (num_slots, max_words)
+            placed = torch.full((passages.numel(), words.shape[1]), -1)
+            placed[places] = words
+            batch["context_word_ids"] = placed.view(*passages.shape, -1)
         return batch
 
 
@@ -127,8 +135,8 @@ def encode_slots(
     """What a model of `config` reads in the slots of a batch of [`ContextCollator`], as its keyword arguments:
     `context_embeds` (batch, max_slots, encoder_hidden_size), with a gradient where the encoder's weights ask for one,
     and what else it takes."""
-    embeds = processor.encoder.encode_runs(batch["encoder_texts"], batch["encoder_starts"], batch["encoder_ends"])
-    slots = {"context_embeds": pad_sequence(embeds.split(batch["num_slots"]), batch_first=True)}
+    embeds = processor.encoder.encode_inputs(batch["encoder_inputs"])
+    slots = {"context_embeds": embeds.view(*batch["context_passage_ids"].shape, -1)}
     if config.word_parts:
         slots["context_word_ids"] = batch["context_word_ids"]
     if config.passage_attention == "separate":
@@ -138,8 +146,10 @@ def encode_slots(
 
 def _padded(rows: list[list[int]], value: int) -> torch.LongTensor:
     """Lists as the rows of a tensor (rows, longest)."""
-    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_value=value)
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    padded = np.full((len(rows), lengths.max()), value)
+    padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(rows), np.int64)
+    return torch.from_numpy(padded)
 
 
 def turn_mask(
@@ -514,6 +524,7 @@ def make_trainer(
         data_collator=ContextCollator(
             processor.context_token_id,
             processor.tokenizer.pad_token_id or 0,
+            processor.encoder.text_tokenizer,
             recipe.tokens_per_slot,
             context_words=bool(model.config.word_parts),
         ),
