@@ -8,10 +8,10 @@ import functools
 import importlib
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -54,8 +54,9 @@ from .segmentation_arcaligner import (
 
 logger = logging.get_logger(__name__)
 
-# Texts per batch on the CPU and elsewhere. They are sorted by length: small batches hold hardly any padding.
-CPU_BATCH, DEVICE_BATCH = 8, 64
+# Tokens, padding included, of one call of the encoder, on the CPU and elsewhere. A CPU wants activations that fit its
+# cache; any other device waits for the host unless a call is large.
+CPU_TOKENS, DEVICE_TOKENS = 512, 32_768
 DTYPES = ("float32", "bfloat16", "auto")
 # Folder of a checkpoint, with the encoder that was trained with the aligner.
 ENCODER_FOLDER = "encoder"
@@ -232,95 +233,234 @@ class SentenceEncoder:
         """Normalized embeddings (len(texts), encoder_hidden_size), float32 on the CPU, without a gradient."""
         return self.encode_runs(texts, (), None).cpu() if len(texts) else torch.empty(0)
 
+    @property
+    def text_tokenizer(self) -> "EncoderTokenizer":
+        """What makes the encoder's inputs of texts, without the weights: workers of a data loader can have it."""
+        model = self.model
+        prompt = model.prompts.get(model.default_prompt_name) or ""
+        batch_tokens = CPU_TOKENS if model.device.type == "cpu" else DEVICE_TOKENS
+        return EncoderTokenizer(model.tokenizer, prompt, model.max_seq_length, batch_tokens)
+
     def encode_runs(
         self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None
     ) -> torch.Tensor:
-        """Late chunking: each text is encoded once, and its token states are averaged over runs of characters.
+        """Late chunking: each text is encoded once, and its token states are averaged over spans of characters.
 
         Args:
             texts (`Sequence[str]`): What the encoder reads.
-            starts (`Sequence[int]`): For each text, the character where its first run begins.
-            ends (`Sequence[Sequence[int]]`, *optional*): For each text, the characters where its runs end, ascending.
+            starts (`Sequence[int]`): For each text, the character where its first span begins.
+            ends (`Sequence[Sequence[int]]`, *optional*): For each text, the characters where its spans end, ascending.
                 `None` gives an embedding per text, as `encode` does.
 
         Returns:
-            Normalized embeddings (num_runs, encoder_hidden_size) of all texts' runs in order, with a gradient where the
-            encoder's weights ask for one. A run that lies inside one of the encoder's tokens has
-            the states of that token.
+            Normalized embeddings (num_spans, encoder_hidden_size) of all texts' spans in order, with a gradient where
+            the encoder's weights ask for one. A span that lies inside one of the encoder's tokens has the states of
+            that token.
         """
-        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # texts of like length share a batch
-        pooled: list[torch.Tensor] = [torch.empty(0)] * len(texts)  # each (num_runs, encoder_hidden_size)
-        size = CPU_BATCH if self.model.device.type == "cpu" else DEVICE_BATCH
-        for first in range(0, len(order), size):
-            batch = order[first : first + size]
-            some = [texts[number] for number in batch]
-            if ends is None:
-                of_texts = self._text_embeds(some)[:, None]
+        return self.encode_inputs(self.text_tokenizer(texts, starts, ends))
+
+    def encode_inputs(self, inputs: "EncoderInputs") -> torch.Tensor:
+        """As `encode_runs`, of what its tokenizer made of the texts: (num_slots, encoder_hidden_size). The host waits
+        for nothing. A slot that no text has is 0."""
+        model, sums = self.model, None
+        inputs = inputs.to(model.device)
+        num_texts, longest, num_reads = zip(*inputs.batches, strict=True)
+        num_tokens = [texts * tokens for texts, tokens in zip(num_texts, longest, strict=True)]
+        batches = zip(
+            inputs.input_ids.split(num_tokens),
+            inputs.lengths.split(num_texts),
+            inputs.tokens.split(num_reads),
+            inputs.slots.split(num_reads),
+            strict=True,
+        )
+        for ids, lengths, tokens, slots in batches:
+            ids = ids.view(len(lengths), -1)  # (texts, longest)
+            mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+            features = {"input_ids": ids, "attention_mask": mask.long()}
+            if inputs.of_tokens:
+                states = model[0](features)["token_embeddings"].flatten(0, 1)  # (texts * longest, encoder_hidden_size)
             else:
-                of_texts = self._run_means(some, [starts[n] for n in batch], [np.asarray(ends[n]) for n in batch])
-            for number, embeds in zip(batch, of_texts, strict=True):
-                pooled[number] = embeds
-        return torch.nn.functional.normalize(torch.cat(pooled).float(), dim=-1)
+                states = model(features)["sentence_embedding"]  # (texts, encoder_hidden_size)
+            states = states.index_select(0, tokens).float()  # bfloat16 would round the sum of many
+            if sums is None:
+                sums = states.new_zeros(inputs.num_slots, states.shape[1])
+            sums.index_add_(0, slots, states)
+        return torch.nn.functional.normalize(sums, dim=-1)  # as of the means
 
     @torch.no_grad()
     def encode_words(self, texts: Sequence[str]) -> list[tuple[list[str], torch.Tensor]]:
         """Of each text its tokens, as they stand there, and their normalized states (tokens, encoder_hidden_size),
         float16 on the CPU. A text is cut where the encoder ends."""
-        found = []
-        for first in range(0, len(texts), CPU_BATCH):
-            some = texts[first : first + CPU_BATCH]
-            for text, states, places in zip(some, *self._token_states(some), strict=True):
-                is_real = (places[:, 1] > places[:, 0]) & (places[:, 0] >= 0)  # not of the encoder's prompt
-                states = torch.nn.functional.normalize(states[: len(places)][is_real].float(), dim=-1)
-                found.append(([text[start:end] for start, end in places[is_real]], states.half().cpu()))
-        return found
-
-    @property
-    def _prompt(self) -> str:
-        return self.model.prompts.get(self.model.default_prompt_name) or ""
-
-    def _text_embeds(self, texts: list[str]) -> torch.Tensor:
-        """Embeddings (texts, encoder_hidden_size) of all of the encoder's modules."""
-        return self.model({**self._tokenize(texts).to(self.model.device)})["sentence_embedding"]
-
-    def _tokenize(self, texts: list[str], **options):
-        """What the encoder reads of texts, cut where it ends."""
-        limit = self.model.max_seq_length
-        options |= {"truncation": limit is not None, "max_length": limit, "padding": True, "return_tensors": "pt"}
-        return self.model.tokenizer([self._prompt + text for text in texts], **options)
-
-    def _run_means(self, texts: list[str], starts: list[int], ends: list[np.ndarray]) -> list[torch.Tensor]:
-        """For each text the means (num_runs, encoder_hidden_size) of its runs' token states."""
-        states, offsets = self._token_states(texts)
-        weights = torch.zeros(len(texts), max(map(len, ends)), states.shape[1])
-        for row, own in enumerate(map(_run_weights, offsets, starts, ends)):
-            weights[row, : own.shape[0], : own.shape[1]] = torch.from_numpy(own)
-        # In float32: bfloat16 would round the mean of many tokens.
-        means = weights.to(states.device) @ states.float()  # (texts, max_runs, encoder_hidden_size)
-        return [of_text[: len(own)] for of_text, own in zip(means, ends, strict=True)]
-
-    def _token_states(self, texts: list[str]) -> tuple[torch.Tensor, list[np.ndarray]]:
-        """States (texts, max_tokens, encoder_hidden_size), and of each text's tokens the characters they stand for,
-        (tokens, 2), equal where a token stands for none."""
-        transformer, read = self.model[0], self._tokenize(texts, return_offsets_mapping=True)
-        offsets = read.pop("offset_mapping").numpy() - len(self._prompt)
-        lengths = read["attention_mask"].sum(dim=1).tolist()
-        device = next(transformer.parameters()).device
-        states = transformer({name: tensor.to(device) for name, tensor in read.items()})["token_embeddings"]
-        return states, [row[:length] for row, length in zip(offsets, lengths, strict=True)]
+        if not texts:
+            return []
+        tokenizer = self.text_tokenizer
+        ids, lengths, offsets = tokenizer.read(texts)
+        # Not of the encoder's prompt; each is a slot of its own.
+        tokens = ((offsets[:, 1] > offsets[:, 0]) & (offsets[:, 0] >= 0)).nonzero()[0]
+        states = self.encode_inputs(tokenizer.batched(ids, lengths, tokens, np.arange(len(tokens)), len(tokens)))
+        counts = np.bincount(np.repeat(np.arange(len(texts)), lengths)[tokens], minlength=len(texts))
+        places = np.split(offsets[tokens], counts.cumsum()[:-1])
+        states = states.half().cpu().split(counts.tolist())
+        words = [[text[start:end] for start, end in own] for text, own in zip(texts, places, strict=True)]
+        return list(zip(words, states, strict=True))
 
 
-def _run_weights(offsets: np.ndarray, start: int, ends: np.ndarray) -> np.ndarray:
-    """Weights (num_runs, tokens) that average the tokens at `offsets` (tokens, 2) whose middle lies in each run."""
-    middles = offsets.sum(axis=1) / 2  # a token over two runs belongs to one of them
-    is_own = (offsets[:, 1] > offsets[:, 0]) & (middles > start)
-    weights = np.zeros((len(ends), len(offsets)), dtype=np.float32)
-    run_of_token = np.minimum(np.searchsorted(ends, middles), len(ends) - 1)
-    weights[run_of_token[is_own], is_own.nonzero()[0]] = 1.0
-    run_middles = (np.concatenate([[start], ends[:-1]]) + ends) / 2
-    for run in (weights.sum(axis=1) == 0).nonzero()[0]:  # inside of a token, or cut off at the encoder's limit
-        weights[run, np.abs(middles - run_middles[run]).argmin()] = 1.0
-    return weights / weights.sum(axis=1, keepdims=True)
+@dataclass(frozen=True)
+class EncoderInputs:
+    """Tokenized texts, in batches of like length, and the slots that they become. All tensors are flat, so that little
+    is moved to a device, and what the host has to know is not among them.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `(num_tokens,)`): Batches (texts, longest), one after the other.
+        lengths (`torch.LongTensor` of shape `(num_texts,)`): Tokens of each text, padding not counted.
+        tokens (`torch.LongTensor` of shape `(num_reads,)`): What is read: places among the tokens of a batch, or
+            among its texts, batch after batch.
+        slots (`torch.LongTensor` of shape `(num_reads,)`): The slot of each, which is the mean of its tokens.
+        batches (`tuple`): Of each batch the number of texts, the tokens of the longest one and what is read.
+        num_slots (`int`): Their number.
+        of_tokens (`bool`): Whether `tokens` are tokens; else they are texts, which all modules of the encoder read.
+    """
+
+    input_ids: torch.LongTensor
+    lengths: torch.LongTensor
+    tokens: torch.LongTensor
+    slots: torch.LongTensor
+    batches: tuple[tuple[int, int, int], ...]
+    num_slots: int
+    of_tokens: bool
+
+    def _with_tensors(self, change: Callable) -> "EncoderInputs":
+        names = ("input_ids", "lengths", "tokens", "slots")
+        return replace(self, **{name: change(getattr(self, name)) for name in names})
+
+    def to(self, device, non_blocking: bool = False) -> "EncoderInputs":
+        """On a device; accelerate calls it."""
+        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "EncoderInputs":
+        """In pinned memory; data loaders call it."""
+        return self._with_tensors(torch.Tensor.pin_memory)
+
+    def placed(self, places: torch.LongTensor, num_slots: int) -> "EncoderInputs":
+        """With each slot at one of `num_slots` places: padding among them."""
+        return replace(self, slots=places[self.slots], num_slots=num_slots)
+
+
+@dataclass(frozen=True)
+class EncoderTokenizer:
+    """Makes the inputs of an encoder; has no weights, and can be sent to another process.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerFast`): The encoder's.
+        prompt (`str`): Stands before each text.
+        limit (`int`, *optional*): The number of tokens after which a text is cut.
+        batch_tokens (`int`): The maximum number of tokens, padding included, of a batch of several texts.
+    """
+
+    tokenizer: Any
+    prompt: str
+    limit: int | None
+    batch_tokens: int
+
+    def __call__(
+        self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None
+    ) -> EncoderInputs:
+        """Inputs for a slot for each span, or for each text; see `SentenceEncoder.encode_runs`."""
+        ids, lengths, offsets = self.read(texts)
+        if ends is None:
+            return self.batched(ids, lengths, None, np.arange(len(texts)), len(texts))
+        counts = np.fromiter(map(len, ends), np.int64, len(texts))
+        ends = np.fromiter(chain.from_iterable(ends), np.int64, counts.sum())
+        return self.batched(ids, lengths, *_span_tokens(offsets, lengths, np.asarray(starts), ends, counts), len(ends))
+
+    def read(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids (num_tokens,) of all texts, the number of tokens of each (num_texts,), and the characters that tokens
+        stand for (num_tokens, 2): below 0 in the prompt, equal where a token stands for none."""
+        options = {"truncation": self.limit is not None, "max_length": self.limit, "return_offsets_mapping": True}
+        options |= {"return_attention_mask": False, "return_token_type_ids": False}
+        read = self.tokenizer([self.prompt + text for text in texts], **options)
+        lengths = np.fromiter(map(len, read["input_ids"]), np.int64, len(texts))
+        ids = np.fromiter(chain.from_iterable(read["input_ids"]), np.int64, lengths.sum())
+        places = chain.from_iterable(chain.from_iterable(read["offset_mapping"]))
+        return ids, lengths, np.fromiter(places, np.int64, 2 * len(ids)).reshape(-1, 2) - len(self.prompt)
+
+    def batched(
+        self, ids: np.ndarray, lengths: np.ndarray, tokens: np.ndarray | None, slots: np.ndarray, num_slots: int
+    ) -> EncoderInputs:
+        """Texts, as `read` gives them, in batches of like length; `tokens`, numbers among all texts' tokens, or `None`
+        for texts as wholes, become `slots`."""
+        order = np.argsort(lengths, kind="stable")
+        sizes = self._batch_sizes(lengths[order])
+        longest = lengths[order][np.cumsum(sizes) - 1]  # (batches,)
+        # Of each text its batch, and of its tokens the places in all batches' ids.
+        batch_of_text, row_of_text = np.empty_like(order), np.empty_like(order)
+        batch_of_text[order] = np.repeat(np.arange(len(sizes)), sizes)
+        row_of_text[order] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        areas = sizes * longest
+        first_of_text = (np.cumsum(areas) - areas)[batch_of_text] + row_of_text * longest[batch_of_text]
+        text_of_token = np.repeat(np.arange(len(lengths)), lengths)
+        places = (first_of_text - (np.cumsum(lengths) - lengths))[text_of_token] + np.arange(len(ids))
+        padded = np.full(areas.sum(), self.tokenizer.pad_token_id or 0)
+        padded[places] = ids
+        if tokens is None:
+            batch_of_read, place_of_read = batch_of_text, row_of_text
+        else:
+            batch_of_read = batch_of_text[text_of_token[tokens]]
+            place_of_read = places[tokens] - (np.cumsum(areas) - areas)[batch_of_read]
+        by_batch = np.lexsort((place_of_read, batch_of_read))
+        counts = np.bincount(batch_of_read, minlength=len(sizes))
+        return EncoderInputs(
+            input_ids=torch.from_numpy(padded),
+            lengths=torch.from_numpy(lengths[order]),
+            tokens=torch.from_numpy(place_of_read[by_batch]),
+            slots=torch.from_numpy(slots[by_batch]),
+            batches=tuple(zip(sizes.tolist(), longest.tolist(), counts.tolist(), strict=True)),
+            num_slots=num_slots,
+            of_tokens=tokens is not None,
+        )
+
+    def _batch_sizes(self, lengths: np.ndarray) -> np.ndarray:
+        """How many texts, of ascending `lengths`, each batch has."""
+        sizes = [0]
+        for length in lengths.tolist():
+            if sizes[-1] and (sizes[-1] + 1) * length > self.batch_tokens:
+                sizes.append(0)
+            sizes[-1] += 1
+        return np.array(sizes)
+
+
+def _span_tokens(
+    offsets: np.ndarray, lengths: np.ndarray, starts: np.ndarray, ends: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which tokens the spans of texts average.
+
+    Args:
+        offsets (`np.ndarray` of shape `(num_tokens, 2)`): The characters of all texts' tokens.
+        lengths (`np.ndarray` of shape `(num_texts,)`): Tokens of each text.
+        starts (`np.ndarray` of shape `(num_texts,)`): Where the first span of each text begins.
+        ends (`np.ndarray` of shape `(num_spans,)`): Where spans end, text after text, ascending in each.
+        counts (`np.ndarray` of shape `(num_texts,)`): Spans of each text.
+
+    Returns:
+        Two arrays (num_reads,): tokens, and the span of each, which is the one that the middle of the token lies in. A
+        span without a token of its own, inside of one or cut off at the encoder's limit, has the nearest one.
+    """
+    text_of_token, text_of_span = (np.repeat(np.arange(len(lengths)), each) for each in (lengths, counts))
+    middles = offsets.sum(axis=1)  # twice as large, and so whole numbers; a token over two spans belongs to one
+    tokens = ((offsets[:, 1] > offsets[:, 0]) & (middles > 2 * starts[text_of_token])).nonzero()[0]
+    # One search for all texts: those of a text are `width` above those of the text before it.
+    width = 1 + max(middles.max(initial=0), 2 * ends.max(initial=0))
+    wanted = text_of_token[tokens] * width + middles[tokens]
+    last_spans = (np.cumsum(counts) - 1)[text_of_token[tokens]]
+    spans = np.minimum(np.searchsorted(text_of_span * width + 2 * ends, wanted), last_spans)
+    begins = np.concatenate([[0], ends[:-1]])
+    begins[np.cumsum(counts) - counts] = starts
+    bounds, nearest = np.concatenate([[0], np.cumsum(lengths)]), []
+    lonely = (np.bincount(spans, minlength=len(ends)) == 0).nonzero()[0]
+    for span in lonely:  # few
+        first, end = bounds[text_of_span[span]], bounds[text_of_span[span] + 1]
+        nearest.append(first + np.abs(middles[first:end] - (begins[span] + ends[span])).argmin())
+    return np.concatenate([tokens, np.array(nearest, dtype=np.int64)]), np.concatenate([spans, lonely])
 
 
 _VECTORS, _WORDS = WeakKeyDictionary(), WeakKeyDictionary()  # what encoders that search make of texts

@@ -16,13 +16,15 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object, send_to_device
 from datasets import Dataset
-from torch.nn.utils.rnn import pad_sequence
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 from transformers import PreTrainedConfig, TrainerCallback, TrainerState, set_seed
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -31,11 +33,12 @@ from trl import SFTTrainer
 from ..base_model_arcaligner import resolve_model
 from ..common.files import stable_number
 from ..configuration_arcaligner import ArcAlignerConfig
+from ..encoder_arcaligner import EncoderTokenizer
 from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import equal_runs, run_ends
 from ..share.export import save_stage
-from ..slot_rows_arcaligner import pad_words, passage_positions, place_passage_ids
+from ..slot_rows_arcaligner import passage_positions, place_passage_ids
 from .examples import ExampleBuilder, ExampleSelector, word_rarity
 from .recipe import FROM_PROCESSOR, AlignerTrainingConfig, RecipeArguments, check_start, resolve_dtype, run_script
 from .run import SCRIPT, claim_folder, last_checkpoint, last_checkpoints, mean_of_checkpoints
@@ -58,6 +61,7 @@ class ContextCollator:
     Args:
         context_token_id (`int`): The id that marks a slot.
         pad_token_id (`int`): Fills `input_ids`.
+        encoder_tokenizer ([`EncoderTokenizer`]): The encoder's: what it reads is tokenized here, in workers.
         tokens_per_slot (`Sequence`): The rates. The ids of a batch's rows choose its rate, so that a resumed run draws
             the same ones.
         context_words (`bool`): Whether the slots' words are in the batch.
@@ -68,16 +72,17 @@ class ContextCollator:
     - `turn_ids`: `torch.LongTensor` (batch, seq_len), 0 before the turns, slots included, 1, 2, ... in the turns, -1 in
       padding; see `turn_mask`;
     - `max_turns`: `int`, the maximum number of turns of a row;
-    - `encoder_texts`, `encoder_starts`, `encoder_ends`: what `SentenceEncoder.encode_runs` takes, of all rows in
-      order; `encoder_ends` is `None` where each text is one slot;
-    - `num_slots`: `list[int]`, of each row;
+    - `encoder_inputs`: [`EncoderInputs`] of batch * max_slots slots, those of each row and its padding;
     - `context_word_ids`: `torch.LongTensor` (batch, max_slots, max_words), with `context_words`;
     - `context_passage_ids`: `torch.LongTensor` (batch, max_slots), the number of each slot's passage, -1 in padding;
     - `row_ids`: `list[str]`, for error messages.
+
+    But for `row_ids` nothing is nested: what moves a batch to a device would walk through it, number by number.
     """
 
     context_token_id: int
     pad_token_id: int
+    encoder_tokenizer: EncoderTokenizer
     tokens_per_slot: Sequence[int | str] = ("segment",)
     context_words: bool = False
 
@@ -102,22 +107,26 @@ class ContextCollator:
             for number, turn in enumerate(row["turns"], start=1):
                 turns[-1] += [number] * len(turn["input_ids"])
         segments = [segment for row in rows for segment in row["segments"]]
-        ends = [run_ends(segment["encoder_start"], segment["word_ends"], rate) for segment in segments]
+        texts, starts = ([segment[name] for segment in segments] for name in ("encoder_text", "encoder_start"))
+        ends = None
+        if rate != "segment":
+            ends = [run_ends(segment["encoder_start"], segment["word_ends"], rate) for segment in segments]
+        passages = _padded([[passage for passage, _ in row_slots] for row_slots in slots], -1)  # (batch, max_slots)
+        places = (passages.flatten() >= 0).nonzero()[:, 0]  # (num_slots,)
         batch = {
             "input_ids": _padded(ids, self.pad_token_id),
             "labels": _padded(labels, -100),
             "turn_ids": _padded(turns, -1),
             "max_turns": max(len(row["turns"]) for row in rows),
-            "encoder_texts": [segment["encoder_text"] for segment in segments],
-            "encoder_starts": [segment["encoder_start"] for segment in segments],
-            "encoder_ends": None if rate == "segment" else ends,
-            "num_slots": [len(row_slots) for row_slots in slots],
-            "context_passage_ids": _padded([[passage for passage, _ in row_slots] for row_slots in slots], -1),
+            "encoder_inputs": self.encoder_tokenizer(texts, starts, ends).placed(places, passages.numel()),
+            "context_passage_ids": passages,
             "row_ids": row_ids,
         }
         if self.context_words:
-            words = [_padded([own for _, own in row_slots], -1) for row_slots in slots]  # each (num_slots, max_words)
-            batch["context_word_ids"] = pad_words(words)
+            words = _padded([own for row_slots in slots for _, own in row_slots], -1)  # (num_slots, max_words)
+            placed = torch.full((passages.numel(), words.shape[1]), -1)
+            placed[places] = words
+            batch["context_word_ids"] = placed.view(*passages.shape, -1)
         return batch
 
 
@@ -127,8 +136,8 @@ def encode_slots(
     """What a model of `config` reads in the slots of a batch of [`ContextCollator`], as its keyword arguments:
     `context_embeds` (batch, max_slots, encoder_hidden_size), with a gradient where the encoder's weights ask for one,
     and what else it takes."""
-    embeds = processor.encoder.encode_runs(batch["encoder_texts"], batch["encoder_starts"], batch["encoder_ends"])
-    slots = {"context_embeds": pad_sequence(embeds.split(batch["num_slots"]), batch_first=True)}
+    embeds = processor.encoder.encode_inputs(batch["encoder_inputs"])
+    slots = {"context_embeds": embeds.view(*batch["context_passage_ids"].shape, -1)}
     if config.word_parts:
         slots["context_word_ids"] = batch["context_word_ids"]
     if config.passage_attention == "separate":
@@ -138,8 +147,10 @@ def encode_slots(
 
 def _padded(rows: list[list[int]], value: int) -> torch.LongTensor:
     """Lists as the rows of a tensor (rows, longest)."""
-    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_value=value)
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    padded = np.full((len(rows), lengths.max()), value)
+    padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(rows), np.int64)
+    return torch.from_numpy(padded)
 
 
 def turn_mask(
@@ -214,7 +225,8 @@ class AlignerTrainer(SFTTrainer):
         model.encoder_weights = torch.nn.ParameterList(encoder_weights)
         super().__init__(model, **kwargs)
         model.register_load_state_dict_post_hook(_expect_aligner_alone)
-        self.add_callback(GradientCheck(self))
+        self.add_callback(StepCallback(self))
+        self.args.logging_nan_inf_filter = False  # what is not finite ends the run; the filter would wait twice a step
         if self.is_deepspeed_enabled:
             raise ValueError("DeepSpeed is not supported. Use `--accelerate fsdp2`, which spreads the model as well.")
         if encoder_weights and self.is_fsdp_enabled:
@@ -224,9 +236,12 @@ class AlignerTrainer(SFTTrainer):
             )
         # A head that is spread over processes is gathered for its own call only.
         self.skip_logits = not self.is_fsdp_enabled
-        self._gates = torch.zeros(3, dtype=torch.float64)  # since the last log: refinement steps, open gates, all
-        self._eval_loss = torch.zeros(2, dtype=torch.float64)  # summed over targets, number of targets
-        self._rows_of_step: list[str] = []
+        # Of this process, on its device: tokens, refinement steps, open gates, all gates. They are brought to the host
+        # when something is logged or saved, since each time it would wait for the device.
+        self._counts = torch.zeros(4, dtype=torch.long, device=self.args.device)
+        self._gates = [0, 0, 0]  # since the last log, of all processes: the same without tokens
+        self._eval_losses: list[torch.Tensor] = []  # of each batch: summed over targets, number of targets
+        self._losses_of_step: list[tuple[torch.Tensor, list[str]]] = []  # with the ids of their rows
 
     def get_train_dataloader(self) -> DataLoader:
         """As in the parent class, but in an order that only the seed and the epoch decide: see [`EpochOrder`]."""
@@ -298,73 +313,88 @@ class AlignerTrainer(SFTTrainer):
         # The loss is divided by the targets of all processes, and the gradients are averaged over these once more.
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             outputs.loss = outputs.loss * self.accelerator.num_processes
-        self.check_finite("loss", outputs.loss.detach(), row_ids)
+        self._losses_of_step.append((outputs.loss.detach(), row_ids))
+        if not self.model.training:  # in training once a step, with the gradients
+            self.check_finite()
         self._keep_metrics(inputs, outputs)
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
     def check_gradients(self) -> None:
         """Before the optimizer's step, so that no checkpoint has weights that a gradient made NaN."""
-        gradients = [each.grad for each in self.model_wrapped.parameters() if each.grad is not None]
+        norm = None
         if not self.args.fp16:  # the loss scaling of fp16 leaves such steps out
-            norm = torch.tensor(float(torch.nn.utils.get_total_norm(gradients)), device=self.args.device)
-            self.check_finite("gradient norm", norm, self._rows_of_step)
-        self._rows_of_step = []
+            gradients = [each.grad for each in self.model_wrapped.parameters() if each.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of weights that are spread
+        self.check_finite(norm)
 
-    def check_finite(self, name: str, value: torch.Tensor, row_ids: list[str]) -> None:
-        """Stops all processes when `value` of one is not finite; the others would wait for it otherwise."""
-        if self.accelerator.gather(torch.isfinite(value).int().reshape(1)).all():
+    def check_finite(self, norm: torch.Tensor | None = None) -> None:
+        """Stops all processes when a loss since the last check, or the gradients' `norm`, is not finite in one; the
+        others would wait for it otherwise. The host waits for the device once."""
+        losses, self._losses_of_step = self._losses_of_step, []
+        values = [value.float() for value, _ in losses] + ([] if norm is None else [norm.to(self.args.device).float()])
+        if self.accelerator.gather(torch.stack(values).isfinite().all().int()[None]).all():
             return
-        step = self.state.global_step
-        failed = [] if torch.isfinite(value) else [f"{value.item()} at step {step} for the rows {row_ids}"]
-        raise ValueError(
-            f"The {name} is {' and '.join(gather_object(failed))}. Check their segments' embeddings, or lower "
-            f"`learning_rate`; checkpoints are in {self.args.output_dir}."
-        )
+        step, rows = self.state.global_step, [row for _, ids in losses for row in ids]
+        # The loss first: one that is not finite makes all processes' gradients so.
+        for name, found in (("loss", losses), ("gradient norm", [] if norm is None else [(norm, rows)])):
+            values = [(value.item(), ids) for value, ids in found]
+            own = [f"{value} at step {step} for the rows {ids}" for value, ids in values if not math.isfinite(value)]
+            if failed := gather_object(own):
+                raise ValueError(
+                    f"The {name} is {' and '.join(failed)}. Check their segments' embeddings, or lower "
+                    f"`learning_rate`; checkpoints are in {self.args.output_dir}."
+                )
 
     @torch.no_grad()
     def _keep_metrics(self, inputs: dict[str, Any], outputs) -> None:
         if not self.model.training:
             num_targets = (inputs["labels"][:, 1:] != -100).sum()
-            self._eval_loss += self._summed(torch.stack([outputs.loss.detach() * num_targets, num_targets]))
+            self._eval_losses.append(torch.stack([outputs.loss.detach() * num_targets, num_targets]))
             return
-        self._rows_of_step += inputs["row_ids"]
         has_gates = self.model.config.gate_mode != "off" and outputs.recursion_depth is not None
         # (batch, num_layers, max_slots), -1 where there is no slot
         depths = outputs.recursion_depth if has_gates else inputs["turn_ids"].new_empty(0)
         counts = [(inputs["turn_ids"] >= 0).sum(), depths.clamp(min=0).sum(), (depths > 0).sum(), (depths >= 0).sum()]
-        num_tokens, *gates = self._summed(torch.stack(counts))
-        self.state.num_input_tokens_seen += int(num_tokens)  # kept in checkpoints
-        self._gates += torch.stack(gates)
+        self._counts += torch.stack(counts)
 
-    def _summed(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Some numbers, (n,), each summed over all processes."""
-        return self.accelerator.gather(numbers[None]).cpu().double().sum(dim=0)  # not every device has float64
+    def gather_counts(self) -> None:
+        """Brings the counts of all processes to the host."""
+        num_tokens, *gates = self.accelerator.gather(self._counts[None]).sum(dim=0).tolist()
+        self.state.num_input_tokens_seen += num_tokens  # kept in checkpoints
+        self._gates = [count + new for count, new in zip(self._gates, gates, strict=True)]
+        self._counts.zero_()
+
+    def _mean_eval_loss(self) -> float:
+        """The loss of all targets of all processes since the last call."""
+        pairs = self.accelerator.gather(torch.stack(self._eval_losses)).cpu().double()  # not each device has float64
+        self._eval_losses = []
+        return _mean(pairs.sum(dim=0))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training and "loss" in logs:
             logs["num_tokens"] = self.state.num_input_tokens_seen
-            steps, opened, num_gates = self._gates.tolist()
+            steps, opened, num_gates = self._gates
             if num_gates:
                 logs |= {"refinement_steps": steps / num_gates, "open_gates": opened / num_gates}
-                self._gates.zero_()
+                self._gates = [0, 0, 0]
         super().log(logs, start_time)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Held-out loss; perplexity over all targets; if asked for, the gap."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        self._eval_loss.zero_()
+        self._eval_losses = []
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        loss = _mean(self._eval_loss)
+        loss = self._mean_eval_loss()
         added = {"perplexity": math.exp(min(loss, 700.0))}
         if self.args.eval_slot_gap:
             own = self.data_collator
             self.data_collator = lambda rows: own(swapped_slots(rows))
-            self._eval_loss.zero_()
             try:
                 self.evaluation_loop(self.get_eval_dataloader(dataset), "swapped slots", prediction_loss_only=True)
             finally:
                 self.data_collator = own
-            added["slot_gap"] = _mean(self._eval_loss) - loss
+            added["slot_gap"] = self._mean_eval_loss() - loss
         added = {f"{metric_key_prefix}_{name}": value for name, value in added.items()}
         self.log(added)
         return metrics | added
@@ -387,14 +417,25 @@ def swapped_slots(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return swapped
 
 
-class GradientCheck(TrainerCallback):
-    """Has a trainer check its gradients before each step of the optimizer."""
+class StepCallback(TrainerCallback):
+    """Has a trainer check its losses and gradients before each step of the optimizer, and count before it logs or
+    saves."""
 
     def __init__(self, trainer: AlignerTrainer):
         self.trainer = trainer
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
         self.trainer.check_gradients()
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if control.should_log or control.should_save or control.should_evaluate:  # after which the best is saved
+            self.trainer.gather_counts()
+
+    def on_epoch_end(self, args, state, control, **kwargs) -> None:
+        self.trainer.gather_counts()
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        self.trainer.gather_counts()
 
 
 def _expect_aligner_alone(model: ArcAlignerForCausalLM, keys) -> None:
@@ -514,6 +555,7 @@ def make_trainer(
         data_collator=ContextCollator(
             processor.context_token_id,
             processor.tokenizer.pad_token_id or 0,
+            processor.encoder.text_tokenizer,
             recipe.tokens_per_slot,
             context_words=bool(model.config.word_parts),
         ),

@@ -79,7 +79,11 @@ def target_losses(
     """From slots at a rate the NLL of each example's target tokens (Eq. 10), summed, and their number:
     (num_examples, 2)."""
     collator = ContextCollator(
-        processor.context_token_id, processor.tokenizer.pad_token_id or 0, (rate,), bool(model.config.word_parts)
+        processor.context_token_id,
+        processor.tokenizer.pad_token_id or 0,
+        processor.encoder.text_tokenizer,
+        (rate,),
+        context_words=bool(model.config.word_parts),
     )
     losses = np.zeros((len(examples), 2))
     shortest_first = sorted(range(len(examples)), key=lambda number: examples[number]["length"])

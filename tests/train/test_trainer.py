@@ -35,8 +35,11 @@ def row(row_id, num_words, num_turns=1):
     return {"row_id": row_id, "head": [1, 2], "turns": turns, "segments": [segment]}
 
 
-def collate(rows, rates=("segment",), **settings):
-    return ContextCollator(SLOT, PAD, rates, **settings)(rows)
+@pytest.fixture
+def collate(processor):
+    """Makes a batch of rows at one of some rates."""
+    tokenizer = processor.encoder.text_tokenizer
+    return lambda rows, rates=("segment",), **settings: ContextCollator(SLOT, PAD, tokenizer, rates, **settings)(rows)
 
 
 def examples_of(processor, count):
@@ -47,7 +50,7 @@ def examples_of(processor, count):
 # Batches
 
 
-def test_a_batch_is_padded_and_tells_turns_apart():
+def test_a_batch_is_padded_and_tells_turns_apart(collate):
     batch = collate([row("x", 2, num_turns=2), row("y", 4)], context_words=True)
     expected = {
         "input_ids": torch.tensor([[1, 2, SLOT, 20, 30, 21, 31], [1, 2, SLOT, 20, 30, PAD, PAD]]),
@@ -58,39 +61,46 @@ def test_a_batch_is_padded_and_tells_turns_apart():
     }
     for key, tensor in expected.items():
         assert torch.equal(batch.pop(key), tensor), key
-    read = {"encoder_texts": ["T: ww", "T: wwww"], "encoder_starts": [3, 3], "encoder_ends": None}
-    assert batch == read | {"num_slots": [1, 1], "max_turns": 2, "row_ids": ["x", "y"]}
+    assert batch.pop("encoder_inputs").num_slots == 2
+    assert batch == {"max_turns": 2, "row_ids": ["x", "y"]}
 
 
-def test_a_rate_cuts_segments_into_slots_with_their_words_and_characters():
+def slots_of(batch) -> list[int]:
+    """The number of slots of each row."""
+    return (batch["input_ids"] == SLOT).sum(dim=1).tolist()
+
+
+def test_a_rate_cuts_segments_into_slots_with_their_words(collate):
     batch = collate([row("x", 6), row("y", 3)], rates=(3,), context_words=True)
-    assert batch["num_slots"] == (batch["input_ids"] == SLOT).sum(dim=1).tolist() == [2, 1]
-    assert batch["encoder_ends"] == [[6, 9], [6]]
+    assert slots_of(batch) == (batch["context_passage_ids"] >= 0).sum(dim=1).tolist() == [2, 1]
+    assert sorted(set(batch["encoder_inputs"].slots.tolist())) == [0, 1, 2]  # the fourth place is padding
     assert torch.equal(batch["context_word_ids"], torch.tensor([[[0, 1, 2], [3, 4, 5]], [[0, 1, 2], [-1, -1, -1]]]))
     segment = {"document": 0, "encoder_text": "", "encoder_start": 0, "word_ids": [], "word_ends": []}  # of no text
     batch = collate([row("y", 0) | {"segments": [segment]}], rates=(2,))
-    assert (batch["num_slots"], batch["encoder_ends"]) == ([1], [[0]])
+    assert slots_of(batch) == [1] and batch["encoder_inputs"].slots.tolist() == [0]
 
 
-def test_the_ids_of_the_rows_decide_the_rate_and_all_rates_are_drawn():
+def test_the_ids_of_the_rows_decide_the_rate_and_all_rates_are_drawn(collate):
     rates = (1, 2, "segment")
     once, again, more_turns = (
-        [collate([row(f"{n}", 4, turns), row("y", 4)], rates)["num_slots"][0] for n in range(40)] for turns in (1, 1, 2)
+        [slots_of(collate([row(f"{n}", 4, turns), row("y", 4)], rates))[0] for n in range(40)] for turns in (1, 1, 2)
     )
     assert once == again == more_turns and set(once) == {4, 2, 1}
 
 
 def test_slots_of_a_batch_are_those_of_inference(processor, model, monkeypatch):
     """The same embeddings and words as `encode_documents` has for each row, however many texts are read at once."""
-    monkeypatch.setattr("arcaligner.encoder_arcaligner.CPU_BATCH", 2)
-    rows = examples_of(processor, 3)
+    monkeypatch.setattr("arcaligner.encoder_arcaligner.CPU_TOKENS", 40)
+    rows, tokenizer = examples_of(processor, 3), processor.encoder.text_tokenizer
     for rate in ("segment", 4):
-        batch = ContextCollator(processor.context_token_id, PAD, (rate,), context_words=True)(rows)
+        batch = ContextCollator(processor.context_token_id, PAD, tokenizer, (rate,), context_words=True)(rows)
+        assert len(batch["encoder_inputs"].batches) > 1
         embeds = encode_slots(model.config, processor, batch)["context_embeds"]
         for number, (own, asked) in enumerate(zip(embeds, question_rows(3), strict=True)):
             expected = processor.encode_documents(asked["passages"], tokens_per_slot=rate)
-            own = own[: batch["num_slots"][number]]
-            torch.testing.assert_close(own, expected.context_embeds, rtol=1e-5, atol=1e-6)
+            count = len(expected.context_embeds)
+            torch.testing.assert_close(own[:count], expected.context_embeds, rtol=1e-5, atol=1e-6)
+            assert not own[count:].any()
             words = [segment["word_ids"] for segment in rows[number]["segments"]]
             found = batch["context_word_ids"][number]
             assert found[found >= 0].tolist() == [word for each in words for word in each]
@@ -163,7 +173,9 @@ def trainer(tmp_path, processor, model):
         model,
         stage="grounding",
         args=AlignerTrainingConfig(str(tmp_path / "run"), **settings),
-        data_collator=ContextCollator(processor.context_token_id, processor.tokenizer.pad_token_id),
+        data_collator=ContextCollator(
+            processor.context_token_id, processor.tokenizer.pad_token_id, processor.encoder.text_tokenizer
+        ),
         train_dataset=Dataset.from_list(examples_of(processor, 8), features=EXAMPLE_FEATURES),
         processing_class=processor,
     )
@@ -225,8 +237,8 @@ def test_what_is_not_finite_stops_the_run_before_it_changes_a_weight_and_names_t
 
 
 def test_an_error_of_the_model_names_the_rows(trainer, monkeypatch):
-    broken = lambda self, texts, starts, ends: torch.full((len(texts), 12), torch.nan)  # noqa: E731
-    monkeypatch.setattr(SentenceEncoder, "encode_runs", broken)
+    broken = lambda self, inputs: torch.full((inputs.num_slots, 12), torch.nan)  # noqa: E731
+    monkeypatch.setattr(SentenceEncoder, "encode_inputs", broken)
     with pytest.raises(ValueError, match="NaN or values beyond") as error:
         trainer.train()
     assert error.value.__notes__[0].startswith("At step 0, in the batch of the rows ['row-")

@@ -39,7 +39,7 @@ def test_a_loss_is_that_of_the_logits_which_a_backbone_makes_of_its_heads(separa
     (example,) = ExampleBuilder(reader, tokens_per_slot=(2,)).question_examples([row])
     model.config.text_config.final_logit_softcapping = 0.5
     ((loss, tokens),) = target_losses(model, reader, [example], 2)
-    batch = ContextCollator(reader.context_token_id, 0, (2,), False)([example])
+    batch = ContextCollator(reader.context_token_id, 0, reader.encoder.text_tokenizer, (2,))([example])
     slots = encode_slots(model.config, reader, batch)
     with torch.no_grad():
         logits = model(input_ids=batch["input_ids"], **slots).logits
