@@ -26,12 +26,12 @@ import torch
 from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoProcessor, TextStreamer, pipeline
 
-import arcaligner.corpus  # noqa: F401 (quiets lancedb, which reads its settings when it is imported)
+import arcaligner.apps.corpus  # noqa: F401 (quiets lancedb, which reads its settings when it is imported)
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
-from arcaligner.corpus.retrieve import Retriever
-from arcaligner.corpus.table import Corpus
-from arcaligner.server.app import ServerSettings, create_app
-from arcaligner.server.engine import Engine
+from arcaligner.apps.corpus.retrieve import Retriever
+from arcaligner.apps.corpus.table import Corpus
+from arcaligner.apps.server.app import ServerSettings, create_app
+from arcaligner.apps.server.engine import Engine
 
 HERE = Path(__file__).parent
 SHIPPED = HERE.parents[1] / "checkpoints" / "arcaligner-smollm2-135m"

@@ -17,8 +17,8 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 from tiny_models import backbone_config, random_probe, randomize
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, BertTokenizerFast
 
-from arcaligner.corpus.build import build_corpus
-from arcaligner.corpus.kept import read_corpus
+from arcaligner.apps.corpus.build import build_corpus
+from arcaligner.apps.corpus.kept import read_corpus
 
 from .cases import (
     PASSAGES,
