@@ -162,7 +162,7 @@ def waits(run) -> int:
 def test_slots_are_found_with_one_wait_for_all_layers_and_a_decoded_token_needs_none(monkeypatch):
     monkeypatch.setattr(modeling_arcaligner, "check_ids", lambda *_: None)  # looks at ids on the CPU alone
     aligner = tiny_aligner(backbone_config("llama", num_hidden_layers=9), dtype=torch.float32)
-    base = base_of(aligner, torch.float32, "cpu")
+    base = base_of(aligner, torch.float32)
     batch = collate(random_rows(aligner, [3], contiguous=True))
     prompt = {name: batch[name] for name in ("input_ids", "position_ids")}
     slots = prompt | {"context_embeds": batch["context_embeds"], "gate_mode": "off"}
