@@ -121,7 +121,7 @@ def test_the_command_prints_a_table_and_one_json_line(tmp_path, checkpoint_dir, 
 
 def test_sizes_that_are_none_or_too_many_are_refused(checkpoint_dir, processor, monkeypatch):
     for sizes in ("0", "5x1", "5,"):
-        with pytest.raises(ValueError, match=f"`--sizes` is '{sizes}'; expected numbers of passages"):
+        with pytest.raises(ValueError, match=f"`--sizes` is '{sizes}'; expected whole numbers from 1"):
             parse_sizes(sizes)
     models = load_models(str(checkpoint_dir), torch.float32, "cpu")
     monkeypatch.setattr(models[1].config, "max_position_embeddings", 64)
