@@ -389,8 +389,8 @@ def notes(report: dict[str, Any]) -> list[str]:
     commit = f", commit {machine['commit']}" if machine["commit"] else ""
     lines = [
         f"`{report['shape']}`, random weights: backbone {sizes['backbone'] / 1e6:,.4g} million in {report['dtype']}, "
-        f"aligner {sizes['aligner'] / 1e6:,.4g} million in float32. {passages}.{cut} Medians; {report['seconds']:.0f} s "
-        "in all. In parentheses: operations to those of the bare model that reads text, of its token, and of PEFT's "
+        f"aligner {sizes['aligner'] / 1e6:,.4g} million in float32. {passages}.{cut} Medians; {report['seconds']:.0f} "
+        "s in all. In parentheses: operations to those of the bare model that reads text, of its token, and of PEFT's "
         "step on as many positions. Steps are forward and backward, without an optimizer. Memory: weights, and what a "
         "call allocates beside them.",
         "",
