@@ -335,7 +335,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             is_2d = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
             is_real = attention_mask[:, : slot_mask.shape[1]] if is_2d else torch.ones_like(slot_mask)
             position_ids = passage_positions(placed, is_real)
-        num_keys = cache.get_max_cache_shape() if cache is not None and cache.is_compileable else None
+        is_static = cache is not None and cache.is_compileable  # then keys have columns for room that is left
+        num_keys = cache.get_mask_sizes(slot_mask.shape[1], 0)[0] if is_static else None
         return separate_passages(attention_mask, placed, self.dtype, num_keys), position_ids
 
     @torch.compiler.disable  # runs on the CPU

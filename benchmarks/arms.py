@@ -42,19 +42,28 @@ def load_models(
     """A checkpoint's aligner, with `settings` in place of its own, and a base model that shares its weights, so that
     both read the same memory."""
     aligner = ArcAlignerForCausalLM.from_pretrained(checkpoint, dtype=dtype, **settings).to(device).eval()
-    return aligner, base_of(aligner, dtype, device)
+    return aligner, base_of(aligner, dtype)
 
 
-def base_of(aligner: ArcAlignerForCausalLM, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """The model of transformers with the backbone's weights, which are shared and not copied."""
-    with torch.device(device):
+def base_of(aligner: ArcAlignerForCausalLM, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of transformers with the backbone's weights and buffers, which are shared and not copied: it needs no
+    memory of its own."""
+    with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(aligner.config.text_config, dtype=dtype).eval()
+
+    def own_name(name: str) -> str:
+        return name.replace(".base_layer.", ".").replace("model.backbone.", f"{base.base_model_prefix}.")
+
     state = {
-        name.replace(".base_layer.", ".").replace("model.backbone.", f"{base.base_model_prefix}."): parameter
+        own_name(name): parameter
         for name, parameter in aligner.named_parameters(remove_duplicate=False)
         if not aligner.is_aligner_key(name)
     }
     base.load_state_dict(state, strict=True, assign=True)
+    buffers = {own_name(name): buffer for name, buffer in aligner.named_buffers()}
+    for name, _ in list(base.named_buffers()):  # rotary frequencies, which no state dict holds
+        owner, _, last = name.rpartition(".")
+        setattr(base.get_submodule(owner), last, buffers[name])
     return base.requires_grad_(False)
 
 

@@ -75,16 +75,16 @@ def measure_size(
     }
 
 
-def parse_sizes(text: str) -> list[int]:
+def parse_sizes(text: str, option: str = "--sizes") -> list[int]:
     """
-    Numbers of passages.
+    Whole numbers of an option, such as those of passages.
 
     >>> parse_sizes("1,5")
     [1, 5]
     """
     sizes = [int(size) if size.isdecimal() else 0 for size in text.split(",")]
     if min(sizes) < 1:
-        raise ValueError(f"`--sizes` is {text!r}; expected numbers of passages, separated by commas, such as 1,5.")
+        raise ValueError(f"`{option}` is {text!r}; expected whole numbers from 1, separated by commas, such as 1,5.")
     return sizes
 
 

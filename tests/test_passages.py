@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from reference import EXACT, assert_matches_reference, loss_gradients
 from safetensors.torch import load_file, save_file
 from test_prefix_store_arcaligner import FIVE_TOKENS, assert_answers
-from tiny_models import random_rows, tiny_aligner
+from tiny_models import collate, for_generate, random_rows, tiny_aligner
+from transformers import StaticCache
 
 from arcaligner.generation_arcaligner import read_passages, read_text
 
@@ -104,6 +105,21 @@ def test_generated_tokens_are_those_of_reading_the_whole_again(apart, model):
     whole = inputs | {"input_ids": ids[:, :-1], "attention_mask": torch.ones_like(ids[:, :-1])}
     again = model(**whole, logits_to_keep=5).logits.argmax(dim=-1)
     assert torch.equal(again, ids[:, -5:])
+
+
+def test_static_caches_hold_independent_passages():
+    """Tokens, and logits of a plain forward whose mask has columns for room that is left, as with a dynamic cache."""
+    model = tiny_aligner("llama", passage_attention="separate")
+    inputs = for_generate(collate(random_rows(model, [3, 2], contiguous=True), padding_side="left"))
+    inputs["context_passage_ids"] = torch.tensor([[0, 0, 1], [0, 1, -1]])
+    options = {"max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, **options, cache_implementation="static"), expected)
+    cache = StaticCache(model.config.text_config, max_cache_len=inputs["input_ids"].shape[1] + 5)
+    is_real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        found, expected = model(**inputs, past_key_values=cache).logits, model(**inputs).logits
+    torch.testing.assert_close(found[is_real], expected[is_real], **EXACT)
 
 
 @pytest.mark.parametrize("room", [0, 3, 99])

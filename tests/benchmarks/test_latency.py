@@ -121,7 +121,7 @@ def test_the_command_prints_a_table_and_one_json_line(tmp_path, checkpoint_dir, 
 
 def test_sizes_that_are_none_or_too_many_are_refused(checkpoint_dir, processor, monkeypatch):
     for sizes in ("0", "5x1", "5,"):
-        with pytest.raises(ValueError, match=f"`--sizes` is '{sizes}'; expected numbers of passages"):
+        with pytest.raises(ValueError, match=f"`--sizes` is '{sizes}'; expected whole numbers from 1"):
             parse_sizes(sizes)
     models = load_models(str(checkpoint_dir), torch.float32, "cpu")
     monkeypatch.setattr(models[1].config, "max_position_embeddings", 64)
@@ -162,7 +162,7 @@ def waits(run) -> int:
 def test_slots_are_found_with_one_wait_for_all_layers_and_a_decoded_token_needs_none(monkeypatch):
     monkeypatch.setattr(modeling_arcaligner, "check_ids", lambda *_: None)  # looks at ids on the CPU alone
     aligner = tiny_aligner(backbone_config("llama", num_hidden_layers=9), dtype=torch.float32)
-    base = base_of(aligner, torch.float32, "cpu")
+    base = base_of(aligner, torch.float32)
     batch = collate(random_rows(aligner, [3], contiguous=True))
     prompt = {name: batch[name] for name in ("input_ids", "position_ids")}
     slots = prompt | {"context_embeds": batch["context_embeds"], "gate_mode": "off"}

@@ -1,0 +1,525 @@
+"""What slots cost and save on a GPU, for a model of a well-known shape with random weights, in under five minutes.
+
+    python -m arcaligner.benchmarks.shape --shape mistral-7b --device cuda --output FOLDER
+    python -m arcaligner.benchmarks.shape --shape mistral-7b --device cpu       # operations, and the host's time
+
+Measured are aten operations, the first token of an answer from text and from slots, a generated token, a training step
+of each stage beside PEFT's LoRA on the text, and the memory of each. Random weights: speed and memory are real, answers
+are not, and no gate is open, so *adaptive* is the price of asking the gates. All rows of a batch have the same length.
+
+A passage has five sentences of 30 tokens; there are 10 tokens before the passages and 40 after them. As slots, a
+passage is five (one a sentence) or 40 (x4, four tokens each). Passages are joint, as in the paper and in the recipes of
+a 7B, or independent (`--passage-attention separate`). What is compared takes turns (`arms.py`). What matters most comes
+first; what there is no time or memory for is left out, and named.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
+from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
+
+from ..base_model_arcaligner import cache_of
+from ..common.files import ROOT, counted, describe_machine, markdown_table, run_command, write_whole
+from ..encoder_arcaligner import EncodedDocuments
+from ..generation_arcaligner import join_keys_values, read_passages, read_text
+from ..modeling_arcaligner import ArcAlignerForCausalLM
+from .arms import base_of, quartiles, read, share, time_rounds, wait_for
+from .latency import parse_sizes
+from .random_models import GIB, SHAPES, build_aligner, check_fits, make_config, prefill_bytes, step_bytes
+
+BEFORE, SENTENCE, SENTENCES, AFTER = 10, 30, 5, 40  # tokens, and sentences of a passage
+SLOTS = {"slots": SENTENCES, "slots_x4": 8 * SENTENCES}  # of a passage; 30 tokens by four are eight slots
+MODES = ("off", "adaptive", "always")
+NEW_TOKENS, TOKEN_PASSAGES = 16, 5  # whose mean is a generated token, and the passages before it
+EXAMPLES = 8  # of a training step
+# Slots and tokens of an example, `BEFORE` aside: of the aligner's stages, and of PEFT's LoRA, which reads text alone.
+STAGES = {"reconstruction": (4, 120), "grounding": (12, 40), "gating": (12, 40)}
+PEFT_TOKENS = {"peft_positions": 52, "peft_text_1": 120, "peft_text_2": 400}
+ANSWER = 8  # tokens that stages II and III learn; in stage I it is the text that slots stand for
+
+GROUP_SECONDS = 3.0  # of what takes turns, after which no further round begins
+SHAPE_REPORT = "shape.json"
+
+Arms = dict[str, Callable[[], Any]]
+
+
+# What is timed
+
+
+def random_ids(model: PreTrainedModel, *shape: int) -> torch.LongTensor:
+    """Words, none of them special."""
+    return torch.randint(3, model.config.get_text_config().vocab_size - 1, shape, device=model.device)
+
+
+def text_inputs(base: PreTrainedModel, batch: int, passages: int) -> dict[str, torch.Tensor]:
+    """A prompt with the passages' text."""
+    ids = random_ids(base, batch, BEFORE + passages * SENTENCES * SENTENCE + AFTER)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def slot_inputs(
+    aligner: ArcAlignerForCausalLM, batch: int, passages: int, per_passage: int, num_after: int = AFTER
+) -> dict[str, torch.Tensor]:
+    """A prompt with the passages' slots."""
+    num_slots, device = passages * per_passage, aligner.device
+    ids = random_ids(aligner, batch, BEFORE + num_slots + num_after)
+    ids[:, BEFORE : BEFORE + num_slots] = aligner.config.context_token_id
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "context_embeds": torch.randn(batch, num_slots, aligner.config.encoder_hidden_size, device=device),
+    }
+    if aligner.config.passage_attention == "separate":
+        numbers = torch.arange(passages, device=device).repeat_interleave(per_passage)  # (num_slots,)
+        inputs["context_passage_ids"] = numbers.expand(batch, -1)
+    return inputs
+
+
+def text_arms(base: PreTrainedModel, batch: int, passages: int) -> Arms:
+    """The bare model reads text, and the question behind the cache of the same text."""
+    text, num_before = text_inputs(base, batch, passages), BEFORE + passages * SENTENCES * SENTENCE
+    prefix = cache_of(read(base, {name: each[:, :num_before] for name, each in text.items()}))
+    question = text | {"input_ids": text["input_ids"][:, num_before:]}
+    return {"text": partial(read, base, text), "text_cached": lambda: read(base, question, share(prefix))}
+
+
+def slot_arms(aligner: ArcAlignerForCausalLM, batch: int, passages: int, name: str) -> Arms:
+    """Slots with the gates off, asked and always open; the question behind a cache of them; and the same where that
+    cache is first joined from precomputed passages in memory, as for each new combination."""
+    inputs = slot_inputs(aligner, batch, passages, SLOTS[name])
+    arms = {f"{name}_{mode}": partial(read, aligner, inputs | {"gate_mode": mode}) for mode in MODES}
+    ids, mask, num_before = inputs["input_ids"], inputs["attention_mask"], BEFORE + passages * SLOTS[name]
+    positions = aligner.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
+    before = ids[0, :BEFORE].tolist()
+    head = read_text(aligner, before)
+    embeds = inputs["context_embeds"][0].cpu()  # (num_slots, encoder_hidden_size)
+    is_separate = aligner.config.passage_attention == "separate"  # else all passages are precomputed together
+    units = embeds.split(SLOTS[name] if is_separate else len(embeds))
+    encoded = [EncodedDocuments([], unit, None, torch.zeros(len(unit)).long(), []) for unit in units]
+    parts = [[head, *read_passages(aligner, before, head, encoded, gate_mode="off")]] * batch
+    join = partial(join_keys_values, parts, aligner.config.text_config)
+    question = {"input_ids": ids[:, num_before:], "position_ids": positions[:, num_before:], "attention_mask": mask}
+    cached = join()
+    arms[f"{name}_cached"] = lambda: read(aligner, question, share(cached))
+    arms[f"{name}_joined"] = lambda: read(aligner, question, join())
+    return arms
+
+
+def token_arms(aligner: ArcAlignerForCausalLM, base: PreTrainedModel, batch: int) -> Arms:
+    """`generate` of one token and of `NEW_TOKENS` more: the difference is that of generated tokens."""
+    arms = {}
+    prompts = {
+        "token_text": (base, text_inputs(base, batch, TOKEN_PASSAGES)),
+        "token_slots": (aligner, slot_inputs(aligner, batch, TOKEN_PASSAGES, SENTENCES) | {"gate_mode": "off"}),
+    }
+    for name, (model, inputs) in prompts.items():
+        model.generation_config.eos_token_id = None  # random weights end nowhere
+        options = {"do_sample": False, "pad_token_id": 0}
+        for end, count in (("_first", 1), ("", 1 + NEW_TOKENS)):
+            arms[name + end] = partial(model.generate, **inputs, **options, max_new_tokens=count)
+    return arms
+
+
+def step_arms(aligner: ArcAlignerForCausalLM, base: PreTrainedModel) -> Arms:
+    """Forward and backward of a step of each stage and of PEFT's LoRA on text, without an optimizer. PEFT's model has
+    the aligner's frozen weights; a stage is set before its step."""
+    arms = {}
+    for stage, (num_slots, num_text) in STAGES.items():
+        inputs = slot_inputs(aligner, EXAMPLES, 1, num_slots, num_text) | {"skip_logits": True}
+        arms[stage] = partial(train_step, aligner, num_text if stage == "reconstruction" else ANSWER, inputs)
+    config = aligner.config
+    lora = LoraConfig(r=config.lora_r, lora_alpha=config.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    tuned = get_peft_model(base, lora).train()
+    for name, num_text in PEFT_TOKENS.items():
+        ids = random_ids(base, EXAMPLES, BEFORE + num_text)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        arms[name] = partial(train_step, tuned, num_text if name == "peft_text_1" else ANSWER, inputs)
+    return arms
+
+
+def train_step(model: torch.nn.Module, learned: int, inputs: dict[str, Any]) -> None:
+    """Forward and backward; the last `learned` tokens of each example are the targets."""
+    labels = inputs["input_ids"].clone()
+    labels[:, :-learned] = -100
+    with torch.enable_grad():
+        model(**inputs, labels=labels, use_cache=False).loss.backward()
+    model.zero_grad(set_to_none=True)
+
+
+def count_operations(arm: Callable[[], Any]) -> int:
+    """The aten operations that a call dispatches on the host, nested ones as well."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it writes two lines of its own for each count
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        arm()
+    return sum(event.count for event in found.key_averages() if event.key.startswith("aten::"))
+
+
+# Measuring
+
+
+class Bench:
+    """Measures groups of arms in turns, as long as the time suffices and what they need fits.
+
+    Attributes: `rows`, what was measured of each arm; `left_out`, what was not, and why."""
+
+    def __init__(self, aligner: ArcAlignerForCausalLM, base: PreTrainedModel, end: float, show: Callable[[str], Any]):
+        self.aligner, self.base, self.end, self.show = aligner, base, end, show
+        self.device, self.dtype = aligner.device, aligner.dtype
+        self.weights = sum(parameter.nbytes for parameter in aligner.parameters())
+        self.rows: list[dict[str, Any]] = []
+        self.left_out: list[dict[str, Any]] = []
+
+    def fits(self, needed: int, **what: Any) -> bool:
+        """Whether about so many bytes are free. If not, `what` is left out."""
+        if self.device.type == "cpu":
+            return True
+        reserved = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        free = torch.cuda.mem_get_info(self.device)[0] + reserved
+        if needed > free:
+            reason = f"needs about {needed / GIB:.1f} GiB beside the weights, {free / GIB:.1f} are free"
+            self.left_out.append(what | {"reason": reason})
+        return needed <= free
+
+    def first_token(self, batch: int, passages: int, counts: bool) -> None:
+        """Text and slots of so many passages; with `counts` operations, too."""
+        config, what = self.aligner.config.text_config, {"batch": batch, "passages": passages}
+        arms: Arms = {}
+        positions: dict[str, int] = {}
+        for name in ("text", *SLOTS):
+            per_passage = SENTENCES * SENTENCE if name == "text" else SLOTS[name]
+            length = BEFORE + passages * per_passage + AFTER
+            if not self.fits(prefill_bytes(config, batch * length, self.dtype.itemsize), arm=name, **what):
+                continue
+            if name == "text":
+                new = text_arms(self.base, batch, passages)
+            else:
+                new = slot_arms(self.aligner, batch, passages, name)
+            arms |= new
+            positions |= dict.fromkeys(new, length)
+        self.measure(arms, positions, counts, what)
+
+    def token(self, batch: int, counts: bool) -> None:
+        """A token that is generated after text, and after slots."""
+        arms, what = token_arms(self.aligner, self.base, batch), {"batch": batch, "passages": TOKEN_PASSAGES}
+        positions = {name: arms[name].keywords["input_ids"].shape[1] for name in arms}
+        self.measure(arms, positions, counts, what)
+
+    def steps(self, counts: bool) -> None:
+        """Training steps."""
+        arms, what = step_arms(self.aligner, base_of(self.aligner, self.dtype)), {"batch": EXAMPLES, "passages": None}
+        aligner_bytes = sum(parameter.nbytes for _, parameter in self.aligner.aligner_parameters())
+        positions = {name: BEFORE + slots + text for name, (slots, text) in STAGES.items()}
+        positions |= {name: BEFORE + text for name, text in PEFT_TOKENS.items()}
+        config = self.aligner.config.text_config
+        arms = {
+            name: arm
+            for name, arm in arms.items()
+            if self.fits(step_bytes(config, EXAMPLES * positions[name], aligner_bytes), arm=name, **what)
+        }
+
+        def before(name: str) -> None:
+            if name in STAGES:
+                self.aligner.set_stage(name)
+                self.aligner.train()
+
+        self.measure(arms, positions, counts, what, before)
+        self.aligner.eval()
+
+    def measure(
+        self,
+        arms: Arms,
+        positions: dict[str, int],
+        counts: bool,
+        what: dict[str, Any],
+        before: Callable[[str], Any] = lambda name: None,
+    ) -> None:
+        """Adds a row for each arm. The first call warms up and shows what memory it takes."""
+        extras: dict[str, dict[str, Any]] = {}
+        for name, arm in list(arms.items()):
+            before(name)
+            try:
+                extras[name] = {"peak_gib": self.peak_gib(arm)}
+            except torch.OutOfMemoryError:
+                self.left_out.append({"arm": name, **what, "reason": "ran out of memory"})
+                del arms[name]
+                torch.cuda.empty_cache()
+                continue
+            if counts:
+                extras[name]["operations"] = count_operations(arm)
+        if not arms:
+            return
+        rounds = time_rounds(
+            lambda _: arms, str(self.device), min(GROUP_SECONDS, self.end - time.perf_counter()), before
+        )
+        for name in [name for name in arms if name.endswith("_first")]:  # a token: the difference, by the tokens
+            last = name.removesuffix("_first")
+            if last in arms:
+                for each in rounds:
+                    each[last] = (each[last] - each[name]) / NEW_TOKENS
+                if counts:
+                    extras[last]["operations"] = (extras[last]["operations"] - extras[name]["operations"]) // NEW_TOKENS
+            del extras[name]
+        for name, extra in extras.items():
+            row = {"arm": name, **what, "positions": positions[name], "rounds": len(rounds)}
+            row["milliseconds"] = quartiles([1000 * each[name] for each in rounds])
+            if "text" in arms:
+                row["speed_up"] = quartiles([each["text"] / each[name] for each in rounds])
+            self.rows.append(row | extra)
+
+    def peak_gib(self, arm: Callable[[], Any]) -> float | None:
+        """Calls an arm: the memory of the weights and of what the call allocates, without caches that were there."""
+        if self.device.type == "cpu":
+            arm()
+            return None
+        wait_for(str(self.device))
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        arm()
+        wait_for(str(self.device))
+        return (torch.cuda.max_memory_allocated(self.device) - before + self.weights) / GIB
+
+    @torch.no_grad()
+    def run(self, passages: list[int], batches: list[int]) -> None:
+        """Everything, what matters most first: the first batch size, training, the other batch sizes."""
+        for number, batch in enumerate(batches):
+            is_first = number == 0
+            for place, k in enumerate(passages):
+                counts = is_first and place == 0
+                self.group(partial(self.first_token, batch, k, counts), what="first token", batch=batch, passages=k)
+                if counts:
+                    self.group(partial(self.steps, counts), what="training steps")
+            self.group(partial(self.token, batch, is_first), what="a generated token", batch=batch)
+
+    def group(self, measure: Callable[[], None], **what: Any) -> None:
+        """Measures a group, or leaves it out."""
+        self.show(named(what))
+        if time.perf_counter() > self.end:
+            self.left_out.append(what | {"reason": "no time left"})
+            return
+        try:
+            measure()
+        except torch.OutOfMemoryError:
+            self.left_out.append(what | {"reason": "ran out of memory"})
+            torch.cuda.empty_cache()
+
+
+# The report
+
+
+def _slot_titles() -> dict[str, str]:
+    """Titles of the arms of slots."""
+    asked = {"off": "gates off", "adaptive": "gates asked, all closed", "always": "two more passes in each layer"}
+    titles = {}
+    for name, which in {"slots": "a sentence each", "slots_x4": "x4, four tokens each"}.items():
+        titles |= {f"{name}_{mode}": f"**slots**, {which}, {how}" for mode, how in asked.items()}
+        titles[f"{name}_cached"] = f"question behind cached slots, {which}"
+        titles[f"{name}_joined"] = f"the same, joined from precomputed passages, {which}"
+    return titles
+
+
+TITLES = {"text": "text, the bare model", "text_cached": "question behind the cached text", **_slot_titles()}
+TITLES |= {
+    "token_text": f"a generated token, bare model behind the text of {TOKEN_PASSAGES} passages",
+    "token_slots": f"a generated token behind the slots of {TOKEN_PASSAGES} passages, a sentence each",
+    "reconstruction": "step of stage I: 4 slots, 120 tokens",
+    "grounding": "step of stage II: 12 slots, 40 tokens",
+    "gating": "step of stage III: 12 slots, 40 tokens",
+    "peft_positions": "step of PEFT's LoRA on text: as many positions as stage II",
+    "peft_text_1": "step of PEFT's LoRA on text: 120 tokens, those of stage I",
+    "peft_text_2": "step of PEFT's LoRA on text: 400 tokens, those of stage II",
+}
+# What the operations of an arm are compared with.
+_BARE = {"token_text": ("token_text", "token_slots"), "peft_positions": (*STAGES, *PEFT_TOKENS)}
+BARE = {name: bare for bare, names in _BARE.items() for name in names}
+
+
+def shape_table(report: dict[str, Any]) -> list[str]:
+    """Markdown lines: a row for each arm, milliseconds at each batch size, and below it what was measured and where."""
+    found = {(row["arm"], row["batch"], row["passages"]): row for row in report["rows"]}
+    counts = {row["arm"]: row["operations"] for row in report["rows"] if "operations" in row}
+    passages, batches, lines = sorted(report["passages"]), report["batches"], []
+    for name, title in TITLES.items():
+        own = [row for row in report["rows"] if row["arm"] == name]
+        if not own:
+            continue
+        is_step, is_token = name in STAGES or name in PEFT_TOKENS, name.startswith("token")
+        columns = [None] if is_step else [TOKEN_PASSAGES] if is_token else passages
+        cells = []
+        for batch in batches:
+            rows = [found.get((name, batch, k)) for k in columns]
+            shown = " / ".join(f"{row['milliseconds']['median']:.1f}" if row else "-" for row in rows)
+            cells.append("" if is_step else shown)
+        step = f"{own[0]['milliseconds']['median']:.1f}" if is_step else ""
+        operations = f"{counts[name]:,}" if name in counts else "-"
+        if (bare := BARE.get(name, "text")) in counts and name in counts:
+            operations += f" ({counts[name] / counts[bare]:.2f})"
+        peaks = [row["peak_gib"] for row in own if row["peak_gib"] is not None]
+        lines.append([title, operations, *cells, step, f"{max(peaks):.1f}" if peaks else "-"])
+    sizes = " / ".join(map(str, passages))
+    heads = [f"batch {batch}, ms at {sizes} passages" for batch in batches]
+    columns = ["", "operations", *heads, f"ms, {EXAMPLES} examples", "GiB at most"]
+    return [*markdown_table(columns, lines), "", *notes(report)]
+
+
+def notes(report: dict[str, Any]) -> list[str]:
+    """What was measured, where, and what was not."""
+    machine, sizes = report["machine"], report["parameters"]
+    passages = {"joint": "Joint passages", "separate": "Independent passages"}[report["passage_attention"]]
+    cut = (
+        " Hidden size cut to 64, so operations are those of the shape, and times the host's."
+        if report["is_cut"]
+        else ""
+    )
+    driver = f", driver {machine['driver']}" if machine["driver"] else ""
+    commit = f", commit {machine['commit']}" if machine["commit"] else ""
+    lines = [
+        f"`{report['shape']}`, random weights: backbone {sizes['backbone'] / 1e6:,.4g} million in {report['dtype']}, "
+        f"aligner {sizes['aligner'] / 1e6:,.4g} million in float32. {passages}.{cut} Medians; {report['seconds']:.0f} "
+        "s in all. In parentheses: operations to those of the bare model that reads text, of its token, and of PEFT's "
+        "step on as many positions. Steps are forward and backward, without an optimizer. Memory: weights, and what a "
+        "call allocates beside them.",
+        "",
+        f"{machine['device']}{driver}, {machine['cpu']}, {machine['threads']} threads; torch {machine['torch']}, "
+        f"transformers {machine['transformers']}, peft {machine['peft']}; {machine['date']}{commit}.",
+    ]
+    for each in report["left_out"]:
+        lines += ["", f"Left out: {named(each)} ({each['reason']})."]
+    return lines
+
+
+def named(what: dict[str, Any]) -> str:
+    """A group or an arm in words.
+
+    >>> named({"what": "first token", "batch": 16, "passages": 5})
+    'first token, batch 16, 5 passages'
+    """
+    words = [what.get("what") or TITLES.get(what["arm"], what["arm"])]
+    words += [f"batch {what['batch']}"] if "batch" in what else []
+    words += [counted(what["passages"], "passage")] if what.get("passages") else []
+    return ", ".join(words)
+
+
+def _output_of(*command: str) -> str | None:
+    """What a program prints, where it is installed and succeeds."""
+    if shutil.which(command[0]) is None:
+        return None
+    found = subprocess.run(command, capture_output=True, text=True)
+    return found.stdout.strip() if found.returncode == 0 else None
+
+
+def describe_benchmark(device: torch.device) -> dict[str, Any]:
+    """The machine, the driver of its GPU, the date, and the commit, if this is a working copy."""
+    found = describe_machine(str(device)) | {"driver": None, "memory_gib": None, "commit": None}
+    if device.type == "cuda":
+        query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        found["driver"] = (_output_of(*query) or "").partition("\n")[0] or None
+        found["memory_gib"] = torch.cuda.get_device_properties(device).total_memory / GIB
+    if (ROOT / ".git").exists():
+        found["commit"] = _output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+    return found | {"date": datetime.date.today().isoformat()}
+
+
+# The command
+
+
+def find_device(name: str, dtype: torch.dtype) -> torch.device:
+    """The device of this name.
+
+    Raises:
+        `ValueError`: one that there is not, or that has no such `dtype`.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"`--device` is {name!r}; expected cpu, cuda, or cuda:1 for the second GPU.")
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"`--device` is {name!r}, but torch {torch.__version__} finds no GPU with CUDA. Install a driver and a "
+            "torch with CUDA, or pass `--device cpu`, which counts operations."
+        )
+    device = torch.device("cuda", device.index or 0)
+    if device.index >= torch.cuda.device_count():
+        raise ValueError(f"`--device` is {name!r}, but there are {torch.cuda.device_count()} GPUs, counted from 0.")
+    with torch.cuda.device(device):
+        if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise ValueError(
+                f"{torch.cuda.get_device_name(device)} has no bfloat16. Pass `--dtype float16` or `--dtype float32`."
+            )
+    return device
+
+
+def main(
+    shape: Annotated[Literal[*SHAPES], typer.Option(help="Sizes of the model.")] = "mistral-7b",
+    device: Annotated[str, typer.Option(help="Where it runs: cpu, cuda.")] = "cuda",
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option(help="Of the backbone.", show_default="bfloat16, on a CPU float32"),
+    ] = None,
+    passages: Annotated[str, typer.Option(help="Of a question, by commas, what matters most first.")] = "5,20,1",
+    batches: Annotated[
+        str | None, typer.Option(help="Questions at once, by commas.", show_default="1,16,32, on a CPU 1")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="After which what was not begun is left out.")] = 240.0,
+    passage_attention: Annotated[
+        Literal["joint", "separate"], typer.Option(help="Whether a slot attends to the passages before its own.")
+    ] = "joint",
+    output: Annotated[Path | None, typer.Option(help="Folder for the report, and the table by itself.")] = None,
+) -> None:
+    """Measures operations, first token, generated token, training steps and memory of a shape with random weights."""
+    start = time.perf_counter()
+    is_cpu = device.partition(":")[0] == "cpu"
+    backbone_dtype = getattr(torch, dtype or ("float32" if is_cpu else "bfloat16"))
+    place = find_device(device, backbone_dtype)
+    sizes = parse_sizes(passages, "--passages")
+    batch_sizes = parse_sizes(batches or ("1" if is_cpu else "1,16,32"), "--batches")
+    if not is_cpu:
+        longest = BEFORE + max(sizes) * SENTENCES * SENTENCE + AFTER
+        check_fits(shape, backbone_dtype, longest, str(place), *torch.cuda.mem_get_info(place))
+    report = {"shape": shape, "is_cut": is_cpu and shape != "tiny", "dtype": str(backbone_dtype).removeprefix("torch.")}
+    report |= {
+        "passage_attention": passage_attention,
+        "passages": sizes,
+        "batches": batch_sizes,
+        "machine": describe_benchmark(place),
+    }
+    columns = (*Progress.get_default_columns()[:2], TimeElapsedColumn())
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
+        task = progress.add_task("building the model", total=1 + len(batch_sizes) * (1 + len(sizes)) + 1)
+        config = make_config(shape, report["is_cut"], passage_attention)
+        aligner = build_aligner(config, place, backbone_dtype)
+        show = partial(progress.update, task, advance=1)
+        bench = Bench(aligner, base_of(aligner, backbone_dtype), start + seconds, lambda what: show(description=what))
+        bench.run(sizes, batch_sizes)
+    num_aligner = sum(parameter.numel() for _, parameter in aligner.aligner_parameters())
+    report["parameters"] = {"backbone": aligner.num_parameters() - num_aligner, "aligner": num_aligner}
+    report |= {"seconds": time.perf_counter() - start, "rows": bench.rows, "left_out": bench.left_out}
+    table = "\n".join(shape_table(report)) + "\n"
+    typer.echo(table)
+    typer.echo(json.dumps(report))
+    if output is not None:
+        write_whole(output / SHAPE_REPORT, json.dumps(report, indent=1) + "\n")
+        write_whole(output / "shape.md", table)
+
+
+if __name__ == "__main__":
+    run_command(main)
