@@ -56,7 +56,7 @@ logger = logging.get_logger(__name__)
 
 # Tokens, padding included, of one call of the encoder, on the CPU and elsewhere. A CPU wants activations that fit its
 # cache; any other device waits for the host unless a call is large.
-CPU_TOKENS, DEVICE_TOKENS = 512, 32_768
+CPU_TOKENS, DEVICE_TOKENS = 1024, 32_768
 DTYPES = ("float32", "bfloat16", "auto")
 # Folder of a checkpoint, with the encoder that was trained with the aligner.
 ENCODER_FOLDER = "encoder"

@@ -2,16 +2,23 @@
 
 import copy
 import math
+import pickle
+import traceback
+from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from datasets import Dataset
+from peft.tuners.lora import LoraLayer
 from tiny_models import float64_throughout
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 from training_recipes import COMPARED, logs, parameters, parse, run
 from training_rows import question_rows, write_rows
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
-from arcaligner.encoder_arcaligner import SentenceEncoder
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, encoder_arcaligner
+from arcaligner.encoder_arcaligner import EncoderInputs, SentenceEncoder
 from arcaligner.train import sft as module
 from arcaligner.train.examples import EXAMPLE_FEATURES, ExampleBuilder, ExampleSelector
 from arcaligner.train.sft import (
@@ -106,6 +113,30 @@ def test_slots_of_a_batch_are_those_of_inference(processor, model, monkeypatch):
             assert found[found >= 0].tolist() == [word for each in words for word in each]
 
 
+def test_a_batch_moves_without_a_walk(collate):
+    """A tensor, a number, the encoder's inputs, or the few ids of the rows; all tensors get to the device."""
+    batch = collate([row("x", 6, 2), row("y", 3)], rates=(3,), context_words=True)
+    assert {type(value) for key, value in batch.items() if key != "row_ids"} == {torch.Tensor, int, EncoderInputs}
+    moved = send_to_device(batch, "meta")
+    inputs = moved.pop("encoder_inputs")
+    tensors = [each for each in (*moved.values(), *vars(inputs).values()) if torch.is_tensor(each)]
+    assert len(tensors) == 9 and all(tensor.is_meta for tensor in tensors)
+    assert moved["row_ids"] == ["x", "y"]
+
+
+def test_a_worker_makes_the_same_batches(processor):
+    """Also where it gets the collator as bytes."""
+    rows = examples_of(processor, 4)
+    collator = ContextCollator(processor.context_token_id, PAD, processor.encoder.text_tokenizer, (2, 4, "segment"))
+    sent = pickle.loads(pickle.dumps(collator))
+    batches = DataLoader(rows, batch_size=2, num_workers=1, collate_fn=sent)
+    for start, batch in zip((0, 2), batches, strict=True):
+        expected = collator(rows[start : start + 2])
+        assert batch.pop("row_ids") == expected.pop("row_ids")
+        found, inputs = (vars(each.pop("encoder_inputs")) for each in (batch, expected))
+        torch.testing.assert_close(batch | found, expected | inputs, rtol=0, atol=0)
+
+
 # Turns
 
 
@@ -190,6 +221,64 @@ def test_the_loss_is_that_of_the_whole_model(trainer):
     torch.testing.assert_close(trainer.compute_loss(trainer.model, batch), expected)
     loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=100)
     torch.testing.assert_close(loss, expected * (batch["labels"] != -100).sum() / 100)
+
+
+class Waits(TorchDispatchMode):
+    """Records where the host waits for a device: a function of ours, or the model that it calls."""
+
+    ASKING = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select}
+    OURS = {module.__file__, encoder_arcaligner.__file__}
+
+    def __init__(self):
+        super().__init__()
+        self.places = []
+
+    def note(self) -> None:
+        frames = traceback.extract_stack()
+        last = max((number for number, frame in enumerate(frames) if frame.filename in self.OURS), default=0)
+        models = [name for frame in frames[last:] if (name := Path(frame.filename).name).startswith("modeling_")]
+        self.places.append([*models, frames[last].name][0])
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        of_index = func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_)
+        has_mask = of_index and any(each is not None and each.dtype == torch.bool for each in args[1])
+        if func.overloadpacket in self.ASKING or has_mask:
+            self.note()
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_waits_for_the_device_once(trainer, monkeypatch):
+    """Outside of the models: for whether loss and gradients are finite."""
+    waits, batch = Waits(), trainer.data_collator(list(trainer.train_dataset)[:2])
+    for name in ("tolist", "cpu", "numpy"):  # no operations where the device is the CPU
+        plain = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda *given, plain=plain, **options: waits.note() or plain(*given, **options)
+        )
+    trainer.model.train()
+    with waits:
+        trainer.compute_loss(trainer.model, batch).backward()
+        trainer.check_gradients()
+    monkeypatch.undo()
+    assert [place for place in waits.places if not place.startswith("modeling_")] == ["check_finite"]
+
+
+def test_an_encoder_that_is_not_trained_has_no_lora_to_compute(tmp_path, trainer, processor, monkeypatch):
+    """Nor a gradient: its LoRA, of an earlier stage, is merged."""
+    trained = copy.deepcopy(processor)
+    trained.encoder = SentenceEncoder(processor.encoder_name_or_path)
+    for weight in trained.train_encoder(lora_r=2):
+        torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))
+    trained.save_pretrained(tmp_path / "trained")
+    trainer.processing_class = ArcAlignerProcessor.from_pretrained(tmp_path / "trained")
+    layers = [each for each in trainer.processing_class.encoder.model.modules() if isinstance(each, LoraLayer)]
+    for layer in layers:
+        layer.lora_A["default"].register_forward_hook(lambda *_: pytest.fail("LoRA is computed"))
+    seen, encode = [], SentenceEncoder.encode_inputs
+    monkeypatch.setattr(SentenceEncoder, "encode_inputs", lambda *given: seen.append(encode(*given)) or seen[-1])
+    trainer.model.train()
+    trainer.compute_loss(trainer.model, trainer.data_collator(list(trainer.train_dataset)[:2])).backward()
+    assert layers and [embeds.requires_grad for embeds in seen] == [False]
 
 
 def test_batches_of_one_row_that_add_up_learn_as_one_batch(tmp_path, write_recipe):

@@ -1,0 +1,120 @@
+"""What the encoder reads: texts in batches bounded by tokens, spans of tokens, and nothing nested that moves."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import normalize
+
+from arcaligner import ArcAlignerProcessor, encoder_arcaligner
+from arcaligner.encoder_arcaligner import EncoderTokenizer, _span_tokens
+
+ALPHABET = st.sampled_from("ab Ada.!?é漢😀\u200b'-")
+
+
+@st.composite
+def texts_with_spans(draw):
+    """Texts of up to twice what the encoder reads, the character where spans begin, and where each ends."""
+    texts, starts, ends = [], [], []
+    for _ in range(draw(st.integers(1, 6))):
+        text = draw(st.text(ALPHABET, max_size=120))
+        start = draw(st.integers(0, len(text)))
+        texts.append(text)
+        starts.append(start)
+        ends.append(sorted(draw(st.lists(st.integers(start, len(text)), min_size=1, max_size=9))))
+    return texts, starts, ends
+
+
+def plain_means(encoder, text: str, start: int, ends: list[int]) -> torch.Tensor:
+    """The means of one text's spans (num_spans, encoder_hidden_size), one token and one span after the other."""
+    limit = encoder.model.max_seq_length
+    read = encoder.model.tokenizer(
+        text, truncation=True, max_length=limit, return_offsets_mapping=True, return_tensors="pt"
+    )
+    places = read.pop("offset_mapping")[0].tolist()
+    states = encoder.model[0](dict(read))["token_embeddings"][0]
+    middles, means = [(first + last) / 2 for first, last in places], []
+    members = [[] for _ in ends]
+    for token, (first, last) in enumerate(places):
+        if last > first and middles[token] > start:
+            members[next((n for n, end in enumerate(ends) if middles[token] <= end), len(ends) - 1)].append(token)
+    for before, end, own in zip([start, *ends], ends, members, strict=False):
+        nearest = min(range(len(places)), key=lambda token: abs(middles[token] - (before + end) / 2))
+        means.append(states[own or [nearest]].mean(dim=0))
+    return torch.stack(means)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(asked=texts_with_spans(), batch_tokens=st.sampled_from([1, 40, 150, 10_000]))
+def test_spans_equal_plain_means(asked, batch_tokens, processor):
+    """Texts cut where the encoder ends and spans without a token included, whatever the batches are."""
+    encoder, (texts, starts, ends) = processor.encoder, asked
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(encoder_arcaligner, "CPU_TOKENS", batch_tokens)
+        found = encoder.encode_runs(texts, starts, ends)
+        expected = [plain_means(encoder, *each) for each in zip(texts, starts, ends, strict=True)]
+    torch.testing.assert_close(found, normalize(torch.cat(expected), dim=-1), rtol=0, atol=2e-6)
+
+
+def test_tokens_of_two_texts():
+    """A token over two spans belongs to one, one whose middle is where spans begin to none; a span after the last
+    token has that one."""
+    offsets = np.array([[0, 0], [0, 2], [2, 3], [3, 5], [5, 6], [0, 0], [0, 3], [0, 0]])
+    ends, counts = np.array([3, 4, 7, 20, 3]), np.array([4, 1])
+    tokens, spans = _span_tokens(offsets, np.array([6, 2]), np.array([1, 0]), ends, counts)
+    assert sorted(zip(spans.tolist(), tokens.tolist(), strict=True)) == [(0, 2), (1, 3), (2, 4), (3, 4), (4, 6)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40), batch_tokens=st.integers(1, 200))
+def test_batches_are_bounded_by_tokens(lengths, batch_tokens):
+    """Padding counted; only a text that is longer by itself exceeds it. Each batch is as large as it can be."""
+    lengths, tokens = np.array(lengths), np.arange(sum(lengths))
+    tokenizer = EncoderTokenizer(type("Tokenizer", (), {"pad_token_id": -5}), "", None, batch_tokens)
+    inputs = tokenizer.batched(tokens, lengths, tokens, tokens, len(tokens))
+    assert sum(count for count, _, _ in inputs.batches) == len(lengths)
+    assert all(count == 1 or count * longest <= batch_tokens for count, longest, _ in inputs.batches)
+    counts = [count for count, _, _ in inputs.batches]
+    for count, end in zip(counts[:-1], np.cumsum(counts)[:-1], strict=True):
+        assert (count + 1) * np.sort(lengths)[end] > batch_tokens
+    ids = inputs.input_ids.split([count * longest for count, longest, _ in inputs.batches])
+    numbers = [number for _, _, number in inputs.batches]
+    reads = zip(ids, inputs.tokens.split(numbers), inputs.slots.split(numbers), strict=True)
+    for own, places, slots in reads:  # each token is where its slot says
+        assert torch.equal(own[places], slots)
+    assert sorted(inputs.input_ids[inputs.input_ids >= 0].tolist()) == tokens.tolist()
+
+
+def test_the_tokenizer_goes_to_workers(processor):
+    """As data loaders send it where processes are not forked."""
+    tokenizer = processor.encoder.text_tokenizer
+    sent = pickle.loads(pickle.dumps(tokenizer))
+    found, expected = (each(["Ada wrote it.", "No."], [0, 0], [[3, 13], [3]]) for each in (sent, tokenizer))
+    assert torch.equal(found.input_ids, expected.input_ids) and found.batches == expected.batches
+
+
+def test_inputs_move_as_flat_tensors(processor):
+    inputs = processor.encoder.text_tokenizer(["Ada wrote it.", "No."], [0, 0], [[3, 13], [3]])
+    moved = inputs.to("meta", non_blocking=True)
+    for name in ("input_ids", "lengths", "tokens", "slots"):
+        assert getattr(moved, name).is_meta and getattr(moved, name).dim() == 1
+    assert (moved.batches, moved.num_slots, moved.of_tokens) == (inputs.batches, 3, True)
+
+
+def test_gradients_do_not_depend_on_batches(checkpoint_dir, monkeypatch):
+    texts, starts, ends = ["Ada wrote it.", "No.", "Radik jumps far."], [0, 0, 6], [[3, 13], [3], [10, 16]]
+    gradients = []
+    for batch_tokens in (1, 10_000):
+        monkeypatch.setattr(encoder_arcaligner, "CPU_TOKENS", batch_tokens)
+        processor = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
+        weights = processor.train_encoder(lora_r=2)
+        for weight in weights:
+            torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))
+        embeds = processor.encoder.encode_runs(texts, starts, ends)
+        (embeds * torch.linspace(0, 1, embeds.numel()).view_as(embeds)).sum().backward()
+        gradients.append([weight.grad for weight in weights])
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+    assert all(gradient.abs().max() > 1e-4 for gradient in gradients[0])
