@@ -248,7 +248,8 @@ def encode_marked(tokenizer, text: str) -> list[int]:
     its characters. No special tokens are added."""
     pieces = _token_patterns(tuple(tokenizer.added_tokens_encoder))[1].split(text)  # text, marked token, text, ...
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
-    newline, ids = encode("\n"), encode(pieces[0])
+    ids = encode(pieces[0])
+    newline = encode("\n") if len(pieces) > 1 else []
     for number, piece in enumerate(pieces[1:], start=1):
         if not piece:  # `None` is a mark that was alone
             continue

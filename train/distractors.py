@@ -5,11 +5,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-import bm25s
 import numpy as np
 
+from ..common.bm25 import import_bm25s
 from ..common.files import stable_number
 from ..common.rows import Row
+
+bm25s = import_bm25s()
 
 # Distractors are drawn from so many of the nearest passages.
 MOST_DISTRACTORS = 12
@@ -60,7 +62,9 @@ class NearestPassages:
         if not words[0] or not depth:
             return []
         weights = np.isin(self.titles, [each["title"] for each in others]) if in_article else None
-        found, scores = self.index.retrieve(words, k=depth, show_progress=False, weight_mask=weights)
+        found, scores = self.index.retrieve(
+            words, k=depth, show_progress=False, weight_mask=weights, backend_selection="numpy"
+        )
         taken, texts = [], {each["text"] for each in others}
         for place, score in zip(found[0].tolist(), scores[0].tolist(), strict=True):
             passage = self.passages[place]

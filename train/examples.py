@@ -15,9 +15,9 @@ continues with its next block.
 """
 
 import ast
+import copy
 import dataclasses
 import functools
-import itertools
 import logging
 import math
 import os
@@ -25,23 +25,26 @@ import random
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import datasets
 import numpy as np
+import pyarrow as pa
 from datasets import Features, List, Value
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
+from tqdm.auto import tqdm
 
 from .. import encoder_arcaligner, processing_arcaligner, segmentation_arcaligner
 from ..common import rows
 from ..common.data_sets import hotpotqa_row
-from ..common.files import printable, read_json_lines, stable_number
+from ..common.files import printable, read_json_lines, stable_number, write_whole
 from ..common.rows import FILES, JSON_LINES, ROW_FIELDS, Row, find_file, id_or_number, own_row, parse_source
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, tokenize_segments
+from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, segment_document, tokenize_segments
 from . import distractors
 from .distractors import NearestPassages, own_passages, passage_key
 from .recipe import RecipeArguments
@@ -91,6 +94,9 @@ EXAMPLE_FEATURES = Features(
 )
 _BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
 ROWS_PER_BLOCK = 2048
+ROWS_PER_PART = 64  # what a process makes at once
+MOST_REMEMBERED = 2**14  # passages and questions
+SPECIAL_TOKENS = 8  # at most, that an encoder's tokenizer adds to a text
 NAMED_ROWS = 5  # ids in a report
 # The code that decides what an example is: another version of it, comments aside, makes other blocks.
 _MODULES = (distractors, rows, encoder_arcaligner, processing_arcaligner, segmentation_arcaligner)
@@ -196,6 +202,12 @@ def _rows_of_texts(batch: dict, indices: list[int], *, text: str, title: str | N
     return rows
 
 
+def iterate_rows(corpus: datasets.Dataset, *columns: str) -> Iterator[Row]:
+    """The `columns` of all rows in order, ten times as fast as by an iteration over a corpus."""
+    for table in corpus.select_columns([*columns]).with_format("arrow").iter(ROWS_PER_BLOCK):
+        yield from table.to_pylist()
+
+
 def missing_part(row: Row, asks: bool) -> str:
     """What a row is without, questions and answers where they are asked for; empty when it is whole."""
     if asks and not row["question"].strip():
@@ -211,12 +223,16 @@ def open_part(recipe: RecipeArguments, source: str, held_out: bool, num_proc: in
     corpus = open_corpus(source, recipe.passage_words, num_proc, recipe.data_dir, recipe.asks_questions)
     share = recipe.validation_share
 
-    def is_held_out(row: Row) -> bool:
-        keys = {f"validation:{recipe.validation_seed}:{each['title'] or each['text']}" for each in row["passages"]}
-        return any(stable_number(key, 10_000) < share * 10_000 for key in keys)
+    @functools.cache
+    def is_held_out(article: str) -> bool:
+        return stable_number(f"validation:{recipe.validation_seed}:{article}", 10_000) < share * 10_000
 
     if share and (source in recipe.training_sources or not held_out):
-        corpus = corpus.select([number for number, row in enumerate(corpus) if is_held_out(row) == held_out])
+        kept = []
+        for number, row in enumerate(iterate_rows(corpus, "passages")):
+            if any(is_held_out(each["title"] or each["text"]) for each in row["passages"]) == held_out:
+                kept.append(number)
+        corpus = corpus.select(kept)
     if not len(corpus):
         raise ValueError(
             f"{source}: no row is left to {'validate with' if held_out else 'train on'} with `validation_share` "
@@ -252,41 +268,52 @@ class ExampleBuilder:
     tokens_per_slot: Sequence[int | str] = ("segment",)
     max_tokens: int | None = None
 
+    def remembering(self) -> "ExampleBuilder":
+        """A builder of the same examples that makes segments of a passage, and a turn of a question, once. Its
+        processor must not change meanwhile."""
+        builder = copy.copy(self)
+        builder._head_ids = functools.lru_cache(MOST_REMEMBERED)(self._head_ids)
+        builder._ends_of_turns = functools.cache(self._ends_of_turns)
+        builder._passage_tokens = functools.lru_cache(MOST_REMEMBERED)(self._passage_tokens)
+        builder._question_turn = functools.lru_cache(MOST_REMEMBERED)(builder._question_turn)
+        return builder
+
     def reconstruction_examples(self, rows: list[Row]) -> Iterator[Example]:
         """Stage I: each run of 1 to `max_segments` segments of a passage as slots, its text as the target."""
         for row in rows:
-            tokens = self._tokens(row["passages"])
-            for document, group in itertools.groupby(tokens, key=lambda each: each.segment.document):
-                segments, start = list(group), 0
+            for document, passage in enumerate(row["passages"]):
+                segments, start = self._passage_tokens(passage["title"], passage["text"]), 0
                 while start < len(segments):
                     end = start + 1 + stable_number(f"chunk:{row['id']}:{document}:{start}", self.max_segments)
                     chunk, following = segments[start:end], segments[end : end + 1]
-                    yield self._reconstruction(row["id"], row["passages"][document]["text"], chunk, following)
+                    yield self._reconstruction(row["id"], document, passage["text"], chunk, following)
                     start = end
 
     def _reconstruction(
-        self, row_id: str, text: str, chunk: list[SegmentTokens], following: list[SegmentTokens]
+        self, row_id: str, document: int, text: str, chunk: list[SegmentTokens], following: list[SegmentTokens]
     ) -> Example:
-        """Consecutive segments of a text as slots; their text and that of the `following` segment as targets."""
+        """Consecutive segments of a document's text as slots; their text and that of the `following` segment as
+        targets."""
         first, last = chunk[0].segment, chunk[-1].segment
-        before, after = choose_template(f"{row_id}:{first.document}:{first.start}")
+        before, after = choose_template(f"{row_id}:{document}:{first.start}")
         head, turn = self._turn(before, after, text[first.start : last.end].strip(), row_id)
         turns = [turn]
         if self.continues and following:
             # The words before the slots are shared: only what comes after them tells the two turns apart.
             _, turn = self._turn(before, CONTINUATION, following[0].segment.text.strip(), row_id)
             turns.append(turn)
-        return self._example(row_id, head, turns, chunk)
+        return self._example(row_id, head, turns, [(document, each) for each in chunk])
 
     def question_examples(self, rows: list[Row]) -> Iterator[Example]:
         """Stages II and III: the passages that `rows` share as slots, a turn for each question."""
-        tokens = self._tokens(rows[0]["passages"])
+        tokens = [
+            (document, each)
+            for document, passage in enumerate(rows[0]["passages"])
+            for each in self._passage_tokens(passage["title"], passage["text"])
+        ]
         example = None
         for row in rows:
-            asked = {"role": "user", "content": row["question"]}
-            prompt = self.processor.split_prompt([asked], add_generation_prompt=True)
-            whole = self.processor.split_prompt([asked, {"role": "assistant", "content": row["answers"][0]}])
-            head, turn = self._split(row["id"], prompt, whole)
+            head, turn = self._question_turn(row["id"], row["question"], row["answers"][0])
             # The slots are paid for once: a further question adds its turn only.
             added = len(turn["input_ids"])
             if example and (self.max_tokens is None or example["length"] + added <= self.max_tokens):
@@ -298,21 +325,38 @@ class ExampleBuilder:
             example = self._example(row["id"], head, [turn], tokens)
         yield example
 
-    def _tokens(self, documents: list[dict[str, str]]) -> list[SegmentTokens]:
-        segments = self.processor.slot_encoder.segment_documents(documents)
-        return tokenize_segments(self.processor.tokenizer, segments, documents)
+    def _passage_tokens(self, title: str, text: str) -> list[SegmentTokens]:
+        """The segments of a passage, as of document 0."""
+        encoder, limit = self.processor.encoder, self.processor.encoder.tokenizer.model_max_length
 
-    def _example(self, row_id, head, turns, tokens: list[SegmentTokens]) -> Example:
-        """An example; without segments it has one slot, the encoding of the empty string."""
+        def num_reads(text: str) -> int:
+            # No tokenizer makes more tokens than characters of ASCII, special ones aside. To tokenize takes longer.
+            fits = limit is None or (text.isascii() and len(text) + SPECIAL_TOKENS <= limit)
+            return 1 if fits else encoder.num_reads(text)
+
+        cut = {key: getattr(self.processor, key) for key in ("sentences_per_segment", "spacy_model")}
+        segments = segment_document(text, num_reads=num_reads, **cut)
+        return tokenize_segments(self.processor.tokenizer, segments, [{"title": title, "text": text}])
+
+    def _question_turn(self, row_id: str, question: str, answer: str) -> tuple[list[int], Turn]:
+        """The ids before the slots, and the turn of a question."""
+        asked = {"role": "user", "content": question}
+        prompt = self.processor.split_prompt([asked], add_generation_prompt=True)
+        whole = self.processor.split_prompt([asked, {"role": "assistant", "content": answer}])
+        return self._split(row_id, prompt, whole)
+
+    def _example(self, row_id, head, turns, tokens: list[tuple[int, SegmentTokens]]) -> Example:
+        """An example of segments and the numbers of their documents; without any it has one slot, the encoding of the
+        empty string."""
         segments = [
             {
-                "document": each.segment.document,
+                "document": document,
                 "encoder_text": each.encoder_text,
                 "encoder_start": each.encoder_start,
                 "word_ids": list(each.word_ids),
                 "word_ends": list(each.word_ends),
             }
-            for each in tokens or [EMPTY_SEGMENT]
+            for document, each in tokens or [(0, EMPTY_SEGMENT)]
         ]
         finest = min(self.tokens_per_slot, key=lambda rate: math.inf if rate == "segment" else rate)
         num_slots = sum(len(equal_runs(len(each["word_ids"]), finest)) for each in segments)
@@ -330,7 +374,7 @@ class ExampleBuilder:
     def _split(self, row_id: str, prompt: Sequence[str], whole: Sequence[str]) -> tuple[list[int], Turn]:
         """Labels on what the assistant says and the token that ends its turn, nothing else."""
         tokenize = self.processor.tokenize_prompt
-        head, asked, said = tokenize(prompt[0]), tokenize(prompt[1]), tokenize(whole[1])
+        head, asked, said = self._head_ids(prompt[0]), tokenize(prompt[1]), tokenize(whole[1])
         if prompt[0] != whole[0] or said[: len(asked)] != asked:
             raise ValueError(
                 f"Row {row_id}: the prompt {prompt!r} is not how the whole conversation {whole!r} begins, so the "
@@ -339,11 +383,18 @@ class ExampleBuilder:
         target = self._end_of_turn(said[len(asked) :])
         return head, {"input_ids": asked + target, "labels": [-100] * len(asked) + target}
 
+    def _head_ids(self, text: str) -> list[int]:
+        return self.processor.tokenize_prompt(text)
+
+    def _ends_of_turns(self) -> set[int]:
+        """Ids of the special tokens, one of which ends a turn."""
+        tokenizer = self.processor.tokenizer
+        added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+        return {*tokenizer.all_special_ids, *added}
+
     def _end_of_turn(self, target: list[int]) -> list[int]:
         """Cuts what follows the end of the turn; adds EOS if the template has no end."""
-        tokenizer = self.processor.tokenizer
-        special = set(tokenizer.all_special_ids)
-        special.update(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+        tokenizer, special = self.processor.tokenizer, self._ends_of_turns()
         end = len(target)
         while end and target[end - 1] not in special and not tokenizer.decode(target[end - 1 : end]).strip():
             end -= 1
@@ -428,24 +479,25 @@ class ExampleSelector:
         recipe, asks = self.recipe, self.recipe.asks_questions
         # Distractors are of the same part: no held-out passage is trained on.
         corpus = open_part(recipe, source, held_out, self.num_proc)
-        nearest = NearestPassages(corpus) if recipe.distractors else None
+        columns = ("question", "answers", "passages", "gold")
+        nearest = NearestPassages(iterate_rows(corpus, *columns)) if recipe.distractors else None
         drawn = nearest and [recipe.distractors, recipe.max_distractors, self.seed]
-        make = functools.partial(
-            _examples_of_rows, corpus=corpus, nearest=nearest, builder=self.builder, recipe=recipe, seed=self.seed
-        )
         settings = Hasher.hash((_CODE, corpus._fingerprint, self.builder, asks, recipe.max_questions, drawn))
+        maker = _ExampleMaker(corpus, nearest, self.builder, recipe, self.seed)
         left_out: dict[str, list[str]] = defaultdict(list)  # ids of rows, by what is wrong with them
         taken = [datasets.Dataset.from_dict({name: [] for name in EXAMPLE_FEATURES}, features=EXAMPLE_FEATURES)]
         order = self._order(corpus)
-        for start in range(0, len(order), ROWS_PER_BLOCK):
-            if quota is not None and sum(map(len, taken)) >= quota:
-                break
-            block = self._block(make, settings, order[start : start + ROWS_PER_BLOCK])
-            problems = block["problem"][:]
-            taken.append(block.select(np.flatnonzero([not each for each in problems])).remove_columns("problem"))
-            for row_id, problem in zip(block["row_id"][:], problems, strict=True):
-                if problem:
-                    left_out[problem].append(row_id)
+        with _Makers(maker, self.num_proc) as makers, tqdm(total=len(order), desc="making examples", unit="row") as bar:
+            for start in range(0, len(order), ROWS_PER_BLOCK):
+                if quota is not None and sum(map(len, taken)) >= quota:
+                    break
+                block = self._block(makers, settings, order[start : start + ROWS_PER_BLOCK])
+                problems = block["problem"][:]
+                taken.append(block.select(np.flatnonzero([not each for each in problems])).remove_columns("problem"))
+                for row_id, problem in zip(block["row_id"][:], problems, strict=True):
+                    if problem:
+                        left_out[problem].append(row_id)
+                bar.update(min(ROWS_PER_BLOCK, len(order) - start))
         examples = datasets.concatenate_datasets(taken)
         examples = examples.select(range(min(len(examples), len(examples) if quota is None else quota)))
         logger.info("%s: %d examples", source, len(examples))
@@ -462,7 +514,7 @@ class ExampleSelector:
             order = [[number] for number in range(len(corpus))]
         else:
             groups = defaultdict(list)
-            for number, row in enumerate(corpus):
+            for number, row in enumerate(iterate_rows(corpus, "passages")):
                 groups[tuple(map(passage_key, row["passages"]))].append(number)
             keys = sorted(groups)  # so that the draw depends on the seed and not on the order of the file
             draw.shuffle(keys)
@@ -473,9 +525,8 @@ class ExampleSelector:
         draw.shuffle(order)
         return order
 
-    def _block(self, make, settings: str, groups: list[list[int]]) -> datasets.Dataset:
+    def _block(self, makers: "_Makers", settings: str, groups: list[list[int]]) -> datasets.Dataset:
         """Examples of some rows, and a line for each row that lacks a part; from the cache if they were made before."""
-        fingerprint = Hasher.hash((settings, groups))
         folder = Path(self.recipe.examples_cache_dir).expanduser()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -484,44 +535,111 @@ class ExampleSelector:
                 f"Tokenized examples cannot be kept in {folder} ({error}). Name a folder that you may write to: "
                 "`examples_cache_dir` of the recipe, or the variable ARCALIGNER_CACHE."
             ) from error
-        return datasets.Dataset.from_dict({"numbers": groups}).map(
-            make,
-            batched=True,
-            batch_size=64,
-            num_proc=self.num_proc,
-            remove_columns=["numbers"],
-            features=_BLOCK_FEATURES,
-            cache_file_name=str(folder / f"{fingerprint}.arrow"),
-            new_fingerprint=fingerprint,
-            desc="segmenting and tokenizing",
-        )
+        path = folder / f"{Hasher.hash((settings, groups))}.arrow"
+        if not path.exists():
+            table = pa.concat_tables(makers.make(groups))
+
+            def write(file: BinaryIO) -> None:
+                with pa.ipc.new_stream(file, table.schema) as stream:
+                    stream.write_table(table)
+
+            write_whole(path, write)
+        return datasets.Dataset.from_file(str(path))
 
 
-def _examples_of_rows(batch: dict, *, corpus, nearest, builder, recipe, seed: int) -> dict[str, list]:
-    """Columns of `_BLOCK_FEATURES`. A row that lacks a part gives an empty example with a `problem`."""
-    examples, asks = [], recipe.asks_questions
-    for numbers in batch["numbers"]:
-        whole = []
-        for row in (corpus[number] for number in numbers):
-            if problem := missing_part(row, asks):
-                empty = {"head": [], "turns": [], "segments": [], "length": 0}
-                examples.append(empty | {"row_id": row["id"], "problem": problem})
-            else:
-                whole.append(row)
-        if whole and asks:
-            passages = own_passages(whole[0])[0]
-            if nearest is not None:
-                # One draw: none may hold an answer to any of the questions.
-                passages = nearest.mixed(whole, recipe.distractors, seed, recipe.max_distractors)
-                joined = nearest.questions_about(passages, whole[0], seed) if recipe.max_questions > 1 else []
-                whole += [corpus[number] for number in joined]  # a further question costs its turn, and no slot
-            whole = [row | {"passages": passages} for row in whole]
-        if whole:
-            of_rows = builder.question_examples(whole) if asks else builder.reconstruction_examples(whole)
-            limit = builder.max_tokens or math.inf
+@dataclass
+class _ExampleMaker:
+    """Makes the examples of rows of a corpus, which it reads by their numbers."""
+
+    corpus: datasets.Dataset
+    nearest: NearestPassages | None
+    builder: ExampleBuilder
+    recipe: RecipeArguments
+    seed: int
+
+    def __post_init__(self):
+        self.corpus = self.corpus.with_format("arrow")
+        self.builder = self.builder.remembering()
+
+    def __call__(self, groups: list[list[int]]) -> pa.Table:
+        """Columns of `_BLOCK_FEATURES`. A row that lacks a part gives an empty example with a `problem`."""
+        asks, examples, chosen = self.recipe.asks_questions, [], []
+        rows = self._rows([number for numbers in groups for number in numbers])
+        for numbers in groups:
+            problems = [missing_part(rows[number], asks) for number in numbers]
+            whole = [rows[number] for number, problem in zip(numbers, problems, strict=True) if not problem]
+            passages, joined = self._passages(whole) if whole and asks else (None, [])
+            chosen.append((numbers, problems, whole, passages, joined))
+        others = self._rows([number for *_, joined in chosen for number in joined])
+        for numbers, problems, whole, passages, joined in chosen:
+            for number, problem in zip(numbers, problems, strict=True):
+                if problem:
+                    empty = {"head": [], "turns": [], "segments": [], "length": 0}
+                    examples.append(empty | {"row_id": rows[number]["id"], "problem": problem})
+            if passages is not None:
+                whole = [row | {"passages": passages} for row in (*whole, *(others[number] for number in joined))]
+            if whole:
+                examples += self._examples(whole)
+        return pa.Table.from_pylist(examples, _BLOCK_FEATURES.arrow_schema)
+
+    def _rows(self, numbers: list[int]) -> dict[int, Row]:
+        """Rows by their numbers, all read at once."""
+        unique = sorted(set(numbers))
+        return dict(zip(unique, self.corpus[unique].to_pylist(), strict=True)) if unique else {}
+
+    def _passages(self, rows: list[Row]) -> tuple[list[dict[str, str]], list[int]]:
+        """The passages of questions that share an example, and the numbers of rows that join them."""
+        recipe, nearest = self.recipe, self.nearest
+        if nearest is None:
+            return own_passages(rows[0])[0], []
+        # One draw: none may hold an answer to any of the questions.
+        passages = nearest.mixed(rows, recipe.distractors, self.seed, recipe.max_distractors)
+        # A further question costs its turn, and no slot.
+        return passages, nearest.questions_about(passages, rows[0], self.seed) if recipe.max_questions > 1 else []
+
+    def _examples(self, rows: list[Row]) -> Iterator[Example]:
+        """The examples of whole rows; those that are too long have a `problem`."""
+        builder, limit = self.builder, self.builder.max_tokens or math.inf
+        asks = self.recipe.asks_questions
+        for example in builder.question_examples(rows) if asks else builder.reconstruction_examples(rows):
             too_long = f"longer than {limit} tokens (`max_tokens`, or the backbone's `max_position_embeddings`)"
-            examples += [each | {"problem": too_long if each["length"] > limit else ""} for each in of_rows]
-    return {name: [each[name] for each in examples] for name in _BLOCK_FEATURES}
+            yield example | {"problem": too_long if example["length"] > limit else ""}
+
+
+class _Makers:
+    """A context in which an [`_ExampleMaker`] works in several processes, which begin with the first rows."""
+
+    def __init__(self, maker: _ExampleMaker, num_proc: int | None):
+        self.maker, self.num_proc = maker, num_proc or 1
+        self.pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> "_Makers":
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+
+    def make(self, groups: list[list[int]]) -> Iterator[pa.Table]:
+        """The examples of all groups, in order."""
+        parts = [groups[start : start + ROWS_PER_PART] for start in range(0, len(groups), ROWS_PER_PART)]
+        if self.num_proc == 1:
+            return map(self.maker, parts)
+        if self.pool is None:
+            self.pool = ProcessPoolExecutor(self.num_proc, initializer=_set_maker, initargs=(self.maker,))
+        return self.pool.map(_make_part, parts)
+
+
+_maker: _ExampleMaker | None = None  # of a process of `_Makers`
+
+
+def _set_maker(maker: _ExampleMaker) -> None:
+    global _maker
+    _maker = maker
+
+
+def _make_part(groups: list[list[int]]) -> pa.Table:
+    return _maker(groups)
 
 
 # Words

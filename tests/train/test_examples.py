@@ -16,12 +16,15 @@ from training_rows import CITIES, article_rows, city_rows, passage_rows, questio
 from arcaligner.common.files import stable_number
 from arcaligner.segmentation_arcaligner import encoder_texts
 from arcaligner.train import examples as module
+from arcaligner.train.distractors import NearestPassages
 from arcaligner.train.examples import (
     CONTINUATION,
     RECONSTRUCTION_TEMPLATES,
     ExampleBuilder,
     ExampleSelector,
     choose_template,
+    missing_part,
+    open_part,
 )
 from arcaligner.train.recipe import RecipeArguments
 
@@ -162,6 +165,9 @@ class OneExample:
         yield made | {"row_id": ",".join(row["id"] for row in rows), "length": len(rows[0]["question"].split())}
 
     reconstruction_examples = question_examples
+
+    def remembering(self):
+        return self
 
 
 @pytest.fixture
@@ -323,12 +329,12 @@ def test_held_out_articles_are_validated_with_and_never_trained_on(selector, tmp
 
 
 def test_examples_are_made_once_for_rows_segmenter_prompt_and_tokenizer(select, tmp_path, processor, monkeypatch):
-    def refuse(batch, **kwargs):
+    def refuse(maker, groups):
         raise AssertionError("made before")
 
     rows = question_rows(6)
     made = select(rows, builder=ExampleBuilder(processor))
-    monkeypatch.setattr(module, "_examples_of_rows", refuse)
+    monkeypatch.setattr(module._ExampleMaker, "__call__", refuse)
     path = str(tmp_path / "rows.jsonl")
     assert select(path, builder=ExampleBuilder(copy.deepcopy(processor))).to_dict() == made.to_dict()
     asked = [(processor, {"distractors": 1.0}), (processor, {"seed": 1})]
@@ -356,6 +362,35 @@ def test_a_stopped_run_goes_on_at_its_next_block(select, tmp_path, monkeypatch):
     assert len(list((tmp_path / "examples").glob("*.arrow"))) == 2
     monkeypatch.setenv("STOP_AT", whole["row_id"][2])  # a row of the first block: it must not be asked again
     assert select(path).to_dict() == whole.to_dict()
+
+
+def row_by_row(made: ExampleSelector, source: str) -> list[dict]:
+    """The examples of a source, of one row after another and nothing remembered."""
+    recipe, builder, corpus = made.recipe, made.builder, list(open_part(made.recipe, source, held_out=False))
+    nearest, examples = NearestPassages(corpus), []
+    for numbers in made._order(open_part(recipe, source, held_out=False)):
+        rows = [corpus[number] for number in numbers if not missing_part(corpus[number], asks=True)]
+        if rows:
+            passages = nearest.mixed(rows, recipe.distractors, made.seed, recipe.max_distractors)
+            rows += [corpus[number] for number in nearest.questions_about(passages, rows[0], made.seed)]
+            examples += builder.question_examples([row | {"passages": passages} for row in rows])
+    return [each for each in examples if each["length"] <= builder.max_tokens]
+
+
+def test_blocks_hold_plain_examples(selector, tmp_path, processor, monkeypatch):
+    """Of blocks, parts and memory the examples are those of one row after another."""
+    monkeypatch.setattr(module, "ROWS_PER_BLOCK", 16)
+    monkeypatch.setattr(module, "ROWS_PER_PART", 4)
+    rows = [*article_rows(20, questions=3), *question_rows(8), *city_rows(CITIES)]
+    rows[5]["answers"], rows[11]["question"] = [], ""
+    rows[7]["passages"] = [{"title": "Long", "text": "Sentences. " + "A sentence as long as that, of words, " * 20}]
+    path = write_rows(tmp_path / "rows.jsonl", [row | {"id": str(number)} for number, row in enumerate(rows)])
+    builder = ExampleBuilder(processor, tokens_per_slot=[2, "segment"], max_tokens=300)
+    keys = {"max_questions": 2, "distractors": 0.5, "validation_share": 0.1}
+    made = selector(path, builder=builder, **keys)
+    examples = made.training_examples().to_list()
+    assert examples == row_by_row(made, path) and len(examples) > 2 * 16
+    assert {len(each["turns"]) for each in examples} >= {1, 2, 3}
 
 
 def test_several_processes_make_the_same_examples(select, tmp_path, processor):
