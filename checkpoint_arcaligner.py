@@ -5,8 +5,8 @@
 quantization work as for any model. A base model's own name or folder can be given to `from_pretrained` too: a
 fresh aligner is put around it.
 
-`digests` in `config.json` binds what gives slots their meaning: settings of aligner and processor, the aligner's
-weights, the tokenizer and the encoder that was trained along. `save_pretrained` of model and of processor keep it true.
+`digests` in `config.json` binds what belongs to one training: the aligner's weights, the tokenizer and the encoder that
+was trained along. `save_pretrained` of model and of processor keep it true. Settings may be edited.
 """
 
 import contextlib
@@ -45,7 +45,6 @@ from .base_model_arcaligner import (
     tensors_digest,
     weight_files,
 )
-from .configuration_arcaligner import check_settings, settings_digests, slot_settings
 
 logger = logging.get_logger(__name__)
 
@@ -394,7 +393,7 @@ def _write_digests(former: Path, folder: Path, includes_base_model: bool, dtype:
         config["dtype"] = config["text_config"]["dtype"] = str(dtype).removeprefix("torch.")
     weights = read_tensors(sorted(folder.glob("model*.safetensors")))
     aligner = {key: tensor for key, tensor in weights if AlignerMixin.is_aligner_key(key)}
-    own = {path.name: settings_digests(slot_settings(config)), WEIGHTS_DIGEST: tensors_digest(aligner)}
+    own = {WEIGHTS_DIGEST: tensors_digest(aligner)}
     config |= {"digests": own | processor_digests(former), "includes_base_model": includes_base_model}
     write_config(path, config)
 
@@ -453,21 +452,6 @@ def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> Non
 
 # Digests
 
-# Settings of a processor that change no slot, or that each call may choose.
-_FREE_SETTINGS = (
-    "auto_map",
-    "context_token",
-    "encoder_dtype",
-    "max_prompt_length",
-    "processor_class",
-    "tokens_per_slot",
-)
-
-
-def _processor_settings(path: Path) -> dict[str, Any]:
-    return {name: value for name, value in read_json(path).items() if name not in _FREE_SETTINGS}
-
-
 def _text_digest(path: Path) -> str:
     """The digest of a text file, whose lines may have been ended as another system does."""
     return hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()
@@ -475,7 +459,6 @@ def _text_digest(path: Path) -> str:
 
 # What a processor writes of that which gives slots their meaning.
 _PROCESSOR_FILES = {
-    "processor_config.json": lambda path: settings_digests(_processor_settings(path)),
     "tokenizer.json": _text_digest,
     "chat_template.jinja": _text_digest,
     "encoder/adapter_config.json": _text_digest,
@@ -520,7 +503,7 @@ def check_processor_files(folder: Path) -> None:
     """Refuses files of a processor in a checkpoint's folder that are not those that were saved with its aligner.
 
     Raises:
-        `ValueError`: the file that was changed, and which of its settings.
+        `ValueError`: the file that is missing or was changed.
     """
     path = folder / "config.json"
     digests = read_json(path).get("digests") or {} if path.is_file() else {}  # else a processor alone
@@ -529,9 +512,7 @@ def check_processor_files(folder: Path) -> None:
             continue
         if not (folder / name).is_file():
             raise ValueError(f"{folder} lacks {name}. Save the processor again, or download the checkpoint again.")
-        if name == "processor_config.json":
-            check_settings(f"{name} of {folder}", _processor_settings(folder / name), digests)
-        elif _PROCESSOR_FILES[name](folder / name) != digests[name]:
+        if _PROCESSOR_FILES[name](folder / name) != digests[name]:
             raise ValueError(
                 f"{folder / name} is not the file that was saved with the aligner. Download the checkpoint again, or "
                 "save the processor that the aligner was trained with."

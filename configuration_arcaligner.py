@@ -272,17 +272,9 @@ class ArcAlignerConfig(PreTrainedConfig):
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         """Reads a checkpoint's `config.json`; that of a plain base model becomes this config's `text_config`. Warns
-        where `passage_attention` is given and is not what a trained aligner's file says, which it was trained for.
-
-        Raises:
-            `ValueError`: a setting that is not what the checkpoint was saved with.
-        """
+        where `passage_attention` is given and is not what a trained aligner's file says, which it was trained for."""
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         model_type = config_dict.get("model_type")
-        if model_type == cls.model_type and config_dict.get("digests") is not None:
-            check_settings(
-                f"config.json of {pretrained_model_name_or_path}", slot_settings(config_dict), config_dict["digests"]
-            )
         trained, wanted = config_dict.get("passage_attention", "joint"), kwargs.get("passage_attention")
         if config_dict.get("training_stage") and wanted in PASSAGE_ATTENTIONS and wanted != trained:
             logger.warning_once(
@@ -316,29 +308,6 @@ def slot_settings(settings: dict[str, Any]) -> dict[str, Any]:
     if isinstance(backbone := found.get("text_config"), dict):
         found["text_config"] = {name: value for name, value in backbone.items() if name not in _NOT_COMPUTED_WITH}
     return found
-
-
-def settings_digests(settings: dict[str, Any]) -> dict[str, str]:
-    """A short digest of each setting."""
-    return {name: json_digest(value)[:16] for name, value in settings.items()}
-
-
-def check_settings(file: str, settings: dict[str, Any], digests: Any) -> None:
-    """Raises `ValueError` unless the `settings` in `file`, such as "config.json of a/b", have the digests that the
-    checkpoint was saved with."""
-    name = file.partition(" ")[0]
-    saved = digests.get(name) if isinstance(digests, dict) else None
-    if not isinstance(saved, dict):
-        raise ValueError(f"The `digests` of a checkpoint lack its {name}. Download it again, or save it again.")
-    found = settings_digests(settings)
-    changed = sorted(name for name in saved | found if saved.get(name) != found.get(name))
-    if changed:
-        told = {name: "was changed" if isinstance(value, dict) else f"is {value!r}" for name, value in settings.items()}
-        shown = ", ".join(f"`{name}` {told.get(name, 'is missing')}" for name in changed)
-        raise ValueError(
-            f"The {file} is not as it was saved: {shown}. Undo the change, or download the checkpoint again. To change "
-            "a setting, pass it to `from_pretrained` and save what was loaded."
-        )
 
 
 def longest_prompt(config: PreTrainedConfig) -> int | None:
