@@ -1,19 +1,10 @@
-"""Configuration of ArcAligner: sizes, the context token, LoRA and gates, and what of them decides what slots mean.
+"""Configuration of ArcAligner: its fields, and what settings of the gates are valid."""
 
-First of the flat files, in the order of the data flow:
-configuration -> processing (passages to slots) -> modeling (slots to logits) -> pipeline (question to answer).
-"""
-
-import hashlib
-import json
 import math
-from collections.abc import Sequence
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal
 
-import numpy as np
-import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers.utils.versions import require_version
@@ -41,22 +32,6 @@ REFINEMENT_SETTINGS = ("gate_mode", "gate_threshold", "max_refinement_steps", "r
 
 # How slots are chosen: keyword arguments of processor and pipeline.
 SLOT_SETTINGS = ("max_slots", "tokens_per_slot")
-
-# Settings of the aligner that change no slot, or say only where weights are. Others count as changing them.
-_IRRELEVANT_SETTINGS = (
-    "base_model_name_or_path",
-    "base_model_revision",
-    "context_token",
-    "digests",
-    "includes_base_model",
-    "initializer_range",
-    "lora_dropout",
-    "tie_word_embeddings",
-    "training_stage",
-)
-
-# Where two copies of a backbone's configuration may differ.
-_NOT_COMPUTED_WITH = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
 AUTO_MAP = {
     "AutoConfig": "configuration_arcaligner.ArcAlignerConfig",
@@ -296,20 +271,6 @@ class ArcAlignerConfig(PreTrainedConfig):
         return {name: value for name, value in found.items() if name not in left_out}
 
 
-def json_digest(value: Any) -> str:
-    """SHA-256 of anything that JSON can hold, and of other values by how they are printed."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()
-
-
-def slot_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Those of an aligner's settings, its `text_config` a dictionary, that decide what its slots mean."""
-    known = ArcAlignerConfig.__annotations__
-    found = {name: value for name, value in settings.items() if name in known and name not in _IRRELEVANT_SETTINGS}
-    if isinstance(backbone := found.get("text_config"), dict):
-        found["text_config"] = {name: value for name, value in backbone.items() if name not in _NOT_COMPUTED_WITH}
-    return found
-
-
 def longest_prompt(config: PreTrainedConfig) -> int | None:
     """The maximum number of positions of a backbone, if its configuration says so."""
     return getattr(config, "max_position_embeddings", None)
@@ -325,199 +286,6 @@ def check_length(length: int, what: str, config: PreTrainedConfig, position_ids=
         raise ValueError(
             f"{what} has {length} positions but the backbone {config.model_type} reads {longest}. Pass fewer or "
             "shorter passages, make a slot stand for more text (`tokens_per_slot`), or shorten the question."
-        )
-
-
-# Inputs
-
-
-def check_text(text: str, what: str) -> None:
-    """Raises `ValueError` for text that is not valid Unicode, such as a command-line argument in another encoding."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{what} is not valid Unicode at character {error.start}: {text[error.start]!a}. Decode it with its own "
-            "encoding."
-        ) from error
-
-
-def check_question(question) -> None:
-    """Raises `ValueError` unless the question is a text that is not empty."""
-    if not isinstance(question, str):
-        raise ValueError(f"A question is of type {type(question).__name__}; expected a string.")
-    check_text(question, "The question")
-    if not question.strip():
-        raise ValueError("The question is empty; expected a text. Passages alone ask nothing.")
-
-
-def check_copy_bonus(copy_bonus: Any) -> None:
-    """Raises `ValueError` unless it is a finite number of at least 0."""
-    if not (is_number(copy_bonus, Real) and 0 <= copy_bonus < math.inf):
-        raise ValueError(f"`copy_bonus` is {copy_bonus!r}; expected a number from 0, such as 6.")
-
-
-WORD_KEYS = "scale", "weight", "bias"  # what the log-odds of the states, the match of words and 1 are worth
-
-
-def check_answer_probe(probe: Any) -> None:
-    """Raises `ValueError` unless it is a regression as `train/confidence.py` writes it."""
-
-    def is_finite(value) -> bool:
-        return is_number(value, int | float) and math.isfinite(value)
-
-    given = probe if isinstance(probe, dict) else {}
-    layers, weight, words = given.get("layers"), given.get("weight"), given.get("words", dict.fromkeys(WORD_KEYS, 0.0))
-    is_right = (
-        isinstance(layers, list)
-        and bool(layers)
-        and all(type(layer) is int and layer >= 0 for layer in layers)
-        and isinstance(weight, list)
-        and all(map(is_finite, weight))
-        and is_finite(given.get("bias"))
-        and is_finite(given.get("threshold"))
-        and isinstance(words, dict)
-        and words.keys() == set(WORD_KEYS)
-        and all(map(is_finite, words.values()))
-    )
-    if not is_right:
-        raise ValueError(
-            f"`answer_probe` is {str(probe)[:60]}...; expected `layers` (their numbers), `weight` (numbers), `bias`, "
-            "`threshold` and, where words count, `words` (`scale`, `weight` and `bias`). Fit it again with `python -m "
-            "arcaligner.train.confidence`."
-        )
-
-
-def check_conversation(given: Any) -> None:
-    """Raises `ValueError` unless it is a list of messages, or a list of such lists."""
-    messages = getattr(given, "messages", given)  # transformers' `Chat` has them inside
-    if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError(f"A conversation is {messages!r}; expected a list of messages, at least one.")
-    if any(isinstance(each, list | tuple) for each in messages):
-        for each in messages:
-            check_conversation(each)
-        return
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(f'A message is {message!r}; expected {{"role": str, "content": str}}.')
-
-
-def with_plain_texts(given: Sequence) -> list:
-    """The conversation, or each of several, with each message's parts joined to one text; `None` beside calls of tools
-    stays."""
-    if not isinstance(given[0], dict):
-        return [with_plain_texts(getattr(each, "messages", each)) for each in given]
-    texts = []
-    for message in given:
-        content = message["content"]
-        if isinstance(content, list | tuple) and content:
-            parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-            is_text = all(isinstance(part, str) for part in parts) and all(part["type"] == "text" for part in content)
-            content = "".join(parts) if is_text else content
-        if isinstance(content, str):
-            check_text(content, f"A message of the {message['role']}")
-        elif content is not None or not message.get("tool_calls"):
-            raise ValueError(
-                f"A message of the {message['role']} is {content!r}; expected a text or "
-                '[{"type": "text", "text": str}].'
-            )
-        texts.append({**message, "content": content})
-    return texts
-
-
-def has_empty_message(conversation: Sequence) -> bool:
-    """Whether a message of the conversation, or of one of several, is empty."""
-    return any(has_empty_message(each) if isinstance(each, list) else each["content"] == "" for each in conversation)
-
-
-def check_ids(
-    ids,
-    name: str = "`input_ids`",
-    vocab_size: int | None = None,
-    others: tuple[int, ...] = (),
-    shape: str = "(batch, seq_len)",
-) -> None:
-    """Raises `ValueError` unless `ids` are whole numbers of as many dimensions as `shape` and, with `vocab_size`, ids
-    below it or among `others`. Values are not checked on an accelerator: reading them would make the host wait."""
-    is_tensor = isinstance(ids, torch.Tensor) and ids.layout == torch.strided and not ids.is_meta
-    is_whole = is_tensor and not ids.is_floating_point() and not ids.is_complex()
-    if vocab_size is not None:  # of the types that a table can be read with
-        is_whole = is_whole and ids.dtype in (torch.int32, torch.int64)
-    if not is_whole or ids.dim() != shape.count(",") + 1:
-        found = f" {ids.dtype}, {ids.layout}, of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else ""
-        whole = "whole numbers" if vocab_size is None else "int64 or int32"
-        raise ValueError(f"{name} is a {type(ids).__name__}{found}; expected a dense tensor of {whole} {shape}.")
-    if vocab_size is None or ids.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    is_unknown = (ids < 0) | (ids >= vocab_size)
-    for other in others:
-        is_unknown &= ids != other
-    if is_unknown.any():
-        raise ValueError(f"{name} hold {ids[is_unknown][0]}; expected 0 to {vocab_size - 1}, or one of {others}.")
-
-
-def check_context_embeds(config, slot_mask: torch.Tensor, context_embeds) -> None:
-    """Raises `ValueError` unless `context_embeds` is (batch, max_slots, encoder_hidden_size), for the rows of
-    `slot_mask` (batch, seq_len)."""
-    width = config.encoder_hidden_size
-    kind = context_embeds.dtype if isinstance(context_embeds, torch.Tensor) else type(context_embeds).__name__
-    if kind not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise ValueError(f"`context_embeds` is of type {kind}; expected a tensor of floats of 16 bits or more.")
-    if context_embeds.dim() != 3 or context_embeds.shape[0] != slot_mask.shape[0]:
-        raise ValueError(
-            f"`context_embeds` has shape {tuple(context_embeds.shape)}; expected ({slot_mask.shape[0]}, max_slots, "
-            f"{width}), one row for each row of `input_ids`."
-        )
-    if context_embeds.shape[2] != width:
-        raise ValueError(
-            f"`context_embeds` is {context_embeds.shape[2]} wide but the projector takes `encoder_hidden_size` "
-            f"{width}. Use the encoder the aligner was trained with: {config.encoder_name_or_path}."
-        )
-
-
-def check_word_ids(config, context_embeds: torch.Tensor, context_word_ids) -> None:
-    """Raises `ValueError` unless `context_word_ids` is (batch, max_slots, max_words), where the aligner reads words."""
-    if not config.word_parts:
-        if context_word_ids is not None:
-            raise ValueError(
-                "Got `context_word_ids`, but `config.word_parts` is 0: this aligner reads no words. Leave them "
-                "out, or use the processor of its checkpoint."
-            )
-        return
-    if context_word_ids is None:
-        raise ValueError(
-            f"`context_word_ids` is missing: with `config.word_parts` {config.word_parts} a slot's words are "
-            "read beside its embedding. Pass what the processor of this checkpoint returns."
-        )
-    expected = f"({context_embeds.shape[0]}, {context_embeds.shape[1]}, max_words)"
-    check_ids(context_word_ids, "`context_word_ids`", config.text_config.vocab_size, (-1,), expected)
-    if context_word_ids.shape[:2] != context_embeds.shape[:2]:
-        raise ValueError(
-            f"`context_word_ids` has shape {tuple(context_word_ids.shape)}; expected {expected}, a row for each "
-            "context embedding."
-        )
-
-
-# What a context embedding may hold at most. Its norm is 1; a much larger one would give logits that are not finite.
-LARGEST_VALUE = 1e6
-
-
-def check_slots(is_slot: np.ndarray, is_finite: np.ndarray, is_given: np.ndarray) -> None:
-    """Raises `ValueError` unless each slot, `is_slot` (batch, seq_len), has an embedding; of the embeddings (batch,
-    max_slots), which are finite and which are not zero."""
-    counts, given = is_slot.sum(axis=1), is_given.shape[1]  # (batch,)
-    most = counts.max(initial=0)
-    if most > given or is_given[:, most:].any():
-        raise ValueError(
-            f"Found {counts.tolist()} context tokens in the rows of `input_ids` but `context_embeds` holds {given} "
-            "embeddings per row. Each context token needs one embedding; rows with fewer are padded at the end."
-        )
-    is_broken = ~is_finite & (np.arange(given) < counts[:, None])
-    if is_broken.any():
-        row, slot = np.argwhere(is_broken)[0]
-        raise ValueError(
-            f"`context_embeds` holds NaN or values beyond {LARGEST_VALUE:g} in {is_broken.sum()} of "
-            f"{counts.sum()} slots, first in slot {slot} of row {row}. Check the encoder's output."
         )
 
 

@@ -6,7 +6,7 @@
 
 import functools
 import importlib
-import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,41 +14,30 @@ from importlib.metadata import version
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging
 
-from .base_model_arcaligner import (
-    ENCODER_FILES,
-    fastest_dtype,
-    find_model,
-    load_encoder_lora,
-    of_texts,
-    save_encoder_lora,
-    search_text,
-)
-from .configuration_arcaligner import longest_prompt, with_plain_texts
+from .configuration_arcaligner import longest_prompt
+from .loading_arcaligner import ENCODER_FILES, find_model, read_tensors
 from .segmentation_arcaligner import (
     EMPTY_SEGMENT,
-    GivenSlots,
     Segment,
     SegmentTokens,
     check_max_slots,
     check_tokens_per_slot,
+    documents_of,
     encoder_texts,
-    fitting_pieces,
     run_ends,
     segment_document,
-    stop_words,
     text_of,
-    title_of,
     tokenize_segments,
 )
 
@@ -57,7 +46,9 @@ logger = logging.get_logger(__name__)
 # Tokens, padding included, of one call of the encoder, on the CPU and elsewhere. A CPU wants activations that fit its
 # cache; any other device waits for the host unless a call is large.
 CPU_TOKENS, DEVICE_TOKENS = 1024, 32_768
+
 DTYPES = ("float32", "bfloat16", "auto")
+
 # Folder of a checkpoint, with the encoder that was trained with the aligner.
 ENCODER_FOLDER = "encoder"
 
@@ -463,55 +454,169 @@ def _span_tokens(
     return np.concatenate([tokens, np.array(nearest, dtype=np.int64)]), np.concatenate([spans, lonely])
 
 
-_VECTORS, _WORDS = WeakKeyDictionary(), WeakKeyDictionary()  # what encoders that search make of texts
-
-
-def _searched(question: str | list[dict], documents: Sequence[str | dict]) -> list[str]:
-    """The question, or a chat's last one, and the texts of the passages."""
-    if not isinstance(question, str):
-        question = ["", *(each["content"] or "" for each in with_plain_texts(question) if each["role"] == "user")][-1]
-    return [question, *(search_text(title_of(each), text_of(each, number)) for number, each in enumerate(documents))]
-
-
-def similarities_of(encoder, question: str | list[dict], documents: Sequence[str | dict]) -> list[float]:
-    """The cosine of a question, or of a chat's last one, and each passage."""
-    asked, *vectors = of_texts(_VECTORS, encoder.untrained, _searched(question, documents), encoder.untrained.encode)
-    return [float(asked @ vector) for vector in vectors]
-
-
-def word_match(processor, question: str | list[dict], documents: Sequence[str | dict]) -> float:
-    """How well passages match the words of a question, or of a chat's last one: the highest cosine of each, stop words
-    left out, with a word of theirs, on average. Without words on either side NaN."""
-    encoder, (asked, *texts) = processor.encoder.untrained, _searched(question, documents)
-    texts = [text for text, own in zip(texts, documents, strict=True) if text_of(own, 0).strip()]
-    pieces = [text[a:b] for text in texts for a, b in fitting_pieces(text, 0, len(text), encoder.num_reads)]
-    (words, states), *others = of_texts(_WORDS, encoder, [asked, *pieces], encoder.encode_words, most=256)
-    nearest = [(states.float() @ own.float().T).amax(dim=1) for _, own in others if len(own)]  # each (words,)
-    if not words or not nearest:
-        return math.nan
-    words, common = [word.strip().lower() for word in words], stop_words(processor.spacy_model)
-    says = torch.tensor([any(map(str.isalnum, word)) and word not in common for word in words])
-    highest = torch.stack(nearest).amax(dim=0)
-    return float((highest[says] if says.any() else highest).mean())
-
-
-def with_words(odds: torch.Tensor, words: dict[str, float] | None, matches: Sequence[float]) -> torch.Tensor:
-    """Log-odds (batch,) of what the states tell and the `word_match` of each row; `words` are the `answer_probe`'s."""
-    if not matches:
-        return odds
-    match = odds.new_tensor(matches).repeat_interleave(len(odds) // len(matches))  # a row for each beam
-    return torch.where(match.isnan(), odds, words["scale"] * odds + words["weight"] * match + words["bias"])
-
-
 @functools.cache
 def spacy_version() -> str:
     """The version of spaCy, which splits passages."""
     return version("spacy")
 
 
+# Slots that somebody has computed already
+class GivenSlots(NamedTuple):
+    """Precomputed slots of one question."""
+
+    context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
+    context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 after a slot's tokens
+    context_passage_ids: torch.LongTensor | None = None  # (num_slots,); without them all slots are of one passage
+
+
+def _embeds_of(values, name: str) -> torch.FloatTensor:
+    return _dense_tensor_of(values, name).float()
+
+
+def _ids_of(values, name: str) -> torch.LongTensor:
+    """Words or numbers of passages; a float might be another one by rounding."""
+    tensor = _dense_tensor_of(values, name)
+    ids = tensor.long()
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or (ids < -1).any():
+        raise ValueError(f"{name} is {tensor.dtype}; expected whole numbers of -1 or more. Pass them as int64.")
+    return ids
+
+
+def _dense_tensor_of(values, name: str) -> torch.Tensor:
+    try:
+        tensor = torch.as_tensor(np.asarray(values) if isinstance(values, list | tuple) else values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} is of type {type(values).__name__}; expected a tensor of numbers ({error})."
+        ) from error
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
+        raise ValueError(f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}; expected a dense tensor.")
+    return tensor
+
+
+def _rows_of(read: Callable, given, name: str, is_single: bool, num_rows: int) -> list:
+    """An entry of `given` for each of `num_rows` questions, converted by `read`."""
+    try:
+        rows = [given] if is_single or isinstance(given, str | dict) else list(given)
+    except TypeError:  # a number, or a tensor without dimensions
+        rows = []
+    if len(rows) != num_rows:
+        raise ValueError(f"Got {num_rows} questions but {len(rows)} entries of {name}; each question needs its own.")
+    return [read(row, f"{name} of row {number}") for number, row in enumerate(rows)]
+
+
+def passages_of_questions(
+    documents, context_embeds, context_word_ids, context_passage_ids, is_single: bool, num_rows: int, has_words: bool
+) -> list[list] | list[GivenSlots]:
+    """For each of `num_rows` questions, its documents or its precomputed slots, which need words if the aligner
+    `has_words`.
+
+    Raises:
+        `ValueError`: both or neither, values of another kind, or not one entry for each question.
+    """
+    if (documents is None) == (context_embeds is None):
+        found = "no" if documents is None else "both"
+        raise ValueError(f"Got {found} `documents` and `context_embeds`; expected one of the two.")
+    if context_embeds is None:
+        return _rows_of(documents_of, documents, "`documents`", is_single, num_rows)
+    embeds = _rows_of(_embeds_of, context_embeds, "`context_embeds`", is_single, num_rows)
+    words = passage_ids = [None] * num_rows
+    if context_word_ids is not None:
+        words = _rows_of(_ids_of, context_word_ids, "`context_word_ids`", is_single, num_rows)
+    elif has_words:
+        raise ValueError(
+            "Got `context_embeds` without `context_word_ids`, which this aligner reads beside them: the tokens of "
+            "each slot, (num_slots, max_words), -1 after them."
+        )
+    if context_passage_ids is not None:
+        passage_ids = _rows_of(_ids_of, context_passage_ids, "`context_passage_ids`", is_single, num_rows)
+    return [GivenSlots(*given) for given in zip(embeds, words, passage_ids, strict=True)]
+
+
+def passages_apart(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
+    """Each passage of a question by itself, by its number; those without text are left out, unless all are."""
+    if not isinstance(passages, GivenSlots):
+        return {number: [each] for number, each in enumerate(passages) if text_of(each, number).strip()} or {0: []}
+    embeds, words, ids = passages
+    if ids is None:
+        return {0: passages}
+    numbers, sizes = (each.tolist() for each in ids.unique_consecutive(return_counts=True))
+    # As wide as each needs by itself, or it would be another passage beside one with longer slots.
+    words = [None] * len(sizes) if words is None else [own[:, (own >= 0).any(dim=0)] for own in words.split(sizes)]
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(
+            f"`context_passage_ids` has runs of {numbers}; expected the slots of a passage to stand together."
+        )
+    apart = map(GivenSlots, embeds.split(sizes), words)
+    return dict(zip(numbers, apart, strict=True))
+
+
+@functools.cache
+def fastest_dtype(device_type: str) -> torch.dtype:
+    """What `"auto"` means for an encoder and in a recipe: bfloat16 if the machine multiplies matrices of a small model
+    1.5 times as fast in it, else float32. On a CPU both are measured, for a tenth of a second each."""
+    if device_type != "cpu":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    is_faster = _products_per_second(torch.bfloat16) > 1.5 * _products_per_second(torch.float32)
+    return torch.bfloat16 if is_faster else torch.float32
+
+
+def _products_per_second(dtype: torch.dtype) -> float:
+    rows, weight = torch.ones(512, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype)
+    rows @ weight  # the first one sets up the kernel
+    count, start = 0, time.perf_counter()
+    while time.perf_counter() - start < 0.1:
+        rows @ weight
+        count += 1
+    return count / (time.perf_counter() - start)
+
+
+# LoRA that a sentence encoder was trained with, in PEFT's files
+def load_encoder_lora(model, folder: Path) -> None:
+    """Adds the LoRA in `folder` to a `SentenceTransformer`.
+
+    Raises:
+        `ValueError`: weights that are cut, not finite, of another shape, missing or too many.
+    """
+    path, transformer = folder / SAFETENSORS_WEIGHTS_NAME, model.transformers_model
+    weights = dict(read_tensors([path]))
+    try:
+        inject_adapter_in_model(LoraConfig.from_pretrained(str(folder)), transformer)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / 'adapter_config.json'} does not fit the encoder ({error}).") from error
+    expected = _lora_tensors(transformer)
+    for name in sorted(weights.keys() | expected.keys()):
+        found, wanted = (None if name not in each else list(each[name].shape) for each in (weights, expected))
+        if found != wanted:
+            raise ValueError(
+                f"{path} does not fit the encoder: `{name}` has shape {found}; expected {wanted}, by its "
+                "adapter_config.json. Save the processor again, or download the checkpoint again."
+            )
+        if not torch.isfinite(weights[name]).all():
+            raise ValueError(f"{path} has NaN or infinite values in `{name}`. Take another checkpoint.")
+    set_peft_model_state_dict(transformer, {name.removeprefix(_PREFIX): each for name, each in weights.items()})
+
+
+def save_encoder_lora(model, name_or_path: str, folder: Path) -> None:
+    """Writes the LoRA of a `SentenceTransformer` to `folder` as PEFT does, for the encoder `name_or_path`."""
+    transformer = model.transformers_model
+    config = transformer.peft_config["default"]
+    config.base_model_name_or_path = name_or_path
+    config.save_pretrained(str(folder))
+    save_file(_lora_tensors(transformer), folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+# PEFT's files name the weights as those of a `PeftModel`.
+_PREFIX = "base_model.model."
+
+
+def _lora_tensors(transformer) -> dict[str, torch.Tensor]:
+    """The LoRA weights of an encoder by the names that PEFT gives them in files."""
+    tensors = get_peft_model_state_dict(transformer, save_embedding_layers=False)  # "auto" would ask the Hub
+    return {_PREFIX + name: each.contiguous() for name, each in tensors.items()}
+
+
 # Documents to slots
-
-
 class EncodedDocuments(NamedTuple):
     """The passages of one question as slots."""
 
@@ -698,3 +803,8 @@ def _check_room(
             f"{'each ' * apart}beside the question{fits * (len(sizes) > 1)}. Pass a shorter question, fewer or shorter "
             "passages, or make a slot stand for more text (`tokens_per_slot`)."
         )
+
+
+def search_text(title: str | None, text: str) -> str:
+    """What the encoder that searches reads of a passage."""
+    return f"{title or ''} {text}".strip()

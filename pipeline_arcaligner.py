@@ -6,255 +6,39 @@ configuration -> processing (passages to slots) -> modeling (slots to logits) ->
 
 import contextlib
 import functools
-import math
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, LogitsProcessor, TextGenerationPipeline
+from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
-from .configuration_arcaligner import (
-    REFINEMENT_SETTINGS,
-    SLOT_SETTINGS,
-    check_conversation,
-    check_copy_bonus,
-    is_number,
-    longest_prompt,
+from .answering_arcaligner import (
+    AnswerConfidence,
+    CopyBonus,
+    check_max_passages,
+    check_min_confidence,
+    cut_documents,
+    likeliest,
+    passages_to_read,
+    rank_passages,
 )
-from .encoder_arcaligner import similarities_of, with_words, word_match
-from .layers_arcaligner import format_trajectory
-from .processing_arcaligner import check_min_confidence, check_probe
-from .segmentation_arcaligner import Segment, copied_next, copied_texts, cut_long, documents_of
-from .slot_rows_arcaligner import pad_passage_ids, pad_words
+from .attention_arcaligner import pad_passage_ids, pad_words
+from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, longest_prompt
+from .processing_arcaligner import check_copy_bonus
+from .segmentation_arcaligner import Segment, documents_of
+from .tokenization_arcaligner import check_conversation
 
 # Options of a call that go to the processor.
 _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
+
 # Options of `generate` that have more than the prompt read before its first scores.
 _READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
+
 _OF_ROWS = ("context_embeds", "context_word_ids", "context_passage_ids", "copied", "about")  # of each row
-LONGEST_PASSAGE, CUT_PASSAGE = 250, 180  # words: longer documents are cut into pieces of so many
-
-# How likely passages answer a question, beyond the paper: middle layers of a frozen model show whether it has found an
-# answer. A logistic regression, the processor's `answer_probe`, reads it from the states of the prompt's last token: of
-# all passages, beside the match of their words, whether to believe the answer; of each alone, which ones to read.
-
-
-def check_max_passages(processor, max_passages: int) -> None:
-    """Raises `ValueError` unless it is a number of passages, of an aligner that can tell the likeliest ones."""
-    if not is_number(max_passages, Integral) or max_passages < 1:
-        raise ValueError(f"`max_passages` is {max_passages!r}; expected a whole number of at least 1.")
-    check_can_rank(processor, "`max_passages`")
-
-
-def check_can_rank(processor, what: str) -> None:
-    """Raises `ValueError`, about `what`, unless the aligner can be asked about each passage by itself."""
-    check_probe(processor, what)
-    if processor.passage_attention != "separate":
-        raise ValueError(
-            f"{what} needs passages that are read by themselves, and this aligner was trained to read those of a "
-            'question jointly. Pass fewer documents, or take an aligner with `passage_attention` "separate".'
-        )
-
-
-def passages_to_read(processor) -> int | None:
-    """How many of several passages are read by default: the likeliest, which answers far better than all of them unless
-    several are needed; `None`, all, where the aligner cannot tell it."""
-    can_tell = processor.answer_probe is not None and processor.passage_attention == "separate"
-    return 1 if can_tell else None
-
-
-def cut_documents(processor, documents: list) -> tuple[list, list[Segment]]:
-    """The passages that documents are read as, and what each is of which document: of long ones pieces, unless the
-    aligner cannot tell which of them to read."""
-    longest = math.inf if passages_to_read(processor) is None else LONGEST_PASSAGE
-    return cut_long(documents, longest, CUT_PASSAGE, processor.spacy_model)
-
-
-# What the cosine of question and passage is worth beside the confidence, in log-odds: fitted on held-out questions.
-SIMILARITY_WEIGHT = 10.0
-
-
-class RankedPassage(NamedTuple):
-    """How likely a passage by itself answers a question, the cosine of both (0 where neither texts nor a search tell),
-    and whether the passage was kept, so that it was not read again."""
-
-    confidence: float
-    similarity: float
-    is_kept: bool
-
-    @property
-    def log_odds(self) -> float:
-        """What decides between passages: the confidence, and the cosine beside it."""
-        sure = min(max(self.confidence, 1e-9), 1 - 1e-9)
-        return math.log(sure / (1 - sure)) + SIMILARITY_WEIGHT * self.similarity
-
-
-def likeliest(ranked: Mapping[int, RankedPassage], most: int) -> list[int]:
-    """The numbers of the passages that most likely answer, at most `most` of them, in the order of the passages.
-
-    >>> likeliest({0: RankedPassage(0.6, 0.8, False), 1: RankedPassage(0.7, 0.4, False)}, most=1)
-    [0]
-    """
-    return sorted(sorted(ranked, key=lambda number: ranked[number].log_odds, reverse=True)[:most])
-
-
-class AnswerConfidence(LogitsProcessor):
-    """
-    Watches one call of `generate` and tells how likely it is that the passages answer the question.
-
-    It is known before the first token, and the same for all beams and samples. It does not say that the answer is
-    right. Changes no score. Not with `guidance_scale`, prompt lookup or an assistant model, which have more than the
-    prompt read.
-
-    Args:
-        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): The aligner; the processor's
-            `answer_probe` has the regression.
-        asked (`list[tuple]`): Of each row of the batch the question, a text or a chat, and the passages that are read.
-            Their `word_match` counts, too, where it was fitted and there are words.
-        stops (`bool`, defaults to `False`): Raises `SeenError` in the last layer that is watched, as what comes after
-            it says nothing about the confidence.
-
-    In `with AnswerConfidence(...) as watch`, give it to `generate`, in the same thread, as one of `logits_processor`;
-    `watch.confidence` (batch,) is then there. Other threads may use the model meanwhile.
-
-    Raises:
-        `ValueError`: a processor without `answer_probe`, or with that of another model.
-    """
-
-    class SeenError(Exception):
-        """All states that are needed have been seen."""
-
-    def __init__(self, model, processor, asked: Iterable[tuple[Any, list]] = (), stops: bool = False):
-        check_probe(processor, "A confidence")
-        probe, width = processor.answer_probe, model.config.text_config.hidden_size
-        layers = model.model.decoder_layers
-        self.weight = torch.tensor(probe["weight"], dtype=torch.float32, device=model.device)
-        self.bias, self.words, self.processor = probe["bias"], probe.get("words"), processor
-        self.asked = [*asked] if self.words else []
-        if max(probe["layers"]) >= len(layers) or len(self.weight) != len(probe["layers"]) * width:
-            raise ValueError(
-                f"`answer_probe` has {len(self.weight)} weights for layers {probe['layers']}; expected {width} for "
-                f"each, of {len(layers)} layers. It was fitted for another model: fit it again."
-            )
-        self.layers = [layers[layer] for layer in probe["layers"]]
-        self.last = probe["layers"].index(max(probe["layers"])) if stops else None
-        self.odds: torch.Tensor | None = None  # of the states, (batch * beams or samples,)
-        self._states: dict[int, torch.Tensor] = {}  # of each of the layers, (batch, hidden)
-
-    def __enter__(self) -> "AnswerConfidence":
-        self.odds, self._thread = None, threading.get_ident()
-        self.__dict__.pop("confidence", None)  # of a call before
-        self._hooks = [
-            layer.register_forward_hook(functools.partial(self._see, place)) for place, layer in enumerate(self.layers)
-        ]
-        return self
-
-    def __exit__(self, *error) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._states = {}
-
-    def _see(self, place: int, layer, inputs, states: torch.Tensor) -> None:
-        """Keeps the last token's states (batch, hidden). Passages that are read apart come first, then the prompt."""
-        if self.odds is None and threading.get_ident() == self._thread:  # others may use the same model
-            self._states[place] = states[:, -1].float()
-            if place == self.last:
-                raise self.SeenError
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        if self.odds is None:
-            self.odds = self.log_odds()
-        return scores
-
-    @functools.cached_property
-    def confidence(self) -> torch.Tensor:
-        """How likely it is that the passages answer, (batch * beams or samples,). Their words are read for it."""
-        matches = [word_match(self.processor, *own) for own in self.asked]
-        return torch.sigmoid(with_words(self.odds, self.words, matches))
-
-    def log_odds(self) -> torch.Tensor:
-        """What the states of what was read last tell, (batch,)."""
-        if len(self._states) < len(self.layers):
-            raise ValueError(
-                "No states of the prompt's last token were seen. Generate in `with AnswerConfidence(...)` and its "
-                "thread, with a model that is not compiled as a whole, and without prompt lookup or an assistant model."
-            )
-        states = [self._states[place].to(self.weight.device) for place in range(len(self.layers))]
-        states = torch.cat(states, dim=1)  # (batch, layers * hidden)
-        return states @ self.weight + self.bias
-
-
-class CopyBonus(LogitsProcessor):
-    """Prefers answers in the words of the passages, in one call of `generate`.
-
-    Beyond the paper: a slot tells what a text says better than how it is spelled, and whoever asks has the text. While
-    all of an answer stands in it, from the beginning of a word on, `bonus` is added to the scores of tokens that go on
-    so and, where a word ends, of those that end the answer. What the model reads is the same.
-
-    Args:
-        processor ([`ArcAlignerProcessor`]): Of the aligner.
-        documents (`list[list]`): Of each row of the batch, the passages that it reads; each is copied from as a whole.
-        bonus (`float` or `list`): In log-odds, of all rows or of each; `None` is the processor's `copy_bonus`.
-        end_ids (`int` or `list[int]`, *optional*): Tokens that end an answer.
-    """
-
-    def __init__(self, processor, documents: list[list], bonus: float | list | None, end_ids: int | list | None):
-        given = bonus if isinstance(bonus, list) else [bonus] * len(documents)
-        self.bonus = [processor.copy_bonus if each is None else each for each in given]
-        copied = (each if own else [] for each, own in zip(documents, self.bonus, strict=True))
-        self.texts = [copied_texts(processor.tokenizer, each, processor.no_answer) for each in copied]
-        self.end_ids = set() if end_ids is None else set(torch.as_tensor(end_ids).reshape(-1).tolist())
-        self.prompt_length: int | None = None
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        if self.prompt_length is None:
-            self.prompt_length = input_ids.shape[1]
-        if not any(self.texts):
-            return scores
-        scores, num_each = scores.clone(), len(input_ids) // len(self.texts)  # (batch * beams or samples, vocab_size)
-        for row, written in enumerate(input_ids[:, self.prompt_length :].tolist()):
-            ids = copied_next(self.texts[row // num_each], written, self.end_ids)
-            scores[row, ids] += self.bonus[row // num_each]
-        return scores.log_softmax(dim=-1)  # else each token of a copy would add its bonus to the sum of a beam
-
-
-@torch.no_grad()
-def rank_passages(
-    store, questions: list, documents: list | None = None, similarities: list | None = None, **kwargs: Any
-) -> list[dict[int, RankedPassage]]:
-    """How likely each passage by itself answers its question; `likeliest` then says which ones to read.
-
-    Each question is read behind each of its passages. What is read of these is in the store, where `prepare` finds it.
-
-    Args:
-        store ([`SlotPrefixStore`]): Of an aligner that reads passages apart and whose confidence was fitted.
-        questions, documents, kwargs: As for `SlotPrefixStore.prepare`, of several questions.
-        similarities (`list[list[float]]`, *optional*): Of each question, its cosines with the passages where a search
-            has them. Default: computed, for `documents`.
-
-    Returns:
-        For each question, by the number of the passage, without those that have no text.
-    """
-    check_can_rank(store.processor, "Ranking passages")
-    if similarities is None and documents is not None:
-        documents = [documents_of(each, "`documents`") for each in documents]
-        similarities = list(map(functools.partial(similarities_of, store.processor.encoder), questions, documents))
-    watch, ranked = AnswerConfidence(store.model, store.processor, stops=True), [{} for _ in questions]
-    for rows, inputs in store.each_alone(questions, documents, **kwargs):
-        with watch:
-            with contextlib.suppress(watch.SeenError):
-                store.read_question(inputs)
-            sure = torch.sigmoid(watch.log_odds()).tolist()
-        for (question, passage, is_kept), confidence in zip(rows, sure, strict=True):
-            similarity = similarities[question][passage] if similarities else 0.0
-            ranked[question][passage] = RankedPassage(confidence, similarity, is_kept)
-    return [dict(sorted(each.items())) for each in ranked]
 
 
 class ArcAlignerPipeline(TextGenerationPipeline):
@@ -558,3 +342,13 @@ def _read_input(given: Any, documents: list | None) -> tuple[str | Chat, list | 
         'Expected a chat, a string or {"question": str, "documents": [...]}, one or a list of one of them (of a data '
         f"set `list(dataset)`); got {found}."
     )
+
+
+def format_trajectory(depth: int) -> str:
+    """Passes of a slot through a layer as the paper's case studies write them, one `L` for each; `depth` is an
+    entry of `recursion_depth`.
+
+    >>> [format_trajectory(depth) for depth in (0, 1, 2)]
+    ['L0.', 'LL', 'LLL']
+    """
+    return "L0." if depth == 0 else "L" * (depth + 1)

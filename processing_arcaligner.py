@@ -7,6 +7,7 @@ The context token is never part of the tokenizer: its id is written into `input_
 characters in somebody's text are text.
 """
 
+import math
 import uuid
 from collections.abc import Sequence
 from dataclasses import fields
@@ -21,42 +22,34 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedConfig, ProcessorMixin
 from transformers.utils import to_py_obj
 
-from .base_model_arcaligner import TEXT_FILES, find_model
-from .checkpoint_arcaligner import (
+from .attention_arcaligner import pad_passage_ids, pad_words
+from .configuration_arcaligner import DEFAULT_ENCODER, PASSAGE_ATTENTIONS, SLOT_SETTINGS, is_number, longest_prompt
+from .encoder_arcaligner import ENCODER_FOLDER, EncodedDocuments, SentenceEncoder, SlotEncoder, passages_of_questions
+from .kv_cache_arcaligner import SlotPrefixStore
+from .loading_arcaligner import (
+    TEXT_FILES,
     check_processor_files,
     check_processor_is_readable,
+    find_model,
     write_processor_digests,
     written_whole,
 )
-from .configuration_arcaligner import (
-    DEFAULT_ENCODER,
-    PASSAGE_ATTENTIONS,
-    SLOT_SETTINGS,
-    check_answer_probe,
+from .segmentation_arcaligner import check_sentences_per_segment, check_tokens_per_slot
+from .tokenization_arcaligner import (
     check_conversation,
-    check_copy_bonus,
     check_question,
     check_text,
+    encode_marked,
     has_empty_message,
-    is_number,
-    longest_prompt,
+    mark_control_tokens,
     with_plain_texts,
 )
-from .encoder_arcaligner import ENCODER_FOLDER, EncodedDocuments, SentenceEncoder, SlotEncoder
-from .prefix_store_arcaligner import SlotPrefixStore
-from .segmentation_arcaligner import (
-    check_sentences_per_segment,
-    check_tokens_per_slot,
-    encode_marked,
-    mark_control_tokens,
-    passages_of_questions,
-)
-from .slot_rows_arcaligner import pad_passage_ids, pad_words
 
 # Arguments of `__call__` that are not the chat template's.
 _SLOT_ARGUMENTS = (*SLOT_SETTINGS, "context_word_ids", "context_passage_ids", "return_segments")
 
 BACKGROUND_LINE = "Refer to the background document: "
+
 QUESTION_LINE = "\nQuestion: "
 
 
@@ -522,25 +515,41 @@ def _with_background_line(messages: list[dict], mark: str) -> list[dict]:
     raise ValueError("The conversation has no user message, so there is no question to put the documents before.")
 
 
-# Whether the aligner's confidence can be asked for. See `AnswerConfidence` of the pipeline.
+def check_copy_bonus(copy_bonus: Any) -> None:
+    """Raises `ValueError` unless it is a finite number of at least 0."""
+    if not (is_number(copy_bonus, Real) and 0 <= copy_bonus < math.inf):
+        raise ValueError(f"`copy_bonus` is {copy_bonus!r}; expected a number from 0, such as 6.")
 
 
-def check_probe(processor, what: str) -> None:
-    """Raises `ValueError`, about `what`, unless its confidence was fitted."""
-    if processor.answer_probe is None:
+WORD_KEYS = "scale", "weight", "bias"  # what the log-odds of the states, the match of words and 1 are worth
+
+
+def check_answer_probe(probe: Any) -> None:
+    """Raises `ValueError` unless it is a regression as `train/confidence.py` writes it."""
+
+    def is_finite(value) -> bool:
+        return is_number(value, int | float) and math.isfinite(value)
+
+    given = probe if isinstance(probe, dict) else {}
+    layers, weight, words = given.get("layers"), given.get("weight"), given.get("words", dict.fromkeys(WORD_KEYS, 0.0))
+    is_right = (
+        isinstance(layers, list)
+        and bool(layers)
+        and all(type(layer) is int and layer >= 0 for layer in layers)
+        and isinstance(weight, list)
+        and all(map(is_finite, weight))
+        and is_finite(given.get("bias"))
+        and is_finite(given.get("threshold"))
+        and isinstance(words, dict)
+        and words.keys() == set(WORD_KEYS)
+        and all(map(is_finite, words.values()))
+    )
+    if not is_right:
         raise ValueError(
-            f"{what} needs an aligner whose confidence was fitted, and this one's processor has no `answer_probe`. Fit "
-            "it with `python -m arcaligner.train.confidence`, or leave it out."
+            f"`answer_probe` is {str(probe)[:60]}...; expected `layers` (their numbers), `weight` (numbers), `bias`, "
+            "`threshold` and, where words count, `words` (`scale`, `weight` and `bias`). Fit it again with `python -m "
+            "arcaligner.train.confidence`."
         )
-
-
-def check_min_confidence(processor, min_confidence: float) -> None:
-    """Raises `ValueError` unless it is a share, of an aligner that tells how sure it is."""
-    if not is_number(min_confidence, Real) or not 0.0 <= min_confidence <= 1.0:
-        raise ValueError(f"`min_confidence` is {min_confidence!r}; expected a number from 0 to 1.")
-    check_probe(processor, "`min_confidence`")
-    if not isinstance(processor.no_answer, str):
-        raise ValueError(f"The processor's `no_answer` is {processor.no_answer!r}; expected what is answered instead.")
 
 
 ArcAlignerProcessor.register_for_auto_class("AutoProcessor")

@@ -5,24 +5,17 @@ spaCy finds the sentences. Offsets always count characters of the document's tex
 it. What an answer may copy of texts is here, too.
 """
 
-import bisect
 import functools
 import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Integral
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
-from transformers.utils import logging
 
-from .base_model_arcaligner import of_texts
-from .configuration_arcaligner import check_text, is_number
-
-logger = logging.get_logger(__name__)
+from .configuration_arcaligner import is_number
+from .tokenization_arcaligner import check_text, encode_marked, mark_control_tokens
 
 # spaCy refuses longer texts by default; its rule-based sentence splitter needs little memory for each character.
 _MAX_SPACY_CHARACTERS = 100_000_000
@@ -135,148 +128,13 @@ def text_of(document, number: int) -> str:
     return text
 
 
-# Slots that somebody has computed already
-
-
-class GivenSlots(NamedTuple):
-    """Precomputed slots of one question."""
-
-    context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
-    context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 after a slot's tokens
-    context_passage_ids: torch.LongTensor | None = None  # (num_slots,); without them all slots are of one passage
-
-
-def _embeds_of(values, name: str) -> torch.FloatTensor:
-    return _dense_tensor_of(values, name).float()
-
-
-def _ids_of(values, name: str) -> torch.LongTensor:
-    """Words or numbers of passages; a float might be another one by rounding."""
-    tensor = _dense_tensor_of(values, name)
-    ids = tensor.long()
-    if tensor.dtype == torch.bool or tensor.is_floating_point() or (ids < -1).any():
-        raise ValueError(f"{name} is {tensor.dtype}; expected whole numbers of -1 or more. Pass them as int64.")
-    return ids
-
-
-def _dense_tensor_of(values, name: str) -> torch.Tensor:
-    try:
-        tensor = torch.as_tensor(np.asarray(values) if isinstance(values, list | tuple) else values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{name} is of type {type(values).__name__}; expected a tensor of numbers ({error})."
-        ) from error
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
-        raise ValueError(f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}; expected a dense tensor.")
-    return tensor
-
-
-def _rows_of(read: Callable, given, name: str, is_single: bool, num_rows: int) -> list:
-    """An entry of `given` for each of `num_rows` questions, converted by `read`."""
-    try:
-        rows = [given] if is_single or isinstance(given, str | dict) else list(given)
-    except TypeError:  # a number, or a tensor without dimensions
-        rows = []
-    if len(rows) != num_rows:
-        raise ValueError(f"Got {num_rows} questions but {len(rows)} entries of {name}; each question needs its own.")
-    return [read(row, f"{name} of row {number}") for number, row in enumerate(rows)]
-
-
-def passages_of_questions(
-    documents, context_embeds, context_word_ids, context_passage_ids, is_single: bool, num_rows: int, has_words: bool
-) -> list[list] | list[GivenSlots]:
-    """For each of `num_rows` questions, its documents or its precomputed slots, which need words if the aligner
-    `has_words`.
-
-    Raises:
-        `ValueError`: both or neither, values of another kind, or not one entry for each question.
-    """
-    if (documents is None) == (context_embeds is None):
-        found = "no" if documents is None else "both"
-        raise ValueError(f"Got {found} `documents` and `context_embeds`; expected one of the two.")
-    if context_embeds is None:
-        return _rows_of(documents_of, documents, "`documents`", is_single, num_rows)
-    embeds = _rows_of(_embeds_of, context_embeds, "`context_embeds`", is_single, num_rows)
-    words = passage_ids = [None] * num_rows
-    if context_word_ids is not None:
-        words = _rows_of(_ids_of, context_word_ids, "`context_word_ids`", is_single, num_rows)
-    elif has_words:
-        raise ValueError(
-            "Got `context_embeds` without `context_word_ids`, which this aligner reads beside them: the tokens of "
-            "each slot, (num_slots, max_words), -1 after them."
-        )
-    if context_passage_ids is not None:
-        passage_ids = _rows_of(_ids_of, context_passage_ids, "`context_passage_ids`", is_single, num_rows)
-    return [GivenSlots(*given) for given in zip(embeds, words, passage_ids, strict=True)]
-
-
-# Control tokens in what people write. Characters for private use stand around each, so that a chat template passes them
-# on and they can still be told from those that the template writes.
-_START, _END = "\ue0c0", "\ue0c1"
-
-
-@functools.lru_cache
-def _token_patterns(tokens: tuple[str, ...]) -> tuple[re.Pattern, re.Pattern]:
-    """Finds any of `tokens`, the longest first, and finds them where they are marked, or a mark that is left alone."""
-    plain = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"  # (?!) never matches
-    return re.compile(plain), re.compile(f"{_START}({plain}){_END}|[{_START}{_END}]")
-
-
-def mark_tokens(value, tokens: tuple[str, ...]):
-    """Texts, also in dictionaries and lists, with the `tokens` in them marked. Marks that they hold already go."""
-    if isinstance(value, str):
-        unmarked = value.replace(_START, "").replace(_END, "")
-        return _token_patterns(tokens)[0].sub(f"{_START}\\g<0>{_END}", unmarked)
-    if isinstance(value, dict):
-        return {key: mark_tokens(each, tokens) for key, each in value.items()}
-    return [mark_tokens(each, tokens) for each in value] if isinstance(value, list | tuple) else value
-
-
-def mark_control_tokens(tokenizer, text):
-    """Texts or messages with control tokens marked, so that `encode_marked` reads them as text: special tokens, and
-    added ones that the chat template writes. Marks of a turn that are no tokens, such as Llama 2's `[INST]`, are
-    left alone."""
-    template = str(tokenizer.chat_template or "")
-    added = tokenizer.added_tokens_decoder.values()
-    of_template = (token.content for token in added if token.content.strip() and token.content in template)
-    special = (token.content for token in added if token.special)
-    return mark_tokens(text, tuple(dict.fromkeys((*special, *of_template))))
-
-
-def encode_marked(tokenizer, text: str) -> list[int]:
-    """Ids of a text, with what `mark_tokens` marked as plain text: `ValueError` for a tokenizer that makes a token of
-    its characters. No special tokens are added."""
-    pieces = _token_patterns(tuple(tokenizer.added_tokens_encoder))[1].split(text)  # text, marked token, text, ...
-    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
-    ids = encode(pieces[0])
-    newline = encode("\n") if len(pieces) > 1 else []
-    for number, piece in enumerate(pieces[1:], start=1):
-        if not piece:  # `None` is a mark that was alone
-            continue
-        is_marked = number % 2 == 1
-        read = functools.partial(_encode_as_text, tokenizer) if is_marked else encode
-        # After a newline, since some tokenizers add a space at the beginning of a text.
-        own_ids = read("\n" + piece)
-        own_ids = own_ids[len(newline) :] if own_ids[: len(newline)] == newline else read(piece)
-        if is_marked and tokenizer.convert_tokens_to_ids(piece) in own_ids:
-            raise ValueError(f"The tokenizer reads {piece!r} as a control token even in plain text. Leave it out.")
-        ids += own_ids
-    return ids
-
-
-def _encode_as_text(tokenizer, text: str) -> list[int]:
-    """Ids of a text in which nothing is a control token. `split_special_tokens` would change the tokenizer meanwhile,
-    which other threads may be using."""
-    backend = tokenizer.backend_tokenizer
-    text = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
-    words = [(text, None)] if backend.pre_tokenizer is None else backend.pre_tokenizer.pre_tokenize_str(text)
-    return [token.id for word, _ in words for token in backend.model.tokenize(word)]
-
-
 # A word of 100 characters or 9 marks. spaCy's tokenizer takes quadratic time on some, such as "((((".
 _LONG_WORD = re.compile(r"(?<!\S)(?=\S{100}|(?:\w*[^\w\s]){9})\S+")
+
 _MARKS_AT_THE_END = re.compile(r"[^\w\s]*$")
+
 _SPACE = re.compile(r"\s")
+
 # spaCy never forgets a word. After this number of new ones it is loaded again.
 _MAX_NEW_WORDS = 100_000
 
@@ -467,91 +325,6 @@ def _tokenize_document(tokenizer, document: str | dict, number: int) -> tuple[np
         ends = [end for end, each in zip(ends, read_as_text, strict=True) for _ in each]
         ids = [each for row in read_as_text for each in row]
     return np.array(ids, dtype=np.int64), np.array(ends, dtype=np.int64) - len(title)
-
-
-def passages_apart(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
-    """Each passage of a question by itself, by its number; those without text are left out, unless all are."""
-    if not isinstance(passages, GivenSlots):
-        return {number: [each] for number, each in enumerate(passages) if text_of(each, number).strip()} or {0: []}
-    embeds, words, ids = passages
-    if ids is None:
-        return {0: passages}
-    numbers, sizes = (each.tolist() for each in ids.unique_consecutive(return_counts=True))
-    # As wide as each needs by itself, or it would be another passage beside one with longer slots.
-    words = [None] * len(sizes) if words is None else [own[:, (own >= 0).any(dim=0)] for own in words.split(sizes)]
-    if len(set(numbers)) < len(numbers):
-        raise ValueError(
-            f"`context_passage_ids` has runs of {numbers}; expected the slots of a passage to stand together."
-        )
-    apart = map(GivenSlots, embeds.split(sizes), words)
-    return dict(zip(numbers, apart, strict=True))
-
-
-_COPIED = WeakKeyDictionary()  # of each tokenizer, what is copied of texts
-_WORD_START = re.compile(r"(?<![^\W_])[^\W_]|(?<!\S)\S")
-_WORD = re.compile(r"\S{1,40}")  # what is looked at of one
-# Answers that are as good as copied: else a question that wants "yes" would be answered by a "no" of the text.
-YES_NO = ("yes", "no", "Yes", "No")
-
-
-class CopiedText(NamedTuple):
-    """A text, from any of its words on, as the backbone writes it at the beginning of an answer."""
-
-    ids: list[int]
-    ends_word: list[bool]  # whether a word ends with the token
-    # Of each word, by its first id: its ids by itself, as an answer has no space before it, whether a word ends with
-    # each, and where the text's own `ids` go on.
-    words: dict[int, list[tuple[list[int], list[bool], int]]]
-
-    def follow(self, written: list[int]) -> tuple[set[int], bool]:
-        """The ids that go on with what is `written`, wherever it stands, and whether a word ends there."""
-        found, is_end, length = set(), False, len(written)
-        for own, own_ends, after in self.words.get(written[0], ()):
-            place = after + max(0, length - len(own))
-            if own[:length] + self.ids[after:place] == written:
-                found.update(own[length : length + 1] or self.ids[place : place + 1])
-                is_end |= self.ends_word[place - 1] if place > after else own_ends[length - 1]
-        return found, is_end
-
-
-def copied_texts(tokenizer, documents: Sequence[str | dict], no_answer: str | None = None) -> list[CopiedText]:
-    """What an answer may copy of documents, titles included; `YES_NO` and `no_answer` are copied whole."""
-    read = [(text_of(document, number), title_of(document)) for number, document in enumerate(documents)]
-    texts = [each for text, title in read if text.strip() for each in (text, title) if each]
-    found = of_texts(_COPIED, tokenizer, texts, lambda missing: [_copied(tokenizer, text) for text in missing])
-    others = [each for each in (*YES_NO, no_answer) if each] if texts else []
-    whole = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in others]
-    return found + [CopiedText([], [], {ids[0]: [(ids, [*[False] * (len(ids) - 1), True], 0)]}) for ids in whole]
-
-
-def _copied(tokenizer, text: str) -> CopiedText:
-    """No copy begins with a word that holds a control token."""
-
-    def ends_word(ends: Sequence[int]) -> list[bool]:
-        pairs = zip(ends, [*ends[1:], len(text) + 1], strict=True)  # equal where a character has several tokens
-        return [end < after and not (text[end - 1].isalnum() and text[end : end + 1].isalnum()) for end, after in pairs]
-
-    ids, ends = (each.tolist() for each in _tokenize_document(tokenizer, text, 0))
-    copied = CopiedText(ids, ends_word(ends), {})
-    starts = [found.start() for found in _WORD_START.finditer(text)]
-    words = [_WORD.match(text, start)[0] for start in starts] or [""]  # no tokenizer takes an empty batch
-    read = tokenizer(words, add_special_tokens=False, return_offsets_mapping=True)
-    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    for start, word, own, offsets in zip(starts, words, read["input_ids"], read["offset_mapping"], strict=False):
-        if own and not special.intersection(own):
-            after = bisect.bisect_right(ends, start + len(word))
-            is_start = after and ends[after - 1] == start + len(word)  # else a token crosses the end of the word
-            own_ends = ends_word([start + end for _, end in offsets])
-            copied.words.setdefault(own[0], []).append((own, own_ends, after if is_start else len(ids)))
-    return copied
-
-
-def copied_next(texts: Sequence[CopiedText], written: list[int], end_ids: Set[int]) -> list[int]:
-    """Ids that go on with an answer in the words of `texts`, and, where a word of it is whole, of those that end it."""
-    if not written:
-        return sorted({first for text in texts for first in text.words})
-    found = [text.follow(written) for text in texts]
-    return sorted(set().union(*(ids for ids, _ in found), end_ids if any(is_end for _, is_end in found) else ()))
 
 
 def stop_words(spacy_model: str) -> set[str]:

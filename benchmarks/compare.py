@@ -25,6 +25,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from ..answering_arcaligner import passages_to_read
 from ..common.files import counted, describe_machine, markdown_table, read_json_lines, write_whole
 from ..common.passages import PASSAGE_WORDS
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
@@ -32,7 +33,7 @@ from ..evaluation.analyses.speed import machine_line
 from ..evaluation.answering import answer_text, load_aligner, load_text_lora
 from ..evaluation.methods import rate_title, whole_text
 from ..evaluation.tasks import with_found
-from ..pipeline_arcaligner import ArcAlignerPipeline, passages_to_read
+from ..pipeline_arcaligner import ArcAlignerPipeline
 from ..train.prompts import MAX_NEW_TOKENS
 
 COLUMNS = ("what is read", "positions", "F1", "EM", "agreement", "first token")

@@ -31,17 +31,23 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
-from ..base_model_arcaligner import cache_of
+from ..answering_arcaligner import likeliest, passages_to_read, rank_passages
+from ..attention_arcaligner import cache_of
 from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, digest, run_command, write_whole
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length
 from ..evaluation.analyses.speed import KEPT_REPORT, LIKELIEST, kept_lines
 from ..evaluation.answering import apart_text
 from ..evaluation.settings import split_rates
-from ..generation_arcaligner import join_keys_values, keys_values_of, load_keys_values, read_text, save_keys_values
+from ..kv_cache_arcaligner import (
+    SlotPrefixStore,
+    join_keys_values,
+    keys_values_of,
+    load_keys_values,
+    read_text,
+    save_keys_values,
+)
 from ..modeling_arcaligner import ArcAlignerForCausalLM
-from ..pipeline_arcaligner import likeliest, passages_to_read, rank_passages
-from ..prefix_store_arcaligner import SlotPrefixStore
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.prompts import text_ids
 from .arms import first_tokens, join_rows, load_models, pick_rows, read, share, time_rounds

@@ -17,7 +17,7 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
-from ..base_model_arcaligner import cache_of
+from ..attention_arcaligner import cache_of
 from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, run_command, write_whole
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length

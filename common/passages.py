@@ -54,7 +54,7 @@ def cut_passages(
     >>> cut_passages("One two. Three. Four five six seven.", passage_words=3)
     [(0, 15), (16, 29), (30, 36)]
     """
-    from ..segmentation_arcaligner import segment_document  # the floor stands without it
+    from ..segmentation_arcaligner import segment_document
 
     passages: list[tuple[int, int]] = []
     room, starts = 0, [start for start, _ in sections]

@@ -17,14 +17,13 @@ from rich.progress import Progress
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from ..base_model_arcaligner import CACHE, cache_of, default_dtype, resolve_model
+from ..attention_arcaligner import CACHE, cache_of, check_can_separate, passage_positions, separate_passages
 from ..common.rows import Row
 from ..configuration_arcaligner import check_length
-from ..layers_arcaligner import ADAPTER_NAME, slot_lora_layers
-from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..loading_arcaligner import default_dtype, resolve_model
+from ..modeling_arcaligner import ADAPTER_NAME, ArcAlignerForCausalLM, slot_lora_layers
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..segmentation_arcaligner import mark_control_tokens
-from ..slot_rows_arcaligner import check_can_separate, passage_positions, separate_passages
+from ..tokenization_arcaligner import mark_control_tokens
 from ..train.prompts import (
     ApartText,
     greedy_answers,

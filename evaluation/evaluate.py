@@ -17,9 +17,9 @@ from typing import Any
 
 from rich.progress import track
 
-from ..base_model_arcaligner import default_dtype
 from ..common.files import describe_machine, digest
 from ..common.rows import Row
+from ..loading_arcaligner import default_dtype
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.prompts import MAX_NEW_TOKENS
 from .answering import Answer, in_batches

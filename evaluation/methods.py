@@ -21,11 +21,11 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import DynamicCache
 from transformers.utils import CONFIG_NAME
 
-from ..base_model_arcaligner import CACHE
+from ..answering_arcaligner import check_max_passages
+from ..attention_arcaligner import CACHE
 from ..common.files import digest_files
 from ..common.rows import Row
 from ..configuration_arcaligner import ArcAlignerConfig
-from ..pipeline_arcaligner import check_max_passages
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import tokenize_segments
 from ..train.prompts import passages_text

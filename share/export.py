@@ -15,9 +15,9 @@ import torch
 import typer
 from transformers.utils import CONFIG_NAME, PROCESSOR_NAME
 
-from ..checkpoint_arcaligner import written_whole
 from ..common.files import run_command
 from ..configuration_arcaligner import ArcAlignerConfig
+from ..loading_arcaligner import written_whole
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from .hub import RECIPE_FILE, RESULTS_FILE, write_model_card

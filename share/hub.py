@@ -26,11 +26,11 @@ from huggingface_hub.repocard_data import ModelCardData
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils import logging
 
-from ..checkpoint_arcaligner import CODE_FILES, check_weights
 from ..common.data_sets import LICENCES, ON_GITHUB, TRAINING_FILES
 from ..common.files import ROOT, write_whole
 from ..configuration_arcaligner import REQUIREMENTS, ArcAlignerConfig
 from ..encoder_arcaligner import ENCODER_FOLDER
+from ..loading_arcaligner import CODE_FILES, check_weights
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 

@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, BertTokeni
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
 from arcaligner.apps.cli import app as cli
-from arcaligner.base_model_arcaligner import models_directory
 from arcaligner.configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
+from arcaligner.loading_arcaligner import models_directory
 
 ENCODER_WIDTH = 12
 CHATML = (

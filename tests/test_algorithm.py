@@ -11,9 +11,9 @@ import torch
 from reference import EXACT, Reference, assert_matches_reference, loss_gradients, random_case
 from tiny_models import backbone_config, collate, for_generate, random_row, random_rows, tiny_aligner
 
-from arcaligner import layers_arcaligner, slot_rows_arcaligner
-from arcaligner.layers_arcaligner import OpenSlotsSteps, SlotDecoderLayer
-from arcaligner.slot_rows_arcaligner import refinement_mask
+from arcaligner import refinement_arcaligner
+from arcaligner.modeling_arcaligner import SlotDecoderLayer
+from arcaligner.refinement_arcaligner import OpenSlotsSteps, refinement_mask
 
 pytestmark = pytest.mark.usefixtures("float64_model_code")
 
@@ -183,7 +183,7 @@ def test_closed_slots_stay_whether_a_step_computes_them_or_not(monkeypatch, back
         return widths[-1][1]
 
     monkeypatch.setattr(OpenSlotsSteps, "_width", noted)
-    monkeypatch.setattr(layers_arcaligner, "DENSE_STEP_SHARE", almost_all)
+    monkeypatch.setattr(refinement_arcaligner, "DENSE_STEP_SHARE", almost_all)
     for seed in range(3):
         assert_matches_reference(model, random_rows(model, [8, 3, 6], seed=seed), "left")
     assert any(most < max_slots for most, _, max_slots in widths)
@@ -197,7 +197,7 @@ def test_layers_with_one_mask_share_the_inputs_of_a_step_of_all_slots(monkeypatc
     rows = random_rows(model, [3, 5])
     assert_matches_reference(model, rows, "left")
     made = mock.Mock(side_effect=refinement_mask)
-    monkeypatch.setattr(slot_rows_arcaligner, "refinement_mask", made)
+    monkeypatch.setattr(refinement_arcaligner, "refinement_mask", made)
     for forwards in (1, 2):  # nothing is shared between forwards
         model(**for_generate(collate(rows)))
         assert made.call_count == kinds * forwards

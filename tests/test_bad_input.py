@@ -16,10 +16,9 @@ from test_training_properties import SETTINGS, save_base_model
 from tiny_models import ENCODER_HIDDEN_SIZE, VOCAB_SIZE, backbone_config, collate, random_rows, tiny_aligner
 from transformers import DynamicCache
 
-from arcaligner.checkpoint_arcaligner import AlignerMixin
 from arcaligner.configuration_arcaligner import ArcAlignerConfig
-from arcaligner.layers_arcaligner import ADAPTER_NAME, slot_lora_layers
-from arcaligner.modeling_arcaligner import ArcAlignerForCausalLM
+from arcaligner.loading_arcaligner import AlignerMixin
+from arcaligner.modeling_arcaligner import ADAPTER_NAME, ArcAlignerForCausalLM, slot_lora_layers
 
 SLOT = VOCAB_SIZE
 IDS = torch.tensor([[5, 6, SLOT, SLOT, SLOT, SLOT, 7, 8]])

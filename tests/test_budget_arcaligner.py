@@ -9,7 +9,7 @@ from reference import EXACT, Reference, assert_matches_reference, random_case
 from tiny_models import collate, for_generate, random_row, random_rows, tiny_aligner
 from torch.utils.flop_counter import FlopCounterMode
 
-from arcaligner.layers_arcaligner import OpenSlotsSteps
+from arcaligner.refinement_arcaligner import OpenSlotsSteps
 
 pytestmark = pytest.mark.usefixtures("float64_model_code")
 SHARES = [0.01, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6]

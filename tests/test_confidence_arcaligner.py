@@ -10,10 +10,9 @@ import torch
 from conftest import chat_inputs, pipeline_of, processor_with
 from tiny_models import random_probe
 
-from arcaligner import prefix_store_arcaligner
-from arcaligner.encoder_arcaligner import word_match
-from arcaligner.generation_arcaligner import read_passages
-from arcaligner.pipeline_arcaligner import AnswerConfidence, rank_passages
+from arcaligner import kv_cache_arcaligner
+from arcaligner.answering_arcaligner import AnswerConfidence, rank_passages, word_match
+from arcaligner.kv_cache_arcaligner import read_passages
 
 QUESTION = "Who wrote it?"
 DOCUMENTS = ["It was written by Ada. Nobody knew how to read it aloud."]
@@ -275,11 +274,11 @@ def test_passages_of_several_questions_are_read_at_once_and_ranked_some_at_a_tim
     questions = ["Who?", "Who wrote it, and when?", "Why?", "Where?"]
     other, reader = separate[0].slot_prefix_store(separate[1]), mock.Mock(side_effect=read_passages)
     expected = [rank_passages(other, [each], [own])[0] for each, own in zip(questions, documents, strict=True)]
-    monkeypatch.setattr(prefix_store_arcaligner, "ROWS_AT_ONCE", 3)
-    monkeypatch.setattr(prefix_store_arcaligner, "read_passages", reader)
+    monkeypatch.setattr(kv_cache_arcaligner, "ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(kv_cache_arcaligner, "read_passages", reader)
     found = rank_passages(apart, questions, documents)
     assert reader.call_count == 1 and apart.misses == 8  # equal passages once
-    monkeypatch.setattr(prefix_store_arcaligner, "PASSAGES_AT_ONCE", 4)
+    monkeypatch.setattr(kv_cache_arcaligner, "PASSAGES_AT_ONCE", 4)
     some = separate[0].slot_prefix_store(separate[1], max_bytes=0)
     found += rank_passages(some, questions, documents)
     assert reader.call_count == 1 + 3  # of ten passages, four at once

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
+from arcaligner.answering_arcaligner import YES_NO, CopyBonus, copied_next, copied_texts, rank_passages, similarities_of
 from arcaligner.benchmarks.compare import Reader
-from arcaligner.encoder_arcaligner import SentenceEncoder, similarities_of
+from arcaligner.encoder_arcaligner import SentenceEncoder
 from arcaligner.evaluation.methods import METHODS
-from arcaligner.pipeline_arcaligner import CopyBonus, rank_passages
-from arcaligner.segmentation_arcaligner import YES_NO, copied_next, copied_texts
 
 QUESTION = "Who wrote it?"
 DOCUMENTS = ["It was written by Ada.  Nobody else knew.", {"title": "Toronto Northwest", "text": "A riding, in 1924."}]

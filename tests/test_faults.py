@@ -19,9 +19,9 @@ import tqdm
 from tiny_models import backbone_config
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
-from arcaligner.checkpoint_arcaligner import written_whole
 from arcaligner.common.files import write_whole
-from arcaligner.generation_arcaligner import load_keys_values, save_keys_values
+from arcaligner.kv_cache_arcaligner import load_keys_values, save_keys_values
+from arcaligner.loading_arcaligner import written_whole
 
 # A killed child would keep the lock that tqdm shares between processes.
 tqdm.tqdm.set_lock(threading.RLock())

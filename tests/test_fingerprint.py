@@ -9,10 +9,9 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from tiny_models import tiny_aligner
 
-from arcaligner.base_model_arcaligner import WatchedWeights
-from arcaligner.layers_arcaligner import slot_lora_layers
-from arcaligner.prefix_store_arcaligner import canonical_settings, passage_fingerprint, shared_fingerprint
-from arcaligner.segmentation_arcaligner import GivenSlots
+from arcaligner.encoder_arcaligner import GivenSlots
+from arcaligner.kv_cache_arcaligner import WatchedWeights, canonical_settings, passage_fingerprint, shared_fingerprint
+from arcaligner.modeling_arcaligner import slot_lora_layers
 
 
 def test_what_changes_slots_changes_its_field(model, processor, monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_models import ENCODER_HIDDEN_SIZE, VOCAB_SIZE, collate, for_generate, random_rows, tiny_aligner
 
-from arcaligner import base_model_arcaligner, layers_arcaligner
+from arcaligner import modeling_arcaligner
 
 SIX_TOKENS = {"max_new_tokens": 6, "min_new_tokens": 6}
 GREEDY = {**SIX_TOKENS, "do_sample": False}
@@ -54,7 +54,7 @@ def test_hidden_states_and_attentions_are_recorded_once_per_layer(recorded, meth
 
 def test_without_the_variable_of_transformers_all_passes_of_a_layer_are_recorded(recorded, monkeypatch):
     """Where the private variable is not found, refinement's passes are recorded as well; nothing else differs."""
-    spec = importlib.util.spec_from_file_location("arcaligner.another_way", base_model_arcaligner.__file__)
+    spec = importlib.util.spec_from_file_location("arcaligner.another_way", modeling_arcaligner.__file__)
     another_way = importlib.util.module_from_spec(spec)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "transformers.utils.output_capturing", types.ModuleType("of_another_version"))
@@ -63,7 +63,7 @@ def test_without_the_variable_of_transformers_all_passes_of_a_layer_are_recorded
     options = {"output_attentions": True, "gate_mode": "always", "max_refinement_steps": 2}
     expected = recorded(**batch, **options)
     for name in ("is_recording_outputs", "not_recording_outputs"):
-        monkeypatch.setattr(layers_arcaligner, name, getattr(another_way, name))
+        monkeypatch.setattr(modeling_arcaligner, name, getattr(another_way, name))
     found = recorded(**batch, **options)
     assert torch.equal(found.logits, expected.logits) and not another_way.is_recording_outputs()
     length = batch["input_ids"].shape[1]

@@ -8,8 +8,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from tiny_models import collate, for_generate, random_rows, tiny_aligner
 from torch import nn
 
-from arcaligner import layers_arcaligner
-from arcaligner.layers_arcaligner import ADAPTER_NAME, ALL_ROWS, lora_on, slot_lora_layers
+from arcaligner import modeling_arcaligner
+from arcaligner.modeling_arcaligner import ADAPTER_NAME, ALL_ROWS, lora_on, slot_lora_layers
 
 SLOTS = torch.tensor([1, 2, 5, 9])  # flat, of two rows of five
 TOGETHER = slice(3, 8)
@@ -102,7 +102,7 @@ def test_sharded_weights_are_cast_again_after_training(layer, states):
 def test_linears_of_one_input_share_its_slots(layer, states, monkeypatch):
     """Query, key and value take the slot rows of their input once; another input has its own."""
     taken = []
-    monkeypatch.setattr(layers_arcaligner, "_slots_of", lambda x, rows: taken.append(x) or x.view(10, -1)[rows])
+    monkeypatch.setattr(modeling_arcaligner, "_slots_of", lambda x, rows: taken.append(x) or x.view(10, -1)[rows])
     with torch.no_grad(), lora_on(SLOTS):
         first, again, other = layer(states), layer(states), layer(states + 1)
     assert len(taken) == 2

@@ -15,7 +15,7 @@ from test_prefix_store_arcaligner import FIVE_TOKENS, assert_answers
 from tiny_models import collate, for_generate, random_rows, tiny_aligner
 from transformers import StaticCache
 
-from arcaligner.generation_arcaligner import read_passages, read_text
+from arcaligner.kv_cache_arcaligner import read_passages, read_text
 
 pytestmark = pytest.mark.usefixtures("float64_model_code")
 PASSAGES = [
@@ -124,7 +124,7 @@ def test_static_caches_hold_independent_passages():
 
 @pytest.mark.parametrize("room", [0, 3, 99])
 def test_a_joined_cache_grows_beyond_its_room_and_a_copy_is_its_own(apart, model, store, room, monkeypatch):
-    monkeypatch.setattr("arcaligner.generation_arcaligner.ROOM", room)
+    monkeypatch.setattr("arcaligner.kv_cache_arcaligner.ROOM", room)
     questions, documents = ["Who wrote it?", "When?"], [PASSAGES, PASSAGES[:1]]
     with torch.inference_mode():
         inputs = store.prepare(questions, documents)
@@ -187,8 +187,8 @@ def test_passages_share_rows_of_like_length_and_read_as_one_by_one(apart, model,
     text, forward = read_text(model, head), mock.Mock(side_effect=model.model.forward)
     alone = [read_passages(model, head, text, [each], **gates)[0] for each in encoded]
     monkeypatch.setattr(type(model.model), "forward", forward)
-    monkeypatch.setattr("arcaligner.generation_arcaligner.SLOTS_PER_ROW", 9)
-    monkeypatch.setattr("arcaligner.generation_arcaligner.SLOTS_PER_BATCH", 20)
+    monkeypatch.setattr("arcaligner.kv_cache_arcaligner.SLOTS_PER_ROW", 9)
+    monkeypatch.setattr("arcaligner.kv_cache_arcaligner.SLOTS_PER_BATCH", 20)
     for each, other in zip(read_passages(model, head, text, encoded, **gates), alone, strict=True):
         torch.testing.assert_close(each, other, **EXACT)
     read = [tuple(call.kwargs["context_embeds"].shape[:2]) for call in forward.call_args_list]
@@ -235,7 +235,7 @@ def test_a_disk_that_fills_up_costs_no_answer(apart, model, tmp_path, monkeypatc
             raise OSError("No space left on device")
         save_file(tensors, path, metadata)
 
-    monkeypatch.setattr("arcaligner.generation_arcaligner.save_file", save)
+    monkeypatch.setattr("arcaligner.kv_cache_arcaligner.save_file", save)
     store = model.slot_prefix_store(apart, max_bytes=0, folder=tmp_path)
     assert_answers(store, ["Who?"], documents=[PASSAGES])
     assert "No space left on device" in caplog.text and "will be read again" in caplog.text

@@ -6,7 +6,7 @@ import pytest
 from conftest import chat_inputs, greedy_answer, pipeline_of, processor_with
 from transformers import AutoModelForCausalLM, TextGenerationPipeline, TextIteratorStreamer
 
-from arcaligner.layers_arcaligner import format_trajectory
+from arcaligner.pipeline_arcaligner import format_trajectory
 
 QUESTION = "Who wrote it?"
 TORONTO = {"title": "Toronto Northwest", "text": "The riding was created in 1924."}

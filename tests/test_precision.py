@@ -10,8 +10,8 @@ from conftest import aligner_for, edit_json, processor_with
 
 from arcaligner import ArcAlignerForCausalLM
 from arcaligner.apps.cli import shared
-from arcaligner.base_model_arcaligner import default_dtype
 from arcaligner.evaluation.answering import load_aligner
+from arcaligner.loading_arcaligner import default_dtype
 
 DOCUMENTS = ["It was written by Ada. Nobody knew how to read it aloud.", "Parkdale is in Canada.", "It is tall."]
 

@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import BACKBONES, WINDOW, backbone_config, random_row, tiny_aligner
 from transformers import DynamicCache
 
-from arcaligner import prefix_store_arcaligner
-from arcaligner.base_model_arcaligner import cache_of
+from arcaligner import kv_cache_arcaligner
+from arcaligner.attention_arcaligner import cache_of
 from arcaligner.encoder_arcaligner import SlotEncoder
-from arcaligner.generation_arcaligner import keys_values_of, load_keys_values, save_keys_values
+from arcaligner.kv_cache_arcaligner import keys_values_of, load_keys_values, save_keys_values
 
 in_float64 = pytest.mark.usefixtures("float64_model_code")  # of this thread
 FIVE_TOKENS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -290,7 +290,7 @@ def prefix_and_tail(model, num_slots=4):
 @pytest.mark.parametrize("backbone", list(BACKBONES))
 def test_unmodified_backbone_continues_from_the_file(backbone, tmp_path):
     """By the recipe of the module's docstring, with nothing of ours; also behind a window, which drops positions."""
-    recipe = re.search(r"\n\n(    parts = (?:.*\n    )+.*\n)", prefix_store_arcaligner.__doc__).group(1)
+    recipe = re.search(r"\n\n(    parts = (?:.*\n    )+.*\n)", kv_cache_arcaligner.__doc__).group(1)
     model = tiny_aligner(backbone)
     prefix, row, tail = prefix_and_tail(model, num_slots=7)
     assert prefix.shape[3] > WINDOW

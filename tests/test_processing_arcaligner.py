@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from arcaligner import ArcAlignerProcessor
 from arcaligner.encoder_arcaligner import SentenceEncoder, SlotEncoder
-from arcaligner.segmentation_arcaligner import encode_marked, mark_control_tokens
+from arcaligner.tokenization_arcaligner import encode_marked, mark_control_tokens
 
 QUESTION = "In which <context> does he play?"  # how a slot is shown: in somebody's text it is text
 DOCUMENTS = ["Radik is a ski jumper. He has competed since 2003.", {"title": "Ada", "text": "It was written by Ada."}]

@@ -12,7 +12,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from arcaligner import ArcAlignerForCausalLM
-from arcaligner.checkpoint_arcaligner import _check_aligner_is_whole
+from arcaligner.loading_arcaligner import _check_aligner_is_whole
 
 
 def quantization(name):

@@ -19,7 +19,7 @@ from tiny_models import random_probe
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
-from arcaligner.checkpoint_arcaligner import CODE_FILES
+from arcaligner.loading_arcaligner import CODE_FILES
 
 QUESTION = "Who wrote it?"
 DOCUMENTS = ["It was written by Ada. Nobody else knew.", {"title": "T", "text": "So be it."}]

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from test_prefix_store_arcaligner import assert_answers
 from torch.nn.functional import normalize
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, base_model_arcaligner, segmentation_arcaligner
-from arcaligner.encoder_arcaligner import SentenceEncoder, fastest_dtype, word_match
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, encoder_arcaligner, segmentation_arcaligner
+from arcaligner.answering_arcaligner import word_match
+from arcaligner.encoder_arcaligner import SentenceEncoder, fastest_dtype
 from arcaligner.modeling_arcaligner import ContextProjector
 from arcaligner.segmentation_arcaligner import equal_runs, segment_document
 from arcaligner.train.recipe import resolve_dtype
@@ -181,7 +182,7 @@ def test_bfloat16_rounds_the_embeddings_which_stay_normalized_and_float32(load, 
 @pytest.mark.parametrize(("speed", "dtype"), [(60.0, torch.bfloat16), (25.0, torch.float32)])
 def test_auto_is_bfloat16_where_the_machine_is_much_faster_in_it(load, trained, monkeypatch, speed, dtype, tmp_path):
     fastest_dtype.cache_clear()
-    monkeypatch.setattr(base_model_arcaligner, "_products_per_second", {torch.bfloat16: speed, torch.float32: 20.0}.get)
+    monkeypatch.setattr(encoder_arcaligner, "_products_per_second", {torch.bfloat16: speed, torch.float32: 20.0}.get)
     processor = load("auto", trained)
     processor.encoder.device = "cpu"
     assert processor.encoder.model.dtype == dtype == processor.encoder.untrained.model.dtype

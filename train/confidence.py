@@ -25,12 +25,11 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from tqdm.auto import tqdm
 
+from ..answering_arcaligner import with_words, word_match
 from ..common.files import markdown_table, run_command, stable_number
 from ..common.rows import Row
-from ..configuration_arcaligner import WORD_KEYS
-from ..encoder_arcaligner import with_words, word_match
 from ..modeling_arcaligner import ArcAlignerForCausalLM
-from ..processing_arcaligner import ArcAlignerProcessor
+from ..processing_arcaligner import WORD_KEYS, ArcAlignerProcessor
 from .distractors import NearestPassages, own_passages
 from .examples import open_part
 from .prompts import slot_inputs

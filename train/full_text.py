@@ -8,7 +8,7 @@ resumes from the last checkpoint in its `output_dir`, unless its settings have c
 
 With `passage_attention: separate` (`full_text_apart.yaml`) passages do not read each other, at the positions that slots
 have then, so that keys and values of a passage's text can be kept and joined as those of its slots are
-(`generation_arcaligner.py`). `arcaligner evaluate --text-apart` reads with it.
+(`kv_cache_arcaligner.py`). `arcaligner evaluate --text-apart` reads with it.
 """
 
 import logging
@@ -25,11 +25,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from ..base_model_arcaligner import resolve_model
-from ..checkpoint_arcaligner import written_whole
+from ..attention_arcaligner import passage_positions, separate_passages
 from ..common.rows import Row
 from ..configuration_arcaligner import PASSAGE_ATTENTIONS
-from ..slot_rows_arcaligner import passage_positions, separate_passages
+from ..loading_arcaligner import resolve_model, written_whole
 from .distractors import NearestPassages
 from .examples import missing_part, open_corpus
 from .prompts import ApartText, full_text, text_prompt

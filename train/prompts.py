@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import tqdm
 
+from ..answering_arcaligner import AnswerConfidence, CopyBonus, likeliest, rank_passages
 from ..common.rows import Row
-from ..pipeline_arcaligner import AnswerConfidence, CopyBonus, likeliest, rank_passages
 from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, ArcAlignerProcessor
 
 MAX_NEW_TOKENS = 24

@@ -14,11 +14,11 @@ import torch
 from accelerate.utils import broadcast_object_list
 from trl import SFTConfig, TrlParser
 
-from ..base_model_arcaligner import resolve_model
 from ..common.files import exit_on_user_error, find_path, refuse_unknown
 from ..common.rows import find_file, parse_source
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..encoder_arcaligner import fastest_dtype
+from ..loading_arcaligner import resolve_model
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import check_tokens_per_slot
 from .distractors import MOST_DISTRACTORS

@@ -30,15 +30,15 @@ from transformers import PreTrainedConfig, TrainerCallback, TrainerState, set_se
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTTrainer
 
-from ..base_model_arcaligner import resolve_model
+from ..attention_arcaligner import passage_positions, place_passage_ids
 from ..common.files import stable_number
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..encoder_arcaligner import EncoderTokenizer
+from ..loading_arcaligner import resolve_model
 from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import equal_runs, run_ends
 from ..share.export import save_stage
-from ..slot_rows_arcaligner import passage_positions, place_passage_ids
 from .examples import ExampleBuilder, ExampleSelector, word_rarity
 from .recipe import FROM_PROCESSOR, AlignerTrainingConfig, RecipeArguments, check_start, resolve_dtype, run_script
 from .run import SCRIPT, claim_folder, last_checkpoint, last_checkpoints, mean_of_checkpoints

@@ -89,7 +89,7 @@ def read_document(path: Path) -> Document:
 def cut(documents: list[Document], spacy_model: str) -> tuple[list[Passage], list[dict[str, str]]]:
     """The passages of files, and the same as an aligner takes them: a short text is one, a longer one is cut as for a
     corpus. The pipeline cuts from the same length on, but knows neither headings nor pages."""
-    from ...pipeline_arcaligner import LONGEST_PASSAGE
+    from ...answering_arcaligner import LONGEST_PASSAGE
 
     passages = []
     for document in documents:
@@ -194,7 +194,7 @@ def answer(
     ] = None,
 ) -> None:
     """Answers a question from your own text files. A long one is cut, and the likeliest passage is read."""
-    from ...configuration_arcaligner import check_question
+    from ...tokenization_arcaligner import check_question
 
     check_question(question)
     files = [read_document(path) for path in document]
@@ -253,7 +253,7 @@ def ask_corpus(
     dtype: Dtype = None,
 ) -> None:
     """Answers a question from a corpus, and lists the passages that were read, those that most likely answer."""
-    from ...configuration_arcaligner import check_question
+    from ...tokenization_arcaligner import check_question
     from ..server.engine import Request
 
     check_question(question)

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from ...base_model_arcaligner import models_directory
 from ...common.files import GGUF_FILE, wheel_directory
 from ...configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
+from ...loading_arcaligner import models_directory
 
 
 def place_models() -> dict[str, Path]:

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from ...common.files import counted
-from ...generation_arcaligner import entry_shape
+from ...kv_cache_arcaligner import entry_shape
 from .retrieve import slot_passages
 from .table import Corpus
 

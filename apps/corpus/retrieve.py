@@ -17,9 +17,9 @@ from lancedb.query import MultiMatchQuery
 from lancedb.rerankers import RRFReranker
 from torch.nn.utils.rnn import pad_sequence
 
-from ...configuration_arcaligner import check_question
 from ...encoder_arcaligner import EncodedDocuments
 from ...segmentation_arcaligner import Segment
+from ...tokenization_arcaligner import check_question
 from .table import Corpus, passage_checksums
 
 # The constant of reciprocal rank fusion. Smaller than the usual 60, for few passages are read: the first ones count.

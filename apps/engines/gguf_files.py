@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ...checkpoint_arcaligner import written_whole
 from ...configuration_arcaligner import ArcAlignerConfig
-from ...layers_arcaligner import ADAPTER_NAME, slot_lora_layers
-from ...modeling_arcaligner import ArcAlignerForCausalLM
+from ...loading_arcaligner import written_whole
+from ...modeling_arcaligner import ADAPTER_NAME, ArcAlignerForCausalLM, slot_lora_layers
 from ...processing_arcaligner import ArcAlignerProcessor
 
 ADAPTER_FILE = "adapter.gguf"

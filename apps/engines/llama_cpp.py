@@ -22,12 +22,13 @@ from safetensors import safe_open
 from tokenizers.decoders import DecodeStream
 from transformers import GenerationConfig
 
-from ...checkpoint_arcaligner import WEIGHTS_DIGEST, AlignerMixin, check_values
+from ...answering_arcaligner import copied_next, copied_texts
 from ...common.files import GGUF_FILE, digest, refuse_unknown, wheel_directory
 from ...configuration_arcaligner import DEFAULT_BASE_MODEL, SLOT_SETTINGS, ArcAlignerConfig, check_gates, longest_prompt
+from ...loading_arcaligner import WEIGHTS_DIGEST, AlignerMixin, check_values
 from ...modeling_arcaligner import ContextProjector
 from ...processing_arcaligner import ArcAlignerProcessor
-from ...segmentation_arcaligner import copied_next, copied_texts, documents_of, text_of, title_of
+from ...segmentation_arcaligner import documents_of, text_of, title_of
 from .gguf_files import ADAPTER_FILE, check_base_model
 
 TESTED_VERSION = "0.3.36"

@@ -28,20 +28,22 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from ...common.rows import find_answer
-from ...configuration_arcaligner import check_copy_bonus, check_length, longest_prompt
-from ...encoder_arcaligner import EncodedDocuments, similarities_of
-from ...pipeline_arcaligner import (
+from ...answering_arcaligner import (
     AnswerConfidence,
-    ArcAlignerPipeline,
     CopyBonus,
     check_max_passages,
+    check_min_confidence,
     cut_documents,
     likeliest,
     passages_to_read,
     rank_passages,
+    similarities_of,
 )
-from ...processing_arcaligner import check_min_confidence
+from ...common.rows import find_answer
+from ...configuration_arcaligner import check_length, longest_prompt
+from ...encoder_arcaligner import EncodedDocuments
+from ...pipeline_arcaligner import ArcAlignerPipeline
+from ...processing_arcaligner import check_copy_bonus
 from ..corpus.retrieve import Retriever, SlotPassages
 
 # Given passages whose slots are kept; the prefixes have their own budget, in bytes.

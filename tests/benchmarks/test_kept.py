@@ -8,11 +8,11 @@ from conftest import processor_with
 from tiny_models import random_probe
 from training_rows import article_rows, write_rows
 
-from arcaligner.base_model_arcaligner import CACHE, cache_of
+from arcaligner.answering_arcaligner import likeliest, rank_passages
+from arcaligner.attention_arcaligner import CACHE, cache_of
 from arcaligner.benchmarks.arms import load_models, pick_rows
 from arcaligner.benchmarks.kept import Known, main
 from arcaligner.evaluation.answering import apart_inputs, apart_text, slot_inputs, text_inputs
-from arcaligner.pipeline_arcaligner import likeliest, rank_passages
 from arcaligner.train.prompts import full_text
 
 RATES = [2, "segment"]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_rows import question_rows, write_rows
 
 from arcaligner import modeling_arcaligner
-from arcaligner.base_model_arcaligner import cache_of
+from arcaligner.attention_arcaligner import cache_of
 from arcaligner.benchmarks import arms
 from arcaligner.benchmarks.arms import (
     base_of,

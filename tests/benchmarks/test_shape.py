@@ -8,7 +8,7 @@ import pytest
 import torch
 from reference import EXACT
 
-from arcaligner.base_model_arcaligner import cache_of
+from arcaligner.attention_arcaligner import cache_of
 from arcaligner.benchmarks import shape
 from arcaligner.benchmarks.arms import base_of
 from arcaligner.benchmarks.random_models import build_aligner, check_fits, make_config, weight_bytes

@@ -9,6 +9,7 @@ from training_rows import question_rows
 from transformers import AutoModelForCausalLM
 
 from arcaligner import ArcAlignerProcessor, encoder_arcaligner
+from arcaligner.answering_arcaligner import rank_passages
 from arcaligner.evaluation.answering import (
     answer_apart,
     answer_slots,
@@ -20,7 +21,6 @@ from arcaligner.evaluation.answering import (
     text_inputs,
 )
 from arcaligner.evaluation.methods import no_text, whole_text
-from arcaligner.pipeline_arcaligner import rank_passages
 from arcaligner.train.prompts import full_text, passages_text, text_prompt, with_likeliest
 
 ROWS = question_rows(5)

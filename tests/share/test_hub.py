@@ -15,8 +15,8 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from safetensors.torch import load_file, save_file
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
-from arcaligner.checkpoint_arcaligner import CODE_FILES
 from arcaligner.common.files import DEFAULT_CHECKPOINT, ROOT
+from arcaligner.loading_arcaligner import CODE_FILES
 from arcaligner.share import hub
 
 REPO = "someone/aligner"
@@ -107,7 +107,7 @@ def push(run_cli, monkeypatch, folder):
 def test_the_readmes_push_is_one_commit_of_the_whole_checkpoint_and_nothing_else(fake_hub, run_cli, folder, tmp_path):
     (line,) = re.findall("python -m arcaligner push.*", (ROOT / "README.md").read_text("utf-8"))
     ours = {"user/name": REPO, "checkpoints/mine": str(folder)}
-    (folder / "layers_arcaligner.py").unlink()  # code is that of the package
+    (folder / "refinement_arcaligner.py").unlink()  # code is that of the package
     code, out, err = run_cli(*(ours.get(argument, argument) for argument in line.split()[3:]))
     assert (code, out) == (0, f"https://hub/{REPO}\n"), err
     assert fake_hub.calls == ["create_repo", "create_commit"] and not fake_hub.private
@@ -142,7 +142,7 @@ def test_a_trained_encoder_is_pushed_along_and_its_absence_is_refused(fake_hub, 
 def test_the_next_push_removes_what_is_left_of_the_former_aligner_and_keeps_an_edited_card(fake_hub, push, folder):
     theirs = dict.fromkeys(("figure.png", "model.gguf", "old_results.json"), b"theirs")
     former = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "recipe.yaml", "results.json")
-    fake_hub.files |= theirs | dict.fromkeys((*former, "former_arcaligner.py", "layers_arcaligner.py"), b"former")
+    fake_hub.files |= theirs | dict.fromkeys((*former, "former_arcaligner.py", "refinement_arcaligner.py"), b"former")
     for name in ("recipe.yaml", "results.json"):
         (folder / name).unlink()
     (folder / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")

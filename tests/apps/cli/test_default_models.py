@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.apps.cli import default_models
-from arcaligner.base_model_arcaligner import BASE_MODEL_FILES, find_model, resolve_model
 from arcaligner.configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
+from arcaligner.loading_arcaligner import BASE_MODEL_FILES, find_model, resolve_model
 
 
 @pytest.fixture

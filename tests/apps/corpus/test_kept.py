@@ -47,7 +47,7 @@ def test_a_question_reads_no_passage_of_a_corpus_that_was_read_ahead(corpus, apa
     for is_ahead in (False, True):
         if is_ahead:
             assert read_corpus(corpus, model, reader) == "4 passages read, 0 kept before" and len(files(corpus)) == 5
-            monkeypatch.setattr("arcaligner.prefix_store_arcaligner.read_text", None)
+            monkeypatch.setattr("arcaligner.kv_cache_arcaligner.read_text", None)
         engine = Engine(ask, Retriever(corpus, reader), max_passages=3)
         for question, top_k in (("Who wrote it?", 3), ("Since when?", 2)):
             chat = [{"role": "user", "content": question}]
@@ -129,6 +129,6 @@ def test_what_cannot_be_read_ahead_is_refused(run_cli, corpus, apart, checkpoint
         read_corpus(corpus, *apart)
     assert not corpus.kept_folder.exists()
     full = Mock(side_effect=SafetensorError("No space left on device"))
-    monkeypatch.setattr("arcaligner.generation_arcaligner.save_file", full)
+    monkeypatch.setattr("arcaligner.kv_cache_arcaligner.save_file", full)
     with pytest.raises(OSError, match="could not be written. Make room, and run this again"):
         read_corpus(corpus, *apart)

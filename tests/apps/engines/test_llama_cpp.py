@@ -14,8 +14,8 @@ from tiny_models import ENCODER_HIDDEN_SIZE, backbone_config, tiny_aligner
 from transformers import AutoModelForCausalLM
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
+from arcaligner.answering_arcaligner import CopyBonus
 from arcaligner.apps.engines import gguf_files, llama_cpp
-from arcaligner.pipeline_arcaligner import CopyBonus
 
 QUESTION = "Who wrote it?"
 LETTER = {"title": "Letter", "text": "It was written by Ada, and nobody else knew."}

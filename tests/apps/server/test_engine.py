@@ -11,13 +11,14 @@ from tiny_models import random_probe
 from training_rows import write_rows
 
 from arcaligner import pipeline_arcaligner
+from arcaligner.answering_arcaligner import similarities_of
 from arcaligner.apps.corpus.build import build_corpus
 from arcaligner.apps.corpus.retrieve import Retriever
 from arcaligner.apps.corpus.table import Corpus
 from arcaligner.apps.server.app import describe_error
 from arcaligner.apps.server.engine import BusyError, Engine, Limits, Request, RowSampler
 from arcaligner.common.rows import find_answer
-from arcaligner.encoder_arcaligner import SlotEncoder, similarities_of
+from arcaligner.encoder_arcaligner import SlotEncoder
 
 CHAT = [{"role": "user", "content": "Who wrote it?"}]
 LONG = [{"role": "user", "content": "Who? " * 400}]

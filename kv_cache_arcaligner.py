@@ -20,42 +20,47 @@ Shapes: keys and values (num_layers, 2, key_value_heads, num_slots, head_dim); r
 
 import copy
 import hashlib
+import json
+import os
 import threading
+import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.utils import logging
 
-from .base_model_arcaligner import UnwatchableError, WatchedWeights, tensors_digest
+from .attention_arcaligner import (
+    cache_of,
+    can_separate,
+    check_can_separate,
+    pad_passage_ids,
+    pad_words,
+    passage_positions,
+    separate_passages,
+)
 from .configuration_arcaligner import (
     REFINEMENT_SETTINGS,
     SLOT_SETTINGS,
+    ArcAlignerConfig,
     check_gates,
     check_length,
-    json_digest,
     longest_prompt,
     normalize_budget,
-    slot_settings,
 )
-from .encoder_arcaligner import spacy_version
-from .generation_arcaligner import (
-    first_slots,
-    join_keys_values,
-    keys_values_of,
-    load_keys_values,
-    read_passages,
-    read_text,
-    save_keys_values,
-    to_int8,
-)
-from .segmentation_arcaligner import GivenSlots, passages_apart, passages_of_questions
-from .slot_rows_arcaligner import check_can_separate, pad_passage_ids
+from .encoder_arcaligner import GivenSlots, passages_apart, passages_of_questions, spacy_version
+from .loading_arcaligner import share_file, tensors_digest
 
 logger = logging.get_logger(__name__)
 
@@ -487,6 +492,300 @@ def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], 
     return canonical_settings(settings), rest
 
 
+# Keys and values of passages: read and joined. One passage, or all that are read jointly, is a tensor
+# (num_layers, 2, key_value_heads, num_slots, head_dim).
+
+# Slots of a batch of passages, padding included: large enough for fast products, small enough to hold little padding.
+SLOTS_PER_BATCH = 1024
+
+# Slots of a row that several passages share: attention across passages is computed and thrown away.
+SLOTS_PER_ROW = 256
+
+
+@torch.no_grad()
+def read_text(model, ids: Sequence[int]) -> torch.Tensor:
+    """Keys and values of the text before the slots, which runs on the unchanged base model."""
+    if not ids:
+        return torch.empty(entry_shape(model.config.text_config, 0), dtype=model.dtype, device=model.device)
+    outputs = model.model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=True)
+    return keys_values_of(cache_of(outputs), 0, 0, len(ids))
+
+
+@torch.no_grad()
+def read_passages(model, head_ids: Sequence[int], head: torch.Tensor, passages: Sequence, **settings) -> list:
+    """Keys and values of passages that each stand alone behind the same text.
+
+    Short passages share a row, with no attention across; rows are of about the same length, so that there is little
+    padding. Where nothing is refined, the rows continue from the text's own keys and values. A refinement step reads
+    the text's deeper states, so there each row begins with the text, and has one passage, as a budget is one for a row.
+
+    Args:
+        model ([`ArcAlignerForCausalLM`]): In evaluation mode.
+        head_ids (`Sequence[int]`), head (`torch.Tensor`): The text before the slots, and what `read_text` made of it.
+        passages (`Sequence[EncodedDocuments]`): Slots of each; one of several documents is read jointly.
+        settings: `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget`, as in `forward`.
+
+    Returns:
+        `list[torch.Tensor]`, each (num_layers, 2, heads, num_slots, head_dim), in the order of `passages`.
+    """
+    lengths = [len(passage.context_embeds) for passage in passages]
+    shares = can_separate(model.config.text_config) and not model.config.refines(**settings)
+    entries: list[torch.Tensor | None] = [None] * len(passages)
+    batch: list[list[int]] = []
+    for row in share_rows(lengths, -(-sum(lengths) // SLOTS_PER_ROW) if shares else len(lengths)):
+        width = sum(lengths[number] for number in (batch or [row])[0])  # the first row is the longest
+        if (len(batch) + 1) * width > SLOTS_PER_BATCH and batch:
+            _read_batch(model, head_ids, head, passages, batch, entries, settings)
+            batch = []
+        batch.append(row)
+    if batch:
+        _read_batch(model, head_ids, head, passages, batch, entries, settings)
+    return entries
+
+
+def share_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
+    """Which passages of these lengths share a row, by their numbers: all rows nearly as long, the longest first.
+
+    >>> share_rows([30, 10, 25, 20], num_rows=2)
+    [[2, 3], [0, 1]]
+    """
+    rows, sizes = [[] for _ in range(num_rows)], [0] * num_rows
+    # The longest goes first, each into the emptiest row: close to equal rows, which need the least padding.
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        emptiest = sizes.index(min(sizes))
+        rows[emptiest].append(number)
+        sizes[emptiest] += lengths[number]
+    return [rows[row] for row in sorted(range(num_rows), key=sizes.__getitem__, reverse=True) if rows[row]]
+
+
+def _read_batch(model, head_ids, head, passages, batch: list[list[int]], entries: list, settings: dict) -> None:
+    """Reads the rows of `batch`, each the numbers of its passages, into their places in `entries`."""
+    rows, device, start = [[passages[number] for number in row] for row in batch], model.device, len(head_ids)
+    continues = not model.config.refines(**settings)
+    numbers = pad_passage_ids(
+        [torch.cat([torch.full((len(own.context_embeds),), number) for number, own in enumerate(row)]) for row in rows]
+    )  # (batch, max_slots); rows are padded at the end
+    is_slot = numbers >= 0
+    ids = torch.where(is_slot, model.config.context_token_id, 0)  # padding may be any id: it is masked
+    mask, positions = torch.cat([torch.ones(len(rows), start).long(), is_slot.long()], dim=1), None
+    if not continues:
+        ids = torch.cat([torch.tensor([list(head_ids)]).expand(len(rows), -1).long(), ids], dim=1)
+    elif max(map(len, rows)) > 1:  # else a plain causal mask does, which all attention kernels take
+        positions = (start + passage_positions(numbers, is_slot)).to(device)
+        # (batch, 1, max_slots, start + max_slots): the text before is read by all
+        mask = pad(separate_passages(is_slot, numbers, model.dtype), (start, 0))
+    if positions is None:
+        positions = torch.arange(mask.shape[1] - ids.shape[1], mask.shape[1], device=device).expand(len(rows), -1)
+    words = [[passage.context_word_ids for passage in row] for row in rows]
+    outputs = model.model(
+        input_ids=ids.to(device),
+        attention_mask=mask.to(device),
+        position_ids=positions,
+        past_key_values=join_keys_values([[head]] * len(rows), model.config.text_config) if continues else None,
+        context_embeds=pad_sequence(
+            [torch.cat([passage.context_embeds for passage in row]) for row in rows], batch_first=True
+        ).to(device),
+        context_word_ids=None if words[0][0] is None else pad_words(list(map(_join_words, words))).to(device),
+        use_cache=True,
+        **settings,
+    )
+    for row, members in enumerate(batch):
+        first = start
+        for number in members:
+            end = first + len(passages[number].context_embeds)
+            entries[number] = keys_values_of(cache_of(outputs), row, first, end)
+            first = end
+
+
+def _join_words(parts: Sequence[torch.LongTensor]) -> torch.LongTensor:
+    """Word ids of passages, each (num_slots, max_words), one below the other."""
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([pad(part, (0, width - part.shape[1]), value=-1) for part in parts])
+
+
+def entry_shape(config: PreTrainedConfig, num_slots: int, dtype: torch.dtype | None = None) -> tuple[int, ...]:
+    """The shape of keys and values that a backbone has of some slots, or of bytes of [`from_int8`]."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, 2, config.num_key_value_heads, num_slots, head_dim + 4 * (dtype == torch.int8)
+
+
+def keys_values_of(cache: Cache, row: int, start: int, end: int) -> torch.Tensor:
+    """Keys and values of the positions `start` to `end` of a row of a cache, (num_layers, 2, heads, end - start,
+    head_dim), in memory of their own."""
+    length = cache.get_seq_length()
+    layers = []
+    for layer in cache.layers:
+        # A sliding window has dropped the first positions; zeros, which it never reads, keep the rest in place.
+        dropped = length - layer.keys.shape[2]
+        both = torch.stack([layer.keys[row], layer.values[row]])  # (2, heads, kept, head_dim)
+        layers.append(pad(both, (0, 0, dropped, 0))[:, :, start:end])
+    return torch.stack(layers)
+
+
+def from_int8(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Keys and values (..., head_dim) in `dtype`, of those kept as they are or as bytes (..., head_dim + 4): numbers of
+    steps, and the float32 that a step is."""
+    if kept.dtype != torch.int8:
+        return kept
+    return (kept[..., :-4].float() * kept[..., -4:].contiguous().view(torch.float32)).to(dtype)
+
+
+def to_int8(keys_values: torch.Tensor) -> torch.Tensor:
+    """Keys and values (..., head_dim) as bytes for `from_int8`: steps of a slot and head, as many as bytes tell."""
+    step = keys_values.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127
+    return torch.cat([(keys_values.float() / step).round().to(torch.int8), step.contiguous().view(torch.int8)], dim=-1)
+
+
+def first_slots(parts: list[torch.Tensor], most: int | None) -> list[torch.Tensor]:
+    """The text before the slots and the first `most` slots: what follows a slot in its passage does not change it."""
+    kept, room = parts[:1], most
+    for part in parts[1:]:
+        if room is not None:
+            part = part[:, :, :, :room]
+            room -= part.shape[3]
+        if part.shape[3]:
+            kept.append(part)
+    return kept
+
+
+# Positions that a joined cache has room for before it is copied: a question and a short answer.
+ROOM = 128
+
+
+class RoomyLayer(DynamicLayer):
+    """A cache layer that is written into room behind what it holds, so that no token copies all that came before it.
+
+    Args:
+        room (`torch.Tensor` of shape `(2, batch, heads, num_positions, head_dim)`): Keys and values; only it is theirs.
+        length (`int`): The positions that are filled.
+    """
+
+    def __init__(self, room: torch.Tensor, length: int):
+        super().__init__()
+        self.lazy_initialization(room, room)
+        self._fill(room, length)
+
+    def _fill(self, room: torch.Tensor, length: int) -> None:
+        self._room = room
+        self.keys, self.values = room[:, :, :, :length]
+        self._in_room = self.keys
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds keys and values (batch, heads, new_positions, head_dim), and returns all."""
+        start, room = self.get_seq_length(), self._room
+        end = start + key_states.shape[2]
+        if self.keys is not self._in_room or end > room.shape[3]:  # beams and selected rows have memory of their own
+            room = _empty(key_states, 2, *key_states.shape[:2], end + ROOM, key_states.shape[3])
+            if start:
+                room[0, :, :, :start], room[1, :, :, :start] = self.keys, self.values
+        room[0, :, :, start:end], room[1, :, :, start:end] = key_states, value_states
+        self.is_initialized = True
+        self._fill(room, end)
+        return self.keys, self.values
+
+
+def _empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """An ordinary tensor, that can be written to in and outside of inference mode."""
+    with torch.inference_mode(False):
+        return like.new_empty(shape)
+
+
+def join_keys_values(rows: Sequence[Sequence[torch.Tensor]], config: PreTrainedConfig) -> DynamicCache:
+    """Joins what was read, the text before the slots first, to a left-padded cache with a row for each of `rows`.
+
+    Everything is copied, once: generating from the cache leaves what is kept as it is.
+    """
+    lengths = [sum(part.shape[3] for part in parts) for parts in rows]
+    first, length, cache = rows[0][0], max(lengths), DynamicCache(config=config)
+    num_layers, _, heads, _, head_dim = first.shape
+    for layer_idx in range(num_layers):
+        # Memory of a layer at a time: an allocator keeps pieces of this size, while larger ones are new each time.
+        joined = _empty(first, 2, len(rows), heads, length + ROOM, head_dim)
+        for row, parts in enumerate(rows):
+            padding = length - lengths[row]
+            joined[:, row, :, :padding] = 0.0  # which is masked, so that any number would do, but no NaN
+            read = [from_int8(part[layer_idx], joined.dtype) for part in parts]
+            torch.cat(read, dim=2, out=joined[:, row, :, padding:length])
+        if cache.layers[layer_idx].is_sliding:
+            cache.update(*joined[:, :, :, :length], layer_idx)
+        else:
+            cache.layers[layer_idx] = RoomyLayer(joined, length)
+    return cache
+
+
+# Files of what was read
+FORMAT = "arcaligner-passage-3"
+
+_NAME = "keys_values"
+
+
+def save_keys_values(path: str | Path, keys_values: torch.Tensor, fingerprint: dict[str, Any]) -> None:
+    """Writes what was read of a passage as safetensors, whole or not at all.
+
+    Args:
+        path (`str` or `Path`): File to write; its folder exists.
+        keys_values (`torch.Tensor` of shape `(num_layers, 2, heads, num_slots, head_dim)`): From `read_passages`.
+        fingerprint (`dict`): What `shared_fingerprint` and `passage_fingerprint` return.
+    """
+    path, tensors = Path(path), {_NAME: keys_values.contiguous()}
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        metadata = {"format": FORMAT, "fingerprint": json.dumps(fingerprint), "payload": tensors_digest(tensors)}
+        save_file(tensors, temporary, metadata=metadata)
+        share_file(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def load_keys_values(
+    path: str | Path, fingerprint: dict[str, Any], config: PreTrainedConfig, device: str | torch.device = "cpu"
+) -> torch.Tensor:
+    """Reads what `save_keys_values` wrote.
+
+    Args:
+        path (`str` or `Path`): The file.
+        fingerprint (`dict`): That of the model, passage and prompt it will be used with.
+        config (`PreTrainedConfig`): The backbone's, `model.config.text_config`.
+        device (`str` or `torch.device`, defaults to `"cpu"`): Where the model is.
+
+    Raises:
+        `ValueError`: a file that is broken or of another kind, one with another fingerprint (the first field that
+            differs is named), or one that does not fit the backbone.
+    """
+    advice = "Use what it was made with, or delete the file to make a new one."
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"its format is {metadata.get('format')!r}; expected {FORMAT!r}")
+        if metadata.get("payload") != tensors_digest(tensors):
+            raise ValueError("its keys and values are not those that were saved")
+        if not isinstance(found := json.loads(metadata.get("fingerprint", "")), dict):
+            raise ValueError(f"its fingerprint is a {type(found).__name__}; expected an object")
+    except (SafetensorError, ValueError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}. Delete the file to make a new one.") from error
+    for name in [*fingerprint, *found]:
+        if found.get(name) != fingerprint.get(name):
+            raise ValueError(
+                f"The kept passage {path} was made with `{name}` {found.get(name)!r}; expected "
+                f"{fingerprint.get(name)!r}. {advice}"
+            )
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shape = shapes.get(_NAME, ())
+    if len(shapes) != 1 or len(shape) != 5 or shape != entry_shape(config, shape[3], tensors[_NAME].dtype):
+        raise ValueError(
+            f"{path} holds tensors of shapes {shapes}; the backbone {config.model_type} needs `{_NAME}` of shape "
+            f"{entry_shape(config, 1)}, for a slot. Load it with the backbone it was made for."
+        )
+    check_length(shape[3], f"The kept passage {path}", config)
+    return tensors[_NAME].to(device)
+
+
 # How slots may be chosen and refined for one call, other than as processor and model are configured.
 PREFIX_SETTINGS = {
     "max_slots": int,
@@ -496,6 +795,36 @@ PREFIX_SETTINGS = {
     "max_refinement_steps": int,
     "refinement_budget": float,
 }
+
+# Settings of the aligner that change no slot, or say only where weights are. Others count as changing them.
+_IRRELEVANT_SETTINGS = (
+    "base_model_name_or_path",
+    "base_model_revision",
+    "context_token",
+    "digests",
+    "includes_base_model",
+    "initializer_range",
+    "lora_dropout",
+    "tie_word_embeddings",
+    "training_stage",
+)
+
+# Where two copies of a backbone's configuration may differ.
+_NOT_COMPUTED_WITH = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+
+
+def json_digest(value: Any) -> str:
+    """SHA-256 of anything that JSON can hold, and of other values by how they are printed."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def slot_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Those of an aligner's settings, its `text_config` a dictionary, that decide what its slots mean."""
+    known = ArcAlignerConfig.__annotations__
+    found = {name: value for name, value in settings.items() if name in known and name not in _IRRELEVANT_SETTINGS}
+    if isinstance(backbone := found.get("text_config"), dict):
+        found["text_config"] = {name: value for name, value in backbone.items() if name not in _NOT_COMPUTED_WITH}
+    return found
 
 
 def shared_fingerprint(model, processor, weights: dict[str, str], settings: dict | None = None) -> dict[str, Any]:
@@ -555,3 +884,83 @@ def _passages_digest(passages: Sequence) -> str:
         return tensors_digest({str(i): tensor for i, tensor in enumerate(passages) if tensor is not None})
     # Scores and ids of a retriever do not change how a passage is read.
     return json_digest([[d.get("title"), d.get("text")] if isinstance(d, dict) else [None, d] for d in passages])
+
+
+class UnwatchableError(ValueError):
+    """Nobody can tell when a weight changes."""
+
+
+class _Read(NamedTuple):
+    """A weight as it was read."""
+
+    owner: nn.Module
+    attribute: str
+    weight: torch.Tensor
+    alias: torch.Tensor  # keeps the memory, so that no other weight gets its address
+    version: int
+
+    def is_current(self) -> bool:
+        weight = getattr(self.owner, self.attribute)
+        is_there = weight is self.weight and weight.data_ptr() == self.alias.data_ptr()
+        return is_there and _version(weight) == self.version
+
+
+def _version(weight: torch.Tensor) -> int:
+    """Grows with each write that PyTorch counts; those to weights of inference mode are not counted."""
+    return 0 if weight.is_inference() else weight._version
+
+
+class WatchedWeights:
+    """Digests of a module's weights. They are read again when one has moved, been replaced, or been written to by
+    PyTorch: by an optimizer, an operation in place, `load_state_dict`, `to`.
+
+    Nobody tells of writes through `.data`, a NumPy array or a pointer, nor of modules and hooks that are added or
+    replaced. Which of PEFT's adapters are on, and how they are scaled, is looked up.
+
+    Args:
+        module (`nn.Module`): Whose weights.
+        part_of (`Callable`): The part that a weight belongs to, by its name; each part has a digest.
+    """
+
+    def __init__(self, module: nn.Module, part_of: Callable[[str], str]):
+        self.module, self._part_of = module, part_of
+        self._layers = [each for each in module.modules() if isinstance(each, BaseTunerLayer)]
+        self._read: list[_Read] = []
+        self._adapters, self._digests = [], {}
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each part's names, types, shapes and values.
+
+        Raises:
+            `UnwatchableError`: a weight that cannot be watched, by its name.
+        """
+        adapters = [
+            (m.active_adapter, m.disable_adapters, *m.merged_adapters, *m.scaling.items()) for m in self._layers
+        ]
+        if self._digests and adapters == self._adapters and all(each.is_current() for each in self._read):
+            return self._digests
+        modules, found, parts, read = [], {}, {}, []
+        for prefix, module in self.module.named_modules():
+            modules.append((prefix, type(module).__qualname__))
+            for name, weight in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                found.setdefault(id(weight), (f"{prefix}.{name}".lstrip("."), module, name, weight))  # tied ones once
+        for whole_name, _, _, weight in found.values():  # all of them before any is read
+            _check_watchable(whole_name, weight)
+        # The same weights in other classes, or with another adapter on, compute something else.
+        first = hashlib.sha256(repr((adapters, modules)).encode())
+        for whole_name, owner, name, weight in found.values():
+            read.append(_Read(owner, name, weight, weight.detach(), _version(weight)))
+            digest = hashlib.sha256(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).digest()
+            part = parts.setdefault(self._part_of(whole_name), first.copy())
+            part.update(f"{whole_name} {weight.dtype} {tuple(weight.shape)}".encode() + digest)
+        self._adapters, self._read = adapters, read
+        self._digests = {part: digest.hexdigest() for part, digest in parts.items()}
+        return self._digests
+
+
+def _check_watchable(name: str, weight: torch.Tensor) -> None:
+    if type(weight) not in (torch.Tensor, nn.Parameter) or weight.is_meta or weight.layout != torch.strided:
+        raise UnwatchableError(
+            f"The weight `{name}` is of type {type(weight).__name__} on {weight.device}; nobody can tell when such a "
+            "weight changes, so what is read of passages is not kept. Load the model whole and without quantization."
+        )

@@ -1,0 +1,1 @@
+../../answering_arcaligner.py

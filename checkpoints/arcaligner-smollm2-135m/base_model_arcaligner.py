@@ -1,1 +1,0 @@
-../../base_model_arcaligner.py

@@ -1,1 +1,0 @@
-../../layers_arcaligner.py

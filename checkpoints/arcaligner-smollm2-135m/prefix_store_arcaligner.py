@@ -1,1 +1,0 @@
-../../prefix_store_arcaligner.py

@@ -1,0 +1,1 @@
+../../refinement_arcaligner.py

@@ -1,1 +1,0 @@
-../../slot_rows_arcaligner.py

@@ -1,0 +1,1 @@
+../../tokenization_arcaligner.py
