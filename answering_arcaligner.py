@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import LogitsProcessor
+from transformers import BatchFeature, LogitsProcessor, LogitsProcessorList
 
 from .configuration_arcaligner import is_number
 from .encoder_arcaligner import search_text
+from .processing_arcaligner import check_copy_bonus
 from .segmentation_arcaligner import (
     Segment,
     _tokenize_document,
@@ -31,119 +32,296 @@ from .tokenization_arcaligner import with_plain_texts
 
 LONGEST_PASSAGE, CUT_PASSAGE = 250, 180  # words: longer documents are cut into pieces of so many
 
-
-# How likely passages answer a question, beyond the paper: middle layers of a frozen model show whether it has found an
-# answer. A logistic regression, the processor's `answer_probe`, reads it from the states of the prompt's last token: of
-# all passages, beside the match of their words, whether to believe the answer; of each alone, which ones to read.
-def check_max_passages(processor, max_passages: int) -> None:
-    """Raises `ValueError` unless it is a number of passages, of an aligner that can tell the likeliest ones."""
-    if not is_number(max_passages, Integral) or max_passages < 1:
-        raise ValueError(f"`max_passages` is {max_passages!r}; expected a whole number of at least 1.")
-    check_can_rank(processor, "`max_passages`")
-
-
-def check_can_rank(processor, what: str) -> None:
-    """Raises `ValueError`, about `what`, unless the aligner can be asked about each passage by itself."""
-    check_probe(processor, what)
-    if processor.passage_attention != "separate":
-        raise ValueError(
-            f"{what} needs passages that are read by themselves, and this aligner was trained to read those of a "
-            'question jointly. Pass fewer documents, or take an aligner with `passage_attention` "separate".'
-        )
-
-
-# Whether the aligner's confidence can be asked for. See `AnswerConfidence` of the pipeline.
-def check_probe(processor, what: str) -> None:
-    """Raises `ValueError`, about `what`, unless its confidence was fitted."""
-    if processor.answer_probe is None:
-        raise ValueError(
-            f"{what} needs an aligner whose confidence was fitted, and this one's processor has no `answer_probe`. Fit "
-            "it with `python -m arcaligner.train.confidence`, or leave it out."
-        )
-
-
-def check_min_confidence(processor, min_confidence: float) -> None:
-    """Raises `ValueError` unless it is a share, of an aligner that tells how sure it is."""
-    if not is_number(min_confidence, Real) or not 0.0 <= min_confidence <= 1.0:
-        raise ValueError(f"`min_confidence` is {min_confidence!r}; expected a number from 0 to 1.")
-    check_probe(processor, "`min_confidence`")
-    if not isinstance(processor.no_answer, str):
-        raise ValueError(f"The processor's `no_answer` is {processor.no_answer!r}; expected what is answered instead.")
-
-
-def passages_to_read(processor) -> int | None:
-    """How many of several passages are read by default: the likeliest, which answers far better than all of them unless
-    several are needed; `None`, all, where the aligner cannot tell it."""
-    can_tell = processor.answer_probe is not None and processor.passage_attention == "separate"
-    return 1 if can_tell else None
-
-
-def cut_documents(processor, documents: list) -> tuple[list, list[Segment]]:
-    """The passages that documents are read as, and what each is of which document: of long ones pieces, unless the
-    aligner cannot tell which of them to read."""
-    longest = math.inf if passages_to_read(processor) is None else LONGEST_PASSAGE
-    return cut_long(documents, longest, CUT_PASSAGE, processor.spacy_model)
-
-
-# What the cosine of question and passage is worth beside the confidence, in log-odds: fitted on held-out questions.
+# What the cosine of question and passage is worth beside the answerability, in log-odds: fitted on held-out questions.
 SIMILARITY_WEIGHT = 10.0
 
 
-class RankedPassage(NamedTuple):
-    """How likely a passage by itself answers a question, the cosine of both (0 where neither texts nor a search tell),
-    and whether the passage was kept, so that it was not read again."""
+class ScoredPassage(NamedTuple):
+    """How likely a passage by itself holds the answer to a question, the cosine of both (0 where neither texts nor a
+    search tell), and whether the passage was cached, so that it was not computed again."""
 
-    confidence: float
+    answerability: float
     similarity: float
-    is_kept: bool
+    is_cached: bool
 
     @property
     def log_odds(self) -> float:
-        """What decides between passages: the confidence, and the cosine beside it."""
-        sure = min(max(self.confidence, 1e-9), 1 - 1e-9)
+        """What decides between passages: the answerability, and the cosine beside it."""
+        sure = min(max(self.answerability, 1e-9), 1 - 1e-9)
         return math.log(sure / (1 - sure)) + SIMILARITY_WEIGHT * self.similarity
 
 
-def likeliest(ranked: Mapping[int, RankedPassage], most: int) -> list[int]:
-    """The numbers of the passages that most likely answer, at most `most` of them, in the order of the passages.
+def select_top(scores: Mapping[int, ScoredPassage], most: int) -> list[int]:
+    """The numbers of the top-ranked passages, at most `most` of them, in the order of the passages.
 
-    >>> likeliest({0: RankedPassage(0.6, 0.8, False), 1: RankedPassage(0.7, 0.4, False)}, most=1)
+    >>> select_top({0: ScoredPassage(0.6, 0.8, False), 1: ScoredPassage(0.7, 0.4, False)}, most=1)
     [0]
     """
-    return sorted(sorted(ranked, key=lambda number: ranked[number].log_odds, reverse=True)[:most])
+    return sorted(sorted(scores, key=lambda number: scores[number].log_odds, reverse=True)[:most])
 
 
-@torch.no_grad()
-def rank_passages(
-    store, questions: list, documents: list | None = None, similarities: list | None = None, **kwargs: Any
-) -> list[dict[int, RankedPassage]]:
-    """How likely each passage by itself answers its question; `likeliest` then says which ones to read.
+class Selection(NamedTuple):
+    """The passages of a question that are read."""
 
-    Each question is read behind each of its passages. What is read of these is in the store, where `prepare` finds it.
+    numbers: Sequence[int]  # in the order of the passages
+    scores: dict[int, ScoredPassage] | None  # by the passage's number; `None` where all are read, unscored
+
+
+class Answerer:
+    """
+    The one way from a question and its documents to an answer.
+
+        documents -> `cut` -> passages -> `select` -> those that are read -> inputs of `generate` -> `answer`
+
+    Pipeline, server, evaluation and benchmarks call it. Where passages go into the inputs is up to the caller: with
+    the prompt (the processor) or from a cache of passages ([`SlotPrefixStore`]).
 
     Args:
-        store ([`SlotPrefixStore`]): Of an aligner that reads passages apart and whose confidence was fitted.
-        questions, documents, kwargs: As for `SlotPrefixStore.prepare`, of several questions.
-        similarities (`list[list[float]]`, *optional*): Of each question, its cosines with the passages where a search
-            has them. Default: computed, for `documents`.
-
-    Returns:
-        For each question, by the number of the passage, without those that have no text.
+        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): Of one checkpoint.
+        cache ([`SlotPrefixStore`], *optional*): Where passages that are scored are kept. Default: one that keeps none.
     """
-    check_can_rank(store.processor, "Ranking passages")
-    if similarities is None and documents is not None:
-        documents = [documents_of(each, "`documents`") for each in documents]
-        similarities = list(map(functools.partial(similarities_of, store.processor.encoder), questions, documents))
-    watch, ranked = AnswerConfidence(store.model, store.processor, stops=True), [{} for _ in questions]
-    for rows, inputs in store.each_alone(questions, documents, **kwargs):
-        with watch:
-            with contextlib.suppress(watch.SeenError):
-                store.read_question(inputs)
-            sure = torch.sigmoid(watch.log_odds()).tolist()
-        for (question, passage, is_kept), confidence in zip(rows, sure, strict=True):
-            similarity = similarities[question][passage] if similarities else 0.0
-            ranked[question][passage] = RankedPassage(confidence, similarity, is_kept)
-    return [dict(sorted(each.items())) for each in ranked]
+
+    def __init__(self, model, processor, cache=None):
+        self.model, self.processor = model, processor
+        self.cache = model.slot_prefix_store(processor, max_bytes=0) if cache is None else cache
+
+    # Settings
+
+    @property
+    def can_score(self) -> bool:
+        """Whether passages can be scored one by one: answerability was fitted, and they are independent."""
+        return self.processor.answer_probe is not None and self.processor.passage_attention == "separate"
+
+    @property
+    def max_passages(self) -> int | None:
+        """How many of several passages are read by default: the top-ranked one, which answers far better than all of
+        them unless several are needed; `None`, all, where they cannot be scored."""
+        return 1 if self.can_score else None
+
+    def check(
+        self,
+        *,
+        max_passages: int | None = None,
+        min_confidence: float | None = None,
+        copy_bonus: float | None = None,
+        tokens_per_slot: int | str | None = None,
+    ) -> None:
+        """Raises `ValueError` for settings of a call that are invalid, or that this aligner cannot follow."""
+        self.processor.slot_encoder.check_settings(tokens_per_slot=tokens_per_slot)
+        if copy_bonus is not None:
+            check_copy_bonus(copy_bonus)
+        if max_passages is not None:
+            if not is_number(max_passages, Integral) or max_passages < 1:
+                raise ValueError(f"`max_passages` is {max_passages!r}; expected a whole number of at least 1.")
+            self._check_can_score("`max_passages`")
+        if min_confidence is not None:
+            if not is_number(min_confidence, Real) or not 0.0 <= min_confidence <= 1.0:
+                raise ValueError(f"`min_confidence` is {min_confidence!r}; expected a number from 0 to 1.")
+            self._check_answerability("`min_confidence`")
+            if not isinstance(own := self.processor.no_answer, str):
+                raise ValueError(f"The processor's `no_answer` is {own!r}; expected what is answered instead.")
+
+    def _check_answerability(self, what: str) -> None:
+        if self.processor.answer_probe is None:
+            raise ValueError(
+                f"{what} needs an aligner whose answerability was fitted, and this one's processor has no "
+                "`answer_probe`. Fit it with `python -m arcaligner.train.confidence`, or leave it out."
+            )
+
+    def _check_can_score(self, what: str) -> None:
+        self._check_answerability(what)
+        if self.processor.passage_attention != "separate":
+            raise ValueError(
+                f"{what} needs independent passages, and this aligner was trained with joint ones. Pass fewer "
+                'documents, or take an aligner with `passage_attention` "separate".'
+            )
+
+    # Passages
+
+    def cut(self, documents: list) -> tuple[list, list[Segment]]:
+        """The passages that documents are read as, and what each is of which document: pieces of long ones, unless
+        passages cannot be scored to select those that are read."""
+        longest = LONGEST_PASSAGE if self.can_score else math.inf
+        return cut_long(documents, longest, CUT_PASSAGE, self.processor.spacy_model)
+
+    def selects(self, num_passages: int, max_passages: int | None = None) -> bool:
+        """Whether only some of `num_passages` are read."""
+        most = max_passages or self.max_passages
+        return most is not None and num_passages > most
+
+    def select(
+        self, questions: list, documents: list[list], max_passages: int | None = None, **kwargs: Any
+    ) -> list[Selection]:
+        """Which passages of each question are read: of more than `max_passages`, those with the highest scores. Without
+        `max_passages` the top-ranked one, or all where passages cannot be scored. `kwargs` are those of `score`."""
+        most = max_passages or self.max_passages
+        chosen = [place for place, own in enumerate(documents) if self.selects(len(own), most)]
+        selected = [Selection(range(len(own)), None) for own in documents]
+        if chosen:
+            scores = self.score(
+                [questions[place] for place in chosen], [documents[place] for place in chosen], **kwargs
+            )
+            for place, own in zip(chosen, scores, strict=True):
+                selected[place] = Selection(select_top(own, most), own)
+        return selected
+
+    @torch.no_grad()
+    def score(
+        self, questions: list, documents: list[list] | None = None, similarities: list | None = None, **kwargs: Any
+    ) -> list[dict[int, ScoredPassage]]:
+        """How likely each passage by itself holds the answer to its question.
+
+        Each question is read behind each of its passages. What is computed for these is in the cache, where `prepare`
+        finds it.
+
+        Args:
+            questions, documents, kwargs: As for `SlotPrefixStore.prepare`, of several questions.
+            similarities (`list[list[float]]`, *optional*): Of each question, its cosines with the passages where a
+                search has them. Default: computed, for `documents`.
+
+        Returns:
+            For each question, by the number of the passage, without those that have no text.
+        """
+        self._check_can_score("Scoring passages")
+        if similarities is None and documents is not None:
+            documents = [documents_of(each, "`documents`") for each in documents]
+            encoder = self.processor.encoder
+            similarities = [similarities_of(encoder, *each) for each in zip(questions, documents, strict=True)]
+        watch, scores = AnswerConfidence(self.model, self.processor, stops=True), [{} for _ in questions]
+        for rows, inputs in self.cache.each_alone(questions, documents, **kwargs):
+            with watch:
+                with contextlib.suppress(watch.SeenError):
+                    self.cache.read_question(inputs)
+                sure = torch.sigmoid(watch.log_odds()).tolist()
+            for (question, passage, is_cached), answerability in zip(rows, sure, strict=True):
+                similarity = similarities[question][passage] if similarities else 0.0
+                scores[question][passage] = ScoredPassage(answerability, similarity, is_cached)
+        return [dict(sorted(each.items())) for each in scores]
+
+    # Answers
+
+    def answer(self, questions: Sequence, passages: Sequence[list], **settings: Any) -> "AnsweringCall":
+        """One call of `generate`; arguments as of [`AnsweringCall`]."""
+        return AnsweringCall(self.model, self.processor, questions, passages, **settings)
+
+
+def chat_inputs(processor, chats: Sequence[list[dict] | str], **slots: Any) -> BatchFeature:
+    """Prompts of chats or, without a chat template, of texts, left-padded: `input_ids` and `attention_mask`
+    (batch, seq_len) and, with documents among `slots`, what the model reads in the slots."""
+    padding = {"padding": True, "padding_side": "left"}
+    if processor.chat_template is None:
+        return processor(chats, return_tensors="pt", **padding, **slots)
+    return processor.apply_chat_template(
+        chats,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs=padding,
+        **slots,
+    )
+
+
+# Options of `generate` with which more than the prompt is read before its first scores.
+_READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
+
+
+class AnsweringCall:
+    """
+    What one call of `generate` takes beside its inputs, and what it reports.
+
+    Args:
+        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): Of one checkpoint.
+        questions (`Sequence`), passages (`Sequence[list]`): Of each row of the batch the question, a text or a chat,
+            and the passages that are read, for answerability; an empty list where they are not known as texts.
+        copied (`Sequence[list]`, *optional*): Of each row the passages that its answer may copy. Default: `passages`.
+        copy_bonus (`float` or `list`, *optional*): Of [`PassageCopyLogitsProcessor`].
+        scores (`bool`, defaults to `True`): Whether the answerability is computed, where it was fitted.
+
+    Use [`~AnsweringCall.generate`] or, where another function calls `generate`, `with call:` around it and
+    [`~AnsweringCall.options`] for it.
+    """
+
+    def __init__(
+        self,
+        model,
+        processor,
+        questions: Sequence,
+        passages: Sequence[list],
+        *,
+        copied: Sequence[list] | None = None,
+        copy_bonus: float | list | None = None,
+        scores: bool = True,
+    ):
+        self.model, self.processor, self.num_rows = model, processor, len(passages)
+        self._copied, self._copy_bonus = passages if copied is None else copied, copy_bonus
+        asked = zip(questions, passages, strict=True)
+        has_scores = scores and processor.answer_probe is not None
+        self._watch = AnswerConfidence(model, processor, asked) if has_scores else None
+
+    def options(self, options: dict[str, Any], last: Sequence[LogitsProcessor] = ()) -> dict[str, Any]:
+        """The `options` of a call of `generate`, with this call's logits processors after those that are given, and
+        `last`, such as one that draws tokens, behind them."""
+        config, default = options.get("generation_config"), self.model.generation_config
+        end_ids = default.eos_token_id if config is None or config.eos_token_id is None else config.eos_token_id
+        added = [] if self._watch is None else [self._watch]
+        if any(self._copied):
+            ends = options.get("eos_token_id", end_ids)
+            added.append(PassageCopyLogitsProcessor(self.processor, self._copied, self._copy_bonus, ends))
+        all_of_them = [*(options.get("logits_processor") or []), *added, *last]
+        return options | ({"logits_processor": LogitsProcessorList(all_of_them)} if all_of_them else {})
+
+    def generate(
+        self, inputs: dict[str, Any], last: Sequence[LogitsProcessor] = (), **options: Any
+    ) -> torch.LongTensor:
+        """`model.generate` for `inputs`: ids (batch, seq_len + new tokens)."""
+        with self:
+            return self.model.generate(**inputs, **self.options(options, last))
+
+    @property
+    def answerability(self) -> torch.Tensor | None:
+        """How likely the passages of each row hold the answer, (batch,); known as soon as the prompt was read."""
+        if self._watch is None:
+            return None
+        return self._watch.confidence[:: max(1, len(self._watch.confidence) // max(1, self.num_rows))]
+
+    def __enter__(self) -> "AnsweringCall":
+        if self._watch is not None:
+            self._watch.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self._watch is not None:
+            self._watch.__exit__(*error)
+
+
+MAX_NEW_TOKENS = 24  # of greedy answers to questions that have short ones
+
+
+@torch.inference_mode()
+def greedy_answers(
+    model,
+    processor,
+    inputs: dict[str, Any],
+    questions: Sequence = (),
+    passages: Sequence[list] = (),
+    copy_bonus: float | None = None,
+    **options: Any,
+) -> tuple[list[str], list[float | None]]:
+    """Greedy answers to left-padded prompts, and the answerability of each: `None` without slots, or where it was not
+    fitted. `model` may be any causal language model; `options` are those of `generate`."""
+    settings = {"copy_bonus": copy_bonus, "scores": "context_embeds" in inputs}
+    call = AnsweringCall(model, processor, questions, passages, **settings)
+    ids = call.generate(inputs, **{"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, **options})
+    texts = processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    sure = [None] * len(texts) if call.answerability is None else call.answerability.tolist()
+    return [text.strip() for text in texts], sure
+
+
+def reads_more(options: dict[str, Any], config) -> bool:
+    """Whether `generate` with these options, or its configuration, reads more than the prompt before its first scores,
+    so that no answerability can be told."""
+    return any(options.get(name) or getattr(config, name, None) for name in _READ_MORE)
 
 
 class AnswerConfidence(LogitsProcessor):
@@ -173,7 +351,6 @@ class AnswerConfidence(LogitsProcessor):
         """All states that are needed have been seen."""
 
     def __init__(self, model, processor, asked: Iterable[tuple[Any, list]] = (), stops: bool = False):
-        check_probe(processor, "A confidence")
         probe, width = processor.answer_probe, model.config.text_config.hidden_size
         layers = model.model.decoder_layers
         self.weight = torch.tensor(probe["weight"], dtype=torch.float32, device=model.device)
@@ -287,7 +464,7 @@ def of_texts(
     return [found[text] for text in texts]
 
 
-class CopyBonus(LogitsProcessor):
+class PassageCopyLogitsProcessor(LogitsProcessor):
     """Prefers answers in the words of the passages, in one call of `generate`.
 
     Beyond the paper: a slot tells what a text says better than how it is spelled, and whoever asks has the text. While

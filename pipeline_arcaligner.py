@@ -4,7 +4,6 @@ Last of the flat files, in the order of the data flow:
 configuration -> processing (passages to slots) -> modeling (slots to logits) -> pipeline.
 """
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,27 +15,14 @@ from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
-from .answering_arcaligner import (
-    AnswerConfidence,
-    CopyBonus,
-    check_max_passages,
-    check_min_confidence,
-    cut_documents,
-    likeliest,
-    passages_to_read,
-    rank_passages,
-)
+from .answering_arcaligner import Answerer, reads_more
 from .attention_arcaligner import pad_passage_ids, pad_words
 from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, longest_prompt
-from .processing_arcaligner import check_copy_bonus
 from .segmentation_arcaligner import Segment, documents_of
 from .tokenization_arcaligner import check_conversation
 
 # Options of a call that go to the processor.
 _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
-
-# Options of `generate` that have more than the prompt read before its first scores.
-_READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
 
 _OF_ROWS = ("context_embeds", "context_word_ids", "context_passage_ids", "copied", "about")  # of each row
 
@@ -77,9 +63,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         super().__init__(model=model, processor=processor, tokenizer=tokenizer or processor.tokenizer, **kwargs)
 
     @functools.cached_property
-    def _passages(self):
-        """What was read of passages that were asked about one by one."""
-        return self.model.slot_prefix_store(self.processor, max_bytes=2**28)
+    def answerer(self) -> Answerer:
+        """What selects passages and answers; it keeps those that were scored."""
+        return Answerer(self.model, self.processor, self.model.slot_prefix_store(self.processor, max_bytes=2**28))
 
     def check_model_type(self, supported_models):
         super().check_model_type(["ArcAlignerForCausalLM"])
@@ -96,14 +82,14 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             max_slots (`int`, *optional*): Maximum number of slots per input, the first ones.
             max_passages (`int`, *optional*):
                 Of more passages, only those that most likely answer are read, in their order: each is first asked
-                about by itself. See [`rank_passages`]. What was read for this is kept, in at most 256 MiB, for asking
+                about by itself. See [`Answerer`]. What was read for this is kept, in at most 256 MiB, for asking
                 about these passages again. Default: 1, or all, uncut, where the aligner cannot tell.
             min_confidence (`float`, *optional*):
                 Where it is less likely, from 0 to 1, that the passages answer the question, the answer becomes the
-                processor's `no_answer`. See [`AnswerConfidence`]. Not with a `streamer`, which would be told the
+                processor's `no_answer`. See [`AnsweringCall`]. Not with a `streamer`, which would be told the
                 answer, `return_tensors`, `guidance_scale`, prompt lookup or an assistant model.
             copy_bonus (`float`, *optional*): How much answers in the words of the passages are preferred, see
-                [`CopyBonus`]; 0 writes freely. Default: the processor's.
+                [`PassageCopyLogitsProcessor`]; 0 writes freely. Default: the processor's.
             sanitize_control_tokens (`bool`, defaults to `True`): Whether special tokens of texts are plain text.
             kwargs (`dict`): As for the built-in pipeline: `batch_size`, `return_full_text`, `streamer`, options of
                 `generate`, among them `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget`.
@@ -135,16 +121,13 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         given = {name: kwargs.pop(name, None) for name in _SLOT_OPTIONS} | {"return_slots": return_slots}
         preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
         preprocess |= {name: value for name, value in given.items() if value is not None}
-        if copy_bonus is not None:
-            check_copy_bonus(copy_bonus)
+        self.answerer.check(max_passages=max_passages, min_confidence=min_confidence, copy_bonus=copy_bonus)
         given = {"return_slots": return_slots, "copy_bonus": copy_bonus}
         forward |= {name: value for name, value in given.items() if value is not None}
         if max_passages is not None:
-            check_max_passages(self.processor, max_passages)
             preprocess["max_passages"] = max_passages
         preprocess |= {name: kwargs[name] for name in REFINEMENT_SETTINGS if name in kwargs}  # to ask about passages
         if min_confidence is not None:
-            check_min_confidence(self.processor, min_confidence)
             if given := [name for name in ("streamer", "return_tensors") if kwargs.get(name)]:
                 raise ValueError(f"`min_confidence` is set, but not possible with `{given[0]}`. Leave one out.")
             forward["min_confidence"] = postprocess["min_confidence"] = min_confidence
@@ -163,7 +146,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         prompt, documents, is_question = _read_input(prompt_text, documents)
         chat = Chat([{"role": "user", "content": prompt}]) if is_question else prompt
         given = [] if documents is None else documents_of(documents, "`documents` of row 0")
-        passages, read = cut_documents(self.processor, given)
+        passages, read = self.answerer.cut(given)
         if isinstance(prompt, Chat):
             check_conversation(prompt.messages)
         confidences, copied, about = None, [], ("", [])
@@ -191,11 +174,11 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         self, asked: str | list, passages: list, pieces: list[Segment], max_passages: int | None, options: dict
     ) -> tuple[Sequence[int], dict[int, float] | None]:
         """The numbers of the passages to read and, where some are left out, of each document the highest confidence."""
-        if len(passages) <= (most := max_passages or passages_to_read(self.processor) or len(passages)):
-            return range(len(passages)), None
-        (ranked,) = rank_passages(self._passages, [asked], [passages], **options)
-        surest = sorted(ranked, key=lambda number: ranked[number].confidence)  # of a document's the last one counts
-        return likeliest(ranked, most), {pieces[number].document: ranked[number].confidence for number in surest}
+        (selection,) = self.answerer.select([asked], [passages], max_passages, **options)
+        if (scores := selection.scores) is None:
+            return selection.numbers, None
+        surest = sorted(scores, key=lambda number: scores[number].answerability)  # of a document's the last one counts
+        return selection.numbers, {pieces[number].document: scores[number].answerability for number in surest}
 
     def _encode(
         self,
@@ -234,24 +217,18 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             "context_passage_ids": pad_passage_ids(numbers),  # (batch, max_slots)
         }
         slots = {name: each for name, each in slots.items() if each.shape[1]}
-        watch, added = None, []
-        config = generate_kwargs.get("generation_config") or self.model.generation_config
-        reads_more = any(generate_kwargs.get(name) or getattr(config, name, None) for name in _READ_MORE)
-        if min_confidence is not None and reads_more:
-            raise ValueError(f"`min_confidence` is set, but not possible with any of {', '.join(_READ_MORE)}.")
-        is_asked = min_confidence is not None or (return_slots and not reads_more)
-        if slots and self.processor.answer_probe is not None and is_asked:
-            added = [watch := AnswerConfidence(self.model, self.processor, about)]
-        if any(copied):
-            own, default = config.eos_token_id, self.model.generation_config.eos_token_id
-            end_ids = generate_kwargs.get("eos_token_id", default if own is None else own)
-            added.append(CopyBonus(self.processor, copied, copy_bonus, end_ids))
-        if added:
-            generate_kwargs["logits_processor"] = [*(generate_kwargs.get("logits_processor") or []), *added]
-        with self.model.recorded_depths() as depths, watch or contextlib.nullcontext():
-            outputs = super()._forward(model_inputs, **slots, **generate_kwargs)
-        if watch is not None:  # the same for all beams or samples of a row
-            outputs["confidence"] = watch.confidence[:: len(watch.confidence) // len(rows)].cpu()
+        may_score = not reads_more(
+            generate_kwargs, generate_kwargs.get("generation_config") or self.model.generation_config
+        )
+        if min_confidence is not None and not may_score:
+            raise ValueError("`min_confidence` is set, but not possible with guidance, prompt lookup or an assistant.")
+        scores = bool(slots) and may_score and (min_confidence is not None or return_slots)
+        questions, passages = zip(*about, strict=True)
+        call = self.answerer.answer(questions, passages, copied=copied, copy_bonus=copy_bonus, scores=scores)
+        with self.model.recorded_depths() as depths, call:
+            outputs = super()._forward(model_inputs, **slots, **call.options(generate_kwargs))
+        if call.answerability is not None:
+            outputs["confidence"] = call.answerability.cpu()
         if return_slots and depths:  # (batch * num_beams, num_layers, max_slots), the same for all beams of a row
             outputs["recursion_depth"] = depths[0][:: len(depths[0]) // len(rows)]
         return outputs | {"row": row}

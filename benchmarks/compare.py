@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from ..answering_arcaligner import passages_to_read
+from ..answering_arcaligner import MAX_NEW_TOKENS, Answerer
 from ..common.files import counted, describe_machine, markdown_table, read_json_lines, write_whole
 from ..common.passages import PASSAGE_WORDS
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
@@ -34,7 +34,6 @@ from ..evaluation.answering import answer_text, load_aligner, load_text_lora
 from ..evaluation.methods import rate_title, whole_text
 from ..evaluation.tasks import with_found
 from ..pipeline_arcaligner import ArcAlignerPipeline
-from ..train.prompts import MAX_NEW_TOKENS
 
 COLUMNS = ("what is read", "positions", "F1", "EM", "agreement", "first token")
 REMARKS = (
@@ -174,7 +173,7 @@ def run_compare(
     rows = read_questions(questions)[:num_questions]
     aligner, processor = load_aligner(checkpoint, device)
     processor.encoder.device = device
-    max_passages = max_passages or passages_to_read(processor)
+    max_passages = max_passages or Answerer(aligner, processor).max_passages
     rates = list(dict.fromkeys(rates or processor.trained_tokens_per_slot or [processor.tokens_per_slot]))
     for rate in rates:
         processor.slot_encoder.check_settings(tokens_per_slot=rate)

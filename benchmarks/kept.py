@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
-from ..answering_arcaligner import likeliest, passages_to_read, rank_passages
+from ..answering_arcaligner import Answerer
 from ..attention_arcaligner import cache_of
 from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, digest, run_command, write_whole
 from ..common.rows import Row, read_rows
@@ -113,9 +113,10 @@ def ask_store(store: SlotPrefixStore, row: Row, rate: int | str) -> ModelOutput:
 
 
 def ask_likeliest(store: SlotPrefixStore, row: Row, rate: int | str) -> ModelOutput:
-    """Asks about each kept passage of a row by itself, and answers from the likeliest, as is the default."""
-    (ranked,) = rank_passages(store, [row["question"]], [row["passages"]], tokens_per_slot=rate)
-    return ask_store(store, row | {"passages": [row["passages"][number] for number in likeliest(ranked, 1)]}, rate)
+    """Scores each cached passage of a row, and answers from the top-ranked one, as is the default."""
+    answerer = Answerer(store.model, store.processor, store)
+    (selection,) = answerer.select([row["question"]], [row["passages"]], 1, tokens_per_slot=rate)
+    return ask_store(store, row | {"passages": [row["passages"][number] for number in selection.numbers]}, rate)
 
 
 def drop_from_memory(folder: Path) -> None:
@@ -165,7 +166,7 @@ class Known:
             disk.keep("?", documents=passages, tokens_per_slot=rate)
             self.kept_bytes[name] = inputs["context_passage_ids"].shape[1] * per_slot / len(rows)
             self.arms[name] = partial(ask_store, memory, rate=rate)
-            if passages_to_read(processor) and rate == processor.tokens_per_slot:
+            if Answerer(aligner, processor).can_score and rate == processor.tokens_per_slot:
                 self.arms[f"{name}{LIKELIEST}"] = partial(ask_likeliest, memory, rate=rate)
             self.arms[f"{name}_folder"] = partial(ask_store, disk, rate=rate)
             self.folders[f"{name}_folder"] = path

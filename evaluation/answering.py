@@ -17,6 +17,7 @@ from rich.progress import Progress
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
+from ..answering_arcaligner import Answerer, greedy_answers
 from ..attention_arcaligner import CACHE, cache_of, check_can_separate, passage_positions, separate_passages
 from ..common.rows import Row
 from ..configuration_arcaligner import check_length
@@ -26,12 +27,11 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from ..tokenization_arcaligner import mark_control_tokens
 from ..train.prompts import (
     ApartText,
-    greedy_answers,
     passages_text,
     slot_inputs,
     text_inputs,
     text_prompt,
-    with_likeliest,
+    with_selected,
 )
 
 logger = logging.getLogger(__name__)
@@ -114,8 +114,8 @@ def answer_slots(
         layer.set_scale(ADAPTER_NAME, 0.0)
     try:
         if max_passages is not None:
-            store = model.slot_prefix_store(processor, max_bytes=0)  # reads passages one by one, and keeps none
-            read = with_likeliest(store, rows, max_passages, tokens_per_slot=tokens_per_slot, **refinement)
+            settings = {"tokens_per_slot": tokens_per_slot, **refinement}
+            read = with_selected(Answerer(model, processor), rows, max_passages, **settings)
         inputs = slot_inputs(processor, read, tokens_per_slot).to(model.device)
         num_slots = (inputs["input_ids"] == model.config.context_token_id).sum(dim=1).tolist()
         asked = {"questions": [row["question"] for row in read], "passages": [row["passages"] for row in read]}
@@ -158,7 +158,8 @@ def apart_inputs(model, prompts: list[ApartText]) -> dict[str, Any]:
 
 
 def _generate(model, processor, inputs, rows: list[Row], context_tokens: list[int], **settings: Any) -> list[Answer]:
-    """Greedy answers to left-padded prompts, `input_ids` (batch, seq_len); `settings` are those of `greedy_answers`."""
+    """Greedy answers to left-padded prompts, `input_ids` (batch, seq_len); `settings` are those of
+    `greedy_answers`."""
     texts, sure = greedy_answers(model, processor, inputs, **settings)
     prompts = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
     prompt_ids = [ids[is_real].tolist() for ids, is_real in prompts]

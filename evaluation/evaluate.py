@@ -17,11 +17,11 @@ from typing import Any
 
 from rich.progress import track
 
+from ..answering_arcaligner import MAX_NEW_TOKENS
 from ..common.files import describe_machine, digest
 from ..common.rows import Row
 from ..loading_arcaligner import default_dtype
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..train.prompts import MAX_NEW_TOKENS
 from .answering import Answer, in_batches
 from .methods import Method, MissingMethodError, find_method
 from .metrics import METRICS, contains_match

@@ -17,8 +17,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
+from ..answering_arcaligner import MAX_NEW_TOKENS
 from ..common.rows import Row
-from ..train.prompts import MAX_NEW_TOKENS
 from .answering import answer_slots, in_batches, load_aligner
 
 TASKS_DIRECTORY = Path(__file__).parent / "lm_eval_tasks"

@@ -21,7 +21,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import DynamicCache
 from transformers.utils import CONFIG_NAME
 
-from ..answering_arcaligner import check_max_passages
+from ..answering_arcaligner import Answerer
 from ..attention_arcaligner import CACHE
 from ..common.files import digest_files
 from ..common.rows import Row
@@ -145,7 +145,7 @@ class Method:
             )
         if self.answer is LIKELIEST:
             try:
-                check_max_passages(processor, 1)
+                Answerer(model, processor).check(max_passages=1)
             except ValueError as error:
                 raise MissingMethodError(str(error)) from error
         return partial(self.answer, model, processor, tokens_per_slot=self.tokens_per_slot)

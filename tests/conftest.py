@@ -25,7 +25,8 @@ from tiny_models import backbone_config, float64_throughout, random_probe, rando
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, BertTokenizerFast, PreTrainedTokenizerFast
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor, answering_arcaligner
+from arcaligner.answering_arcaligner import Answerer
 from arcaligner.apps.cli import app as cli
 from arcaligner.configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
 from arcaligner.loading_arcaligner import models_directory
@@ -185,9 +186,8 @@ def few_tokens(monkeypatch):
     """Evaluation's answers of four tokens, and no model from or for another test."""
     from arcaligner.benchmarks import compare  # of an extra, which not all tests need
     from arcaligner.evaluation import answering
-    from arcaligner.train import prompts
 
-    for module in (prompts, compare):
+    for module in (answering_arcaligner, compare):
         monkeypatch.setattr(module, "MAX_NEW_TOKENS", 4)
     answering.load_aligner.cache_clear()
     yield
@@ -245,3 +245,8 @@ def installed(tmp_path_factory) -> Path:
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         wheel.extractall(folder / "site")
     return folder / "site" / "arcaligner"
+
+
+def score_passages(store, questions, documents=None, **kwargs):
+    """`Answerer.score` with a cache of passages."""
+    return Answerer(store.model, store.processor, store).score(questions, documents, **kwargs)

@@ -7,11 +7,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import chat_inputs, pipeline_of, processor_with
+from conftest import chat_inputs, pipeline_of, processor_with, score_passages
 from tiny_models import random_probe
 
 from arcaligner import kv_cache_arcaligner
-from arcaligner.answering_arcaligner import AnswerConfidence, rank_passages, word_match
+from arcaligner.answering_arcaligner import AnswerConfidence, word_match
 from arcaligner.kv_cache_arcaligner import read_passages
 
 QUESTION = "Who wrote it?"
@@ -230,7 +230,7 @@ def test_documents_of_any_form_are_chosen_from_and_of_those_without_text_none_is
     for given in (*PASSAGES[:2], tuple(PASSAGES), np.array(PASSAGES[::3])):
         as_list = [given] if isinstance(given, str | dict) else list(given)
         assert ask_apart("Who?", documents=given) == ask_apart("Who?", documents=as_list)
-    assert rank_passages(apart, ["Who?"], [[" ", ""]]) == [{}]
+    assert score_passages(apart, ["Who?"], [[" ", ""]]) == [{}]
     (record,) = ask_apart({"question": "Who?", "documents": [" ", ""]}, max_passages=1)
     (expected,) = ask_apart({"question": "Who?", "documents": []})
     assert record["statistics"].pop("passage_confidences") == {} and record == expected
@@ -260,12 +260,12 @@ def test_passages_are_ranked_for_the_prompt_that_is_answered(ask_apart, chat, op
 def test_precomputed_slots_are_ranked_as_their_passages_and_kept_for_the_answer(apart):
     encoded = apart.processor.encode_documents(PASSAGES)
     slots = {"context_embeds": [encoded.context_embeds], "context_passage_ids": [encoded.context_passage_ids]}
-    (first,), (again,) = (rank_passages(apart, [QUESTION], **slots) for _ in range(2))
-    (expected,) = rank_passages(apart, [QUESTION], [PASSAGES])
+    (first,), (again,) = (score_passages(apart, [QUESTION], **slots) for _ in range(2))
+    (expected,) = score_passages(apart, [QUESTION], [PASSAGES])
     assert list(first) == list(expected) == [0, 1, 3]
     for number, passage in first.items():
-        assert passage.confidence == pytest.approx(expected[number].confidence, abs=1e-4)
-        assert not passage.is_kept and again[number].is_kept
+        assert passage.answerability == pytest.approx(expected[number].answerability, abs=1e-4)
+        assert not passage.is_cached and again[number].is_cached
     assert apart.prepare(["Who?"], **slots).num_kept == [3]
 
 
@@ -273,18 +273,18 @@ def test_passages_of_several_questions_are_read_at_once_and_ranked_some_at_a_tim
     documents = [[f"Passage {'more ' * number}text." for number in range(5)], PASSAGES, [" "], PASSAGES[:2]]
     questions = ["Who?", "Who wrote it, and when?", "Why?", "Where?"]
     other, reader = separate[0].slot_prefix_store(separate[1]), mock.Mock(side_effect=read_passages)
-    expected = [rank_passages(other, [each], [own])[0] for each, own in zip(questions, documents, strict=True)]
+    expected = [score_passages(other, [each], [own])[0] for each, own in zip(questions, documents, strict=True)]
     monkeypatch.setattr(kv_cache_arcaligner, "ROWS_AT_ONCE", 3)
     monkeypatch.setattr(kv_cache_arcaligner, "read_passages", reader)
-    found = rank_passages(apart, questions, documents)
+    found = score_passages(apart, questions, documents)
     assert reader.call_count == 1 and apart.misses == 8  # equal passages once
     monkeypatch.setattr(kv_cache_arcaligner, "PASSAGES_AT_ONCE", 4)
     some = separate[0].slot_prefix_store(separate[1], max_bytes=0)
-    found += rank_passages(some, questions, documents)
+    found += score_passages(some, questions, documents)
     assert reader.call_count == 1 + 3  # of ten passages, four at once
     for one, alone in zip(found, 2 * expected, strict=True):
-        sure = {number: pytest.approx(passage.confidence, abs=1e-5) for number, passage in alone.items()}
-        assert {number: passage.confidence for number, passage in one.items()} == sure
+        sure = {number: pytest.approx(passage.answerability, abs=1e-5) for number, passage in alone.items()}
+        assert {number: passage.answerability for number, passage in one.items()} == sure
 
 
 def test_a_model_whose_weights_cannot_be_watched_ranks_passages_and_keeps_none(separate, ask_apart, caplog):
@@ -307,10 +307,10 @@ def test_what_cannot_be_ranked_is_refused(model, fitted, apart, ask, ask_apart):
             ask_apart([{"role": "assistant", "content": "Hi."}], documents=PASSAGES, max_passages=most)
     jointly = pytest.raises(ValueError, match="this aligner was trained to read those of a question jointly")
     with jointly:
-        rank_passages(model.slot_prefix_store(fitted), ["Who?"], [PASSAGES])
+        score_passages(model.slot_prefix_store(fitted), ["Who?"], [PASSAGES])
     with jointly:
         ask(ROW, max_passages=1)
     embeds, numbers = torch.ones(3, fitted.encoder_hidden_size), torch.tensor([0, 1, 0])
-    for use in (rank_passages, type(apart).prepare):
+    for use in (score_passages, type(apart).prepare):
         with pytest.raises(ValueError, match="expected the slots of a passage to stand together"):
             use(apart, ["Who?"], context_embeds=[embeds], context_passage_ids=[numbers])

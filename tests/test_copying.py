@@ -6,12 +6,18 @@ import weakref
 
 import pytest
 import torch
-from conftest import chat_inputs, greedy_answer, pipeline_of, processor_with
+from conftest import chat_inputs, greedy_answer, pipeline_of, processor_with, score_passages
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
-from arcaligner.answering_arcaligner import YES_NO, CopyBonus, copied_next, copied_texts, rank_passages, similarities_of
+from arcaligner.answering_arcaligner import (
+    YES_NO,
+    PassageCopyLogitsProcessor,
+    copied_next,
+    copied_texts,
+    similarities_of,
+)
 from arcaligner.benchmarks.compare import Reader
 from arcaligner.encoder_arcaligner import SentenceEncoder
 from arcaligner.evaluation.methods import METHODS
@@ -96,7 +102,7 @@ def test_the_bonus_is_of_tokens_that_go_on_with_a_copy_or_end_it_and_of_no_other
         ("by Ada", {encode("by Ada.")[-1], end}),
         ("was Ada", set()),
     ):
-        bonus = CopyBonus(learned, [["It was written by Ada."]], 3.0, as_ends(end))
+        bonus = PassageCopyLogitsProcessor(learned, [["It was written by Ada."]], 3.0, as_ends(end))
         scores = torch.randn(1, len(tokenizer))
         bonus(torch.tensor([prompt]), scores)
         found = bonus(torch.tensor([prompt + encode(written)]), scores)
@@ -114,7 +120,7 @@ def test_an_answer_is_word_for_word_in_the_passages(ask, options):
 
 
 def test_a_beam_of_copies_is_as_likely_as_its_tokens_not_preferred_for_its_length(model, processor):
-    copier = CopyBonus(processor, [DOCUMENTS], 3.0, processor.tokenizer.eos_token_id)
+    copier = PassageCopyLogitsProcessor(processor, [DOCUMENTS], 3.0, processor.tokenizer.eos_token_id)
     options = {"max_new_tokens": 6, "num_beams": 3, "length_penalty": 0.0, "logits_processor": [copier]}
     inputs = chat_inputs(processor, QUESTION, DOCUMENTS)
     found = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True)
@@ -184,7 +190,7 @@ def test_the_processor_says_how_much_copying_is_preferred_and_a_call_may_say_oth
 
 def test_passages_are_ranked_by_these_cosines(separate):
     model, fitted = separate
-    (ranked,) = rank_passages(model.slot_prefix_store(fitted), [QUESTION], [["Ada wrote it."]])
+    (ranked,) = score_passages(model.slot_prefix_store(fitted), [QUESTION], [["Ada wrote it."]])
     assert [ranked[0].similarity] == similarities_of(fitted.encoder, QUESTION, ["Ada wrote it."])
 
 

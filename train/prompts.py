@@ -2,17 +2,15 @@
 benchmarks share."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import tqdm
 
-from ..answering_arcaligner import AnswerConfidence, CopyBonus, likeliest, rank_passages
+from ..answering_arcaligner import Answerer, chat_inputs
 from ..common.rows import Row
 from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, ArcAlignerProcessor
-
-MAX_NEW_TOKENS = 24
 
 
 def passages_text(row: Row) -> str:
@@ -35,15 +33,7 @@ def full_text(row: Row) -> str:
 
 def text_inputs(processor: ArcAlignerProcessor, contents: list[str], **slots: Any):
     """Prompts of the user's turns `contents`, left-padded: `input_ids` and `attention_mask` (batch, seq_len)."""
-    return processor.apply_chat_template(
-        [[{"role": "user", "content": content}] for content in contents],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs={"padding": True, "padding_side": "left"},
-        **slots,
-    )
+    return chat_inputs(processor, [[{"role": "user", "content": content}] for content in contents], **slots)
 
 
 def slot_inputs(processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: int | str | None = None):
@@ -86,38 +76,11 @@ class ApartText(NamedTuple):
 
 
 @torch.inference_mode()
-def with_likeliest(store, rows: list[Row], max_passages: int, **settings: Any) -> list[Row]:
-    """The rows, each with those of its passages that most likely answer, where it has more; `store` and `settings` as
-    for `rank_passages`."""
-    chosen = []
-    for row in tqdm(rows, desc="asking about each passage", leave=False, disable=len(rows) == 1):
-        if len(row["passages"]) > max_passages:
-            (ranked,) = rank_passages(store, [row["question"]], [row["passages"]], **settings)
-            row = row | {"passages": [row["passages"][number] for number in likeliest(ranked, max_passages)]}
-        chosen.append(row)
-    return chosen
-
-
-@torch.inference_mode()
-def greedy_answers(
-    model,
-    processor,
-    inputs: dict[str, Any],
-    questions: Sequence[str] = (),
-    passages: Sequence[list] = (),
-    copy_bonus: float | None = None,
-    **refinement: Any,
-) -> tuple[list[str], list[float | None]]:
-    """Greedy answers to left-padded prompts, and of each how likely it is that its passages answer: `None` without
-    slots, or where that was not fitted. See [`AnswerConfidence`], which the `questions` and the `passages` of each are
-    for; from the latter answers may be copied ([`CopyBonus`])."""
-    options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, **refinement}
-    added = [CopyBonus(processor, passages, copy_bonus, model.generation_config.eos_token_id)]
-    if processor.answer_probe is None or "context_embeds" not in inputs:
-        ids, sure = model.generate(**inputs, **options, logits_processor=added), [None] * len(inputs["input_ids"])
-    else:
-        with AnswerConfidence(model, processor, zip(questions, passages, strict=True)) as watch:
-            ids = model.generate(**inputs, **options, logits_processor=[watch, *added])
-        sure = watch.confidence.tolist()
-    texts = processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return [text.strip() for text in texts], sure
+def with_selected(answerer: Answerer, rows: list[Row], max_passages: int, **settings: Any) -> list[Row]:
+    """The rows, each with the top-ranked of its passages, where it has more than `max_passages`; `settings` as for
+    `Answerer.score`."""
+    selected = []
+    for row in tqdm(rows, desc="scoring passages", leave=False, disable=len(rows) == 1):
+        (selection,) = answerer.select([row["question"]], [row["passages"]], max_passages, **settings)
+        selected.append(row | {"passages": [row["passages"][number] for number in selection.numbers]})
+    return selected

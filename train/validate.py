@@ -24,6 +24,7 @@ import torch
 import typer
 from tqdm.auto import tqdm
 
+from ..answering_arcaligner import greedy_answers
 from ..common.files import markdown_table, run_command, stable_number, write_whole
 from ..common.rows import Row, token_f1
 from ..modeling_arcaligner import ArcAlignerForCausalLM, head_nll
@@ -31,7 +32,7 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.export import save_stage
 from .distractors import own_passages
 from .examples import ExampleBuilder, open_part
-from .prompts import greedy_answers, slot_inputs
+from .prompts import slot_inputs
 from .recipe import RecipeArguments
 from .run import last_checkpoints, mean_of_checkpoints, read_keys
 from .sft import ContextCollator, encode_slots

@@ -6,7 +6,6 @@ One thread reads passages and runs the model; any number of threads may submit.
     -> pieces of the answer
 """
 
-import contextlib
 import functools
 import json
 import threading
@@ -20,7 +19,6 @@ import torch
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
-    LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
@@ -28,22 +26,11 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from ...answering_arcaligner import (
-    AnswerConfidence,
-    CopyBonus,
-    check_max_passages,
-    check_min_confidence,
-    cut_documents,
-    likeliest,
-    passages_to_read,
-    rank_passages,
-    similarities_of,
-)
+from ...answering_arcaligner import Answerer, AnsweringCall, chat_inputs, select_top, similarities_of
 from ...common.rows import find_answer
 from ...configuration_arcaligner import check_length, longest_prompt
 from ...encoder_arcaligner import EncodedDocuments
 from ...pipeline_arcaligner import ArcAlignerPipeline
-from ...processing_arcaligner import check_copy_bonus
 from ..corpus.retrieve import Retriever, SlotPassages
 
 # Given passages whose slots are kept; the prefixes have their own budget, in bytes.
@@ -148,7 +135,7 @@ class Engine:
         retriever ([`Retriever`], *optional*):
             For requests without documents. Passages of its corpus that were read ahead are not read again.
         top_k (`int`), tokens_per_slot (`int` or `"segment"`), min_confidence (`float`), max_passages (`int`):
-            Of requests that name none. Of several passages, the likeliest is read by default (`passages_to_read`).
+            Of requests that name none. Of several passages, the likeliest is read by default (`Answerer.max_passages`).
         max_batch (`int`): The most requests computed at a time.
         batch_seconds (`float`): How long the first request of a batch waits for others.
         prefix_bytes (`int`): Memory for slot prefixes kept between requests.
@@ -172,12 +159,14 @@ class Engine:
         if max_batch < 1:
             raise ValueError(f"`max_batch` is {max_batch}; expected at least 1 request.")
         self.model, self.processor, self.retriever = ask.model, ask.processor, retriever
+        folder = None if retriever is None else retriever.corpus.kept_folder
+        options = {"max_bytes": prefix_bytes, "folder": folder, "read_only": True}
+        self.answerer = Answerer(ask.model, ask.processor, ask.model.slot_prefix_store(ask.processor, **options))
         self._check(tokens_per_slot, min_confidence, max_passages)
         self.top_k, self.tokens_per_slot, self.min_confidence = top_k, tokens_per_slot, min_confidence
-        self.max_passages = max_passages or passages_to_read(ask.processor)
+        self.max_passages = max_passages or self.answerer.max_passages
         self.max_batch, self.batch_seconds, self.limits = max_batch, batch_seconds, limits or Limits()
-        folder = None if retriever is None else retriever.corpus.kept_folder
-        self.store = self.model.slot_prefix_store(self.processor, max_bytes=prefix_bytes, folder=folder, read_only=True)
+        self.store = self.answerer.cache
         self._encode = functools.lru_cache(KEPT_DOCUMENTS)(self._encode_documents)
         self._waiting: list[Request] = []
         self._arrival = threading.Condition()
@@ -201,12 +190,10 @@ class Engine:
             raise ValueError(f"Got {len(documents)} documents; expected at most {self.limits.max_documents}.")
         if not 1 <= request.max_new_tokens <= self.limits.max_new_tokens:
             raise ValueError(f"`max_tokens` is {request.max_new_tokens}; expected 1 to {self.limits.max_new_tokens}.")
-        self._check(request.tokens_per_slot, request.min_confidence, request.max_passages)
+        self._check(request.tokens_per_slot, request.min_confidence, request.max_passages, request.copy_bonus)
         for name in ("top_k", "tokens_per_slot", "min_confidence", "max_passages"):
             if getattr(request, name) is None:
                 setattr(request, name, getattr(self, name))
-        if request.copy_bonus is not None:
-            check_copy_bonus(request.copy_bonus)
         with self._arrival:
             if self._closed:
                 raise BusyError("The server is closing.")
@@ -216,12 +203,13 @@ class Engine:
             self._arrival.notify()
         return request.future
 
-    def _check(self, tokens_per_slot: Any, min_confidence: float | None, max_passages: int | None) -> None:
-        self.processor.slot_encoder.check_settings(tokens_per_slot=tokens_per_slot)
-        if min_confidence is not None:
-            check_min_confidence(self.processor, min_confidence)
-        if max_passages is not None:
-            check_max_passages(self.processor, max_passages)
+    def _check(self, tokens_per_slot, min_confidence, max_passages, copy_bonus=None) -> None:
+        self.answerer.check(
+            tokens_per_slot=tokens_per_slot,
+            min_confidence=min_confidence,
+            max_passages=max_passages,
+            copy_bonus=copy_bonus,
+        )
 
     def warm_up(self) -> None:
         """Searches the corpus and answers a short request, which loads what is loaded on first use."""
@@ -266,7 +254,7 @@ class Engine:
         if request.documents is not None:
             began = time.perf_counter()
             documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in request.documents]
-            documents, pieces = cut_documents(self.processor, documents)
+            documents, pieces = self.answerer.cut(documents)
             # As text, which a cache can look up. The slots are counted before any is encoded.
             encoded = self._encode(json.dumps(documents), rate, self._room(request, len(documents)))
             documents = [each | {"number": piece.document} for each, piece in zip(documents, pieces, strict=True)]
@@ -310,15 +298,15 @@ class Engine:
             for request, chat in zip(group, chats, strict=True)
         ]
         slots = {name: [row[name] for row in rows] for name in rows[0]}
-        asked = rank_passages(self.store, chats, similarities=similar, **slots)
+        scores = self.answerer.score(chats, similarities=similar, **slots)
         seconds = time.perf_counter() - began
-        for request, ranked in zip(group, asked, strict=True):
-            numbers = likeliest(ranked, request.max_passages)
-            request.kept = sum(ranked[number].is_kept for number in numbers)
+        for request, own in zip(group, scores, strict=True):
+            numbers = select_top(own, request.max_passages)
+            request.kept = sum(own[number].is_cached for number in numbers)
             request.passages = request.passages.only(numbers)
             request.passages.seconds["choosing"] = seconds
-            for number, each in ranked.items():
-                request.passages.documents[number]["confidence"] = each.confidence
+            for number, scored in own.items():
+                request.passages.documents[number]["confidence"] = scored.answerability
 
     def _answer(self, group: list[Request]) -> None:
         began = time.monotonic()
@@ -346,19 +334,9 @@ class Engine:
                 if request.kept is None:  # else known before they were asked about one by one
                     request.kept = len(request.passages.documents) * kept // parts
             return inputs
-        padding = {"padding": True, "padding_side": "left"}
-        if self.processor.chat_template is not None:
-            inputs = self.processor.apply_chat_template(
-                chats,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                return_tensors="pt",
-                sanitize_control_tokens=True,  # text of a client is never the end of a turn
-                processor_kwargs=padding,
-            )
-        else:
-            inputs = self.processor(chats, return_tensors="pt", **padding)
+        # Text of a client is never the end of a turn.
+        slots = {} if self.processor.chat_template is None else {"sanitize_control_tokens": True}
+        inputs = chat_inputs(self.processor, chats, **slots)
         check_length(inputs["input_ids"].shape[1], "The prompt", self.model.config.text_config)
         return {**inputs}
 
@@ -373,30 +351,28 @@ class Engine:
     @torch.inference_mode()
     def _generate(self, group: list[Request], inputs: dict[str, Any], began: float) -> None:
         inputs = {name: x.to(self.model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
-        added, watch = [], None
-        if group[0].passages is not None:
-            read = [request.passages.read for request in group]
-            if self.processor.answer_probe is not None:
-                watch = AnswerConfidence(self.model, self.processor, zip(map(self._chat, group), read, strict=True))
-                added.append(watch)
-            bonus, end_ids = [request.copy_bonus for request in group], self.model.generation_config.eos_token_id
-            added.append(CopyBonus(self.processor, read, bonus, end_ids))
         prompt_tokens = inputs["attention_mask"].sum(dim=1).tolist()
-        with watch or contextlib.nullcontext():
-            rows = AnswerStream(group, prompt_tokens, self, began, watch)
-            settings = GenerationConfig(
-                max_new_tokens=max(rows.max_new_tokens),
-                eos_token_id=self.model.generation_config.eos_token_id,
-                pad_token_id=self.processor.tokenizer.pad_token_id or 0,
-                do_sample=False,
-            )
-            self.model.generate(
-                **inputs,
-                generation_config=settings,
-                streamer=rows,
-                stopping_criteria=StoppingCriteriaList([rows]),
-                logits_processor=LogitsProcessorList([*added, RowSampler(group)]),
-            )
+        read = [[] if request.passages is None else request.passages.read for request in group]
+        call = self.answerer.answer(
+            list(map(self._chat, group)),
+            read,
+            copy_bonus=[request.copy_bonus for request in group],
+            scores=group[0].passages is not None,
+        )
+        rows = AnswerStream(group, prompt_tokens, self, began, call)
+        settings = GenerationConfig(
+            max_new_tokens=max(rows.max_new_tokens),
+            eos_token_id=self.model.generation_config.eos_token_id,
+            pad_token_id=self.processor.tokenizer.pad_token_id or 0,
+            do_sample=False,
+        )
+        call.generate(
+            inputs,
+            last=[RowSampler(group)],
+            generation_config=settings,
+            streamer=rows,
+            stopping_criteria=StoppingCriteriaList([rows]),
+        )
 
 
 def _each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) -> Iterator[tuple[list[Request], Any]]:
@@ -437,7 +413,7 @@ class RowSampler(LogitsProcessor):
 
 
 class AnswerStream(BaseStreamer, StoppingCriteria):
-    """The answers of a batch while they are written: gives each its tokens, and says which rows are done. `watch`
+    """The answers of a batch while they are written: gives each its tokens, and says which rows are done. `call`
     knows how likely it is that the passages answer."""
 
     def __init__(
@@ -446,9 +422,9 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
         prompt_tokens: list[int],
         engine: Engine,
         began: float,
-        watch: AnswerConfidence | None,
+        call: AnsweringCall,
     ):
-        self.group, self.prompt_tokens, self.engine, self.watch = group, prompt_tokens, engine, watch
+        self.group, self.prompt_tokens, self.engine, self.call = group, prompt_tokens, engine, call
         self.eos = set(torch.tensor(engine.model.generation_config.eos_token_id).reshape(-1).tolist())
         self.ids: list[list[int]] = [[] for _ in group]
         self.said = [""] * len(group)
@@ -471,8 +447,8 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
 
     def _put_token(self, row: int, token: int) -> None:
         request = self.group[row]
-        least = request.min_confidence
-        if self.watch is not None and least is not None and self.watch.confidence[row].item() < least:
+        least, sure = request.min_confidence, self.call.answerability
+        if sure is not None and least is not None and sure[row].item() < least:
             self.said[row], self.reasons[row] = self.engine.processor.no_answer, "stop"
             request.on_text(self.said[row])
             return self._finish(row)
@@ -532,7 +508,7 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
                 seconds={**parts, "first_token": first_token, "total": time.monotonic() - request.arrived},
                 passages=passages,
                 kept=request.kept or 0,
-                confidence=None if self.watch is None else self.watch.confidence[row].item(),
+                confidence=None if self.call.answerability is None else self.call.answerability[row].item(),
                 statistics=statistics,
             )
         )

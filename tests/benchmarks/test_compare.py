@@ -7,9 +7,10 @@ from conftest import chat_inputs, greedy_answer
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from arcaligner.answering_arcaligner import Answerer
 from arcaligner.benchmarks.compare import COLUMNS, Asked, Reader, cells_of
 from arcaligner.common.rows import token_f1
-from arcaligner.train.prompts import full_text, with_likeliest
+from arcaligner.train.prompts import full_text, with_selected
 
 LETTER = "It was written by Ada. Nobody else knew. She wrote it in May."
 OTHER = {"title": "Ships", "text": "The ship left on Monday. It came back in June."}
@@ -96,6 +97,6 @@ def test_of_more_passages_slots_are_read_of_the_likeliest(separate):
     model, reader = separate
     row = {"question": "Who wrote it?", "passages": [{"title": "", "text": LETTER}, OTHER]}
     found = Reader("slots", 2, model, max_passages=1).ask(reader, row)
-    (likely,) = with_likeliest(model.slot_prefix_store(reader), [row], 1, tokens_per_slot=2)
+    (likely,) = with_selected(Answerer(model, reader), [row], 1, tokens_per_slot=2)
     assert found[:2] == Reader("slots", 2, model).ask(reader, likely)[:2]
     assert Reader("slots", 2, model, max_passages=2).ask(reader, row).positions > found.positions

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from conftest import processor_with
+from conftest import processor_with, score_passages
 from tiny_models import random_probe
 from training_rows import article_rows, write_rows
 
-from arcaligner.answering_arcaligner import likeliest, rank_passages
+from arcaligner.answering_arcaligner import select_top
 from arcaligner.attention_arcaligner import CACHE, cache_of
 from arcaligner.benchmarks.arms import load_models, pick_rows
 from arcaligner.benchmarks.kept import Known, main
@@ -62,8 +62,8 @@ def test_kept_slots_are_those_of_reading_the_combination_or_the_likeliest_passag
         expected = models[0](**slot_inputs(apart, [row], tokens_per_slot=rate), use_cache=True)
         for end in ("", "_folder"):
             assert_same_reading(known.arms[f"slots_x{rate}{end}"](row), expected)
-    (ranked,) = rank_passages(models[0].slot_prefix_store(apart), [row["question"]], [row["passages"]])
-    (best,) = likeliest(ranked, 1)
+    (ranked,) = score_passages(models[0].slot_prefix_store(apart), [row["question"]], [row["passages"]])
+    (best,) = select_top(ranked, 1)
     alone = slot_inputs(apart, [row | {"passages": row["passages"][best : best + 1]}])
     assert_same_reading(known.arms["slots_xsegment_likeliest"](row), models[0](**alone, use_cache=True))
 

@@ -4,12 +4,12 @@ import shutil
 
 import pytest
 import torch
-from conftest import greedy_answer
+from conftest import greedy_answer, score_passages
 from training_rows import question_rows
 from transformers import AutoModelForCausalLM
 
 from arcaligner import ArcAlignerProcessor, encoder_arcaligner
-from arcaligner.answering_arcaligner import rank_passages
+from arcaligner.answering_arcaligner import Answerer
 from arcaligner.evaluation.answering import (
     answer_apart,
     answer_slots,
@@ -21,7 +21,7 @@ from arcaligner.evaluation.answering import (
     text_inputs,
 )
 from arcaligner.evaluation.methods import no_text, whole_text
-from arcaligner.train.prompts import full_text, passages_text, text_prompt, with_likeliest
+from arcaligner.train.prompts import full_text, passages_text, text_prompt, with_selected
 
 ROWS = question_rows(5)
 NEW_TOKENS = 4
@@ -107,8 +107,8 @@ def test_of_more_passages_the_likeliest_are_read_and_all_counted(separate):
     passages = [{"title": "", "text": text} for text in ("Ada wrote it.", "The loom wove. It was loud.", "Nobody.")]
     row = ROWS[0] | {"passages": passages}
     store = model.slot_prefix_store(reader)
-    (likely,) = with_likeliest(store, [row], 2, gate_mode="off")
-    (ranked,) = rank_passages(store, [row["question"]], [passages], gate_mode="off")
+    (likely,) = with_selected(Answerer(model, reader, store), [row], 2, gate_mode="off")
+    (ranked,) = score_passages(store, [row["question"]], [passages], gate_mode="off")
     least = min(ranked, key=lambda number: ranked[number].log_odds)
     assert likely == row | {"passages": [each for number, each in enumerate(passages) if number != least]}
     (found,) = answer_slots(model, reader, [row], gate_mode="off", max_passages=2)

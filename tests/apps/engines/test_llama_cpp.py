@@ -14,7 +14,7 @@ from tiny_models import ENCODER_HIDDEN_SIZE, backbone_config, tiny_aligner
 from transformers import AutoModelForCausalLM
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
-from arcaligner.answering_arcaligner import CopyBonus
+from arcaligner.answering_arcaligner import PassageCopyLogitsProcessor
 from arcaligner.apps.engines import gguf_files, llama_cpp
 
 QUESTION = "Who wrote it?"
@@ -95,7 +95,7 @@ def test_passages_are_read_and_answered_from_as_by_pytorch(passage_attention, bo
     processor = ArcAlignerProcessor.from_pretrained(checkpoints[passage_attention])
     inputs = chat_inputs(processor, QUESTION, DOCUMENTS)
     length = inputs["input_ids"].shape[1]
-    copied = CopyBonus(processor, [DOCUMENTS], bonus, model.generation_config.eos_token_id)
+    copied = PassageCopyLogitsProcessor(processor, [DOCUMENTS], bonus, model.generation_config.eos_token_id)
     logits = model(**inputs, logits_to_keep=1, gate_mode="off").logits[0, 0]
     settings = {"do_sample": False, "gate_mode": "off", "logits_processor": [copied]}
     answer = model.generate(**inputs, max_new_tokens=16, **settings)[0, length:]
