@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # In an order in which each finds what those before have made.
 PAGES = ("docs/training.md", "README.md", "docs/corpus.md", "docs/evaluation.md", "docs/speed.md", "docs/server.md")
-PAGES += ("docs/engines.md",)
+PAGES += ("docs/engines.md", "docs/gpu.md")
 # What is added to a command, by its beginning, so that it ends within a minute.
 SHORTER = {
     "python -m arcaligner train --recipe tiny --output": "--max_train_samples 4",
@@ -28,6 +28,7 @@ SHORTER = {
     "python -m arcaligner evaluate --recipe": "--tasks squad --methods naive,standard_rag,arcaligner -n 2",
     "python -m arcaligner evaluate": "--data FOLDER -n 2",
     "python -m arcaligner.benchmarks.latency": "--sizes 1 --tokens-per-slot 2 --seconds 1",
+    "python -m arcaligner.benchmarks.shape": "--shape tiny --device cpu --passages 1 --seconds 20",
     "python -m arcaligner.benchmarks.kept": "--sizes 1 --tokens-per-slot 2 --seconds 1",
     "arcaligner compare": "--tokens-per-slot 2 -n 2",
 }
