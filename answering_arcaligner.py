@@ -223,7 +223,7 @@ def chat_inputs(processor, chats: Sequence[list[dict] | str], **slots: Any) -> B
 
 
 # Options of `generate` with which more than the prompt is read before its first scores.
-_READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
+READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
 
 
 class AnsweringCall:
@@ -321,7 +321,7 @@ def greedy_answers(
 def reads_more(options: dict[str, Any], config) -> bool:
     """Whether `generate` with these options, or its configuration, reads more than the prompt before its first scores,
     so that no answerability can be told."""
-    return any(options.get(name) or getattr(config, name, None) for name in _READ_MORE)
+    return any(options.get(name) or getattr(config, name, None) for name in READ_MORE)
 
 
 class AnswerConfidence(LogitsProcessor):

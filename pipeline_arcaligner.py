@@ -15,7 +15,7 @@ from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
-from .answering_arcaligner import Answerer, reads_more
+from .answering_arcaligner import READ_MORE, Answerer, reads_more
 from .attention_arcaligner import pad_passage_ids, pad_words
 from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, longest_prompt
 from .segmentation_arcaligner import Segment, documents_of
@@ -63,9 +63,14 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         super().__init__(model=model, processor=processor, tokenizer=tokenizer or processor.tokenizer, **kwargs)
 
     @functools.cached_property
+    def _scored(self):
+        """The passages that were scored."""
+        return self.model.slot_prefix_store(self.processor, max_bytes=2**28)
+
+    @property
     def answerer(self) -> Answerer:
-        """What selects passages and answers; it keeps those that were scored."""
-        return Answerer(self.model, self.processor, self.model.slot_prefix_store(self.processor, max_bytes=2**28))
+        """What selects passages and answers, with the model and processor of now."""
+        return Answerer(self.model, self.processor, self._scored)
 
     def check_model_type(self, supported_models):
         super().check_model_type(["ArcAlignerForCausalLM"])
@@ -221,7 +226,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             generate_kwargs, generate_kwargs.get("generation_config") or self.model.generation_config
         )
         if min_confidence is not None and not may_score:
-            raise ValueError("`min_confidence` is set, but not possible with guidance, prompt lookup or an assistant.")
+            raise ValueError(f"`min_confidence` is set, but not possible with any of {', '.join(READ_MORE)}.")
         scores = bool(slots) and may_score and (min_confidence is not None or return_slots)
         questions, passages = zip(*about, strict=True)
         call = self.answerer.answer(questions, passages, copied=copied, copy_bonus=copy_bonus, scores=scores)

@@ -163,9 +163,7 @@ def test_a_refusal_needs_its_words_and_a_probe_and_no_stream(ask, model, process
     refused("`no_answer` is None; expected what is answered instead")
     ask.processor = processor
     assert "confidence" not in ask(ROW, return_slots=True)[0]["statistics"]
-    refused("`min_confidence` needs an aligner whose confidence was fitted")
-    with pytest.raises(ValueError, match="A confidence needs an aligner"):
-        AnswerConfidence(model, processor)
+    refused("`min_confidence` needs an aligner whose answerability was fitted")
 
 
 OTHER = [{"layers": [0, 99]}, {"weight": [0.5] * 7}]
@@ -305,7 +303,7 @@ def test_what_cannot_be_ranked_is_refused(model, fitted, apart, ask, ask_apart):
     for most in (1, 9):
         with pytest.raises(ValueError, match="no user message"):
             ask_apart([{"role": "assistant", "content": "Hi."}], documents=PASSAGES, max_passages=most)
-    jointly = pytest.raises(ValueError, match="this aligner was trained to read those of a question jointly")
+    jointly = pytest.raises(ValueError, match="this aligner was trained with joint ones")
     with jointly:
         score_passages(model.slot_prefix_store(fitted), ["Who?"], [PASSAGES])
     with jointly:

@@ -10,7 +10,7 @@ from conftest import pipeline_of
 from tiny_models import random_probe
 from training_rows import write_rows
 
-from arcaligner import pipeline_arcaligner
+from arcaligner import answering_arcaligner
 from arcaligner.answering_arcaligner import similarities_of
 from arcaligner.apps.corpus.build import build_corpus
 from arcaligner.apps.corpus.retrieve import Retriever
@@ -218,7 +218,7 @@ def test_an_answer_with_less_confidence_than_asked_for_is_the_refusal_told_at_on
 
 def test_settings_that_cannot_be_are_refused(engine_of):
     for name, value, message in (
-        ("min_confidence", 0.5, "needs an aligner whose confidence was fitted"),
+        ("min_confidence", 0.5, "needs an aligner whose answerability was fitted"),
         ("max_passages", 0, "is 0; expected a whole number of at least 1"),
         ("tokens_per_slot", 0, "is 0; expected"),
         ("max_batch", 0, "is 0; expected at least 1 request"),
@@ -230,7 +230,7 @@ def test_settings_that_cannot_be_are_refused(engine_of):
 def test_the_similarity_to_the_question_counts(apart, engine_of, tmp_path, monkeypatch):
     corpus = corpus_of(tmp_path, apart.processor, "ada", "bob")
     engine = engine_of(Retriever(corpus, apart.processor), apart, max_passages=1)
-    monkeypatch.setattr(pipeline_arcaligner, "SIMILARITY_WEIGHT", 1e6)
+    monkeypatch.setattr(answering_arcaligner, "SIMILARITY_WEIGHT", 1e6)
     of_corpus = answer(engine, None).sources
     similar = [each["similarity"] for each in of_corpus]
     assert similar[0] != pytest.approx(similar[1])
