@@ -470,7 +470,6 @@ for first in (88, 92):
     add(
         f"batch/{first}",
         lambda loaded, first=first: asked(loaded, rows_of(loaded, *range(first, first + 4)), batch_size=4),
-        first == 88,
     )
 add("batch of three", lambda loaded: asked(loaded, [others(loaded, n, 1) for n in (96, 97)], batch_size=2))
 for number in (98, 99):

@@ -88,9 +88,16 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def tiny() -> Iterator[dict[str, cases.Loaded]]:
+def loaded_tiny() -> dict[str, cases.Loaded]:
     with cases.tiny_models():
-        yield {name: cases.load_tiny(name) for name in ("joint", "separate")}
+        return {name: cases.load_tiny(name) for name in ("joint", "separate")}
+
+
+@pytest.fixture
+def tiny(loaded_tiny) -> Iterator[dict[str, cases.Loaded]]:
+    """The encoders are loaded on first use, by names that are known in here."""
+    with cases.tiny_models():
+        yield loaded_tiny
 
 
 @pytest.fixture(scope="module")
