@@ -13,13 +13,11 @@ no key has to be rotated when passages are joined. With one passage, the paper's
 Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -186,20 +184,6 @@ class SlotStates:
         flat = self.hidden_states.reshape(-1, states.shape[-1])  # (batch * seq_len, hidden)
         slots = states.reshape(-1, states.shape[-1]).index_select(0, self.rows.slot_cells)  # (num_slots, hidden)
         return flat.index_copy(0, self.rows.slot_rows, slots).view_as(self.hidden_states)
-
-
-def pad_passage_ids(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
-    """Stacks passage numbers of rows, each (num_slots,), to (batch, max_slots), padded with -1."""
-    return pad_sequence(rows, batch_first=True, padding_value=-1)
-
-
-def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
-    """Stacks word ids of rows, each (num_slots, max_words), to (batch, max_slots, max_words), padded with -1."""
-    sizes = [max(row.shape[axis] for row in rows) for axis in (0, 1)]
-    padded = torch.full((len(rows), *sizes), -1, device=rows[0].device)
-    for number, row in enumerate(rows):
-        padded[number, : row.shape[0], : row.shape[1]] = row
-    return padded
 
 
 def check_can_separate(config: PreTrainedConfig, in_one_row: bool = True) -> None:

@@ -469,6 +469,36 @@ class GivenSlots(NamedTuple):
     context_passage_ids: torch.LongTensor | None = None  # (num_slots,); without them all slots are of one passage
 
 
+def pad_passage_ids(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
+    """Stacks passage numbers of rows, each (num_slots,), to (batch, max_slots), padded with -1."""
+    return pad_sequence(rows, batch_first=True, padding_value=-1)
+
+
+def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
+    """Stacks word ids of rows, each (num_slots, max_words), to (batch, max_slots, max_words), padded with -1."""
+    sizes = [max(row.shape[axis] for row in rows) for axis in (0, 1)]
+    padded = torch.full((len(rows), *sizes), -1, device=rows[0].device)
+    for number, row in enumerate(rows):
+        padded[number, : row.shape[0], : row.shape[1]] = row
+    return padded
+
+
+def pad_slots(rows: Sequence) -> dict[str, torch.Tensor]:
+    """The slots of rows, [`GivenSlots`] or [`EncodedDocuments`], as what the model takes: `context_embeds`
+    (batch, max_slots, encoder_hidden_size), `context_word_ids` (batch, max_slots, max_words) and `context_passage_ids`
+    (batch, max_slots), those that any row has. Empty where no row has a slot."""
+    if not any(len(row.context_embeds) for row in rows):
+        return {}
+    slots = {"context_embeds": pad_sequence([row.context_embeds for row in rows], batch_first=True)}
+    words, numbers = [row.context_word_ids for row in rows], [row.context_passage_ids for row in rows]
+    if any(own is not None for own in words):
+        slots["context_word_ids"] = pad_words([torch.full((0, 1), -1) if own is None else own for own in words])
+    if any(own is not None for own in numbers):
+        none = torch.full((0,), -1)
+        slots["context_passage_ids"] = pad_passage_ids([none if own is None else own for own in numbers])
+    return slots
+
+
 def _embeds_of(values, name: str) -> torch.FloatTensor:
     return _dense_tensor_of(values, name).float()
 

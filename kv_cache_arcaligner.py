@@ -45,8 +45,6 @@ from .attention_arcaligner import (
     cache_of,
     can_separate,
     check_can_separate,
-    pad_passage_ids,
-    pad_words,
     passage_positions,
     separate_passages,
 )
@@ -59,7 +57,14 @@ from .configuration_arcaligner import (
     longest_prompt,
     normalize_budget,
 )
-from .encoder_arcaligner import GivenSlots, passages_apart, passages_of_questions, spacy_version
+from .encoder_arcaligner import (
+    GivenSlots,
+    pad_passage_ids,
+    pad_words,
+    passages_apart,
+    passages_of_questions,
+    spacy_version,
+)
 from .loading_arcaligner import share_file, tensors_digest
 
 logger = logging.get_logger(__name__)

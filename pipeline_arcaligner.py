@@ -6,25 +6,38 @@ configuration -> processing (passages to slots) -> modeling (slots to logits) ->
 
 import functools
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
 from .answering_arcaligner import READ_MORE, Answerer, reads_more
-from .attention_arcaligner import pad_passage_ids, pad_words
 from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, longest_prompt
+from .encoder_arcaligner import GivenSlots, pad_slots
 from .segmentation_arcaligner import Segment, documents_of
 from .tokenization_arcaligner import check_conversation
 
 # Options of a call that go to the processor.
 _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
 
-_OF_ROWS = ("context_embeds", "context_word_ids", "context_passage_ids", "copied", "about")  # of each row
+
+@dataclass
+class Row:
+    """What goes with an input through the pipeline, beside its padded ids."""
+
+    is_question: bool
+    slots: GivenSlots  # empty without slots
+    question: str | list[dict] = ""
+    passages: list = field(default_factory=list)  # those that are read, where they are known as texts
+    copied: list = field(default_factory=list)  # those that the answer may copy
+    trace: dict[str, Any] | None = None  # with `return_slots`: `segments` and `statistics`
+
+    @property
+    def has_slots(self) -> bool:
+        return len(self.slots.context_embeds) > 0
 
 
 class ArcAlignerPipeline(TextGenerationPipeline):
@@ -126,7 +139,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         given = {name: kwargs.pop(name, None) for name in _SLOT_OPTIONS} | {"return_slots": return_slots}
         preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
         preprocess |= {name: value for name, value in given.items() if value is not None}
-        self.answerer.check(max_passages=max_passages, min_confidence=min_confidence, copy_bonus=copy_bonus)
+        if any(each is not None for each in (max_passages, min_confidence, copy_bonus)):
+            self.answerer.check(max_passages=max_passages, min_confidence=min_confidence, copy_bonus=copy_bonus)
         given = {"return_slots": return_slots, "copy_bonus": copy_bonus}
         forward |= {name: value for name, value in given.items() if value is not None}
         if max_passages is not None:
@@ -151,10 +165,11 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         prompt, documents, is_question = _read_input(prompt_text, documents)
         chat = Chat([{"role": "user", "content": prompt}]) if is_question else prompt
         given = [] if documents is None else documents_of(documents, "`documents` of row 0")
-        passages, read = self.answerer.cut(given)
+        answerer = self.answerer
+        passages, read = answerer.cut(given)
         if isinstance(prompt, Chat):
             check_conversation(prompt.messages)
-        confidences, copied, about = None, [], ("", [])
+        confidences, texts = None, {}
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
         else:
@@ -165,25 +180,23 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             template["add_generation_prompt"] = not template["continue_final_message"]
             slots.setdefault("sanitize_control_tokens", True)
             messages = asked.messages if isinstance(asked, Chat) else asked
-            numbers, confidences = self._choose(messages, passages, read, max_passages, slots | template | gates)
+            options = slots | template | gates
+            numbers, confidences = _choose(answerer, messages, passages, read, max_passages, options)
             read, passages = [read[number] for number in numbers], [passages[number] for number in numbers]
-            copied = [] if template["continue_final_message"] else passages  # else an answer has begun
-            about = messages, passages if slots.get("max_slots") is None else []  # else some texts may not be read
+            texts = {
+                "question": messages,
+                "passages": passages if slots.get("max_slots") is None else [],  # else some texts may not be read
+                "copied": [] if template["continue_final_message"] else passages,  # else an answer has begun
+            }
             slots |= {"documents": None if documents is None else passages, "return_segments": return_slots}
             encoded = self._encode(asked, slots | {"return_tensors": "pt"}, template, **kwargs)
-        row = self._describe_row(encoded, is_question, return_slots, read, confidences)
-        row |= {"copied": copied, "about": about}
+        slots = [encoded[name][0] if name in encoded else None for name in GivenSlots._fields]
+        if slots[0] is None:
+            slots[0] = torch.zeros(0, self.model.config.encoder_hidden_size)
+        row = Row(is_question, GivenSlots(*slots), **texts)
+        if return_slots:
+            row.trace = _trace_of(encoded, read, confidences)
         return {name: encoded[name] for name in ("input_ids", "attention_mask")} | {"row": row, "prompt_text": chat}
-
-    def _choose(
-        self, asked: str | list, passages: list, pieces: list[Segment], max_passages: int | None, options: dict
-    ) -> tuple[Sequence[int], dict[int, float] | None]:
-        """The numbers of the passages to read and, where some are left out, of each document the highest confidence."""
-        (selection,) = self.answerer.select([asked], [passages], max_passages, **options)
-        if (scores := selection.scores) is None:
-            return selection.numbers, None
-        surest = sorted(scores, key=lambda number: scores[number].answerability)  # of a document's the last one counts
-        return selection.numbers, {pieces[number].document: scores[number].answerability for number in surest}
 
     def _encode(
         self,
@@ -215,21 +228,19 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     ) -> dict:
         row = model_inputs.pop("row")
         rows = row if isinstance(row, list) else [row]  # a list when it comes from a batch
-        embeds, words, numbers, copied, about = ([each.pop(name) for each in rows] for name in _OF_ROWS)
-        slots = {
-            "context_embeds": pad_sequence(embeds, batch_first=True),  # (batch, max_slots, encoder_hidden_size)
-            "context_word_ids": pad_words(words),  # (batch, max_slots, max_words)
-            "context_passage_ids": pad_passage_ids(numbers),  # (batch, max_slots)
-        }
-        slots = {name: each for name, each in slots.items() if each.shape[1]}
-        may_score = not reads_more(
-            generate_kwargs, generate_kwargs.get("generation_config") or self.model.generation_config
-        )
+        slots = {name: each.to(self.model.device) for name, each in pad_slots([each.slots for each in rows]).items()}
+        config = generate_kwargs.get("generation_config") or self.model.generation_config
+        may_score = not reads_more(generate_kwargs, config)
         if min_confidence is not None and not may_score:
             raise ValueError(f"`min_confidence` is set, but not possible with any of {', '.join(READ_MORE)}.")
         scores = bool(slots) and may_score and (min_confidence is not None or return_slots)
-        questions, passages = zip(*about, strict=True)
-        call = self.answerer.answer(questions, passages, copied=copied, copy_bonus=copy_bonus, scores=scores)
+        call = self.answerer.answer(
+            [each.question for each in rows],
+            [each.passages for each in rows],
+            copied=[each.copied for each in rows],
+            copy_bonus=copy_bonus,
+            scores=scores,
+        )
         with self.model.recorded_depths() as depths, call:
             outputs = super()._forward(model_inputs, **slots, **call.options(generate_kwargs))
         if call.answerability is not None:
@@ -248,53 +259,56 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         row = model_outputs.pop("row")
         depth = model_outputs.pop("recursion_depth", None)  # (1, num_layers, max_slots)
         if return_type is None:
-            return_type = ReturnType.NEW_TEXT if row["is_question"] else ReturnType.FULL_TEXT
+            return_type = ReturnType.NEW_TEXT if row.is_question else ReturnType.FULL_TEXT
         sure = model_outputs.pop("confidence", [None])[0]
         records = super().postprocess(model_outputs, return_type=return_type, **kwargs)
-        if min_confidence is not None and row["has_slots"] and sure < min_confidence:
+        if min_confidence is not None and row.has_slots and sure < min_confidence:
             for record in records:  # a text, or a chat whose last message is the answer
                 answer = record["generated_text"]
                 if isinstance(answer, str):
                     record["generated_text"] = self.processor.no_answer
                 else:
                     answer[-1]["content"] = self.processor.no_answer
-        if "statistics" not in row:
+        if row.trace is None:
             return records
-        statistics, num_slots = row["statistics"], row["statistics"]["slots"]
-        if sure is not None and row["has_slots"]:
+        statistics, num_slots = row.trace["statistics"], row.trace["statistics"]["slots"]
+        if sure is not None and row.has_slots:
             statistics = statistics | {"confidence": sure.item()}
         layers = depth[0, :, :num_slots].tolist() if num_slots else []
         trajectories = [[format_trajectory(each) for each in layer] for layer in layers]
-        slots = {"segments": row["segments"], "trajectories": trajectories, "statistics": statistics}
-        return [record | slots for record in records]
-
-    def _describe_row(
-        self,
-        encoded: dict,
-        is_question: bool,
-        return_slots: bool,
-        read: Sequence[Segment],
-        confidences: dict[int, float] | None,
-    ) -> dict[str, Any]:
-        """A row's embeddings (num_slots, encoder_hidden_size), words (num_slots, max_words) and passages (num_slots,),
-        and what its slots stand for: `read` is what is read of which document, `confidences` are those of all."""
-        width = self.model.config.encoder_hidden_size
-        empty = torch.zeros(1, 0, width), torch.full((1, 0, 1), -1), torch.full((1, 0), -1)  # of a row without slots
-        slots = {name: encoded.get(name, none)[0] for name, none in zip(_OF_ROWS, empty, strict=False)}
-        row = {"is_question": is_question, "has_slots": "context_embeds" in encoded} | slots
-        if return_slots:
-            segments = encoded.get("segments", [[]])[0]
-            row["segments"] = [asdict(each.of_document(read[each.document])) for each in segments]
-            no_slots = {"tokens": 0, "slots": 0, "compression_rate": None}
-            row["statistics"] = encoded.get("statistics", [no_slots])[0]
-            if confidences is not None:
-                row["statistics"] |= {"passage_confidences": dict(sorted(confidences.items()))}
-        return row
+        trace = {"segments": row.trace["segments"], "trajectories": trajectories, "statistics": statistics}
+        return [record | trace for record in records]
 
     def save_pretrained(self, save_directory: str, **kwargs):
         """Writes model, code and processor, for `pipeline(model=save_directory)` to load."""
         self.model.save_pretrained(save_directory, **kwargs)
         self.processor.save_pretrained(save_directory)
+
+
+def _choose(
+    answerer: Answerer,
+    asked: str | list,
+    passages: list,
+    pieces: list[Segment],
+    max_passages: int | None,
+    options: dict,
+) -> tuple[Sequence[int], dict[int, float] | None]:
+    """The numbers of the passages to read and, where some are left out, of each document the highest answerability."""
+    (selection,) = answerer.select([asked], [passages], max_passages, **options)
+    if (scores := selection.scores) is None:
+        return selection.numbers, None
+    surest = sorted(scores, key=lambda number: scores[number].answerability)  # of a document's the last one counts
+    return selection.numbers, {pieces[number].document: scores[number].answerability for number in surest}
+
+
+def _trace_of(encoded: dict, read: Sequence[Segment], confidences: dict[int, float] | None) -> dict[str, Any]:
+    """What the slots of an input stand for: `read` is what is read of which document, `confidences` those of all."""
+    segments = encoded.get("segments", [[]])[0]
+    no_slots = {"tokens": 0, "slots": 0, "compression_rate": None}
+    statistics = encoded.get("statistics", [no_slots])[0]
+    if confidences is not None:
+        statistics |= {"passage_confidences": dict(sorted(confidences.items()))}
+    return {"segments": [asdict(each.of_document(read[each.document])) for each in segments], "statistics": statistics}
 
 
 def _read_input(given: Any, documents: list | None) -> tuple[str | Chat, list | None, bool]:

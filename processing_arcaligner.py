@@ -18,13 +18,18 @@ from typing import Any
 
 import jinja2
 from torch.nn import Parameter
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedConfig, ProcessorMixin
 from transformers.utils import to_py_obj
 
-from .attention_arcaligner import pad_passage_ids, pad_words
 from .configuration_arcaligner import DEFAULT_ENCODER, PASSAGE_ATTENTIONS, SLOT_SETTINGS, is_number, longest_prompt
-from .encoder_arcaligner import ENCODER_FOLDER, EncodedDocuments, SentenceEncoder, SlotEncoder, passages_of_questions
+from .encoder_arcaligner import (
+    ENCODER_FOLDER,
+    EncodedDocuments,
+    SentenceEncoder,
+    SlotEncoder,
+    pad_slots,
+    passages_of_questions,
+)
 from .kv_cache_arcaligner import SlotPrefixStore
 from .loading_arcaligner import (
     TEXT_FILES,
@@ -228,10 +233,14 @@ class ArcAlignerProcessor(ProcessorMixin):
             `ValueError`: a conversation without a question.
         """
         check_conversation(messages)
-        messages, mark = with_plain_texts(messages), uuid.uuid4().hex
+        return self._split_prompt(with_plain_texts(messages), sanitize_control_tokens, **kwargs)
+
+    def _split_prompt(self, messages: list[dict], sanitize_control_tokens: bool, **kwargs: Any) -> tuple[str, str]:
+        """As `split_prompt`, for messages that were checked and hold plain texts."""
+        mark = uuid.uuid4().hex
         if sanitize_control_tokens:
             messages = mark_control_tokens(self.tokenizer, messages)
-        text = self.apply_chat_template(_with_background_line(messages, mark), **kwargs)
+        text = self._apply_template(_with_background_line(messages, mark), tokenize=False, **kwargs)
         if (times := text.count(mark)) != 1:
             raise ValueError(f"The chat template writes the first user message {times} times; expected it once.")
         before, after = text.split(mark)
@@ -404,11 +413,9 @@ class ArcAlignerProcessor(ProcessorMixin):
         )
         if not rows:
             return BatchFeature(dict(features))
-        slots = {"context_embeds": pad_sequence([row.context_embeds for row in rows], batch_first=True)}
-        if self.passage_attention == "separate":
-            slots["context_passage_ids"] = pad_passage_ids([row.context_passage_ids for row in rows])
-        if rows[0].context_word_ids is not None:
-            slots["context_word_ids"] = pad_words([row.context_word_ids for row in rows])
+        slots = pad_slots(rows)
+        if self.passage_attention == "joint":
+            del slots["context_passage_ids"]
         if return_tensors != "pt":
             slots = {name: x.numpy() if return_tensors == "np" else x.tolist() for name, x in slots.items()}
         return BatchFeature({**features, **slots})
@@ -457,22 +464,17 @@ class ArcAlignerProcessor(ProcessorMixin):
             if tokenize and has_empty_message(conversation):  # which transformers would replace by an empty list
                 options = {"return_tensors": return_tensors, **(kwargs.pop("processor_kwargs", None) or {})}
                 return_dict = kwargs.pop("return_dict", False)
-                text = self.apply_chat_template(conversation, **kwargs)
+                text = self._apply_template(conversation, tokenize=False, **kwargs)
                 if (text if isinstance(text, str) else text[0]).startswith(self.tokenizer.bos_token or "\0"):
                     options.setdefault("add_special_tokens", False)
                 features = self(text, **options)
                 return features if return_dict else features["input_ids"]
-            try:
-                return super().apply_chat_template(
-                    conversation, tokenize=tokenize, return_tensors=return_tensors, **kwargs
-                )
-            except (jinja2.TemplateError, TypeError) as error:
-                raise ValueError(f"The chat template (chat_template.jinja) cannot be used: {error}.") from error
+            return self._apply_template(conversation, tokenize=tokenize, return_tensors=return_tensors, **kwargs)
         return_dict = kwargs.pop("return_dict", False)
         slots |= {"return_tensors": return_tensors, **(kwargs.pop("processor_kwargs", None) or {})}
         is_single = isinstance(conversation[0], dict)
         prompts = [
-            self.split_prompt(messages, sanitize_control_tokens, **kwargs)
+            self._split_prompt(messages, sanitize_control_tokens, **kwargs)
             for messages in ([conversation] if is_single else conversation)
         ]
         features = self._with_slots(prompts, is_single, documents, context_embeds, **slots)
@@ -483,6 +485,13 @@ class ArcAlignerProcessor(ProcessorMixin):
             ]
             return texts[0] if is_single else texts
         return features if return_dict else features["input_ids"]
+
+    def _apply_template(self, conversation: list, **kwargs: Any):
+        """transformers' `apply_chat_template`."""
+        try:
+            return super().apply_chat_template(conversation, **kwargs)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ValueError(f"The chat template (chat_template.jinja) cannot be used: {error}.") from error
 
     # Ids to text
 
