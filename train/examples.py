@@ -24,7 +24,7 @@ import os
 import random
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +98,8 @@ ROWS_PER_PART = 64  # what a process makes at once
 MOST_REMEMBERED = 2**14  # passages and questions
 SPECIAL_TOKENS = 8  # at most, that an encoder's tokenizer adds to a text
 NAMED_ROWS = 5  # ids in a report
+# Passages to stream for each example that is wanted: a passage becomes one or several, unless it is too long or empty.
+SPARE_PASSAGES = 1.2
 # The code that decides what an example is: another version of it, comments aside, makes other blocks.
 _MODULES = (distractors, rows, encoder_arcaligner, processing_arcaligner, segmentation_arcaligner)
 _FILES = (__file__, *(module.__file__ for module in _MODULES))
@@ -108,7 +110,12 @@ _CODE = Hasher.hash([ast.dump(ast.parse(Path(file).read_bytes())) for file in _F
 
 
 def open_corpus(
-    source: str, passage_words: int = 100, num_proc: int | None = None, data_dir: str = "", asks: bool = False
+    source: str,
+    passage_words: int = 100,
+    num_proc: int | None = None,
+    data_dir: str = "",
+    asks: bool = False,
+    at_least: int | None = None,
 ) -> datasets.Dataset:
     """
     Reads a source, or finds it in the cache of 🤗 Datasets.
@@ -120,12 +127,22 @@ def open_corpus(
         num_proc (`int`, *optional*): Processes that cut or convert.
         data_dir (`str`): Folder of files with a relative path; the working directory by default.
         asks (`bool`): Whether questions are needed.
+        at_least (`int`, *optional*): Passages that are enough of texts on the Hub. These are streamed, as many of each
+            of the set's files, so that no more is downloaded. Default: all.
 
     Returns:
         `datasets.Dataset`: Rows of our schema; what is missing or null in a row is empty.
     """
     path, options = parse_source(source)
     path = find_file(path, data_dir)
+    streams = at_least is not None and "[" not in options["split"]  # a part such as `train[:5%]` cannot be streamed
+    if streams and not path.endswith(FILES):
+        stream = datasets.load_dataset(path, options["name"], split=options["split"], streaming=True)
+        columns = next(iter(stream), {}).keys()
+        if _are_texts(columns):
+            _check_columns(source, columns, options)
+            drawn = {"path": path, **options, "words": passage_words, "at_least": at_least}
+            return datasets.Dataset.from_generator(_stream_passages, features=ROW_FEATURES, gen_kwargs=drawn)
     try:
         if path.endswith(JSON_LINES) and _is_own(path):
             # The JSON builder refuses rows whose other fields differ, and does not name a bad line.
@@ -141,18 +158,13 @@ def open_corpus(
     columns = set(dataset.column_names)
     if asks and "question" not in columns:
         raise ValueError(f"{source} has no questions. Stages II and III need rows of {ROW_FIELDS}, or HotpotQA's.")
-    is_text = False
+    is_text = _are_texts(columns)
     if "passages" in columns:
         convert = functools.partial(own_row, where=source)
-    elif {"context", "supporting_facts"} <= columns:
+    elif not is_text:
         convert = functools.partial(_hotpotqa, where=source)
-    elif missing := [options[key] for key in ("text", "title") if options[key] and options[key] not in columns]:
-        raise ValueError(
-            f"{source} has columns {sorted(columns)}, but no {missing}. Expected {ROW_FIELDS}; HotpotQA's; or a column "
-            "of texts, named as in `?text=body`."
-        )
     else:
-        is_text = True
+        _check_columns(source, columns, options)
         convert = functools.partial(_rows_of_texts, text=options["text"], title=options["title"], words=passage_words)
     return dataset.map(
         convert,
@@ -164,6 +176,36 @@ def open_corpus(
         new_fingerprint=Hasher.hash((dataset._fingerprint, convert)),
         desc="reading rows",
     )
+
+
+def _are_texts(columns: Collection[str]) -> bool:
+    """Whether a data set's columns are neither our schema's nor HotpotQA's."""
+    return "passages" not in columns and not {"context", "supporting_facts"} <= set(columns)
+
+
+def _check_columns(source: str, columns: Collection[str], options: dict[str, str | None]) -> None:
+    """Raises `ValueError` for a data set of texts without the columns that the source names."""
+    if missing := [options[key] for key in ("text", "title") if options[key] and options[key] not in columns]:
+        raise ValueError(
+            f"{source} has columns {sorted(columns)}, but no {missing}. Expected {ROW_FIELDS}; HotpotQA's; or a column "
+            "of texts, named as in `?text=body`."
+        )
+
+
+def _stream_passages(
+    path: str, name: str | None, split: str, text: str, title: str | None, words: int, at_least: int
+) -> Iterator[Row]:
+    """The passages of the first texts of each of a set's files, about as many of each, `at_least` in all."""
+    stream = datasets.load_dataset(path, name, split=split, streaming=True)
+    index = taken = 0
+    for number in range(files := stream.num_shards):
+        for row in stream.shard(files, number):
+            if taken >= at_least * (number + 1) // files:
+                break
+            batch = {column: [value] for column, value in row.items()}
+            passages = _rows_of_texts(batch, [index], text=text, title=title, words=words)
+            yield from (dict(zip(passages, values, strict=True)) for values in zip(*passages.values(), strict=True))
+            index, taken = index + 1, taken + len(passages["id"])
 
 
 def _hotpotqa(row: dict, index: int, *, where: str) -> Row:
@@ -217,11 +259,16 @@ def missing_part(row: Row, asks: bool) -> str:
     return "" if any(passage["text"].strip() for passage in row["passages"]) else "without a passage"
 
 
-def open_part(recipe: RecipeArguments, source: str, held_out: bool, num_proc: int | None = None) -> datasets.Dataset:
+def open_part(
+    recipe: RecipeArguments, source: str, held_out: bool, num_proc: int | None = None, quota: int | None = None
+) -> datasets.Dataset:
     """The rows of a source that may be used: those of its validation part, or the others. A row belongs to that part
-    where one of its articles does, by title or, without one, by text."""
-    corpus = open_corpus(source, recipe.passage_words, num_proc, recipe.data_dir, recipe.asks_questions)
+    where one of its articles does, by title or, without one, by text. Of texts on the Hub these are enough rows for
+    `quota` examples."""
     share = recipe.validation_share
+    kept = share if held_out and share and source in recipe.training_sources else 1 - share
+    at_least = None if quota is None else math.ceil(SPARE_PASSAGES * quota / kept)
+    corpus = open_corpus(source, recipe.passage_words, num_proc, recipe.data_dir, recipe.asks_questions, at_least)
 
     @functools.cache
     def is_held_out(article: str) -> bool:
@@ -478,7 +525,7 @@ class ExampleSelector:
         """The first `quota` examples of a source that are not too long, its rows in random order."""
         recipe, asks = self.recipe, self.recipe.asks_questions
         # Distractors are of the same part: no held-out passage is trained on.
-        corpus = open_part(recipe, source, held_out, self.num_proc)
+        corpus = open_part(recipe, source, held_out, self.num_proc, quota)
         columns = ("question", "answers", "passages", "gold")
         nearest = NearestPassages(iterate_rows(corpus, *columns)) if recipe.distractors else None
         drawn = nearest and [recipe.distractors, recipe.max_distractors, self.seed]
