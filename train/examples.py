@@ -521,19 +521,31 @@ class ExampleSelector:
             )
         return datasets.concatenate_datasets([taken[source].select(range(counts[source])) for source in sources])
 
-    def _take(self, source: str, quota: int | None, held_out: bool) -> datasets.Dataset:
-        """The first `quota` examples of a source that are not too long, its rows in random order."""
-        recipe, asks = self.recipe, self.recipe.asks_questions
+    def preview(self, source: str) -> tuple[int, list[int]]:
+        """About how many examples a source's rows become, and the lengths of those of its first block."""
+        settings, maker, order = self._prepare(source, None, held_out=False)
+        with _Makers(maker, self.num_proc) as makers:
+            block = self._block(makers, settings, order[:ROWS_PER_BLOCK])
+        lengths = [length for length, problem in zip(block["length"], block["problem"], strict=True) if not problem]
+        return round(len(lengths) * max(1.0, len(order) / ROWS_PER_BLOCK)), lengths
+
+    def _prepare(self, source: str, quota: int | None, held_out: bool) -> tuple[str, "_ExampleMaker", list[list[int]]]:
+        """What names a source's blocks in the cache, what makes them, and the rows of each example in random order."""
+        recipe = self.recipe
         # Distractors are of the same part: no held-out passage is trained on.
         corpus = open_part(recipe, source, held_out, self.num_proc, quota)
         columns = ("question", "answers", "passages", "gold")
         nearest = NearestPassages(iterate_rows(corpus, *columns)) if recipe.distractors else None
         drawn = nearest and [recipe.distractors, recipe.max_distractors, self.seed]
-        settings = Hasher.hash((_CODE, corpus._fingerprint, self.builder, asks, recipe.max_questions, drawn))
-        maker = _ExampleMaker(corpus, nearest, self.builder, recipe, self.seed)
+        asked = (recipe.asks_questions, recipe.max_questions, drawn)
+        settings = Hasher.hash((_CODE, corpus._fingerprint, self.builder, *asked))
+        return settings, _ExampleMaker(corpus, nearest, self.builder, recipe, self.seed), self._order(corpus)
+
+    def _take(self, source: str, quota: int | None, held_out: bool) -> datasets.Dataset:
+        """The first `quota` examples of a source that are not too long, its rows in random order."""
+        settings, maker, order = self._prepare(source, quota, held_out)
         left_out: dict[str, list[str]] = defaultdict(list)  # ids of rows, by what is wrong with them
         taken = [datasets.Dataset.from_dict({name: [] for name in EXAMPLE_FEATURES}, features=EXAMPLE_FEATURES)]
-        order = self._order(corpus)
         with _Makers(maker, self.num_proc) as makers, tqdm(total=len(order), desc="making examples", unit="row") as bar:
             for start in range(0, len(order), ROWS_PER_BLOCK):
                 if quota is not None and sum(map(len, taken)) >= quota:
