@@ -27,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -94,8 +95,7 @@ EXAMPLE_FEATURES = Features(
 )
 _BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
 ROWS_PER_BLOCK = 2048
-ROWS_PER_PART = 64  # what a process makes at once
-MOST_REMEMBERED = 2**14  # passages and questions
+MOST_PASSAGES, MOST_QUESTIONS = 2**14, 2**15  # that a process remembers, of 10 and 3 KB
 SPECIAL_TOKENS = 8  # at most, that an encoder's tokenizer adds to a text
 NAMED_ROWS = 5  # ids in a report
 # Passages to stream for each example that is wanted: a passage becomes one or several, unless it is too long or empty.
@@ -319,10 +319,10 @@ class ExampleBuilder:
         """A builder of the same examples that makes segments of a passage, and a turn of a question, once. Its
         processor must not change meanwhile."""
         builder = copy.copy(self)
-        builder._head_ids = functools.lru_cache(MOST_REMEMBERED)(self._head_ids)
+        builder._head_ids = functools.lru_cache(self._head_ids)
         builder._ends_of_turns = functools.cache(self._ends_of_turns)
-        builder._passage_tokens = functools.lru_cache(MOST_REMEMBERED)(self._passage_tokens)
-        builder._question_turn = functools.lru_cache(MOST_REMEMBERED)(builder._question_turn)
+        builder._passage_tokens = functools.lru_cache(MOST_PASSAGES)(self._passage_tokens)
+        builder._question_turn = functools.lru_cache(MOST_QUESTIONS)(builder._question_turn)
         return builder
 
     def reconstruction_examples(self, rows: list[Row]) -> Iterator[Example]:
@@ -596,7 +596,7 @@ class ExampleSelector:
             ) from error
         path = folder / f"{Hasher.hash((settings, groups))}.arrow"
         if not path.exists():
-            table = pa.concat_tables(makers.make(groups))
+            table = makers.make(groups)
 
             def write(file: BinaryIO) -> None:
                 with pa.ipc.new_stream(file, table.schema) as stream:
@@ -618,11 +618,14 @@ class _ExampleMaker:
 
     def __post_init__(self):
         self.corpus = self.corpus.with_format("arrow")
-        self.builder = self.builder.remembering()
 
-    def __call__(self, groups: list[list[int]]) -> pa.Table:
-        """Columns of `_BLOCK_FEATURES`. A row that lacks a part gives an empty example with a `problem`."""
-        asks, examples, chosen = self.recipe.asks_questions, [], []
+    def remembering(self) -> "_ExampleMaker":
+        return dataclasses.replace(self, builder=self.builder.remembering())
+
+    def __call__(self, groups: list[list[int]]) -> tuple[pa.Table, list[int]]:
+        """Columns of `_BLOCK_FEATURES`, and how many examples each group has. A row that lacks a part gives an empty
+        one with a `problem`."""
+        asks, examples, chosen, counts = self.recipe.asks_questions, [], [], []
         rows = self._rows([number for numbers in groups for number in numbers])
         for numbers in groups:
             problems = [missing_part(rows[number], asks) for number in numbers]
@@ -631,6 +634,7 @@ class _ExampleMaker:
             chosen.append((numbers, problems, whole, passages, joined))
         others = self._rows([number for *_, joined in chosen for number in joined])
         for numbers, problems, whole, passages, joined in chosen:
+            before = len(examples)
             for number, problem in zip(numbers, problems, strict=True):
                 if problem:
                     empty = {"head": [], "turns": [], "segments": [], "length": 0}
@@ -639,7 +643,8 @@ class _ExampleMaker:
                 whole = [row | {"passages": passages} for row in (*whole, *(others[number] for number in joined))]
             if whole:
                 examples += self._examples(whole)
-        return pa.Table.from_pylist(examples, _BLOCK_FEATURES.arrow_schema)
+            counts.append(len(examples) - before)
+        return pa.Table.from_pylist(examples, _BLOCK_FEATURES.arrow_schema), counts
 
     def _rows(self, numbers: list[int]) -> dict[int, Row]:
         """Rows by their numbers, all read at once."""
@@ -666,27 +671,41 @@ class _ExampleMaker:
 
 
 class _Makers:
-    """A context in which an [`_ExampleMaker`] works in several processes, which begin with the first rows."""
+    """A context in which an [`_ExampleMaker`] works in several processes, which begin with the first rows.
+
+    Each of them makes the examples of one part of the corpus in all blocks. Neighbouring rows are about the same
+    articles, so that a process has met most passages before.
+    """
 
     def __init__(self, maker: _ExampleMaker, num_proc: int | None):
-        self.maker, self.num_proc = maker, num_proc or 1
-        self.pool: ProcessPoolExecutor | None = None
+        self.num_proc = num_proc or 1
+        self.maker = maker.remembering() if self.num_proc == 1 else maker
+        self.workers: list[ProcessPoolExecutor] = []
 
     def __enter__(self) -> "_Makers":
         return self
 
     def __exit__(self, *error) -> None:
-        if self.pool is not None:
-            self.pool.shutdown(cancel_futures=True)
+        for worker in self.workers:
+            worker.shutdown(cancel_futures=True)
 
-    def make(self, groups: list[list[int]]) -> Iterator[pa.Table]:
+    def make(self, groups: list[list[int]]) -> pa.Table:
         """The examples of all groups, in order."""
-        parts = [groups[start : start + ROWS_PER_PART] for start in range(0, len(groups), ROWS_PER_PART)]
         if self.num_proc == 1:
-            return map(self.maker, parts)
-        if self.pool is None:
-            self.pool = ProcessPoolExecutor(self.num_proc, initializer=_set_maker, initargs=(self.maker,))
-        return self.pool.map(_make_part, parts)
+            return self.maker(groups)[0]
+        if not self.workers:
+            begin = {"initializer": _set_maker, "initargs": (self.maker,)}
+            self.workers = [ProcessPoolExecutor(1, **begin) for _ in range(self.num_proc)]
+        places = [[] for _ in self.workers]  # in `groups`, of those of each process
+        for place, numbers in enumerate(groups):
+            places[numbers[0] * self.num_proc // len(self.maker.corpus)].append(place)
+        made = [
+            worker.submit(_make_part, [groups[place] for place in own])
+            for worker, own in zip(self.workers, places, strict=True)
+        ]
+        tables, counts = zip(*(each.result() for each in made), strict=True)
+        place_of_example = np.repeat([*chain(*places)], [*chain(*counts)])
+        return pa.concat_tables(tables).take(np.argsort(place_of_example, kind="stable")).combine_chunks()
 
 
 _maker: _ExampleMaker | None = None  # of a process of `_Makers`
@@ -694,10 +713,10 @@ _maker: _ExampleMaker | None = None  # of a process of `_Makers`
 
 def _set_maker(maker: _ExampleMaker) -> None:
     global _maker
-    _maker = maker
+    _maker = maker.remembering()  # here, as what is remembered cannot be sent to another process
 
 
-def _make_part(groups: list[list[int]]) -> pa.Table:
+def _make_part(groups: list[list[int]]) -> tuple[pa.Table, list[int]]:
     return _maker(groups)
 
 
