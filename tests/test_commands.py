@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # In an order in which each finds what those before have made.
 PAGES = ("docs/training.md", "README.md", "docs/corpus.md", "docs/evaluation.md", "docs/speed.md", "docs/server.md")
-PAGES += ("docs/engines.md", "docs/gpu.md")
+PAGES += ("docs/engines.md", "docs/gpu.md", "docs/gpu_training.md")
 # What is added to a command, by its beginning, so that it ends within a minute.
 SHORTER = {
     "python -m arcaligner train --recipe tiny --output": "--max_train_samples 4",
@@ -37,6 +37,7 @@ NOT_HERE = {
     "prepare_data": "the Hub; tested on copies in tests/train/test_prepare_data.py",
     "train --recipe smollm2_135m": "tens of hours",
     "--accelerate": "several GPUs",
+    "accelerate launch": "several machines",
     "arcaligner push": "the Hub",
     "user/aligner": "the Hub",
     "analyses.refusals": "answers at two rates; tested in tests/evaluation/test_results.py",

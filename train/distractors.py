@@ -21,9 +21,17 @@ CANDIDATES = 60
 
 def contains_answer(passage: dict[str, str], answers: list[str]) -> bool:
     """Whether title or text hold an answer as whole words, in capitals or not: "no" is not in "known"."""
-    text = f"{passage['title']}\n{passage['text']}".casefold()
+    return bool(answers) and answer_pattern(answers).search(_folded(passage)) is not None
+
+
+def answer_pattern(answers: Sequence[str]) -> re.Pattern:
+    """Finds any of one or several answers as whole words in a case-folded text."""
     words = (re.escape(" ".join(answer.casefold().split())).replace(r"\ ", r"\s+") for answer in answers)
-    return any(re.search(rf"(?<!\w){answer}(?!\w)", text) for answer in words)
+    return re.compile(rf"(?<!\w)(?:{'|'.join(words)})(?!\w)")
+
+
+def _folded(passage: dict[str, str]) -> str:
+    return f"{passage['title']}\n{passage['text']}".casefold()
 
 
 def own_passages(row: Row) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
@@ -47,6 +55,7 @@ class NearestPassages:
             if len(own := own_passages(row)[0]) == 1 and row["question"].strip() and row["answers"]:
                 self.questions[passage_key(own[0])].append(number)
         self.passages = list(unique.values())
+        self.folded = [_folded(each) for each in self.passages]
         self.titles = np.array([each["title"] for each in self.passages])
         texts = [f"{each['title']} {each['text']}" for each in self.passages]
         self.index = bm25s.BM25()
@@ -66,9 +75,12 @@ class NearestPassages:
             words, k=depth, show_progress=False, weight_mask=weights, backend_selection="numpy"
         )
         taken, texts = [], {each["text"] for each in others}
+        answer = answer_pattern(answers) if answers else None
         for place, score in zip(found[0].tolist(), scores[0].tolist(), strict=True):
             passage = self.passages[place]
-            if (score > 0 or not in_article) and passage["text"] not in texts and not contains_answer(passage, answers):
+            if passage["text"] in texts or (in_article and score <= 0):
+                continue
+            if answer is None or not answer.search(self.folded[place]):
                 taken.append(passage)
             if len(taken) == number:
                 break

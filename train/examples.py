@@ -24,9 +24,10 @@ import os
 import random
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -94,10 +95,11 @@ EXAMPLE_FEATURES = Features(
 )
 _BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
 ROWS_PER_BLOCK = 2048
-ROWS_PER_PART = 64  # what a process makes at once
-MOST_REMEMBERED = 2**14  # passages and questions
+MOST_PASSAGES, MOST_QUESTIONS = 2**14, 2**15  # that a process remembers, of 10 and 3 KB
 SPECIAL_TOKENS = 8  # at most, that an encoder's tokenizer adds to a text
 NAMED_ROWS = 5  # ids in a report
+# Passages to stream for each example that is wanted: a passage becomes one or several, unless it is too long or empty.
+SPARE_PASSAGES = 1.2
 # The code that decides what an example is: another version of it, comments aside, makes other blocks.
 _MODULES = (distractors, rows, encoder_arcaligner, processing_arcaligner, segmentation_arcaligner)
 _FILES = (__file__, *(module.__file__ for module in _MODULES))
@@ -108,7 +110,12 @@ _CODE = Hasher.hash([ast.dump(ast.parse(Path(file).read_bytes())) for file in _F
 
 
 def open_corpus(
-    source: str, passage_words: int = 100, num_proc: int | None = None, data_dir: str = "", asks: bool = False
+    source: str,
+    passage_words: int = 100,
+    num_proc: int | None = None,
+    data_dir: str = "",
+    asks: bool = False,
+    at_least: int | None = None,
 ) -> datasets.Dataset:
     """
     Reads a source, or finds it in the cache of 🤗 Datasets.
@@ -120,12 +127,22 @@ def open_corpus(
         num_proc (`int`, *optional*): Processes that cut or convert.
         data_dir (`str`): Folder of files with a relative path; the working directory by default.
         asks (`bool`): Whether questions are needed.
+        at_least (`int`, *optional*): Passages that are enough of texts on the Hub. These are streamed, as many of each
+            of the set's files, so that no more is downloaded. Default: all.
 
     Returns:
         `datasets.Dataset`: Rows of our schema; what is missing or null in a row is empty.
     """
     path, options = parse_source(source)
     path = find_file(path, data_dir)
+    streams = at_least is not None and "[" not in options["split"]  # a part such as `train[:5%]` cannot be streamed
+    if streams and not path.endswith(FILES):
+        stream = datasets.load_dataset(path, options["name"], split=options["split"], streaming=True)
+        columns = next(iter(stream), {}).keys()
+        if _are_texts(columns):
+            _check_columns(source, columns, options)
+            drawn = {"path": path, **options, "words": passage_words, "at_least": at_least}
+            return datasets.Dataset.from_generator(_stream_passages, features=ROW_FEATURES, gen_kwargs=drawn)
     try:
         if path.endswith(JSON_LINES) and _is_own(path):
             # The JSON builder refuses rows whose other fields differ, and does not name a bad line.
@@ -141,18 +158,13 @@ def open_corpus(
     columns = set(dataset.column_names)
     if asks and "question" not in columns:
         raise ValueError(f"{source} has no questions. Stages II and III need rows of {ROW_FIELDS}, or HotpotQA's.")
-    is_text = False
+    is_text = _are_texts(columns)
     if "passages" in columns:
         convert = functools.partial(own_row, where=source)
-    elif {"context", "supporting_facts"} <= columns:
+    elif not is_text:
         convert = functools.partial(_hotpotqa, where=source)
-    elif missing := [options[key] for key in ("text", "title") if options[key] and options[key] not in columns]:
-        raise ValueError(
-            f"{source} has columns {sorted(columns)}, but no {missing}. Expected {ROW_FIELDS}; HotpotQA's; or a column "
-            "of texts, named as in `?text=body`."
-        )
     else:
-        is_text = True
+        _check_columns(source, columns, options)
         convert = functools.partial(_rows_of_texts, text=options["text"], title=options["title"], words=passage_words)
     return dataset.map(
         convert,
@@ -164,6 +176,36 @@ def open_corpus(
         new_fingerprint=Hasher.hash((dataset._fingerprint, convert)),
         desc="reading rows",
     )
+
+
+def _are_texts(columns: Collection[str]) -> bool:
+    """Whether a data set's columns are neither our schema's nor HotpotQA's."""
+    return "passages" not in columns and not {"context", "supporting_facts"} <= set(columns)
+
+
+def _check_columns(source: str, columns: Collection[str], options: dict[str, str | None]) -> None:
+    """Raises `ValueError` for a data set of texts without the columns that the source names."""
+    if missing := [options[key] for key in ("text", "title") if options[key] and options[key] not in columns]:
+        raise ValueError(
+            f"{source} has columns {sorted(columns)}, but no {missing}. Expected {ROW_FIELDS}; HotpotQA's; or a column "
+            "of texts, named as in `?text=body`."
+        )
+
+
+def _stream_passages(
+    path: str, name: str | None, split: str, text: str, title: str | None, words: int, at_least: int
+) -> Iterator[Row]:
+    """The passages of the first texts of each of a set's files, about as many of each, `at_least` in all."""
+    stream = datasets.load_dataset(path, name, split=split, streaming=True)
+    index = taken = 0
+    for number in range(files := stream.num_shards):
+        for row in stream.shard(files, number):
+            if taken >= at_least * (number + 1) // files:
+                break
+            batch = {column: [value] for column, value in row.items()}
+            passages = _rows_of_texts(batch, [index], text=text, title=title, words=words)
+            yield from (dict(zip(passages, values, strict=True)) for values in zip(*passages.values(), strict=True))
+            index, taken = index + 1, taken + len(passages["id"])
 
 
 def _hotpotqa(row: dict, index: int, *, where: str) -> Row:
@@ -217,11 +259,16 @@ def missing_part(row: Row, asks: bool) -> str:
     return "" if any(passage["text"].strip() for passage in row["passages"]) else "without a passage"
 
 
-def open_part(recipe: RecipeArguments, source: str, held_out: bool, num_proc: int | None = None) -> datasets.Dataset:
+def open_part(
+    recipe: RecipeArguments, source: str, held_out: bool, num_proc: int | None = None, quota: int | None = None
+) -> datasets.Dataset:
     """The rows of a source that may be used: those of its validation part, or the others. A row belongs to that part
-    where one of its articles does, by title or, without one, by text."""
-    corpus = open_corpus(source, recipe.passage_words, num_proc, recipe.data_dir, recipe.asks_questions)
+    where one of its articles does, by title or, without one, by text. Of texts on the Hub these are enough rows for
+    `quota` examples."""
     share = recipe.validation_share
+    kept = share if held_out and share and source in recipe.training_sources else 1 - share
+    at_least = None if quota is None else math.ceil(SPARE_PASSAGES * quota / kept)
+    corpus = open_corpus(source, recipe.passage_words, num_proc, recipe.data_dir, recipe.asks_questions, at_least)
 
     @functools.cache
     def is_held_out(article: str) -> bool:
@@ -272,10 +319,10 @@ class ExampleBuilder:
         """A builder of the same examples that makes segments of a passage, and a turn of a question, once. Its
         processor must not change meanwhile."""
         builder = copy.copy(self)
-        builder._head_ids = functools.lru_cache(MOST_REMEMBERED)(self._head_ids)
+        builder._head_ids = functools.lru_cache(self._head_ids)
         builder._ends_of_turns = functools.cache(self._ends_of_turns)
-        builder._passage_tokens = functools.lru_cache(MOST_REMEMBERED)(self._passage_tokens)
-        builder._question_turn = functools.lru_cache(MOST_REMEMBERED)(builder._question_turn)
+        builder._passage_tokens = functools.lru_cache(MOST_PASSAGES)(self._passage_tokens)
+        builder._question_turn = functools.lru_cache(MOST_QUESTIONS)(builder._question_turn)
         return builder
 
     def reconstruction_examples(self, rows: list[Row]) -> Iterator[Example]:
@@ -474,19 +521,31 @@ class ExampleSelector:
             )
         return datasets.concatenate_datasets([taken[source].select(range(counts[source])) for source in sources])
 
-    def _take(self, source: str, quota: int | None, held_out: bool) -> datasets.Dataset:
-        """The first `quota` examples of a source that are not too long, its rows in random order."""
-        recipe, asks = self.recipe, self.recipe.asks_questions
+    def preview(self, source: str) -> tuple[int, list[int]]:
+        """About how many examples a source's rows become, and the lengths of those of its first block."""
+        settings, maker, order = self._prepare(source, None, held_out=False)
+        with _Makers(maker, self.num_proc) as makers:
+            block = self._block(makers, settings, order[:ROWS_PER_BLOCK])
+        lengths = [length for length, problem in zip(block["length"], block["problem"], strict=True) if not problem]
+        return round(len(lengths) * max(1.0, len(order) / ROWS_PER_BLOCK)), lengths
+
+    def _prepare(self, source: str, quota: int | None, held_out: bool) -> tuple[str, "_ExampleMaker", list[list[int]]]:
+        """What names a source's blocks in the cache, what makes them, and the rows of each example in random order."""
+        recipe = self.recipe
         # Distractors are of the same part: no held-out passage is trained on.
-        corpus = open_part(recipe, source, held_out, self.num_proc)
+        corpus = open_part(recipe, source, held_out, self.num_proc, quota)
         columns = ("question", "answers", "passages", "gold")
         nearest = NearestPassages(iterate_rows(corpus, *columns)) if recipe.distractors else None
         drawn = nearest and [recipe.distractors, recipe.max_distractors, self.seed]
-        settings = Hasher.hash((_CODE, corpus._fingerprint, self.builder, asks, recipe.max_questions, drawn))
-        maker = _ExampleMaker(corpus, nearest, self.builder, recipe, self.seed)
+        asked = (recipe.asks_questions, recipe.max_questions, drawn)
+        settings = Hasher.hash((_CODE, corpus._fingerprint, self.builder, *asked))
+        return settings, _ExampleMaker(corpus, nearest, self.builder, recipe, self.seed), self._order(corpus)
+
+    def _take(self, source: str, quota: int | None, held_out: bool) -> datasets.Dataset:
+        """The first `quota` examples of a source that are not too long, its rows in random order."""
+        settings, maker, order = self._prepare(source, quota, held_out)
         left_out: dict[str, list[str]] = defaultdict(list)  # ids of rows, by what is wrong with them
         taken = [datasets.Dataset.from_dict({name: [] for name in EXAMPLE_FEATURES}, features=EXAMPLE_FEATURES)]
-        order = self._order(corpus)
         with _Makers(maker, self.num_proc) as makers, tqdm(total=len(order), desc="making examples", unit="row") as bar:
             for start in range(0, len(order), ROWS_PER_BLOCK):
                 if quota is not None and sum(map(len, taken)) >= quota:
@@ -537,7 +596,7 @@ class ExampleSelector:
             ) from error
         path = folder / f"{Hasher.hash((settings, groups))}.arrow"
         if not path.exists():
-            table = pa.concat_tables(makers.make(groups))
+            table = makers.make(groups)
 
             def write(file: BinaryIO) -> None:
                 with pa.ipc.new_stream(file, table.schema) as stream:
@@ -559,11 +618,14 @@ class _ExampleMaker:
 
     def __post_init__(self):
         self.corpus = self.corpus.with_format("arrow")
-        self.builder = self.builder.remembering()
 
-    def __call__(self, groups: list[list[int]]) -> pa.Table:
-        """Columns of `_BLOCK_FEATURES`. A row that lacks a part gives an empty example with a `problem`."""
-        asks, examples, chosen = self.recipe.asks_questions, [], []
+    def remembering(self) -> "_ExampleMaker":
+        return dataclasses.replace(self, builder=self.builder.remembering())
+
+    def __call__(self, groups: list[list[int]]) -> tuple[pa.Table, list[int]]:
+        """Columns of `_BLOCK_FEATURES`, and how many examples each group has. A row that lacks a part gives an empty
+        one with a `problem`."""
+        asks, examples, chosen, counts = self.recipe.asks_questions, [], [], []
         rows = self._rows([number for numbers in groups for number in numbers])
         for numbers in groups:
             problems = [missing_part(rows[number], asks) for number in numbers]
@@ -572,6 +634,7 @@ class _ExampleMaker:
             chosen.append((numbers, problems, whole, passages, joined))
         others = self._rows([number for *_, joined in chosen for number in joined])
         for numbers, problems, whole, passages, joined in chosen:
+            before = len(examples)
             for number, problem in zip(numbers, problems, strict=True):
                 if problem:
                     empty = {"head": [], "turns": [], "segments": [], "length": 0}
@@ -580,7 +643,8 @@ class _ExampleMaker:
                 whole = [row | {"passages": passages} for row in (*whole, *(others[number] for number in joined))]
             if whole:
                 examples += self._examples(whole)
-        return pa.Table.from_pylist(examples, _BLOCK_FEATURES.arrow_schema)
+            counts.append(len(examples) - before)
+        return pa.Table.from_pylist(examples, _BLOCK_FEATURES.arrow_schema), counts
 
     def _rows(self, numbers: list[int]) -> dict[int, Row]:
         """Rows by their numbers, all read at once."""
@@ -607,27 +671,41 @@ class _ExampleMaker:
 
 
 class _Makers:
-    """A context in which an [`_ExampleMaker`] works in several processes, which begin with the first rows."""
+    """A context in which an [`_ExampleMaker`] works in several processes, which begin with the first rows.
+
+    Each of them makes the examples of one part of the corpus in all blocks. Neighbouring rows are about the same
+    articles, so that a process has met most passages before.
+    """
 
     def __init__(self, maker: _ExampleMaker, num_proc: int | None):
-        self.maker, self.num_proc = maker, num_proc or 1
-        self.pool: ProcessPoolExecutor | None = None
+        self.num_proc = num_proc or 1
+        self.maker = maker.remembering() if self.num_proc == 1 else maker
+        self.workers: list[ProcessPoolExecutor] = []
 
     def __enter__(self) -> "_Makers":
         return self
 
     def __exit__(self, *error) -> None:
-        if self.pool is not None:
-            self.pool.shutdown(cancel_futures=True)
+        for worker in self.workers:
+            worker.shutdown(cancel_futures=True)
 
-    def make(self, groups: list[list[int]]) -> Iterator[pa.Table]:
+    def make(self, groups: list[list[int]]) -> pa.Table:
         """The examples of all groups, in order."""
-        parts = [groups[start : start + ROWS_PER_PART] for start in range(0, len(groups), ROWS_PER_PART)]
         if self.num_proc == 1:
-            return map(self.maker, parts)
-        if self.pool is None:
-            self.pool = ProcessPoolExecutor(self.num_proc, initializer=_set_maker, initargs=(self.maker,))
-        return self.pool.map(_make_part, parts)
+            return self.maker(groups)[0]
+        if not self.workers:
+            begin = {"initializer": _set_maker, "initargs": (self.maker,)}
+            self.workers = [ProcessPoolExecutor(1, **begin) for _ in range(self.num_proc)]
+        places = [[] for _ in self.workers]  # in `groups`, of those of each process
+        for place, numbers in enumerate(groups):
+            places[numbers[0] * self.num_proc // len(self.maker.corpus)].append(place)
+        made = [
+            worker.submit(_make_part, [groups[place] for place in own])
+            for worker, own in zip(self.workers, places, strict=True)
+        ]
+        tables, counts = zip(*(each.result() for each in made), strict=True)
+        place_of_example = np.repeat([*chain(*places)], [*chain(*counts)])
+        return pa.concat_tables(tables).take(np.argsort(place_of_example, kind="stable")).combine_chunks()
 
 
 _maker: _ExampleMaker | None = None  # of a process of `_Makers`
@@ -635,10 +713,10 @@ _maker: _ExampleMaker | None = None  # of a process of `_Makers`
 
 def _set_maker(maker: _ExampleMaker) -> None:
     global _maker
-    _maker = maker
+    _maker = maker.remembering()  # here, as what is remembered cannot be sent to another process
 
 
-def _make_part(groups: list[list[int]]) -> pa.Table:
+def _make_part(groups: list[list[int]]) -> tuple[pa.Table, list[int]]:
     return _maker(groups)
 
 

@@ -192,6 +192,68 @@ class RecipeArguments:
         return min(limits)
 
 
+def num_processes() -> int:
+    """Processes that train together, on all machines."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def accumulation_steps(global_batch_size: int, per_device: int, processes: int) -> int:
+    """How many batches of `per_device` examples each process adds up before a step.
+
+    >>> accumulation_steps(256, 8, 4)
+    8
+
+    Raises:
+        `ValueError`: numbers that do not divide `global_batch_size`, with some that do.
+    """
+    if global_batch_size > 0 and per_device > 0 and global_batch_size % (per_device * processes) == 0:
+        return global_batch_size // (per_device * processes)
+    sizes = [size for size in range(1, global_batch_size + 1) if global_batch_size % (size * processes) == 0]
+    at_most = global_batch_size // per_device if per_device > 0 else 0
+    numbers = [number for number in range(1, at_most + 1) if global_batch_size % (per_device * number) == 0]
+    remedies = [f"with {processes} processes, a size of {_listed(sizes)}"] if sizes else []
+    remedies += [f"with a size of {per_device}, {_listed(numbers)} processes"] if numbers else []
+    raise ValueError(
+        f"`global_batch_size` {global_batch_size} is not a multiple of {processes} processes with a "
+        f"`per_device_train_batch_size` of {per_device}. It is {'; or '.join(remedies) or 'of no others: change it'}."
+    )
+
+
+def _listed(numbers: list[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def check_devices(needs_bfloat16: bool) -> None:
+    """Refuses what a machine's accelerators do not do: work for one process together, for two at once, or in bfloat16.
+
+    Raises:
+        `ValueError`: with what to do.
+    """
+    count, local = torch.accelerator.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if count > 1 and "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            f"This machine has {count} GPUs, and one process would train. Train on all of them with `--accelerate ddp` "
+            "or on one with `CUDA_VISIBLE_DEVICES=0` before the command."
+        )
+    if 0 < count < local:
+        raise ValueError(
+            f"{local} processes were started on a machine with {count} GPU{'s' * (count > 1)}, and each needs one of "
+            f"its own. Start {count}: `--num_processes {count}` of `accelerate launch`."
+        )
+    if needs_bfloat16:
+        check_bfloat16()
+
+
+def check_bfloat16() -> None:
+    """Raises `ValueError` on a GPU that does not compute in bfloat16, such as a V100 or T4."""
+    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ValueError(
+            f"{torch.cuda.get_device_name()} does not compute in bfloat16. Train in float32, which takes twice the "
+            "memory: `--bf16 false --dtype float32`, after `--` of `arcaligner train`; or take a card of 2020 or later."
+        )
+
+
 @dataclass
 class AlignerTrainingConfig(SFTConfig):
     """
@@ -204,6 +266,9 @@ class AlignerTrainingConfig(SFTConfig):
     wait).
 
     Args:
+        global_batch_size (`int`, *optional*): Examples that make a step, whatever the number of processes:
+            `gradient_accumulation_steps` follows from it. Default: what `per_device_train_batch_size`, that and the
+            processes make.
         gate_learning_rate (`float`, *optional*): For the gates, which start untrained in stage III. Default:
             `learning_rate`.
         encoder_learning_rate (`float`, *optional*): For an encoder that is trained jointly. Default: `learning_rate`.
@@ -219,12 +284,30 @@ class AlignerTrainingConfig(SFTConfig):
     ddp_find_unused_parameters: bool | None = False  # each stage trains all that it unfreezes
     ddp_timeout: int = 24 * 3600
     train_sampling_strategy: str = "group_by_length"
+    global_batch_size: int | None = None
     gate_learning_rate: float | None = None
     encoder_learning_rate: float | None = None
     average_checkpoints: int = 0
     eval_slot_gap: bool = False
 
     def __post_init__(self):
+        if not self.use_cpu:
+            check_devices(needs_bfloat16=bool(self.bf16))
+        if self.global_batch_size is not None:
+            processes = num_processes()
+            if self.gradient_accumulation_steps != 1:
+                raise ValueError(
+                    f"`global_batch_size` is {self.global_batch_size} and `gradient_accumulation_steps` "
+                    f"{self.gradient_accumulation_steps}, which follows from it. Leave one of the two out."
+                )
+            self.gradient_accumulation_steps = accumulation_steps(
+                self.global_batch_size, self.per_device_train_batch_size, processes
+            )
+            logger.info(
+                "%d examples make a step: %d of each of %d processes, accumulated %d times",
+                *(self.global_batch_size, self.per_device_train_batch_size, processes),
+                self.gradient_accumulation_steps,
+            )
         self.dataset_kwargs = {"skip_prepare_dataset": True} | (self.dataset_kwargs or {})
         refused = {
             "packing": self.packing,
@@ -301,6 +384,8 @@ def resolve_dtype(name: str, device: torch.device, checkpoint: str | None = None
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"`dtype` is {name!r}; expected auto, float32, bfloat16 or another float dtype of torch.")
+    if dtype == torch.bfloat16 and device.type == "cuda":
+        check_bfloat16()
     return dtype
 
 

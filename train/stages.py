@@ -3,6 +3,8 @@
     python -m arcaligner train --recipe smollm2_135m
     python -m arcaligner train --recipe smollm2_135m --stage 2
     python -m arcaligner train --recipe smollm2_135m --output runs/rank64 -- --learning_rate 3e-4
+    python -m arcaligner train --recipe smollm2_135m --device gpu
+    python -m arcaligner train --recipe mistral_7b --dry-run
     python -m arcaligner train --recipe mistral_7b --accelerate ddp
 
 A recipe is a folder of `train/recipes`, or any folder, with a file for each stage: `1_reconstruction.yaml`,
@@ -17,10 +19,12 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 
+from ..common.files import refuse_unknown
 from .run import SCRIPT, check_settings, read_keys, run_settings
 
 logger = logging.getLogger(__name__)
@@ -65,7 +69,11 @@ def find_recipe(recipe: str) -> Path:
 
 
 def read_stages(
-    folder: Path, output: str | None = None, overrides: list[str] | None = None, only: int | None = None
+    folder: Path,
+    output: str | None = None,
+    overrides: list[str] | None = None,
+    only: int | None = None,
+    device: str | None = None,
 ) -> list[Stage]:
     """The stages of a recipe in order.
 
@@ -75,12 +83,14 @@ def read_stages(
             start from what is there.
         overrides (`list[str]`, *optional*): Keys and values for every stage, such as `["--seed", "2"]`.
         only (`int`, *optional*): Number of the one stage that is wanted.
+        device (`str`, *optional*): `"gpu"` for the keys of the recipe's `gpu.yaml`, over those of its stages.
     """
     overrides = overrides or []
     given = {argument.split("=")[0] for argument in overrides}
     for key, remedy in _OF_ALL_STAGES.items():
         if key in given and not (key == "--model_name_or_path" and only is not None):
             raise ValueError(f"`{key}` cannot be given for the stages of a recipe. {remedy}.")
+    of_device = _read_device_keys(folder, device)
     stages: list[Stage] = []
     for path in sorted(folder.glob(STAGE_FILES)):
         arguments = ["--config", os.path.relpath(path)]
@@ -88,6 +98,9 @@ def read_stages(
             arguments += ["--output_dir", str(Path(output, path.stem))]
             if stages:
                 arguments += ["--model_name_or_path", str(stages[-1].output_dir)]
+        for key, value in (of_device.get("every_stage", {}) | of_device.get(path.stem, {})).items():
+            if f"--{key}" not in given:
+                arguments += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
         arguments += overrides
         try:
             keys = read_keys(run_settings(SCRIPT, arguments))
@@ -102,6 +115,21 @@ def read_stages(
     if only is not None and only not in numbers:
         raise ValueError(f"{folder} has no stage {only}; it has {', '.join(map(str, numbers))}.")
     return [stage for stage in stages if only in (None, stage.number)]
+
+
+def _read_device_keys(folder: Path, device: str | None) -> dict[str, dict[str, Any]]:
+    """Keys of `every_stage` and of single stages that a recipe sets for a device."""
+    if device is None:
+        return {}
+    path = folder / f"{device}.yaml"
+    if not path.is_file():
+        raise ValueError(
+            f"The recipe {folder.name} has no {path.name}, so `--device {device}` changes nothing: leave it out. A "
+            "recipe's own values are for the device that its comments name."
+        )
+    keys = yaml.safe_load(path.read_text(encoding="utf-8"))
+    refuse_unknown(str(path), keys, ["every_stage", *(each.stem for each in folder.glob(STAGE_FILES))])
+    return keys
 
 
 def run_stages(stages: list[Stage], accelerate: str | None = None) -> None:

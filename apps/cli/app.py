@@ -347,12 +347,37 @@ def train(
     accelerate: Annotated[
         str | None, typer.Option(help="For several processes: ddp, fsdp2, cpu, or a config file of accelerate.")
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="`gpu` takes the values of the recipe's gpu.yaml, where it has one.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what it takes, memory, steps, disk and time, and load nothing.")
+    ] = False,
+    gpus: Annotated[
+        int | None, typer.Option(help="GPUs of a dry run. Default: those of this machine, or one.", min=1)
+    ] = None,
+    tokens_per_second: Annotated[
+        float | None, typer.Option(help="Tokens a second on each GPU, for the hours of a dry run.", min=1)
+    ] = None,
 ) -> None:
     """Trains the stages of a recipe in order, and skips those that are finished."""
     from ...train.stages import find_recipe, read_stages, run_stages
 
+    if dry_run:
+        import torch
+
+        from ..train.plan import lines_of, plan_stages
+
+        stages = read_stages(find_recipe(recipe), folder, settings, device=device)
+        plans = plan_stages(stages, stage, gpus or max(1, torch.accelerator.device_count()))
+        output.print("\n".join(lines_of(plans, tokens_per_second)), soft_wrap=True, highlight=False, markup=False)
+        return
+    if gpus is not None or tokens_per_second is not None:
+        raise ValueError(
+            "`--gpus` and `--tokens-per-second` are for `--dry-run`. `--accelerate` trains on several GPUs."
+        )
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    run_stages(read_stages(find_recipe(recipe), folder, settings, stage), accelerate)
+    run_stages(read_stages(find_recipe(recipe), folder, settings, stage, device), accelerate)
 
 
 @app.command()

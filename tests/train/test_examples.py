@@ -4,6 +4,7 @@ sources: shares, limits, questions that share an example, counted rows, blocks m
 import copy
 import logging
 import os
+import pickle
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -378,9 +379,8 @@ def row_by_row(made: ExampleSelector, source: str) -> list[dict]:
 
 
 def test_blocks_hold_plain_examples(selector, tmp_path, processor, monkeypatch):
-    """Of blocks, parts and memory the examples are those of one row after another."""
+    """Of blocks, with passages and questions remembered, the examples are those of one row after another."""
     monkeypatch.setattr(module, "ROWS_PER_BLOCK", 16)
-    monkeypatch.setattr(module, "ROWS_PER_PART", 4)
     rows = [*article_rows(20, questions=3), *question_rows(8), *city_rows(CITIES)]
     rows[5]["answers"], rows[11]["question"] = [], ""
     rows[7]["passages"] = [{"title": "Long", "text": "Sentences. " + "A sentence as long as that, of words, " * 20}]
@@ -394,9 +394,20 @@ def test_blocks_hold_plain_examples(selector, tmp_path, processor, monkeypatch):
 
 
 def test_several_processes_make_the_same_examples(select, tmp_path, processor):
-    rows, builder = question_rows(6), ExampleBuilder(processor)
-    two = select(rows, builder=builder, num_proc=2, examples_cache_dir=str(tmp_path / "two"))
-    assert two.to_dict() == select(rows, builder=builder).to_dict()
+    rows, builder = question_rows(12), ExampleBuilder(processor)
+    rows[3]["answers"] = []  # in its place, too, with no example
+    one = select(rows, builder=builder)
+    for number in (2, 16):  # some of which have no rows
+        several = select(rows, builder=builder, num_proc=number, examples_cache_dir=str(tmp_path / str(number)))
+        assert several.to_dict() == one.to_dict()
+
+
+def test_makers_can_be_sent_to_processes(selector, tmp_path, processor):
+    """Where processes are spawned rather than forked, what they need is pickled."""
+    path = write_rows(tmp_path / "rows.jsonl", city_rows(CITIES))
+    _, maker, order = selector(path, builder=ExampleBuilder(processor), distractors=1.0)._prepare(path, None, False)
+    sent = pickle.loads(pickle.dumps(maker)).remembering()
+    assert sent(order)[0].to_pylist() == maker(order)[0].to_pylist()
 
 
 def test_a_cache_that_cannot_be_made_is_named_with_the_remedy(select, tmp_path):

@@ -1,18 +1,28 @@
 """Recipes: mistakes are refused, starts are checked; those that are shipped load."""
 
+import contextlib
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from conftest import edit_json
 from training_recipes import parse
 
 from arcaligner import ArcAlignerConfig
 from arcaligner.common.rows import FILES, parse_source
+from arcaligner.train import recipe as recipe_module
 from arcaligner.train import sft
-from arcaligner.train.recipe import RecipeArguments, check_start, run_script
+from arcaligner.train.recipe import (
+    RecipeArguments,
+    accumulation_steps,
+    check_devices,
+    check_start,
+    resolve_dtype,
+    run_script,
+)
 from arcaligner.train.sft import load_processor
 from arcaligner.train.stages import RECIPES, SCRIPT
 
@@ -88,6 +98,80 @@ def test_help_tells_the_keys_and_an_unknown_option_is_named(capsys):
         with pytest.raises(ValueError, match=f"Unknown key {message}") as error:
             parse([option, "1"])
         assert " no_tokens_per_slot" not in str(error.value)  # what argparse makes of keys is none
+
+
+# Processes and cards
+
+
+@pytest.mark.parametrize("processes, accumulated", [(1, 32), (2, 16), (8, 4), (32, 1)])
+def test_global_batch_decides_accumulation(monkeypatch, processes, accumulated):
+    """A step has the recipe's examples on any number of processes."""
+    monkeypatch.setattr(recipe_module, "num_processes", lambda: processes)
+    path = RECIPES / "mistral_7b" / "1_reconstruction.yaml"
+    assert parse_shipped(path)[1].gradient_accumulation_steps == accumulated
+
+
+@pytest.mark.parametrize(
+    "numbers, message",
+    [
+        (
+            (12, 4, 2),
+            "not a multiple of 2 processes with .* of 4. It is with 2 processes, a size of 1, 2, 3 or 6",
+        ),
+        ((256, 8, 3), "It is with a size of 8, 1, 2, 4, 8, 16 or 32 processes"),
+        ((2, 4, 4), "It is of no others: change it"),
+        ((0, 4, 4), "It is of no others: change it"),
+        ((4, 0, 2), "It is with 2 processes, a size of 1 or 2"),
+    ],
+)
+def test_batches_that_do_not_divide(numbers, message):
+    """The error says which numbers divide."""
+    with pytest.raises(ValueError, match=message):
+        accumulation_steps(*numbers)
+
+
+def test_accumulation_is_given_once():
+    """What follows from another key is not given beside it."""
+    path = RECIPES / "mistral_7b" / "1_reconstruction.yaml"
+    with pytest.raises(ValueError, match="`global_batch_size` is 256 and `gradient_accumulation_steps` 4.*Leave one"):
+        parse_shipped(path, "--gradient_accumulation_steps", "4")
+
+
+@pytest.mark.parametrize(
+    "count, started, message",
+    [
+        (4, {}, "has 4 GPUs, and one process would train. Train on all of them with `--accelerate ddp` or"),
+        (1, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "2 processes were started on a machine with 1 GPU, and"),
+        (2, {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3"}, "3 processes were started on a machine with 2 GPUs.*Start 2"),
+        (0, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, None),
+        (1, {}, None),
+        (2, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, None),
+    ],
+)
+def test_each_process_has_a_card(monkeypatch, count, started, message):
+    """Neither do several cards wait for one process, nor several processes share a card."""
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        check_devices(needs_bfloat16=False)
+    if message:  # also where a recipe is read
+        with pytest.raises(ValueError, match=message):
+            parse(["--config", str(RECIPES / "tiny" / "1_reconstruction.yaml"), "--use_cpu", "false"])
+
+
+def test_cards_without_bfloat16(monkeypatch):
+    """A card that does not compute in bfloat16 is named, for the trainer's precision and for the backbone's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    with pytest.raises(ValueError, match="Tesla T4 does not compute in bfloat16.*--bf16 false --dtype float32"):
+        check_devices(needs_bfloat16=True)
+    with pytest.raises(ValueError, match="Tesla T4 does not"):
+        resolve_dtype("bfloat16", torch.device("cuda"))
+    assert resolve_dtype("float32", torch.device("cuda")) == torch.float32
 
 
 # Starts
@@ -166,14 +250,16 @@ ALIGNER = {"lora_r": 128, "lora_alpha": 32, "lora_dropout": 0.05, "gate_layers":
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", ["mistral_7b", "llama_3_1_8b"])
-def test_the_recipes_of_the_paper_have_its_values(name, stage):
+def test_the_recipes_of_the_paper_have_its_values(name, stage, monkeypatch):
     (path,) = (RECIPES / name).glob(f"{stage}_*.yaml")
+    monkeypatch.setattr(recipe_module, "num_processes", lambda: NUM_GPUS)
     parsed, args, _ = parse_shipped(path)
     expected = OF_BOTH_TABLES | OF_STAGE[stage]
     assert {key: getattr(args, key) for key in expected} == expected
     assert args.optim.startswith("adamw")
     examples_a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * NUM_GPUS
     assert (parsed.max_train_samples, examples_a_step) == EXAMPLES[stage]
+    assert args.global_batch_size == examples_a_step
     assert {key: parsed.aligner[key] for key in ALIGNER} == ALIGNER
     assert 1 + parsed.aligner["max_refinement_steps"] == 3  # "max loops"
     assert args.bf16 and parsed.dtype == "bfloat16" and args.max_steps == -1

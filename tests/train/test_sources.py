@@ -122,6 +122,36 @@ def test_a_data_set_of_the_hub_is_read_by_configuration_and_split(tmp_path, monk
         open_corpus("org/corpus?name=en&split=test")
 
 
+def test_texts_of_the_hub_are_streamed(tmp_path, monkeypatch):
+    """Enough passages come of the first texts of each file, and nothing is read as a whole."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    for file in range(3):
+        texts = [f"File {file} text {number}. " + "word " * (number % 2) for number in range(50)]
+        write_parquet(tmp_path / "org" / f"train-{file}.parquet", text=texts, name=[f"n{file}"] * 50)
+    load, streamed = datasets.load_dataset, []
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *args, **keys: streamed.append(keys["streaming"]) or load(*args, **keys)
+    )
+    rows = list(open_corpus("org?title=name", passage_words=4, at_least=10))
+    passages = [("n0", "File 0 text 0."), ("n0", "File 0 text 1."), ("n0", "word")]
+    assert [(each["title"], each["text"]) for row in rows for each in row["passages"]][:3] == passages
+    numbers = [row["passages"][0]["title"] for row in rows]
+    assert [numbers.count(f"n{file}") for file in range(3)] == [3, 3, 4]
+    assert len({row["id"] for row in rows}) == len(rows) == 10
+    assert streamed and all(streamed)
+    with pytest.raises(ValueError, match=r"org\?text=body has columns \['name', 'text'\], but no \['body'\]"):
+        open_corpus("org?text=body", at_least=10)
+
+
+def test_questions_of_the_hub_are_read_whole(tmp_path, monkeypatch):
+    """A limit streams texts alone: questions are taken in random order of all."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    write_rows(tmp_path / "org" / "train.jsonl", question_rows(6))
+    assert list(open_corpus("org", at_least=1)) == schema_rows(6)
+
+
 def test_what_holds_no_rows_of_a_known_kind_is_refused(tmp_path):
     body = write_parquet(tmp_path / "letters.parquet", body=["Dear Ada."])
     with pytest.raises(ValueError, match=r"columns \['body'\], but no \['text'\].*`\?text=body`"):

@@ -1,0 +1,171 @@
+"""What a recipe takes is said without weights: parameters, memory, steps and disk, on any number of GPUs."""
+
+import shutil
+
+import pytest
+import torch
+from conftest import edit_json
+
+from arcaligner import ArcAlignerForCausalLM
+from arcaligner.cli.app import app
+from arcaligner.train.plan import (
+    GATING_FACTOR,
+    GIB,
+    activation_bytes,
+    empty_aligner,
+    lines_of,
+    model_config,
+    num_encoder_lora,
+    num_parameters,
+    plan_stages,
+)
+from arcaligner.train.stages import find_recipe, read_stages
+
+MISTRAL = "mistralai/Mistral-7B-Instruct-v0.2"
+
+
+def plans(recipe, num_gpus, only=None, overrides=None, device=None):
+    return plan_stages(read_stages(find_recipe(recipe), None, overrides, device=device), only, num_gpus)
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    """No model is on this machine."""
+    monkeypatch.setenv("ARCALIGNER_MODELS", str(tmp_path / "models"))
+
+
+def test_a_7b_aligner_on_the_meta_device(offline):
+    """Its parts have the sizes of Mistral-7B, with LoRA of rank 128 on its 224 linears, and no weights."""
+    model = empty_aligner(model_config(MISTRAL), "gating", encoder_hidden_size=4096, lora_r=128)
+    assert all(each.is_meta for each in model.parameters())
+    sizes = {"lora": 0, "slot_gate": 0, "projector": 0, "backbone": 0}
+    for name, each in model.named_parameters():
+        sizes[next((part for part in sizes if part in name and model.is_aligner_key(name)), "backbone")] += each.numel()
+    of_layer = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
+    assert sizes["lora"] == 32 * 128 * of_layer
+    assert sizes["slot_gate"] == 32 * (4096 * 64 + 64 + 64 + 1)
+    assert sizes["backbone"] == 7_241_732_096
+    assert all(each.requires_grad == model.is_aligner_key(name) for name, each in model.named_parameters())
+    assert num_parameters(model_config("Salesforce/SFR-Embedding-Mistral")) == 7_241_732_096 - 32000 * 4096
+
+
+def test_the_lora_of_an_encoder(offline):
+    """All linears of MiniLM's six layers carry it, the pooler does not."""
+    config = model_config("sentence-transformers/all-MiniLM-L6-v2")
+    assert num_encoder_lora(config, 2) == 2 * 6 * (4 * (384 + 384) + 2 * (384 + 1536))
+
+
+# On one H200: batches of 8, GiB at the peak, of which weights, gradients and Adam are 19.05.
+MEASURED = ((8 * 134, 8 * 4, 1.0, 23.3), (8 * 62, 8 * 12, 1.0, 21.2), (8 * 62, 8 * 12, GATING_FACTOR, 23.3))
+
+
+@pytest.mark.parametrize("positions, slots, factor, peak", MEASURED)
+def test_activations_as_measured(offline, positions, slots, factor, peak):
+    """The estimate is within a fifth of what a GPU took beyond the weights."""
+    kept = factor * activation_bytes(model_config(MISTRAL), positions, slots, itemsize=2, layers=32) / GIB
+    assert abs(kept - (peak - 19.05)) < 0.2 * (peak - 19.05)
+
+
+def test_a_plan_of_the_paper(offline):
+    """Steps are those of the paper's tables, and both 7B models are counted."""
+    found = plans("mistral_7b", num_gpus := 4)
+    assert [each.accumulated for each in found] == [8, 2, 2]
+    assert [(each.global_batch, each.steps) for each in found] == [(256, 782), (64, 1414), (64, 1414)]
+    assert [each.examples.number for each in found] == [200_000, 90_447, 90_447]
+    first, _, last = found
+    assert 0 < last.num_trained - first.num_trained == 32 * (4096 * 64 + 64 + 64 + 1)
+    for each in found:
+        memory = each.memory
+        assert memory.backbone == 2 * 7_241_732_096 and memory.encoder == 2 * (7_241_732_096 - 32000 * 4096)
+        assert memory.with_checkpointing < memory.activations / 5
+        assert each.bytes_needed == memory.fixed + memory.activations
+    assert last.memory.aligner == 16 * last.num_trained
+    assert first.hours(1000.0) * num_gpus == pytest.approx(782 * 256 * 104 / 1000 / 3600)
+    assert 0 < first.gigabytes["downloaded data"] < 0.5  # of 12 GB of Wikipedia
+
+
+def test_activation_checkpointing_counts(offline):
+    """On one GPU a step has as many examples, and with checkpointing needs less memory."""
+    (plan,) = plans("mistral_7b", 1, only=3, overrides=["--activation_checkpointing", "true"])
+    assert (plan.global_batch, plan.accumulated) == (64, 8)
+    assert plan.bytes_needed == plan.memory.fixed + plan.memory.with_checkpointing
+
+
+def test_batches_that_do_not_divide(offline):
+    """The number of GPUs is refused before anything is counted."""
+    with pytest.raises(ValueError, match="256 is not a multiple of 3 processes.*1, 2, 4, 8, 16 or 32 processes"):
+        plans("mistral_7b", 3)
+
+
+def test_data_that_are_not_there(offline, tmp_path):
+    """A missing file is named, as in training."""
+    with pytest.raises(FileNotFoundError, match=f"There is no file {tmp_path}/recon_train.jsonl.gz.*prepare_data"):
+        plans("smollm2_135m", 1, overrides=["--data_dir", str(tmp_path)])
+
+
+def test_models_of_unknown_size(offline, tmp_path, monkeypatch):
+    """A model that is not published and cannot be reached is named, with what a gated one needs."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match="sizes of org/gated are neither on this machine .*`hf auth login`"):
+        model_config("org/gated")
+
+
+def test_examples_are_measured(write_recipe, tmp_path):
+    """Where the data are files and the tokenizer is here, examples are counted and measured."""
+    folder = tmp_path / "recipe"
+    folder.mkdir()
+    (_, path) = write_recipe("grounding", tmp_path / "out", per_device_train_batch_size=2, max_steps=-1)
+    shutil.copy(path, folder / "2_grounding.yaml")
+    (plan,) = plan_stages(read_stages(folder), None, 1)
+    assert plan.examples.is_measured and plan.examples.number == 12 and plan.steps == 18
+    assert 20 < plan.examples.mean < plan.examples.longest == 512
+
+
+def test_a_stage_from_a_checkpoint(write_recipe, tmp_path, checkpoint_dir):
+    """A stage that goes on from an aligner has the sizes of that one."""
+    folder, start = tmp_path / "recipe", shutil.copytree(checkpoint_dir, tmp_path / "start")
+    folder.mkdir()
+    edit_json(start / "config.json", digests=None, training_stage="reconstruction")
+    (_, path) = write_recipe("grounding", tmp_path / "out", model=start)
+    shutil.copy(path, folder / "2_grounding.yaml")
+    (plan,) = plan_stages(read_stages(folder), None, 1)
+    model = ArcAlignerForCausalLM.from_pretrained(checkpoint_dir)
+    model.set_stage("grounding")
+    assert plan.num_trained == sum(each.numel() for each in model.parameters() if each.requires_grad)
+
+
+def test_lines_and_a_busy_card(offline, monkeypatch):
+    """What is not free on the card is told apart from what it does not have."""
+    found = plans("mistral_7b", 4, only=1)
+    text = "\n".join(lines_of(found, tokens_per_second=5000))
+    assert "256 examples: 4 GPUs x 8 x 8 accumulated" in text and "0.3 hours at 5,000 tokens a second" in text
+    assert text.endswith("This machine has no GPU, so nothing is compared with its memory.")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card")
+    memory = {"free": 80 * GIB, "total": 80 * GIB}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: tuple(memory.values()))
+    assert lines_of(found)[-1] == "Card: 80.0 of 80.0 GiB are free, which is enough."
+    memory["free"] = 10 * GIB
+    assert "are needed. Another process holds the rest: wait for its end. `--" in lines_of(found)[-1]
+    memory["total"] = 20 * GIB
+    assert "are needed. `-- --activation_checkpointing true`" in lines_of(found)[-1]
+
+
+def test_the_command_says_it(offline, capsys, monkeypatch):
+    """`arcaligner train --dry-run` prints the plan and starts nothing."""
+    monkeypatch.setattr("arcaligner.train.stages.run_stages", lambda *args: pytest.fail("training began"))
+    app(["train", "--recipe", "mistral_7b", "--dry-run", "--gpus", "2", "--stage", "2"], standalone_mode=False)
+    assert "64 examples: 2 GPUs x 8 x 4 accumulated" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="are for `--dry-run`"):
+        app(["train", "--recipe", "mistral_7b", "--gpus", "2"], standalone_mode=False)
+
+
+def test_gpu_values_of_the_default_recipe():
+    """`--device gpu` sets keys of all stages and of one; the command line's come last; examples of a step stay."""
+    stages = read_stages(find_recipe("smollm2_135m"), overrides=["--compile_layers", "true"], device="gpu")
+    for stage, batch in zip(stages, (32, 12, 24), strict=True):
+        keys = dict(zip(stage.arguments[::2], stage.arguments[1::2], strict=True))
+        assert keys["--use_cpu"] == "false" and keys["--dtype"] == "bfloat16" and keys["--compile_layers"] == "true"
+        assert keys["--per_device_train_batch_size"] == str(batch)
+    with pytest.raises(ValueError, match="recipe mistral_7b has no gpu.yaml.*leave it out"):
+        read_stages(find_recipe("mistral_7b"), device="gpu")

@@ -1,0 +1,368 @@
+"""What a recipe takes, said before anything is loaded: `arcaligner train --recipe mistral_7b --dry-run`.
+
+Parameters are counted on the meta device, of the sizes in `published.yaml` where neither the model nor the Hub can be
+reached. Examples are counted and measured where the data are files: those of a first block are made. The memory of
+activations is an estimate, within a fifth of what was measured on one H200 with a 7B backbone.
+"""
+
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
+
+from ..base_model_arcaligner import resolve_model
+from ..common.rows import FILES, find_file, parse_source
+from ..configuration_arcaligner import DEFAULT_ENCODER, ArcAlignerConfig
+from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..processing_arcaligner import ArcAlignerProcessor
+from .examples import ExampleBuilder, ExampleSelector
+from .recipe import AlignerTrainingConfig, RecipeArguments, accumulation_steps, check_bfloat16, parse_recipe
+from .run import SCRIPT
+from .stages import Stage
+
+PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
+GIB, GB = 2**30, 1e9
+# Mean tokens of an example, slots included: of Wikipedia's paragraphs in passages of 100 words, and of questions of
+# HotpotQA with the paragraphs that answer them, by a tokenizer of Mistral's with a slot for a sentence.
+TYPICAL_TOKENS = {"reconstruction": 104, "grounding": 54, "gating": 54}
+# Share of a row's positions that are slots: with several tokens to a slot, and with a slot for each sentence.
+SLOT_SHARE, SENTENCE_SLOT_SHARE = 0.9, 0.2
+TOKENS_OF_A_SENTENCE = 30
+# What stage III keeps of a layer's passes, to what stage II keeps.
+GATING_FACTOR = 1.7
+BYTES_OF_A_WORD = 6
+# Settings of a checkpoint that decide how large its aligner is.
+OF_CHECKPOINTS = ("lora_r", "lora_target_modules", "gate_layers", "gate_hidden_size", "word_parts")
+
+
+@dataclass(frozen=True)
+class Examples:
+    """A stage's examples: how many, their mean length, and the longest that the recipe allows, in tokens."""
+
+    number: int | None
+    mean: float
+    longest: int
+    is_measured: bool
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on a GPU."""
+
+    backbone: int
+    encoder: int
+    aligner: int  # float32 weights, gradients and Adam's two moments: 16 bytes each
+    activations: int
+    with_checkpointing: int  # activations, where layers are computed again backward
+
+    @property
+    def fixed(self) -> int:
+        return self.backbone + self.encoder + self.aligner
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What one stage takes on `num_gpus`."""
+
+    name: str
+    start: str
+    num_trained: int
+    memory: Memory
+    activation_checkpointing: bool
+    examples: Examples
+    steps: int | None
+    per_device: int
+    accumulated: int
+    num_gpus: int
+    gigabytes: dict[str, float]  # of disk
+
+    @property
+    def global_batch(self) -> int:
+        return self.per_device * self.accumulated * self.num_gpus
+
+    @property
+    def bytes_needed(self) -> int:
+        memory = self.memory
+        return memory.fixed + (memory.with_checkpointing if self.activation_checkpointing else memory.activations)
+
+    def hours(self, tokens_per_second: float) -> float | None:
+        """With so many tokens a second on each GPU."""
+        if self.steps is None:
+            return None
+        return self.steps * self.global_batch * self.examples.mean / (tokens_per_second * self.num_gpus) / 3600
+
+
+# Models
+
+
+def model_config(name: str) -> PreTrainedConfig:
+    """A model's configuration: of this machine, as published, or from the Hub.
+
+    Raises:
+        `ValueError`: a model whose sizes are not known here.
+    """
+    found = resolve_model(name)
+    if not Path(found).is_dir() and name in PUBLISHED["models"]:
+        return AutoConfig.for_model(**PUBLISHED["models"][name])
+    try:
+        return AutoConfig.from_pretrained(found)
+    except OSError as error:
+        raise ValueError(
+            f"The sizes of {name} are neither on this machine nor in train/published.yaml, and the Hub does not give "
+            f"them ({str(error).splitlines()[0]}). A gated model needs its licence accepted and `hf auth login`."
+        ) from error
+
+
+def num_parameters(config: PreTrainedConfig) -> int:
+    """Parameters of a model without a head."""
+    with torch.device("meta"):
+        return sum(each.numel() for each in AutoModel.from_config(config).parameters())
+
+
+def num_encoder_lora(config: PreTrainedConfig, rank: int) -> int:
+    """Parameters of LoRA on all linears of an encoder, its pooler left out."""
+    with torch.device("meta"):
+        linears = [each for each in AutoModel.from_config(config).named_modules() if type(each[1]) is torch.nn.Linear]
+    return sum(rank * (each.in_features + each.out_features) for name, each in linears if "pooler" not in name)
+
+
+def empty_aligner(text_config: PreTrainedConfig, stage: str, **settings: Any) -> ArcAlignerForCausalLM:
+    """An aligner on the meta device as a stage trains it."""
+    with torch.device("meta"):
+        model = ArcAlignerForCausalLM(ArcAlignerConfig(text_config=text_config.to_dict(), **settings))
+    model.set_stage(stage)
+    return model
+
+
+def activation_bytes(config: PreTrainedConfig, positions: int, slots: int, itemsize: int, layers: int) -> int:
+    """What a frozen decoder or encoder keeps for the backward pass: two norms that compute in float32, queries, keys,
+    values and three products of the MLP for each position, and the float32 inputs of LoRA for each slot."""
+    hidden = config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    of_position = (6 * hidden + 3 * inner) * itemsize
+    of_slot = 4 * (6 * hidden + inner)
+    return layers * (positions * of_position + slots * of_slot)
+
+
+def stage_memory(
+    recipe: RecipeArguments,
+    args: AlignerTrainingConfig,
+    model: ArcAlignerForCausalLM,
+    encoder: PreTrainedConfig,
+    longest: int,
+) -> tuple[Memory, int]:
+    """Memory of a step at the longest rows, and the number of trained parameters, the encoder's LoRA included."""
+    config, itemsize = model.config.text_config, _itemsize(recipe)
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    frozen = sum(each.numel() for name, each in model.named_parameters() if not model.is_aligner_key(name))
+    idle = sum(each.numel() for _, each in model.aligner_parameters()) - trained
+    of_encoder = num_encoder_lora(encoder, recipe.encoder_lora_r) if recipe.encoder_lora_r else 0
+    positions = args.per_device_train_batch_size * longest
+    finest = min((rate for rate in recipe.tokens_per_slot if rate != "segment"), default=None)
+    slots = round(positions * (SENTENCE_SLOT_SHARE if finest is None else SLOT_SHARE))
+    layers, factor = config.num_hidden_layers, GATING_FACTOR if recipe.stage == "gating" else 1.0
+    kept = factor * activation_bytes(config, positions, slots, itemsize, layers)
+    again = layers * positions * config.hidden_size * itemsize
+    again += factor * activation_bytes(config, positions, slots, itemsize, 1)
+    if recipe.encoder_lora_r:
+        read = slots * (finest or TOKENS_OF_A_SENTENCE)
+        own = activation_bytes(encoder, read, read, itemsize, encoder.num_hidden_layers)
+        kept, again = kept + own, again + own
+    memory = Memory(
+        backbone=frozen * itemsize,
+        encoder=num_parameters(encoder) * itemsize,
+        aligner=16 * (trained + of_encoder) + 4 * idle,
+        activations=round(kept),
+        with_checkpointing=round(again),
+    )
+    return memory, trained + of_encoder
+
+
+def _itemsize(recipe: RecipeArguments) -> int:
+    """Bytes of a weight of the backbone; `"auto"` is bfloat16 on a GPU."""
+    return 2 if recipe.dtype == "auto" else getattr(torch, recipe.dtype).itemsize
+
+
+# Examples
+
+
+def stage_examples(recipe: RecipeArguments, args: AlignerTrainingConfig, base: str, settings: dict) -> Examples:
+    """A stage's examples, measured where all of its sources are files and the base model's tokenizer is here."""
+    config = model_config(base)
+    longest = min(filter(None, (recipe.max_tokens, getattr(config, "max_position_embeddings", None))))
+    here = all(parse_source(source)[0].endswith(FILES) for source in recipe.train_files)
+    if not (here and Path(resolve_model(base)).is_dir()):
+        mean = min(TYPICAL_TOKENS[recipe.stage], longest)
+        return Examples(recipe.max_train_samples, mean, longest, is_measured=False)
+    words = bool(settings["aligner"].get("word_parts"))
+    processor = ArcAlignerProcessor.from_base_model(base, context_words=words, **settings["processor"])
+    if args.chat_template_path is not None:
+        processor.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
+        processor.tokenizer.chat_template = processor.chat_template
+    builder = ExampleBuilder(processor, recipe.max_segments, recipe.continues, recipe.tokens_per_slot, longest)
+    selector = ExampleSelector(recipe, builder, args.seed, args.dataset_num_proc)
+    total, sizes, mean = sum(recipe.train_files.values()), [], 0.0
+    for source, weight in recipe.train_files.items():
+        number, lengths = selector.preview(source)
+        sizes.append(number * total / weight)
+        mean += weight / total * sum(lengths) / max(1, len(lengths))
+    number = min(sizes) / (1 - recipe.reconstruction_share)
+    number = round(min(number, recipe.max_train_samples or math.inf))
+    return Examples(number, mean, longest, is_measured=True)
+
+
+# Stages
+
+
+def plan_stages(stages: list[Stage], only: int | None, num_gpus: int) -> list[StagePlan]:
+    """What the stages of a recipe take, or one of them.
+
+    Args:
+        stages (`list[Stage]`): All stages of the recipe, of `read_stages`; one has the aligner of those before it.
+        only (`int`, *optional*): Number of the one stage that is wanted.
+        num_gpus (`int`): GPUs that train.
+
+    Raises:
+        `FileNotFoundError`: data that are not there.
+        `ValueError`: a global batch that does not divide; a model whose sizes are not known.
+    """
+    logging.getLogger(parse_recipe.__module__).setLevel(logging.WARNING)  # accumulation is said for `num_gpus`
+    plans, base, settings = [], "", {}
+    for stage in stages:
+        kinds = (RecipeArguments, AlignerTrainingConfig)
+        # Nothing runs, so nothing is asked of this machine's accelerators.
+        recipe, args, _ = parse_recipe(SCRIPT, kinds, [*stage.arguments, "--use_cpu", "true"])
+        if stage.start is None:
+            base, settings = _start(recipe.model_name_or_path)
+        for key in settings:
+            settings[key] |= getattr(recipe, key)
+        if only in (None, stage.number):
+            for path, _ in map(parse_source, recipe.sources):
+                find_file(path, recipe.data_dir)
+            plans.append(_plan(stage, recipe, args, base, settings, num_gpus))
+    return plans
+
+
+def _start(name: str) -> tuple[str, dict[str, dict[str, Any]]]:
+    """The base model of what a stage starts from, with the settings of aligner and processor that a checkpoint has."""
+    folder = resolve_model(name)
+    if not Path(folder, "config.json").is_file():
+        return name, {"aligner": {}, "processor": {}}
+    config = ArcAlignerConfig.from_pretrained(folder)
+    if config.training_stage is None:
+        return name, {"aligner": {}, "processor": {}}
+    aligner = {key: getattr(config, key) for key in OF_CHECKPOINTS}
+    encoder = {key: getattr(config, key) for key in ("encoder_name_or_path", "encoder_hidden_size")}
+    return config.base_model_name_or_path or name, {"aligner": aligner, "processor": encoder}
+
+
+def _plan(
+    stage: Stage, recipe: RecipeArguments, args: AlignerTrainingConfig, base: str, settings: dict, num_gpus: int
+) -> StagePlan:
+    per_device = args.per_device_train_batch_size
+    accumulated = args.gradient_accumulation_steps
+    if args.global_batch_size is not None:
+        accumulated = accumulation_steps(args.global_batch_size, per_device, num_gpus)
+    if recipe.dtype == "bfloat16":
+        check_bfloat16()
+    backbone = model_config(base)
+    encoder = model_config(settings["processor"].get("encoder_name_or_path", DEFAULT_ENCODER))
+    width = {"encoder_hidden_size": settings["processor"].get("encoder_hidden_size", 384)}
+    model = empty_aligner(backbone, recipe.stage, **width, **settings["aligner"])
+    examples = stage_examples(recipe, args, base, settings)
+    memory, num_trained = stage_memory(recipe, args, model, encoder, examples.longest)
+    steps = args.max_steps if args.max_steps > 0 else None
+    if steps is None and examples.number is not None:
+        steps = math.ceil(math.ceil(examples.number / (per_device * num_gpus * accumulated)) * args.num_train_epochs)
+    return StagePlan(
+        name=stage.name,
+        start=recipe.model_name_or_path,
+        num_trained=num_trained,
+        memory=memory,
+        activation_checkpointing=bool(args.gradient_checkpointing or args.activation_checkpointing),
+        examples=examples,
+        steps=steps,
+        per_device=per_device,
+        accumulated=accumulated,
+        num_gpus=num_gpus,
+        gigabytes=_disk(recipe, args, memory, num_trained, examples, steps),
+    )
+
+
+def _disk(recipe, args, memory: Memory, num_trained: int, examples: Examples, steps: int | None) -> dict[str, float]:
+    """Gigabytes of models, of data of the Hub, of examples and of checkpoints."""
+    found = {"base model": memory.backbone / GB, "encoder": memory.encoder / GB}
+    downloaded = 0.0
+    for source in recipe.sources:
+        path, options = parse_source(source)
+        sizes = PUBLISHED["data_sets"].get(f"{path}?name={options['name']}")
+        if sizes is None or path.endswith(FILES):
+            continue
+        texts = math.inf
+        if recipe.max_train_samples is not None and not recipe.asks_questions:  # what is streamed
+            texts = recipe.max_train_samples * recipe.passage_words * BYTES_OF_A_WORD / GB
+        downloaded = max(downloaded, min(sizes["download"], texts))
+    if downloaded:
+        found["downloaded data"] = downloaded
+    if examples.number is not None:
+        found["examples"] = 16 * examples.number * examples.mean / GB
+    saved = 0 if args.save_strategy == "no" else (args.save_total_limit or 0)
+    if not saved and steps is not None and args.save_strategy == "steps":
+        saved = max(1, steps // max(1, int(args.save_steps)))
+    found["checkpoints"] = (12 * saved + 4) * num_trained / GB  # weights and Adam's moments; the result without these
+    return found
+
+
+# To people
+
+
+def lines_of(plans: list[StagePlan], tokens_per_second: float | None = None) -> list[str]:
+    """The plans as lines of text."""
+    lines = []
+    for plan in plans:
+        memory, examples = plan.memory, plan.examples
+        how = "measured on a first block" if examples.is_measured else "assumed: the data are not here as files"
+        number = "all" if examples.number is None else f"{examples.number:,}"
+        checkpointed = memory.fixed + memory.with_checkpointing
+        others = "off" if not plan.activation_checkpointing else "on"
+        disk = ", ".join(f"{name} {size:.1f}" for name, size in plan.gigabytes.items())
+        rows = {
+            "starts from": plan.start,
+            "trained": f"{plan.num_trained / 1e6:.1f} million parameters",
+            "examples": f"{number}, of {examples.mean:.0f} tokens in the mean ({how}), at most {examples.longest}",
+            "a step": f"{plan.global_batch} examples: {plan.num_gpus} GPU{'s' * (plan.num_gpus > 1)} x "
+            f"{plan.per_device} x {plan.accumulated} accumulated",
+            "steps": "unknown" if plan.steps is None else f"{plan.steps:,}",
+            "memory per GPU": f"{plan.bytes_needed / GIB:.1f} GiB with activation checkpointing {others}: backbone "
+            f"{memory.backbone / GIB:.1f}, encoder {memory.encoder / GIB:.1f}, aligner with gradients and Adam "
+            f"{memory.aligner / GIB:.1f}, activations of the longest rows {memory.activations / GIB:.1f}",
+            "with checkpointing": f"{checkpointed / GIB:.1f} GiB, activations {memory.with_checkpointing / GIB:.1f}",
+            "disk": f"{sum(plan.gigabytes.values()):.1f} GB: {disk}",
+        }
+        if tokens_per_second is not None:
+            hours = plan.hours(tokens_per_second)
+            rows["time"] = "unknown" if hours is None else f"{hours:.1f} hours"
+            rows["time"] += f" at {tokens_per_second:,.0f} tokens a second on each GPU"
+        lines += [plan.name, *(f"  {name:<19}{text}" for name, text in rows.items()), ""]
+    return [*lines, *_of_this_machine(plans)]
+
+
+def _of_this_machine(plans: list[StagePlan]) -> list[str]:
+    """Whether the stages fit into what is free on this machine's GPU."""
+    if not torch.cuda.is_available():
+        return ["This machine has no GPU, so nothing is compared with its memory."]
+    free, total = torch.cuda.mem_get_info()
+    needed = max(plan.bytes_needed for plan in plans)
+    line = f"{torch.cuda.get_device_name()}: {free / GIB:.1f} of {total / GIB:.1f} GiB are free"
+    if needed <= free:
+        return [f"{line}, which is enough."]
+    busy = " Another process holds the rest: wait for its end." if needed <= total else ""
+    return [
+        f"{line}, and {needed / GIB:.1f} are needed.{busy} `-- --activation_checkpointing true` and a smaller "
+        "`--per_device_train_batch_size` need less, and train the same."
+    ]
