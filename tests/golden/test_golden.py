@@ -42,7 +42,7 @@ def differences(expected: Any, found: Any, margin: float | None = None, place: s
             return
         margin = expected.get("margin", margin)
         for name in sorted(expected.keys() | found.keys()):
-            if name in ("answer", "margin") and margin is not None and margin <= MARGIN:
+            if name in ("answer", "raised", "margin") and margin is not None and margin <= MARGIN:
                 continue
             if name == "margin" and isinstance(margin, float) and isinstance(found.get(name), float):
                 if not math.isclose(margin, found[name], abs_tol=SCALE * LOGITS):
