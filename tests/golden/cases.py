@@ -148,14 +148,18 @@ def top_logits(logits: torch.Tensor) -> dict[str, list]:
     return {"ids": ids.tolist(), "values": [float(f"{value:.7g}") for value in values.tolist()]}
 
 
+_STEPS = "scores", "logits"  # of each step, after and before logits processors
+
+
 class Generation:
     """Inside `with`, every `generate` of a model is recorded: the logits of the first token, before any logits
-    processor, and the margin of each row. With beams there is no margin.
+    processor, the margin of each row, and what logits processors such as that of copying have added. Not with beams.
 
     The server answers before its thread has left `generate`: what was recorded is read once it has."""
 
     def __init__(self, model):
-        self.model, self.logits, self.margins, self.lock = model, [], [], threading.Lock()
+        self.model, self.lock = model, threading.Lock()
+        self.logits, self.margins, self.bonuses, self.raised = [], [], [], []
 
     def __enter__(self) -> "Generation":
         self.generate = self.model.generate
@@ -180,17 +184,26 @@ class Generation:
         self.logits += [top_logits(row) for row in output.logits[0]]
         if getattr(output, "beam_indices", None) is None:
             end = self.model.generation_config.eos_token_id
-            new_ids = output.sequences[:, -len(output.scores) :].tolist()
-            for row, ids in enumerate(new_ids):
+            for row, ids in enumerate(output.sequences[:, -len(output.scores) :].tolist()):
                 steps = ids.index(end) + 1 if end in ids else len(ids)
-                best = torch.stack([scores[row] for scores in output.scores[:steps]]).topk(2, dim=1).values
+                scores, logits = (torch.stack([each[row] for each in output[name][:steps]]) for name in _STEPS)
+                best = scores.topk(2, dim=1).values
                 self.margins.append(round((best[:, 0] - best[:, 1]).min().item(), 6))
+                self._record_bonus(scores, logits)
         return output.sequences
+
+    def _record_bonus(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        """How much logits processors have raised some tokens over the others, and which, (steps, vocab_size) each."""
+        added = (scores - logits).nan_to_num(neginf=torch.inf)
+        added = (added - added.amin(dim=1, keepdim=True)).nan_to_num(posinf=0.0)
+        self.bonuses.append(round(added.max().item(), 4))
+        self.raised.append(digest((added > max(0.5 * self.bonuses[-1], 0.01)).nonzero().tolist()))
 
     @property
     def recorded(self) -> dict[str, Any]:
         with self.lock:
-            return {"margin": min(self.margins, default=None), "logits": self.logits}
+            margin = min(self.margins, default=None)
+            return {"margin": margin, "logits": self.logits, "bonus": self.bonuses, "raised": self.raised}
 
 
 def described(record: dict) -> dict[str, Any]:

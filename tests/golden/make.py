@@ -2,6 +2,7 @@
 
     PYTHONPATH=tests python -m golden.make          # shipped.json.gz, some minutes, and tiny.json.gz
     PYTHONPATH=tests python -m golden.make tiny     # tiny.json.gz alone
+    PYTHONPATH=tests python -m golden.make drop "forward, budget" "cached, budget"    # records of what was removed
 
 On one thread and in float32; the files say by which versions and with which instructions of a CPU.
 """
@@ -64,19 +65,38 @@ def tiny_records() -> dict[str, Any]:
     return records
 
 
-def write(name: str, records: dict[str, Any]) -> Path:
+def read(name: str) -> dict[str, Any]:
+    """A golden file: `about` and `records`."""
+    return json.loads(gzip.decompress((HERE / f"{name}.json.gz").read_bytes()))
+
+
+def drop(names: list[str]) -> None:
+    """Removes records by their names from the golden files; the others stay as they were recorded."""
+    for file in ("tiny", "shipped"):
+        known = read(file)
+        for records in (known["records"], *(known["records"].get(name, {}) for name in ("joint", "separate"))):
+            for name in names:
+                records.pop(name, None)
+        print(write(file, **known))
+
+
+def write(name: str, records: dict[str, Any], about: dict[str, Any]) -> Path:
+    """Writes a golden file; the same content gives the same bytes."""
     path = HERE / f"{name}.json.gz"
-    content = json.dumps({"about": about(), "records": records}, ensure_ascii=False, sort_keys=True).encode()
+    content = json.dumps({"about": about, "records": records}, ensure_ascii=False, sort_keys=True).encode()
     with path.open("wb") as file, gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:
         packed.write(content)
     return path
 
 
 def main(what: list[str]) -> None:
+    if what[:1] == ["drop"]:
+        drop(what[1:])
+        return
     torch.set_num_threads(1)
     for name, make in (("tiny", tiny_records), ("shipped", shipped_records)):
         if not what or name in what:
-            print(write(name, make()), f"{time.process_time():.0f} s")
+            print(write(name, make(), about()), f"{time.process_time():.0f} s")
 
 
 if __name__ == "__main__":
