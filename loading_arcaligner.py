@@ -28,11 +28,12 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch.nn import Parameter
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.core_model_loading import WeightRenaming
-from transformers.utils import PROCESSOR_NAME, cached_file, logging
+from transformers.utils import PROCESSOR_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file, logging
 
 logger = logging.get_logger(__name__)
 
@@ -289,6 +290,33 @@ class AlignerMixin:
             self.hf_quantizer = quantizer
             if quantization is not None:
                 self.config.quantization_config = quantization
+
+    def save_answerability_head(self, folder: str | Path) -> None:
+        """Writes the answerability head to this aligner's checkpoint in `folder`, in the place of a former one, with
+        what the configuration says of it and the code that reads it. All else stays as it is there.
+
+        Raises:
+            `ValueError`, `OSError`: a folder without a whole checkpoint.
+        """
+        folder, head = Path(folder), {key: each for key, each in self.state_dict().items() if self.is_head_key(key)}
+        *others, last = map(Path, weight_files(folder))
+        config, index = read_json(folder / "config.json"), folder / SAFE_WEIGHTS_INDEX_NAME
+        with written_whole(folder) as new:
+            for path in (*others, last):
+                tensors = {key: each for key, each in read_tensors([path]) if not self.is_head_key(key)}
+                save_file(tensors | (head if path == last else {}), new / path.name, metadata={"format": "pt"})
+            if index.is_file():
+                content = read_json(index, "weight_map")
+                places = {key: name for key, name in content["weight_map"].items() if not self.is_head_key(key)}
+                content["weight_map"] = places | dict.fromkeys(head, last.name)
+                write_config(new / index.name, content)
+            settings = self.config.to_dict().items()
+            config |= {name: value for name, value in settings if name.startswith("answerability_")}
+            if isinstance(digests := config.get("digests"), dict):
+                own = {name: each for name, each in digests.items() if name != HEAD_DIGEST}
+                config["digests"] = own | ({HEAD_DIGEST: tensors_digest(head)} if head else {})
+            write_config(new / "config.json", config)
+            self._copy_code(new)
 
     def _copy_code(self, folder: Path) -> None:
         """Writes the code of model, processor and pipeline, and warns about files that it does not find."""
