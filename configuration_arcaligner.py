@@ -77,6 +77,18 @@ def check_gates(
         )
 
 
+def check_answerability_layers(layers: list[int] | None, num_layers: int) -> None:
+    """Raises `ValueError` unless they are layers of a backbone with `num_layers`, in order; `None` is valid."""
+    if layers is None:
+        return
+    is_known = isinstance(layers, list) and all(is_number(layer, Integral) for layer in layers)
+    if not is_known or not layers or layers != sorted({*layers}) or layers[0] < 0 or layers[-1] >= num_layers:
+        raise ValueError(
+            f"`answerability_layers` is {layers!r}, but the backbone has layers 0 to {num_layers - 1}. Name some of "
+            "them in ascending order, each once, or none with `None`."
+        )
+
+
 def normalize_budget(gate_mode: str | None, refinement_budget: float | None) -> tuple[str | None, float | None]:
     """Makes equal settings look equal: a budget of 0 is no refinement, and an infinite one is no budget.
 
@@ -134,6 +146,13 @@ class ArcAlignerConfig(PreTrainedConfig):
             own. `"separate"`: it reads its own passage and the text before the slots, so that what was computed for a
             passage serves every question that retrieves it. Training and use have to agree: a checkpoint's file says
             what it was trained for, and another value at loading is warned of.
+        answerability_layers (`list[int]`, *optional*):
+            Beyond the paper: the layers, in order, whose states of the prompt's last token tell how likely the passages
+            answer the question. Default: the aligner has no [`AnswerabilityHead`].
+        answerability_uses_match (`bool`, defaults to `False`):
+            Whether the head's `match` was fitted: how well the words of the question are found in the passages counts.
+        answerability_threshold (`float`, *optional*):
+            Below it an answer is better refused, as `train/confidence.py` found; what `min_confidence` may be set to.
         training_stage (`"reconstruction"`, `"grounding"` or `"gating"`, *optional*):
             The last stage it was trained in, which the next one checks. Set by `set_stage`.
         digests (`dict`, *optional*), includes_base_model (`bool`, *optional*):
@@ -141,8 +160,8 @@ class ArcAlignerConfig(PreTrainedConfig):
             well. `save_pretrained` of model and processor writes them, loading checks them; a loaded model has none.
 
     Raises:
-        `ValueError`: a negative rank or number of parts, a gate layer that the backbone does not have, a threshold
-            outside (0, 1], negative steps.
+        `ValueError`: a negative rank or number of parts, a gate layer or an answerability layer that the backbone does
+            not have, a threshold outside (0, 1], negative steps.
     """
 
     model_type = "arcaligner"
@@ -166,6 +185,9 @@ class ArcAlignerConfig(PreTrainedConfig):
     gate_mode: Literal["adaptive", "off", "always"] = "adaptive"
     word_parts: int = 0
     passage_attention: Literal["joint", "separate"] = "joint"
+    answerability_layers: list[int] | None = None
+    answerability_uses_match: bool = False
+    answerability_threshold: float | int | None = None
     training_stage: Literal["reconstruction", "grounding", "gating"] | None = None
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
@@ -201,6 +223,7 @@ class ArcAlignerConfig(PreTrainedConfig):
                 "Name only layers that exist."
             )
         check_gates(self.gate_mode, self.gate_threshold, self.max_refinement_steps)
+        check_answerability_layers(self.answerability_layers, num_layers)
         self.named_dtype = self.dtype  # which stays where the loader sets `dtype` to another
 
     @property

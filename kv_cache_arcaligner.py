@@ -65,7 +65,7 @@ from .encoder_arcaligner import (
     passages_of_questions,
     spacy_version,
 )
-from .loading_arcaligner import share_file, tensors_digest
+from .loading_arcaligner import HEAD, share_file, tensors_digest
 
 logger = logging.get_logger(__name__)
 
@@ -260,13 +260,14 @@ class SlotPrefixStore:
         entries, _ = self._fetch(asked, settings)
         return [] if self.folder is None else [self._path(key) for key in entries]
 
-    def read_question(self, inputs: Prepared):
+    def read_question(self, inputs: Prepared, only_answerability: bool = False):
         """Reads the text after the slots, behind what is kept: the model's output, its scores those of the first token
-        of the answer, (batch, 1, vocab_size)."""
+        of the answer, (batch, 1, vocab_size), or only its `answerability_logits` (batch,)."""
         ids, mask, cache = (inputs[name] for name in ("input_ids", "attention_mask", "past_key_values"))
         positions = self.model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
         new = slice(cache.get_seq_length(), None)
         read = {"attention_mask": mask, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        read["only_answerability"] = only_answerability
         return self.model(input_ids=ids[:, new], position_ids=positions[:, new], **read)
 
     def _ask(
@@ -803,6 +804,9 @@ PREFIX_SETTINGS = {
 
 # Settings of the aligner that change no slot, or say only where weights are. Others count as changing them.
 _IRRELEVANT_SETTINGS = (
+    "answerability_layers",
+    "answerability_threshold",
+    "answerability_uses_match",
     "base_model_name_or_path",
     "base_model_revision",
     "context_token",
@@ -946,6 +950,8 @@ class WatchedWeights:
             return self._digests
         modules, found, parts, read = [], {}, {}, []
         for prefix, module in self.module.named_modules():
+            if prefix == HEAD:  # it only reads: a new one changes nothing that is kept
+                continue
             modules.append((prefix, type(module).__qualname__))
             for name, weight in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
                 found.setdefault(id(weight), (f"{prefix}.{name}".lstrip("."), module, name, weight))  # tied ones once

@@ -20,7 +20,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextvars import ContextVar
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,16 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch.nn import Parameter
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.core_model_loading import WeightRenaming
-from transformers.utils import cached_file, logging
+from transformers.utils import PROCESSOR_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file, logging
 
 logger = logging.get_logger(__name__)
 
-_ALIGNER_KEY = re.compile(r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot)\.")
+_ALIGNER_KEY = re.compile(r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot|answerability_head)\.")
 
 # What a checkpoint carries to be loaded with `trust_remote_code=True`, in the order of the data flow.
 CODE_FILES = (
@@ -57,15 +57,19 @@ CODE_FILES = (
 
 STAGES = ("reconstruction", "grounding", "gating")
 
-WEIGHTS_DIGEST = "model.safetensors"  # the aligner's weights in the `digests`, in however many files they are
+HEAD = "answerability_head"  # of the model, and in the names of its weights
+
+# In the `digests`: the aligner's weights, in however many files they are, without its answerability head, which changes
+# no answer and may be fitted again, and that head.
+WEIGHTS_DIGEST, HEAD_DIGEST = "model.safetensors", HEAD
 
 # Arguments of `from_pretrained` that say where weights come from, and how they are loaded.
 _DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 
-_LOADER_OPTIONS = ("dtype", "device_map", "ignore_mismatched_sizes", "max_memory", "offload_folder", "offload_buffers")
+# Of `cached_file`: `None` for a file that is not there.
+_OR_NONE = dict.fromkeys(("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"), False)
 
-# With `output_loading_info=True` missing and mismatched keys are reported to the caller, not refused.
-_caller_reads_loading_info = ContextVar("caller_reads_loading_info", default=False)
+_LOADER_OPTIONS = ("dtype", "device_map", "ignore_mismatched_sizes", "max_memory", "offload_folder", "offload_buffers")
 
 
 class AlignerMixin:
@@ -76,19 +80,41 @@ class AlignerMixin:
     _has_default_dtype = False
 
     # Missing aligner weights are fresh around a base model, and an error of our own in an aligner checkpoint.
-    _keys_to_ignore_on_load_missing = [r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot)\."]
+    _keys_to_ignore_on_load_missing = [_ALIGNER_KEY.pattern]
     # The aligner stays in fp32 under a bf16 backbone: at the paper's learning rates bf16 loses half of the updates.
-    _keep_in_fp32_modules_strict = [r".*\.lora_A", r".*\.lora_B", r"projector", r".*\.slot_gate"]
+    _keep_in_fp32_modules_strict = [
+        r".*\.lora_A",
+        r".*\.lora_B",
+        r"projector",
+        r".*\.slot_gate",
+        r"answerability_head",
+    ]
     # What quantizers leave alone: the same in another spelling, since transformers wants the two lists disjoint.
-    _keep_in_fp32_modules = [r".*lora_[A]", r".*lora_[B]", r".*projecto[r]", r".*slot_gate"]
+    _keep_in_fp32_modules = [
+        r".*lora_[A]",
+        r".*lora_[B]",
+        r".*projecto[r]",
+        r".*slot_gate",
+        r".*answerability_hea[d]",
+    ]
+
+    def __init__(self, *args, reports_loading: bool = False, **kwargs):
+        super().__init__(*args, **kwargs)
+        # Missing and mismatched weights are reported to the caller of `from_pretrained`, not refused.
+        self._reports_loading = reports_loading
 
     @staticmethod
     def is_aligner_key(key: str) -> bool:
-        """Whether a parameter name belongs to projector, LoRA or a gate."""
+        """Whether the name of a weight belongs to projector, LoRA, a gate or the answerability head."""
         return _ALIGNER_KEY.search(key) is not None
 
+    @staticmethod
+    def is_head_key(key: str) -> bool:
+        """Whether the name of a weight belongs to the answerability head, which a model without a head ignores."""
+        return f"{HEAD}." in key
+
     def aligner_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Names and parameters of projector, LoRA and gates: all that training changes and `save_pretrained` writes."""
+        """Names and parameters of projector, LoRA and gates: all that training changes."""
         return ((name, p) for name, p in self.named_parameters() if self.is_aligner_key(name))
 
     def set_stage(self, stage: str) -> None:
@@ -141,15 +167,17 @@ class AlignerMixin:
         if has_default_dtype := kwargs.get("dtype", kwargs.get("torch_dtype")) in (None, "auto"):
             kwargs.pop("torch_dtype", None)
             kwargs["dtype"] = default_dtype(kwargs.get("device_map"))
-        token = _caller_reads_loading_info.set(kwargs.get("output_loading_info", False))
-        try:
-            model = super().from_pretrained(name, *args, **kwargs)
-            loaded = model[0] if isinstance(model, tuple) else model
-            if not loaded._is_checked:  # the base model's weights are random
-                loaded, info = cls._load_state_dict(loaded, str(name), kwargs)
-                model = (loaded, info) if isinstance(model, tuple) else loaded
-        finally:
-            _caller_reads_loading_info.reset(token)
+        if kwargs.get("output_loading_info", False):
+            kwargs["reports_loading"] = True  # which transformers hands to `__init__`
+        model = super().from_pretrained(name, *args, **kwargs)
+        loaded = model[0] if isinstance(model, tuple) else model
+        if not loaded._is_checked:  # the base model's weights are random
+            loaded, info = cls._load_state_dict(loaded, str(name), kwargs)
+            model = (loaded, info) if isinstance(model, tuple) else loaded
+        is_base_model = str(name) == resolve_model(str(loaded.config.base_model_name_or_path))
+        if loaded.can_generate() and not is_base_model and loaded.config.answerability_layers is None:
+            download = {key: kwargs[key] for key in _DOWNLOAD_OPTIONS if kwargs.get(key) is not None}
+            _read_answer_probe(loaded, str(name), download)
         loaded._has_default_dtype = has_default_dtype
         if loaded.hf_quantizer is not None:
             _check_aligner_is_whole(loaded)
@@ -263,6 +291,33 @@ class AlignerMixin:
             if quantization is not None:
                 self.config.quantization_config = quantization
 
+    def save_answerability_head(self, folder: str | Path) -> None:
+        """Writes the answerability head to this aligner's checkpoint in `folder`, in the place of a former one, with
+        what the configuration says of it and the code that reads it. All else stays as it is there.
+
+        Raises:
+            `ValueError`, `OSError`: a folder without a whole checkpoint.
+        """
+        folder, head = Path(folder), {key: each for key, each in self.state_dict().items() if self.is_head_key(key)}
+        *others, last = map(Path, weight_files(folder))
+        config, index = read_json(folder / "config.json"), folder / SAFE_WEIGHTS_INDEX_NAME
+        with written_whole(folder) as new:
+            for path in (*others, last):
+                tensors = {key: each for key, each in read_tensors([path]) if not self.is_head_key(key)}
+                save_file(tensors | (head if path == last else {}), new / path.name, metadata={"format": "pt"})
+            if index.is_file():
+                content = read_json(index, "weight_map")
+                places = {key: name for key, name in content["weight_map"].items() if not self.is_head_key(key)}
+                content["weight_map"] = places | dict.fromkeys(head, last.name)
+                write_config(new / index.name, content)
+            settings = self.config.to_dict().items()
+            config |= {name: value for name, value in settings if name.startswith("answerability_")}
+            if isinstance(digests := config.get("digests"), dict):
+                own = {name: each for name, each in digests.items() if name != HEAD_DIGEST}
+                config["digests"] = own | ({HEAD_DIGEST: tensors_digest(head)} if head else {})
+            write_config(new / "config.json", config)
+            self._copy_code(new)
+
     def _copy_code(self, folder: Path) -> None:
         """Writes the code of model, processor and pipeline, and warns about files that it does not find."""
         missing = []
@@ -296,8 +351,7 @@ def _find_code(name: str, checkpoint: str) -> Path | None:
     beside = Path(__file__).with_name(name)
     if beside.exists() or not checkpoint:
         return beside if beside.exists() else None
-    options = dict.fromkeys(("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"), False)
-    found = cached_file(checkpoint, name, **options)
+    found = cached_file(checkpoint, name, **_OR_NONE)
     return None if found is None else Path(found)
 
 
@@ -313,7 +367,7 @@ def _files_of_both(
     config = model.config
     if source == resolve_model(str(config.base_model_name_or_path)):
         return files, base_model_names(model), True
-    is_refused = not _caller_reads_loading_info.get()
+    is_refused = not model._reports_loading
     shapes = tensor_shapes(files)
     if is_refused:
         check_weights(model, files, source, ignore_mismatched_sizes)
@@ -331,7 +385,12 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
     """
     shapes, config = tensor_shapes(files), model.config
     prefix = f"{model.base_model_prefix}."
-    found = {key.removeprefix(prefix): shape for key, shape in shapes.items() if model.is_aligner_key(key)}
+    ignores_head = not model.can_generate()  # the bare model
+    found = {
+        key.removeprefix(prefix): shape
+        for key, shape in shapes.items()
+        if model.is_aligner_key(key) and not (ignores_head and model.is_head_key(key))
+    }
     expected = {
         key.removeprefix(prefix): list(tensor.shape)
         for key, tensor in model.state_dict().items()
@@ -340,7 +399,8 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
     described = f"backbone {config.base_model_name_or_path} ({config.text_config.model_type}, hidden size "
     described += f"{config.text_config.hidden_size}, {config.text_config.num_hidden_layers} layers) and encoder "
     described += f"{config.encoder_name_or_path} (width {config.encoder_hidden_size})"
-    settings = "check `gate_layers`, `lora_r`, `lora_target_modules`, `word_parts` and `text_config` in its config.json"
+    settings = "check `answerability_layers`, `gate_layers`, `lora_r`, `lora_target_modules`, `word_parts` and "
+    settings += "`text_config` in its config.json"
     # What is missing first: a file that is not whole, or another aligner's, has other faults as well.
     if missing := sorted(expected.keys() - found.keys()):
         raise ValueError(
@@ -365,7 +425,34 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
             f"Checkpoint {source} has {len(strangers)} weights that are no aligner's, first `{strangers[0]}`, but was "
             "saved without a base model. Download it again, or save it again."
         )
-    check_values(model.is_aligner_key, files, source, (config.digests or {}).get(WEIGHTS_DIGEST))
+    digests = config.digests or {}
+    check_values(model.is_aligner_key, files, source, digests.get(WEIGHTS_DIGEST), digests.get(HEAD_DIGEST))
+
+
+def _read_answer_probe(model, source: str, download: dict[str, Any]) -> None:
+    """Read for one release: in checkpoints of 0.2 the answerability head is the `answer_probe` of the processor's file.
+    From that of the checkpoint `source` it becomes the head of `model`."""
+    path = cached_file(source, PROCESSOR_NAME, **_OR_NONE, **download)
+    probe = None if path is None else read_json(Path(path)).get("answer_probe")
+    if probe is None:
+        return
+    try:
+        order = sorted(range(len(probe["layers"])), key=probe["layers"].__getitem__)
+        model.set_answerability_layers([probe["layers"][place] for place in order])
+        weight = torch.tensor(probe["weight"], dtype=torch.float32).view(len(order), -1)[order]
+        words = probe.get("words")
+        match = [words[name] for name in ("scale", "weight", "bias")] if words else [1.0, 0.0, 0.0]
+        head = {"weight": weight, "bias": torch.tensor(float(probe["bias"])), "match": torch.tensor(match)}
+        model.answerability_head.load_state_dict(head, assign=True)  # on the CPU
+        if (device := model.lm_head.weight.device).type != "meta":  # as where it is offloaded
+            model.answerability_head.to(device)
+        model.config.answerability_uses_match = words is not None
+        model.config.answerability_threshold = probe["threshold"]
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"`answer_probe` in {path} cannot be used ({error}). It is broken or was fitted for another model: fit it "
+            "again with `python -m arcaligner.train.confidence`."
+        ) from error
 
 
 def _includes_base_model(config, shapes: Iterable[str]) -> bool:
@@ -396,8 +483,10 @@ def _write_digests(former: Path, folder: Path, includes_base_model: bool, dtype:
         config["dtype"] = config["text_config"]["dtype"] = str(dtype).removeprefix("torch.")
     weights = read_tensors(sorted(folder.glob("model*.safetensors")))
     aligner = {key: tensor for key, tensor in weights if AlignerMixin.is_aligner_key(key)}
-    own = {WEIGHTS_DIGEST: tensors_digest(aligner)}
-    config |= {"digests": own | processor_digests(former), "includes_base_model": includes_base_model}
+    config |= {
+        "digests": aligner_digests(aligner) | processor_digests(former),
+        "includes_base_model": includes_base_model,
+    }
     write_config(path, config)
 
 
@@ -481,8 +570,11 @@ def read_tensors(files: Iterable[str | Path]) -> Iterator[tuple[str, torch.Tenso
                 yield key, tensors.get_tensor(key)
 
 
-def check_values(is_aligner_key, files: Iterable[str | Path], source: str, digest: str | None) -> None:
-    """Refuses weights that are not finite, and an aligner's that are not those with the `digest`."""
+def check_values(
+    is_aligner_key, files: Iterable[str | Path], source: str, digest: str | None, head_digest: str | None = None
+) -> None:
+    """Refuses weights that are not finite, and an aligner's that are not those with the `digest`, or, of its
+    answerability head, `head_digest`."""
     aligner = {}
     for key, tensor in read_tensors(files):
         if tensor.is_floating_point() and tensor.itemsize > 1 and not torch.isfinite(tensor).all():
@@ -492,11 +584,13 @@ def check_values(is_aligner_key, files: Iterable[str | Path], source: str, diges
             )
         if is_aligner_key(key):
             aligner[key] = tensor
-    if digest is not None and tensors_digest(aligner) != digest:
-        raise ValueError(
-            f"The aligner's weights in {source} are not those that it was saved with. Download the checkpoint again, "
-            "or save it again."
-        )
+    found = aligner_digests(aligner)
+    for name, expected in ((WEIGHTS_DIGEST, digest), (HEAD_DIGEST, head_digest)):
+        if expected is not None and found.get(name) != expected:
+            raise ValueError(
+                f"The aligner's weights in {source} are not those that it was saved with. Download the checkpoint "
+                "again, or save it again."
+            )
 
 
 def tensor_shapes(files: Iterable[str | Path]) -> dict[str, list[int]]:
@@ -621,6 +715,13 @@ def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return found.hexdigest()
+
+
+def aligner_digests(aligner: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Digests of an aligner's weights, and of its answerability head where it has one."""
+    head = {key: tensor for key, tensor in aligner.items() if AlignerMixin.is_head_key(key)}
+    own = {key: tensor for key, tensor in aligner.items() if key not in head}
+    return {WEIGHTS_DIGEST: tensors_digest(own)} | ({HEAD_DIGEST: tensors_digest(head)} if head else {})
 
 
 # Files that are written

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import EllipsisType
@@ -56,8 +56,14 @@ from .attention_arcaligner import (
     take_rows,
     to_numpy_in_one_sync,
 )
-from .configuration_arcaligner import REFINEMENT_SETTINGS, ArcAlignerConfig, check_gates, check_length
-from .loading_arcaligner import AlignerMixin
+from .configuration_arcaligner import (
+    REFINEMENT_SETTINGS,
+    ArcAlignerConfig,
+    check_answerability_layers,
+    check_gates,
+    check_length,
+)
+from .loading_arcaligner import HEAD, AlignerMixin
 from .refinement_arcaligner import (
     AllSlotsSteps,
     KeysValuesComplete,
@@ -97,9 +103,31 @@ class ArcAlignerModelOutputWithPast(BaseModelOutputWithPast):
 
 @dataclass
 class ArcAlignerCausalLMOutputWithPast(CausalLMOutputWithPast):
-    """Adds to `CausalLMOutputWithPast` the `recursion_depth` of [`ArcAlignerModelOutputWithPast`]."""
+    """Adds to `CausalLMOutputWithPast` the `recursion_depth` of [`ArcAlignerModelOutputWithPast`] and:
+
+    answerability_logits (`torch.FloatTensor` of shape `(batch,)`, *optional*):
+        Log-odds that the passages answer the question, read where the input ends, so from a prompt that is padded on
+        the left. Of a model with an [`AnswerabilityHead`], unless it trains or reads a token that it generated.
+    """
 
     recursion_depth: torch.LongTensor | None = None
+    answerability_logits: torch.FloatTensor | None = None
+
+
+@dataclass
+class PrefillOutputs:
+    """What the prompt's prefill tells beside the scores of the first token. `generate(..., prefill=PrefillOutputs())`
+    fills it before logits processors and streamers see the first token; rows are repeated for beams and samples.
+
+    Args:
+        recursion_depth (`torch.LongTensor` of shape `(batch * num_beams, num_layers, max_slots)`, *optional*):
+            Refinement steps, as in [`ArcAlignerModelOutputWithPast`]. Where slots were read, not found in a cache.
+        answerability_logits (`torch.FloatTensor` of shape `(batch * num_beams,)`, *optional*):
+            As in [`ArcAlignerCausalLMOutputWithPast`]. Not of assisted decoding, which reads more than the prompt.
+    """
+
+    recursion_depth: torch.LongTensor | None = None
+    answerability_logits: torch.FloatTensor | None = None
 
 
 class ContextProjector(nn.Module):
@@ -460,6 +488,34 @@ class not_recording_outputs:  # noqa: N801 - a context manager, used like a func
         _active_collector.reset(self.token)
 
 
+class LayerStates:
+    """The states of the input's last token in some of the layers, which return hidden states only and write them here.
+
+    Args:
+        layers (`list[int]`): These layers, in ascending order.
+        are_all (`bool`): Whether nothing else is asked of the forward: the layers above the last of these do nothing.
+    """
+
+    def __init__(self, layers: list[int], are_all: bool = False):
+        self.layers, self.are_all = layers, are_all
+        # Not the object itself: hooks that move a layer's inputs to its device would copy a dictionary.
+        self.by_layer: dict[int, torch.Tensor] = {}  # each (batch, hidden)
+
+    def need(self, layer_idx: int) -> bool:
+        """Whether the layer has to be computed."""
+        return not self.are_all or layer_idx <= self.layers[-1]
+
+    def record(self, layer_idx: int, hidden_states: torch.Tensor) -> None:
+        """Keeps the last of the states (batch, seq_len, hidden) that a layer returns, if it is one of these."""
+        if layer_idx in self.layers:
+            self.by_layer[layer_idx] = hidden_states[:, -1].clone()  # a view would keep all of them in memory
+
+    def stacked(self) -> torch.Tensor:
+        """(batch, num_layers, hidden) of these layers, on the device of the last one."""
+        device = self.by_layer[self.layers[-1]].device
+        return torch.stack([self.by_layer[layer_idx].to(device) for layer_idx in self.layers], dim=1)
+
+
 class SlotDecoderLayer(InPlaceMixin):
     """What ArcAligner adds to a decoder layer of the backbone; mixed in place before the layer's own class.
 
@@ -472,14 +528,25 @@ class SlotDecoderLayer(InPlaceMixin):
     slot_cost: LayerCost
     _compiled_algorithm: Callable | None = None
 
-    def forward(self, hidden_states: torch.Tensor, slots: Slots | None = None, **kwargs) -> torch.Tensor:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        slots: Slots | None = None,
+        layer_states: LayerStates | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
         """Runs the backbone's layer and, with `slots`, its part of Algorithm 1; all (batch, seq_len, hidden)."""
+        if layer_states is not None and not layer_states.need(self.layer_idx):
+            return hidden_states
         if slots is None and self._compiled_algorithm is None:  # a generated token: the layer as it was
-            return super().forward(hidden_states, **kwargs)
-        run = self._algorithm_1 if self._compiled_algorithm is None else self._run_compiled
-        hidden_states, depth = run(hidden_states, slots, kwargs)
-        if depth is not None:
-            slots.depths.by_layer[self.layer_idx] = depth
+            hidden_states = super().forward(hidden_states, **kwargs)
+        else:
+            run = self._algorithm_1 if self._compiled_algorithm is None else self._run_compiled
+            hidden_states, depth = run(hidden_states, slots, kwargs)
+            if depth is not None:
+                slots.depths.by_layer[self.layer_idx] = depth
+        if layer_states is not None:
+            layer_states.record(self.layer_idx, hidden_states)
         return hidden_states
 
     def _algorithm_1(
@@ -743,6 +810,10 @@ class ArcAlignerPreTrainedModel(AlignerMixin, PreTrainedModel):
             if isinstance(module, ContextProjector | SlotGate):
                 init.zeros_(module.up.bias)
                 init.constant_(module.out.bias, FRESH_GATE_BIAS if isinstance(module, SlotGate) else 0.0)
+            if isinstance(module, AnswerabilityHead):  # says nothing until it is fitted
+                init.zeros_(module.weight)
+                init.zeros_(module.bias)
+                init.copy_(module.match, torch.tensor(NO_MATCH))
         for layer in slot_lora_layers(self):
             init.kaiming_uniform_(layer.lora_A[ADAPTER_NAME].weight, a=5**0.5)
             init.zeros_(layer.lora_B[ADAPTER_NAME].weight)
@@ -759,8 +830,10 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         `ValueError`: a backbone that cannot be refined, by name and with the reason.
     """
 
-    def __init__(self, config: ArcAlignerConfig):
-        super().__init__(config)
+    _keys_to_ignore_on_load_unexpected = [rf"^{HEAD}\."]
+
+    def __init__(self, config: ArcAlignerConfig, **kwargs):
+        super().__init__(config, **kwargs)
         check_backbone_config(config.text_config)
         self.backbone = AutoModel.from_config(config.text_config)
         config.text_config = self.backbone.config
@@ -948,6 +1021,42 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         return self.projector(context_embeds, self.projector.average_words(context_word_ids, table))
 
 
+# How likely the passages answer the question, beyond the paper
+NO_MATCH = (1.0, 0.0, 0.0)
+
+
+class AnswerabilityHead(nn.Module):
+    """A logistic regression that tells from the states of a prompt's last token how likely its passages answer: the
+    middle layers of a frozen model show whether it has found an answer. `train/confidence.py` fits it; it is not
+    trained with the aligner, and in float32 as it is.
+
+    `match` is what these log-odds, the score of how well the question's words are found in the passages (MaxSim), and 1
+    are worth together; (1, 0, 0) before it is fitted.
+    """
+
+    def __init__(self, num_layers: int, hidden_size: int):
+        super().__init__()
+        # Buffers, not parameters: no optimizer, stage or sharding is to take them.
+        self.register_buffer("weight", torch.zeros(num_layers, hidden_size, dtype=torch.float32))
+        self.register_buffer("bias", torch.zeros((), dtype=torch.float32))
+        self.register_buffer("match", torch.tensor(NO_MATCH, dtype=torch.float32))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """The last token's states (batch, num_layers, hidden) to log-odds (batch,)."""
+        with torch.autocast(states.device.type, enabled=False):
+            return states.to(self.weight).flatten(1) @ self.weight.flatten() + self.bias
+
+    def with_match(self, logits: torch.Tensor, match_scores: Sequence[float] | torch.Tensor) -> torch.Tensor:
+        """Log-odds (batch,) of the states and of the `match_scores` (rows,), each for one or, with beams and samples,
+        several of the logits in a row. Where a score is NaN, as there are no words, the logits stay as they are."""
+        scores = torch.as_tensor(match_scores, dtype=logits.dtype, device=logits.device)
+        if scores.numel() == 0:
+            return logits
+        scores = scores.repeat_interleave(len(logits) // len(scores))  # (batch,)
+        scale, weight, bias = self.match.to(logits)
+        return torch.where(scores.isnan(), logits, scale * logits + weight * scores + bias)
+
+
 # The frozen head and the loss (Eq. 10)
 def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
     """Positions of `hidden_states` (batch, seq_len, hidden) that logits are computed for: the last ones, 0 for all, or
@@ -1087,6 +1196,7 @@ class SlotGenerationMixin(GenerationMixin):
         max_refinement_steps=None,
         refinement_budget=None,
         cache=None,
+        prefill=None,  # no input of the model
         **kwargs,
     ):
         cache = one_cache(past_key_values, cache)
@@ -1120,6 +1230,10 @@ class SlotGenerationMixin(GenerationMixin):
         depth = getattr(outputs, "recursion_depth", None)
         if depth is not None and (recorded := _recorded_depths.get()) is not None:
             recorded.append(depth)
+        if (prefill := model_kwargs.pop("prefill", None)) is not None:  # the first step
+            prefill.recursion_depth = outputs.recursion_depth
+            has_candidates = outputs.logits.shape[1] > 1  # of assisted decoding, read behind the prompt
+            prefill.answerability_logits = None if has_candidates else outputs.answerability_logits
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
     @contextlib.contextmanager
@@ -1135,7 +1249,8 @@ class SlotGenerationMixin(GenerationMixin):
             _recorded_depths.reset(token)
 
     def generate(self, inputs=None, *args, **kwargs):
-        """`GenerationMixin.generate`. The context token is never generated and no logits processor sees it.
+        """`GenerationMixin.generate`. The context token is never generated and no logits processor sees it. What is
+        told before the first token, refinement steps and answerability, comes in `prefill=`, a [`PrefillOutputs`].
 
         How slots are refined can be set for a call: `gate_mode`, `gate_threshold`, `max_refinement_steps` instead of
         the configuration's, and `refinement_budget`, the maximum number of operations as a share of the prefill up to
@@ -1235,16 +1350,34 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
     accepts_loss_kwargs = True
     _tp_plan = {"lm_head": "colwise_gather_output"}
 
-    def __init__(self, config: ArcAlignerConfig):
-        super().__init__(config)
+    def __init__(self, config: ArcAlignerConfig, **kwargs):
+        super().__init__(config, **kwargs)
         self.model = ArcAlignerModel(config)
         self.lm_head = make_lm_head(config.text_config)
         if config.tie_word_embeddings:
             embeddings = self.model.get_input_embeddings()
             name = next(name for name, module in self.named_modules() if module is embeddings)
             self._tied_weights_keys = {"lm_head.weight": f"{name}.weight"}
+        self.answerability_head: AnswerabilityHead | None = None
+        self.set_answerability_layers(config.answerability_layers)
         self.post_init()
         self.freeze_base_model()
+
+    def set_answerability_layers(self, layers: list[int] | None) -> None:
+        """Gives the model a new answerability head, which says nothing yet, for the states of these layers, or takes
+        it away: `None`. To be done after training, as other weights have other states.
+
+        Raises:
+            `ValueError`: layers that the backbone does not have, or not in ascending order.
+        """
+        config = self.config
+        check_answerability_layers(layers, config.text_config.num_hidden_layers)
+        if layers is None:
+            config.answerability_uses_match, config.answerability_threshold = False, None
+        config.answerability_layers, self.answerability_head = layers, None
+        if layers is not None:
+            head = AnswerabilityHead(len(layers), config.text_config.hidden_size)
+            self.answerability_head = head.to(self.lm_head.weight.device)
 
     @can_return_tuple
     def forward(
@@ -1261,6 +1394,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         skip_logits: bool = False,
+        only_answerability: bool = False,
         **kwargs,
     ) -> ArcAlignerCausalLMOutputWithPast:
         r"""
@@ -1272,9 +1406,19 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             skip_logits (`bool`, defaults to `False`):
                 With `labels`, compute only the loss: the frozen head reads some labeled positions at a time, and no
                 logits are kept. For training.
+            only_answerability (`bool`, defaults to `False`):
+                Compute nothing but `answerability_logits`: the layers above the last one that they are read from are
+                skipped, and a cache that is given cannot be read any further.
             kwargs: `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget` and `cache` of
                 [`ArcAlignerModel`], and what the backbone takes.
+
+        Raises:
+            `ValueError`: `only_answerability` of a model without an answerability head.
         """
+        is_prefill = not (self.training or skip_logits or kwargs.get("is_generated"))
+        layer_states = None
+        if only_answerability or (is_prefill and self.answerability_head is not None):
+            kwargs["layer_states"] = layer_states = self._new_layer_states(only_answerability)
         if labels is not None:
             check_ids(labels, "`labels`", self.config.text_config.vocab_size, (-100, self.config.context_token_id))
         outputs = self.model(
@@ -1286,9 +1430,12 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             context_embeds=context_embeds,
             context_word_ids=context_word_ids,
             context_passage_ids=context_passage_ids,
-            use_cache=use_cache,
+            use_cache=False if only_answerability else use_cache,
             **kwargs,
         )
+        answerability = None if layer_states is None else self.answerability_head(layer_states.stacked())
+        if only_answerability:
+            return ArcAlignerCausalLMOutputWithPast(answerability_logits=answerability)
         if skip_logits:
             loss = self._loss_without_logits(outputs.last_hidden_state, labels, kwargs.get("num_items_in_batch"))
             return ArcAlignerCausalLMOutputWithPast(
@@ -1311,7 +1458,16 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             recursion_depth=outputs.recursion_depth,
+            answerability_logits=answerability,
         )
+
+    def _new_layer_states(self, only_answerability: bool) -> LayerStates:
+        if self.answerability_head is None:
+            raise ValueError(
+                "`only_answerability` needs an aligner with an answerability head, and this one's "
+                "`config.answerability_layers` is None. Fit it with `python -m arcaligner.train.confidence`."
+            )
+        return LayerStates(self.config.answerability_layers, only_answerability)
 
     def _loss_without_logits(self, hidden_states, labels, num_items_in_batch=None) -> torch.Tensor:
         """The mean NLL (Eq. 10) of the labeled positions; `hidden_states` (batch, seq_len, hidden)."""

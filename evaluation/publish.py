@@ -63,10 +63,12 @@ def publish(
     """Writes the pages and the README's table from a run and the timings."""
     if run is not None:
         check_weights(run, checkpoint)
-        answers = answers_page(run, ArcAlignerProcessor.from_pretrained(checkpoint))
+        config = ArcAlignerConfig.from_pretrained(checkpoint)
+        no_answer = ArcAlignerProcessor.from_pretrained(checkpoint).no_answer
+        answers = answers_page(run, config.answerability_threshold, no_answer)
         found = write_results(run)
         write_whole(checkpoint / RESULTS_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-        write_model_card(ArcAlignerConfig.from_pretrained(checkpoint), checkpoint)
+        write_model_card(config, checkpoint)
         write_whole(DOCS / "answers.md", answers)
     results = read_json(checkpoint / RESULTS_FILE)
     published = DOCS / "figures"
@@ -106,15 +108,15 @@ def check_weights(run: Path, checkpoint: Path) -> None:
             raise ValueError(f"{file.path} was answered by weights {found}, {checkpoint} has {expected}.")
 
 
-def answers_page(run: Path, processor: ArcAlignerProcessor) -> str:
-    """The answers of the aligner to the first questions of each set, by their ids, and how sure it is of each."""
-    threshold = processor.answer_probe["threshold"]
+def answers_page(run: Path, threshold: float, no_answer: str) -> str:
+    """The answers of the aligner to the first questions of each set, by their ids, and how sure it is of each:
+    `no_answer` is said below the threshold."""
     lines = [
         "# Answers",
         "",
         "What the shipped aligner answers, at its finest rate and with greedy decoding: the first",
         f"{ANSWERS_PER_SET} questions of each set by their ids, none left out, of the run of [results.md](results.md).",
-        f'With `min_confidence={threshold}`, those marked as refused become "{processor.no_answer}".',
+        f'With `min_confidence={threshold}`, those marked as refused become "{no_answer}".',
     ]
     for file in answer_files(run):
         if file.method == "arcaligner" and file.task in TASKS:

@@ -128,6 +128,23 @@ def random_probe(model: ArcAlignerForCausalLM, **changes: Any) -> dict[str, Any]
     return {"layers": layers, "weight": weight, "bias": 0.1, "threshold": 0.5} | changes
 
 
+def random_head(
+    model: ArcAlignerForCausalLM,
+    layers: list[int] | None = None,
+    threshold: float = 0.5,
+    match: tuple[float, float, float] | None = None,
+) -> None:
+    """Gives `model` an answerability head, by default of the first and the last layer, that tells questions apart."""
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    model.set_answerability_layers(layers or [0, config.text_config.num_hidden_layers - 1])
+    head = model.answerability_head.to(model.dtype)
+    head.weight.copy_(0.1 * torch.randn(head.weight.numel(), generator=generator).view(head.weight.shape))
+    head.bias.fill_(0.1)
+    if match is not None:
+        head.match.copy_(torch.tensor(match))
+    config.answerability_uses_match, config.answerability_threshold = match is not None, threshold
+
+
 def random_row(
     model: ArcAlignerForCausalLM, num_slots: int, *, seed: int = 0, num_text: int = 9, contiguous: bool = False
 ) -> Row:

@@ -1,4 +1,4 @@
-"""Fits how likely it is that passages answer a question: the `answer_probe` of an aligner's processor.
+"""Fits how likely it is that passages answer a question: the answerability head of an aligner.
 
     python -m arcaligner.train.confidence --recipe train/recipes/smollm2_135m/2_grounding.yaml --aligner FOLDER
 
@@ -12,12 +12,11 @@ fall, which lose 5 % of the F1. All of it is written to the folder's processor. 
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
 import typer
-from scipy.special import expit
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import GridSearchCV
@@ -25,11 +24,11 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from tqdm.auto import tqdm
 
-from ..answering_arcaligner import with_words, word_match
+from ..answering_arcaligner import word_match
 from ..common.files import markdown_table, run_command, stable_number
 from ..common.rows import Row
-from ..modeling_arcaligner import ArcAlignerForCausalLM
-from ..processing_arcaligner import WORD_KEYS, ArcAlignerProcessor
+from ..modeling_arcaligner import ArcAlignerForCausalLM, LayerStates
+from ..processing_arcaligner import ArcAlignerProcessor
 from .distractors import NearestPassages, own_passages
 from .examples import open_part
 from .prompts import slot_inputs
@@ -74,9 +73,9 @@ def last_states(
     for start in tqdm(range(0, len(order), BATCH), desc=f"reading, rate {rate}", leave=False):
         numbers = order[start : start + BATCH]
         inputs = slot_inputs(processor, [rows[number] for number in numbers], tokens_per_slot=rate)
-        read = model.model(**inputs, use_cache=False, output_hidden_states=True).hidden_states
-        # `hidden_states` begins with the embeddings.
-        states[numbers] = torch.cat([read[layer + 1][:, -1] for layer in layers], dim=1).float().numpy()
+        read = LayerStates(layers, are_all=True)
+        model.model(**inputs, use_cache=False, layer_states=read)
+        states[numbers] = read.stacked().flatten(1).float().numpy()
     return states
 
 
@@ -103,9 +102,9 @@ def fit_confidence(
     number: int,
     number_held_out: int,
     rates: tuple[int | str, ...],
-) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-    """The `answer_probe`, and how well it does on the held-out questions at each rate."""
-    num_layers = model.config.text_config.num_hidden_layers
+) -> dict[str, dict[str, float]]:
+    """Gives `model` a fitted answerability head. Returns how well it does on the held-out questions at each rate."""
+    num_layers, width = model.config.text_config.num_hidden_layers, model.config.text_config.hidden_size
     layers = list(range(math.floor(DEPTHS[0] * num_layers), math.ceil(DEPTHS[1] * num_layers)))
     rows = partly_unanswerable(recipe, number, share=0.5, held_out=False)
     parts = [rows[place :: len(rates)] for place in range(len(rates))]
@@ -120,11 +119,16 @@ def fit_confidence(
     odds, has_words = [scale * some + offset for some in odds], ~np.isnan(match)
     both = np.concatenate([some[has_words] for some in odds]), np.tile(match[has_words], len(rates))
     fitted = calibrate(np.tile(is_answered[has_words], len(rates)), *both)
-    words = dict(zip(WORD_KEYS, fitted, strict=True))
-    sure = [with_words(torch.from_numpy(some), words, match.tolist()) for some in odds]
-    confidences = {str(rate): expit(some.numpy()) for rate, some in zip(rates, sure, strict=True)}
+    model.set_answerability_layers(layers)
+    head = model.answerability_head
+    head.weight.copy_(torch.from_numpy(scale * weight).view(len(layers), width))
+    head.bias.fill_(scale * bias + offset)
+    head.match.copy_(torch.tensor(fitted))
+    sure = [torch.sigmoid(head.with_match(torch.from_numpy(some), match)).numpy() for some in odds]
+    confidences = {str(rate): some for rate, some in zip(rates, sure, strict=True)}
     own = confidences[str(processor.tokens_per_slot)]
     threshold = float(np.quantile(own[is_answered], WRONGLY_REFUSED))
+    model.config.answerability_uses_match, model.config.answerability_threshold = True, round(threshold, 4)
     results = {}
     for rate, sure in confidences.items():
         is_refused = sure < threshold
@@ -133,19 +137,12 @@ def fit_confidence(
             "wrongly refused": 100 * is_refused[is_answered].mean(),
             "AUROC": roc_auc_score(is_answered, sure),
         }
-    probe = {
-        "layers": layers,
-        "bias": round(scale * bias + offset, 6),
-        "threshold": round(threshold, 4),
-        "weight": [round(each, 6) for each in (scale * weight).tolist()],
-        "words": {name: round(each, 6) for name, each in words.items()},
-    }
-    return probe, results
+    return results
 
 
 def main(
     recipe: Annotated[Path, typer.Option(help="The recipe of the stage: its data, and what is held out.")],
-    aligner: Annotated[Path, typer.Option(help="Folder of the aligner; its processor is written again.")],
+    aligner: Annotated[Path, typer.Option(help="Folder of the aligner, which gets the head.")],
     number: Annotated[int, typer.Option("-n", help="Training questions.")] = 20_000,
     held_out: Annotated[int, typer.Option(help="Held-out questions.")] = 1000,
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
@@ -154,14 +151,14 @@ def main(
     model, processor = load_mean([aligner])
     data = read_recipe(recipe, data_dir)
     rates = tuple(dict.fromkeys([processor.tokens_per_slot, *(processor.trained_tokens_per_slot or RATES)]))
-    processor.answer_probe, results = fit_confidence(model, processor, data, number, held_out, rates)
-    processor.no_answer = processor.no_answer or NO_ANSWER
+    results = fit_confidence(model, processor, data, number, held_out, rates)
+    model.save_answerability_head(aligner)
+    processor.answer_probe, processor.no_answer = None, processor.no_answer or NO_ANSWER
     processor.save_pretrained(aligner)
     names = ("refused", "wrongly refused", "AUROC")
     cells = [[rate, *(f"{each[name]:.3g}" for name in names)] for rate, each in results.items()]
-    typer.echo(
-        "\n".join([*markdown_table(["rate", *names], cells), f"threshold {processor.answer_probe['threshold']}"])
-    )
+    threshold = f"threshold {model.config.answerability_threshold}"
+    typer.echo("\n".join([*markdown_table(["rate", *names], cells), threshold]))
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
-from ..base_model_arcaligner import resolve_model
 from ..common.rows import FILES, find_file, parse_source
 from ..configuration_arcaligner import DEFAULT_ENCODER, ArcAlignerConfig
+from ..loading_arcaligner import resolve_model
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from .examples import ExampleBuilder, ExampleSelector

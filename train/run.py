@@ -28,6 +28,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..common.files import printable, write_whole
 from ..encoder_arcaligner import ENCODER_FOLDER
+from ..loading_arcaligner import AlignerMixin
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.hub import RECIPE_FILE
 
@@ -233,4 +234,5 @@ def mean_of_checkpoints(folders: Sequence[Path], processor: ArcAlignerProcessor)
 
 def _mean_weights(folders: Sequence[Path], name: str | Path) -> dict[str, torch.Tensor]:
     weights = [load_file(folder / name) for folder in folders]
-    return {key: torch.stack([each[key] for each in weights]).mean(dim=0) for key in weights[0]}
+    names = (key for key in weights[0] if not AlignerMixin.is_head_key(key))  # the mean of states is another one
+    return {key: torch.stack([each[key] for each in weights]).mean(dim=0) for key in names}

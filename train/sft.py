@@ -220,6 +220,7 @@ class AlignerTrainer(SFTTrainer):
                 "train/accelerate/fsdp2.yaml: a new aligner is in no file that it could be read from."
             )
         model.set_stage(stage)
+        model.set_answerability_layers(None)  # other weights have other states
         # Among the model's parameters they are optimized, clipped and averaged over processes like the others. They are
         # saved with the processor.
         model.encoder_weights = torch.nn.ParameterList(encoder_weights)

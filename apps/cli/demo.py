@@ -54,9 +54,9 @@ def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: int | s
     """Answers the questions and prints the tables."""
     config = ask.model.config
     settings = {"max_new_tokens": MAX_NEW_TOKENS, "tokens_per_slot": tokens_per_slot, "return_slots": True}
-    if probe := ask.processor.answer_probe:  # fitted on other questions
-        settings |= {"min_confidence": probe["threshold"]}
-    asked = demo_questions(probe and ask.processor.no_answer)
+    if threshold := config.answerability_threshold:  # fitted on other questions
+        settings |= {"min_confidence": threshold}
+    asked = demo_questions(threshold and ask.processor.no_answer)
     progress = partial(track, description="Answering", console=Console(stderr=True), transient=True)
     num_right, num_rows = 0, sum(map(len, asked.values()))
     for title, rows in asked.items():

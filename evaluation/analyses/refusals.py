@@ -16,6 +16,7 @@ import typer
 from sklearn.metrics import roc_auc_score
 
 from ...common.files import markdown_table, run_command
+from ...configuration_arcaligner import ArcAlignerConfig
 from ...processing_arcaligner import ArcAlignerProcessor
 from ..methods import find_method
 from ..metrics import percent_interval, shown_interval
@@ -35,10 +36,11 @@ def read_answers(run: Path, task: str, method: str) -> list[dict[str, Any]]:
             f"{file.path} has no answers with a confidence. Ask with `python -m arcaligner evaluate "
             f"--recipe smollm2_135m --data FOLDER --tasks {','.join(TASKS)} --methods {method} --output {run}`."
         )
-    processor = ArcAlignerProcessor.from_pretrained(file.settings()["checkpoint"])
-    if processor.answer_probe is None:
-        raise ValueError(f"{file.settings()['checkpoint']} has no `answer_probe` any more. Fit it, and ask again.")
-    least, no_answer = processor.answer_probe["threshold"], processor.no_answer
+    checkpoint = file.settings()["checkpoint"]
+    least = ArcAlignerConfig.from_pretrained(checkpoint).answerability_threshold
+    if least is None:
+        raise ValueError(f"{checkpoint} has no answerability head any more. Fit it, and ask again.")
+    no_answer = ArcAlignerProcessor.from_pretrained(checkpoint).no_answer
     return [row | {"is_refused": row["confidence"] < least or row["prediction"] == no_answer} for row in answers]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from answer_rows import write_answers
 from conftest import processor_with
-from tiny_models import random_probe
+from tiny_models import random_head
 
 from arcaligner.common.rows import contains_match, token_f1
 from arcaligner.evaluation.analyses.refusals import TASKS, refusals
@@ -110,9 +110,9 @@ def test_results_are_written_for_machines_people_and_the_model_card(run, model):
 
 
 def test_the_table_has_what_is_below_the_threshold_or_said_to_be_refused(model, processor, tmp_path, capsys):
-    fitted = processor_with(processor, no_answer="not in the text", answer_probe=random_probe(model))
-    assert fitted.answer_probe["threshold"] == 0.5
-    fitted.save_pretrained(checkpoint := tmp_path / "aligner")
+    random_head(model, threshold=0.5)
+    for each in (model, processor_with(processor, no_answer="not in the text")):
+        each.save_pretrained(checkpoint := tmp_path / "aligner")
     known = [{"f1": f1, "confidence": sure} for f1, sure in ((1.0, 0.9), (0.5, 0.8), (0.25, 0.3), (0.0, 0.6))]
     unknown = [{"prediction": "not in the text", "confidence": 0.85}, {"confidence": 0.7}, {"confidence": 0.1}]
     for task, answers in zip(TASKS, (known, unknown), strict=True):

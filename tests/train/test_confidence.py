@@ -1,14 +1,14 @@
 """Fitting the confidence: what is read, the regression and its calibration, and the command."""
 
-import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from conftest import chat_inputs
+from conftest import chat_inputs, edit_json
+from safetensors.torch import load_file, save_file
 
-from arcaligner import ArcAlignerProcessor
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.train.confidence import calibrate, fit_probe, last_states, main, partly_unanswerable
 from arcaligner.train.validate import read_recipe
 
@@ -49,14 +49,19 @@ def test_a_share_of_the_questions_is_asked_about_a_passage_that_does_not_answer(
     assert 0.2 < sum(not row["is_answered"] for row in rows) / len(rows) < 0.6
 
 
-def test_the_command_writes_a_probe_that_the_pipeline_takes(recipe_file, checkpoint_dir, tmp_path, capsys):
+def test_command_writes_a_fitted_head(recipe_file, checkpoint_dir, tmp_path, capsys):
+    """And nothing else changes: the aligner's weights stay in the type that they are in."""
     aligner = shutil.copytree(checkpoint_dir, tmp_path / "aligner")
+    weights = {name: each.to(torch.bfloat16) for name, each in load_file(aligner / "model.safetensors").items()}
+    save_file(weights, aligner / "model.safetensors", {"format": "pt"})
+    edit_json(aligner / "config.json", digests=None)
     main(recipe_file, aligner, number=40, held_out=20)
-    saved = ArcAlignerProcessor.from_pretrained(aligner)
-    printed = capsys.readouterr().out
-    assert "| segment |" in printed
-    assert f"threshold {saved.answer_probe['threshold']}" in printed
-    assert saved.no_answer == "not in the text" and 0 < saved.answer_probe["threshold"] < 1
-    width = json.loads((aligner / "config.json").read_text())["text_config"]["hidden_size"]
-    assert len(saved.answer_probe["weight"]) == width * len(saved.answer_probe["layers"])
-    assert saved.answer_probe["words"].keys() == {"scale", "weight", "bias"}
+    printed, found = capsys.readouterr().out, load_file(aligner / "model.safetensors")
+    model, processor = ArcAlignerForCausalLM.from_pretrained(aligner), ArcAlignerProcessor.from_pretrained(aligner)
+    head, config = model.answerability_head, model.config
+    assert "| segment |" in printed and f"threshold {config.answerability_threshold}" in printed
+    assert processor.no_answer == "not in the text" and 0 < config.answerability_threshold < 1
+    assert head.weight.shape == (len(config.answerability_layers), config.text_config.hidden_size)
+    assert config.answerability_uses_match and (head.match != torch.tensor([1.0, 0.0, 0.0])).any()
+    assert head.weight.dtype == torch.float32 and (head.weight != 0).all()
+    assert all(torch.equal(found[name], each) and found[name].dtype == each.dtype for name, each in weights.items())

@@ -60,7 +60,8 @@ def chooser(checkpoint_dir, monkeypatch):
     ask = shared.load_pipeline(str(checkpoint_dir))
     for owner in (ask.processor, ask.model.config):
         monkeypatch.setattr(owner, "passage_attention", "separate")
-    monkeypatch.setattr(ask.processor, "answer_probe", random_probe(ask.model, threshold=1.0))
+    monkeypatch.setattr(ask.processor, "answer_probe", random_probe(ask.model))
+    monkeypatch.setattr(ask.model.config, "answerability_threshold", 1.0)
     monkeypatch.setattr(ask.processor, "no_answer", "unanswerable")
     monkeypatch.setattr(ask.model.config.text_config, "max_position_embeddings", 2**15)
     return ask

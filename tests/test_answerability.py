@@ -1,0 +1,362 @@
+"""The answerability head: what it reads, where it is kept, and what a prefill hands on."""
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from unittest import mock
+
+import pytest
+import torch
+from conftest import aligner_for, chat_inputs, edit_json, processor_with
+from golden import cases
+from safetensors.torch import load_file, save_file
+from tiny_models import BACKBONES, backbone_config, collate, for_generate, random_head, random_rows, tiny_aligner
+from transformers import LogitsProcessor
+
+from arcaligner import ArcAlignerForCausalLM
+from arcaligner.configuration_arcaligner import ArcAlignerConfig
+from arcaligner.modeling_arcaligner import ArcAlignerModel, PrefillOutputs, SlotDecoderLayer
+
+EXACT = {"rtol": 0, "atol": 1e-9}
+TOKENS = {"max_new_tokens": 3, "do_sample": False}
+
+
+@pytest.fixture
+def aligner():
+    """A random aligner in float64 whose head reads the first two of three layers."""
+    model = tiny_aligner("llama")
+    random_head(model, [0, 1])
+    return model
+
+
+def left_padded(model, counts=(3, 5, 0), seed=0):
+    """Prompts of several lengths, padded on the left."""
+    batch = collate(random_rows(model, list(counts), seed=seed), "left")
+    batch.pop("labels")
+    return batch
+
+
+def by_formula(head, states):
+    """The regression on states, a list of (batch, hidden)."""
+    return sum(each @ weight for each, weight in zip(states, head.weight, strict=True)) + head.bias
+
+
+# What it reads
+
+
+@pytest.mark.parametrize("gate_mode", ["off", "always"])
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_logits_are_the_regression(backbone, gate_mode, float64_model_code):
+    """On the last token's states of the watched layers, with any backbone, with refinement and without."""
+    model = tiny_aligner(backbone)
+    random_head(model, [0, 1])
+    batch = left_padded(model)
+    with torch.no_grad():
+        output = model(**batch, gate_mode=gate_mode, output_hidden_states=True)
+    expected = by_formula(model.answerability_head, [each[:, -1] for each in output.hidden_states[1:3]])
+    torch.testing.assert_close(output.answerability_logits, expected, **EXACT)
+
+
+def test_last_layer_is_read_before_the_norm():
+    model, seen = tiny_aligner("llama"), []
+    random_head(model, [2])
+    model.model.decoder_layers[2].register_forward_hook(lambda layer, given, states: seen.append(states))
+    found = model(**left_padded(model)).answerability_logits
+    torch.testing.assert_close(found, by_formula(model.answerability_head, [seen[0][:, -1]]), **EXACT)
+
+
+@torch.no_grad()
+def test_batch_equals_single_rows(aligner, float64_model_code):
+    rows = random_rows(aligner, [3, 5, 0])
+    batch = collate(rows, "left")
+    found = aligner(**for_generate(batch), position_ids=batch["position_ids"]).answerability_logits
+    alone = [aligner(**for_generate(collate([row]))).answerability_logits for row in rows]
+    torch.testing.assert_close(found, torch.cat(alone), **EXACT)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("only", [False, True])
+def test_cached_passages_equal_whole_prompt(processor, only):
+    """The question is read behind cached passages: it has no slots of its own."""
+    model = aligner_for(processor, passage_attention="separate")
+    random_head(model, [0, 1])
+    question, documents = "Who wrote it?", ["It was written by Ada.", "Nobody read it."]
+    store = model.slot_prefix_store(processor_with(processor, passage_attention="separate"))
+    for _ in range(2):  # read, then cached
+        inputs = store.prepare(question, documents)
+        found = store.read_question(inputs, only_answerability=only).answerability_logits
+        expected = model(**chat_inputs(store.processor, question, documents)).answerability_logits
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # embeddings are float32
+
+
+@torch.no_grad()
+def test_only_answerability_runs_no_upper_layer(aligner):
+    batch, run = left_padded(aligner), []
+    expected = aligner(**batch)
+    layers = aligner.model.decoder_layers
+    for number, layer in enumerate(layers):
+        layer.mlp.register_forward_hook(lambda *_, number=number: run.append(number))
+    output = aligner(**batch, only_answerability=True)
+    assert torch.equal(output.answerability_logits, expected.answerability_logits)
+    assert {*run} == {0, 1} and output.logits is None and output.past_key_values is None
+
+
+@torch.no_grad()
+def test_threads_share_a_model(aligner):
+    """Each reads its own prompt, while the other is between two layers."""
+    batches, barrier = [left_padded(aligner, seed=seed) for seed in (1, 2)], Barrier(2)
+    expected = [aligner(**batch).answerability_logits for batch in batches]
+    forward = SlotDecoderLayer.forward
+
+    def in_turns(layer, *args, **kwargs):
+        barrier.wait(timeout=60)
+        return forward(layer, *args, **kwargs)
+
+    with torch.no_grad(), mock.patch.object(SlotDecoderLayer, "forward", in_turns), ThreadPoolExecutor(2) as threads:
+        found = [each.result() for each in [threads.submit(read, aligner, batch) for batch in batches]]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, **EXACT)
+
+
+@torch.no_grad()
+def read(model, batch):
+    return model(**batch).answerability_logits
+
+
+@torch.no_grad()
+def test_compiled_layers_are_read(aligner):
+    batch = left_padded(aligner)
+    expected = aligner(**batch).answerability_logits
+    for layer in aligner.model.decoder_layers:
+        layer.compile(backend="eager")
+    torch.testing.assert_close(aligner(**batch).answerability_logits, expected, **EXACT)
+    torch.testing.assert_close(aligner(**batch, only_answerability=True).answerability_logits, expected, **EXACT)
+
+
+def test_training_computes_no_logits(aligner):
+    """Nor does a generated token; with checkpointing or not."""
+    batch = left_padded(aligner)
+    cache = aligner(**batch, use_cache=True).past_key_values
+    one = {"input_ids": batch["input_ids"][:, -1:], "is_generated": True}
+    assert aligner(**one, past_key_values=cache).answerability_logits is None
+    for is_checkpointed in (False, True):
+        if is_checkpointed:
+            aligner.gradient_checkpointing_enable()
+        aligner.set_stage("grounding")
+        aligner.train()
+        output = aligner(**batch, labels=batch["input_ids"])
+        output.loss.backward()
+        assert output.answerability_logits is None and not aligner.answerability_head.weight.requires_grad
+        aligner.eval()
+        assert aligner(**batch).answerability_logits is not None
+
+
+def test_head_changes_no_other_output():
+    """A model with a head draws the same random weights, and computes the same."""
+    models = [tiny_aligner("llama", answerability_layers=layers) for layers in (None, [0, 2])]
+    batch = left_padded(models[0])
+    outputs = [model(**batch) for model in models]
+    assert torch.equal(outputs[0].logits, outputs[1].logits)
+    assert outputs[0].answerability_logits is None and (outputs[1].answerability_logits == 0).all()
+    states = [{name: each for name, each in model.state_dict().items() if "answerab" not in name} for model in models]
+    assert all(torch.equal(each, states[1][name]) for name, each in states[0].items()) and len(states[0]) > 9
+
+
+def test_match_counts_beside_the_states(aligner):
+    """A row without words keeps its logit; a row has as many logits as it has beams."""
+    random_head(aligner, [0], match=(0.5, 3.0, -1.0))
+    head, logits = aligner.answerability_head, torch.tensor([1.0, 2.0, 3.0, 4.0])
+    found = head.with_match(logits, [0.5, float("nan")])
+    torch.testing.assert_close(found, torch.tensor([0.5 + 1.5 - 1.0, 1.0 + 1.5 - 1.0, 3.0, 4.0]))
+    assert torch.equal(head.with_match(logits, []), logits)
+    random_head(aligner, [0])
+    assert torch.equal(aligner.answerability_head.with_match(logits, [0.5, 0.7]), logits)  # not fitted
+
+
+# What a prefill hands on
+
+
+class Watch(LogitsProcessor):
+    """Keeps what was filled when the first scores are seen."""
+
+    def __init__(self, prefill):
+        self.prefill, self.seen = prefill, []
+
+    def __call__(self, input_ids, scores):
+        self.seen.append((self.prefill.answerability_logits, self.prefill.recursion_depth))
+        return scores
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
+def test_generate_fills_prefill_before_scores(aligner, options, float64_model_code):
+    batch = for_generate(left_padded(aligner, (3, 5)))
+    expected, prefill = aligner(**batch), PrefillOutputs()
+    watch = Watch(prefill)
+    aligner.generate(**batch, **TOKENS | options, prefill=prefill, logits_processor=[watch])
+    times = 2 if options else 1
+    torch.testing.assert_close(
+        prefill.answerability_logits, expected.answerability_logits.repeat_interleave(times), **EXACT
+    )
+    assert torch.equal(prefill.recursion_depth, expected.recursion_depth.repeat_interleave(times, dim=0))
+    assert all(each[0] is prefill.answerability_logits for each in watch.seen) and watch.seen[0][1] is not None
+
+
+@torch.no_grad()
+def test_assisted_decoding_tells_depths_alone(aligner):
+    """It reads candidates behind the prompt, whose last token is then not the prompt's."""
+    batch = for_generate(left_padded(aligner, [4]))
+    batch["input_ids"][0, -1] = batch["input_ids"][0, 2]
+    prefill, depth = PrefillOutputs(), aligner(**batch).recursion_depth
+    aligner.generate(**batch, **TOKENS, prompt_lookup_num_tokens=3, max_matching_ngram_size=1, prefill=prefill)
+    assert torch.equal(prefill.recursion_depth, depth) and prefill.answerability_logits is None
+
+
+@torch.no_grad()
+def test_without_head_prefill_tells_depths():
+    model, prefill = tiny_aligner("llama"), PrefillOutputs()
+    batch = for_generate(left_padded(model, (3, 5)))
+    model.generate(**batch, **TOKENS, prefill=prefill)
+    assert prefill.answerability_logits is None
+    assert torch.equal(prefill.recursion_depth, model(**batch).recursion_depth)
+
+
+# Where it is kept
+
+
+@pytest.fixture
+def saved(model, checkpoint_dir, tmp_path):
+    """A checkpoint with a head, of an aligner around a base model."""
+    random_head(model, [0, 2], threshold=0.25, match=(0.5, 3.0, -1.0))
+    model.save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def same_heads(found, expected):
+    weights = [model.answerability_head.state_dict() for model in (found, expected)]
+    settings = [{k: v for k, v in m.config.to_dict().items() if k.startswith("answer")} for m in (found, expected)]
+    return settings[0] == settings[1] and all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_saved_head_loads_in_float32(saved, model, dtype):
+    found = ArcAlignerForCausalLM.from_pretrained(saved, dtype=dtype)
+    assert same_heads(found, model)
+    assert {each.dtype for each in found.answerability_head.buffers()} == {torch.float32}
+    assert not any("answerability_head" in name for name, _ in found.aligner_parameters())
+
+
+def test_bare_model_loads_without_head(saved, caplog):
+    ArcAlignerModel.from_pretrained(saved)
+    assert "answerability" not in caplog.text
+
+
+def test_head_is_replaced_in_place(saved, model):
+    """By one of other layers; nothing else of the checkpoint changes."""
+    before = load_file(saved / "model.safetensors"), json.loads((saved / "config.json").read_text())
+    random_head(model, [1], threshold=0.75)
+    model.save_answerability_head(saved)
+    weights, config = load_file(saved / "model.safetensors"), json.loads((saved / "config.json").read_text())
+    assert same_heads(ArcAlignerForCausalLM.from_pretrained(saved), model)
+    assert all(torch.equal(each, weights[name]) for name, each in before[0].items() if "answerability" not in name)
+    assert {k for k in config if config[k] != before[1][k]} == {
+        "answerability_layers",
+        "answerability_threshold",
+        "answerability_uses_match",
+        "digests",
+    }
+    assert config["digests"]["model.safetensors"] == before[1]["digests"]["model.safetensors"]
+    model.set_answerability_layers(None)
+    model.save_answerability_head(saved)
+    assert ArcAlignerForCausalLM.from_pretrained(saved).answerability_head is None
+
+
+def test_head_of_a_split_checkpoint_is_replaced(model, tmp_path):
+    """Of one that holds its base model in several files."""
+    model.save_pretrained(tmp_path, save_base_model=True, max_shard_size="20KB")
+    random_head(model)
+    model.save_answerability_head(tmp_path)
+    found = ArcAlignerForCausalLM.from_pretrained(tmp_path)
+    assert same_heads(found, model) and (tmp_path / "model.safetensors.index.json").is_file()
+    names = model.state_dict().keys()
+    assert all(torch.equal(found.state_dict()[name], model.state_dict()[name]) for name in names)
+
+
+def without_head(tensors):
+    return {name: each for name, each in tensors.items() if "answerability_head.weight" not in name}
+
+
+def narrow_head(tensors):
+    return tensors | {"answerability_head.weight": tensors["answerability_head.weight"][:, 1:].contiguous()}
+
+
+def another_head(tensors):
+    return tensors | {"answerability_head.bias": tensors["answerability_head.bias"] + 1}
+
+
+@pytest.mark.parametrize(
+    "change, settings, message",
+    [
+        (without_head, {}, "lacks 1 of .* aligner weights .* first `answerability_head.weight`"),
+        (narrow_head, {}, "`answerability_head.weight` has shape"),
+        (another_head, {}, "are not those that it was saved with"),
+        (dict, {"answerability_layers": None}, "3 aligner weights that its settings .* `answerability_layers`"),
+        (dict, {"answerability_layers": [0]}, "`answerability_head.weight` has shape"),
+        (dict, {"answerability_layers": [2, 0]}, "`answerability_layers` is .*ascending order"),
+        (dict, {"answerability_layers": [0, 3]}, "`answerability_layers` is .* layers 0 to 2"),
+    ],
+)
+def test_head_that_does_not_fit_is_refused(saved, change, settings, message):
+    save_file(change(load_file(saved / "model.safetensors")), saved / "model.safetensors", {"format": "pt"})
+    edit_json(saved / "config.json", **settings)
+    with pytest.raises(ValueError, match=message):
+        ArcAlignerForCausalLM.from_pretrained(saved)
+
+
+def test_layers_that_no_backbone_has_are_refused(aligner):
+    for layers in ([], [-1], [0, 0], [3]):
+        with pytest.raises(ValueError, match="`answerability_layers` is"):
+            ArcAlignerConfig(text_config=backbone_config("llama"), answerability_layers=layers)
+        with pytest.raises(ValueError, match="`answerability_layers` is"):
+            aligner.set_answerability_layers(layers)
+    aligner.set_answerability_layers(None)
+    with pytest.raises(ValueError, match="`only_answerability` needs an aligner with an answerability head"):
+        aligner(**left_padded(aligner), only_answerability=True)
+
+
+# Checkpoints of 0.2, which have it in the processor's file
+
+
+def test_old_checkpoint_has_a_head():
+    probe = json.loads((cases.SAVED / "separate" / "processor_config.json").read_text())["answer_probe"]
+    with cases.tiny_models():
+        model = ArcAlignerForCausalLM.from_pretrained(cases.SAVED / "separate")
+        assert ArcAlignerForCausalLM.from_pretrained(cases.SAVED / "joint").answerability_head is None
+    head, config = model.answerability_head, model.config
+    assert head.weight.flatten().tolist() == pytest.approx(probe["weight"]) and config.answerability_layers == [0, 2]
+    assert head.bias.item() == pytest.approx(0.1) and head.match.tolist() == pytest.approx([0.7, 2.0, -1.0])
+    assert config.answerability_uses_match and config.answerability_threshold == 0.5
+
+
+def test_old_probe_in_another_order_is_sorted(checkpoint_dir, tmp_path):
+    folder, width = copy_with_probe(checkpoint_dir, tmp_path, layers=[2, 0]), 32
+    model = ArcAlignerForCausalLM.from_pretrained(folder)
+    weight = torch.arange(2.0 * width)
+    assert model.config.answerability_layers == [0, 2] and not model.config.answerability_uses_match
+    assert torch.equal(model.answerability_head.weight, torch.stack([weight[width:], weight[:width]]))
+    assert model.answerability_head.match.tolist() == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("changes", [{"layers": [0, 9]}, {"weight": [0.5] * 7}, {"layers": None}, {"bias": "a"}])
+def test_old_probe_of_another_model_is_refused(checkpoint_dir, tmp_path, changes):
+    with pytest.raises(ValueError, match="`answer_probe` in .* cannot be used .*fitted for another model"):
+        ArcAlignerForCausalLM.from_pretrained(copy_with_probe(checkpoint_dir, tmp_path, **changes))
+
+
+def copy_with_probe(checkpoint_dir, tmp_path, **changes):
+    """A copy of the checkpoint with an `answer_probe`."""
+    folder = shutil.copytree(checkpoint_dir, tmp_path / "old")
+    probe = {"layers": [0, 2], "weight": list(map(float, range(64))), "bias": 0.1, "threshold": 0.5} | changes
+    edit_json(folder / "processor_config.json", answer_probe=probe)
+    return folder
