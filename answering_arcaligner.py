@@ -2,12 +2,9 @@
 in their words. Pipeline, server, evaluation and engines call it; all of it is beyond the paper."""
 
 import bisect
-import contextlib
-import functools
 import math
 import re
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,6 +14,7 @@ from transformers import BatchFeature, LogitsProcessor, LogitsProcessorList
 
 from .configuration_arcaligner import is_number
 from .encoder_arcaligner import search_text
+from .modeling_arcaligner import PrefillOutputs
 from .processing_arcaligner import check_copy_bonus
 from .segmentation_arcaligner import (
     Segment,
@@ -90,7 +88,7 @@ class Answerer:
     @property
     def can_score(self) -> bool:
         """Whether passages can be scored one by one: answerability was fitted, and they are independent."""
-        return self.processor.answer_probe is not None and self.processor.passage_attention == "separate"
+        return self.model.answerability_head is not None and self.processor.passage_attention == "separate"
 
     @property
     def max_passages(self) -> int | None:
@@ -122,10 +120,10 @@ class Answerer:
                 raise ValueError(f"The processor's `no_answer` is {own!r}; expected what is answered instead.")
 
     def _check_answerability(self, what: str) -> None:
-        if self.processor.answer_probe is None:
+        if self.model.answerability_head is None:
             raise ValueError(
-                f"{what} needs an aligner whose answerability was fitted, and this one's processor has no "
-                "`answer_probe`. Fit it with `python -m arcaligner.train.confidence`, or leave it out."
+                f"{what} needs an aligner whose answerability was fitted, and this one's `answerability_layers` is "
+                "None. Fit it with `python -m arcaligner.train.confidence`, or leave it out."
             )
 
     def _check_can_score(self, what: str) -> None:
@@ -187,15 +185,12 @@ class Answerer:
             documents = [documents_of(each, "`documents`") for each in documents]
             encoder = self.processor.encoder
             similarities = [similarities_of(encoder, *each) for each in zip(questions, documents, strict=True)]
-        watch, scores = AnswerConfidence(self.model, self.processor, stops=True), [{} for _ in questions]
+        scores = [{} for _ in questions]
         for rows, inputs in self.cache.each_alone(questions, documents, **kwargs):
-            with watch:
-                with contextlib.suppress(watch.SeenError):
-                    self.cache.read_question(inputs)
-                sure = torch.sigmoid(watch.log_odds()).tolist()
-            for (question, passage, is_cached), answerability in zip(rows, sure, strict=True):
+            logits = self.cache.read_question(inputs, only_answerability=True).answerability_logits
+            for (question, passage, is_cached), sure in zip(rows, torch.sigmoid(logits).tolist(), strict=True):
                 similarity = similarities[question][passage] if similarities else 0.0
-                scores[question][passage] = ScoredPassage(answerability, similarity, is_cached)
+                scores[question][passage] = ScoredPassage(sure, similarity, is_cached)
         return [dict(sorted(each.items())) for each in scores]
 
     # Answers
@@ -236,10 +231,11 @@ class AnsweringCall:
             and the passages that are read, for answerability; an empty list where they are not known as texts.
         copied (`Sequence[list]`, *optional*): Of each row the passages that its answer may copy. Default: `passages`.
         copy_bonus (`float` or `list`, *optional*): Of [`PassageCopyLogitsProcessor`].
-        scores (`bool`, defaults to `True`): Whether the answerability is computed, where it was fitted.
+        scores (`bool`, defaults to `True`): Whether the answerability is reported, where it was fitted.
+        traces (`bool`, defaults to `False`): Whether `recursion_depth` is reported.
 
-    Use [`~AnsweringCall.generate`] or, where another function calls `generate`, `with call:` around it and
-    [`~AnsweringCall.options`] for it.
+    Use [`~AnsweringCall.generate`] or, where another function calls `generate`, give it
+    [`~AnsweringCall.options`]. `model` may be any causal language model without `scores` and `traces`.
     """
 
     def __init__(
@@ -252,47 +248,55 @@ class AnsweringCall:
         copied: Sequence[list] | None = None,
         copy_bonus: float | list | None = None,
         scores: bool = True,
+        traces: bool = False,
     ):
-        self.model, self.processor, self.num_rows = model, processor, len(passages)
+        self.model, self.processor, self.questions, self.passages = model, processor, questions, passages
         self._copied, self._copy_bonus = passages if copied is None else copied, copy_bonus
-        asked = zip(questions, passages, strict=True)
-        has_scores = scores and processor.answer_probe is not None
-        self._watch = AnswerConfidence(model, processor, asked) if has_scores else None
+        self._scores = scores and model.answerability_head is not None
+        self._prefill = PrefillOutputs() if self._scores or traces else None
+        self._answerability: torch.Tensor | None = None
 
     def options(self, options: dict[str, Any], last: Sequence[LogitsProcessor] = ()) -> dict[str, Any]:
         """The `options` of a call of `generate`, with this call's logits processors after those that are given, and
         `last`, such as one that draws tokens, behind them."""
         config, default = options.get("generation_config"), self.model.generation_config
         end_ids = default.eos_token_id if config is None or config.eos_token_id is None else config.eos_token_id
-        added = [] if self._watch is None else [self._watch]
+        processors = list(options.get("logits_processor") or [])
         if any(self._copied):
             ends = options.get("eos_token_id", end_ids)
-            added.append(PassageCopyLogitsProcessor(self.processor, self._copied, self._copy_bonus, ends))
-        all_of_them = [*(options.get("logits_processor") or []), *added, *last]
-        return options | ({"logits_processor": LogitsProcessorList(all_of_them)} if all_of_them else {})
+            processors.append(PassageCopyLogitsProcessor(self.processor, self._copied, self._copy_bonus, ends))
+        added = {"logits_processor": LogitsProcessorList([*processors, *last])} if processors or last else {}
+        return options | added | ({} if self._prefill is None else {"prefill": self._prefill})
 
     def generate(
         self, inputs: dict[str, Any], last: Sequence[LogitsProcessor] = (), **options: Any
     ) -> torch.LongTensor:
         """`model.generate` for `inputs`: ids (batch, seq_len + new tokens)."""
-        with self:
-            return self.model.generate(**inputs, **self.options(options, last))
+        return self.model.generate(**inputs, **self.options(options, last))
 
     @property
     def answerability(self) -> torch.Tensor | None:
-        """How likely the passages of each row hold the answer, (batch,); known as soon as the prompt was read."""
-        if self._watch is None:
-            return None
-        return self._watch.confidence[:: max(1, len(self._watch.confidence) // max(1, self.num_rows))]
+        """How likely the passages of each row hold the answer, (batch,), from when the prompt was read; `None` where it
+        was not fitted. The same for all beams and samples of a row. It does not say that the answer is right."""
+        if self._answerability is None and self._scores and self._prefill.answerability_logits is not None:
+            logits = self._of_rows(self._prefill.answerability_logits).float()
+            if self.model.config.answerability_uses_match:
+                asked = zip(self.questions, self.passages, strict=True)
+                logits = self.model.answerability_head.with_match(
+                    logits, [maxsim_score(self.processor, *each) for each in asked]
+                )
+            self._answerability = torch.sigmoid(logits).cpu()
+        return self._answerability
 
-    def __enter__(self) -> "AnsweringCall":
-        if self._watch is not None:
-            self._watch.__enter__()
-        return self
+    @property
+    def recursion_depth(self) -> torch.LongTensor | None:
+        """Refinement steps (batch, num_layers, max_slots) of the slots that were read with the prompt."""
+        depth = None if self._prefill is None else self._prefill.recursion_depth
+        return None if depth is None else self._of_rows(depth)
 
-    def __exit__(self, *error) -> None:
-        if self._watch is not None:
-            self._watch.__exit__(*error)
+    def _of_rows(self, repeated: torch.Tensor) -> torch.Tensor:
+        """The first of the beams or samples of each row."""
+        return repeated[:: len(repeated) // len(self.passages)]
 
 
 MAX_NEW_TOKENS = 24  # of greedy answers to questions that have short ones
@@ -310,8 +314,8 @@ def greedy_answers(
 ) -> tuple[list[str], list[float | None]]:
     """Greedy answers to left-padded prompts, and the answerability of each: `None` without slots, or where it was not
     fitted. `model` may be any causal language model; `options` are those of `generate`."""
-    settings = {"copy_bonus": copy_bonus, "scores": "context_embeds" in inputs}
-    call = AnsweringCall(model, processor, questions, passages, **settings)
+    has_slots = "context_embeds" in inputs
+    call = AnsweringCall(model, processor, questions, passages, copy_bonus=copy_bonus, scores=has_slots)
     ids = call.generate(inputs, **{"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, **options})
     texts = processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     sure = [None] * len(texts) if call.answerability is None else call.answerability.tolist()
@@ -322,91 +326,6 @@ def reads_more(options: dict[str, Any], config) -> bool:
     """Whether `generate` with these options, or its configuration, reads more than the prompt before its first scores,
     so that no answerability can be told."""
     return any(options.get(name) or getattr(config, name, None) for name in READ_MORE)
-
-
-class AnswerConfidence(LogitsProcessor):
-    """
-    Watches one call of `generate` and tells how likely it is that the passages answer the question.
-
-    It is known before the first token, and the same for all beams and samples. It does not say that the answer is
-    right. Changes no score. Not with `guidance_scale`, prompt lookup or an assistant model, which have more than the
-    prompt read.
-
-    Args:
-        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): The aligner; the processor's
-            `answer_probe` has the regression.
-        asked (`list[tuple]`): Of each row of the batch the question, a text or a chat, and the passages that are read.
-            Their `word_match` counts, too, where it was fitted and there are words.
-        stops (`bool`, defaults to `False`): Raises `SeenError` in the last layer that is watched, as what comes after
-            it says nothing about the confidence.
-
-    In `with AnswerConfidence(...) as watch`, give it to `generate`, in the same thread, as one of `logits_processor`;
-    `watch.confidence` (batch,) is then there. Other threads may use the model meanwhile.
-
-    Raises:
-        `ValueError`: a processor without `answer_probe`, or with that of another model.
-    """
-
-    class SeenError(Exception):
-        """All states that are needed have been seen."""
-
-    def __init__(self, model, processor, asked: Iterable[tuple[Any, list]] = (), stops: bool = False):
-        probe, width = processor.answer_probe, model.config.text_config.hidden_size
-        layers = model.model.decoder_layers
-        self.weight = torch.tensor(probe["weight"], dtype=torch.float32, device=model.device)
-        self.bias, self.words, self.processor = probe["bias"], probe.get("words"), processor
-        self.asked = [*asked] if self.words else []
-        if max(probe["layers"]) >= len(layers) or len(self.weight) != len(probe["layers"]) * width:
-            raise ValueError(
-                f"`answer_probe` has {len(self.weight)} weights for layers {probe['layers']}; expected {width} for "
-                f"each, of {len(layers)} layers. It was fitted for another model: fit it again."
-            )
-        self.layers = [layers[layer] for layer in probe["layers"]]
-        self.last = probe["layers"].index(max(probe["layers"])) if stops else None
-        self.odds: torch.Tensor | None = None  # of the states, (batch * beams or samples,)
-        self._states: dict[int, torch.Tensor] = {}  # of each of the layers, (batch, hidden)
-
-    def __enter__(self) -> "AnswerConfidence":
-        self.odds, self._thread = None, threading.get_ident()
-        self.__dict__.pop("confidence", None)  # of a call before
-        self._hooks = [
-            layer.register_forward_hook(functools.partial(self._see, place)) for place, layer in enumerate(self.layers)
-        ]
-        return self
-
-    def __exit__(self, *error) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._states = {}
-
-    def _see(self, place: int, layer, inputs, states: torch.Tensor) -> None:
-        """Keeps the last token's states (batch, hidden). Passages that are read apart come first, then the prompt."""
-        if self.odds is None and threading.get_ident() == self._thread:  # others may use the same model
-            self._states[place] = states[:, -1].float()
-            if place == self.last:
-                raise self.SeenError
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        if self.odds is None:
-            self.odds = self.log_odds()
-        return scores
-
-    @functools.cached_property
-    def confidence(self) -> torch.Tensor:
-        """How likely it is that the passages answer, (batch * beams or samples,). Their words are read for it."""
-        matches = [word_match(self.processor, *own) for own in self.asked]
-        return torch.sigmoid(with_words(self.odds, self.words, matches))
-
-    def log_odds(self) -> torch.Tensor:
-        """What the states of what was read last tell, (batch,)."""
-        if len(self._states) < len(self.layers):
-            raise ValueError(
-                "No states of the prompt's last token were seen. Generate in `with AnswerConfidence(...)` and its "
-                "thread, with a model that is not compiled as a whole, and without prompt lookup or an assistant model."
-            )
-        states = [self._states[place].to(self.weight.device) for place in range(len(self.layers))]
-        states = torch.cat(states, dim=1)  # (batch, layers * hidden)
-        return states @ self.weight + self.bias
 
 
 _VECTORS, _WORDS = WeakKeyDictionary(), WeakKeyDictionary()  # what encoders that search make of texts
@@ -425,9 +344,9 @@ def similarities_of(encoder, question: str | list[dict], documents: Sequence[str
     return [float(asked @ vector) for vector in vectors]
 
 
-def word_match(processor, question: str | list[dict], documents: Sequence[str | dict]) -> float:
-    """How well passages match the words of a question, or of a chat's last one: the highest cosine of each, stop words
-    left out, with a word of theirs, on average. Without words on either side NaN."""
+def maxsim_score(processor, question: str | list[dict], documents: Sequence[str | dict]) -> float:
+    """The late-interaction (MaxSim) score of passages for a question, or a chat's last one: the highest cosine of each
+    of its words, stop words left out, with a word of theirs, on average. Without words on either side NaN."""
     encoder, (asked, *texts) = processor.encoder.untrained, _searched(question, documents)
     texts = [text for text, own in zip(texts, documents, strict=True) if text_of(own, 0).strip()]
     pieces = [text[a:b] for text in texts for a, b in fitting_pieces(text, 0, len(text), encoder.num_reads)]
@@ -441,15 +360,6 @@ def word_match(processor, question: str | list[dict], documents: Sequence[str | 
     return float((highest[says] if says.any() else highest).mean())
 
 
-def with_words(odds: torch.Tensor, words: dict[str, float] | None, matches: Sequence[float]) -> torch.Tensor:
-    """Log-odds (batch,) of what the states tell and the `word_match` of each row; `words` are the `answer_probe`'s."""
-    if not matches:
-        return odds
-    match = odds.new_tensor(matches).repeat_interleave(len(odds) // len(matches))  # a row for each beam
-    return torch.where(match.isnan(), odds, words["scale"] * odds + words["weight"] * match + words["bias"])
-
-
-# Texts and weights that were read
 def of_texts(
     kept: WeakKeyDictionary, owner: Any, texts: Sequence[str], compute: Callable[[list[str]], Any], most: int = 2048
 ) -> list:

@@ -240,13 +240,13 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             copied=[each.copied for each in rows],
             copy_bonus=copy_bonus,
             scores=scores,
+            traces=return_slots,
         )
-        with self.model.recorded_depths() as depths, call:
-            outputs = super()._forward(model_inputs, **slots, **call.options(generate_kwargs))
+        outputs = super()._forward(model_inputs, **slots, **call.options(generate_kwargs))
         if call.answerability is not None:
-            outputs["confidence"] = call.answerability.cpu()
-        if return_slots and depths:  # (batch * num_beams, num_layers, max_slots), the same for all beams of a row
-            outputs["recursion_depth"] = depths[0][:: len(depths[0]) // len(rows)]
+            outputs["confidence"] = call.answerability
+        if call.recursion_depth is not None:
+            outputs["recursion_depth"] = call.recursion_depth
         return outputs | {"row": row}
 
     def postprocess(

@@ -21,7 +21,7 @@ import datasets
 import pytest
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-from tiny_models import backbone_config, float64_throughout, random_probe, randomize, tiny_aligner
+from tiny_models import backbone_config, float64_throughout, random_head, randomize, tiny_aligner
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, BertTokenizerFast, PreTrainedTokenizerFast
 
@@ -205,8 +205,8 @@ def float64_model_code():
 def separate(processor) -> tuple[ArcAlignerForCausalLM, ArcAlignerProcessor]:
     """A random aligner that reads passages apart, with a confidence, and its processor."""
     model = aligner_for(processor, passage_attention="separate")
-    settings = {"no_answer": "not in the text", "answer_probe": random_probe(model)}
-    return model, processor_with(processor, passage_attention="separate", **settings)
+    random_head(model)
+    return model, processor_with(processor, passage_attention="separate", no_answer="not in the text")
 
 
 def chat_inputs(processor, asked: str | list[dict], documents: list | None = None, **options) -> dict:
@@ -245,6 +245,17 @@ def installed(tmp_path_factory) -> Path:
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         wheel.extractall(folder / "site")
     return folder / "site" / "arcaligner"
+
+
+@pytest.fixture
+def give_head(request):
+    """Gives a model that tests share an answerability head until the end of this one."""
+
+    def give(model, **settings) -> None:
+        random_head(model, **settings)
+        request.addfinalizer(lambda: model.set_answerability_layers(None))
+
+    return give
 
 
 def score_passages(store, questions, documents=None, **kwargs):

@@ -1,17 +1,15 @@
 """How likely it is that passages answer a question: what is read, and answers that are given up for it."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from conftest import chat_inputs, pipeline_of, processor_with, score_passages
-from tiny_models import random_probe
+from tiny_models import random_head
 
 from arcaligner import kv_cache_arcaligner
-from arcaligner.answering_arcaligner import AnswerConfidence, word_match
+from arcaligner.answering_arcaligner import Answerer, maxsim_score
 from arcaligner.kv_cache_arcaligner import read_passages
 
 QUESTION = "Who wrote it?"
@@ -23,8 +21,9 @@ TOKENS = {"max_new_tokens": 6, "do_sample": False}
 
 @pytest.fixture
 def fitted(processor, model):
-    """A processor that knows how to tell the confidence of `model`."""
-    return processor_with(processor, no_answer="not in the text", answer_probe=random_probe(model))
+    """A processor with a refusal; `model` gets an answerability head."""
+    random_head(model)
+    return processor_with(processor, no_answer="not in the text")
 
 
 @pytest.fixture
@@ -49,33 +48,24 @@ def told(records):
     return records[0]["statistics"]["confidence"]
 
 
-def watched(model, processor, inputs, **options):
-    """The log-odds (batch,) that the passages answer."""
-    with AnswerConfidence(model, processor) as watch:
-        model.generate(**inputs, **TOKENS | options, logits_processor=[watch])
-    return torch.logit(watch.confidence)
-
-
-# What is read
+# What is reported
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 0}, {"num_beams": 2}], ids=str)
-def test_confidence_is_the_regression_on_the_states_of_the_last_token_of_the_prompt(model, fitted, options):
-    """Of several layers, in the order of their names; also where the passages were kept."""
-    fitted.answer_probe = random_probe(model, layers=[1, 0])
-    inputs = chat_inputs(fitted, QUESTION, DOCUMENTS)
+def test_answerability_is_that_of_the_prefill(model, fitted, options):
+    """One number for a row, however many beams or samples it has; also behind cached passages."""
+    inputs, store = chat_inputs(fitted, QUESTION, DOCUMENTS), model.slot_prefix_store(fitted)
     with torch.no_grad():
-        states = model(**inputs, output_hidden_states=True).hidden_states  # each (1, seq_len, hidden)
-    expected = torch.cat([states[2], states[1]], dim=2)[:, -1] @ torch.tensor(fitted.answer_probe["weight"]) + 0.1
-    expected = expected.expand(options.get("num_beams", 1))
-    torch.testing.assert_close(watched(model, fitted, inputs, **options), expected, rtol=1e-4, atol=1e-4)
-    store = model.slot_prefix_store(fitted)
-    for _ in range(2 * (not options)):  # read, then kept
-        found = watched(model, fitted, store.prepare(QUESTION, DOCUMENTS))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        expected = torch.sigmoid(model(**inputs).answerability_logits)  # (1,)
+    cached = [] if options else [store.prepare(QUESTION, DOCUMENTS) for _ in range(2)]  # read, then cached
+    for each in [inputs, *cached]:
+        call = Answerer(model, fitted).answer([QUESTION], [DOCUMENTS])
+        assert call.answerability is None
+        call.generate(each, **TOKENS | options)
+        torch.testing.assert_close(call.answerability, expected, rtol=1e-4, atol=1e-4)
 
 
-WORDS = {"scale": 0.5, "weight": 3.0, "bias": -1.0}
+MATCH = (0.5, 3.0, -1.0)  # of the log-odds, the score and 1
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"batch_size": 2}], ids=str)
@@ -88,36 +78,15 @@ def test_the_match_of_the_questions_words_counts_beside_the_states_where_it_was_
         return torch.logit(torch.tensor(list(map(told, records)))), [each[0]["generated_text"] for each in records]
 
     (states, _), (cut, _) = odds(), odds(max_slots=1)
-    fitted.answer_probe = fitted.answer_probe | {"words": WORDS}
+    random_head(ask.model, match=MATCH)
     found, _ = odds()
     asked = (QUESTION, DOCUMENTS), ("Was it a letter?", chat["documents"])
-    matches = torch.tensor([word_match(fitted, *each) for each in asked])
-    expected = WORDS["scale"] * states[:2] + WORDS["weight"] * matches + WORDS["bias"]
+    matches = torch.tensor([maxsim_score(fitted, *each) for each in asked])
+    expected = MATCH[0] * states[:2] + MATCH[1] * matches + MATCH[2]
     torch.testing.assert_close(found, torch.cat([expected, states[2:]]), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(odds(max_slots=1)[0], cut, rtol=1e-3, atol=1e-3)  # not all of the texts was read
     _, texts = odds(min_confidence=torch.sigmoid(expected).max().item() + 1e-3)
     assert texts[0] == fitted.no_answer
-
-
-def test_a_forward_of_another_thread_is_neither_watched_nor_ended(model, fitted):
-    inputs, other = (chat_inputs(fitted, question, DOCUMENTS) for question in (QUESTION, "When, and where?"))
-    alone, watch = watched(model, fitted, inputs), AnswerConfidence(model, fitted)
-
-    def interrupt(input_ids, scores):  # between the forward of the prompt and its scores
-        thread = threading.Thread(target=lambda: model(**other))
-        thread.start()
-        thread.join()
-        return watch(input_ids, scores)
-
-    with pytest.raises(ValueError, match="No states of the prompt's last token were seen"):
-        model.generate(**inputs, **TOKENS, logits_processor=[watch])  # outside of `with`
-    expected = model(**other).logits
-    with AnswerConfidence(model, fitted, stops=True), ThreadPoolExecutor(1) as threads:  # its own forward it would end
-        assert torch.equal(threads.submit(model, **other).result().logits, expected)
-    with watch:
-        model.generate(**inputs, **TOKENS, logits_processor=[interrupt])
-    assert not any(module._forward_hooks for module in model.modules())
-    torch.testing.assert_close(torch.logit(watch.confidence), alone)
 
 
 # Answers that are given up
@@ -162,19 +131,9 @@ def test_a_refusal_needs_its_words_and_a_probe_and_no_stream(ask, model, process
     ask.processor.no_answer = None
     refused("`no_answer` is None; expected what is answered instead")
     ask.processor = processor
+    model.set_answerability_layers(None)
     assert "confidence" not in ask(ROW, return_slots=True)[0]["statistics"]
     refused("`min_confidence` needs an aligner whose answerability was fitted")
-
-
-OTHER = [{"layers": [0, 99]}, {"weight": [0.5] * 7}]
-NONE = [{"layers": []}, {"layers": [-1]}, {"weight": [float("nan")]}, {"bias": "0"}, {"threshold": None}]
-
-
-@pytest.mark.parametrize("changes", OTHER + NONE, ids=str)
-def test_a_probe_of_another_model_or_none_is_refused(processor, model, changes):
-    message = "It was fitted for another model" if changes in OTHER else "`answer_probe` is .*Fit it again with"
-    with pytest.raises(ValueError, match=message):
-        AnswerConfidence(model, processor_with(processor, answer_probe=random_probe(model, **changes)))
 
 
 # Which passages are read

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import pipeline_of
 from safetensors.torch import load_file
-from tiny_models import random_probe
+from tiny_models import random_head
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
@@ -76,7 +76,9 @@ def fresh_process(checkpoint_dir, tmp_path_factory) -> tuple[list[dict], list[Pa
     shutil.copytree(checkpoint_dir, folder / "first")
     processor = ArcAlignerProcessor.from_pretrained(folder / "first")
     processor.no_answer = "not in the text"
-    processor.answer_probe = random_probe(ArcAlignerForCausalLM.from_pretrained(checkpoint_dir))
+    model = ArcAlignerForCausalLM.from_pretrained(checkpoint_dir)
+    random_head(model)
+    model.save_pretrained(folder / "first")
     processor.save_pretrained(folder / "first")
     folders = [folder / name for name in ("first", "second", "made")]
     command = [sys.executable, "-c", SCRIPT, *map(str, folders), json.dumps(ROW)]

@@ -16,7 +16,7 @@ from test_prefix_store_arcaligner import assert_answers
 from torch.nn.functional import normalize
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, encoder_arcaligner, segmentation_arcaligner
-from arcaligner.answering_arcaligner import word_match
+from arcaligner.answering_arcaligner import maxsim_score
 from arcaligner.encoder_arcaligner import SentenceEncoder, fastest_dtype
 from arcaligner.modeling_arcaligner import ContextProjector
 from arcaligner.segmentation_arcaligner import equal_runs, segment_document
@@ -145,10 +145,10 @@ def test_the_match_of_words_is_the_mean_of_the_highest_cosines_of_those_that_say
     chat = [{"role": role, "content": content} for role, content in said]
     without_tokens = ["\u200b"]
     for each, texts in ((question, passages), (chat, passages), (question, without_tokens + passages)):
-        assert word_match(processor, each, texts) == pytest.approx(expected, abs=1e-3)  # they are kept in float16
+        assert maxsim_score(processor, each, texts) == pytest.approx(expected, abs=1e-3)  # they are kept in float16
     for texts in ([], [""], without_tokens, [{"title": question, "text": " "}]):
-        assert math.isnan(word_match(processor, question, texts))
-    assert math.isnan(word_match(processor, "", passages))
+        assert math.isnan(maxsim_score(processor, question, texts))
+    assert math.isnan(maxsim_score(processor, "", passages))
 
 
 def test_words_of_an_encoders_prompt_are_not_those_of_a_text(encoder_dir):
@@ -163,7 +163,7 @@ def test_all_words_of_a_long_passage_are_matched(processor, monkeypatch):
     encode = encoder.encode_words
     monkeypatch.setattr(encoder, "encode_words", lambda texts: read.extend(texts) or encode(texts))
     long = " ".join(f"Number {number} stands here." for number in range(200))
-    word_match(processor, "Which one?", [long])
+    maxsim_score(processor, "Which one?", [long])
     question, *pieces = read
     assert question == "Which one?" and " ".join(pieces) == long
     assert len(pieces) > 1 and {encoder.num_reads(piece) for piece in pieces} == {1}

@@ -120,14 +120,6 @@ def tiny_aligner(
     return model.to(dtype).eval()
 
 
-def random_probe(model: ArcAlignerForCausalLM, **changes: Any) -> dict[str, Any]:
-    """An `answer_probe` of the first and the last layer, with weights that tell questions apart."""
-    config = model.config.text_config
-    layers, generator = [0, config.num_hidden_layers - 1], torch.Generator().manual_seed(0)
-    weight = (0.1 * torch.randn(len(layers) * config.hidden_size, generator=generator)).tolist()
-    return {"layers": layers, "weight": weight, "bias": 0.1, "threshold": 0.5} | changes
-
-
 def random_head(
     model: ArcAlignerForCausalLM,
     layers: list[int] | None = None,

@@ -5,9 +5,9 @@
 The aligner reads questions of the recipe's training articles, half of them with passages that do not answer them (the
 nearest of all, or of the same article), at its rates in turn. A logistic regression tells the two apart by the states
 of the prompt's last token; its strength is chosen by cross-validation. Then the questions of the held-out articles, a
-fifth of them unanswerable, give scale and offset, what the match of the question's words is worth beside it
-(`word_match`) and, at the aligner's own rate, the threshold: the confidence below which 6 % of the answerable questions
-fall, which lose 5 % of the F1. All of it is written to the folder's processor. No test set is read.
+fifth of them unanswerable, give scale and offset, what the late-interaction score of the question's words is worth
+beside it (`maxsim_score`) and, at the aligner's own rate, the threshold: the answerability below which 6 % of the
+answerable questions fall, which lose 5 % of the F1. All of it is written to the folder's model. No test set is read.
 """
 
 import math
@@ -24,7 +24,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from tqdm.auto import tqdm
 
-from ..answering_arcaligner import word_match
+from ..answering_arcaligner import maxsim_score
 from ..common.files import markdown_table, run_command, stable_number
 from ..common.rows import Row
 from ..modeling_arcaligner import ArcAlignerForCausalLM, LayerStates
@@ -114,7 +114,7 @@ def fit_confidence(
     is_answered = np.array([row["is_answered"] for row in rows])
     odds = [last_states(model, processor, rows, rate, layers) @ weight + bias for rate in rates]
     asked = tqdm(rows, desc="matching words", leave=False)
-    match = np.array([word_match(processor, row["question"], row["passages"]) for row in asked])
+    match = np.array([maxsim_score(processor, row["question"], row["passages"]) for row in asked])
     scale, offset = calibrate(np.tile(is_answered, len(rates)), np.concatenate(odds))
     odds, has_words = [scale * some + offset for some in odds], ~np.isnan(match)
     both = np.concatenate([some[has_words] for some in odds]), np.tile(match[has_words], len(rates))
@@ -153,7 +153,7 @@ def main(
     rates = tuple(dict.fromkeys([processor.tokens_per_slot, *(processor.trained_tokens_per_slot or RATES)]))
     results = fit_confidence(model, processor, data, number, held_out, rates)
     model.save_answerability_head(aligner)
-    processor.answer_probe, processor.no_answer = None, processor.no_answer or NO_ANSWER
+    processor.no_answer = processor.no_answer or NO_ANSWER
     processor.save_pretrained(aligner)
     names = ("refused", "wrongly refused", "AUROC")
     cells = [[rate, *(f"{each[name]:.3g}" for name in names)] for rate, each in results.items()]

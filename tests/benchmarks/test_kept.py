@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import processor_with, score_passages
-from tiny_models import random_probe
+from tiny_models import random_head
 from training_rows import article_rows, write_rows
 
 from arcaligner.answering_arcaligner import select_top
@@ -25,7 +25,8 @@ def models(checkpoint_dir):
 
 @pytest.fixture(scope="module")
 def apart(processor, models):
-    return processor_with(processor, passage_attention="separate", answer_probe=random_probe(models[0]))
+    random_head(models[0])
+    return processor_with(processor, passage_attention="separate")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from unittest.mock import Mock
 import pytest
 from conftest import edit_json, pipeline_of
 from rich.console import Console
-from tiny_models import random_probe
 
 from arcaligner import ArcAlignerPipeline
 from arcaligner.apps.cli import app as cli
@@ -54,13 +53,13 @@ def answer(run_cli, checkpoint_dir):
 
 
 @pytest.fixture
-def chooser(checkpoint_dir, monkeypatch):
+def chooser(checkpoint_dir, monkeypatch, give_head):
     """The pipeline of an aligner that can tell which passage answers, with room for twenty in as many tokens as a tiny
     tokenizer makes of them."""
     ask = shared.load_pipeline(str(checkpoint_dir))
     for owner in (ask.processor, ask.model.config):
         monkeypatch.setattr(owner, "passage_attention", "separate")
-    monkeypatch.setattr(ask.processor, "answer_probe", random_probe(ask.model))
+    give_head(ask.model)
     monkeypatch.setattr(ask.model.config, "answerability_threshold", 1.0)
     monkeypatch.setattr(ask.processor, "no_answer", "unanswerable")
     monkeypatch.setattr(ask.model.config.text_config, "max_position_embeddings", 2**15)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import pipeline_of, processor_with, random_aligner
 from safetensors import SafetensorError
-from tiny_models import random_probe
+from tiny_models import random_head
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.apps.corpus import kept
@@ -24,9 +24,10 @@ def apart_dir(tmp_path_factory, base_model_dir, processor):
     """A checkpoint that reads passages apart, with a confidence and a refusal."""
     folder = tmp_path_factory.mktemp("apart")
     model = random_aligner(base_model_dir, processor, seed=2, passage_attention="separate")
+    random_head(model)
     model.save_pretrained(folder)
-    settings = {"answer_probe": random_probe(model), "no_answer": "not in the text"}
-    processor_with(processor, passage_attention="separate", **settings).save_pretrained(folder)
+    separate = processor_with(processor, passage_attention="separate", no_answer="not in the text")
+    separate.save_pretrained(folder)
     return folder
 
 

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import pipeline_of
-from tiny_models import random_probe
+from tiny_models import random_head
 from training_rows import write_rows
 
 from arcaligner import answering_arcaligner
@@ -195,9 +195,11 @@ def test_slot_prefixes_are_kept_within_their_bytes(engine_of):
         assert (engine.store.hits, engine.store.bytes > 0) == (hits, hits > 0)
 
 
-def test_an_answer_with_less_confidence_than_asked_for_is_the_refusal_told_at_once(engine_of, ask, monkeypatch):
+def test_an_answer_with_less_confidence_than_asked_for_is_the_refusal_told_at_once(
+    engine_of, ask, monkeypatch, give_head
+):
     monkeypatch.setattr(ask.processor, "no_answer", "not in the text")
-    monkeypatch.setattr(ask.processor, "answer_probe", random_probe(ask.model))
+    give_head(ask.model)
     engine = engine_of()
 
     def told(**settings):
@@ -249,7 +251,7 @@ def test_a_batch_is_answered_as_by_the_pipeline_and_a_request_that_cannot_be_rea
         (PASSAGES, {"max_passages": 1, "copy_bonus": 0.0}),
         ([text, "Ada."], {}),  # a long one is cut, and the likeliest passage is read
     ]
-    apart.processor.answer_probe |= {"words": {"scale": 0.5, "weight": 3.0, "bias": -1.0}}
+    random_head(apart.model, match=(0.5, 3.0, -1.0))
     engine = engine_of(None, apart, batch_seconds=0.5, max_batch=5)
     failing = engine.submit(asked(PASSAGES, LONG))
     found = answers(engine, *(asked(documents, max_new_tokens=6, **settings) for documents, settings in cases))
