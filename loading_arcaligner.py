@@ -82,21 +82,9 @@ class AlignerMixin:
     # Missing aligner weights are fresh around a base model, and an error of our own in an aligner checkpoint.
     _keys_to_ignore_on_load_missing = [_ALIGNER_KEY.pattern]
     # The aligner stays in fp32 under a bf16 backbone: at the paper's learning rates bf16 loses half of the updates.
-    _keep_in_fp32_modules_strict = [
-        r".*\.lora_A",
-        r".*\.lora_B",
-        r"projector",
-        r".*\.slot_gate",
-        r"answerability_head",
-    ]
+    _keep_in_fp32_modules_strict = [r".*\.lora_A", r".*\.lora_B", r"projector", r".*\.slot_gate"]
     # What quantizers leave alone: the same in another spelling, since transformers wants the two lists disjoint.
-    _keep_in_fp32_modules = [
-        r".*lora_[A]",
-        r".*lora_[B]",
-        r".*projecto[r]",
-        r".*slot_gate",
-        r".*answerability_hea[d]",
-    ]
+    _keep_in_fp32_modules = [r".*lora_[A]", r".*lora_[B]", r".*projecto[r]", r".*slot_gate"]
 
     def __init__(self, *args, reports_loading: bool = False, **kwargs):
         super().__init__(*args, **kwargs)

@@ -1036,7 +1036,7 @@ class AnswerabilityHead(nn.Module):
 
     def __init__(self, num_layers: int, hidden_size: int):
         super().__init__()
-        # Buffers, not parameters: no optimizer, stage or sharding is to take them.
+        # Buffers, not parameters: no optimizer, stage, sharding or quantizer is to take them. Loading keeps their type.
         self.register_buffer("weight", torch.zeros(num_layers, hidden_size, dtype=torch.float32))
         self.register_buffer("bias", torch.zeros((), dtype=torch.float32))
         self.register_buffer("match", torch.tensor(NO_MATCH, dtype=torch.float32))
