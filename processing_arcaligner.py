@@ -81,7 +81,6 @@ class ArcAlignerProcessor(ProcessorMixin):
             What is answered where the passages do not say: learned by the aligner, or put in the place of an answer
             with less than `min_confidence`.
         copy_bonus (`float`, defaults to 0): How much answers in the words of passages are preferred, see `CopyBonus`.
-        answer_probe (`dict`, *optional*): What tells how likely passages answer a question, see `AnswerConfidence`.
         trained_encoder (`bool`, defaults to `False`):
             Whether the encoder was trained with the aligner: the checkpoint's folder `encoder` has its LoRA weights.
         chat_template (`str`, *optional*): Default: the tokenizer's.
@@ -105,7 +104,6 @@ class ArcAlignerProcessor(ProcessorMixin):
         trained_encoder: bool = False,
         passage_attention: str = "joint",
         no_answer: str | None = None,
-        answer_probe: dict | None = None,
         copy_bonus: float = 0.0,
         max_prompt_length: int | None = None,
         chat_template: str | None = None,
@@ -130,10 +128,8 @@ class ArcAlignerProcessor(ProcessorMixin):
                 f"`passage_attention` is {passage_attention!r}; expected one of {', '.join(PASSAGE_ATTENTIONS)}."
             )
         self.passage_attention = passage_attention
-        if answer_probe is not None:
-            check_answer_probe(answer_probe)
         check_copy_bonus(copy_bonus)
-        self.no_answer, self.answer_probe, self.copy_bonus = no_answer, answer_probe, copy_bonus
+        self.no_answer, self.copy_bonus = no_answer, copy_bonus
         self.encoder_name_or_path, self.encoder_hidden_size = encoder_name_or_path, encoder_hidden_size
         self.encoder_dtype, self.trained_encoder = encoder_dtype, trained_encoder
         self.encoder = SentenceEncoder(encoder_name_or_path, dtype=encoder_dtype)
@@ -189,6 +185,7 @@ class ArcAlignerProcessor(ProcessorMixin):
                 f"{pretrained_model_name_or_path} has no processor_config.json, which says how passages become slots. "
                 "Write it there with `processor.save_pretrained`."
             )
+        settings.pop("answer_probe", None)  # of checkpoints of 0.2, which the model reads
         return settings, kwargs
 
     @classmethod
@@ -519,37 +516,6 @@ def check_copy_bonus(copy_bonus: Any) -> None:
     """Raises `ValueError` unless it is a finite number of at least 0."""
     if not (is_number(copy_bonus, Real) and 0 <= copy_bonus < math.inf):
         raise ValueError(f"`copy_bonus` is {copy_bonus!r}; expected a number from 0, such as 6.")
-
-
-WORD_KEYS = "scale", "weight", "bias"  # what the log-odds of the states, the match of words and 1 are worth
-
-
-def check_answer_probe(probe: Any) -> None:
-    """Raises `ValueError` unless it is a regression as `train/confidence.py` writes it."""
-
-    def is_finite(value) -> bool:
-        return is_number(value, int | float) and math.isfinite(value)
-
-    given = probe if isinstance(probe, dict) else {}
-    layers, weight, words = given.get("layers"), given.get("weight"), given.get("words", dict.fromkeys(WORD_KEYS, 0.0))
-    is_right = (
-        isinstance(layers, list)
-        and bool(layers)
-        and all(type(layer) is int and layer >= 0 for layer in layers)
-        and isinstance(weight, list)
-        and all(map(is_finite, weight))
-        and is_finite(given.get("bias"))
-        and is_finite(given.get("threshold"))
-        and isinstance(words, dict)
-        and words.keys() == set(WORD_KEYS)
-        and all(map(is_finite, words.values()))
-    )
-    if not is_right:
-        raise ValueError(
-            f"`answer_probe` is {str(probe)[:60]}...; expected `layers` (their numbers), `weight` (numbers), `bias`, "
-            "`threshold` and, where words count, `words` (`scale`, `weight` and `bias`). Fit it again with `python -m "
-            "arcaligner.train.confidence`."
-        )
 
 
 ArcAlignerProcessor.register_for_auto_class("AutoProcessor")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import BACKBONES, backbone_config, collate, for_generate, random_head, random_rows, tiny_aligner
 from transformers import LogitsProcessor
 
-from arcaligner import ArcAlignerForCausalLM
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.configuration_arcaligner import ArcAlignerConfig
 from arcaligner.modeling_arcaligner import ArcAlignerModel, PrefillOutputs, SlotDecoderLayer
 
@@ -337,6 +337,13 @@ def test_old_checkpoint_has_a_head():
     assert head.weight.flatten().tolist() == pytest.approx(probe["weight"]) and config.answerability_layers == [0, 2]
     assert head.bias.item() == pytest.approx(0.1) and head.match.tolist() == pytest.approx([0.7, 2.0, -1.0])
     assert config.answerability_uses_match and config.answerability_threshold == 0.5
+
+
+def test_processor_ignores_old_probe(caplog):
+    """Without a warning, and it does not write it again."""
+    with cases.tiny_models():
+        processor = ArcAlignerProcessor.from_pretrained(cases.SAVED / "separate")
+    assert "answer_probe" not in processor.to_dict() and "answer_probe" not in caplog.text
 
 
 def test_old_probe_in_another_order_is_sorted(checkpoint_dir, tmp_path):

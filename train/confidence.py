@@ -153,7 +153,7 @@ def main(
     rates = tuple(dict.fromkeys([processor.tokens_per_slot, *(processor.trained_tokens_per_slot or RATES)]))
     results = fit_confidence(model, processor, data, number, held_out, rates)
     model.save_answerability_head(aligner)
-    processor.answer_probe, processor.no_answer = None, processor.no_answer or NO_ANSWER
+    processor.no_answer = processor.no_answer or NO_ANSWER
     processor.save_pretrained(aligner)
     names = ("refused", "wrongly refused", "AUROC")
     cells = [[rate, *(f"{each[name]:.3g}" for name in names)] for rate, each in results.items()]

@@ -489,7 +489,6 @@ def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> A
     config, _ = PreTrainedConfig.get_config_dict(resolve_model(name))
     if config.get("model_type") == ArcAlignerConfig.model_type:
         processor = ArcAlignerProcessor.from_pretrained(name)
-        processor.answer_probe = None  # other weights have other states
         check_start(recipe, processor, ArcAlignerConfig.from_pretrained(name))
     else:
         words = bool(recipe.aligner.get("word_parts"))
