@@ -301,9 +301,13 @@ class AlignerMixin:
             settings = self.config.to_dict().items()
             config |= {name: value for name, value in settings if name.startswith("answerability_")}
             if isinstance(digests := config.get("digests"), dict):
-                own = {name: each for name, each in digests.items() if name != HEAD_DIGEST}
+                # Those of settings, which 0.2 wrote, are compared no more.
+                own = {name: each for name, each in digests.items() if name != HEAD_DIGEST and isinstance(each, str)}
                 config["digests"] = own | ({HEAD_DIGEST: tensors_digest(head)} if head else {})
             write_config(new / "config.json", config)
+            processor = folder / PROCESSOR_NAME
+            if processor.is_file() and "answer_probe" in (found := read_json(processor)):  # the head of 0.2
+                write_config(new / PROCESSOR_NAME, {k: each for k, each in found.items() if k != "answer_probe"})
             self._copy_code(new)
 
     def _copy_code(self, folder: Path) -> None:

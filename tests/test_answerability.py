@@ -355,6 +355,26 @@ def test_old_probe_in_another_order_is_sorted(checkpoint_dir, tmp_path):
     assert model.answerability_head.match.tolist() == [1.0, 0.0, 0.0]
 
 
+def test_old_checkpoint_is_brought_up_to_date_in_place(tmp_path):
+    """Only the head moves: the files of the encoder, the tokenizer and the digests that bind them stay."""
+    folder = shutil.copytree(cases.SAVED / "separate", tmp_path / "old")
+    kept = {path: path.read_bytes() for path in folder.rglob("*") if path.name not in CHANGED and path.is_file()}
+    digests = json.loads((folder / "config.json").read_text())["digests"]
+    with cases.tiny_models():
+        model = ArcAlignerForCausalLM.from_pretrained(folder)
+        model.save_answerability_head(folder)
+        assert "answer_probe" not in (folder / "processor_config.json").read_text()
+        assert same_heads(ArcAlignerForCausalLM.from_pretrained(folder), model)
+        assert ArcAlignerProcessor.from_pretrained(folder).no_answer == "not in the text"
+    found = json.loads((folder / "config.json").read_text())["digests"]
+    assert all(path.read_bytes() == content for path, content in kept.items())
+    assert {name: each for name, each in digests.items() if isinstance(each, str)}.items() < found.items()
+    assert found.keys() - digests.keys() == {"answerability_head"}
+
+
+CHANGED = ("model.safetensors", "config.json", "processor_config.json")
+
+
 @pytest.mark.parametrize("changes", [{"layers": [0, 9]}, {"weight": [0.5] * 7}, {"layers": None}, {"bias": "a"}])
 def test_old_probe_of_another_model_is_refused(checkpoint_dir, tmp_path, changes):
     with pytest.raises(ValueError, match="`answer_probe` in .* cannot be used .*fitted for another model"):
