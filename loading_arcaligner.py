@@ -82,21 +82,9 @@ class AlignerMixin:
     # Missing aligner weights are fresh around a base model, and an error of our own in an aligner checkpoint.
     _keys_to_ignore_on_load_missing = [_ALIGNER_KEY.pattern]
     # The aligner stays in fp32 under a bf16 backbone: at the paper's learning rates bf16 loses half of the updates.
-    _keep_in_fp32_modules_strict = [
-        r".*\.lora_A",
-        r".*\.lora_B",
-        r"projector",
-        r".*\.slot_gate",
-        r"answerability_head",
-    ]
+    _keep_in_fp32_modules_strict = [r".*\.lora_A", r".*\.lora_B", r"projector", r".*\.slot_gate"]
     # What quantizers leave alone: the same in another spelling, since transformers wants the two lists disjoint.
-    _keep_in_fp32_modules = [
-        r".*lora_[A]",
-        r".*lora_[B]",
-        r".*projecto[r]",
-        r".*slot_gate",
-        r".*answerability_hea[d]",
-    ]
+    _keep_in_fp32_modules = [r".*lora_[A]", r".*lora_[B]", r".*projecto[r]", r".*slot_gate"]
 
     def __init__(self, *args, reports_loading: bool = False, **kwargs):
         super().__init__(*args, **kwargs)
@@ -313,9 +301,13 @@ class AlignerMixin:
             settings = self.config.to_dict().items()
             config |= {name: value for name, value in settings if name.startswith("answerability_")}
             if isinstance(digests := config.get("digests"), dict):
-                own = {name: each for name, each in digests.items() if name != HEAD_DIGEST}
+                # Those of settings, which 0.2 wrote, are compared no more.
+                own = {name: each for name, each in digests.items() if name != HEAD_DIGEST and isinstance(each, str)}
                 config["digests"] = own | ({HEAD_DIGEST: tensors_digest(head)} if head else {})
             write_config(new / "config.json", config)
+            processor = folder / PROCESSOR_NAME
+            if processor.is_file() and "answer_probe" in (found := read_json(processor)):  # the head of 0.2
+                write_config(new / PROCESSOR_NAME, {k: each for k, each in found.items() if k != "answer_probe"})
             self._copy_code(new)
 
     def _copy_code(self, folder: Path) -> None:

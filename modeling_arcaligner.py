@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import EllipsisType
@@ -1036,7 +1036,7 @@ class AnswerabilityHead(nn.Module):
 
     def __init__(self, num_layers: int, hidden_size: int):
         super().__init__()
-        # Buffers, not parameters: no optimizer, stage or sharding is to take them.
+        # Buffers, not parameters: no optimizer, stage, sharding or quantizer is to take them. Loading keeps their type.
         self.register_buffer("weight", torch.zeros(num_layers, hidden_size, dtype=torch.float32))
         self.register_buffer("bias", torch.zeros((), dtype=torch.float32))
         self.register_buffer("match", torch.tensor(NO_MATCH, dtype=torch.float32))
@@ -1124,10 +1124,6 @@ def head_nll(
     if any(parameter.requires_grad for parameter in head.parameters()):
         raise ValueError("The head is trained, but without logits it gets no gradient. Freeze it, or keep the logits.")
     return _HeadLoss.apply(hidden_states, targets, head, text_config)
-
-
-# A variable of the context, not an argument of `generate`: threads that share a model do not see each other's.
-_recorded_depths: ContextVar[list[torch.Tensor] | None] = ContextVar("recorded_depths", default=None)
 
 
 def text_for_slots(input_ids: torch.LongTensor, context_token_id: int) -> torch.LongTensor:
@@ -1227,26 +1223,11 @@ class SlotGenerationMixin(GenerationMixin):
         return model_inputs
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
-        depth = getattr(outputs, "recursion_depth", None)
-        if depth is not None and (recorded := _recorded_depths.get()) is not None:
-            recorded.append(depth)
         if (prefill := model_kwargs.pop("prefill", None)) is not None:  # the first step
             prefill.recursion_depth = outputs.recursion_depth
             has_candidates = outputs.logits.shape[1] > 1  # of assisted decoding, read behind the prompt
             prefill.answerability_logits = None if has_candidates else outputs.answerability_logits
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
-
-    @contextlib.contextmanager
-    def recorded_depths(self) -> Iterator[list[torch.Tensor]]:
-        """Inside, `generate` adds to the list that this gives the `recursion_depth` of the slots it reads, (batch *
-        num_beams, num_layers, max_slots), as soon as they are read. Another thread needs a copy of this context:
-        `Thread(target=contextvars.copy_context().run, args=(model.generate,), kwargs=inputs)`."""
-        depths: list[torch.Tensor] = []
-        token = _recorded_depths.set(depths)
-        try:
-            yield depths
-        finally:
-            _recorded_depths.reset(token)
 
     def generate(self, inputs=None, *args, **kwargs):
         """`GenerationMixin.generate`. The context token is never generated and no logits processor sees it. What is

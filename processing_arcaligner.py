@@ -86,7 +86,6 @@ class ArcAlignerProcessor(ProcessorMixin):
             What is answered where the passages do not say: learned by the aligner, or put in the place of an answer
             with less than `min_confidence`.
         copy_bonus (`float`, defaults to 0): How much answers in the words of passages are preferred, see `CopyBonus`.
-        answer_probe (`dict`, *optional*): In files of version 0.2, where the model reads it; ignored here.
         trained_encoder (`bool`, defaults to `False`):
             Whether the encoder was trained with the aligner: the checkpoint's folder `encoder` has its LoRA weights.
         chat_template (`str`, *optional*): Default: the tokenizer's.
@@ -110,7 +109,6 @@ class ArcAlignerProcessor(ProcessorMixin):
         trained_encoder: bool = False,
         passage_attention: str = "joint",
         no_answer: str | None = None,
-        answer_probe: dict | None = None,
         copy_bonus: float = 0.0,
         max_prompt_length: int | None = None,
         chat_template: str | None = None,
@@ -192,6 +190,7 @@ class ArcAlignerProcessor(ProcessorMixin):
                 f"{pretrained_model_name_or_path} has no processor_config.json, which says how passages become slots. "
                 "Write it there with `processor.save_pretrained`."
             )
+        settings.pop("answer_probe", None)  # of checkpoints of 0.2, which the model reads
         return settings, kwargs
 
     @classmethod

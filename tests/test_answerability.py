@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import BACKBONES, backbone_config, collate, for_generate, random_head, random_rows, tiny_aligner
 from transformers import LogitsProcessor
 
-from arcaligner import ArcAlignerForCausalLM
+from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.configuration_arcaligner import ArcAlignerConfig
 from arcaligner.modeling_arcaligner import ArcAlignerModel, PrefillOutputs, SlotDecoderLayer
 
@@ -339,6 +339,13 @@ def test_old_checkpoint_has_a_head():
     assert config.answerability_uses_match and config.answerability_threshold == 0.5
 
 
+def test_processor_ignores_old_probe(caplog):
+    """Without a warning, and it does not write it again."""
+    with cases.tiny_models():
+        processor = ArcAlignerProcessor.from_pretrained(cases.SAVED / "separate")
+    assert "answer_probe" not in processor.to_dict() and "answer_probe" not in caplog.text
+
+
 def test_old_probe_in_another_order_is_sorted(checkpoint_dir, tmp_path):
     folder, width = copy_with_probe(checkpoint_dir, tmp_path, layers=[2, 0]), 32
     model = ArcAlignerForCausalLM.from_pretrained(folder)
@@ -346,6 +353,26 @@ def test_old_probe_in_another_order_is_sorted(checkpoint_dir, tmp_path):
     assert model.config.answerability_layers == [0, 2] and not model.config.answerability_uses_match
     assert torch.equal(model.answerability_head.weight, torch.stack([weight[width:], weight[:width]]))
     assert model.answerability_head.match.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_old_checkpoint_is_brought_up_to_date_in_place(tmp_path):
+    """Only the head moves: the files of the encoder, the tokenizer and the digests that bind them stay."""
+    folder = shutil.copytree(cases.SAVED / "separate", tmp_path / "old")
+    kept = {path: path.read_bytes() for path in folder.rglob("*") if path.name not in CHANGED and path.is_file()}
+    digests = json.loads((folder / "config.json").read_text())["digests"]
+    with cases.tiny_models():
+        model = ArcAlignerForCausalLM.from_pretrained(folder)
+        model.save_answerability_head(folder)
+        assert "answer_probe" not in (folder / "processor_config.json").read_text()
+        assert same_heads(ArcAlignerForCausalLM.from_pretrained(folder), model)
+        assert ArcAlignerProcessor.from_pretrained(folder).no_answer == "not in the text"
+    found = json.loads((folder / "config.json").read_text())["digests"]
+    assert all(path.read_bytes() == content for path, content in kept.items())
+    assert {name: each for name, each in digests.items() if isinstance(each, str)}.items() < found.items()
+    assert found.keys() - digests.keys() == {"answerability_head"}
+
+
+CHANGED = ("model.safetensors", "config.json", "processor_config.json")
 
 
 @pytest.mark.parametrize("changes", [{"layers": [0, 9]}, {"weight": [0.5] * 7}, {"layers": None}, {"bias": "a"}])

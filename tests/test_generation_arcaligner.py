@@ -1,6 +1,5 @@
 """Generation with slots: every decoding method of transformers reads them once and never takes one for a token."""
 
-import contextvars
 import copy
 import importlib.util
 import itertools
@@ -8,7 +7,6 @@ import pickle
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
-from threading import Thread
 
 import pytest
 import torch
@@ -70,16 +68,6 @@ def test_without_the_variable_of_transformers_all_passes_of_a_layer_are_recorded
     whole = [each for each in found.attentions if each.shape[2:] == (length, length)]
     assert len(found.attentions) > len(expected.attentions) == recorded.config.text_config.num_hidden_layers
     assert all(any(torch.equal(each, one) for one in whole) for each in expected.attentions)
-
-
-def test_depths_are_recorded_in_a_thread_that_has_the_context_of_the_recorder(model):
-    batch = prompts(model, [3, 6, 0])
-    with model.recorded_depths() as depths:
-        for target in (model.generate, contextvars.copy_context().run):
-            thread = Thread(target=target, args=(model.generate,) * (target != model.generate), kwargs=batch)
-            assert depths == []
-            thread.start(), thread.join()
-    assert torch.equal(depths[0], model(**batch).recursion_depth) and len(depths) == 1
 
 
 # No slot is a token

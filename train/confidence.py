@@ -10,6 +10,7 @@ beside it (`maxsim_score`) and, at the aligner's own rate, the threshold: the an
 answerable questions fall, which lose 5 % of the F1. All of it is written to the folder's model. No test set is read.
 """
 
+import json
 import math
 from pathlib import Path
 from typing import Annotated
@@ -23,10 +24,12 @@ from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from tqdm.auto import tqdm
+from transformers.utils import PROCESSOR_NAME
 
 from ..answering_arcaligner import maxsim_score
-from ..common.files import markdown_table, run_command, stable_number
+from ..common.files import markdown_table, run_command, stable_number, write_whole
 from ..common.rows import Row
+from ..loading_arcaligner import read_json
 from ..modeling_arcaligner import ArcAlignerForCausalLM, LayerStates
 from ..processing_arcaligner import ArcAlignerProcessor
 from .distractors import NearestPassages, own_passages
@@ -153,8 +156,8 @@ def main(
     rates = tuple(dict.fromkeys([processor.tokens_per_slot, *(processor.trained_tokens_per_slot or RATES)]))
     results = fit_confidence(model, processor, data, number, held_out, rates)
     model.save_answerability_head(aligner)
-    processor.no_answer = processor.no_answer or NO_ANSWER
-    processor.save_pretrained(aligner)
+    settings = read_json(path := aligner / PROCESSOR_NAME)
+    write_whole(path, json.dumps(settings | {"no_answer": processor.no_answer or NO_ANSWER}, indent=2) + "\n")
     names = ("refused", "wrongly refused", "AUROC")
     cells = [[rate, *(f"{each[name]:.3g}" for name in names)] for rate, each in results.items()]
     threshold = f"threshold {model.config.answerability_threshold}"
