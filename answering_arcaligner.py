@@ -27,9 +27,7 @@ from .segmentation_arcaligner import (
     text_of,
     title_of,
 )
-from .tokenization_arcaligner import with_plain_texts
-
-LONGEST_PASSAGE, CUT_PASSAGE = 250, 180  # words: longer documents are cut into pieces of so many
+from .tokenization_arcaligner import control_token_ids, with_plain_texts
 
 
 # How likely passages answer a question, beyond the paper: middle layers of a frozen model show whether it has found an
@@ -81,8 +79,8 @@ def passages_to_read(processor) -> int | None:
 def cut_documents(processor, documents: list) -> tuple[list, list[Segment]]:
     """The passages that documents are read as, and what each is of which document: of long ones pieces, unless the
     aligner cannot tell which of them to read."""
-    longest = math.inf if passages_to_read(processor) is None else LONGEST_PASSAGE
-    return cut_long(documents, longest, CUT_PASSAGE, processor.spacy_model)
+    longest = math.inf if passages_to_read(processor) is None else processor.max_passage_tokens
+    return cut_long(documents, processor.tokenizer, longest, processor.passage_tokens, processor.spacy_model)
 
 
 # What the cosine of question and passage is worth beside the confidence, in log-odds: fitted on held-out questions.
@@ -373,7 +371,7 @@ def _copied(tokenizer, text: str) -> CopiedText:
     starts = [found.start() for found in _WORD_START.finditer(text)]
     words = [_WORD.match(text, start)[0] for start in starts] or [""]  # no tokenizer takes an empty batch
     read = tokenizer(words, add_special_tokens=False, return_offsets_mapping=True)
-    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = control_token_ids(tokenizer)
     for start, word, own, offsets in zip(starts, words, read["input_ids"], read["offset_mapping"], strict=False):
         if own and not special.intersection(own):
             after = bisect.bisect_right(ends, start + len(word))
