@@ -5,7 +5,11 @@
 The names below are imported when they are first used, so that `import arcaligner` costs nothing.
 """
 
+import sys
+import warnings
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.util import spec_from_loader
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,3 +37,28 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+class _MovedPackages(MetaPathFinder, Loader):
+    """`arcaligner.corpus` and others by their names of before, for one version: the modules are those of `apps`."""
+
+    def __init__(self):
+        self.specs = {}  # of the modules by their old names
+
+    def find_spec(self, name, path=None, target=None):
+        parts = name.split(".")
+        is_moved = parts[0] == __name__ and len(parts) > 1 and parts[1] in ("cli", "corpus", "engines", "server")
+        return spec_from_loader(name, self) if is_moved else None
+
+    def create_module(self, spec):
+        now = spec.name.replace(__name__, f"{__name__}.apps", 1)
+        warnings.warn(f"{spec.name} is now {now}; the old name will go.", FutureWarning, stacklevel=2)
+        module = import_module(now)
+        self.specs[spec.name] = module.__spec__
+        return module
+
+    def exec_module(self, module):
+        module.__spec__ = self.specs[module.__spec__.name]  # which the import system has replaced
+
+
+sys.meta_path.insert(0, _MovedPackages())  # before the finder of files, which would load a second module

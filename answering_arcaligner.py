@@ -26,9 +26,7 @@ from .segmentation_arcaligner import (
     text_of,
     title_of,
 )
-from .tokenization_arcaligner import with_plain_texts
-
-LONGEST_PASSAGE, CUT_PASSAGE = 250, 180  # words: longer documents are cut into pieces of so many
+from .tokenization_arcaligner import control_token_ids, with_plain_texts
 
 # What the cosine of question and passage is worth beside the answerability, in log-odds: fitted on held-out questions.
 SIMILARITY_WEIGHT = 10.0
@@ -139,8 +137,9 @@ class Answerer:
     def cut(self, documents: list) -> tuple[list, list[Segment]]:
         """The passages that documents are read as, and what each is of which document: pieces of long ones, unless
         passages cannot be scored to select those that are read."""
-        longest = LONGEST_PASSAGE if self.can_score else math.inf
-        return cut_long(documents, longest, CUT_PASSAGE, self.processor.spacy_model)
+        processor = self.processor
+        longest = processor.max_passage_tokens if self.can_score else math.inf
+        return cut_long(documents, processor.tokenizer, longest, processor.passage_tokens, processor.spacy_model)
 
     def selects(self, num_passages: int, max_passages: int | None = None) -> bool:
         """Whether only some of `num_passages` are read."""
@@ -460,7 +459,7 @@ def _copied(tokenizer, text: str) -> CopiedText:
     starts = [found.start() for found in _WORD_START.finditer(text)]
     words = [_WORD.match(text, start)[0] for start in starts] or [""]  # no tokenizer takes an empty batch
     read = tokenizer(words, add_special_tokens=False, return_offsets_mapping=True)
-    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = control_token_ids(tokenizer)
     for start, word, own, offsets in zip(starts, words, read["input_ids"], read["offset_mapping"], strict=False):
         if own and not special.intersection(own):
             after = bisect.bisect_right(ends, start + len(word))

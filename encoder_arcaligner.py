@@ -35,11 +35,14 @@ from .segmentation_arcaligner import (
     check_tokens_per_slot,
     documents_of,
     encoder_texts,
+    given_text,
+    in_given_text,
     run_ends,
     segment_document,
     text_of,
     tokenize_segments,
 )
+from .tokenization_arcaligner import readable
 
 logger = logging.get_logger(__name__)
 
@@ -687,7 +690,8 @@ class SlotEncoder:
         return rate
 
     def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
-        """The segments of one question's documents, in order; empty when there is nothing but white space.
+        """The segments of one question's documents, in order; empty when there is nothing but white space. They count
+        characters of what is read (`text_of`).
 
         Raises:
             `ValueError`: a document that is neither a string nor `{"title": str, "text": str}`.
@@ -753,10 +757,11 @@ class SlotEncoder:
         # All questions at once: the encoder sorts texts by length, so more of them means less padding.
         encoded = self.encode_tokens([segment for row in tokens for segment in row], rate).split(counts)
         rows = []
-        for pieces, row_tokens, embeds in zip(segments, tokens, encoded, strict=True):
+        for documents, pieces, row_tokens, embeds in zip(passages, segments, tokens, encoded, strict=True):
             words = None
             if rate != "segment" and pieces:  # several slots of a segment: each stands for a part of it
                 pieces = [piece for segment in row_tokens for piece in segment.pieces(rate)]
+            pieces = in_given_text(pieces, documents)
             pieces, dropped = pieces[:max_slots], pieces[max_slots or len(pieces) :]
             if self.context_words:
                 runs = [torch.tensor(one.word_ids[a:b]) for one in row_tokens for a, b in one.runs(rate)][:max_slots]
@@ -769,15 +774,17 @@ class SlotEncoder:
         """The number of `tokens` and `slots` and the `compression_rate`; with `has_budget` also how many segments are
         `dropped`."""
         texts = [text_of(document, number) for number, document in enumerate(documents)]
-        tokens = kept = self._count_tokens(texts)
+        tokens = kept = self.count_tokens(texts)
         if row.dropped:
             last = row.segments[-1]
-            kept = self._count_tokens([*texts[: last.document], texts[last.document][: last.end]])
+            read = readable(given_text(documents[last.document], last.document)[: last.end]).text
+            kept = self.count_tokens([*texts[: last.document], read])
         num_slots = len(row.context_embeds)
         found = {"tokens": tokens, "slots": num_slots, "compression_rate": kept / num_slots}
         return found | ({"dropped": len(row.dropped)} if has_budget else {})
 
-    def _count_tokens(self, texts: list[str]) -> int:
+    def count_tokens(self, texts: list[str]) -> int:
+        """Tokens of the backbone in some texts."""
         return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else 0
 
     def _first_slots(self, given: GivenSlots, row: int, max_slots: int | None) -> EncodedDocuments:

@@ -39,7 +39,7 @@ from .loading_arcaligner import (
     write_processor_digests,
     written_whole,
 )
-from .segmentation_arcaligner import check_sentences_per_segment, check_tokens_per_slot
+from .segmentation_arcaligner import check_num_tokens, check_sentences_per_segment, check_tokens_per_slot
 from .tokenization_arcaligner import (
     check_conversation,
     check_question,
@@ -80,6 +80,10 @@ class ArcAlignerProcessor(ProcessorMixin):
             Whether the slots' own tokens are handed to the model, as an aligner with `word_parts` needs them.
         max_prompt_length (`int`, *optional*):
             The positions that the backbone reads. Passages with more slots are refused before they are encoded.
+        max_passage_tokens (`int`, defaults to 360), passage_tokens (`int`, defaults to 256):
+            A document of more tokens than the first is cut into passages of at most the second, of which those that
+            most likely answer are read; files of a corpus are cut into such passages, too. About 250 and 180 English
+            words, which was fitted for the shipped aligner.
         passage_attention (`"joint"` or `"separate"`, defaults to `"joint"`):
             As in [`ArcAlignerConfig`]; with `"separate"` the model is told which slot belongs to which passage.
         no_answer (`str`, *optional*):
@@ -111,6 +115,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         no_answer: str | None = None,
         copy_bonus: float = 0.0,
         max_prompt_length: int | None = None,
+        max_passage_tokens: int = 360,
+        passage_tokens: int = 256,
         chat_template: str | None = None,
         encoder_dtype: str = "float32",
     ):
@@ -120,6 +126,9 @@ class ArcAlignerProcessor(ProcessorMixin):
         for name, value in (names | sizes).items():
             if not isinstance(value, str if name in names else int | None):
                 raise ValueError(f"`{name}` is {value!r}; expected {'a name' if name in names else 'a number'}.")
+        for name, value in {"max_passage_tokens": max_passage_tokens, "passage_tokens": passage_tokens}.items():
+            check_num_tokens(name, value)
+        self.max_passage_tokens, self.passage_tokens = max_passage_tokens, passage_tokens
         check_sentences_per_segment(sentences_per_segment)
         for rate in (tokens_per_slot, *(trained_tokens_per_slot or ())):
             check_tokens_per_slot(rate)

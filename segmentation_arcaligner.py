@@ -1,13 +1,14 @@
 """Passages to segments and their tokens. A segment is a sentence, half of one, or several, and becomes one slot;
 with `tokens_per_slot`, a slot is a run of a segment's tokens.
 
-spaCy finds the sentences. Offsets always count characters of the document's text, so an answer can be traced back to
-it. What an answer may copy of texts is here, too.
+spaCy finds the sentences. Documents are read as people see them (`readable`), and segments count characters of what is
+read; `in_given_text` says where these stand in the text that was given, so an answer can be traced back to it.
 """
 
 import functools
 import importlib
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Integral
@@ -15,7 +16,7 @@ from numbers import Integral
 import numpy as np
 
 from .configuration_arcaligner import is_number
-from .tokenization_arcaligner import check_text, encode_marked, mark_control_tokens
+from .tokenization_arcaligner import check_text, control_token_ids, encode_marked, mark_tokens, readable
 
 # spaCy refuses longer texts by default; its rule-based sentence splitter needs little memory for each character.
 _MAX_SPACY_CHARACTERS = 100_000_000
@@ -94,6 +95,12 @@ def check_tokens_per_slot(tokens_per_slot: int | str) -> None:
         )
 
 
+def check_num_tokens(name: str, value) -> None:
+    """Raises `ValueError`, about the setting `name`, unless it is a whole number of at least 1."""
+    if not (is_number(value, Integral) and value >= 1):
+        raise ValueError(f"`{name}` is {value!r}; expected a whole number of tokens of at least 1.")
+
+
 def documents_of(row, name: str) -> list:
     """The passages of one question as a list; a single passage is wrapped."""
     if isinstance(row, str | dict):
@@ -107,16 +114,21 @@ def documents_of(row, name: str) -> list:
 
 
 def title_of(document) -> str | None:
-    """The title of a document, if it has one; raises `ValueError` unless it is a text."""
+    """The title of a document as it is read, if it has one; raises `ValueError` unless it is a text."""
     title = document.get("title") if isinstance(document, dict) else None
     if title is not None and not isinstance(title, str):
         raise ValueError(f"A title is of type {type(title).__name__}; expected a string or none.")
     check_text(title or "", "A title")
-    return title
+    return title and readable(title).text
 
 
 def text_of(document, number: int) -> str:
-    """The text of document `number`; raises `ValueError` if it has none."""
+    """The text of document `number` as it is read; raises `ValueError` if it has none."""
+    return readable(given_text(document, number)).text
+
+
+def given_text(document, number: int) -> str:
+    """The text of document `number` as it was given; raises `ValueError` if it has none."""
     text = document.get("text") if isinstance(document, dict) else document
     if not isinstance(text, str):
         raise ValueError(
@@ -126,6 +138,19 @@ def text_of(document, number: int) -> str:
         )
     check_text(text, f"Document {number}")
     return text
+
+
+def in_given_text(segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[Segment]:
+    """Segments of what is read of documents as segments of the texts that were given."""
+    texts = [given_text(document, number) for number, document in enumerate(documents)]
+    read = list(map(readable, texts))
+    found = []
+    for segment in segments:
+        if read[segment.document].edits:
+            start, end = read[segment.document].given(segment.start, segment.end)
+            segment = Segment(segment.document, start, end, texts[segment.document][start:end])
+        found.append(segment)
+    return found
 
 
 # A word of 100 characters or 9 marks. spaCy's tokenizer takes quadratic time on some, such as "((((".
@@ -251,25 +276,126 @@ def segment_document(
     return [Segment(document, start, end, text[start:end]) for start, end in pieces]
 
 
-def _num_words(text: str) -> int:
-    return max(len(text.split()), len(text) // 10)  # the latter of long words, and of text without spaces
+# Passages: a long text in parts, measured in tokens of the backbone
+class _Gaps:
+    """Places where a text may be cut, in order: where the text before ends, and the text after starts."""
+
+    def __init__(self, ends: Sequence[int], starts: Sequence[int]):
+        self.ends, self.starts = ends, starts
+
+    def first(self, least: int, most: int) -> int | None:
+        """The start of the text after the first gap that ends the text before between `least` and `most`."""
+        number = bisect_left(self.ends, least)
+        return self.starts[number] if number < len(self.ends) and self.ends[number] <= most else None
+
+    def last(self, least: int, most: int) -> int | None:
+        """As `first`, of the last gap."""
+        number = bisect_right(self.ends, most) - 1
+        return self.starts[number] if number >= 0 and self.ends[number] >= least else None
+
+
+_PARAGRAPH, _LINE_END, _SPACES, _NO_SPACE = (
+    re.compile(pattern) for pattern in (r"\s*\n[^\S\n]*\n\s*", r"\s*\n\s*", r"\s+", r"\S")
+)
+
+
+def _gaps(pattern: re.Pattern, text: str, start: int, end: int) -> _Gaps:
+    spans = [found.span() for found in pattern.finditer(text, start, end)]
+    return _Gaps([before for before, _ in spans], [after for _, after in spans])
+
+
+def cut_text(
+    text: str, tokenizer, passage_tokens: int, *, spacy_model: str = "en", sections: Sequence[int] = ()
+) -> list[tuple[int, int]]:
+    """
+    Cuts a text into passages of nearly the same size, in whatever script, with spaces or without.
+
+    A passage ends before the section that begins when it is half full; else, where it would become too long, before a
+    paragraph, if it is half full by then, before a sentence, and inside of a sentence that is too long itself before a
+    line or a word, or between two tokens.
+
+    Args:
+        text (`str`): A text as it is read (`readable`).
+        tokenizer (`PreTrainedTokenizerFast`): The backbone's.
+        passage_tokens (`int`): The most tokens of a passage, white space at its ends aside.
+        spacy_model (`str`): As in [`segment_document`].
+        sections (`Sequence[int]`): The characters where sections begin, in order.
+
+    Returns:
+        `list[tuple[int, int]]`: First and end character of each passage. They hold the whole text.
+    """
+    ends = _tokenize_document(tokenizer, text, 0)[1].tolist()  # where each token ends
+    if len(ends) <= passage_tokens and not sections:
+        return [(0, len(text))]
+    sentences = _sentences(text, spacy_model)
+    sentence_gaps = _Gaps([end for _, end in sentences[:-1]], [start for start, _ in sentences[1:]])
+    paragraphs = _gaps(_PARAGRAPH, text, 0, len(text))
+    stop = len(text.rstrip())
+    starts = sorted({_next_character(text, start, stop) for start in sections})
+    section_gaps = _Gaps([_end_before(text, start) for start in starts], starts)
+    passages, start = [], 0
+    while True:
+        first = bisect_right(ends, _next_character(text, start, stop))  # the passage's first token
+        if first == len(ends):  # of what no tokenizer reads
+            return [*passages, (start, len(text))]
+        limit = _end_of_tokens(ends, first, passage_tokens)
+        half = _end_of_tokens(ends, first, -(-passage_tokens // 2))
+        if stop <= limit:
+            cut = section_gaps.first(half, stop)
+        else:
+            cut = section_gaps.first(half, limit) or paragraphs.last(half, limit)
+            if cut is None and (cut := sentence_gaps.last(start + 1, limit)) is not None and cut <= half:
+                after = bisect_right(ends, cut)
+                if (sentence_gaps.first(cut + 1, stop) or stop) > _end_of_tokens(ends, after, passage_tokens):
+                    cut = None  # the next sentence is cut anyway
+            for pattern in (_LINE_END, _SPACES):
+                cut = cut or _gaps(pattern, text, half, limit + 1).last(half, limit)
+            cut = cut or limit
+        if cut is None or cut >= stop:
+            return [*passages, (start, len(text))]
+        passages.append((start, cut))
+        start = cut
+
+
+def _next_character(text: str, start: int, end: int) -> int:
+    """The first character from `start` on that is no white space; `end` where there is none."""
+    found = _NO_SPACE.search(text, start, end)
+    return found.start() if found else end
+
+
+def _end_before(text: str, start: int) -> int:
+    """Where the text before `start` ends, white space aside."""
+    while start and text[start - 1].isspace():
+        start -= 1
+    return start
+
+
+def _end_of_tokens(ends: Sequence[int], first: int, count: int) -> int:
+    """Where the last character ends that `count` tokens from `first` on hold whole, at least one."""
+    last = min(first + count, len(ends)) - 1
+    end = ends[last]
+    if last + 1 < len(ends) and ends[last + 1] == end:  # a character of several tokens
+        fitting = bisect_left(ends, end, first)
+        end = ends[fitting - 1] if fitting > first else end
+    return end
 
 
 def cut_long(
-    documents: Sequence[str | dict], longest: float, most: int, spacy_model: str = "en"
+    documents: Sequence[str | dict], tokenizer, longest: float, passage_tokens: int, spacy_model: str = "en"
 ) -> tuple[list[str | dict], list[Segment]]:
-    """Passages, and what they are of documents: all or, of one with more than `longest` words, pieces of at most `most`
-    words, between sentences where one fits."""
+    """Passages, and what they are of documents: all or, of one with more than `longest` tokens, what [`cut_text`] makes
+    of it."""
     passages, pieces = [], []
     for number, document in enumerate(documents):
-        text, starts, size = text_of(document, number), [0], 0
-        cut = {"spacy_model": spacy_model, "num_reads": lambda text: -(-_num_words(text) // most)}
-        for sentence in segment_document(text, **cut) if _num_words(text) > longest else ():
-            size += (num_words := _num_words(sentence.text))
-            if size > max(most, num_words):
-                starts, size = [*starts, sentence.start], num_words
-        ends = [*starts[1:], len(text)]
-        own = [Segment(number, start, end, text[start:end]) for start, end in zip(starts, ends, strict=True)]
+        given = given_text(document, number)
+        spans = [(0, len(given))]
+        if len(given.encode()) > longest:  # no token is less than a byte
+            read = readable(given)
+            if len(_tokenize_document(tokenizer, read.text, number)[0]) > longest:
+                cuts = cut_text(read.text, tokenizer, passage_tokens, spacy_model=spacy_model)
+                starts = [0, *(read.given(start, end)[0] for start, end in cuts[1:])]
+                spans = list(zip(starts, [*starts[1:], len(given)], strict=True))
+        own = [Segment(number, start, end, given[start:end]) for start, end in spans]
         passages += [document | {"text": each.text} if isinstance(document, dict) else each.text for each in own]
         pieces += own
     return passages, pieces
@@ -315,11 +441,11 @@ def _tokenize_document(tokenizer, document: str | dict, number: int) -> tuple[np
     title = f"{title}: " if title else ""
     read = tokenizer(title + text, add_special_tokens=False, return_offsets_mapping=True)
     ids, ends = read["input_ids"], [end for _, end in read["offset_mapping"]]
-    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = control_token_ids(tokenizer)
     if special.intersection(ids):  # a document's `<|im_end|>` is text
         tokens = [tokenizer.convert_ids_to_tokens(token_id) if token_id in special else None for token_id in ids]
         read_as_text = [
-            [each] if token is None else encode_marked(tokenizer, mark_control_tokens(tokenizer, token))
+            [each] if token is None else encode_marked(tokenizer, mark_tokens(token, (token,)))
             for each, token in zip(ids, tokens, strict=True)
         ]
         ends = [end for end, each in zip(ends, read_as_text, strict=True) for _ in each]

@@ -26,8 +26,7 @@ from rich.console import Console
 from rich.progress import track
 
 from ..answering_arcaligner import MAX_NEW_TOKENS, Answerer
-from ..common.files import counted, describe_machine, markdown_table, read_json_lines, write_whole
-from ..common.passages import PASSAGE_WORDS
+from ..common.files import counted, describe_machine, markdown_table, read_numbered_lines, write_whole
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
 from ..evaluation.analyses.speed import machine_line
 from ..evaluation.answering import answer_text, load_aligner, load_text_lora
@@ -48,7 +47,7 @@ REMARKS = (
 
 def read_questions(path: Path) -> list[Row]:
     """The questions of a JSON Lines file, gzipped or not."""
-    rows = [own_row(row, index, where=f"{path}, line {index + 1}") for index, row in enumerate(read_json_lines(path))]
+    rows = [own_row(row, line - 1, where=f"{path}, line {line}") for line, row in read_numbered_lines(path)]
     found = [row for row in rows if row["question"].strip()]
     if not found:
         raise ValueError(
@@ -73,7 +72,7 @@ def find_passages(rows: list[Row], sources: list[str], processor, top_k: int) ->
     from ..apps.corpus.table import Corpus
 
     with tempfile.TemporaryDirectory() as folder:
-        corpus = Corpus.create(Path(folder, "corpus"), processor, PASSAGE_WORDS, "segment")
+        corpus = Corpus.create(Path(folder, "corpus"), processor, tokens_per_slot="segment")
         build_corpus(sources, corpus, processor)
         search = Retriever(corpus, processor)
         for row in track(alone, "Searching", console=Console(stderr=True), transient=True):

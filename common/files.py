@@ -1,6 +1,6 @@
 """What training, evaluation and benchmarks share: whole writes, digests, JSON Lines, the machine, clear errors.
 
-It imports no other module of this package, and at its top the standard library only.
+At its top it imports the standard library only, and of this package what does so, too.
 """
 
 import contextlib
@@ -8,16 +8,23 @@ import difflib
 import gzip
 import hashlib
 import importlib.util
+import io
 import json
+import logging
 import os
 import platform
 import re
 import sys
 import uuid
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from .reading import encoding_of_mark
+
+logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).parents[1]
 DEFAULT_CHECKPOINT = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
@@ -113,26 +120,69 @@ def stable_number(key: str, modulus: int) -> int:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % modulus
 
 
-def read_json_lines(path: str | Path, skip: Callable[[str], Any] | None = None) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON Lines file, gzipped or not. `skip` is told of a line that is none, and it is left out.
+MOST_BROKEN_NAMED = 10  # lines of a file
+
+
+def read_numbered_lines(
+    path: str | Path, skip: Callable[[int, str], Any] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """
+    The objects of a JSON Lines file, gzipped or not, each with the number of its line, from 1.
+
+    Empty lines and byte order marks hold nothing, wherever they stand. A file is in UTF-8, or in what a mark at its
+    beginning names.
+
+    Args:
+        path (`str` or `Path`): The file.
+        skip (`Callable`, *optional*): Is told of a line that is no JSON object, with its number and what is wrong, and
+            the line is left out. Default: a warning.
 
     Raises:
-        `ValueError`: without `skip`, a line that is not a JSON object, with its number.
+        `ValueError`: without `skip`, a file of which no line is a JSON object, but some are something else; in each
+            case a gzipped file that is broken.
     """
-    opener = gzip.open if str(path).endswith(".gz") else open
-    with opener(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError(f"it is a {type(row).__name__}")
-            except (ValueError, RecursionError) as error:  # also numbers and lists beyond Python's limits
-                what = f"{path}, line {number} is not a JSON object: {error}."
-                if skip is None:
-                    raise ValueError(what) from error
-                skip(what)
-            else:
-                yield row
+    broken: list[str] = []
+
+    def warn(number: int, what: str) -> None:
+        broken.append(what)
+        if len(broken) <= MOST_BROKEN_NAMED:
+            logger.warning("%s The line is left out.", what)
+
+    num_rows = 0
+    for number, line in enumerate(_text_lines(path), start=1):
+        try:
+            text = (line.decode("utf-8") if isinstance(line, bytes) else line).strip("\ufeff\x1e \t\r\n")
+            if not text:
+                continue
+            row = json.loads(text)
+            if not isinstance(row, dict):
+                raise ValueError(f"it is a {type(row).__name__}")
+        except (ValueError, RecursionError) as error:  # also numbers and lists beyond Python's limits
+            (skip or warn)(number, f"{path}, line {number} is not a JSON object: {error}.")
+        else:
+            num_rows += 1
+            yield number, row
+    if broken and not num_rows:
+        raise ValueError(broken[0])
+    if (others := len(broken) - MOST_BROKEN_NAMED) > 0:
+        logger.warning("%s: %s more are left out.", path, counted(others, "broken line"))
+
+
+def _text_lines(path: str | Path) -> Iterator[bytes | str]:
+    """Lines of a file, gzipped or not: bytes of UTF-8, or text where a byte order mark names another encoding."""
+    is_packed = str(path).lower().endswith(".gz")
+    with gzip.open(path, "rb") if is_packed else open(path, "rb") as file:
+        try:
+            encoding = encoding_of_mark(file.peek(4))
+            is_utf8 = encoding in (None, "utf-8-sig")
+            yield from file if is_utf8 else io.TextIOWrapper(file, encoding, errors="replace", newline="\n")
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path} is a broken gzip file: {error}.") from error
+
+
+def read_json_lines(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON Lines file without their numbers; see [`read_numbered_lines`]."""
+    return (row for _, row in read_numbered_lines(path))
 
 
 def describe_machine(device: str = "cpu") -> dict[str, Any]:

@@ -1,16 +1,16 @@
-"""Documents, and the passages that they are cut into: between sentences where it goes, with headings and pages."""
+"""Documents, and the passages that they are cut into, with their headings and pages.
 
-import re
+Where a text is cut says `cut_text` in `segmentation_arcaligner.py`, for files as for documents of a question.
+"""
+
+import functools
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .files import digest
+from ..tokenization_arcaligner import ReadableText, readable
+from .files import DEFAULT_CHECKPOINT, digest
 from .reading import LONGEST_TITLE
-
-PASSAGE_WORDS = 100  # of a passage, where nobody says otherwise
-# A word, or a part of one: text without spaces is cut as well.
-_WORD = re.compile(r"\S{1,16}")
 
 
 class Document(NamedTuple):
@@ -27,13 +27,13 @@ class Document(NamedTuple):
         return digest([self.title, self.text])
 
 
-def count_words(text: str) -> int:
-    """Words as passages count them: a long one, or text without spaces, is several.
+def tokens_of_words(words: int) -> int:
+    """Tokens of so many English words: 1.4 a word in SQuAD's held-out paragraphs. Lengths were given in words once.
 
-    >>> count_words("Ada wrote."), count_words("x" * 40)
-    (2, 3)
+    >>> tokens_of_words(100)
+    140
     """
-    return sum(1 for _ in _WORD.finditer(text))
+    return round(1.4 * words)
 
 
 def no_text(name: str) -> str:
@@ -45,36 +45,41 @@ def no_text(name: str) -> str:
     return f"{name} holds no text{'; its pages may be pictures' * name.lower().endswith('.pdf')}"
 
 
+@functools.cache
+def _default_tokenizer():
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_file=str(DEFAULT_CHECKPOINT / "tokenizer.json"))
+
+
 def cut_passages(
-    text: str, passage_words: int, spacy_model: str = "en", sections: Sequence[tuple[int, Any]] = ()
+    text: str,
+    passage_tokens: int,
+    spacy_model: str = "en",
+    sections: Sequence[tuple[int, Any]] = (),
+    tokenizer: Any = None,
 ) -> list[tuple[int, int]]:
-    """First and end character of passages of at most `passage_words` words, cut between sentences where one fits, and
-    where a section begins if the passage before it is half full.
+    """First and end character of the passages of a text, of at most `passage_tokens` tokens each; see `cut_text`.
+    `tokenizer` is by default that of the shipped checkpoint.
 
-    >>> cut_passages("One two. Three. Four five six seven.", passage_words=3)
-    [(0, 15), (16, 29), (30, 36)]
+    >>> cut_passages("One two. Three. Four five six seven.", passage_tokens=5)
+    [(0, 15), (16, 36)]
     """
-    from ..segmentation_arcaligner import segment_document
+    return [span for span, _ in _cut(readable(text), passage_tokens, spacy_model, sections, tokenizer)]
 
-    passages: list[tuple[int, int]] = []
-    room, starts = 0, [start for start, _ in sections]
-    for sentence in segment_document(text, spacy_model=spacy_model):
-        if (
-            passages
-            and room <= passage_words / 2
-            and _section(starts, sentence.start) != _section(starts, passages[-1][0])
-        ):
-            room = 0
-        words = [found.span() for found in _WORD.finditer(sentence.text)]
-        for first in range(0, len(words), passage_words):
-            piece = words[first : first + passage_words]
-            start, end = sentence.start + piece[0][0], sentence.start + piece[-1][1]
-            if len(piece) <= room:
-                passages[-1] = (passages[-1][0], end)
-                room -= len(piece)
-            else:
-                passages.append((start, end))
-                room = passage_words - len(piece)
+
+def _cut(
+    read: ReadableText, passage_tokens: int, spacy_model: str, sections: Sequence[tuple[int, Any]], tokenizer: Any
+) -> list[tuple[tuple[int, int], str]]:
+    """The passages of a text: its characters in the given text, and what is read of it."""
+    from ..segmentation_arcaligner import cut_text
+
+    starts, passages = [read.read(start) for start, _ in sections], []
+    tokenizer = _default_tokenizer() if tokenizer is None else tokenizer
+    for start, end in cut_text(read.text, tokenizer, passage_tokens, spacy_model=spacy_model, sections=starts):
+        if text := read.text[start:end].strip():
+            start = read.text.index(text, start, end)
+            passages.append((read.given(start, start + len(text)), text))
     return passages
 
 
@@ -84,26 +89,31 @@ def _section(starts: Sequence[int], character: int) -> int:
 
 
 class Passage(NamedTuple):
-    """A piece of a document: its number, its first and end character, the title that is read with it, its page."""
+    """A piece of a document: its number, its first and end character, what is read of it, the title that is read with
+    it, its page."""
 
     document: Document
     number: int
     start: int
     end: int
+    text: str
     title: str
     page: int | None
 
 
-def passages_of(documents: Iterable[Document], passage_words: int, spacy_model: str) -> list[Passage]:
-    """The passages of documents. Headings that a passage stands under are part of its title."""
+def passages_of(
+    documents: Iterable[Document], passage_tokens: int, spacy_model: str, tokenizer: Any = None
+) -> list[Passage]:
+    """The passages of documents, as [`cut_passages`] cuts them. Headings that a passage stands under are part of its
+    title."""
     passages = []
     for document in documents:
-        starts = [start for start, _ in document.sections]
-        cut = cut_passages(document.text, passage_words, spacy_model, document.sections)
-        for number, (start, end) in enumerate(cut):
+        starts, own_title = [start for start, _ in document.sections], readable(document.title).text
+        cut = _cut(readable(document.text), passage_tokens, spacy_model, document.sections, tokenizer)
+        for number, ((start, end), text) in enumerate(cut):
             place = _section(starts, start)
             name = document.sections[place][1] if place >= 0 else ""
             page = name if isinstance(name, int) else None
-            title = document.title if page else " › ".join(filter(None, (document.title, name)))[:LONGEST_TITLE]
-            passages.append(Passage(document, number, start, end, title, page))
+            title = own_title if page else " › ".join(filter(None, (own_title, name)))[:LONGEST_TITLE]
+            passages.append(Passage(document, number, start, end, text, title, page))
     return passages

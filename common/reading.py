@@ -4,21 +4,33 @@
     found.title, found.text, found.sections    # "", "Our year\n...", [(0, 1), (5120, 2)]
 
 What files hold is not trusted. HTML, PDF and DOCX are converted by a process of their own, within limits of time and
-memory, and become Markdown: scripts are dropped, nothing is run or fetched.
+memory, and become Markdown: scripts are dropped, nothing is run or fetched. Texts stay as they are in the file, so that
+characters can be counted in it; what is converted is as people see it (`readable`).
 """
 
 import codecs
 import contextlib
+import importlib.util
 import io
 import json
 import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+if __package__:
+    from ..tokenization_arcaligner import readable
+else:  # the process that converts runs this file alone
+    _spec = importlib.util.spec_from_file_location("texts", Path(__file__).parents[1] / "tokenization_arcaligner.py")
+    _texts = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(_texts)
+    readable = _texts.readable
+
 MARKDOWN = (".md", ".markdown")
+PLAIN = (".txt", ".text", ".rst", ".tex", ".log", ".adoc", "")  # the last one is no suffix
 CONVERTED = (".html", ".htm", ".pdf", ".docx")
 LARGEST_CONVERTED = 64 * 2**20  # bytes of a file
 LARGEST_UNPACKED = 256 * 2**20  # of what a DOCX says that it unpacks to
@@ -29,6 +41,19 @@ PREFERRED = ("cp1252", "cp1251")
 LONGEST_TITLE = 1000
 _HEADING = re.compile(r"(#{1,6})[ \t]+")
 _FENCE = re.compile(r"\s*(```|~~~)")
+_UNDERLINE = re.compile(r" {0,3}(=+|-{2,})[ \t]*$")
+# A line that is no heading, whatever stands below it: a list, quote, table, code, heading, rule or HTML.
+_NO_HEADING = re.compile(r"( {4}|\t)|\s*([-+*>|<#]|\d+[.)]\s|```|~~~|[-=_*\s]*$)|.*\|")
+# Metadata at the top of Markdown, as Jekyll, Hugo, Docusaurus and Obsidian write it: YAML, or TOML between "+++".
+_FRONT_MATTER = re.compile(r"\ufeff?(---|\+\+\+)[ \t]*\r?\n((?:[^\r\n]*\r?\n)*?)(?:\1|\.\.\.)[ \t]*(?:\r?\n|$)")
+_METADATA = re.compile(r"[ \t]*(#.*)?$|[\w\"'][^:=\n]*[:=](\s|$)|[ \t]+\S|-(\s|$)|[\]})]|\[[\w.]+\]")
+_META_TITLE = re.compile(
+    r"""^title\s*[:=]\s*("(?:[^"\\]|\\.)*"|'(?:[^']|'')*'|[^#|>\s].*?)\s*(?:\s#.*)?$""", re.IGNORECASE | re.MULTILINE
+)
+_BOMS = {  # the longest first
+    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig",
+}  # fmt: skip
 
 
 class FileText(NamedTuple):
@@ -61,15 +86,18 @@ def read_file(path: str | Path, data: bytes | None = None) -> FileText:
 
 
 def decode(data: bytes, path: str | Path) -> str:
-    """Text in UTF-8, or in an encoding that it is likely to have.
+    """Text in the encoding that its byte order mark names, in UTF-8, or in an encoding that it is likely to have.
 
     Raises:
         `ValueError`: what is no text.
     """
-    is_binary = b"\0" in data and not data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    if encoding := encoding_of_mark(data):
+        with contextlib.suppress(UnicodeDecodeError):
+            return data.decode(encoding)
+    is_binary = len(data) < 10 * data.count(b"\0")  # some stand in texts, such as logs of machines that crashed
     try:
         if is_binary:
-            raise UnicodeDecodeError("utf-8", data, data.index(b"\0"), len(data), "a NUL")
+            raise UnicodeDecodeError("utf-8", data, data.index(b"\0"), len(data), "NUL")
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         try:
@@ -90,30 +118,65 @@ def decode(data: bytes, path: str | Path) -> str:
         return str(best).removeprefix("\ufeff")
 
 
-def read_markdown(text: str) -> FileText:
-    """Markdown with its headings as names: the first one at the top is the title, and is not read again (spaces in
-    its place keep the characters' numbers); further ones are the names of what follows, below those they belong to.
+def encoding_of_mark(data: bytes) -> str | None:
+    """The encoding that a byte order mark at the beginning names, if there is one."""
+    return next((encoding for mark, encoding in _BOMS.items() if data.startswith(mark)), None)
 
-    >>> read_markdown("# Ships\\n\\nOf wood.\\n\\n## Sails\\n\\nOf linen.")[::2]
+
+def read_markdown(text: str) -> FileText:
+    """Markdown with its headings as names: the title of its front matter, else the first heading at the top, is the
+    title; further ones are the names of what follows, below those they belong to. Front matter and the title are not
+    read again: spaces in their place keep the characters' numbers.
+
+    >>> read_markdown("# Ships\\n\\nOf wood.\\n\\nSails\\n-----\\n\\nOf linen.")[::2]
     ('Ships', [(19, 'Sails')])
     """
-    title, sections, above, is_code, is_first, start = "", [], [], False, True, 0
-    for line in text.splitlines(keepends=True):
-        is_code ^= _FENCE.match(line) is not None
-        mark = None if is_code else _HEADING.match(line)
-        name = line[mark.end() :].strip().rstrip("#").rstrip() if mark else ""
-        end = start + len(line)
-        if not 0 < len(name) <= LONGEST_TITLE:
-            is_first &= not line.strip()
-        elif is_first and text[end:].strip():
-            title, is_first = name, False
-            mark_end = start + len(line.rstrip("\r\n"))
-            text = text[:start] + " " * (mark_end - start) + text[mark_end:]
+    title, begin = _front_matter(text)
+    text = _blank(text, 0, begin)
+    sections, above, is_first = [], [], True
+    for start, end, level, name in _headings(text):
+        is_first = is_first and not text[:start].strip()
+        if is_first and text[end:].strip() and (not title or name == title):
+            title, text, is_first = name, _blank(text, start, end), False
         else:
-            above = [each for each in above if each[0] < len(mark[1])] + [(len(mark[1]), name)]
+            above = [each for each in above if each[0] < level] + [(level, name)]
             sections.append((start, " › ".join(name for _, name in above)))
-        start = end
     return FileText(title, text, sections)
+
+
+def _front_matter(text: str) -> tuple[str, int]:
+    """The title that front matter names, or an empty one, and where the text after it begins."""
+    found = _FRONT_MATTER.match(text)
+    if not found or not all(map(_METADATA.match, found[2].splitlines())):
+        return "", 0
+    title = named[1] if (named := _META_TITLE.search(found[2])) else ""
+    if title[:1] in ("'", '"'):
+        quote = title[0]
+        title = title[1:-1].replace("''", "'") if quote == "'" else re.sub(r"\\(.)", r"\1", title[1:-1])
+    title = readable(title).text.strip()
+    return title if len(title) <= LONGEST_TITLE else "", found.end()
+
+
+def _blank(text: str, start: int, end: int) -> str:
+    return text[:start] + re.sub(r"[^\r\n]", " ", text[start:end]) + text[end:]
+
+
+def _headings(text: str) -> Iterator[tuple[int, int, int, str]]:
+    """First and end character, level and name of each heading: marked by "#", or underlined."""
+    is_code, start, before = False, 0, ""
+    lines = text.splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        is_code ^= _FENCE.match(line) is not None
+        below = lines[number + 1].rstrip("\r\n") if number + 1 < len(lines) else ""
+        level, name, length = 0, "", len(line.rstrip("\r\n"))
+        if not is_code and (mark := _HEADING.match(line)):
+            level, name = len(mark[1]), line[mark.end() :].strip().rstrip("#").rstrip()
+        elif not is_code and not before.strip() and not _NO_HEADING.match(line) and (mark := _UNDERLINE.match(below)):
+            level, name, length = 1 if mark[1][0] == "=" else 2, line.strip(), len(line) + len(below)
+        name = readable(name).text
+        if 0 < len(name) <= LONGEST_TITLE:
+            yield start, start + length, level, name
+        start, before = start + len(line), line
 
 
 def convert(data: bytes, suffix: str, path: str | Path) -> tuple[str, list[tuple[int, int]]]:
@@ -161,7 +224,7 @@ def html_to_markdown(html: bytes | str) -> str:
         each.decompose()
     settings = {"heading_style": "ATX", "strip": ["a", "img"], "table_infer_header": True}
     settings |= {"escape_asterisks": False, "escape_underscores": False}
-    text = re.sub(r"\n{3,}", "\n\n", MarkdownConverter(**settings).convert_soup(soup)).strip()
+    text = re.sub(r"\n{3,}", "\n\n", readable(MarkdownConverter(**settings).convert_soup(soup)).text).strip()
     return f"# {title}\n\n{text}" if title and not text.startswith("# ") else text
 
 
@@ -204,10 +267,9 @@ def _page_text(page: Any) -> str:
         x, y = (box["x0"] + box["x1"]) / 2, (box["top"] + box["bottom"]) / 2
         around = [each for each in tables if each[0] <= x <= each[2] and each[1] <= y <= each[3]]
         if not around:
-            text = re.sub(r"(?<=\w)-\n(?=[a-z])", "", box["text"])  # words that were parted at the end of a line
-            parts.append(" ".join(text.split()))
+            parts.append(" ".join(readable(box["text"]).text.split()))
         elif (table := tables[around[0]]) is not None:
-            cells = [[" ".join((cell or "").split()).replace("|", "\\|") for cell in row] for row in table]
+            cells = [[" ".join(readable(cell or "").text.split()).replace("|", "\\|") for cell in row] for row in table]
             rows = [f"| {' | '.join(row)} |" for row in cells]
             parts.append("\n".join([rows[0], "|" + "---|" * len(cells[0]), *rows[1:]]))
             tables[around[0]] = None  # it is written once

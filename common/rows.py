@@ -14,7 +14,7 @@ The paper's EM is non-strict: a prediction is right when it contains a gold answ
 rule first (lower case, no punctuation, no articles, single spaces). A gold answer that normalizes to nothing would be
 contained in everything, so it is dropped.
 
-Like `files.py`, which it imports, it needs the standard library only.
+Like what it imports, it needs the standard library only.
 """
 
 import os
@@ -25,7 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .files import find_path, read_json_lines
+from ..tokenization_arcaligner import readable
+from .files import find_path, read_numbered_lines
 
 ROW_FIELDS = ("id", "question", "answers", "passages")
 JSON_LINES = (".jsonl", ".jsonl.gz")
@@ -74,17 +75,19 @@ def find_file(path: str, data_dir: str) -> str:
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """Rows of a JSON Lines file in our schema, gzipped or not, with all their fields.
+    """Rows of a JSON Lines file in our schema, gzipped or not, with all their fields. A line that is no JSON object is
+    left out, with a warning.
 
     Raises:
-        `ValueError`: a line that is not a JSON object with `id`, `question`, `answers` and `passages`, or not of texts.
+        `ValueError`: an object without `id`, `question`, `answers` and `passages`, or not of texts.
     """
-    rows = list(read_json_lines(path))
-    for number, row in enumerate(rows, start=1):
+    rows = []
+    for number, row in read_numbered_lines(path):
         missing = [field for field in ROW_FIELDS if field not in row]
         if missing:
             raise ValueError(f"{path}, line {number} has no {', '.join(missing)}; a row needs {ROW_FIELDS}.")
-    return [row | own_row(row, index, where=f"{path}, line {index + 1}") for index, row in enumerate(rows)]
+        rows.append(row | own_row(row, number - 1, where=f"{path}, line {number}"))
+    return rows
 
 
 _SCHEMA = (
@@ -172,7 +175,8 @@ def token_f1(prediction: str, golds: Sequence[str]) -> float:
 
 
 def find_answer(answer: str, text: str) -> dict[str, int] | None:
-    """Where a text says an answer word for word; case, spaces and punctuation around it make no difference.
+    """Where a text says an answer word for word; case, spaces, punctuation around it and what nobody sees make no
+    difference.
 
     >>> find_answer("Ski  jumper.", "A Kazakh ski jumper since 2003.")
     {'start': 9, 'end': 19}
@@ -183,5 +187,8 @@ def find_answer(answer: str, text: str) -> dict[str, int] | None:
     # Not inside a word or a number, in scripts that have spaces between words.
     before, after = (each.isdigit() or each.lower() != each.upper() for each in (words[0][0], words[-1][-1]))
     pattern = (r"(?<!\w)" if before else "") + pattern + (r"(?!\w)" if after else "")
-    found = re.search(pattern, text, re.IGNORECASE)
-    return None if found is None else {"start": found.start(), "end": found.end()}
+    read = readable(text)
+    if (found := re.search(pattern, read.text, re.IGNORECASE)) is None:
+        return None
+    start, end = read.given(*found.span())
+    return {"start": start, "end": end}

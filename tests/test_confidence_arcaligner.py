@@ -153,10 +153,11 @@ def test_of_more_passages_the_likeliest_are_read_in_their_order(ask_apart, most)
     assert most > 1 or ask_apart(row)[0]["segments"] == record["segments"]  # by default
 
 
-def test_a_long_document_is_cut_between_sentences_and_its_likeliest_passage_is_read(ask_apart):
+def test_long_document_is_cut(ask_apart):
+    """It is read as the passages that it is cut into, between sentences, and traced to its own characters."""
     sentences = [f"Sentence {number} is about word and number {number}." for number in range(100)]
-    text = " ".join(sentences)  # 800 words
-    pieces = [" ".join(sentences[start : start + 22]) for start in range(0, 100, 22)]  # of at most 180
+    text = " ".join(sentences)  # of 28 tokens, of which 9 fit
+    pieces = [" ".join(sentences[start : start + 9]) for start in range(0, 100, 9)]
     whole, *cut = ({"title": "Numbers", "text": each} for each in (text, *pieces))
     for most in (1, 3):
         (record,) = ask_apart(QUESTION, documents=["Ada wrote it.", whole], max_passages=most)
@@ -166,21 +167,29 @@ def test_a_long_document_is_cut_between_sentences_and_its_likeliest_passage_is_r
         for each in record["segments"]:
             assert each["text"] == (text if each["document"] else "Ada wrote it.")[each["start"] : each["end"]]
         sure = expected["statistics"]["passage_confidences"]
-        told = {0: sure[0], 1: max(sure[number] for number in range(1, 6))}
+        told = {0: sure[0], 1: max(sure[number] for number in range(1, 13))}
         assert record["statistics"]["passage_confidences"] == pytest.approx(told, abs=1e-4)
 
 
-def test_text_without_sentences_is_cut_as_well(ask_apart):
+def test_text_without_sentences_is_cut(ask_apart):
+    tokenizer = ask_apart.processor.tokenizer
     for text in ("- a line of a list\n" * 120, "x" * 3000, "会議は木曜日です" * 400):
         segments = ask_apart("Who?", documents=[text])[0]["segments"]
-        assert 0 < segments[-1]["end"] - segments[0]["start"] <= 1800 < len(text)
+        read = text[segments[0]["start"] : segments[-1]["end"]]
+        assert 0 < len(tokenizer(read)["input_ids"]) <= 257
         assert all(each["text"] == text[each["start"] : each["end"]] for each in segments)
 
 
-def test_a_document_is_read_whole_up_to_250_words_and_where_nothing_can_choose(ask_apart, ask):
-    for words, pipe in ((250, ask_apart), (251, ask)):
-        (record,) = pipe("Who?", documents=["word " * (words - 6) + "word. Here is a last one."], return_slots=True)
-        assert "passage_confidences" not in record["statistics"] and len(record["segments"]) > 1
+def test_setting_says_what_is_long(ask_apart, ask, monkeypatch):
+    """A document is read whole up to the processor's `max_passage_tokens`, and where nothing can choose."""
+    text = "It was written by Ada. Nobody else read it."
+    size = len(ask.processor.tokenizer(text)["input_ids"])
+    monkeypatch.setattr(ask_apart.processor, "passage_tokens", size // 2)
+    for most, pipe, is_cut in ((size, ask_apart, False), (size - 1, ask_apart, True), (size - 1, ask, False)):
+        monkeypatch.setattr(pipe.processor, "max_passage_tokens", most)
+        (record,) = pipe("Who?", documents=[text], return_slots=True)
+        assert ("passage_confidences" in record["statistics"]) == is_cut
+        assert len(record["segments"]) > 1 or is_cut
 
 
 def test_documents_of_any_form_are_chosen_from_and_of_those_without_text_none_is_likely(ask_apart, apart):

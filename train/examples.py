@@ -39,13 +39,14 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 from tqdm.auto import tqdm
 
-from .. import encoder_arcaligner, processing_arcaligner, segmentation_arcaligner
+from .. import encoder_arcaligner, processing_arcaligner, segmentation_arcaligner, tokenization_arcaligner
 from ..common import rows
 from ..common.data_sets import hotpotqa_row
-from ..common.files import printable, read_json_lines, stable_number, write_whole
+from ..common.files import printable, read_json_lines, read_numbered_lines, stable_number, write_whole
 from ..common.rows import FILES, JSON_LINES, ROW_FIELDS, Row, find_file, id_or_number, own_row, parse_source
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, segment_document, tokenize_segments
+from ..tokenization_arcaligner import readable
 from . import distractors
 from .distractors import NearestPassages, own_passages, passage_key
 from .recipe import RecipeArguments
@@ -101,7 +102,9 @@ NAMED_ROWS = 5  # ids in a report
 # Passages to stream for each example that is wanted: a passage becomes one or several, unless it is too long or empty.
 SPARE_PASSAGES = 1.2
 # The code that decides what an example is: another version of it, comments aside, makes other blocks.
-_MODULES = (distractors, rows, encoder_arcaligner, processing_arcaligner, segmentation_arcaligner)
+_MODULES = (
+    distractors, rows, encoder_arcaligner, processing_arcaligner, segmentation_arcaligner, tokenization_arcaligner,
+)  # fmt: skip
 _FILES = (__file__, *(module.__file__ for module in _MODULES))
 _CODE = Hasher.hash([ast.dump(ast.parse(Path(file).read_bytes())) for file in _FILES])
 
@@ -224,8 +227,8 @@ def _is_own(path: str) -> bool:
 
 def _rows_of_file(path: str, version: tuple) -> Iterator[Row]:
     """Rows of our schema; `version` makes a changed file another data set."""
-    for index, row in enumerate(read_json_lines(path)):
-        yield own_row(row, index, where=f"{path}, line {index + 1}")
+    for line, row in read_numbered_lines(path):
+        yield own_row(row, line - 1, where=f"{path}, line {line}")
 
 
 def _rows_of_texts(batch: dict, indices: list[int], *, text: str, title: str | None, words: int) -> dict:
@@ -374,6 +377,7 @@ class ExampleBuilder:
 
     def _passage_tokens(self, title: str, text: str) -> list[SegmentTokens]:
         """The segments of a passage, as of document 0."""
+        title, text = readable(title).text, readable(text).text
         encoder, limit = self.processor.encoder, self.processor.encoder.tokenizer.model_max_length
 
         def num_reads(text: str) -> int:

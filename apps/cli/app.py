@@ -27,8 +27,9 @@ from rich.table import Table
 
 from ... import __version__
 from ...common.files import DEFAULT_CHECKPOINT, ROOT, counted, exit_on_user_error, printable, require_extra
-from ...common.passages import PASSAGE_WORDS, Document, Passage, count_words, no_text, passages_of
+from ...common.passages import Document, Passage, no_text, passages_of
 from ...common.rows import JSON_LINES, find_answer
+from ...tokenization_arcaligner import readable
 from . import shared
 from .corpus import corpus_app
 from .shared import (
@@ -86,17 +87,15 @@ def read_document(path: Path) -> Document:
     return document
 
 
-def cut(documents: list[Document], spacy_model: str) -> tuple[list[Passage], list[dict[str, str]]]:
+def cut(documents: list[Document], processor) -> tuple[list[Passage], list[dict[str, str]]]:
     """The passages of files, and the same as an aligner takes them: a short text is one, a longer one is cut as for a
     corpus. The pipeline cuts from the same length on, but knows neither headings nor pages."""
-    from ...answering_arcaligner import LONGEST_PASSAGE
-
     passages = []
     for document in documents:
-        if count_words(document.text) > LONGEST_PASSAGE:
-            passages += passages_of([document], PASSAGE_WORDS, spacy_model)
+        if processor.slot_encoder.count_tokens([readable(document.text).text]) > processor.max_passage_tokens:
+            passages += passages_of([document], processor.passage_tokens, processor.spacy_model, processor.tokenizer)
         else:
-            passages.append(Passage(document, 0, 0, len(document.text), document.title, None))
+            passages.append(Passage(document, 0, 0, len(document.text), document.text, document.title, None))
     if len(passages) > max(MANY_PASSAGES, len(documents)):
         raise ValueError(
             f"{documents[0].id}{' and the others are' if len(documents) > 1 else ' is'} cut into {len(passages):,} "
@@ -121,7 +120,9 @@ def source_line(source: dict[str, Any]) -> str:
     line = f"{source['document']}:{source['start']}-{source['end']}"
     line += f" {source['title']}" if source["title"] else ""
     line += f", from page {source['page']}" if source.get("page") else ""
-    if place := source.get("answer"):
+    # A corpus has what is read of a passage: places are the document's where nothing was left out.
+    is_whole = len(source.get("text", "")) in (0, source["end"] - source["start"])
+    if is_whole and (place := source.get("answer")):
         line += f", the answer at {source['start'] + place['start']}-{source['start'] + place['end']}"
     return one_line(line)
 
@@ -212,7 +213,7 @@ def answer(
         shared.silence_transformers()
         with busy("Loading the aligner and its base model"):
             loaded = LlamaCppEngine(checkpoint, base_model, gate_mode=gate_mode)
-        _, documents = cut(files, loaded.processor.spacy_model)
+        _, documents = cut(files, loaded.processor)
         if len(documents) > 1:
             messages.print(f"llama.cpp does not tell which passage answers: all {len(documents)} are read.")
         show(loaded.answer(question, documents, **settings).strip())
@@ -223,7 +224,7 @@ def answer(
         ask = shared.load_pipeline(checkpoint)
     more = {"gate_mode": gate_mode, "min_confidence": min_confidence, "max_passages": max_passages}
     settings |= {name: each for name, each in more.items() if each is not None}
-    passages, documents = cut(files, ask.processor.spacy_model)
+    passages, documents = cut(files, ask.processor)
     with busy(f"Reading {counted(len(passages), 'passage')}"):
         record = ask({"question": question, "documents": documents}, return_slots=True, **settings)[0]
     show(record["generated_text"].strip())

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ...common.files import DEFAULT_CHECKPOINT, counted
-from ...common.passages import PASSAGE_WORDS
+from ...common.passages import tokens_of_words
 from . import shared
 from .shared import Checkpoint, CorpusFolder, Dtype, TokensPerSlot, busy, messages, one_line, show
 
@@ -27,9 +27,10 @@ def build(
     ],
     folder: Annotated[Path, typer.Option("--output", help="Folder of the corpus. An existing one is updated.")],
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
-    passage_words: Annotated[
-        int | None, typer.Option(help=f"Maximum number of words per passage. Default: {PASSAGE_WORDS}.", min=1)
+    passage_tokens: Annotated[
+        int | None, typer.Option(help="Maximum number of tokens per passage. Default: the checkpoint's.", min=1)
     ] = None,
+    passage_words: Annotated[int | None, typer.Option(help="The same in English words.", min=1, hidden=True)] = None,
     tokens_per_slot: TokensPerSlot = None,
     prune: Annotated[bool, typer.Option("--prune", help="Remove documents that are in none of the sources.")] = False,
 ) -> None:
@@ -41,8 +42,13 @@ def build(
 
     for source in sources:  # before anything is loaded
         check_source(source)
+    if passage_words is not None:
+        if passage_tokens is not None:
+            raise ValueError("`--passage-words` and `--passage-tokens` say the same. Leave the first one out.")
+        passage_tokens = tokens_of_words(passage_words)
+        messages.print(f"`--passage-words` will go: `--passage-tokens {passage_tokens}` says the same.", soft_wrap=True)
     processor, is_new = shared.load_processor(checkpoint), not folder.exists()
-    corpus = Corpus.create(folder, processor, passage_words, tokens_per_slot)
+    corpus = Corpus.create(folder, processor, tokens_per_slot=tokens_per_slot, passage_tokens=passage_tokens)
     try:
         with busy("Encoding passages"):
             report = build_corpus(

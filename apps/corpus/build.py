@@ -88,7 +88,8 @@ def build_corpus(
             known = corpus.digests(document.id for document in documents)
             new = [document for document in documents if known.get(document.id) != document.digest]
             replaced = [document.id for document in new if document.id in known]
-            passages = passages_of(new, corpus.settings["passage_words"], corpus.settings["spacy_model"])
+            cut = corpus.settings["passage_tokens"], corpus.settings["spacy_model"], processor.tokenizer
+            passages = passages_of(new, *cut)
             starts = range(0, len(passages), PART_PASSAGES)
             parts = [passage_rows(passages[start : start + PART_PASSAGES], processor, corpus) for start in starts]
             if parts:
@@ -135,7 +136,7 @@ def summary(report: BuildReport, info: dict[str, Any]) -> str:
 def passage_rows(passages: list[Passage], processor, corpus: Corpus) -> pa.Table:
     """Passages with their slots, as rows of a corpus."""
     settings = corpus.settings
-    read = [[{"title": each.title, "text": each.document.text[each.start : each.end]}] for each in passages]
+    read = [[{"title": each.title, "text": each.text}] for each in passages]
     encoded = processor.slot_encoder.encode_batch(read, tokens_per_slot=settings["tokens_per_slot"])
     columns = {
         "id": [f"{each.document.id}#{each.number}" for each in passages],

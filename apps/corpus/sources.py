@@ -1,7 +1,7 @@
 """Documents of a corpus, from the sources that people have.
 
-A source is a file of text, Markdown, HTML, PDF or DOCX, a JSON Lines or Parquet file, a folder of such files, or a data
-set of the Hub. Columns are named as in `rows.py`:
+A source is a file of text (`PLAIN`), Markdown, HTML, PDF or DOCX, a JSON Lines or Parquet file, a folder of such files,
+or a data set of the Hub. Columns are named as in `rows.py`:
 
     letters/                                          every file below, by its suffix
     paragraphs.jsonl.gz                               rows of {"title", "text"}, or of our schema with `passages`
@@ -18,13 +18,13 @@ from typing import Any
 import datasets
 import pyarrow.parquet
 
-from ...common.files import digest, read_json_lines
+from ...common.files import digest, read_numbered_lines
 from ...common.passages import Document, no_text
-from ...common.reading import CONVERTED, LONGEST_TITLE, MARKDOWN, read_file
+from ...common.reading import CONVERTED, LONGEST_TITLE, MARKDOWN, PLAIN, read_file
 from ...common.rows import JSON_LINES, parse_source
 
-TEXTS = (".txt", *MARKDOWN, *CONVERTED)
-FILES = (*TEXTS, *JSON_LINES, ".parquet")
+TEXTS = (*PLAIN, *MARKDOWN, *CONVERTED)
+FILES = (*filter(None, TEXTS), *JSON_LINES, ".parquet")
 _NO_SOURCE = re.compile(r"^\.|\.lance$")  # what is hidden, and the table of a corpus that stands beside its texts
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -78,7 +78,7 @@ def _read_source(source: str, skip: Callable[..., None], home: Path) -> Iterator
     elif local.exists():
         yield from _read_file(local, _id_of(local, home), options, skip)
     else:
-        rows = datasets.load_dataset(path, options["name"], split=options["split"], streaming=True)
+        rows = enumerate(datasets.load_dataset(path, options["name"], split=options["split"], streaming=True), start=1)
         yield from _documents_of_rows(source, rows, options, skip)  # the parts of a data set count their rows alike
 
 
@@ -96,24 +96,44 @@ def _read_file(path: Path, name: str, options: dict[str, Any], skip: Callable[..
                 skip(str(error), id=name)
             else:
                 yield Document(name, *found)
-        elif path.name.endswith(JSON_LINES):
-            yield from _documents_of_rows(name, read_json_lines(path, skip), options, skip)
+        elif path.name.lower().endswith(JSON_LINES):
+            yield from _read_json_lines(path, name, options, skip)
         elif path.suffix == ".parquet":
             with pyarrow.parquet.ParquetFile(path) as file:
                 columns = [options["text"], options["title"] or "title", "id", "passages"]  # those that are there
                 rows = (row for batch in file.iter_batches(1024, columns=columns) for row in batch.to_pylist())
-                yield from _documents_of_rows(name, rows, options, skip)
+                yield from _documents_of_rows(name, enumerate(rows, start=1), options, skip)
         else:
-            skip(f"{path} has none of the suffixes {', '.join(FILES)}", may_hold_documents=False)
+            skip(f"{path} has none of the suffixes {', '.join(FILES)}, nor no suffix", may_hold_documents=False)
     except (ValueError, OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
         skip(f"{path} cannot be read: {error}")
 
 
+def _read_json_lines(path: Path, name: str, options: dict[str, Any], skip: Callable[..., None]) -> Iterator[Document]:
+    """Documents of the rows of a file. A broken line costs its own document alone, where all rows of the file are known
+    by their lines; else it may be any document."""
+    broken: list[tuple[int, str]] = []
+    num_rows = num_by_line = 0
+    try:
+        for number, row in read_numbered_lines(path, lambda number, what: broken.append((number, what))):
+            num_rows += 1
+            num_by_line += row.get("id") is None and "passages" not in row
+            yield from _documents_of_rows(name, [(number, row)], options, skip)
+    finally:
+        for number, what in broken:
+            skip(what, id=_id_of_row(name, number) if num_rows and num_by_line == num_rows else None)
+
+
+def _id_of_row(place: str, number: int) -> str:
+    return f"{place}#{number}"
+
+
 def _documents_of_rows(
-    place: str, rows: Iterable[dict[str, Any]], options: dict[str, Any], skip: Callable[..., None]
+    place: str, rows: Iterable[tuple[int, dict[str, Any]]], options: dict[str, Any], skip: Callable[..., None]
 ) -> Iterator[Document]:
-    for number, row in enumerate(rows, start=1):
-        where, text, passages = f"{place}#{number}", row.get(options["text"]), row.get("passages")
+    """Documents of rows, each with its number or line, which it is known by where it has no `id`."""
+    for number, row in rows:
+        where, text, passages = _id_of_row(place, number), row.get(options["text"]), row.get("passages")
         title, known = row.get(options["title"] or "title"), where if row.get("id") is None else str(row["id"])
         if isinstance(text, str) and isinstance(title, str | None):
             yield Document(known, title or "", text)

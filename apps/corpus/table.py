@@ -31,8 +31,8 @@ from filelock import FileLock, Timeout
 from lancedb.index import FTS, BTree, IvfSq
 
 from ...common.files import digest
-from ...common.passages import PASSAGE_WORDS
-from ...segmentation_arcaligner import Segment, SegmentTokens
+from ...common.passages import tokens_of_words
+from ...segmentation_arcaligner import Segment, SegmentTokens, check_num_tokens
 
 FORMAT = 2
 NAME = "passages"
@@ -113,6 +113,8 @@ class Corpus:
             self.table = database.open_table(NAME)
             self.settings = json.loads(self.table.schema.metadata[METADATA])
             found = self.settings["format"]
+            if (words := self.settings.pop("passage_words", None)) is not None:  # of a version that counted words
+                self.settings["passage_tokens"] = tokens_of_words(words)
         except (ValueError, LookupError, TypeError, OSError, RuntimeError) as error:
             raise ValueError(
                 f"{path} is not a corpus of ArcAligner, or a broken one: {error}. Name another folder; a broken "
@@ -128,28 +130,38 @@ class Corpus:
         processor,
         passage_words: int | None = None,
         tokens_per_slot: int | str | None = None,
+        passage_tokens: int | None = None,
     ) -> "Corpus":
         """A new, empty corpus, or an existing one that was made with the same settings.
 
         Args:
             path (`str` or `Path`): Its folder.
             processor ([`ArcAlignerProcessor`]): Makes the slots.
-            passage_words (`int`, *optional*), tokens_per_slot (`int` or `"segment"`, *optional*): Words of a passage at
-                most, and the rate. Default: those of an existing corpus, else 100 words and the processor's rate.
+            passage_words (`int`, *optional*): Deprecated; the same as `passage_tokens` in English words.
+            tokens_per_slot (`int` or `"segment"`, *optional*), passage_tokens (`int`, *optional*): The rate, and how
+                many tokens a passage has at most. Default: those of an existing corpus, else the processor's.
 
         Raises:
             `ValueError`: the folder holds a corpus with other settings, or something else.
         """
-        if passage_words is not None and passage_words < 1:
-            raise ValueError(f"`passage_words` is {passage_words}; a passage needs at least 1 word.")
+        if passage_words is not None:
+            check_num_tokens("passage_words", passage_words)
+            passage_tokens = tokens_of_words(passage_words)
+            warnings.warn(
+                f"`passage_words` will go in the next version. Pass `passage_tokens={passage_tokens}`.",
+                FutureWarning,
+                stacklevel=2,
+            )
+        if passage_tokens is not None:
+            check_num_tokens("passage_tokens", passage_tokens)
         path = Path(path)
         if not path.exists() or not any(each for each in path.iterdir() if each.name != LOCK):
             about = {"format": FORMAT, **slot_settings(processor, tokens_per_slot)}
-            about["passage_words"] = passage_words or PASSAGE_WORDS
+            about["passage_tokens"] = passage_tokens or processor.passage_tokens
             path.mkdir(parents=True, exist_ok=True)
             lancedb.connect(path).create_table(NAME, schema=table_schema(about), exist_ok=True)
         corpus = cls(path)
-        wanted = {"passage_words": passage_words, "tokens_per_slot": tokens_per_slot}
+        wanted = {"passage_tokens": passage_tokens, "tokens_per_slot": tokens_per_slot}
         corpus.check(processor, **{name: value for name, value in wanted.items() if value is not None})
         return corpus
 

@@ -195,7 +195,7 @@ async def read_body(request: Request, kind: str, most: int) -> bytes:
     return body
 
 
-def read_passages(name: str, data: bytes, passage_words: int, spacy_model: str) -> dict[str, Any]:
+def read_passages(name: str, data: bytes, passage_tokens: int, processor) -> dict[str, Any]:
     """The passages of a file, as a corpus would cut it. They are not kept; `name` is data, never a path, but its suffix
     says how `data` is read.
 
@@ -208,8 +208,9 @@ def read_passages(name: str, data: bytes, passage_words: int, spacy_model: str) 
     title, text = (each.encode("utf-8", "replace").decode() for each in (title, text))  # a PDF may have halves
     if not text.strip():
         raise ValueError(f"{no_text(name)}.")
-    found = passages_of([Document(name, title, text[:MAX_CHARACTERS], sections)], passage_words, spacy_model)
-    passages = [{"title": each.title, "text": text[each.start : each.end], "page": each.page} for each in found]
+    document = Document(name, title, text[:MAX_CHARACTERS], sections)
+    found = passages_of([document], passage_tokens, processor.spacy_model, processor.tokenizer)
+    passages = [{"title": each.title, "text": each.text, "page": each.page} for each in found]
     return {"name": name, "passages": passages, "characters": len(text), "read": min(len(text), MAX_CHARACTERS)}
 
 
@@ -338,9 +339,10 @@ class Routes:
             raise BusyError("Too many files are being read. Try again later.")
         async with self.files:
             corpus = self.engine.retriever and self.engine.retriever.corpus
-            words = 100 if corpus is None else corpus.settings["passage_words"]
+            processor = self.engine.processor
+            most = processor.passage_tokens if corpus is None else corpus.settings["passage_tokens"]
             data = await read_body(request, "application/octet-stream", MAX_FILE_BYTES)
-            return await asyncio.to_thread(read_passages, name, data, words, self.engine.processor.spacy_model)
+            return await asyncio.to_thread(read_passages, name, data, most, processor)
 
     async def health(self) -> dict[str, Any]:
         return {"status": "ok", "model": self.settings.model, "corpus": self.engine.retriever is not None}

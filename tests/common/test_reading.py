@@ -81,10 +81,74 @@ def test_headings_are_the_names_of_what_follows_and_code_is_no_heading():
 
 
 @pytest.mark.parametrize(
+    ("matter", "title"),
+    [
+        ("---\ntitle: Ships\ntags: [wood, sea]\ndraft: false\n---\n", "Ships"),
+        ("---\r\ntitle: 'Anna''s ship'  # the first\r\ntags:\r\n  - wood\r\n- sea\r\n---\r\n", "Anna's ship"),
+        ('+++\ntitle = "Ships \\"A\\""\n[params]\nweight = 3\n+++\n', 'Ships "A"'),
+        ("---\nsubtitle: No\n...\n", "Oars"),  # then the first heading is the title
+        ("---\n---\n", "Oars"),
+    ],
+)
+def test_front_matter_is_no_text(matter, title):
+    """Its title is the title, and characters keep their numbers."""
+    text = matter + "\n# Oars\n\nOf oak.\n"
+    found = read_markdown(text)
+    assert found.title == title and len(found.text) == len(text)
+    assert found.text.split() == ("Of oak." if title == "Oars" else "# Oars Of oak.").split()
+    assert found.text.index("Of oak.") == text.index("Of oak.")
+
+
+def test_title_that_is_also_a_heading_is_read_once():
+    found = read_markdown("---\ntitle: Ships\n---\n\n# Ships\n\nOf wood.\n\n## Sails\n\nOf linen.\n")
+    assert found.title == "Ships" and found.text.split() == "Of wood. ## Sails Of linen.".split()
+    assert [name for _, name in found.sections] == ["Sails"]
+
+
+@pytest.mark.parametrize(
+    "text", ["---\nIt was written.\n---\nEnd.", "---\ntitle: Never closed\n\nText.", "--- x\na: b\n---\n"]
+)
+def test_rules_are_no_front_matter(text):
+    assert read_markdown(text).text.split() == text.split()
+
+
+def test_underlined_headings_are_headings():
+    found = read_markdown("Ships\n=====\n\nOf wood.\n\nSails\n---\nLinen.\n\n### Main\n\nBig.\n\nOars\n----\n\nOak.")
+    assert found.title == "Ships" and [name for _, name in found.sections] == ["Sails", "Sails › Main", "Oars"]
+    assert "Ships" not in found.text and "===" not in found.text
+    for text in (
+        "One\ntwo\n---\n",
+        "- one\n---\n",
+        "| a |\n|---|\n",
+        "A\n\n---\n\nB",
+        "```\nA\n===\n```\n",
+        "> q\n---",
+    ):
+        assert read_markdown(text) == ("", text, [])
+
+
+@pytest.mark.parametrize("name", ["a.rst", "a.tex", "a.log", "a.adoc", "README", "a.txt"])
+def test_texts_of_any_name_are_read(name):
+    """They stay as they are, control characters included, so that places can be counted in them."""
+    text = "writ\u00ad\nten\0 at \x1b[1mnight\x1b[0m, in a long line of a log"
+    assert read_file(name, text.encode()) == ("", text, [])
+    with pytest.raises(ValueError, match="is not UTF-8 text"):
+        read_file(name, b"\x7fELF\2\1\1" + bytes(100))
+
+
+def test_what_is_converted_is_readable():
+    html = "<title>Inter&shy;national</title><h2>La&shy;w</h2><p>The o\ufb03ce&nbsp;wro&#8203;te caf&eacute;, e\u0301."
+    found = read_file("a.html", html.encode())
+    assert (found.title, found.sections[0][1]) == ("International", "Law")
+    assert "The office wrote caf\u00e9, \u00e9." in found.text
+
+
+@pytest.mark.parametrize(
     ("encoding", "text"),
     [
         ("utf-8-sig", "Straße"),
         ("utf-16", "Straße 東京"),
+        ("utf-32", "Straße 東京"),
         ("latin-1", "Café"),
         ("cp1252", "L’été dernier, à Paris, nous avons mangé des crêpes."),
         ("cp1250", "Zażółć gęślą jaźń. Łódź jest miastem w Polsce."),

@@ -93,7 +93,7 @@ def main() -> None:
             text = passage if isinstance(passage, str) else f"# {passage['title']}\n\n{passage['text']}"
             (letters / f"{number}.{'txt' if isinstance(passage, str) else 'md'}").write_text(text, encoding="utf-8")
         loaded = load_tiny("separate")
-        corpus = Corpus.create(SAVED / "corpus", loaded.processor, passage_words=12)
+        corpus = Corpus.create(SAVED / "corpus", loaded.processor, passage_tokens=17)
         build_corpus([str(letters)], corpus, loaded.processor)
         shutil.rmtree(letters)
         read_corpus(corpus, loaded.model, loaded.processor)

@@ -105,9 +105,9 @@ LONG = "One two three four five six seven eight nine ten. "
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_long_file_is_cut_and_the_likeliest_passages_are_read_and_named(answer, chooser, tmp_path, number):
-    (path := tmp_path / "long.md").write_text(f"# Numbers\n\n{20 * LONG}\n\n## Letters\n\n{25 * LONG}")
+    (path := tmp_path / "long.md").write_text(f"# Numbers\n\n{12 * LONG}\n\n## Letters\n\n{15 * LONG}")
     code, out, err = answer(path, options=[] if number == 1 else ["--max-passages", number])  # one is the default
-    passages, documents = cli.cut([cli.read_document(path)], "en")
+    passages, documents = cli.cut([cli.read_document(path)], chooser.processor)
     assert [each.title for each in passages] == ["Numbers"] * 2 + ["Numbers › Letters"] * 3
     record = chooser({"question": QUESTION, "documents": documents}, return_slots=True, max_passages=number)[0]
     read = sorted({each["document"] for each in record["segments"]})
@@ -139,7 +139,7 @@ def test_a_checkpoint_that_is_nowhere_is_asked_for_once_and_not_for_long(run_cli
 
 def test_mistakes_end_in_one_clear_line(answer, base_model_dir, document, tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "MANY_PASSAGES", 4)
-    texts = {"binary": b"\0\1\2 \xff", "empty": b" \n", "long": 41 * LONG.encode(), "one_word": b"x" * 16 * 401}
+    texts = {"binary": b"\0\1\2 \xff", "empty": b" \n", "long": 25 * LONG.encode(), "one_word": b"x" * (4 * 256 + 1)}
     paths = {name: tmp_path / f"{name}.txt" for name in texts}
     for name, path in paths.items():
         path.write_bytes(texts[name])

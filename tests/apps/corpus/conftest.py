@@ -42,4 +42,4 @@ def make_corpus(tmp_path, processor):
 @pytest.fixture
 def corpus(letters, make_corpus):
     """The corpus of `letters`."""
-    return make_corpus(letters, passage_words=16)
+    return make_corpus(letters, passage_tokens=36)

@@ -9,8 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from conftest import new_processor
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pdf_files import line, pdf
 from training_rows import write_rows
 
@@ -19,26 +17,12 @@ from arcaligner.apps.corpus.build import build_corpus, passage_rows
 from arcaligner.apps.corpus.retrieve import Retriever
 from arcaligner.apps.corpus.sources import read_documents
 from arcaligner.apps.corpus.table import METADATA, Corpus
-from arcaligner.common.passages import cut_passages, passages_of
+from arcaligner.common.passages import passages_of
+from arcaligner.tokenization_arcaligner import readable
 
 
 def rows_of(corpus):
     return corpus.table.search().to_arrow().sort_by("id")
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.text("ab .!?\n\u00e9\U0001f600", max_size=120), st.integers(1, 9))
-def test_passages_hold_all_words_in_order_and_none_is_too_long(text, passage_words):
-    spans = cut_passages(text, passage_words)
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
-    assert "".join("".join(text[a:b].split()) for a, b in spans) == "".join(text.split())
-    assert all(len(text[a:b].split()) <= passage_words for a, b in spans)
-
-
-def test_sentences_stay_whole_where_they_fit_and_one_long_word_is_cut():
-    assert cut_passages("Ada wrote. Bob read it. Yes.", 4) == [(0, 10), (11, 28)]
-    spans = cut_passages("x" * 1000, 10)
-    assert spans[0] == (0, 160) and spans[-1] == (960, 1000)
 
 
 def test_the_heading_of_a_markdown_file_is_its_title_and_not_read_again(tmp_path):
@@ -73,12 +57,12 @@ def test_a_large_document_is_encoded_in_parts_and_written_in_one_step(
 ):
     monkeypatch.setattr(build, "PART_PASSAGES", 3)
     (source := tmp_path / "long.txt").write_text(before)
-    corpus = make_corpus(*[source] * bool(before), passage_words=6)
+    corpus = make_corpus(*[source] * bool(before), passage_tokens=24)
     version, told = corpus.table.version, []
     source.write_text(" ".join(f"Sentence {number} stands here." for number in range(11)))
     build_corpus([str(source)], corpus, processor, on_batch=lambda report: told.append(corpus.table.version))
     assert told == [version + 1]
-    passages = passages_of(read_documents([str(source)], pytest.fail, tmp_path), 6, "en")
+    passages = passages_of(read_documents([str(source)], pytest.fail, tmp_path), 24, "en", processor.tokenizer)
     expected = passage_rows(passages, processor, corpus)
     assert len(corpus) == 11 and rows_of(corpus).equals(expected.sort_by("id").select(rows_of(corpus).column_names))
 
@@ -86,7 +70,7 @@ def test_a_large_document_is_encoded_in_parts_and_written_in_one_step(
 def test_passages_have_the_page_or_heading_that_they_stand_under(tmp_path, processor, make_corpus):
     (tmp_path / "a.md").write_text("# Ships\n\nOf oak and of pine.\n\n## Sails\n\nLinen sails here.\n\n## Oars\n\nOak.")
     (tmp_path / "b.pdf").write_bytes(pdf(line(50, 700, "Anna brings the cake."), line(50, 700, "Bob came late.")))
-    corpus = make_corpus(tmp_path / "a.md", tmp_path / "b.pdf", passage_words=5)
+    corpus = make_corpus(tmp_path / "a.md", tmp_path / "b.pdf", passage_tokens=24)
     rows = [(row["title"], row["page"], row["text"]) for row in rows_of(corpus).to_pylist()]
     assert rows == [
         ("Ships", None, "Of oak and of pine."),
@@ -136,6 +120,68 @@ def test_prune_removes_what_is_in_no_source_and_keeps_what_may_be_in_one_that_ca
     assert build_corpus([str(letters), str(more)], corpus, processor, prune=prune).removed == 0
     assert corpus.documents() >= known | {"more.txt"}
     assert ("no document was removed, since 1 sources or rows could not be read" in caplog.text) == prune
+
+
+def test_empty_and_broken_lines_cost_no_other(make_corpus, processor, tmp_path):
+    """Rows are known by their lines: what is deleted goes, what stands in a line that breaks stays."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(
+        b'\xef\xbb\xbf{"text": "Ships sail."}\n\n{"text": "The password is hunter2."}\n{"text": "Oars."}\n'
+    )
+    corpus = make_corpus(rows)
+    assert corpus.documents() == {f"rows.jsonl#{line}" for line in (1, 3, 4)}
+    rows.write_text('{"text": "Ships sail."}\n\n\n{"text": "Oa\n\n')
+    report = build_corpus([str(rows)], corpus, processor, prune=True)
+    assert (report.removed, len(report.skipped)) == (1, 1) and "line 4 is not a JSON object" in report.skipped[0]
+    assert corpus.documents() == {f"rows.jsonl#{line}" for line in (1, 4)}
+    rows.write_text('{"text": "Ships sail.", "id": "a"}\n{"text": "Oa\n')  # whose id nobody knows
+    assert build_corpus([str(rows)], corpus, processor, prune=True).removed == 0
+
+
+def test_unseen_characters_change_no_row(make_corpus, tmp_path):
+    """Passages hold what people see, in the places of the file."""
+    clean = "The office wrote it.\nAda read it aloud in Oslo. " * 3
+    unclean = clean.replace("office", "o\ufb03ce").replace("wrote", "wro\u00adte").replace("aloud", "alo-\nud")
+    made = []
+    for number, text in enumerate((clean, unclean)):
+        (folder := tmp_path / str(number)).mkdir()
+        (folder / "a.txt").write_text(text)
+        made.append(rows_of(make_corpus(folder / "a.txt", name=f"corpus{number}", passage_tokens=40)).to_pylist())
+    own = ("start", "end", "document", "digest", "id")
+    expected, found = ([{k: v for k, v in row.items() if k not in own} for row in rows] for rows in made)
+    assert found == expected and len(found) > 1
+    assert [readable(unclean[row["start"] : row["end"]]).text for row in made[1]] == [row["text"] for row in made[0]]
+
+
+def test_texts_without_a_known_suffix_are_read(tmp_path):
+    texts = {
+        "a.rst": "One.",
+        "b.tex": "Two.",
+        "c.log": "Three.",
+        "d.adoc": "Four.",
+        "LICENSE": "Five.",
+        "e.TXT": "Six.",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "program").write_bytes(b"\x7fELF" + bytes(99))
+    (tmp_path / "e.cfg").write_text("no")
+    told = []
+    found = read_documents([str(tmp_path)], lambda what, **known: told.append((what, known)), tmp_path)
+    assert {each.id: each.text for each in found} == texts
+    assert len(told) == 2 and "e.cfg has none of the suffixes" in told[0][0] and told[1][1] == {"id": "program"}
+
+
+def test_corpus_that_counted_words_is_continued(corpus, letters, processor):
+    """One of a version before, and the old name of the argument."""
+    settings = {name: value for name, value in corpus.settings.items() if name != "passage_tokens"}
+    metadata = {METADATA: json.dumps(settings | {"passage_words": 26}).encode()}
+    old = corpus.path.parent / "old"
+    lancedb.connect(old).create_table("passages", schema=corpus.table.schema.with_metadata(metadata))
+    assert Corpus(old).settings == corpus.settings
+    with pytest.warns(FutureWarning, match="Pass `passage_tokens=36`"):
+        assert build_corpus([str(letters)], Corpus.create(old, processor, passage_words=26), processor).added == 2
+    assert rows_of(Corpus(old)).equals(rows_of(corpus))
 
 
 def test_parts_of_a_data_set_are_read_once_and_have_their_own_ids(make_corpus, processor, monkeypatch):
@@ -237,7 +283,7 @@ def test_sources_that_give_no_document_are_refused(tmp_path, make_corpus, monkey
 @pytest.mark.parametrize(
     ("own", "settings", "message"),
     [
-        ({"passage_words": 17}, {}, "`passage_words` 16; expected 17"),
+        ({"passage_tokens": 37}, {}, "`passage_tokens` 36; expected 37"),
         ({"tokens_per_slot": 4}, {}, "`tokens_per_slot` 'segment'; expected 4"),
         ({}, {"sentences_per_segment": 2}, "`sentences_per_segment` 1; expected 2"),
         ({}, {"spacy_model": "de"}, "`spacy_model` 'en'; expected 'de'"),
@@ -277,8 +323,8 @@ def test_what_is_no_corpus_and_a_second_writer_are_refused(corpus, make_corpus, 
             Corpus.create(folder, processor)
     with corpus.writing(), pytest.raises(ValueError, match="Another process writes"):
         make_corpus(letters)
-    with pytest.raises(ValueError, match="`passage_words` is 0"):
-        make_corpus(passage_words=0)
+    with pytest.raises(ValueError, match="`passage_tokens` is 0"):
+        make_corpus(passage_tokens=0)
 
 
 def test_a_disk_that_fills_up_and_a_broken_file_end_in_a_clear_error(corpus, letters, processor, monkeypatch):

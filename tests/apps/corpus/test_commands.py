@@ -16,7 +16,7 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "corpus.md"
 def test_from_a_folder_to_an_answer(run_cli, letters, checkpoint_dir, tmp_path, model, processor, monkeypatch):
     (letters / "binary.txt").write_bytes(b"\0\xff")
     folder, aligner = tmp_path / "corpus", ("--checkpoint", checkpoint_dir)
-    options = ("--passage-words", 16, *aligner)
+    options = ("--passage-tokens", 36, *aligner)
     code, out, err = run_cli("corpus", "build", letters, "--output", folder, *options)
     assert code == 0 and "2 documents added, 0 replaced, 0 removed, 0 unchanged, 1 skipped." in out
     assert "binary.txt is not UTF-8 text" in err and "Loading weights" not in err
@@ -51,7 +51,7 @@ def test_from_a_folder_to_an_answer(run_cli, letters, checkpoint_dir, tmp_path, 
 
     code, _, _ = run_cli("corpus", "remove", "letters/new\nline.txt", "--corpus", folder)
     code, out, _ = run_cli("corpus", "info", "--corpus", folder)
-    assert code == 0 and {"documents: 2", "passage_words: 16", "tokens_per_slot: segment"} <= {*out.splitlines()}
+    assert code == 0 and {"documents: 2", "passage_tokens: 36", "tokens_per_slot: segment"} <= {*out.splitlines()}
 
 
 def test_mistakes_end_in_one_clear_line(run_cli, letters, corpus, checkpoint_dir, tmp_path):
@@ -59,7 +59,8 @@ def test_mistakes_end_in_one_clear_line(run_cli, letters, corpus, checkpoint_dir
     aligner = ("--checkpoint", checkpoint_dir)
     existing, new = (("--output", folder, *aligner) for folder in (corpus.path, tmp_path / "new"))
     for arguments, message in (
-        (("corpus", "build", letters, "--passage-words", 9, *existing), "`passage_words` 16; expected 9"),
+        (("corpus", "build", letters, "--passage-tokens", 9, *existing), "`passage_tokens` 36; expected 9"),
+        (("corpus", "build", letters, "--passage-words", 9, *existing), "`passage_tokens` 36; expected 13"),
         (("corpus", "build", letters, "typo/", *existing), "There is no file or folder typo/."),
         (("corpus", "build", empty, *new), "There is no document in"),
         (("corpus", "build", "no/where", *new), "reach 'no/where' on the Hub"),

@@ -18,7 +18,7 @@ def test_passages_come_with_the_slots_that_encoding_them_gives(
     rate, has_words, letters, make_corpus, base_model_dir, encoder_dir, monkeypatch
 ):
     reader = new_processor(base_model_dir, encoder_dir, context_words=has_words)
-    corpus, question = make_corpus(letters, by=reader, passage_words=16, tokens_per_slot=rate), "Who is a ski jumper?"
+    corpus, question = make_corpus(letters, by=reader, passage_tokens=36, tokens_per_slot=rate), "Who is a ski jumper?"
     reader.tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=3)  # how a call pads does not matter
     retriever = Retriever(corpus, reader)
     with monkeypatch.context() as patched:

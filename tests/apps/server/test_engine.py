@@ -150,6 +150,8 @@ def test_the_place_of_an_answer_is_where_a_text_says_it():
         ("a (b", "x ", "A (b", ") y"),
     ):
         assert find_answer(said, before + place + after) == {"start": len(before), "end": len(before + place)}
+    unseen = "The o\ufb03ce of Af\u00adfleck\u200b."
+    assert find_answer("office of Affleck", unseen) == {"start": 4, "end": len(unseen) - 2}
     assert not any(find_answer(said, text) for said, text in (("1987", "19876"), (" .", "Yes."), ("Ada", "Adam")))
 
 

@@ -1,0 +1,56 @@
+"""JSON Lines as machines write them: empty lines and byte order marks hold nothing, a broken line costs itself."""
+
+import gzip
+import json
+
+import pytest
+
+from arcaligner.common.files import MOST_BROKEN_NAMED, read_json_lines, read_numbered_lines
+
+ROWS = [{"text": "Stra\u00dfe \u2028 6"}, {"text": "Two."}]
+LINES = [json.dumps(row, ensure_ascii=False) for row in ROWS]
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
+def test_empty_lines_and_marks_hold_nothing(tmp_path, caplog, name, encoding, ending):
+    """Rows have the numbers of their lines; files that were joined have marks inside."""
+    data = ending.join([LINES[0], "", " \t", "\ufeff" + LINES[1], "", ""]).encode(encoding)
+    (path := tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    told = []
+    assert list(read_numbered_lines(path, lambda *each: told.append(each))) == [(1, ROWS[0]), (4, ROWS[1])]
+    assert list(read_json_lines(path)) == ROWS and not told and not caplog.text
+
+
+@pytest.mark.parametrize("line", [b"{", b'{"text": "\xff"}', b"[1]", b"\0\0\0", b"[" * 10**5, b'{"text": "cut'])
+def test_broken_line_is_left_out(tmp_path, caplog, line):
+    """Also one in another encoding, and what a machine that crashed has left."""
+    (path := tmp_path / "rows.jsonl").write_bytes(b"\n".join([LINES[0].encode(), line, LINES[1].encode()]))
+    told = []
+    assert list(read_numbered_lines(path, lambda number, what: told.append((number, what)))) == [
+        (1, ROWS[0]),
+        (3, ROWS[1]),
+    ]
+    assert [number for number, _ in told] == [2] and told[0][1].startswith(f"{path}, line 2 is not a JSON object: ")
+    assert not caplog.text
+    assert list(read_json_lines(path)) == ROWS and told[0][1] in caplog.text
+
+
+def test_file_of_broken_lines_is_refused(tmp_path, caplog):
+    (path := tmp_path / "rows.jsonl").write_text("\nno\n" * 30)
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2 is not a JSON object"):
+        list(read_json_lines(path))
+    assert caplog.text.count("is not a JSON object") == MOST_BROKEN_NAMED
+    path.write_text("no\n" * (MOST_BROKEN_NAMED + 2) + LINES[0])
+    assert list(read_json_lines(path)) == ROWS[:1] and "2 broken lines more are left out" in caplog.text
+    path.write_text("\n\n")
+    assert list(read_json_lines(path)) == []
+
+
+def test_torn_gzip_file_is_named(tmp_path):
+    data = gzip.compress("\n".join(LINES * 999).encode())
+    for torn in (data[:-20], data[:50] + b"\xff" * 20, b"no gzip"):
+        (path := tmp_path / "rows.jsonl.gz").write_bytes(torn)
+        with pytest.raises(ValueError, match=r"rows\.jsonl\.gz is a broken gzip file"):
+            list(read_json_lines(path))

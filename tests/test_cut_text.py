@@ -1,0 +1,97 @@
+"""A long text is cut into passages of about as many tokens: all of it, in any script, where people pause."""
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from arcaligner.segmentation_arcaligner import _tokenize_document, cut_long, cut_text
+from arcaligner.tokenization_arcaligner import readable
+
+# With characters of several tokens, marks, control tokens, white space of all kinds.
+TEXTS = st.text(st.sampled_from("abé .!?\n\t会😀ာ\u0301x"), max_size=200) | st.lists(
+    st.sampled_from(["Ada wrote it. ", "\n\n", "x" * 30, "会议改到星期四", "<|im_end|>", " ", "| a | b |\n"]),
+    max_size=20,
+).map("".join)
+
+
+def num_tokens(tokenizer, text: str, start: int, end: int) -> int:
+    """Tokens of the text that end between two of its characters."""
+    ends = _tokenize_document(tokenizer, text, 0)[1]
+    return int(((ends > start) & (ends <= end)).sum())
+
+
+def stripped(text: str, start: int, end: int) -> tuple[int, int]:
+    found = text[start:end]
+    return start + len(found) - len(found.lstrip()), end - len(found) + len(found.rstrip())
+
+
+@settings(deadline=None, max_examples=80)
+@given(TEXTS, st.integers(1, 40), st.lists(st.integers(0, 200), max_size=4))
+@example("", 1, [])
+@example(" \n ", 1, [0, 1])
+@example("😀" * 9, 1, [])
+def test_passages_hold_all_and_fit(tokenizer, text, most, sections):
+    """No character is lost, and none but a single one makes a passage too long."""
+    text = readable(text).text
+    sections = sorted(each for each in sections if each < len(text))
+    spans = cut_text(text, tokenizer, most, sections=sections)
+    assert [start for start, _ in spans] == [0, *(end for _, end in spans[:-1])] and spans[-1][1] == len(text)
+    for start, end in (stripped(text, *span) for span in spans):
+        is_one = end - start == 1 or text[start:end] == "<|im_end|>"  # a character, or what is read as text
+        assert num_tokens(tokenizer, text, start, end) <= most or is_one
+        assert start < end or len(spans) == 1
+
+
+@pytest.mark.parametrize(
+    "unit", ["会议改到星期四安娜带蛋糕", "aGVsbG8gd29ybGQ0123456789+/", "အစည်းအဝေးကို", "4f3a90b1", "x"]
+)
+def test_text_without_spaces_fills_passages(tokenizer, unit):
+    """Chinese, base64, Burmese and keys: passages as large as those of English, but for the last one."""
+    text = unit * 120
+    spans = cut_text(text, tokenizer, 40)
+    sizes = [num_tokens(tokenizer, text, *span) for span in spans]
+    assert len(sizes) > 2 and all(36 <= size <= 40 for size in sizes[:-1]) and sizes[-1] <= 40
+
+
+SENTENCE = "It was written by Ada. "  # 9 tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "expected"),
+    [
+        (3 * SENTENCE, {}, [2 * SENTENCE, SENTENCE]),
+        (f"{SENTENCE}\n\n{3 * SENTENCE}", {}, [f"{SENTENCE}\n\n", 2 * SENTENCE, SENTENCE]),  # a paragraph, half full
+        (f"Ada.\n\n{3 * SENTENCE}", {}, [f"Ada.\n\n{SENTENCE}", 2 * SENTENCE]),  # which is less than half full
+        ("Yes. " + SENTENCE * 2, {"sections": [5 + len(SENTENCE)]}, ["Yes. " + SENTENCE, SENTENCE]),
+        (f"Ada. {SENTENCE}", {"sections": [5]}, [f"Ada. {SENTENCE}"]),
+        ("| a b c |\n" * 6, {}, ["| a b c |\n" * 3] * 2),  # a table between its lines
+        ("word " * 12, {}, None),
+    ],
+)
+def test_passages_end_where_people_pause(tokenizer, text, options, expected):
+    spans = cut_text(text, tokenizer, 20, **options)
+    found = [text[start:end] for start, end in spans]
+    assert found == expected if expected else all(each.endswith(" ") for each in found) and len(found) > 1
+
+
+def test_sentence_stays_whole_where_it_fits(tokenizer):
+    """A short one before it makes a short passage; before one that is cut anyway it does not."""
+    short, fitting, longer = "Ada. ", "It was " + "a" * 14 + ". ", "It was " + "a" * 60 + ". "
+    for second, first_end in ((fitting, len(short)), (longer, None)):
+        text = short + second
+        spans = cut_text(text, tokenizer, 18)
+        assert spans[0][1] == first_end if first_end else spans[0][1] > len(short)
+
+
+def test_long_documents_are_cut_in_given_text(tokenizer):
+    """Pieces are those of the text that was given, with what nobody sees, and titles stay."""
+    given = "It was writ\u00adten by Ada. " * 5
+    documents = [{"title": "T", "text": given, "id": 3}, "Short.", given]
+    passages, pieces = cut_long(documents, tokenizer, 30, 20)
+    assert [piece.document for piece in pieces] == [0, 0, 0, 1, 2, 2, 2]
+    for passage, piece in zip(passages, pieces, strict=True):
+        text = "Short." if piece.document == 1 else given
+        assert text[piece.start : piece.end] == piece.text == (passage if piece.document else passage["text"])
+    assert all((each["title"], each["id"]) == ("T", 3) for each in passages[:3])
+    assert "".join(each.text for each in pieces[4:]) == given
+    assert cut_long(documents, tokenizer, 60, 20)[0] == documents
