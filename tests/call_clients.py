@@ -8,7 +8,7 @@ import warnings
 
 QUESTION = "What sport does he play?"
 DOCUMENTS = ["Radik Zhaparov is a Kazakh ski jumper. He has competed since 2003."]
-EXTRAS = ({"documents": DOCUMENTS}, {"top_k": 1})
+EXTRAS = ({"documents": DOCUMENTS}, {"num_passages": 1})
 MAX_TOKENS = 8
 
 

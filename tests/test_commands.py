@@ -31,6 +31,7 @@ SHORTER = {
     "python -m arcaligner.benchmarks.shape": "--shape tiny --device cpu --passages 1 --seconds 20",
     "python -m arcaligner.benchmarks.kept": "--sizes 1 --tokens-per-slot 2 --seconds 1",
     "arcaligner compare": "--tokens-per-slot 2 -n 2",
+    "python -m arcaligner.benchmarks.serving": "--requests 4 --clients 2",
 }
 # Commands that are not run here, by what stands in them.
 NOT_HERE = {
@@ -109,18 +110,23 @@ def test_a_command_of_the_documents_runs(command, start):
 @pytest.mark.load
 @pytest.mark.default_backbone
 def test_the_server_of_the_documents_answers_what_they_ask(start):
-    """`serve` and `curl`, at a port that is free."""
+    """`serve`, `curl` and the load generator, at a port that is free."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    (curl,), serve = ([each for each in COMMANDS if part in each] for part in ("curl", "arcaligner serve"))
-    assert len(serve) == 2
+    parts = ("curl", "arcaligner serve", "benchmarks.serving")
+    (curl,), serve, loads = ([each for each in COMMANDS if part in each] for part in parts)
+    assert len(serve) == len(loads) == 2
     for command in serve:
         server = start(f"exec {command} --port {port}")
         try:
             next(line for line in server.stdout if f"http://127.0.0.1:{port}" in line)
             code, said = end_of(start(f"{curl.replace(':8000', f':{port}')} --fail --silent --show-error"))
             assert code == 0 and '"content"' in said, said
+            for load in loads:
+                shorter = SHORTER["python -m arcaligner.benchmarks.serving"]
+                code, said = end_of(start(f"{load} {shorter} --url http://127.0.0.1:{port}"))
+                assert code == 0 and "| 0 |" in said, said
         finally:
             server.send_signal(signal.SIGINT)
             server.communicate()

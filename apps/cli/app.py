@@ -286,7 +286,13 @@ def serve_answers(
     corpus: Annotated[Path | None, typer.Option(help="Folder of a corpus, for requests without documents.")] = None,
     top_k: Annotated[
         int,
-        typer.Option(help="Passages of the corpus to find. The likeliest are read: `--max-passages`.", min=0, max=100),
+        typer.Option(
+            "--num-passages",
+            "--top-k",
+            help="Passages of the corpus to find. The likeliest are read: `--max-passages`.",
+            min=0,
+            max=100,
+        ),
     ] = 5,
     tokens_per_slot: TokensPerSlot = None,
     min_confidence: MinConfidence = None,

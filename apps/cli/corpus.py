@@ -17,14 +17,21 @@ MOST_NAMED = 20
 corpus_app = typer.Typer(help="Builds, changes and describes a corpus: passages encoded once.", no_args_is_help=True)
 
 
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCE...", help="Text, Markdown, HTML, PDF, DOCX, JSON Lines, Parquet; folders; data sets."
+    ),
+]
+Strict = Annotated[bool, typer.Option("--strict", help="End with an error where anything could not be read.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help=f"Name everything that is skipped, not only the first {MOST_NAMED}.")
+]
+
+
 @corpus_app.command("build")
 def build(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SOURCE...", help="Text, Markdown, HTML, PDF, DOCX, JSON Lines, Parquet; folders; data sets."
-        ),
-    ],
+    sources: Sources,
     folder: Annotated[Path, typer.Option("--output", help="Folder of the corpus. An existing one is updated.")],
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     passage_tokens: Annotated[
@@ -33,6 +40,8 @@ def build(
     passage_words: Annotated[int | None, typer.Option(help="The same in English words.", min=1, hidden=True)] = None,
     tokens_per_slot: TokensPerSlot = None,
     prune: Annotated[bool, typer.Option("--prune", help="Remove documents that are in none of the sources.")] = False,
+    strict: Strict = False,
+    verbose: Verbose = False,
 ) -> None:
     """Makes a corpus from texts, or updates one: new documents are added, changed ones replaced."""
     shared.check_there(checkpoint)
@@ -62,11 +71,32 @@ def build(
         if is_new and len(corpus) == 0:  # nothing came of it
             shutil.rmtree(folder)
         raise
-    for each in report.skipped[:MOST_NAMED]:
+    named = report.skipped if verbose else report.skipped[:MOST_NAMED]
+    for each in named:
         messages.print(one_line(f"Skipped: {each}"), markup=False, soft_wrap=True)
-    if (others := len(report.skipped) - MOST_NAMED) > 0:
-        messages.print(f"Skipped: {others:,} more")
+    if others := len(report.skipped) - len(named):
+        messages.print(f"Skipped: {others:,} more, which --verbose names", soft_wrap=True)
     show(summary(report, corpus.info()))
+    if strict and report.skipped:
+        raise ValueError(
+            f"{len(report.skipped)} of what the sources hold could not be read, first: {one_line(report.skipped[0])}. "
+            "All else is in the corpus. Fix it or leave it out, or run without `--strict`."
+        )
+
+
+@corpus_app.command("add")
+def add(
+    sources: Sources,
+    corpus: CorpusFolder,
+    checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
+    strict: Strict = False,
+    verbose: Verbose = False,
+) -> None:
+    """Adds documents to a corpus that is there, and replaces those that have changed; else as `build`."""
+    from ..corpus.table import Corpus
+
+    Corpus(corpus)  # which says so where there is none
+    build(sources, corpus, checkpoint, None, None, strict=strict, verbose=verbose)
 
 
 @corpus_app.command("read")
@@ -101,5 +131,8 @@ def info(corpus: CorpusFolder) -> None:
     """Shows what is in a corpus, what it was made with and how large it is."""
     from ..corpus.table import Corpus
 
-    for name, value in Corpus(corpus).info().items():
+    found = Corpus(corpus).info()
+    for name, value in found.items():
         show(f"{name}: {value}")
+    if found["passages"]:
+        show(f"bytes_per_passage: {found['bytes'] / found['passages']:.0f}")

@@ -1,15 +1,18 @@
-"""The server around an [`Engine`]: what a request may hold, what an answer looks like, key, limits and metrics.
+"""The server around an [`Engine`]: its addresses, what an answer looks like, key, limits and metrics.
 
-/v1/chat/completions, /v1/models    as the clients of OpenAI speak them
+/v1/chat/completions                as the clients of OpenAI speak it; `chat_request.py` has what a request may hold
+/v1/models, /v1/models/NAME         the one model
+/openapi.json                       all of this for machines
 /health, /metrics                   for whoever watches it; metrics in the format of Prometheus
 /                                   a page to ask from
 /about, /passages                   what the page shows of the server; the passages of a file that is dropped into it
 
-Beyond OpenAI's fields a request has `documents`, `top_k`, `tokens_per_slot`, `min_confidence`, `max_passages` and
-`copy_bonus`; an answer has `arcaligner`, with its sources, confidence, segments, statistics and seconds.
+Beyond OpenAI's fields a request has `documents`, `num_passages`, `tokens_per_slot`, `min_confidence`, `max_passages`
+and `copy_bonus`; an answer has `arcaligner`, with its sources, confidence, segments, statistics and seconds.
 """
 
 import asyncio
+import codecs
 import contextlib
 import json
 import logging
@@ -19,14 +22,14 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 try:
     import prometheus_client
     import uvicorn  # noqa: F401
     from fastapi import Depends, FastAPI, Request
     from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
-    from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+    from pydantic import ValidationError
     from starlette.exceptions import HTTPException  # also of an unknown address
     from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.requests import ClientDisconnect
@@ -35,9 +38,10 @@ except ImportError as error:
         "The server needs FastAPI, uvicorn and prometheus-client: `pip install 'arcaligner[server]'`."
     ) from error
 
-from ...common.files import CASE_STUDIES, read_json_lines, refuse_unknown
+from ...common.files import CASE_STUDIES, read_json_lines
 from ...common.passages import Document, no_text, passages_of
-from ...common.reading import LONGEST_TITLE, read_file
+from ...common.reading import read_file
+from .chat_request import ChatRequest
 from .engine import Answer, BusyError, Engine
 from .engine import Request as EngineRequest
 
@@ -52,13 +56,8 @@ MAX_BODY_BYTES, BODY_SECONDS = 2**20, 30.0  # of a request
 # Of a file that is dropped into the page, and of its text: about 1,800 passages of 100 words. A corpus has room for
 # more. So many files are read at a time, each by a process.
 MAX_FILE_BYTES, MAX_CHARACTERS, MAX_FILES = 16 * 2**20, 2**20, 2
-# Of an answer, where a client names no number.
-MAX_TOKENS = 256
-# Fields of OpenAI that change no answer.
-WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-# Fields that would change it, and cannot be done here, with the value that asks for nothing.
-NOT_DONE = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0, "logprobs": False, "tools": []}
-NOT_DONE |= {"tool_choice": "none", "response_format": {"type": "text"}}
+# OpenAI's codes of errors, which clients tell them by.
+CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 # What goes wrong, and the status that says so. 499, which only the metrics show, is nginx's of a client that has left.
 STATUSES = ((TimeoutError, 408), (ClientDisconnect, 499), (BusyError, 429), (ValueError, 400), (TypeError, 400))
 STATUSES += ((OSError, 503),)
@@ -81,100 +80,7 @@ class ServerSettings:
             )
 
 
-# What a request may hold
-
-
-def without_nulls(given: Any) -> Any:
-    """What is null is as if it were left out."""
-    return {name: each for name, each in given.items() if each is not None} if isinstance(given, dict) else given
-
-
-def as_text(given: Any) -> Any:
-    """A string is read as a text."""
-    return {"text": given} if isinstance(given, str) else given
-
-
-def as_list(given: Any) -> Any:
-    """A string is read as a list of one."""
-    return [given] if isinstance(given, str) else given
-
-
-class Body(BaseModel):
-    """Part of a request; an unknown field is refused, not ignored."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class Text(Body):
-    """A part of a message; images and sound are refused."""
-
-    type: Literal["text"] = "text"
-    text: str
-
-
-class Message(Body):
-    """A turn of the chat. An answer of this server can be sent back as it is."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[Annotated[Text, BeforeValidator(as_text)]], BeforeValidator(as_list)]
-    name: str | None = None
-
-    @property
-    def turn(self) -> dict[str, str]:
-        """As a chat template takes it."""
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "".join(part.text for part in self.content)}
-
-
-class Passage(Body):
-    """A passage that comes with the request, also as a string."""
-
-    title: Annotated[str, Field(max_length=LONGEST_TITLE)] = ""
-    text: str
-
-
-class ChatRequest(Body):
-    """The body of `/v1/chat/completions`. What the engine checks is not checked here."""
-
-    model: str
-    messages: list[Annotated[Message, BeforeValidator(without_nulls)]] = Field(min_length=1)
-    documents: list[Annotated[Passage, BeforeValidator(as_text)]] | None = None
-    top_k: Annotated[int, Field(ge=0, le=100)] | None = None
-    tokens_per_slot: Any = None
-    min_confidence: float | None = None
-    max_passages: int | None = None
-    copy_bonus: Annotated[float, Field(le=100)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(as_list), Field(max_length=16)] = []
-    stream: bool = False
-    stream_options: dict[str, Any] = {}  # `include_usage`: whether the last piece of a stream has it
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_what_changes_nothing(cls, given: Any) -> Any:
-        given = without_nulls(given)
-        if isinstance(given, dict):
-            refuse_unknown("the request", given, [*cls.model_fields, *WITHOUT_EFFECT, *NOT_DONE])
-            for name in NOT_DONE.keys() & given.keys():
-                if given[name] != NOT_DONE[name]:
-                    raise ValueError(f"`{name}` is not supported; leave it out, or pass {json.dumps(NOT_DONE[name])}.")
-            given = {name: each for name, each in given.items() if name in cls.model_fields}
-        return given
-
-    def engine_request(self, on_text: Callable[[str], Any]) -> EngineRequest:
-        """For the engine, which has most fields by the same names."""
-        own = {"model", "messages", "max_tokens", "max_completion_tokens", "temperature", "stream", "stream_options"}
-        return EngineRequest(
-            messages=[message.turn for message in self.messages],
-            max_new_tokens=self.max_completion_tokens or self.max_tokens or MAX_TOKENS,
-            temperature=round(self.temperature, 4),  # logits divided by less than that may overflow
-            on_text=on_text,
-            **self.model_dump(exclude=own),
-        )
+# What is read of a request
 
 
 async def read_body(request: Request, kind: str, most: int) -> bytes:
@@ -217,12 +123,16 @@ def read_passages(name: str, data: bytes, passage_tokens: int, processor) -> dic
 # What an answer looks like
 
 
-def describe_answer(answer: Answer) -> dict[str, Any]:
-    """Tokens read, a slot counts as one, and written; where the answer comes from, and what reading it has cost."""
+def describe_answer(answer: Answer, body: ChatRequest) -> dict[str, Any]:
+    """Tokens read, a slot counts as one, and written; where the answer comes from, and what reading it has cost. Of a
+    request's own documents the sources have what its client knows them by."""
     read, written = answer.prompt_tokens, answer.completion_tokens
     segments = [] if answer.passages is None else answer.passages.encoded.segments
     names = ("sources", "kept", "confidence", "statistics", "seconds", "batch_size")
     report = {name: getattr(answer, name) for name in names}
+    if body.documents is not None:
+        report["sources"] = [body.documents[each["number"]].origin | each for each in answer.sources]
+    report["notes"] = [] if body.note is None else [body.note]
     report["segments"] = [{"document": each.document, "start": each.start, "end": each.end} for each in segments]
     usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
     return {"usage": usage, "arcaligner": report}
@@ -241,15 +151,17 @@ def describe_error(error: BaseException) -> tuple[int, dict[str, Any]]:
     else:
         status, text = next((status for kind, status in STATUSES if isinstance(error, kind)), 500), str(error)
     if isinstance(error, ValidationError):
-        first = error.errors()[0]
+        first = error.errors(include_url=False, include_input=False)[0]
         told = first.get("ctx", {}).get("error")  # as it was raised by us
         place = ".".join(map(str, first["loc"])) or "The body"
         text = str(told) if isinstance(told, ValueError) else f"{place}: {first['msg']}"
     if status == 500:
         logger.error("An answer failed.", exc_info=error)
         text = type(error).__name__
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return status, {"error": {"message": text, "type": kind, "param": None, "code": None}}
+    kind, code = "invalid_request_error" if status < 500 else "server_error", CODES.get(status)
+    if isinstance(error, UnknownModelError):
+        code = "model_not_found"
+    return status, {"error": {"message": text, "type": kind, "param": None, "code": code}}
 
 
 def refuse(request: Request, error: Exception) -> JSONResponse:
@@ -261,6 +173,13 @@ def refuse(request: Request, error: Exception) -> JSONResponse:
 # Addresses
 
 
+class UnknownModelError(HTTPException):
+    """The server has one model, of another name."""
+
+    def __init__(self, given: str, expected: str):
+        super().__init__(404, f"There is no model {given!r}; expected {expected!r}.")
+
+
 class Metrics:
     """Counters of one server, for Prometheus."""
 
@@ -270,7 +189,9 @@ class Metrics:
         prometheus_client.ProcessCollector(registry=self.registry)  # memory, open files
         self.requests = prometheus_client.Counter("requests", "Requests by status.", ["status"], **own)
         self.tokens = prometheus_client.Counter("tokens", "Tokens read and written.", ["kind"], **own)
+        self.slots = prometheus_client.Counter("slots", "Slots read.", **own)
         self.seconds = prometheus_client.Histogram("seconds", "Seconds of an answer, by part.", ["part"], **own)
+        self.batch = prometheus_client.Histogram("batch_size", "Requests per batch.", buckets=(1, 2, 4, 8, 16), **own)
         for name, text, value in (
             ("waiting", "Requests that wait.", lambda: engine.num_waiting),
             ("prefix_bytes", "Bytes of slot prefixes in memory.", lambda: engine.store.bytes),
@@ -283,6 +204,8 @@ class Metrics:
         """Counts an answer that was given."""
         self.tokens.labels("read").inc(answer.prompt_tokens)
         self.tokens.labels("written").inc(answer.completion_tokens)
+        self.slots.inc(answer.statistics["slots"])
+        self.batch.observe(answer.batch_size)
         for part, seconds in answer.seconds.items():
             self.seconds.labels(part).observe(seconds)
 
@@ -308,9 +231,16 @@ class Routes:
         self.started, self.files = int(time.time()), asyncio.Semaphore(MAX_FILES)
 
     def check_key(self, request: Request) -> None:
-        """Refuses a request without the key, if there is one."""
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self.settings.api_key and not secrets.compare_digest(given.encode(), self.settings.api_key.encode()):
+        """Refuses a request without the key, if there is one. Headers are bytes: clients write letters beyond ASCII in
+        UTF-8 or in Latin-1."""
+        if not self.settings.api_key:
+            return
+        header = request.headers.get("authorization", "").strip()
+        scheme, _, rest = header.partition(" ")
+        given = (rest.strip() if scheme.lower() == "bearer" else header).encode("latin-1")
+        key = self.settings.api_key
+        known = [key.encode()] + ([key.encode("latin-1")] if max(key) <= "\xff" else [])
+        if not any([secrets.compare_digest(given, each) for each in known]):
             raise HTTPException(401, "The API key is missing or wrong; expected `Authorization: Bearer KEY`.")
 
     async def page(self) -> FileResponse:
@@ -351,32 +281,45 @@ class Routes:
         text = prometheus_client.generate_latest(self.metrics.registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
+    async def model(self, name: str) -> dict[str, Any]:
+        if name != self.settings.model:
+            raise UnknownModelError(name, self.settings.model)
+        return {"id": name, "object": "model", "created": self.started, "owned_by": "arcaligner"}
+
     async def models(self) -> dict[str, Any]:
-        model = {"id": self.settings.model, "object": "model", "created": self.started, "owned_by": "arcaligner"}
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [await self.model(self.settings.model)]}
+
+    async def in_time(self, result: Awaitable[Any], asked: EngineRequest) -> Any:
+        """A result of the engine within the time that an answer has, whatever the engine does meanwhile."""
+        seconds = self.engine.limits.seconds
+        try:
+            return await asyncio.wait_for(result, max(0, asked.arrived + seconds - time.monotonic()))
+        except TimeoutError as error:
+            raise TimeoutError(str(error) or f"The answer was not done within {seconds:g} seconds.") from error
 
     async def chat(self, request: Request) -> Response:
-        body = ChatRequest.model_validate_json(await read_body(request, "application/json", MAX_BODY_BYTES))
-        if body.model != self.settings.model:
-            raise HTTPException(404, f"There is no model {body.model!r}; expected {self.settings.model!r}.")
-        loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
+        data = await read_body(request, "application/json", MAX_BODY_BYTES)
+        data = data.removeprefix(codecs.BOM_UTF8)  # which PowerShell and .NET write
+        limits, loop, pieces = self.engine.limits, asyncio.get_running_loop(), asyncio.Queue()
+        body = await asyncio.to_thread(ChatRequest.model_validate_json, data, context={"limits": limits})
+        await self.model(body.model)
 
         def put(piece: str | None) -> None:
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        asked = body.engine_request(put)
+        asked = body.engine_request(put, limits)
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
         try:
             future = self.engine.submit(asked)
             if not body.stream:
-                answer = await while_connected(request, asyncio.wrap_future(future))
+                answer = await while_connected(request, self.in_time(asyncio.wrap_future(future), asked))
                 self.metrics.count(answer)
                 message = {"role": "assistant", "content": answer.text}
                 choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
                 head |= {"object": "chat.completion", "choices": [choice]}
-                return JSONResponse(head | describe_answer(answer))
+                return JSONResponse(head | describe_answer(answer, body))
             future.add_done_callback(lambda future: put(None))
-            first = await while_connected(request, pieces.get())
+            first = await while_connected(request, self.in_time(pieces.get(), asked))
             if first is None:
                 future.result()  # or what was wrong, before an answer begins
         except BaseException as error:
@@ -385,11 +328,11 @@ class Routes:
                 return refuse(request, error)
             raise
         head["object"] = "chat.completion.chunk"
-        events = self._events(head, bool(body.stream_options.get("include_usage")), asked, first, pieces)
+        events = self._events(head, body, asked, first, pieces)
         return StreamingResponse(events, media_type="text/event-stream")
 
     async def _events(
-        self, head: dict[str, Any], has_usage: bool, asked: EngineRequest, piece: str | None, pieces: asyncio.Queue
+        self, head: dict[str, Any], body: ChatRequest, asked: EngineRequest, piece: str | None, pieces: asyncio.Queue
     ) -> AsyncIterator[str]:
         """A stream: the pieces of an answer; its last event has the report, and the usage where that is asked for."""
 
@@ -401,11 +344,11 @@ class Routes:
             yield new({"role": "assistant", "content": ""})
             while piece is not None:
                 yield new({"content": piece})
-                piece = await pieces.get()
+                piece = await self.in_time(pieces.get(), asked)
             answer = asked.future.result()
             self.metrics.count(answer)
-            report = describe_answer(answer)
-            if has_usage:
+            report = describe_answer(answer, body)
+            if body.stream_options.get("include_usage"):
                 yield new({}, answer.finish_reason)
                 yield event({**head, "choices": [], **report})
             else:
@@ -444,18 +387,33 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
         yield
         await asyncio.to_thread(engine.close)
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None)
+    app = FastAPI(title="ArcAligner", lifespan=lifespan, docs_url=None, redoc_url=None)
     if not settings.api_key:  # a name that was pointed here is a page that asks from somebody's browser
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=(*LOOPBACK, "[::1]"), www_redirect=False)
     app.add_middleware(routes.metrics.counted)
     for kind in (HTTPException, *(kind for kind, _ in STATUSES), Exception):
         app.add_exception_handler(kind, refuse)
-    app.get("/")(routes.page)
-    app.get("/health")(routes.health)
-    keyed = [Depends(routes.check_key)]
-    app.get("/about", dependencies=keyed)(routes.about)
-    app.post("/passages", dependencies=keyed)(routes.passages)
-    app.get("/metrics", dependencies=keyed)(routes.show_metrics)
-    app.get("/v1/models", dependencies=keyed)(routes.models)
-    app.post("/v1/chat/completions", dependencies=keyed)(routes.chat)
+    keyed: dict[str, Any] = {"dependencies": [Depends(routes.check_key)]}
+    for path, answer, settings_of in (
+        ("/", routes.page, {}),
+        ("/health", routes.health, {}),
+        ("/about", routes.about, keyed),
+        ("/metrics", routes.show_metrics, keyed),
+        ("/v1/models", routes.models, keyed),
+        ("/v1/models/{name:path}", routes.model, keyed),
+    ):
+        app.get(path, **settings_of)(answer)
+        app.head(path, **settings_of, include_in_schema=False)(answer)  # as load balancers ask
+    app.post("/passages", **keyed)(routes.passages)
+    schema = ChatRequest.model_json_schema(ref_template="#/components/schemas/{model}")
+    parts, content = schema.pop("$defs"), {"application/json": {"schema": schema}}
+    described = {"requestBody": {"required": True, "content": content}}
+    app.post("/v1/chat/completions", **keyed, openapi_extra=described)(routes.chat)
+
+    def openapi() -> dict[str, Any]:
+        found = FastAPI.openapi(app)
+        found["components"]["schemas"] |= parts
+        return found
+
+    app.openapi = openapi
     return app

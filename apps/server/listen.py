@@ -1,4 +1,5 @@
-"""The server listens: connections that ask for nothing are closed, and what was begun is finished before it ends."""
+"""The server listens: connections that ask for nothing, or do not read their answer, are closed; what was begun is
+finished before it ends."""
 
 import asyncio
 import socket
@@ -12,45 +13,87 @@ from .engine import Engine
 
 class TimedConnection(H11Protocol):
     """
-    A connection that is closed unless it asks: `seconds` after its first byte of a request, or after it was opened, the
-    headers have arrived. Of more than `most` connections the oldest that does not ask is closed.
+    A connection that is closed unless it asks, and reads what it is answered.
+
+    `seconds` after its first byte of a request, or after it was opened, the headers have arrived. An answer that has
+    not moved on for that long is not waited for either, nor one that is read for longer than `unread_seconds`. Of more
+    than `most` connections one makes room: the oldest that does not ask, else the oldest that the server waits for.
 
     uvicorn itself limits the time between two requests only.
     """
 
     seconds = 10.0
+    unread_seconds = 120.0
     most = 512  # each is an open file, of which a process often has 1,024
+    send_bytes = 2**17  # of an answer that the system takes before it is read; by itself it takes up to 4 MiB
 
     deadline: asyncio.TimerHandle | None = None
     since = 0.0
+    is_ended = False
+    # Of the answer: bytes that wait for the reader, since when any do, and whether many have gone since the last look.
+    unread, unread_since, has_moved = 0, 0.0, False
+    next_look: asyncio.TimerHandle | None = None
 
     @property
     def asks(self) -> bool:
         """Whether it has sent a request that is not answered yet."""
         return self.cycle is not None and not self.cycle.response_complete
 
+    @property
+    def keeps_waiting(self) -> bool:
+        """Whether the server waits for it: for the rest of a body, or until an answer is read; or it has sent its next
+        requests before it has this answer, which no client that people have does."""
+        is_behind = self.cycle.more_body or self.transport.get_write_buffer_size() > 0
+        return is_behind or bool(self.conn.trailing_data[0])
+
     def connection_made(self, transport: asyncio.Transport) -> None:
         self.since = self.loop.time()
         if len(self.connections) >= self.most:
-            silent = [each for each in self.connections if not each.asks and not each.transport.is_closing()]
+            there = [each for each in self.connections if not each.is_ended]
+            silent = [each for each in there if not each.asks] or [each for each in there if each.keeps_waiting]
             oldest = min(silent, key=lambda each: each.since, default=None)
-            (transport if oldest is None else oldest.transport).abort()
+            transport.abort() if oldest is None else oldest._end()
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.send_bytes)
         super().connection_made(transport)
         self._watch()
+        self.next_look = self.loop.call_later(self.seconds, self._look)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
 
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.has_moved = True
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.is_ended = True
+        self.next_look.cancel()
         self._forget()
+
+    def _end(self) -> None:
+        self.is_ended = True
+        self.transport.abort()
+
+    def _look(self) -> None:
+        """Ends the connection where its answer is not read. Also one that uvicorn has closed: it waits for the reader,
+        too."""
+        before, self.unread = self.unread, self.transport.get_write_buffer_size()
+        if not before or not self.unread:
+            self.unread_since = self.loop.time()
+        is_stuck = 0 < before <= self.unread and not self.has_moved
+        self.has_moved = False
+        if is_stuck or self.loop.time() - self.unread_since > self.unread_seconds:
+            self._end()
+        else:
+            self.next_look = self.loop.call_later(self.seconds, self._look)
 
     def _watch(self) -> None:
         if self.asks:
             self._forget()
         elif self.deadline is None:
-            self.deadline = self.loop.call_later(self.seconds, self.transport.abort)
+            self.deadline = self.loop.call_later(self.seconds, self._end)
 
     def _forget(self) -> None:
         if self.deadline is not None:

@@ -51,7 +51,37 @@ def test_from_a_folder_to_an_answer(run_cli, letters, checkpoint_dir, tmp_path, 
 
     code, _, _ = run_cli("corpus", "remove", "letters/new\nline.txt", "--corpus", folder)
     code, out, _ = run_cli("corpus", "info", "--corpus", folder)
+    assert re.search(r"^bytes_per_passage: \d+$", out, re.MULTILINE)
     assert code == 0 and {"documents: 2", "passage_tokens: 36", "tokens_per_slot: segment"} <= {*out.splitlines()}
+
+
+def test_strict_build_fails_at_its_end(run_cli, letters, checkpoint_dir, tmp_path):
+    """With `--strict`, what could not be read is an error of the whole build; all else is in the corpus."""
+    folder, aligner = tmp_path / "corpus", ("--checkpoint", checkpoint_dir)
+    build = ("corpus", "build", letters, "--output", folder, "--strict", *aligner)
+    assert run_cli(*build)[0] == 0
+    (letters / "a.txt").write_bytes(b"\0\xff")
+    (letters / "new.txt").write_text("Ada wrote it.")
+    for command in (build, ("corpus", "add", letters, "--corpus", folder, "--strict", *aligner)):
+        code, out, err = run_cli(*command)
+        last = err.splitlines()[-1]
+        assert code == 1 and "Error: 1 of what the sources hold could not be read, first: " in last
+        assert "a.txt is not UTF-8 text" in last and "1 skipped." in out
+    assert len(Corpus(folder).documents()) == 3
+
+
+def test_verbose_names_all_skipped(run_cli, letters, checkpoint_dir, tmp_path):
+    """Of much that is skipped the first are named, and all with `--verbose`; `add` needs a corpus that is there."""
+    for number in range(22):
+        (letters / f"{number}.svg").write_text("<svg/>")
+    folder, aligner = tmp_path / "corpus", ("--checkpoint", checkpoint_dir)
+    code, _, err = run_cli("corpus", "add", letters, "--corpus", folder, *aligner)
+    assert code == 1 and not folder.exists()
+    _, _, err = run_cli("corpus", "build", letters, "--output", folder, *aligner)
+    assert err.count("Skipped: ") == 21 and "Skipped: 2 more, which --verbose names" in err
+    code, out, err = run_cli("corpus", "add", letters, "--corpus", folder, "--verbose", *aligner)
+    assert code == 0 and "0 documents added" in out
+    assert all(f"{number}.svg has none" in err for number in range(22)) and " more" not in err
 
 
 def test_mistakes_end_in_one_clear_line(run_cli, letters, corpus, checkpoint_dir, tmp_path):

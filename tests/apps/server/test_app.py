@@ -1,14 +1,22 @@
 """The official client of OpenAI asks, with passages or without; mistakes are told, and are nobody else's."""
 
+import asyncio
+import codecs
+import dataclasses
 import json
+import time
+from types import SimpleNamespace
 
 import httpx
 import openai
 import pytest
 from fastapi.testclient import TestClient
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
-from arcaligner.apps.server import app
-from arcaligner.apps.server.app import ServerSettings, create_app, refuse
+from arcaligner.apps.server import app, chat_request
+from arcaligner.apps.server.app import Routes, ServerSettings, create_app, refuse
+from arcaligner.apps.server.chat_request import ChatRequest
+from arcaligner.apps.server.engine import Limits
 
 QUESTION = "What sport does he play?"
 RADIK = "Radik Zhaparov is a Kazakh ski jumper. He has competed since 2003."
@@ -52,8 +60,8 @@ def test_documents_of_a_request_are_read_as_the_pipeline_reads_them(client, ask,
 
 
 def test_the_corpus_is_read_where_a_request_has_no_documents(client, retriever, ask):
-    for top_k, rate in ((1, None), (2, 3)):  # as they are stored, and encoded again
-        answer, found = ask_server(client, top_k=top_k, tokens_per_slot=rate), retriever(QUESTION, top_k)
+    for number, rate in ((1, None), (2, 3)):  # as they are stored, and encoded again
+        answer, found = ask_server(client, num_passages=number, tokens_per_slot=rate), retriever(QUESTION, number)
         assert report_of(answer)["sources"] == [each | {"answer": None, "read": True} for each in found.documents]
         row = {"question": QUESTION, "documents": found.documents}
         expected = ask(row, return_slots=True, max_new_tokens=8, tokens_per_slot=rate or "segment")[0]
@@ -61,7 +69,7 @@ def test_the_corpus_is_read_where_a_request_has_no_documents(client, retriever, 
         assert report_of(answer)["statistics"] == expected["statistics"]
     steering = f"{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     plain = ask([{"role": "user", "content": steering}], max_new_tokens=8, return_full_text=False)[0]["generated_text"]
-    without = ask_server(client, steering, top_k=0)
+    without = ask_server(client, steering, num_passages=0)
     assert text_of(without) == plain.lstrip() and report_of(without)["statistics"]["slots"] == 0
     nothing = report_of(ask_server(client, documents=[]))
     assert nothing["sources"] == [] and nothing["statistics"]["slots"] == 1
@@ -97,12 +105,92 @@ def test_fields_that_ask_for_nothing_are_taken_and_an_answer_can_be_sent_back(cl
     neutral |= {"response_format": {"type": "text"}, "tool_choice": "none", "audio": None, "stop": None, "top_k": None}
     neutral |= {"user": "somebody", "store": True, "metadata": {"a": "b"}, "stream_options": None}
     neutral |= {"temperature": 5e-324}  # next to nothing
+    neutral |= {"logit_bias": {}, "modalities": ["text"], "top_logprobs": 0, "reasoning_effort": "none"}
+    neutral |= {"parallel_tool_calls": True, "functions": [], "function_call": "auto", "min_p": 0.0, "verbosity": "low"}
+    neutral |= {"repetition_penalty": 1.0, "repeat_penalty": 1.0, "prompt_cache_retention": "in_memory", "mirostat": 0}
+    neutral |= {"chat_template_kwargs": {"enable_thinking": False}, "keep_alive": "5m", "reasoning": {"effort": "low"}}
     assert ask_server(client, documents=DOCUMENTS, **neutral).choices[0].message == expected.choices[0].message
     turns = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
     turns += [expected.choices[0].message.model_dump(), {"role": "user", "content": "Why?"}]
     answer = text_of(ask_server(client, turns))
     turns[0]["role"] = "system"
+    turns[2] |= {"annotations": [], "tool_calls": [], "reasoning_content": "Hm.", "id": "msg_1", "refusal": None}
+    turns[3]["content"] = [{"type": "text", "text": "Why?", "cache_control": {"type": "ephemeral"}}]
     assert text_of(ask_server(client, turns)) == answer
+
+
+def test_fields_of_openai_known():
+    """Every field of the installed client is taken with a value that asks for nothing, or refused by its name."""
+    fields = {**CompletionCreateParamsBase.__annotations__, "stream": bool}
+    known = {*ChatRequest.model_fields, *chat_request.HINTS, *chat_request.NOT_DONE, *chat_request.NOT_DRAWN}
+    assert fields.keys() <= known
+
+
+def test_number_of_tokens_cut(client, engine, monkeypatch):
+    """What is more than the limit is cut to it, and -1 is all that there is."""
+    submit, numbers = engine.submit, []
+    monkeypatch.setattr(engine, "submit", lambda request: numbers.append(request.max_new_tokens) or submit(request))
+    monkeypatch.setattr(engine, "limits", dataclasses.replace(engine.limits, max_new_tokens=4))
+    for number in (1, 4096, -1):
+        ask_server(client, max_tokens=number)
+    ask_server(client, max_tokens=2, max_completion_tokens=3)
+    assert numbers == [1, 4, 4, 3]
+
+
+def test_sampling_top_k_finds_nothing(client, engine, monkeypatch):
+    """A `top_k` of sampling never says how many passages are found; the old name does where it can be no other, with
+    a note."""
+    submit, asked = engine.submit, []
+    monkeypatch.setattr(engine, "submit", lambda request: asked.append(request) or submit(request))
+    for given in ({"top_k": 0}, {"top_k": -1}, {"top_k": 1, "temperature": 0.7}, {"top_k": 40, "num_passages": 1}):
+        ask_server(client, **given)
+    assert [(each.top_k, each.temperature) for each in asked] == [(5, 0), (5, 0), (5, 0), (1, 0)]
+    with pytest.warns(FutureWarning, match="Pass `num_passages`"):
+        answer = ask_server(client, top_k=2)
+    assert asked[-1].top_k == 2 and "Pass `num_passages`" in report_of(answer)["notes"][0]
+    assert report_of(ask_server(client, top_k=40))["notes"] and asked[-1].top_k == 5
+    assert report_of(ask_server(client, num_passages=2))["notes"] == []
+
+
+def test_tool_calls_of_a_history():
+    """A turn that calls tools is left out, and what they returned stands before the question that it is for."""
+    calls = [{"id": "1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}]
+    result = {"role": "tool", "tool_call_id": "1", "content": "since 2003"}
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "When?"}]
+    turns += [{"role": "assistant", "content": None, "tool_calls": calls}, result, result | {"content": "or 2004"}]
+    turns += [{"role": "assistant", "content": "2003.", "tool_calls": []}, {"role": "user", "content": "Why?"}]
+    turns += [{"role": "assistant", "content": "I look.", "function_call": calls[0]["function"]}]
+    turns += [{"role": "function", "name": "look_up", "content": "unknown"}]
+    read = ChatRequest.model_validate({"model": "tiny", "messages": turns}).engine_request(print, Limits()).messages
+    assert read == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "since 2003\n\nor 2004\n\nWhen?"},
+        {"role": "assistant", "content": "2003."},
+        {"role": "user", "content": "unknown\n\nWhy?"},
+    ]
+
+
+def test_documents_of_libraries(client):
+    """Documents in the forms of libraries are the passages that they hold; id and metadata come back."""
+    plain = [{"title": "Radik", "text": RADIK}] * 2
+    origin = {"title": "Radik", "page": 3}
+    langchain = {"id": "7", "page_content": RADIK, "metadata": origin, "type": "Document"}
+    dumped = {"lc": 1, "type": "constructor", "id": ["langchain", "schema", "Document"], "kwargs": langchain}
+    node = {"id_": "7", "embedding": None, "metadata": origin, "relationships": {}, "text": RADIK}
+    resource = {"id_": "7", "metadata": origin, "text_resource": {"text": RADIK, "url": None}}
+    scored = {"node": node, "score": 0.7, "class_name": "NodeWithScore"}
+    haystack = {"id": "7", "content": RADIK, "meta": origin, "score": 0.1}
+    cohere = {"id": "7", "data": {"text": RADIK, "title": "Radik"}}
+    searched = {"id": "7", "title": "Radik", "content": [{"type": "text", "text": RADIK}], "attributes": origin}
+    expected = ask_server(client, documents=plain)
+    sources = [{"title": "Radik", "text": RADIK, "number": number, "answer": None, "read": True} for number in (0, 1)]
+    assert report_of(expected)["sources"] == sources
+    for pair in ((langchain, dumped), (node, resource), (scored, haystack), (cohere, searched)):
+        answer = ask_server(client, documents=pair)
+        assert text_of(answer) == text_of(expected)
+        found = [{"id": "7"} | ({} if each is cohere else {"metadata": origin}) for each in pair]
+        assert report_of(answer)["sources"] == [one | two for one, two in zip(found, sources, strict=True)]
+    assert text_of(ask_server(client, extra_body={"documents": plain})) == text_of(expected)  # as JavaScript sends it
 
 
 @pytest.mark.parametrize(
@@ -113,12 +201,31 @@ def test_fields_that_ask_for_nothing_are_taken_and_an_answer_can_be_sent_back(cl
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "0.type: Input should be 'text'"),
         ({"messages": [{"role": "user", "content": "Who \ud800?"}]}, "The body: Invalid JSON"),
         ({"messages": [{"role": "system", "content": "Be brief."}]}, "question"),
-        ({"max_tokens": 257}, "`max_tokens` is 257; expected 1 to 256"),
+        ({"max_tokens": 0}, "`max_tokens` is 0; expected at least 1"),
         ({"documents": ["a"] * 5}, "Got 5 documents; expected at most 4"),
         ({"documents": [{"body": "a"}]}, "documents.0.text: Field required"),
         ({"documents": [{"title": "T" * 1001, "text": "a"}]}, "documents.0.title: String should have at most 1000"),
         ({"response_format": {"type": "json_object"}}, '`response_format` is not supported; leave it out, or pass {"'),
-        ({"topk": 3}, "Unknown key `topk` in the request. Did you mean `top_k`?"),
+        ({"numpassages": 3}, "Unknown key `numpassages` in the request. Did you mean `num_passages`?"),
+        ({"tools": [{"type": "function"}]}, "`tools` is not supported; leave it out, or pass []. This model calls no"),
+        ({"tool_choice": "required"}, '`tool_choice` is not supported; leave it out, or pass "none".'),
+        ({"logit_bias": {"5": 1}}, "`logit_bias` is not supported; leave it out, or pass {}."),
+        ({"repetition_penalty": 1.1}, "`repetition_penalty` is not supported; leave it out, or pass 1."),
+        ({"min_p": 0.1, "temperature": 1}, "`min_p` is not supported; leave it out, or pass 0."),
+        (
+            {"top_k": 40, "temperature": 1},
+            "`top_k` is not supported beside a temperature; leave it out, and set `top_p`.",
+        ),
+        ({"moderation": {"model": "m"}}, "`moderation` is not supported; leave it out."),
+        (
+            {"messages": [{"role": "user", "content": "Who?", "images": ["x"]}]},
+            "A message with `images` is not supported",
+        ),
+        ({"messages": [{"role": "tool", "content": "It."}]}, "messages.0: the result of a tool follows no message of"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content: Field required"),
+        ({"messages": [{"role": "user", "content": "Who?"}] * 1001}, "messages: List should have at most 1000"),
+        ({"stop": ["a"] * 17}, "stop: List should have at most 16"),
+        ({"stop": "a" * 257}, "stop.0: String should have at most 256"),
         ({"tokens_per_slot": "word"}, "`tokens_per_slot` is 'word'; expected a whole number"),
         ({"seed": 2**63}, "seed: "),
         ({"copy_bonus": -1}, "`copy_bonus` is -1.0; expected a number from 0"),
@@ -149,6 +256,53 @@ def test_what_is_no_request_at_all_is_refused(url, client, monkeypatch):
     for path, status in (("/none", 404), ("/v1/chat/completions", 405)):
         refused = httpx.get(url + path)
         assert refused.status_code == status and refused.json()["error"]["message"]
+
+
+def test_a_byte_order_mark_is_nothing(url):
+    """A body that PowerShell or .NET wrote."""
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2}
+    content = codecs.BOM_UTF8 + json.dumps(body).encode()
+    assert httpx.post(f"{url}/v1/chat/completions", content=content, headers=AUTHORIZED).status_code == 200
+
+
+def test_key_in_any_form(engine):
+    """The scheme may be written in any case, and letters beyond ASCII as UTF-8 or Latin-1; no other key is taken."""
+    client = TestClient(create_app(engine, ServerSettings(api_key="Schlüssel")))
+    right = ["Bearer Schlüssel", "bearer  Schlüssel ", "BEARER Schlüssel", "Schlüssel"]
+    wrong = ["", "Bearer", "Bearer ", "Bearer Schl", "Basic Schlüssel", "Bearer Schlüssel2"]
+    for encoding in ("utf-8", "latin-1"):
+        found = [client.get("/v1/models", headers={b"authorization": each.encode(encoding)}) for each in right + wrong]
+        assert [each.status_code for each in found] == [200] * 4 + [401] * 6
+        assert found[-1].json()["error"]["code"] == "invalid_api_key"
+    cyrillic = TestClient(create_app(engine, ServerSettings(api_key="ключ")))
+    found = [
+        cyrillic.get("/v1/models", headers={b"authorization": each.encode()}) for each in ("Bearer ключ", "Bearer ")
+    ]
+    assert [each.status_code for each in found] == [200, 401]
+
+
+def test_model_by_its_name(url, client):
+    """`models.retrieve`; a head without a body for each page, and a description of all for machines."""
+    assert client.models.retrieve("tiny") == client.models.list().data[0]
+    with pytest.raises(openai.NotFoundError, match="There is no model 'user/gpt'; expected 'tiny'") as caught:
+        client.models.retrieve("user/gpt")
+    assert caught.value.code == "model_not_found"
+    for path in ("/", "/health", "/about", "/metrics", "/v1/models", "/v1/models/tiny"):
+        head = httpx.head(url + path, headers=AUTHORIZED)
+        assert head.status_code == 200 and head.content == b""
+    described = httpx.get(f"{url}/openapi.json").json()
+    body = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body["properties"].keys() == ChatRequest.model_fields.keys()
+    assert {"Message", "Passage", "Text"} <= described["components"]["schemas"].keys()
+
+
+def test_time_of_an_answer_is_kept(engine):
+    """An answer that the engine does not give is not waited for longer than an answer may take."""
+    routes = Routes(SimpleNamespace(limits=Limits(seconds=0.05)), ServerSettings())
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="The answer was not done within 0.05 seconds"):
+        asyncio.run(routes.in_time(asyncio.sleep(30), SimpleNamespace(arrived=began)))
+    assert time.monotonic() - began < 5
 
 
 def test_an_error_that_is_not_expected_is_logged_and_its_text_is_not_told(caplog):
@@ -193,6 +347,7 @@ def test_the_server_says_how_it_does_and_what_there_is(url, client, engine, monk
     ask_server(client)
     metrics = httpx.get(f"{url}/metrics", headers=AUTHORIZED).text
     names = ('requests_total{status="200"}', "tokens_total", "prefix_bytes", 'seconds_count{part="total"}')
+    names += ("slots_total", "batch_size_count")
     assert all(f"arcaligner_{name}" in metrics for name in names) and "process_resident_memory_bytes" in metrics
     about = httpx.get(f"{url}/about", headers=AUTHORIZED).json()
     assert about == {

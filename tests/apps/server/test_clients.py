@@ -1,6 +1,7 @@
 """Clients that people have ask the server unchanged. Some need other versions of libraries than we do: all are run by
 the Python of `ARCALIGNER_CLIENTS`, an environment of their own (CONTRIBUTING.md), or by this one."""
 
+import dataclasses
 import json
 import os
 import re
@@ -8,10 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from call_clients import DOCUMENTS, EXTRAS, MAX_TOKENS, QUESTION
 
 FOLDER = Path(__file__).parents[2]
+RECORDED = sorted((Path(__file__).parent / "requests").glob("*.json"))
 CORPUS_DOCUMENT = FOLDER.parent / "docs" / "corpus.md"
 PYTHON = os.environ.get("ARCALIGNER_CLIENTS", sys.executable)
 PACKAGES = {"langchain": "langchain_openai", "llama_index": "llama_index.llms.openai_like", "litellm": "litellm"}
@@ -47,3 +50,28 @@ def test_the_documented_retriever_of_langchain_finds_what_ours_finds(retriever):
     assert [each.page_content for each in found] == [each["text"] for each in expected]
     assert [each.metadata["source"] for each in found] == [each["document"] for each in expected]
     assert names["passages"]
+
+
+@pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
+def test_recorded_requests_answered(file, url, engine, monkeypatch):
+    """What each client sends, whole, is answered as the same question in the plainest form is; its documents are read,
+    and none of its settings says how many passages of the corpus are."""
+    recorded, asked, submit = json.loads(file.read_text("utf-8")), [], engine.submit
+    monkeypatch.setattr(engine, "limits", dataclasses.replace(engine.limits, max_new_tokens=8))
+    monkeypatch.setattr(engine, "submit", lambda request: asked.append(request) or submit(request))
+    headers = recorded["headers"]
+    for body in recorded["requests"]:
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        *_, last = answer.text.split("data: ") if body.get("stream") else ['{"choices"']
+        assert last.strip() in ("[DONE]", '{"choices"') and '"arcaligner"' in answer.text
+        request = asked[-1]
+        assert request.max_new_tokens == 8
+        assert request.top_k == body.get("num_passages", engine.top_k)
+        assert (request.documents is None) == ("documents" not in body)
+        assert all("Kazakh ski jumper" in each["text"] for each in request.documents or [])
+        assert len(request.documents or []) == len(body.get("documents", []))
+        turns = request.messages
+        assert {turn["role"] for turn in turns} <= {"system", "user", "assistant"} and turns[-1]["role"] == "user"
+        called = any(message.get("tool_calls") for message in body["messages"])
+        assert called == any("since 2003\n\n" in turn["content"] for turn in turns)

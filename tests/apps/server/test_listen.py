@@ -5,6 +5,8 @@ import json
 import logging
 import signal
 import socket
+import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -24,7 +26,16 @@ def connect(url):
     """Opens connections to the server, which are closed at the end."""
     with contextlib.ExitStack() as opened:
         address = ("127.0.0.1", httpx.URL(url).port)
-        yield lambda: opened.enter_context(socket.create_connection(address, timeout=20))
+
+        def connect(room: int | None = None) -> socket.socket:
+            connection = opened.enter_context(socket.socket())
+            connection.settimeout(20)
+            if room is not None:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+            connection.connect(address)
+            return connection
+
+        yield connect
 
 
 def received(connection: socket.socket) -> bytes:
@@ -80,6 +91,86 @@ def test_of_too_many_connections_the_oldest_that_does_not_ask_makes_room(connect
     assert [received(each) for each in silent[:3]] == [b""] * 3
     silent[-1].sendall(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
     assert received(silent[-1]).startswith(b"HTTP/1.1 200")
+
+
+PAGES = HEALTH.replace(b"/health", b"/") * 300  # are answered by some megabytes
+
+
+@pytest.fixture
+def lost(monkeypatch):
+    """The ports of the clients whose connections the server has lost so far."""
+    ports, connection_lost = set(), TimedConnection.connection_lost
+
+    def record(self, exc):
+        connection_lost(self, exc)
+        ports.add(self.client[1])
+
+    monkeypatch.setattr(TimedConnection, "connection_lost", record)
+    return ports
+
+
+def ask_for_pages(connect) -> socket.socket:
+    """A connection with little room for what it is sent, of which it reads the first byte."""
+    connection = connect(2**14)
+    connection.sendall(PAGES)
+    assert connection.recv(1)  # the answer has begun
+    return connection
+
+
+def wait_until(is_so, seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.01)
+    return is_so()
+
+
+def test_silent_reader_closed(connect, lost, monkeypatch):
+    """A client that asks and never reads is closed."""
+    monkeypatch.setattr(TimedConnection, "seconds", 0.2)
+    connection = ask_for_pages(connect)
+    assert wait_until(lambda: connection.getsockname()[1] in lost)
+
+
+def test_unread_short_answer_closed(connect, lost, monkeypatch):
+    """So is one whose whole answer the server has written, which uvicorn closes and waits for."""
+    monkeypatch.setattr(TimedConnection, "seconds", 0.3)
+    monkeypatch.setattr(TimedConnection, "send_bytes", 2**10)
+    monkeypatch.setattr(app, "PAGE", Path(__file__))
+    (connection := connect(2**11)).sendall(
+        HEALTH.replace(b"/health", b"/").replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    )
+    assert wait_until(lambda: connection.getsockname()[1] in lost)
+
+
+@pytest.mark.parametrize(("most", "is_closed"), [(60.0, False), (0.5, True)])
+def test_slow_reader_has_its_time(connect, lost, monkeypatch, most, is_closed):
+    """One that reads, however slowly, is waited for so long, and no longer."""
+    monkeypatch.setattr(TimedConnection, "seconds", 0.5)
+    monkeypatch.setattr(TimedConnection, "unread_seconds", most)
+    connection, end = ask_for_pages(connect), time.monotonic() + 3
+    port = connection.getsockname()[1]
+    while time.monotonic() < end and port not in lost:
+        connection.recv(2**15)
+        time.sleep(0.02)
+    assert (port in lost) == is_closed
+
+
+def test_unread_answers_keep_nobody_out(connect, lost, monkeypatch):
+    """Of too many connections that all ask, one that does not read makes room for each new one."""
+    monkeypatch.setattr(TimedConnection, "most", 8)
+    ports = [ask_for_pages(connect).getsockname()[1] for _ in range(8)]
+    for _ in range(3):
+        (new := connect()).sendall(HEALTH)
+        assert new.recv(2**16).startswith(b"HTTP/1.1 200")
+    assert wait_until(lambda: ports[0] in lost)
+
+
+def test_unsent_body_makes_room(connect, lost, url, monkeypatch):
+    """A body that does not arrive keeps nobody out."""
+    monkeypatch.setattr(TimedConnection, "most", 4)
+    for _ in range(4):
+        connect().sendall(f"{HEADERS}Content-Length: 50\r\n\r\n{{".encode())
+    assert httpx.get(f"{url}/health").status_code == 200
 
 
 def test_a_body_that_does_not_arrive_is_not_waited_for(connect, monkeypatch):

@@ -1,0 +1,103 @@
+"""How many clients a server answers: a load generator.
+
+    python -m arcaligner.benchmarks.serving --url http://127.0.0.1:8000 --questions nq.jsonl.gz --clients 1,8,32
+
+It asks a running server: each client sends its next question when it has the answer to the last. Lengths are mixed:
+the number of passages changes with the question, the longest answer from request to request. `--distinct 24` asks that
+many questions again and again, once before it measures, so that their passages are cached.
+"""
+
+import asyncio
+import json
+import re
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import numpy as np
+import typer
+
+from ..common.files import describe_machine, markdown_table, run_command
+from ..common.rows import read_rows
+
+# Passages that are found, by the length of the question, and tokens of an answer, of requests in turn.
+NUM_PASSAGES, MAX_TOKENS = (1, 3, 5, 10), (4, 16, 64)
+
+
+def memory(url: str, key: str) -> float:
+    """MB that the server has in memory, where its system tells."""
+    try:
+        text = httpx.get(f"{url}/metrics", headers=headers_of(key), timeout=60).text
+    except httpx.ConnectError as error:
+        raise OSError(f"There is no server at {url}. Start one: `arcaligner serve`.") from error
+    found = re.search(r"^process_resident_memory_bytes (\S+)$", text, re.MULTILINE)
+    return float(found[1]) / 1e6 if found else float("nan")
+
+
+def headers_of(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+async def ask_all(url: str, key: str, questions: list[str], clients: int) -> list[dict[str, Any]]:
+    """Status, seconds, batch size and share of cached passages of each answer."""
+    waiting, answers, model = list(reversed(list(enumerate(questions)))), [], ""
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        while waiting:
+            number, question = waiting.pop()
+            body = {"model": model, "messages": [{"role": "user", "content": question}]}
+            body["num_passages"] = NUM_PASSAGES[len(question) % len(NUM_PASSAGES)]
+            body["max_tokens"] = MAX_TOKENS[number % len(MAX_TOKENS)]
+            began = time.perf_counter()
+            response = await client.post("/v1/chat/completions", json=body)
+            answer = {"status": response.status_code, "seconds": time.perf_counter() - began}
+            if response.is_success:
+                report = response.json()["arcaligner"]
+                answer |= {"batch_size": report["batch_size"]}
+                answer |= {"kept": report["kept"] / max(1, sum(each["read"] for each in report["sources"]))}
+            answers.append(answer)
+
+    async with httpx.AsyncClient(base_url=url, timeout=600, headers=headers_of(key)) as client:
+        model = (await client.get("/health")).json()["model"]
+        await asyncio.gather(*(ask(client) for _ in range(clients)))
+    return answers
+
+
+def main(
+    questions: Annotated[Path, typer.Option(help="Rows with questions, JSON Lines.")],
+    url: Annotated[str, typer.Option(help="A server that runs.")] = "http://127.0.0.1:8000",
+    clients: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "1,8,32",
+    requests: Annotated[int, typer.Option(help="Requests of each number of clients.", min=1)] = 64,
+    distinct: Annotated[
+        int | None,
+        typer.Option(help="Ask so many questions only, once before. Default: all, from the first on.", min=1),
+    ] = None,
+    api_key: Annotated[str, typer.Option(envvar="ARCALIGNER_API_KEY", help="The server's key.")] = "",
+) -> None:
+    """Prints answers per second and the quantiles of their time, and a JSON line."""
+    texts = [row["question"] for row in read_rows(questions)][:distinct]
+    memory(url, api_key)  # which names a server that is not there
+    if distinct is not None:
+        asyncio.run(ask_all(url, api_key, texts, 1))
+    columns = ["Clients", "Answers/s", "p50 s", "p95 s", "p99 s", "Batch", "Cached", "Memory, MB", "Failed"]
+    rows, found = [], {}
+    for number, count in enumerate(int(each) for each in clients.split(",")):
+        asked = [texts[(number * requests + index) % len(texts)] for index in range(requests)]
+        before, began = memory(url, api_key), time.perf_counter()
+        answers = asyncio.run(ask_all(url, api_key, asked, count))
+        rate = len(answers) / (time.perf_counter() - began)
+        good = [answer for answer in answers if answer["status"] == 200]
+        quantiles = np.quantile([answer["seconds"] for answer in answers], (0.5, 0.95, 0.99)).tolist()
+        batch = float(np.mean([answer["batch_size"] for answer in good] or [0]))
+        kept, after = float(np.mean([answer["kept"] for answer in good] or [0])), memory(url, api_key)
+        found[count] = {"rate": rate, "seconds": quantiles, "batch": batch, "failed": len(answers) - len(good)}
+        found[count] |= {"kept": kept, "megabytes": [before, after]}
+        row = [str(count), f"{rate:.2f}", *(f"{each:.2f}" for each in quantiles), f"{batch:.1f}", f"{kept:.0%}"]
+        rows.append([*row, f"{before:,.0f} to {after:,.0f}", str(len(answers) - len(good))])
+    typer.echo("\n".join(markdown_table(columns, rows)))
+    typer.echo(json.dumps({"load": found, "machine": describe_machine()}))
+
+
+if __name__ == "__main__":
+    run_command(main)
