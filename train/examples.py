@@ -18,6 +18,7 @@ import ast
 import copy
 import dataclasses
 import functools
+import gc
 import logging
 import math
 import os
@@ -327,6 +328,11 @@ class ExampleBuilder:
         builder._passage_tokens = functools.lru_cache(MOST_PASSAGES)(self._passage_tokens)
         builder._question_turn = functools.lru_cache(MOST_QUESTIONS)(builder._question_turn)
         return builder
+
+    def load(self) -> None:
+        """Loads what is otherwise loaded by the first example, such as spaCy: processes that are forked later share
+        it."""
+        self._passage_tokens("", "A sentence.")
 
     def reconstruction_examples(self, rows: list[Row]) -> Iterator[Example]:
         """Stage I: each run of 1 to `max_segments` segments of a passage as slots, its text as the target."""
@@ -698,6 +704,7 @@ class _Makers:
         if self.num_proc == 1:
             return self.maker(groups)[0]
         if not self.workers:
+            self.maker.builder.load()
             begin = {"initializer": _set_maker, "initargs": (self.maker,)}
             self.workers = [ProcessPoolExecutor(1, **begin) for _ in range(self.num_proc)]
         places = [[] for _ in self.workers]  # in `groups`, of those of each process
@@ -717,6 +724,7 @@ _maker: _ExampleMaker | None = None  # of a process of `_Makers`
 
 def _set_maker(maker: _ExampleMaker) -> None:
     global _maker
+    gc.freeze()  # what forked processes share would be copied where the collector looks through it
     _maker = maker.remembering()  # here, as what is remembered cannot be sent to another process
 
 

@@ -170,6 +170,9 @@ class OneExample:
     def remembering(self):
         return self
 
+    def load(self):
+        pass
+
 
 @pytest.fixture
 def selector(tmp_path):
