@@ -53,16 +53,22 @@ def test_text_without_spaces_fills_passages(tokenizer, unit):
     assert len(sizes) > 2 and all(36 <= size <= 40 for size in sizes[:-1]) and sizes[-1] <= 40
 
 
-SENTENCE = "It was written by Ada. "  # 9 tokens
+SENTENCE = "It was written by Ada. "  # 10 tokens
 
 
 @pytest.mark.parametrize(
     ("text", "options", "expected"),
     [
         (3 * SENTENCE, {}, [2 * SENTENCE, SENTENCE]),
-        (f"{SENTENCE}\n\n{3 * SENTENCE}", {}, [f"{SENTENCE}\n\n", 2 * SENTENCE, SENTENCE]),  # a paragraph, half full
+        # a paragraph, half full
+        (f"{SENTENCE}Ada.\n\nYes. {SENTENCE}", {}, [f"{SENTENCE}Ada.\n\n", f"Yes. {SENTENCE}"]),
         (f"Ada.\n\n{3 * SENTENCE}", {}, [f"Ada.\n\n{SENTENCE}", 2 * SENTENCE]),  # which is less than half full
         ("Yes. " + SENTENCE * 2, {"sections": [5 + len(SENTENCE)]}, ["Yes. " + SENTENCE, SENTENCE]),
+        (
+            f"{SENTENCE}Ada. Yes.",
+            {"sections": [len(SENTENCE) + 5]},
+            [f"{SENTENCE}Ada. ", "Yes."],
+        ),  # which both would fit
         (f"Ada. {SENTENCE}", {"sections": [5]}, [f"Ada. {SENTENCE}"]),
         ("| a b c |\n" * 6, {}, ["| a b c |\n" * 3] * 2),  # a table between its lines
         ("word " * 12, {}, None),

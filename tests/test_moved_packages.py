@@ -1,0 +1,19 @@
+"""Packages that have moved are found by their old names, too, for one version."""
+
+import importlib
+import sys
+
+import pytest
+
+pytest.importorskip("lancedb")
+
+
+def test_old_name_is_the_same_module(monkeypatch):
+    for name in [each for each in sys.modules if each.startswith("arcaligner.corpus")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.warns(FutureWarning, match=r"arcaligner\.corpus\.sources is now arcaligner\.apps\.corpus\.sources"):
+        old = importlib.import_module("arcaligner.corpus.sources")
+    assert old is importlib.import_module("arcaligner.apps.corpus.sources")
+    assert old.__spec__.name == old.__name__ == "arcaligner.apps.corpus.sources"
+    with pytest.raises(ModuleNotFoundError, match="arcaligner.corpora"):
+        importlib.import_module("arcaligner.corpora")
