@@ -211,11 +211,11 @@ def accumulation_steps(global_batch_size: int, per_device: int, processes: int) 
     sizes = [size for size in range(1, global_batch_size + 1) if global_batch_size % (size * processes) == 0]
     at_most = global_batch_size // per_device if per_device > 0 else 0
     numbers = [number for number in range(1, at_most + 1) if global_batch_size % (per_device * number) == 0]
-    remedies = [f"with {processes} processes, a size of {_listed(sizes)}"] if sizes else []
-    remedies += [f"with a size of {per_device}, {_listed(numbers)} processes"] if numbers else []
+    remedies = [f"for {processes} processes with a size of {_listed(sizes)}"] if sizes else []
+    remedies += [f"for {_listed(numbers)} processes with a size of {per_device}"] if numbers else []
     raise ValueError(
         f"`global_batch_size` {global_batch_size} is not a multiple of {processes} processes with a "
-        f"`per_device_train_batch_size` of {per_device}. It is {'; or '.join(remedies) or 'of no others: change it'}."
+        f"`per_device_train_batch_size` of {per_device}. It is {', or '.join(remedies) or 'for no others: change it'}."
     )
 
 

@@ -116,12 +116,12 @@ def test_global_batch_decides_accumulation(monkeypatch, processes, accumulated):
     [
         (
             (12, 4, 2),
-            "not a multiple of 2 processes with .* of 4. It is with 2 processes, a size of 1, 2, 3 or 6",
+            "not a multiple of 2 processes with .* of 4. It is for 2 processes with a size of 1, 2, 3 or 6",
         ),
-        ((256, 8, 3), "It is with a size of 8, 1, 2, 4, 8, 16 or 32 processes"),
-        ((2, 4, 4), "It is of no others: change it"),
-        ((0, 4, 4), "It is of no others: change it"),
-        ((4, 0, 2), "It is with 2 processes, a size of 1 or 2"),
+        ((256, 8, 3), "It is for 1, 2, 4, 8, 16 or 32 processes with a size of 8"),
+        ((2, 4, 4), "It is for no others: change it"),
+        ((0, 4, 4), "It is for no others: change it"),
+        ((4, 0, 2), "It is for 2 processes with a size of 1 or 2"),
     ],
 )
 def test_batches_that_do_not_divide(numbers, message):
