@@ -17,7 +17,7 @@ from transformers.utils import CONFIG_NAME, PROCESSOR_NAME
 
 from ..common.files import run_command
 from ..configuration_arcaligner import ArcAlignerConfig
-from ..loading_arcaligner import written_whole
+from ..loading_arcaligner import read_json, written_whole
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from .hub import RECIPE_FILE, RESULTS_FILE, write_model_card
@@ -51,8 +51,9 @@ def answers_alike(*folders: Path) -> bool:
     if not all((folder / CONFIG_NAME).exists() for folder in folders):
         return False
     there, new = (ArcAlignerConfig.from_pretrained(folder).digests or {} for folder in folders)
-    names = {name for name in [*there, *new] if name.endswith(".safetensors") or name == PROCESSOR_NAME}
-    return all(there.get(name) == new.get(name) for name in names)
+    names = {name for name in [*there, *new] if name.endswith(".safetensors")}
+    settings, of_new = (read_json(folder / PROCESSOR_NAME) for folder in folders)
+    return settings == of_new and all(there.get(name) == new.get(name) for name in names)
 
 
 def main(

@@ -128,14 +128,9 @@ CHECKABLE = {
 BOUND = {
     "encoder zeroed": (ADAPTER, lambda found: {name: 0 * each for name, each in found.items()}, f"model.*{NOT_SAVED}"),
     "encoder's lora_alpha": (ADAPTER_CONFIG, fields(lora_alpha=99), f"adapter_config.json {NOT_SAVED}"),
-    "two settings": (PROCESSOR, fields(trained_encoder=False, spacy_model="d"), "`spacy_model` is 'd', `trained_e"),
     "template gone": (TEMPLATE, None, "lacks chat_template.jinja"),
     "another template": (TEMPLATE, "{{ messages }}", f"chat_template.jinja {NOT_SAVED}"),
-    "lora_alpha": (CONFIG, fields(lora_alpha=480), "config.json of .* is not as it was saved: `lora_alpha` is 480"),
-    "lora_alpha gone": (CONFIG, without("lora_alpha"), "`lora_alpha` is missing"),
-    "backbone": (CONFIG, within("text_config", fields(rms_norm_eps=0.1)), "`text_config` was changed"),
     "aligner's value": (WEIGHTS, with_value("lora_B", 0.125), "weights in .* are not those that it was saved with"),
-    "digests broken": (CONFIG, fields(digests={"config.json": 5}), "`digests` of a checkpoint lack"),
     "a base model promised": (CONFIG, fields(includes_base_model=True), "is to hold its base model"),
 }
 FULL = {
@@ -185,6 +180,19 @@ def test_what_changes_no_slot_may_be_changed_in_the_files(folder, base_model_dir
     for name in (CONFIG, TOKENIZER):  # as Git does on Windows
         (folder / name).write_bytes((folder / name).read_bytes().replace(b"\n", b"\r\n"))
     assert torch.equal(first_logits(folder), expected)
+
+
+def test_edited_settings_load(folder):
+    """Settings in both files may be edited by hand, and have their effect."""
+    edits = {"gate_mode": "always", "gate_threshold": 0.25, "max_refinement_steps": 1, "lora_dropout": 0.2}
+    edit_json(folder / CONFIG, **edits)
+    edit_json(folder / PROCESSOR, copy_bonus=2.5, sentences_per_segment=2)
+    model, processor = load(folder)
+    assert {name: getattr(model.config, name) for name in edits} == edits
+    assert (processor.copy_bonus, processor.sentences_per_segment) == (2.5, 2)
+    inputs = processor(text="Who wrote it?", documents=["It was Ada. So be it."], return_tensors="pt")
+    with torch.no_grad():
+        assert model(**inputs).recursion_depth.max() == 1
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
