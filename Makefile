@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format check clean
+.PHONY: help install demo test lint format code check clean
 
 help:  ## Shows the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -28,6 +28,9 @@ lint: $(STAMP)  ## Looks for mistakes without changing a file
 format: $(STAMP)  ## Formats the code and sorts imports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+code:  ## Copies the flat files into the shipped checkpoint, after a change of them
+	cp *_arcaligner.py checkpoints/arcaligner-smollm2-135m/
 
 check: lint test  ## Lint and test
 
