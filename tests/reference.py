@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from arcaligner.attention_arcaligner import pad_passage_ids
+from arcaligner.encoder_arcaligner import pad_passage_ids
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 

@@ -373,7 +373,7 @@ def train(
     if dry_run:
         import torch
 
-        from ..train.plan import lines_of, plan_stages
+        from ...train.plan import lines_of, plan_stages
 
         stages = read_stages(find_recipe(recipe), folder, settings, device=device)
         plans = plan_stages(stages, stage, gpus or max(1, torch.accelerator.device_count()))

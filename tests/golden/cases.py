@@ -426,7 +426,7 @@ def served(loaded: Loaded, corpus: Path | None = None, **settings) -> dict[str, 
             "streamed": send(asks[2], documents=texts[2], stream=True, tokens_per_slot=4),
             "unsure": send(asks[3], documents=texts[5], min_confidence=0.73),
             "freely": send(asks[4], documents=texts[4], copy_bonus=0, stop=["."]),
-            "text alone": send(asks[5], documents=None, max_tokens=4, top_k=0) if corpus else None,
+            "text alone": send(asks[5], documents=None, max_tokens=4, num_passages=0) if corpus else None,
             "drawn": send(asks[5], documents=texts[5], temperature=0.7, top_p=0.9, seed=3)["logits"],
             "refused": send(asks[5], documents=texts[5], max_passages=0)["status"],
         }
