@@ -78,7 +78,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     @functools.cached_property
     def _scored(self):
         """The passages that were scored."""
-        return self.model.slot_prefix_store(self.processor, max_bytes=2**28)
+        return self.model.passage_cache(self.processor, max_bytes=2**28)
 
     @property
     def answerer(self) -> Answerer:

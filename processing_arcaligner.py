@@ -9,6 +9,7 @@ characters in somebody's text are text.
 
 import math
 import uuid
+import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import groupby
@@ -30,7 +31,7 @@ from .encoder_arcaligner import (
     pad_slots,
     passages_of_questions,
 )
-from .kv_cache_arcaligner import SlotPrefixStore
+from .kv_cache_arcaligner import PassageCache
 from .loading_arcaligner import (
     TEXT_FILES,
     check_processor_files,
@@ -295,9 +296,15 @@ class ArcAlignerProcessor(ProcessorMixin):
             before, after = self.plain_prompt(question)
         return self.tokenize_prompt(before, add_special_tokens=not has_template), self.tokenize_prompt(after)
 
-    def slot_prefix_store(self, model, **options) -> SlotPrefixStore:
-        """Keeps what was read of passages for further questions; `options` as for [`SlotPrefixStore`]."""
-        return SlotPrefixStore(model, self, **options)
+    def passage_cache(self, model, **options) -> PassageCache:
+        """A cache of per-passage keys and values, shared across questions; `options` as for [`PassageCache`]."""
+        return PassageCache(model, self, **options)
+
+    def slot_prefix_store(self, model, **options) -> PassageCache:
+        """The name of `passage_cache` in version 0.2."""
+        message = "`slot_prefix_store` is called `passage_cache` now; the old name goes in the next release."
+        warnings.warn(message, FutureWarning, stacklevel=2)
+        return self.passage_cache(model, **options)
 
     def __call__(
         self,

@@ -40,7 +40,7 @@ from ..evaluation.analyses.speed import KEPT_REPORT, LIKELIEST, kept_lines
 from ..evaluation.answering import apart_text
 from ..evaluation.settings import split_rates
 from ..kv_cache_arcaligner import (
-    SlotPrefixStore,
+    PassageCache,
     join_keys_values,
     keys_values_of,
     load_keys_values,
@@ -107,12 +107,12 @@ class TextReader:
         return self.folder / f"{digest(passage['text'])}.safetensors"
 
 
-def ask_store(store: SlotPrefixStore, row: Row, rate: int | str) -> ModelOutput:
+def ask_store(store: PassageCache, row: Row, rate: int | str) -> ModelOutput:
     """From the kept slots of a row's passages."""
     return store.read_question(store.prepare(row["question"], documents=row["passages"], tokens_per_slot=rate))
 
 
-def ask_likeliest(store: SlotPrefixStore, row: Row, rate: int | str) -> ModelOutput:
+def ask_likeliest(store: PassageCache, row: Row, rate: int | str) -> ModelOutput:
     """Scores each cached passage of a row, and answers from the top-ranked one, as is the default."""
     answerer = Answerer(store.model, store.processor, store)
     (selection,) = answerer.select([row["question"]], [row["passages"]], 1, tokens_per_slot=rate)
@@ -160,10 +160,10 @@ class Known:
         per_slot = self.kept_bytes["text_apart"] / self.text_tokens
         for rate in rates:
             name, path = f"slots_x{rate}", folder / f"slots_x{rate}"
-            memory = SlotPrefixStore(aligner, processor, max_bytes=2**40)
+            memory = PassageCache(aligner, processor, max_bytes=2**40)
             inputs = memory.prepare("?", documents=passages, tokens_per_slot=rate)
-            disk = SlotPrefixStore(aligner, processor, max_bytes=0, folder=path)
-            disk.keep("?", documents=passages, tokens_per_slot=rate)
+            disk = PassageCache(aligner, processor, max_bytes=0, folder=path)
+            disk.precompute("?", documents=passages, tokens_per_slot=rate)
             self.kept_bytes[name] = inputs["context_passage_ids"].shape[1] * per_slot / len(rows)
             self.arms[name] = partial(ask_store, memory, rate=rate)
             if Answerer(aligner, processor).can_score and rate == processor.tokens_per_slot:

@@ -40,7 +40,7 @@ def probe(checkpoint: str) -> None:
     inputs = processor(text="When is the meeting now?", documents=DOCUMENTS, return_tensors="pt")
     logits = model(**inputs).logits
     with tempfile.TemporaryDirectory() as folder:
-        for store in (model.slot_prefix_store(processor, folder=folder) for _ in range(2)):
+        for store in (model.passage_cache(processor, folder=folder) for _ in range(2)):
             kept = store.prepare(list(QUESTIONS), [DOCUMENTS] * len(QUESTIONS))
             new = model.generate(**kept, max_new_tokens=8)[:, kept["input_ids"].shape[1] :]
             assert processor.batch_decode(new, skip_special_tokens=True) == answers

@@ -82,7 +82,7 @@ def test_cached_passages_equal_whole_prompt(processor, only):
     model = aligner_for(processor, passage_attention="separate")
     random_head(model, [0, 1])
     question, documents = "Who wrote it?", ["It was written by Ada.", "Nobody read it."]
-    store = model.slot_prefix_store(processor_with(processor, passage_attention="separate"))
+    store = model.passage_cache(processor_with(processor, passage_attention="separate"))
     for _ in range(2):  # read, then cached
         inputs = store.prepare(question, documents)
         found = store.read_question(inputs, only_answerability=only).answerability_logits

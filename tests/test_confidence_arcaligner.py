@@ -40,7 +40,7 @@ def ask_apart(separate):
 @pytest.fixture
 def apart(separate):
     """A store of the aligner that reads passages apart."""
-    return separate[0].slot_prefix_store(separate[1])
+    return separate[0].passage_cache(separate[1])
 
 
 def told(records):
@@ -54,7 +54,7 @@ def told(records):
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 0}, {"num_beams": 2}], ids=str)
 def test_answerability_is_that_of_the_prefill(model, fitted, options):
     """One number for a row, however many beams or samples it has; also behind cached passages."""
-    inputs, store = chat_inputs(fitted, QUESTION, DOCUMENTS), model.slot_prefix_store(fitted)
+    inputs, store = chat_inputs(fitted, QUESTION, DOCUMENTS), model.passage_cache(fitted)
     with torch.no_grad():
         expected = torch.sigmoid(model(**inputs).answerability_logits)  # (1,)
     cached = [] if options else [store.prepare(QUESTION, DOCUMENTS) for _ in range(2)]  # read, then cached
@@ -232,20 +232,20 @@ def test_precomputed_slots_are_ranked_as_their_passages_and_kept_for_the_answer(
     for number, passage in first.items():
         assert passage.answerability == pytest.approx(expected[number].answerability, abs=1e-4)
         assert not passage.is_cached and again[number].is_cached
-    assert apart.prepare(["Who?"], **slots).num_kept == [3]
+    assert apart.prepare(["Who?"], **slots).num_cached == [3]
 
 
 def test_passages_of_several_questions_are_read_at_once_and_ranked_some_at_a_time(separate, apart, monkeypatch):
     documents = [[f"Passage {'more ' * number}text." for number in range(5)], PASSAGES, [" "], PASSAGES[:2]]
     questions = ["Who?", "Who wrote it, and when?", "Why?", "Where?"]
-    other, reader = separate[0].slot_prefix_store(separate[1]), mock.Mock(side_effect=read_passages)
+    other, reader = separate[0].passage_cache(separate[1]), mock.Mock(side_effect=read_passages)
     expected = [score_passages(other, [each], [own])[0] for each, own in zip(questions, documents, strict=True)]
     monkeypatch.setattr(kv_cache_arcaligner, "ROWS_AT_ONCE", 3)
     monkeypatch.setattr(kv_cache_arcaligner, "read_passages", reader)
     found = score_passages(apart, questions, documents)
     assert reader.call_count == 1 and apart.misses == 8  # equal passages once
     monkeypatch.setattr(kv_cache_arcaligner, "PASSAGES_AT_ONCE", 4)
-    some = separate[0].slot_prefix_store(separate[1], max_bytes=0)
+    some = separate[0].passage_cache(separate[1], max_bytes=0)
     found += score_passages(some, questions, documents)
     assert reader.call_count == 1 + 3  # of ten passages, four at once
     for one, alone in zip(found, 2 * expected, strict=True):
@@ -261,10 +261,10 @@ def test_a_model_whose_weights_cannot_be_watched_ranks_passages_and_keeps_none(s
     linear.weight = Int8Parameter(linear.weight)
     assert ask_apart(QUESTION, documents=PASSAGES) == expected
     assert "`lm_head.weight` is of type Int8Parameter" in caplog.text and "is not kept" in caplog.text
-    store = separate[0].slot_prefix_store(separate[1])
-    assert [store.prepare(QUESTION, PASSAGES[:2]).num_kept for _ in range(2)] == [[0], [0]] and len(store) == 0
+    store = separate[0].passage_cache(separate[1])
+    assert [store.prepare(QUESTION, PASSAGES[:2]).num_cached for _ in range(2)] == [[0], [0]] and len(store) == 0
     with pytest.raises(ValueError, match="`lm_head.weight` is of type Int8Parameter .* is not kept"):
-        store.keep(QUESTION, PASSAGES[:2])
+        store.precompute(QUESTION, PASSAGES[:2])
 
 
 def test_what_cannot_be_ranked_is_refused(model, fitted, apart, ask, ask_apart):
@@ -273,7 +273,7 @@ def test_what_cannot_be_ranked_is_refused(model, fitted, apart, ask, ask_apart):
             ask_apart([{"role": "assistant", "content": "Hi."}], documents=PASSAGES, max_passages=most)
     jointly = pytest.raises(ValueError, match="this aligner was trained with joint ones")
     with jointly:
-        score_passages(model.slot_prefix_store(fitted), ["Who?"], [PASSAGES])
+        score_passages(model.passage_cache(fitted), ["Who?"], [PASSAGES])
     with jointly:
         ask(ROW, max_passages=1)
     embeds, numbers = torch.ones(3, fitted.encoder_hidden_size), torch.tensor([0, 1, 0])

@@ -190,7 +190,7 @@ def test_the_processor_says_how_much_copying_is_preferred_and_a_call_may_say_oth
 
 def test_passages_are_ranked_by_these_cosines(separate):
     model, fitted = separate
-    (ranked,) = score_passages(model.slot_prefix_store(fitted), [QUESTION], [["Ada wrote it."]])
+    (ranked,) = score_passages(model.passage_cache(fitted), [QUESTION], [["Ada wrote it."]])
     assert [ranked[0].similarity] == similarities_of(fitted.encoder, QUESTION, ["Ada wrote it."])
 
 

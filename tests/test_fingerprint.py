@@ -15,7 +15,7 @@ from arcaligner.modeling_arcaligner import slot_lora_layers
 
 
 def test_what_changes_slots_changes_its_field(model, processor, monkeypatch):
-    store, encoder = model.slot_prefix_store(processor), copy.deepcopy(processor.encoder.model)
+    store, encoder = model.passage_cache(processor), copy.deepcopy(processor.encoder.model)
     monkeypatch.setattr(type(processor.encoder), "model", encoder)
     other_tokenizer = copy.deepcopy(processor.tokenizer)
     other_tokenizer.add_tokens(["whole"])
@@ -50,10 +50,10 @@ def test_what_changes_slots_changes_its_field(model, processor, monkeypatch):
 
 def test_a_tokenizer_that_was_used_is_the_same(model, processor):
     passages = ["Ada wrote it."]
-    before = model.slot_prefix_store(processor).weights(passages)
+    before = model.passage_cache(processor).weights(passages)
     for tokenizer in (processor.tokenizer, processor.encoder.model.tokenizer):
         tokenizer(["One.", "One, two."], padding="max_length", truncation=True, max_length=7)
-    assert model.slot_prefix_store(processor).weights(passages) == before
+    assert model.passage_cache(processor).weights(passages) == before
 
 
 PASSAGE = {"title": "Ada", "text": "She wrote it."}

@@ -102,7 +102,7 @@ def test_model(model, ids, embeds, mask, labels, gates, generate):
 def test_pipeline_and_store(model, processor, row, documents, settings, with_store):
     if with_store:
         question = row.get("question") if isinstance(row, dict) else row
-        assert_works_or_says_why(model.slot_prefix_store(processor).prepare, question, documents, **settings)
+        assert_works_or_says_why(model.passage_cache(processor).prepare, question, documents, **settings)
     else:
         assert_works_or_says_why(pipeline_of(model, processor), row, documents=documents, max_new_tokens=1, **settings)
 

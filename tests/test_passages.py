@@ -15,7 +15,7 @@ from test_prefix_store_arcaligner import FIVE_TOKENS, assert_answers
 from tiny_models import collate, for_generate, random_rows, tiny_aligner
 from transformers import StaticCache
 
-from arcaligner.kv_cache_arcaligner import read_passages, read_text
+from arcaligner.kv_cache_arcaligner import PassageCache, SlotPrefixStore, read_passages, read_text
 
 pytestmark = pytest.mark.usefixtures("float64_model_code")
 PASSAGES = [
@@ -40,7 +40,7 @@ def model(processor):
 
 @pytest.fixture
 def store(model, apart):
-    return model.slot_prefix_store(apart)
+    return model.passage_cache(apart)
 
 
 # Algorithm 1
@@ -95,7 +95,7 @@ def test_kept_passages_answer_in_any_combination_as_when_read_together(store, ga
     documents = [PASSAGES[::-2], PASSAGES[1:2], PASSAGES, [*PASSAGES[:0:-1], NEW]]
     inputs, *_ = assert_answers(store, questions, gates=gates, documents=documents)
     assert (store.hits, store.misses) == (8, 4)
-    assert inputs.num_passages == [2, 1, 3, 3] and inputs.num_kept == [2, 1, 3, 2]
+    assert inputs.num_passages == [2, 1, 3, 3] and inputs.num_cached == [2, 1, 3, 2]
 
 
 def test_generated_tokens_are_those_of_reading_the_whole_again(apart, model):
@@ -166,7 +166,7 @@ def test_precomputed_slots_are_kept_by_passage_also_beside_longer_ones(processor
     """A corpus hands over the words of all passages found, padded to the longest."""
     reader = processor_with(processor, passage_attention="separate", context_words=True)
     model = aligner_for(processor, passage_attention="separate", word_parts=2)
-    store = model.slot_prefix_store(reader)
+    store = model.passage_cache(reader)
     _, embeds, words, numbers, *_ = reader.encode_documents(["Ada.", "Nobody knew how to read it. Who did?"])
     own = words[:1, (words[0] >= 0)]  # as long as its own words
     assert numbers.tolist() == [0, 1, 1] and own.shape[1] < words.shape[1]
@@ -202,25 +202,25 @@ def test_passages_share_rows_of_like_length_and_read_as_one_by_one(apart, model,
 
 
 def test_passages_read_ahead_are_found_by_a_store_that_writes_nothing(apart, model, tmp_path):
-    ahead = model.slot_prefix_store(apart, max_bytes=0, folder=tmp_path)
-    paths = ahead.keep("?", PASSAGES)
+    ahead = model.passage_cache(apart, max_bytes=0, folder=tmp_path)
+    paths = ahead.precompute("?", PASSAGES)
     assert len(paths) == 4 and set(paths) == set(tmp_path.iterdir())  # with the text before them
-    assert ahead.keep("Another?", PASSAGES[1:]) == [paths[0], *paths[2:]]
+    assert ahead.precompute("Another?", PASSAGES[1:]) == [paths[0], *paths[2:]]
     assert (ahead.misses, ahead.loads, ahead.bytes) == (3, 2, 0)
-    store = model.slot_prefix_store(apart, folder=tmp_path, read_only=True)
+    store = model.passage_cache(apart, folder=tmp_path, read_only=True)
     for question in ("Who?", "When?"):
         inputs, *_ = assert_answers(store, [question], documents=[[PASSAGES[2], NEW, PASSAGES[0]]])
-    assert (store.loads, store.misses, store.hits) == (2, 1, 3) and inputs.num_kept == [3]
+    assert (store.loads, store.misses, store.hits) == (2, 1, 3) and inputs.num_cached == [3]
     assert set(paths) == set(tmp_path.iterdir())
     copied = copy.deepcopy(store)
     assert copied.read_only and copied.folder == tmp_path
 
 
 def test_a_broken_file_is_warned_of_and_its_passage_read_again(apart, model, tmp_path, caplog):
-    path = model.slot_prefix_store(apart, folder=tmp_path).keep("Who?", PASSAGES)[2]
+    path = model.passage_cache(apart, folder=tmp_path).precompute("Who?", PASSAGES)[2]
     whole, kept = path.read_bytes(), load_file(path)["keys_values"].clone()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    store = model.slot_prefix_store(apart, folder=tmp_path)
+    store = model.passage_cache(apart, folder=tmp_path)
     assert_answers(store, ["Who?"], documents=[PASSAGES])
     (message,) = caplog.messages
     assert path.name in message and "not those that were saved" in message
@@ -236,7 +236,7 @@ def test_a_disk_that_fills_up_costs_no_answer(apart, model, tmp_path, monkeypatc
         save_file(tensors, path, metadata)
 
     monkeypatch.setattr("arcaligner.kv_cache_arcaligner.save_file", save)
-    store = model.slot_prefix_store(apart, max_bytes=0, folder=tmp_path)
+    store = model.passage_cache(apart, max_bytes=0, folder=tmp_path)
     assert_answers(store, ["Who?"], documents=[PASSAGES])
     assert "No space left on device" in caplog.text and "will be read again" in caplog.text
     assert len(list(tmp_path.iterdir())) == 2
@@ -276,13 +276,13 @@ def test_passages_that_cannot_be_read_apart_are_refused_by_what_stands_against_i
         with pytest.raises(ValueError, match="have a sliding window.*Use 'joint'"):
             other(**inputs, context_passage_ids=TWO)
         other(**inputs)  # one passage
-        store = other.slot_prefix_store(apart)
+        store = other.passage_cache(apart)
         with pytest.raises(ValueError, match="have a sliding window.*Use 'joint', or pass one passage"):
             store.prepare("Who?", PASSAGES)
         assert store.misses == 0  # said before anything is read
         store.prepare("Who?", PASSAGES[:1])
     with pytest.raises(ValueError, match="`passage_attention` is 'separate' of the model and 'joint' of the processor"):
-        model.slot_prefix_store(processor)
+        model.passage_cache(processor)
     monkeypatch.setattr(model.config.text_config, "_attn_implementation", "flash_attention_2")
     with pytest.raises(ValueError, match="attention `flash_attention_2` takes no mask"):
         model(**four_slots(model, contiguous=True), context_passage_ids=TWO)
@@ -318,3 +318,19 @@ def test_a_checkpoint_trained_jointly_is_read_apart_by_name_with_one_warning(pro
     (message,) = caplog.messages
     assert "was trained with `passage_attention` 'joint' and is loaded with 'separate'" in message
     assert config.from_pretrained(tmp_path).passage_attention == "joint"  # the file says what it was trained for
+
+
+def test_old_names_of_the_cache_warn(model, processor, tmp_path):
+    """Names of version 0.2 work for one release."""
+    with pytest.warns(FutureWarning, match="passage_cache"):
+        store = model.slot_prefix_store(processor, folder=tmp_path)
+    with pytest.warns(FutureWarning, match="precompute"):
+        paths = store.keep("Who?", ["Ada wrote it."])
+    assert paths == store.precompute("Who?", ["Ada wrote it."])
+    with pytest.warns(FutureWarning, match="iter_single_passages"):
+        ((rows, _),) = store.each_alone(["Who?"], [["Ada wrote it."]])
+    assert rows == [(0, 0, True)]
+    with pytest.warns(FutureWarning, match="PassageCache"):
+        assert isinstance(SlotPrefixStore(model, processor), PassageCache)
+    with pytest.warns(FutureWarning, match="num_cached"):
+        assert store.prepare("Who?", ["Ada wrote it."]).num_kept == [1]

@@ -77,13 +77,13 @@ def test_what_a_cpu_loads_and_saves_says_what_accelerators_compute_in(folder, tm
 def test_kept_as_bytes_passages_take_a_quarter_and_are_read_almost_the_same(processor, tmp_path):
     apart = processor_with(processor, passage_attention="separate")
     model = aligner_for(processor, passage_attention="separate").float()
-    exact, small = (model.slot_prefix_store(apart, folder=tmp_path, dtype=dtype) for dtype in (None, "int8"))
-    expected = model.slot_prefix_store(apart).prepare("Who wrote it?", DOCUMENTS)["past_key_values"]
+    exact, small = (model.passage_cache(apart, folder=tmp_path, dtype=dtype) for dtype in (None, "int8"))
+    expected = model.passage_cache(apart).prepare("Who wrote it?", DOCUMENTS)["past_key_values"]
     exact.prepare("Who wrote it?", DOCUMENTS)
     for number in range(3):  # read, then kept in memory, then in the folder
-        store = small if number < 2 else model.slot_prefix_store(apart, folder=tmp_path, dtype="int8")
+        store = small if number < 2 else model.passage_cache(apart, folder=tmp_path, dtype="int8")
         inputs = store.prepare("Who wrote it?", DOCUMENTS)
-        assert inputs.num_kept == [3 * (number > 0)]  # the other store's files are not taken for its own
+        assert inputs.num_cached == [3 * (number > 0)]  # the other store's files are not taken for its own
         for layer, other in zip(inputs["past_key_values"].layers, expected.layers, strict=True):
             for found, original in ((layer.keys, other.keys), (layer.values, other.values)):
                 step = original.abs().amax(dim=-1, keepdim=True) / 127
@@ -91,4 +91,4 @@ def test_kept_as_bytes_passages_take_a_quarter_and_are_read_almost_the_same(proc
     head = next(iter(exact._kept.values())).nbytes  # the text before the slots stays as it is
     assert (small.bytes - head) * 4 * 8 == (exact.bytes - head) * (8 + 4)  # heads of 8 in float32, or with a step each
     with pytest.raises(ValueError, match="`dtype` is 'int4'; expected .int8."):
-        model.slot_prefix_store(processor, dtype="int4")
+        model.passage_cache(processor, dtype="int4")

@@ -103,7 +103,7 @@ def assert_answers(store, questions, inputs=None, gates=None, slots=None, **rows
 def test_batch_of_kept_and_missing_prefixes_answers_as_each_question_alone(models, processor, backbone):
     """Prefixes and questions of different lengths, longer than a window; a second time all prefixes are kept."""
     model, embeds = models(backbone), [embeddings(num_slots, seed=num_slots) for num_slots in (2, 9, 1)]
-    store = model.slot_prefix_store(processor)
+    store = model.passage_cache(processor)
     prefix_of(store, context_embeds=embeds[1])
 
     def ask(questions, embeds, store=store):
@@ -114,7 +114,7 @@ def test_batch_of_kept_and_missing_prefixes_answers_as_each_question_alone(model
     first, second = (ask(QUESTIONS, embeds) for _ in range(2))
     assert torch.equal(first, second) and (store.hits, store.misses) == (4, 3)
     assert ((ask(QUESTIONS, embeds[::-1]) - first)[::2].abs().amax(dim=(1, 2)) > 1e-3).all()  # slots are read
-    small = model.slot_prefix_store(processor, max_bytes=nbytes(model, 2 + 9))
+    small = model.passage_cache(processor, max_bytes=nbytes(model, 2 + 9))
     for order in (1, -1):
         ask([*QUESTIONS, "Why?"][::order], [*embeds, embeds[0]], small)
     assert (small.hits, small.misses) == (4, 4)  # one was dropped; equal ones of a batch are read once
@@ -122,7 +122,7 @@ def test_batch_of_kept_and_missing_prefixes_answers_as_each_question_alone(model
 
 @in_float64
 def test_documents_are_encoded_once_for_all_questions(model, processor, monkeypatch):
-    store, encoded, encode = model.slot_prefix_store(processor), [], SlotEncoder.encode_tokens
+    store, encoded, encode = model.passage_cache(processor), [], SlotEncoder.encode_tokens
     watched = lambda self, *given: encoded.append(len(given[0])) or encode(self, *given)  # noqa: E731
     monkeypatch.setattr(SlotEncoder, "encode_tokens", watched)
     documents = [ADA, RADIK, ADA]
@@ -142,14 +142,14 @@ def test_text_before_the_slots_belongs_to_the_prefix(model, processor, has_templ
         chats, misses = [turns[:1], turns, [{"role": "system", "content": "Be brief."}, *turns[:1]]], 2
     else:
         reader.chat_template = None
-    store, embeds = model.slot_prefix_store(reader), [embeddings(3)] * 3
+    store, embeds = model.passage_cache(reader), [embeddings(3)] * 3
     assert_answers(store, chats, context_embeds=embeds)
     assert (store.hits, store.misses) == (3 - misses, misses)
 
 
 def test_beams_continue_from_kept_prefixes_by_the_newer_name_of_a_cache(model, processor):
     embeds = [embeddings(4), embeddings(2, seed=1)]
-    inputs = model.slot_prefix_store(processor).prepare(QUESTIONS[:2], context_embeds=embeds)
+    inputs = model.passage_cache(processor).prepare(QUESTIONS[:2], context_embeds=embeds)
     cache = inputs.pop("past_key_values")
     cache.batch_repeat_interleave(3)
     answers = model.generate(**inputs, cache=cache, **FIVE_TOKENS, num_beams=3)
@@ -160,7 +160,7 @@ def test_beams_continue_from_kept_prefixes_by_the_newer_name_of_a_cache(model, p
 
 
 def test_continuing_a_prefix_leaves_the_kept_one_and_a_copy_of_a_store_starts_empty(model, processor):
-    store = model.slot_prefix_store(processor, max_bytes=10**6)
+    store = model.passage_cache(processor, max_bytes=10**6)
     prefix, other = (prefix_of(store, context_embeds=embeddings(3)) for _ in range(2))
     expected, ids = copy.deepcopy(prefix), torch.tensor([[5, 6, 7]])
     logits = model(input_ids=ids, past_key_values=prefix).logits
@@ -177,11 +177,11 @@ def test_continuing_a_prefix_leaves_the_kept_one_and_a_copy_of_a_store_starts_em
 
 
 def test_least_recently_used_prefix_leaves_first(model, processor):
-    one = model.slot_prefix_store(processor)
+    one = model.passage_cache(processor)
     one.prepare(["Who?", "Who?"], context_embeds=[embeddings(1), embeddings(40)])
     text = prefix_of(one, context_embeds=embeddings(1)).get_seq_length() - 1  # before the slots, which is kept as well
     assert one.bytes == nbytes(model, text + 1 + 40)
-    store = model.slot_prefix_store(processor, max_bytes=nbytes(model, text + 3 * 3))
+    store = model.passage_cache(processor, max_bytes=nbytes(model, text + 3 * 3))
 
     def is_kept(seed):
         misses = store.misses
@@ -203,7 +203,7 @@ ALWAYS = {"gate_mode": "always", "max_refinement_steps": 1}
     [(ALWAYS, {}), ({"gate_threshold": 0.9}, {}), ({"refinement_budget": 0.3}, {}), ({}, {"max_slots": 1})],
 )
 def test_settings_of_a_call_answer_as_without_the_store(model, processor, gates, slots):
-    store = model.slot_prefix_store(processor)
+    store = model.passage_cache(processor)
     _, plain = generate(model, store.prepare(QUESTIONS[0], RADIK))
     for _ in range(2):
         *_, logits = assert_answers(store, QUESTIONS[:1], gates=gates, slots=slots, documents=[RADIK])
@@ -214,7 +214,7 @@ def test_settings_of_a_call_answer_as_without_the_store(model, processor, gates,
 
 
 def test_gates_for_slots_that_are_read_already_are_warned_of(model, processor, caplog):
-    inputs = model.slot_prefix_store(processor).prepare("Who?", ADA)
+    inputs = model.passage_cache(processor).prepare("Who?", ADA)
     plain = model.generate(**inputs | {"past_key_values": copy.deepcopy(inputs["past_key_values"])}, **FIVE_TOKENS)
     assert not caplog.messages
     answer = model.generate(**inputs, **FIVE_TOKENS, gate_mode="off", max_refinement_steps=0)
@@ -236,24 +236,24 @@ def test_what_cannot_be_prepared_is_refused(processor):
         ({"documents": [ADA], "max_slots": 0}, "`max_slots` is 0"),
     ]:
         with pytest.raises(ValueError, match=message):
-            model.slot_prefix_store(processor).prepare(**{"questions": ["Who?"]} | call)
+            model.passage_cache(processor).prepare(**{"questions": ["Who?"]} | call)
     with pytest.raises(ValueError, match="`max_bytes` is -1"):
-        model.slot_prefix_store(processor, max_bytes=-1)
+        model.passage_cache(processor, max_bytes=-1)
     with pytest.raises(ValueError, match="Call `model.eval\\(\\)` first"):
-        model.train().slot_prefix_store(processor).prepare("Who?", ADA)
+        model.train().passage_cache(processor).prepare("Who?", ADA)
 
 
 # Several at once
 
 
 def test_threads_and_processes_share_a_folder_and_keep_the_budget(model, processor, tmp_path):
-    one = model.slot_prefix_store(processor)
+    one = model.passage_cache(processor)
     with ThreadPoolExecutor(10) as threads:
         list(threads.map(lambda _: prefix_of(one, context_embeds=embeddings(40, seed=9)), range(10)))
     assert (one.hits, one.misses) == (9, 1)  # what is asked for at once is read once
     expected = [prefix_of(one, context_embeds=embeddings(3, seed=number)) for number in range(5)]
     options = {"max_bytes": nbytes(model, expected[0].get_seq_length() + 3), "folder": tmp_path / "new" / "folder"}
-    store = model.slot_prefix_store(processor, **options)
+    store = model.passage_cache(processor, **options)
 
     def use(store, seed):
         for number in random.Random(seed).choices(range(5), k=12):
@@ -264,7 +264,7 @@ def test_threads_and_processes_share_a_folder_and_keep_the_budget(model, process
     for seed in range(3):
         if (worker := os.fork()) == 0:
             with contextlib.suppress(BaseException):
-                use(model.slot_prefix_store(processor, **options), seed)
+                use(model.passage_cache(processor, **options), seed)
                 os._exit(0)
             os._exit(1)
         workers.append(worker)
@@ -314,8 +314,8 @@ def test_unmodified_backbone_continues_from_the_file(backbone, tmp_path):
 
 
 def test_every_field_of_a_fingerprint_is_compared(model, processor, tmp_path):
-    store, config = model.slot_prefix_store(processor, folder=tmp_path), model.config.text_config
-    path = store.keep("?", ADA)[-1]
+    store, config = model.passage_cache(processor, folder=tmp_path), model.config.text_config
+    path = store.precompute("?", ADA)[-1]
     with safe_open(path, framework="pt") as file:
         fingerprint = json.loads(file.metadata()["fingerprint"])
     assert len(fingerprint) > 20

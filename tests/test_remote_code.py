@@ -55,7 +55,7 @@ def answers(folder):
     for auto_class in (AutoModelForCausalLM, AutoModel):
         model = auto_class.from_pretrained(folder, **trust).eval()
         logits.append(model(**inputs).logits[0, -1].tolist())
-    assert model.slot_prefix_store(processor).prepare(row["question"], row["documents"])["past_key_values"]
+    assert model.passage_cache(processor).prepare(row["question"], row["documents"])["past_key_values"]
     records = []
     for task in ("text-generation", None):
         ask = pipeline(task, model=folder, device="cpu", max_new_tokens=6, **trust)

@@ -321,7 +321,7 @@ def test_the_pipeline_reads_the_words_of_each_row_of_a_batch(words_model, words_
 
 
 def test_kept_prefixes_answer_as_the_model_does_at_each_rate(words_model, words_processor):
-    store = words_model.double().slot_prefix_store(words_processor)
+    store = words_model.double().passage_cache(words_processor)
     for rate in (3, "segment", 3):
         assert_answers(store, [QUESTION], slots={"tokens_per_slot": rate}, documents=[DOCUMENTS])
     assert (store.hits, store.misses) == (1, 2)

@@ -2,7 +2,7 @@
 
     read_corpus(corpus, model, processor)    # a file for each passage in `corpus.kept_folder`, which stores find there
 
-The files are those of any `SlotPrefixStore`, under a digest of all that decides them: a passage whose text, slots or
+The files are those of any `PassageCache`, under a digest of all that decides them: a passage whose text, slots or
 aligner has changed is read again, and the former file removed.
 """
 
@@ -43,11 +43,11 @@ def read_corpus(corpus: Corpus, model, processor, tell: Callable[[str], Any] = l
     )
     done, used, folder = "No passage read", set(), corpus.kept_folder
     with corpus.writing():
-        store = model.slot_prefix_store(processor, max_bytes=0, folder=folder)
+        store = model.passage_cache(processor, max_bytes=0, folder=folder)
         for batch in corpus.table.search().to_batches():
             for first in range(0, len(batch), BATCH_PASSAGES):
                 rows = pa.Table.from_batches([batch.slice(first, BATCH_PASSAGES)])
-                paths = store.keep("?", **slot_passages(rows, processor.context_words).inputs)
+                paths = store.precompute("?", **slot_passages(rows, processor.context_words).inputs)
                 if lost := [path for path in paths if not path.exists()]:
                     raise OSError(f"{lost[0]} could not be written. Make room, and run this again to continue.")
                 used.update(paths)

@@ -161,7 +161,7 @@ class Engine:
         self.model, self.processor, self.retriever = ask.model, ask.processor, retriever
         folder = None if retriever is None else retriever.corpus.kept_folder
         options = {"max_bytes": prefix_bytes, "folder": folder, "read_only": True}
-        self.answerer = Answerer(ask.model, ask.processor, ask.model.slot_prefix_store(ask.processor, **options))
+        self.answerer = Answerer(ask.model, ask.processor, ask.model.passage_cache(ask.processor, **options))
         self._check(tokens_per_slot, min_confidence, max_passages)
         self.top_k, self.tokens_per_slot, self.min_confidence = top_k, tokens_per_slot, min_confidence
         self.max_passages = max_passages or self.answerer.max_passages
@@ -330,7 +330,7 @@ class Engine:
                         "fewer of them, a lower `max_passages`, or make a slot stand for more text (`tokens_per_slot`)."
                     )
             inputs = self.store.prepare(chats, **{name: [row[name] for row in rows] for name in rows[0]})
-            for request, kept, parts in zip(group, inputs.num_kept, inputs.num_passages, strict=True):
+            for request, kept, parts in zip(group, inputs.num_cached, inputs.num_passages, strict=True):
                 if request.kept is None:  # else known before they were asked about one by one
                     request.kept = len(request.passages.documents) * kept // parts
             return inputs

@@ -70,16 +70,16 @@ class Answerer:
         documents -> `cut` -> passages -> `select` -> those that are read -> inputs of `generate` -> `answer`
 
     Pipeline, server, evaluation and benchmarks call it. Where passages go into the inputs is up to the caller: with
-    the prompt (the processor) or from a cache of passages ([`SlotPrefixStore`]).
+    the prompt (the processor) or from a cache of passages ([`PassageCache`]).
 
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): Of one checkpoint.
-        cache ([`SlotPrefixStore`], *optional*): Where passages that are scored are kept. Default: one that keeps none.
+        cache ([`PassageCache`], *optional*): Where passages that are scored are kept. Default: one that keeps none.
     """
 
     def __init__(self, model, processor, cache=None):
         self.model, self.processor = model, processor
-        self.cache = model.slot_prefix_store(processor, max_bytes=0) if cache is None else cache
+        self.cache = model.passage_cache(processor, max_bytes=0) if cache is None else cache
 
     # Settings
 
@@ -172,7 +172,7 @@ class Answerer:
         finds it.
 
         Args:
-            questions, documents, kwargs: As for `SlotPrefixStore.prepare`, of several questions.
+            questions, documents, kwargs: As for `PassageCache.prepare`, of several questions.
             similarities (`list[list[float]]`, *optional*): Of each question, its cosines with the passages where a
                 search has them. Default: computed, for `documents`.
 
@@ -185,7 +185,7 @@ class Answerer:
             encoder = self.processor.encoder
             similarities = [similarities_of(encoder, *each) for each in zip(questions, documents, strict=True)]
         scores = [{} for _ in questions]
-        for rows, inputs in self.cache.each_alone(questions, documents, **kwargs):
+        for rows, inputs in self.cache.iter_single_passages(questions, documents, **kwargs):
             logits = self.cache.read_question(inputs, only_answerability=True).answerability_logits
             for (question, passage, is_cached), sure in zip(rows, torch.sigmoid(logits).tolist(), strict=True):
                 similarity = similarities[question][passage] if similarities else 0.0

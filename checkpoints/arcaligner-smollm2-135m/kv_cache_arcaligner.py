@@ -24,6 +24,7 @@ import json
 import os
 import threading
 import uuid
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -69,8 +70,13 @@ from .loading_arcaligner import HEAD, share_file, tensors_digest
 
 logger = logging.get_logger(__name__)
 
-# Passages that `each_alone` reads, and rows that it makes, at once: enough for fast products, few enough for memory.
+# Passages that `iter_single_passages` prefills, and rows that it makes, together: enough for fast products, few enough
+# for memory.
 PASSAGES_AT_ONCE, ROWS_AT_ONCE = 32, 16
+
+
+def _warn_of(old: str, new: str) -> None:
+    warnings.warn(f"`{old}` is called `{new}` now; the old name goes in the next release.", FutureWarning, stacklevel=3)
 
 
 @dataclass
@@ -99,13 +105,19 @@ class _Question(NamedTuple):
 
 class Prepared(dict):
     """The inputs of `generate`. Attributes: for each question `num_passages`, the passages that are read apart (one
-    where they are read jointly), and `num_kept`, how many of them did not have to be read."""
+    where they are read jointly), and `num_cached`, how many of them did not have to be read."""
 
     num_passages: list[int]
-    num_kept: list[int]
+    num_cached: list[int]
+
+    @property
+    def num_kept(self) -> list[int]:
+        """The name of `num_cached` in version 0.2."""
+        _warn_of("num_kept", "num_cached")
+        return self.num_cached
 
 
-class SlotPrefixStore:
+class PassageCache:
     """
     Keeps the keys and values of passages for further questions; the least recently used are dropped first.
 
@@ -131,7 +143,7 @@ class SlotPrefixStore:
     Example:
 
     ```python
-    >>> store = model.slot_prefix_store(processor, folder="passages")
+    >>> store = model.passage_cache(processor, folder="passages")
     >>> inputs = store.prepare(["Who wrote it?", "When?"], documents=[passages, passages])
     >>> answers = model.generate(**inputs, max_new_tokens=16)
     >>> processor.batch_decode(answers[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -221,11 +233,13 @@ class SlotPrefixStore:
             asked, [first_slots([entries[unit.key] for unit in question.units], most) for question in asked]
         )
         inputs.num_passages = [len(question.units) - 1 for question in asked]
-        inputs.num_kept = [sum(unit.key not in missing for unit in question.units[1:]) for question in asked]
+        inputs.num_cached = [sum(unit.key not in missing for unit in question.units[1:]) for question in asked]
         return inputs
 
     @torch.no_grad()
-    def each_alone(self, questions, documents=None, **kwargs) -> Iterator[tuple[list[tuple[int, int, bool]], Prepared]]:
+    def iter_single_passages(
+        self, questions, documents=None, **kwargs
+    ) -> Iterator[tuple[list[tuple[int, int, bool]], Prepared]]:
         """Each question with each of its passages by itself, some rows at a time: the numbers of question and passage,
         whether it was kept, and what `prepare` would return for these rows. Passages without text have no row.
 
@@ -245,7 +259,7 @@ class SlotPrefixStore:
                 yield named, self._batch([each for _, each in some], parts)
 
     @torch.no_grad()
-    def keep(self, questions, documents=None, **kwargs) -> list[Path]:
+    def precompute(self, questions, documents=None, **kwargs) -> list[Path]:
         """Reads passages ahead, where they are not kept yet, for questions with the same text before their slots, such
         as the same system message. Refuses a model of which nothing can be kept.
 
@@ -259,6 +273,16 @@ class SlotPrefixStore:
         self.weights(asked[0].units[1].passages)
         entries, _ = self._fetch(asked, settings)
         return [] if self.folder is None else [self._path(key) for key in entries]
+
+    def keep(self, questions, documents=None, **kwargs) -> list[Path]:
+        """The name of `precompute` in version 0.2."""
+        _warn_of("keep", "precompute")
+        return self.precompute(questions, documents, **kwargs)
+
+    def each_alone(self, questions, documents=None, **kwargs):
+        """The name of `iter_single_passages` in version 0.2."""
+        _warn_of("each_alone", "iter_single_passages")
+        return self.iter_single_passages(questions, documents, **kwargs)
 
     def read_question(self, inputs: Prepared, only_answerability: bool = False):
         """Reads the text after the slots, behind what is kept: the model's output, its scores those of the first token
@@ -487,6 +511,14 @@ class SlotPrefixStore:
             self.bytes -= oldest.nbytes
         self._kept[key] = entry
         self.bytes += entry.nbytes
+
+
+class SlotPrefixStore(PassageCache):
+    """The name of [`PassageCache`] in version 0.2."""
+
+    def __init__(self, *args, **kwargs):
+        _warn_of("SlotPrefixStore", "PassageCache")
+        super().__init__(*args, **kwargs)
 
 
 def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -841,7 +873,7 @@ def shared_fingerprint(model, processor, weights: dict[str, str], settings: dict
 
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): What reads passages.
-        weights (`dict`): Digests of all that is read for it, of `SlotPrefixStore.weights`.
+        weights (`dict`): Digests of all that is read for it, of `PassageCache.weights`.
         settings (`dict`, *optional*): What was asked for instead of the configuration, of `canonical_settings`.
     """
     config = slot_settings(model.config.to_dict())

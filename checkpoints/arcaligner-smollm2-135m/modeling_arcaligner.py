@@ -1173,9 +1173,13 @@ class SlotGenerationMixin(GenerationMixin):
         is_slot = input_ids == self.config.context_token_id
         return passage_positions(place_passage_ids(is_slot, context_passage_ids), is_real)
 
+    def passage_cache(self, processor, **options):
+        """A cache of per-passage keys and values, shared across questions: a [`PassageCache`], with its options."""
+        return processor.passage_cache(self, **options)  # the processor's code: only it reads passages
+
     def slot_prefix_store(self, processor, **options):
-        """Keeps what was read of passages for further questions: a [`SlotPrefixStore`], with its options."""
-        return processor.slot_prefix_store(self, **options)  # the processor's code: only it reads passages
+        """The name of `passage_cache` in version 0.2."""
+        return processor.slot_prefix_store(self, **options)
 
     def prepare_inputs_for_generation(
         self,

@@ -63,7 +63,7 @@ def test_kept_slots_are_those_of_reading_the_combination_or_the_likeliest_passag
         expected = models[0](**slot_inputs(apart, [row], tokens_per_slot=rate), use_cache=True)
         for end in ("", "_folder"):
             assert_same_reading(known.arms[f"slots_x{rate}{end}"](row), expected)
-    (ranked,) = score_passages(models[0].slot_prefix_store(apart), [row["question"]], [row["passages"]])
+    (ranked,) = score_passages(models[0].passage_cache(apart), [row["question"]], [row["passages"]])
     (best,) = select_top(ranked, 1)
     alone = slot_inputs(apart, [row | {"passages": row["passages"][best : best + 1]}])
     assert_same_reading(known.arms["slots_xsegment_likeliest"](row), models[0](**alone, use_cache=True))

@@ -106,7 +106,7 @@ def test_of_more_passages_the_likeliest_are_read_and_all_counted(separate):
     model, reader = separate
     passages = [{"title": "", "text": text} for text in ("Ada wrote it.", "The loom wove. It was loud.", "Nobody.")]
     row = ROWS[0] | {"passages": passages}
-    store = model.slot_prefix_store(reader)
+    store = model.passage_cache(reader)
     (likely,) = with_selected(Answerer(model, reader, store), [row], 2, gate_mode="off")
     (ranked,) = score_passages(store, [row["question"]], [passages], gate_mode="off")
     least = min(ranked, key=lambda number: ranked[number].log_odds)

@@ -44,7 +44,7 @@ NEW_TOKENS = 16
 
 def passage_cache(model, processor, **options):
     """The cache of passages that have been read."""
-    return model.slot_prefix_store(processor, **options)
+    return model.passage_cache(processor, **options)
 
 
 def cache_counts(cache) -> dict[str, int]:
@@ -52,11 +52,11 @@ def cache_counts(cache) -> dict[str, int]:
 
 
 def precompute(cache, question, documents) -> list[Path]:
-    return cache.keep(question, documents)
+    return cache.precompute(question, documents)
 
 
 def prepared_counts(inputs) -> dict[str, list[int]]:
-    return {"passages": list(inputs.num_passages), "cached": list(inputs.num_kept)}
+    return {"passages": list(inputs.num_passages), "cached": list(inputs.num_cached)}
 
 
 def statistics_of(record: dict) -> dict[str, Any]:
