@@ -320,10 +320,10 @@ def test_a_checkpoint_trained_jointly_is_read_apart_by_name_with_one_warning(pro
     assert config.from_pretrained(tmp_path).passage_attention == "joint"  # the file says what it was trained for
 
 
-def test_old_names_of_the_cache_warn(model, processor, tmp_path):
+def test_old_names_of_the_cache_warn(apart, model, tmp_path):
     """Names of version 0.2 work for one release."""
     with pytest.warns(FutureWarning, match="passage_cache"):
-        store = model.slot_prefix_store(processor, folder=tmp_path)
+        store = model.slot_prefix_store(apart, folder=tmp_path)
     with pytest.warns(FutureWarning, match="precompute"):
         paths = store.keep("Who?", ["Ada wrote it."])
     assert paths == store.precompute("Who?", ["Ada wrote it."])
@@ -331,6 +331,6 @@ def test_old_names_of_the_cache_warn(model, processor, tmp_path):
         ((rows, _),) = store.each_alone(["Who?"], [["Ada wrote it."]])
     assert rows == [(0, 0, True)]
     with pytest.warns(FutureWarning, match="PassageCache"):
-        assert isinstance(SlotPrefixStore(model, processor), PassageCache)
+        assert isinstance(SlotPrefixStore(model, apart), PassageCache)
     with pytest.warns(FutureWarning, match="num_cached"):
         assert store.prepare("Who?", ["Ada wrote it."]).num_kept == [1]
