@@ -159,6 +159,8 @@ class ArcAlignerProcessor(ProcessorMixin):
             `ValueError`: files that are missing, broken or not those that the checkpoint was saved with.
             `OSError`: a checkpoint that is neither on this machine nor can be downloaded.
         """
+        for name in ("dtype", "torch_dtype"):  # of the model, which `pipeline` passes to all; no file could hold it
+            kwargs.pop(name, None)
         kwargs.setdefault("trust_remote_code", False)
         kwargs.setdefault("config", PreTrainedConfig())  # else the tokenizer reads the aligner's, and complains of it
         download = {key: kwargs[key] for key in ("cache_dir", "local_files_only", "revision", "token") if key in kwargs}
@@ -504,6 +506,12 @@ class ArcAlignerProcessor(ProcessorMixin):
         try:
             return super().apply_chat_template(conversation, **kwargs)
         except (jinja2.TemplateError, TypeError) as error:
+            chats = [conversation] if isinstance(conversation[0], dict) else conversation
+            if any(message["content"] is None for chat in chats for message in chat):
+                raise ValueError(
+                    "A message has `tool_calls` and its `content` is None, which this model's chat template cannot "
+                    f"write ({error}). Leave the message out, or give it a text."
+                ) from error
             raise ValueError(f"The chat template (chat_template.jinja) cannot be used: {error}.") from error
 
     # Ids to text

@@ -204,3 +204,12 @@ def test_settings_that_cannot_be_are_refused_with_slots_and_without(model, name)
                 call(**batch, **{name: value})
     with pytest.raises(ValueError, match="gate_treshold"):  # misspelt
         model.generate(**batch, gate_treshold=0.7)
+
+
+@pytest.mark.parametrize("option", [{"encoder_repetition_penalty": 1.2}, {"encoder_no_repeat_ngram_size": 2}], ids=str)
+def test_processors_of_the_prompt_see_no_slot(model, option):
+    """Logits processors that look into the prompt find text where slots are."""
+    batch = for_generate(collate(random_rows(model, [4])))
+    found = model.generate(**batch, max_new_tokens=3, do_sample=False, **option)
+    assert found.shape == (1, batch["input_ids"].shape[1] + 3)
+    assert (found[:, batch["input_ids"].shape[1] :] < model.config.text_config.vocab_size).all()

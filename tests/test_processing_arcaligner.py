@@ -280,3 +280,19 @@ def test_a_text_that_becomes_the_context_tokens_id_is_refused(processor, tokeniz
     taken = ArcAlignerProcessor(tokenizer, context_token_id=tokenizer("?")["input_ids"][0], encoder_hidden_size=2)
     with pytest.raises(ValueError, match=rf"which is `context_token_id`.*Set it to {len(tokenizer)} or more"):
         taken(text="Why?", context_embeds=np.zeros((1, 2)))
+
+
+def test_processor_leaves_out_the_model_s_dtype(processor, tmp_path):
+    """`pipeline(dtype=...)` passes it to the processor as well, which has to be saved afterwards."""
+    processor.save_pretrained(tmp_path / "first")
+    again = ArcAlignerProcessor.from_pretrained(tmp_path / "first", dtype=torch.bfloat16)
+    again.save_pretrained(tmp_path / "second")
+    assert "dtype" not in (tmp_path / "second" / "tokenizer_config.json").read_text()
+
+
+def test_a_call_of_tools_without_text_is_named(processor):
+    """Where the chat template cannot write it."""
+    template = "{% for m in messages %}{{ m['content'] + '\\n' }}{% endfor %}"
+    chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]
+    with pytest.raises(ValueError, match="`tool_calls` and its `content` is None"):
+        processor.apply_chat_template(chat, chat_template=template, documents=["Ada."], tokenize=True)

@@ -1280,8 +1280,11 @@ class SlotGenerationMixin(GenerationMixin):
         return bool(is_slot[:, :length].any()) and not bool(is_slot[:, length:].any())
 
     def _get_logits_processor(self, *args, **kwargs) -> LogitsProcessorList:
-        processors = super()._get_logits_processor(*args, **kwargs)
         token_id, vocab_size = self.config.context_token_id, self.config.text_config.vocab_size
+        prompt = kwargs.get("encoder_input_ids")  # what `encoder_repetition_penalty` and its like read
+        if isinstance(prompt, torch.Tensor) and prompt.dim() == 2 and not prompt.is_floating_point():
+            kwargs["encoder_input_ids"] = text_for_slots(prompt, token_id)
+        processors = super()._get_logits_processor(*args, **kwargs)
         if token_id < vocab_size:
             processors.append(SuppressTokensLogitsProcessor([token_id], device=self.device))
         return _BlindToSlots(processors, token_id)
