@@ -27,17 +27,6 @@ from transformers.utils import ModelOutput
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
-def one_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
-    """The cache that was given by one of its two names.
-
-    Raises:
-        `ValueError`: both were given.
-    """
-    if past_key_values is not None and cache is not None:
-        raise ValueError("Found both `past_key_values` and `cache`, two names of one argument; pass one of them.")
-    return past_key_values if cache is None else cache
-
-
 def cache_of(outputs: ModelOutput) -> Cache | None:
     """The cache that a model returned."""
     return getattr(outputs, CACHE)

@@ -49,7 +49,6 @@ from .attention_arcaligner import (
     check_can_separate,
     check_passage_ids,
     find_slot_rows,
-    one_cache,
     passage_positions,
     place_passage_ids,
     separate_passages,
@@ -821,6 +820,17 @@ class ArcAlignerPreTrainedModel(AlignerMixin, PreTrainedModel):
             if self.is_aligner_key(name):
                 parameter._is_hf_initialized = True
         super().initialize_weights()
+
+
+def one_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
+    """The cache that was given by one of its two names.
+
+    Raises:
+        `ValueError`: both were given.
+    """
+    if past_key_values is not None and cache is not None:
+        raise ValueError("Found both `past_key_values` and `cache`, two names of one argument; pass one of them.")
+    return past_key_values if cache is None else cache
 
 
 class ArcAlignerModel(ArcAlignerPreTrainedModel):

@@ -295,7 +295,7 @@ class _Gaps:
 
 
 _PARAGRAPH, _LINE_END, _SPACES, _NO_SPACE = (
-    re.compile(pattern) for pattern in (r"\s*\n[^\S\n]*\n\s*", r"\s*\n\s*", r"\s+", r"\S")
+    re.compile(expression) for expression in (r"\s*\n[^\S\n]*\n\s*", r"\s*\n\s*", r"\s+", r"\S")
 )
 
 

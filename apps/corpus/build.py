@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from ...answering_arcaligner import search_text
 from ...common.files import counted
 from ...common.passages import Document, Passage, passages_of
-from ...encoder_arcaligner import search_text
 from .sources import read_documents
 from .table import Corpus, passage_checksums
 

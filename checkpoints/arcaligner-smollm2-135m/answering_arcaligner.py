@@ -13,7 +13,6 @@ import torch
 from transformers import BatchFeature, LogitsProcessor, LogitsProcessorList
 
 from .configuration_arcaligner import is_number
-from .encoder_arcaligner import search_text
 from .modeling_arcaligner import PrefillOutputs
 from .processing_arcaligner import check_copy_bonus
 from .segmentation_arcaligner import (
@@ -328,6 +327,11 @@ def reads_more(options: dict[str, Any], config) -> bool:
 
 
 _VECTORS, _WORDS = WeakKeyDictionary(), WeakKeyDictionary()  # what encoders that search make of texts
+
+
+def search_text(title: str | None, text: str) -> str:
+    """What the encoder that searches reads of a passage."""
+    return f"{title or ''} {text}".strip()
 
 
 def _searched(question: str | list[dict], documents: Sequence[str | dict]) -> list[str]:

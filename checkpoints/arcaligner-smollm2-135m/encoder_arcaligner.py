@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -457,12 +456,6 @@ def _span_tokens(
     return np.concatenate([tokens, np.array(nearest, dtype=np.int64)]), np.concatenate([spans, lonely])
 
 
-@functools.cache
-def spacy_version() -> str:
-    """The version of spaCy, which splits passages."""
-    return version("spacy")
-
-
 # Slots that somebody has computed already
 class GivenSlots(NamedTuple):
     """Precomputed slots of one question."""
@@ -840,8 +833,3 @@ def _check_room(
             f"{'each ' * apart}beside the question{fits * (len(sizes) > 1)}. Pass a shorter question, fewer or shorter "
             "passages, or make a slot stand for more text (`tokens_per_slot`)."
         )
-
-
-def search_text(title: str | None, text: str) -> str:
-    """What the encoder that searches reads of a passage."""
-    return f"{title or ''} {text}".strip()

@@ -19,6 +19,7 @@ Shapes: keys and values (num_layers, 2, key_value_heads, num_slots, head_dim); r
 """
 
 import copy
+import functools
 import hashlib
 import json
 import os
@@ -28,6 +29,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +66,6 @@ from .encoder_arcaligner import (
     pad_words,
     passages_apart,
     passages_of_questions,
-    spacy_version,
 )
 from .loading_arcaligner import HEAD, share_file, tensors_digest
 
@@ -511,6 +512,12 @@ class PassageCache:
             self.bytes -= oldest.nbytes
         self._kept[key] = entry
         self.bytes += entry.nbytes
+
+
+@functools.cache
+def spacy_version() -> str:
+    """The version of spaCy, which splits passages."""
+    return version("spacy")
 
 
 class SlotPrefixStore(PassageCache):
