@@ -51,7 +51,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
       takes those of the call;
     - a string, read as a question when the call has `documents=`, else as text to continue.
 
-    A document is a string or `{"title": str, "text": str}`; one of more than 250 words is cut into passages, and of
+    A document is a string or `{"title": str, "text": str}`; one of more than 360 tokens is cut into passages, and of
     several passages the likeliest is read (`max_passages`). A chat without documents has no slots: the unchanged base
     model answers it. A question with an empty list has the one slot that stands for "no passages". Unlike the built-in
     pipeline, this one samples only when asked to.
