@@ -112,6 +112,8 @@ class PrefixFiles(NamedTuple):
     num_slots: list[int]  # of each file, from its beginning on
     head: list[int]  # ids of the text before the slots, of which the first file is
     tail: list[int]  # ids of the text after the slots
+    num_passages: int  # that are read apart; one where they are read jointly
+    num_cached: int  # of them did not have to be read
 
 
 class Prepared(dict):
@@ -302,7 +304,7 @@ class PassageCache:
         asked, settings = self._ask(questions, documents, **kwargs)
         self.weights(asked[0].units[1].passages)
         most = settings.pop("max_slots", None) if self._is_separate else None
-        entries, _ = self._fetch(asked, settings)
+        entries, missing = self._fetch(asked, settings)
         for unit in {unit.key: unit for question in asked for unit in question.units}.values():
             # Gone since it was read, written by a version that named no base model, or never written: a full disk.
             if not names_base_model(path := self._path(unit.key)):
@@ -317,8 +319,10 @@ class PassageCache:
                 most -= counts[number]
             kept = [number for number, count in enumerate(counts) if count or not number]
             paths = [self._path(question.units[number].key) for number in kept]
-            head = list(question.units[0].head)
-            found.append(PrefixFiles(paths, [counts[number] for number in kept], head, question.tail))
+            passages, head = question.units[1:], list(question.units[0].head)
+            num_cached = sum(unit.key not in missing for unit in passages)
+            slots = [counts[number] for number in kept]
+            found.append(PrefixFiles(paths, slots, head, question.tail, len(passages), num_cached))
         return found
 
     def keep(self, questions, documents=None, **kwargs) -> list[Path]:

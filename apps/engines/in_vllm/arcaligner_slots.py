@@ -5,8 +5,8 @@
         '{"kv_connector": "SlotsConnector", "kv_connector_module_path": "arcaligner_slots",
           "kv_role": "kv_consumer", "kv_load_failure_policy": "fail"}'
 
-This file needs vLLM, torch and safetensors alone: no other file of ArcAligner is imported. A request of `/v1/completions`
-has, as ids, the text before the slots, any id for each slot, and the text after them, and beside these
+This file needs vLLM, torch and safetensors alone: no other file of ArcAligner is imported. A request of
+`/v1/completions` has as ids the text before the slots, any id for each slot, and the text after them; and beside these
 
     "kv_transfer_params": {"slots": [[KEY, number of slots], ...], "copy": ...}, "cache_salt": salt_of(slots)
 
@@ -96,7 +96,9 @@ def read_header(key: str) -> Header:
     try:
         state = path.stat()
     except OSError as error:
-        raise ValueError(f"The precomputed passage {path.name} is not there ({error.strerror}). Make it again.") from error
+        raise ValueError(
+            f"The precomputed passage {path.name} is not there ({error.strerror}). Make it again."
+        ) from error
     return _read_header(path, state.st_mtime_ns, state.st_size)
 
 
@@ -138,18 +140,22 @@ def check_slots(slots: Any) -> list[Header]:
     """
     is_list = isinstance(slots, list) and slots and all(isinstance(each, list) and len(each) == 2 for each in slots)
     if not is_list or not all(type(count) is int and count >= 0 for _, count in slots):
-        raise ValueError('`slots` is no list of files; expected [[KEY, number of slots], ...], the text before them first.')
+        raise ValueError(
+            "`slots` is no list of files; expected [[KEY, number of slots], ...], the text before them first."
+        )
     headers = [read_header(key) for key, _ in slots]
     first = headers[0]
-    for (key, count), header in zip(slots, headers, strict=True):
+    for number, ((key, count), header) in enumerate(zip(slots, headers, strict=True)):
         if count > header.num_slots:
             raise ValueError(f"{count} slots are asked of the passage {key}, which has {header.num_slots}.")
         for name in ("prompt", "backbone", "backbone_weights", "aligner_weights", "passage_attention"):
             if header.fingerprint.get(name) != first.fingerprint.get(name):
-                raise ValueError(f"The passages {slots[0][0]} and {key} do not belong together: their `{name}` differs.")
+                raise ValueError(
+                    f"The passages {slots[0][0]} and {key} do not belong together: their `{name}` differs."
+                )
         if header.base_model != first.base_model:
             raise ValueError(f"The passages {slots[0][0]} and {key} are of different base models.")
-        if header.fingerprint["has_slots"] != (header is not first):
+        if header.fingerprint["has_slots"] != bool(number):
             raise ValueError("The first of `slots` is the text before them, and no other is.")
     if slots[0][1] != first.num_slots:
         raise ValueError("The text before the slots is read whole or not at all.")
@@ -317,9 +323,9 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
                 raise ValueError(f"The passage {key} has layers, two, heads, head_dim {found}; expected {expected}.")
             for name in ("rope", "weights"):
                 if header.base_model.get(name) != self._base_model[name]:
+                    found, expected = header.base_model.get(name), self._base_model[name]
                     raise ValueError(
-                        f"The passage {key} is of another base model: its `{name}` are {header.base_model.get(name)!r}; "
-                        f"expected {self._base_model[name]!r}."
+                        f"The passage {key} is of another base model: `{name}` {found!r}, expected {expected!r}."
                     )
         if len(slots) > 2 and self._config.model_type not in ROTATED:
             raise ValueError(
@@ -451,7 +457,9 @@ class SlotsLogitsProcessor(AdapterLogitsProcessor):
         if "slots" in given:
             check_slots(given["slots"])
             if sampling_params.prompt_logprobs is not None or sampling_params.skip_reading_prefix_cache:
-                raise ValueError("Slots are a cached prefix: `prompt_logprobs` and `skip_reading_prefix_cache` are off.")
+                raise ValueError(
+                    "Slots are a cached prefix: `prompt_logprobs` and `skip_reading_prefix_cache` are off."
+                )
         if (copy := given.get("copy")) is not None:
             try:
                 copied_next(copy["texts"], [], copy["end_ids"])

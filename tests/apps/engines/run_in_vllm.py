@@ -57,7 +57,11 @@ def main(path, output):
     asked = json.load(open(path))
     transfer = {"kv_connector": "SlotsConnector", "kv_connector_module_path": "arcaligner_slots"}
     transfer |= {"kv_role": "kv_consumer", "kv_load_failure_policy": "fail"}
-    options = {"enforce_eager": True, "max_logprobs": 20, "logits_processors": ["arcaligner_slots:SlotsLogitsProcessor"]}
+    options = {
+        "enforce_eager": True,
+        "max_logprobs": 20,
+        "logits_processors": ["arcaligner_slots:SlotsLogitsProcessor"],
+    }
     llm = LLM(asked["model"], kv_transfer_config=KVTransferConfig(**transfer), **options | asked["options"])
     with open(output, "w") as file:
         json.dump([ask(llm, requests) for requests in asked["rounds"]], file)
