@@ -278,14 +278,12 @@ class VllmEngine(Engine):
                 copied = copying(self.processor, documents, request.copy_bonus, self._end_ids)
                 body["kv_transfer_params"] |= {} if copied is None else {"copy": copied}
         for request, body in zip(group, bodies, strict=True):
-            room = self.max_model_len - len(body["prompt"])
-            if room < 1:
-                raise ValueError(
-                    f"The prompt has {len(body['prompt'])} positions, a slot counts as one; expected at most "
-                    f"{self.max_model_len - 1}, vLLM's context. Pass fewer or shorter passages."
-                )
-            body |= {"max_tokens": min(request.max_new_tokens, room), "temperature": request.temperature}
-            body |= {"top_p": request.top_p, "seed": request.seed, "stop": request.stop}
+            body |= {
+                "temperature": request.temperature,
+                "top_p": request.top_p,
+                "seed": request.seed,
+                "stop": request.stop,
+            }
             body |= {"stop_token_ids": self._end_ids}
             if self.processor.context_token_id < self.model.config.text_config.vocab_size:
                 body["logit_bias"] = {str(self.processor.context_token_id): -100}
@@ -316,6 +314,13 @@ class VllmEngine(Engine):
         try:
             async with asyncio.timeout(max(0.0, request.arrived + self.limits.seconds - time.monotonic())):
                 await self._check_vllm()
+                room = self.max_model_len - len(body["prompt"])
+                if room < 1:
+                    raise ValueError(
+                        f"The prompt has {len(body['prompt'])} positions, a slot counts as one; expected at most "
+                        f"{self.max_model_len - 1}, vLLM's context. Pass fewer or shorter passages."
+                    )
+                body["max_tokens"] = min(request.max_new_tokens, room)
                 await self._stream(request, body, sure, batch_size, began)
         except TimeoutError:
             error = TimeoutError(f"The answer was not done within {self.limits.seconds:g} seconds.")

@@ -3,9 +3,9 @@
     python run_in_vllm.py requests.json answers.json
 
 `requests.json` has `model`, `options` of `LLM`, and `rounds`, lists of requests that are asked together, each with
-`prompt` (ids), `kv_transfer_params`, `cache_salt`, `max_tokens`, `stop_token_ids` and further `sampling`. An answer has
-its `ids`, the log-probabilities `first` of the likeliest first tokens, and how many ids of the prompt were `cached`, or
-the `error` with which the request was refused.
+`prompt` (ids), `kv_transfer_params`, `cache_salt`, `max_tokens`, `stop_token_ids`, and further `sampling`. The other
+file has the number of `preemptions`, and `rounds` of answers: `ids`, the log-probabilities `first` of the likeliest
+first tokens, how many ids of the prompt were `cached`, or the `error` with which the request was refused.
 """
 
 import json
@@ -62,9 +62,12 @@ def main(path, output):
         "max_logprobs": 20,
         "logits_processors": ["arcaligner_slots:SlotsLogitsProcessor"],
     }
-    llm = LLM(asked["model"], kv_transfer_config=KVTransferConfig(**transfer), **options | asked["options"])
+    options |= {"disable_log_stats": False} | asked["options"]
+    llm = LLM(asked["model"], kv_transfer_config=KVTransferConfig(**transfer), **options)
+    found = {"rounds": [ask(llm, requests) for requests in asked["rounds"]]}
+    found["preemptions"] = sum(each.value for each in llm.get_metrics() if each.name == "vllm:num_preemptions")
     with open(output, "w") as file:
-        json.dump([ask(llm, requests) for requests in asked["rounds"]], file)
+        json.dump(found, file)
 
 
 if __name__ == "__main__":

@@ -237,8 +237,8 @@ def test_requests_that_do_not_fit_are_refused(files, aligner, folder):
             slots.check_slots(given)
     for extra, options, message in (
         ({"slot": body}, {}, "expected `slots` and `copy`"),
-        ({"slots": body}, {"prompt_logprobs": 1}, "leave out `prompt_logprobs`"),
-        ({"slots": body}, {"skip_reading_prefix_cache": True}, "`skip_reading_prefix_cache`"),
+        ({"slots": body}, {"prompt_logprobs": 1}, "`prompt_logprobs` and"),
+        ({"slots": body}, {"skip_reading_prefix_cache": True}, "`skip_reading_prefix_cache` are off"),
         ({"copy": {"bonus": 8, "texts": [[1]], "end_ids": []}}, {}, "`copy` is malformed"),
     ):
         given = {"prompt_logprobs": None, "skip_reading_prefix_cache": None} | options
