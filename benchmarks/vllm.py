@@ -162,9 +162,7 @@ def measure(
         name: {
             "answers_per_second": requests * rounds / sum(each["seconds"]),
             "first_token": float(np.median(each["first"])),
-            "same_as_own": float(
-                np.mean([a == b for a, b in zip(each["answers"], found["own"]["answers"], strict=True)])
-            ),
+            "same_as_own": float(np.mean([text == other for text, other in zip(each["answers"], own, strict=True)])),
         }
         for name, each in found.items()
     }

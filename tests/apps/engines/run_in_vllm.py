@@ -17,6 +17,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.exceptions import VLLMValidationError
 
 
 def params_of(request):
@@ -39,7 +40,7 @@ def ask(llm, requests):
         try:
             (number,) = llm.enqueue([prompt_of(request)], [params_of(request)], use_tqdm=False)
             numbers[number.split("-")[0]] = place  # an output has the number alone
-        except ValueError as error:
+        except (ValueError, VLLMValidationError) as error:
             found[place] = {"error": str(error)}
     for output in llm.wait_for_completion(use_tqdm=False):
         answer = output.outputs[0]

@@ -133,7 +133,7 @@ def test_small_caches_and_chunks_answer_the_same(reference, run_vllm):
     cache = reference.cache()
     long = {"max_new_tokens": 60, "eos_token_id": None}
     asked = [reference.ask(cache, number, **long) for number in (0, 3, 6, 9, 12, 15, 18, 21)]  # of one passage each
-    options = {"max_model_len": 160, "block_size": 16, "num_gpu_blocks_override": 24, "max_num_batched_tokens": 32}
+    options = {"max_model_len": 256, "block_size": 32, "num_gpu_blocks_override": 12, "max_num_batched_tokens": 32}
     (answers,) = run_vllm([[request for request, _, _ in asked]], **options, enable_chunked_prefill=True)
     other, largest = differences(asked, answers)
     assert run_vllm.preemptions > 0 and not other and largest < 1e-3
