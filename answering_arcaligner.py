@@ -277,14 +277,19 @@ class AnsweringCall:
         """How likely the passages of each row hold the answer, (batch,), from when the prompt was read; `None` where it
         was not fitted. The same for all beams and samples of a row. It does not say that the answer is right."""
         if self._answerability is None and self._scores and self._prefill.answerability_logits is not None:
-            logits = self._of_rows(self._prefill.answerability_logits).float()
-            if self.model.config.answerability_uses_match:
-                asked = zip(self.questions, self.passages, strict=True)
-                logits = self.model.answerability_head.with_match(
-                    logits, [maxsim_score(self.processor, *each) for each in asked]
-                )
-            self._answerability = torch.sigmoid(logits).cpu()
+            self._answerability = self.answerability_of(self._of_rows(self._prefill.answerability_logits))
         return self._answerability
+
+    def answerability_of(self, logits: torch.Tensor) -> torch.Tensor:
+        """The answerability of each row, (batch,), from the head's logits (batch,), such as those of
+        [`PassageCache.read_question`] where another engine answers."""
+        logits = logits.float()
+        if self.model.config.answerability_uses_match:
+            asked = zip(self.questions, self.passages, strict=True)
+            logits = self.model.answerability_head.with_match(
+                logits, [maxsim_score(self.processor, *each) for each in asked]
+            )
+        return torch.sigmoid(logits).cpu()
 
     @property
     def recursion_depth(self) -> torch.LongTensor | None:

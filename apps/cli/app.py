@@ -305,6 +305,18 @@ def serve_answers(
     api_key: Annotated[
         str | None, typer.Option(envvar="ARCALIGNER_API_KEY", help="Key that clients must send.")
     ] = None,
+    engine_name: Annotated[
+        Literal["pytorch", "vllm"],
+        typer.Option("--engine", help="What answers. vLLM is started in its own environment, of `make vllm`."),
+    ] = "pytorch",
+    vllm_url: Annotated[str | None, typer.Option(help="A vLLM that runs, instead of one that is started.")] = None,
+    vllm_options: Annotated[str, typer.Option(help="Further options of the vLLM that is started, in one text.")] = "",
+    passages: Annotated[
+        Path | None,
+        typer.Option(
+            help="For vLLM: folder of precomputed passages, which it reads. Default: the corpus's, or one for this run."
+        ),
+    ] = None,
 ) -> None:
     """Serves an OpenAI-compatible API and a web page to ask from."""
     from ..server.app import ServerSettings
@@ -314,8 +326,13 @@ def serve_answers(
     check_port(host, port)
     asked = {"top_k": top_k, "tokens_per_slot": tokens_per_slot, "min_confidence": min_confidence}
     asked |= {"max_passages": max_passages, "max_batch": max_batch, "prefix_bytes": prefix_megabytes * 2**20}
+    if engine_name != "vllm" and (vllm_url or vllm_options or passages):
+        raise ValueError("`--vllm-url`, `--vllm-options` and `--passages` are for `--engine vllm`.")
     with busy("Loading the aligner and its base model"):
-        engine = shared.load_engine(checkpoint, corpus, dtype, **asked)
+        if engine_name == "vllm":
+            engine = shared.load_vllm_engine(checkpoint, corpus, dtype, vllm_url, vllm_options, passages, **asked)
+        else:
+            engine = shared.load_engine(checkpoint, corpus, dtype, **asked)
     messages.print(f"{settings.model} answers under /v1, and the page under /, once it listens", soft_wrap=True)
     serve(engine, settings)
 

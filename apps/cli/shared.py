@@ -118,17 +118,71 @@ def load_engine(checkpoint: str, corpus: Path | None, dtype: str | None = None, 
     The model is loaded by a thread that ends. PyTorch keeps a team of threads for each thread that has computed, and
     with two teams on the same cores the engine is up to a quarter slower.
     """
+    from ..server.engine import Engine
+
+    engine = Engine(*_load_parts(checkpoint, corpus, dtype), **settings)
+    engine.warm_up()
+    return engine
+
+
+def _load_parts(checkpoint: str, corpus: Path | None, dtype: str | None) -> tuple:
+    """The pipeline, and the retriever of a corpus or `None`."""
     from concurrent.futures import ThreadPoolExecutor
 
     from ..corpus.retrieve import Retriever
     from ..corpus.table import Corpus
-    from ..server.engine import Engine
 
     opened = None if corpus is None else Corpus(corpus)
     with ThreadPoolExecutor(1) as loading:
         ask = loading.submit(load_pipeline, checkpoint, dtype).result()
-    engine = Engine(ask, None if opened is None else Retriever(opened, ask.processor), **settings)
-    engine.warm_up()
+    return ask, None if opened is None else Retriever(opened, ask.processor)
+
+
+def load_vllm_engine(
+    checkpoint: str,
+    corpus: Path | None,
+    dtype: str | None,
+    url: str | None,
+    options: str,
+    folder: Path | None,
+    **settings,
+):
+    """The same by a vLLM at `url`, or one that is started with further `options`, which reads passages of `folder`."""
+    import atexit
+    import shlex
+    import shutil
+    import tempfile
+
+    from ...configuration_arcaligner import ArcAlignerConfig
+    from ...loading_arcaligner import resolve_model
+    from ..server.vllm_engine import VllmEngine, VllmProcess, VllmServer, find_vllm
+
+    if url and options:
+        raise ValueError("`--vllm-options` are for a vLLM that is started here; the one at `--vllm-url` has its own.")
+    if url and folder is None and corpus is None:
+        raise ValueError("Name the folder of passages that the vLLM at `--vllm-url` reads: `--passages FOLDER`.")
+    if not url and (python := find_vllm()) is None:
+        raise ImportError("vLLM is not installed: `make vllm`, or name a Python that has it in ARCALIGNER_VLLM.")
+    check_there(checkpoint)
+    ask, retriever = _load_parts(checkpoint, corpus, dtype)
+    if folder is None and retriever is not None:
+        folder = retriever.corpus.kept_folder
+    elif folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="arcaligner-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    if url:
+        vllm = VllmServer(url)
+    else:
+        base_model = resolve_model(ArcAlignerConfig.from_pretrained(checkpoint).base_model_name_or_path)
+        own = ["--dtype", str(ask.model.dtype).removeprefix("torch."), *shlex.split(options)]
+        vllm = VllmProcess(python, base_model, folder, own)
+    engine = VllmEngine(ask, retriever, vllm=vllm, folder=folder, **settings)
+    try:
+        engine.warm_up()
+    except BaseException:
+        engine.close()
+        raise
     return engine
 
 

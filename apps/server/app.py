@@ -42,7 +42,7 @@ from ...common.files import CASE_STUDIES, read_json_lines
 from ...common.passages import Document, no_text, passages_of
 from ...common.reading import read_file
 from .chat_request import ChatRequest
-from .engine import Answer, BusyError, Engine
+from .engine import Answer, BusyError, Engine, UnavailableError
 from .engine import Request as EngineRequest
 
 logger = logging.getLogger(__name__)
@@ -165,9 +165,10 @@ def describe_error(error: BaseException) -> tuple[int, dict[str, Any]]:
 
 
 def refuse(request: Request, error: Exception) -> JSONResponse:
-    """An error as an answer."""
+    """An error as an answer; what is away for some seconds says for how many."""
     status, body = describe_error(error)
-    return JSONResponse(body, status)
+    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, UnavailableError) else None
+    return JSONResponse(body, status, headers)
 
 
 # Addresses

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -126,6 +127,12 @@ class BusyError(RuntimeError):
     """Too many requests wait."""
 
 
+class UnavailableError(OSError):
+    """What answers is away, and back in some seconds: `retry_after`."""
+
+    retry_after = 5
+
+
 class Engine:
     """
     Answers requests.
@@ -139,6 +146,8 @@ class Engine:
         max_batch (`int`): The most requests computed at a time.
         batch_seconds (`float`): How long the first request of a batch waits for others.
         prefix_bytes (`int`): Memory for slot prefixes kept between requests.
+        folder (`str` or `Path`, *optional*): Where slot prefixes are written, and looked for, too. Default: the
+            corpus's are looked for, if there is one.
         limits ([`Limits`]): What a request may ask for.
     """
 
@@ -154,13 +163,14 @@ class Engine:
         max_batch: int = 8,
         batch_seconds: float = 0.01,
         prefix_bytes: int = 2**29,
+        folder: str | Path | None = None,
         limits: Limits | None = None,
     ):
         if max_batch < 1:
             raise ValueError(f"`max_batch` is {max_batch}; expected at least 1 request.")
         self.model, self.processor, self.retriever = ask.model, ask.processor, retriever
-        folder = None if retriever is None else retriever.corpus.kept_folder
-        options = {"max_bytes": prefix_bytes, "folder": folder, "read_only": True}
+        kept = None if retriever is None else retriever.corpus.kept_folder
+        options = {"max_bytes": prefix_bytes, "folder": folder or kept, "read_only": folder is None}
         self.answerer = Answerer(ask.model, ask.processor, ask.model.passage_cache(ask.processor, **options))
         self._check(tokens_per_slot, min_confidence, max_passages)
         self.top_k, self.tokens_per_slot, self.min_confidence = top_k, tokens_per_slot, min_confidence
@@ -197,7 +207,7 @@ class Engine:
         with self._arrival:
             if self._closed:
                 raise BusyError("The server is closing.")
-            if len(self._waiting) >= self.limits.waiting:
+            if self.num_waiting >= self.limits.waiting:
                 raise BusyError("Too many requests wait. Try again later.")
             self._waiting.append(request)
             self._arrival.notify()
@@ -230,8 +240,8 @@ class Engine:
     def _work(self) -> None:
         while batch := self._take():
             wanted = [request for request in batch if request.future.set_running_or_notify_cancel()]
-            read = [request for one in wanted for (request,), _ in _each_fails_alone([one], self._read)]
-            chosen = [request for part, _ in _each_fails_alone(read, self._choose) for request in part]
+            read = [request for one in wanted for (request,), _ in each_fails_alone([one], self._read)]
+            chosen = [request for part, _ in each_fails_alone(read, self._choose) for request in part]
             for has_slots in (False, True):
                 if group := [request for request in chosen if (request.passages is not None) == has_slots]:
                     self._answer(group)
@@ -310,7 +320,7 @@ class Engine:
 
     def _answer(self, group: list[Request]) -> None:
         began = time.monotonic()
-        for part, inputs in _each_fails_alone(group, self._inputs):
+        for part, inputs in each_fails_alone(group, self._inputs):
             try:
                 self._generate(part, inputs, began)
             except Exception as error:
@@ -322,13 +332,7 @@ class Engine:
         """What `generate` needs, for a batch."""
         chats = [self._chat(request) for request in group]
         if group[0].passages is not None:
-            rows = [request.passages.inputs for request in group]
-            for row in rows:
-                if (num_slots := len(row["context_embeds"])) > self.limits.max_slots:
-                    raise ValueError(
-                        f"The passages to read have {num_slots} slots; expected at most {self.limits.max_slots}. Pass "
-                        "fewer of them, a lower `max_passages`, or make a slot stand for more text (`tokens_per_slot`)."
-                    )
+            rows = self._slots_of(group)
             inputs = self.store.prepare(chats, **{name: [row[name] for row in rows] for name in rows[0]})
             for request, kept, parts in zip(group, inputs.num_cached, inputs.num_passages, strict=True):
                 if request.kept is None:  # else known before they were asked about one by one
@@ -339,6 +343,17 @@ class Engine:
         inputs = chat_inputs(self.processor, chats, **slots)
         check_length(inputs["input_ids"].shape[1], "The prompt", self.model.config.text_config)
         return {**inputs}
+
+    def _slots_of(self, group: list[Request]) -> list[dict[str, Any]]:
+        """The slots that each request reads."""
+        rows = [request.passages.inputs for request in group]
+        for row in rows:
+            if (num_slots := len(row["context_embeds"])) > self.limits.max_slots:
+                raise ValueError(
+                    f"The passages to read have {num_slots} slots; expected at most {self.limits.max_slots}. Pass "
+                    "fewer of them, a lower `max_passages`, or make a slot stand for more text (`tokens_per_slot`)."
+                )
+        return rows
 
     def _chat(self, request: Request) -> list[dict[str, str]] | str:
         """What is asked, as the processor takes it."""
@@ -375,7 +390,7 @@ class Engine:
         )
 
 
-def _each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) -> Iterator[tuple[list[Request], Any]]:
+def each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) -> Iterator[tuple[list[Request], Any]]:
     """Runs a group, and where that fails its halves, so that a request that cannot be read fails alone. Gives the parts
     that could be run, each with its result."""
     try:
@@ -385,7 +400,7 @@ def _each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any])
             group[0].future.set_exception(error)
         else:
             for part in (group[: len(group) // 2], group[len(group) // 2 :]):
-                yield from _each_fails_alone(part, run)
+                yield from each_fails_alone(part, run)
     else:
         yield group, result
 
@@ -490,11 +505,8 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
             error = TimeoutError(f"The answer was not done within {self.engine.limits.seconds:g} seconds.")
             return request.future.set_exception(error)
         passages, parts = request.passages, {"retrieval": 0.0, "slots": 0.0, "choosing": 0.0}
-        statistics: dict[str, Any] = {"tokens": 0, "slots": 0, "compression_rate": None}
         if passages is not None:
             parts |= passages.seconds
-            encoder = self.engine.processor.slot_encoder
-            statistics = encoder.statistics(passages.read, passages.encoded, has_budget=False)
         first_token = self.first_token - request.arrived
         parts["model"] = self.first_token - self.began
         parts["waiting"] = first_token - sum(parts.values())
@@ -509,9 +521,16 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
                 passages=passages,
                 kept=request.kept or 0,
                 confidence=None if self.call.answerability is None else self.call.answerability[row].item(),
-                statistics=statistics,
+                statistics=read_statistics(self.engine.processor, passages),
             )
         )
+
+
+def read_statistics(processor, passages: SlotPassages | None) -> dict[str, Any]:
+    """How many tokens were read as how many slots."""
+    if passages is None:
+        return {"tokens": 0, "slots": 0, "compression_rate": None}
+    return processor.slot_encoder.statistics(passages.read, passages.encoded, has_budget=False)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -104,6 +104,18 @@ class _Question(NamedTuple):
     tail: list[int]
 
 
+class PrefixFiles(NamedTuple):
+    """Where the keys and values of all that stands before a question are, for an engine that reads them by itself: the
+    text before the slots first, then each passage in order; a passage that stands twice is in the list twice."""
+
+    paths: list[Path]
+    num_slots: list[int]  # of each file, from its beginning on
+    head: list[int]  # ids of the text before the slots, of which the first file is
+    tail: list[int]  # ids of the text after the slots
+    num_passages: int  # that are read apart; one where they are read jointly
+    num_cached: int  # of them did not have to be read
+
+
 class Prepared(dict):
     """The inputs of `generate`. Attributes: for each question `num_passages`, the passages that are read apart (one
     where they are read jointly), and `num_cached`, how many of them did not have to be read."""
@@ -177,6 +189,7 @@ class PassageCache:
         part_of = {True: "aligner_weights", False: "backbone_weights"}
         self._watched = WatchedWeights(model, lambda name: part_of[model.is_aligner_key(name)])
         self._encoder: WatchedWeights | None = None
+        self._base_model: tuple[str, dict[str, Any]] | None = None  # with the digest of the weights that it describes
         self._tokenizers = {}  # what was read of each, by its id
         self._lock = threading.Lock()
 
@@ -274,6 +287,43 @@ class PassageCache:
         self.weights(asked[0].units[1].passages)
         entries, _ = self._fetch(asked, settings)
         return [] if self.folder is None else [self._path(key) for key in entries]
+
+    @torch.no_grad()
+    def prefix_files(self, questions, documents=None, **kwargs) -> list[PrefixFiles]:
+        """Precomputes passages as `precompute`, and says of each question which files stand before it.
+
+        Args:
+            questions, documents, kwargs: As for `prepare`.
+
+        Raises:
+            `ValueError`: a cache without a `folder`; a model of which nothing can be kept.
+            `OSError`: a file that could not be written.
+        """
+        if self.folder is None:
+            raise ValueError("This cache has no `folder`, so there are no files for other engines. Name one.")
+        asked, settings = self._ask(questions, documents, **kwargs)
+        self.weights(asked[0].units[1].passages)
+        most = settings.pop("max_slots", None) if self._is_separate else None
+        entries, missing = self._fetch(asked, settings)
+        for unit in {unit.key: unit for question in asked for unit in question.units}.values():
+            # Gone since it was read, written by a version that named no base model, or never written: a full disk.
+            if not names_base_model(path := self._path(unit.key)):
+                self._write(unit, entries[unit.key])
+                if not names_base_model(path):
+                    raise OSError(f"{path} could not be written. Make room in {self.folder}, and let this user write.")
+        found = []
+        for question in asked:
+            counts = [entries[unit.key].shape[3] for unit in question.units]
+            for number in range(1, len(counts)) if most is not None else ():
+                counts[number] = min(counts[number], most)
+                most -= counts[number]
+            kept = [number for number, count in enumerate(counts) if count or not number]
+            paths = [self._path(question.units[number].key) for number in kept]
+            passages, head = question.units[1:], list(question.units[0].head)
+            num_cached = sum(unit.key not in missing for unit in passages)
+            slots = [counts[number] for number in kept]
+            found.append(PrefixFiles(paths, slots, head, question.tail, len(passages), num_cached))
+        return found
 
     def keep(self, questions, documents=None, **kwargs) -> list[Path]:
         """The name of `precompute` in version 0.2."""
@@ -499,9 +549,16 @@ class PassageCache:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            save_keys_values(self._path(unit.key), entry, unit.fingerprint)
+            save_keys_values(self._path(unit.key), entry, unit.fingerprint, self._describe_base_model())
         except (OSError, SafetensorError) as error:
             logger.warning_once(f"Passages cannot be kept in {self.folder} ({error}). They will be read again.")
+
+    def _describe_base_model(self) -> dict[str, Any]:
+        """What other engines know the base model by, computed once for its weights."""
+        digest = self._watched.digests()["backbone_weights"]
+        if self._base_model is None or self._base_model[0] != digest:
+            self._base_model = digest, base_model_fingerprint(self.model)
+        return self._base_model[1]
 
     def _keep(self, key: str, entry: torch.Tensor) -> None:
         """Keeps an entry as the most recently used, unless it is larger than the budget."""
@@ -763,21 +820,53 @@ def join_keys_values(rows: Sequence[Sequence[torch.Tensor]], config: PreTrainedC
 # Files of what was read
 FORMAT = "arcaligner-passage-3"
 
+BASE_MODEL = "base_model"  # in the metadata; files of version 0.2 do not have it
+
 _NAME = "keys_values"
 
 
-def save_keys_values(path: str | Path, keys_values: torch.Tensor, fingerprint: dict[str, Any]) -> None:
+def names_base_model(path: Path) -> bool:
+    """Whether a file is there, and says which base model it is of."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return BASE_MODEL in (file.metadata() or {})
+    except (SafetensorError, OSError):
+        return False
+
+
+def base_model_fingerprint(model) -> dict[str, Any]:
+    """What any engine can compute of a base model to know that keys and values are its own: `weights`, the SHA-256 of
+    names, shapes and values in bfloat16 of its decoder, as its safetensors files name them without `model.`, and
+    `rope`, its `rope_parameters`. Its precision does not matter, for float32 and bfloat16 round to the same."""
+    found, weights = hashlib.sha256(), {}
+    for name, weight in model.model.backbone.named_parameters():
+        if not model.is_aligner_key(name):
+            weights[name.replace(".base_layer.", ".")] = weight
+    for name, weight in sorted(weights.items()):
+        found.update(f"{name} {tuple(weight.shape)}".encode())
+        found.update(weight.detach().to(torch.bfloat16).cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return {"weights": found.hexdigest(), "rope": model.config.text_config.to_dict().get("rope_parameters")}
+
+
+def save_keys_values(
+    path: str | Path,
+    keys_values: torch.Tensor,
+    fingerprint: dict[str, Any],
+    base_model: dict[str, Any] | None = None,
+) -> None:
     """Writes what was read of a passage as safetensors, whole or not at all.
 
     Args:
         path (`str` or `Path`): File to write; its folder exists.
         keys_values (`torch.Tensor` of shape `(num_layers, 2, heads, num_slots, head_dim)`): From `read_passages`.
         fingerprint (`dict`): What `shared_fingerprint` and `passage_fingerprint` return.
+        base_model (`dict`, *optional*): What `base_model_fingerprint` returns, for engines that read the file.
     """
     path, tensors = Path(path), {_NAME: keys_values.contiguous()}
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         metadata = {"format": FORMAT, "fingerprint": json.dumps(fingerprint), "payload": tensors_digest(tensors)}
+        metadata |= {} if base_model is None else {BASE_MODEL: json.dumps(base_model)}
         save_file(tensors, temporary, metadata=metadata)
         share_file(temporary)
         os.replace(temporary, path)

@@ -1,0 +1,484 @@
+"""Precomputed passages of ArcAligner in an unmodified vLLM: its requests begin with slots, which are files.
+
+    ARCALIGNER_PASSAGES=FOLDER PYTHONPATH=apps/engines/in_vllm python -m vllm.entrypoints.openai.api_server \
+        --model BASE_MODEL --logits-processors arcaligner_slots:SlotsLogitsProcessor --kv-transfer-config \
+        '{"kv_connector": "SlotsConnector", "kv_connector_module_path": "arcaligner_slots",
+          "kv_role": "kv_consumer", "kv_load_failure_policy": "fail"}'
+
+This file needs vLLM, torch and safetensors alone: no other file of ArcAligner is imported. A request of
+`/v1/completions` has as ids the text before the slots, any id for each slot, and the text after them; and beside these
+
+    "kv_transfer_params": {"slots": [[KEY, number of slots], ...], "copy": ...}, "cache_salt": salt_of(slots)
+
+KEY.safetensors in FOLDER are the text before the slots, then each passage in order, equal ones each time; their layout
+is in docs/formats.md. `copy`, which is optional, is for copy-biased decoding.
+
+What does not fit fails the request, and never is an answer without its passages: what can be told of the files alone is
+refused by [`SlotsLogitsProcessor`], status 400, before the engine has the request; what takes the prompt and the base
+model fails in the engine, by name in its log.
+
+Shapes: a file's `keys_values` is (num_layers, 2, key_value_heads, num_slots, head_dim).
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+logger = logging.getLogger("vllm.arcaligner")
+
+FOLDER = "ARCALIGNER_PASSAGES"  # the variable that names the folder of the files
+FORMAT, NAME = "arcaligner-passage-3", "keys_values"
+# Backbones whose keys can be rotated on, as several independent passages need; others may have interleaved halves, or
+# layers without positions.
+ROTATED = ("llama", "mistral", "qwen2", "qwen3")
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # scalings of RoPE with which keys of a prompt depend on its length
+
+
+# Files
+
+
+def json_digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def salt_of(slots: Sequence[Sequence]) -> str:
+    """The `cache_salt` of a request: ids of slots say nothing, so that prefixes are equal only where it is."""
+    return json_digest([list(each) for each in slots])
+
+
+class Header(NamedTuple):
+    """What a file says of itself."""
+
+    shape: tuple[int, ...]
+    is_int8: bool
+    fingerprint: dict[str, Any]
+    base_model: dict[str, Any]
+    payload: str
+
+    @property
+    def num_slots(self) -> int:
+        return self.shape[3]
+
+    @property
+    def head_dim(self) -> int:
+        return self.shape[4] - 4 * self.is_int8
+
+
+def read_header(key: str) -> Header:
+    """The header of the file KEY.safetensors.
+
+    Raises:
+        `ValueError`: a file that is not there, broken, of another format, or not the one that it is named after.
+    """
+    if not isinstance(key, str) or not re.fullmatch("[0-9a-f]{64}", key):
+        raise ValueError(f"{key!r} names no precomputed passage; expected 64 digits of a SHA-256.")
+    path = path_of(key)
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise ValueError(
+            f"The precomputed passage {path.name} is not there ({error.strerror}). Make it again."
+        ) from error
+    return _read_header(path, state.st_mtime_ns, state.st_size)
+
+
+def path_of(key: str) -> Path:
+    if not (folder := os.environ.get(FOLDER)):
+        raise ValueError(f"The engine has no folder of passages: {FOLDER} is not set.")
+    return Path(folder) / f"{key}.safetensors"
+
+
+@lru_cache(65536)
+def _read_header(path: Path, modified: int, size: int) -> Header:
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata, names = file.metadata() or {}, list(file.keys())
+            if metadata.get("format") != FORMAT or names != [NAME]:
+                raise ValueError(f"its format is {metadata.get('format')!r}, its tensors {names}; expected {FORMAT!r}")
+            tensor = file.get_slice(NAME)
+            shape, is_int8 = tuple(tensor.get_shape()), tensor.get_dtype() == "I8"
+        if len(shape) != 5:
+            raise ValueError(f"its tensor has the shape {shape}; expected (layers, 2, heads, slots, head_dim)")
+        if "base_model" not in metadata:
+            raise ValueError("it does not say which base model it is of, as files of version 0.2")
+        fingerprint, base_model = json.loads(metadata["fingerprint"]), json.loads(metadata["base_model"])
+        # The name is the digest of all that the keys and values depend on.
+        own = {name: fingerprint[name] for name in ("prompt", "passages", "has_slots")}
+        shared = {name: value for name, value in fingerprint.items() if name not in own}
+        if json_digest([json_digest(shared), own]) != path.stem:
+            raise ValueError("it is not the file that it is named after")
+        return Header(shape, is_int8, fingerprint, base_model, metadata["payload"])
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"The precomputed passage {path.name} cannot be used: {error}. Make it again.") from error
+
+
+def check_slots(slots: Any) -> list[Header]:
+    """The headers of the files of a request.
+
+    Raises:
+        `ValueError`: what is no list of files with their numbers of slots, or files that do not belong together.
+    """
+    is_list = isinstance(slots, list) and slots and all(isinstance(each, list) and len(each) == 2 for each in slots)
+    if not is_list or not all(type(count) is int and count >= 0 for _, count in slots):
+        raise ValueError(
+            "`slots` is no list of files; expected [[KEY, number of slots], ...], the text before them first."
+        )
+    headers = [read_header(key) for key, _ in slots]
+    first = headers[0]
+    for number, ((key, count), header) in enumerate(zip(slots, headers, strict=True)):
+        if count > header.num_slots:
+            raise ValueError(f"{count} slots are asked of the passage {key}, which has {header.num_slots}.")
+        for name in ("prompt", "backbone", "backbone_weights", "aligner_weights", "passage_attention"):
+            if header.fingerprint.get(name) != first.fingerprint.get(name):
+                raise ValueError(
+                    f"The passages {slots[0][0]} and {key} do not belong together: their `{name}` differs."
+                )
+        if header.base_model != first.base_model:
+            raise ValueError(f"The passages {slots[0][0]} and {key} are of different base models.")
+        if header.fingerprint["has_slots"] != bool(number):
+            raise ValueError("The first of `slots` is the text before them, and no other is.")
+    if slots[0][1] != first.num_slots:
+        raise ValueError("The text before the slots is read whole or not at all.")
+    if first.fingerprint.get("passage_attention") != "separate" and len(slots) > 2:
+        raise ValueError("Passages that attend to each other are one file; got several.")
+    return headers
+
+
+_checked: dict[Path, tuple[int, int]] = {}  # files whose values were found to be those that were written
+
+
+def read_keys_values(key: str, count: int) -> torch.Tensor:
+    """The first `count` slots of a file, (num_layers, 2, heads, count, head_dim).
+
+    Raises:
+        `ValueError`: a file that is broken, or whose values are not those that were written.
+    """
+    header, path = read_header(key), path_of(key)
+    try:
+        state = path.stat()
+        with safe_open(path, framework="pt") as file:
+            found = file.get_tensor(NAME)
+        if _checked.get(path) != (state.st_mtime_ns, state.st_size):
+            digest = hashlib.sha256(f"{NAME} {found.dtype} {tuple(found.shape)}".encode())
+            digest.update(found.contiguous().flatten().view(torch.uint8).numpy())
+            if digest.hexdigest() != header.payload:
+                raise ValueError("its keys and values are not those that were written")
+            _checked[path] = state.st_mtime_ns, state.st_size
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"The precomputed passage {path.name} cannot be used: {error}. Make it again.") from error
+    found = found[:, :, :, :count]
+    if header.is_int8:  # steps, and in the last four bytes the float32 that a step is
+        found = found[..., :-4].float() * found[..., -4:].contiguous().view(torch.float32)
+    return found
+
+
+# The base model
+
+
+def base_model_digest(folder: str | Path) -> str:
+    """The SHA-256 of the decoder in safetensors files, as a passage's `base_model` has it."""
+    names: dict[str, Path] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names |= dict.fromkeys(file.keys(), path)
+    own = {name.removeprefix("model."): name for name in names if "rotary_emb." not in name}
+    found = hashlib.sha256()
+    for short in sorted(name for name in own if name.startswith(("embed_tokens.", "layers.", "norm."))):
+        with safe_open(names[own[short]], framework="pt") as file:
+            weight = file.get_tensor(own[short])
+        found.update(f"{short} {tuple(weight.shape)}".encode())
+        found.update(weight.to(torch.bfloat16).contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def folder_of(model: str, revision: str | None) -> str:
+    """Where the weights of a base model are on this machine."""
+    if Path(model).is_dir():
+        return model
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(model, revision=revision, allow_patterns=["*.safetensors"], local_files_only=True)
+
+
+def inverse_frequencies(config: Any) -> torch.Tensor:
+    """How far RoPE turns each pair of a key per position, (head_dim / 2,), in float64."""
+    rope = config.rope_parameters
+    if rope.get("rope_type", "default") != "default":
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")[0].double()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return rope["rope_theta"] ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+
+
+def rotated(keys: torch.Tensor, positions: int, frequencies: torch.Tensor) -> torch.Tensor:
+    """Keys (..., head_dim) as if they stood so many positions further on."""
+    angles = positions * frequencies
+    cos, sin = (torch.cat([each, each]).to(keys.device, torch.float32) for each in (angles.cos(), angles.sin()))
+    first, second = keys.float().chunk(2, dim=-1)
+    return (keys.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(keys.dtype)
+
+
+# The connector
+
+
+@dataclass
+class Load:
+    """Keys and values of a request that are written to its blocks, but for the first `start`, which are there."""
+
+    slots: list[list]
+    start: int
+    blocks: list[int]
+
+
+@dataclass
+class SlotsMetadata(KVConnectorMetadata):
+    loads: list[Load] = field(default_factory=list)
+    refused: set[str] = field(default_factory=set)  # requests that fail
+
+
+class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
+    """Gives vLLM the keys and values of precomputed passages as if they were a cached prefix of the prompt."""
+
+    def __init__(self, vllm_config, role, kv_cache_config):
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self._config = config = vllm_config.model_config.hf_text_config
+        rope = getattr(config, "rope_parameters", None) or {}
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec) or specs[0].sliding_window is not None:
+            raise ValueError(f"Slots need a base model all of whose layers attend to all positions; got {specs}.")
+        if "rope_theta" not in rope or rope.get("rope_type", "default") in LENGTH_DEPENDENT:
+            raise ValueError(f"Slots need a RoPE that does not depend on the length of a prompt; got {rope}.")
+        if self._kv_transfer_config.kv_load_failure_policy != "fail":
+            raise ValueError('Set `kv_load_failure_policy` to "fail": without its passages a request has no answer.')
+        if not any("SlotsLogitsProcessor" in str(each) for each in vllm_config.model_config.logits_processors or []):
+            raise ValueError("Pass `--logits-processors arcaligner_slots:SlotsLogitsProcessor`, which checks requests.")
+        self._block_size, self._dtype = specs[0].block_size, vllm_config.model_config.dtype
+        self._heads = config.num_key_value_heads
+        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._base_model = None
+        if role == KVConnectorRole.SCHEDULER:
+            model = vllm_config.model_config
+            self._base_model = {"weights": base_model_digest(folder_of(model.model, model.revision)), "rope": rope}
+        self._planned: dict[str, int] = {}  # of requests that wait: slots that their files have
+        self._refused: dict[str, str] = {}
+        self._wanted: dict[str, tuple[list[list], int]] = {}
+        self._broken: set[int] = set()
+        self._failed: set[str] = set()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    # The scheduler's side
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int, bool]:
+        slots = (request.kv_transfer_params or {}).get("slots")
+        if slots is None:
+            return 0, False
+        try:
+            self._check(request, slots)
+        except ValueError as error:
+            if request.request_id not in self._refused:
+                logger.error("Request %s fails. %s", request.request_id, error)
+            # As if all of its prompt were on the way, so that none of it is computed; then the worker says it is lost.
+            self._refused[request.request_id] = str(error)
+            return max(1, request.num_tokens - num_computed_tokens), True
+        return max(0, sum(count for _, count in slots) - num_computed_tokens), False
+
+    def _check(self, request, slots: Any) -> None:
+        """Raises `ValueError` for slots that do not belong to a request's prompt, or to the engine's base model."""
+        headers, ids = check_slots(slots), list(request.prompt_token_ids or ())
+        num_before, num_slots = slots[0][1], sum(count for _, count in slots)
+        if num_slots >= len(ids):
+            raise ValueError(f"The prompt has {len(ids)} ids, its slots with the text before are {num_slots}.")
+        if json_digest(ids[:num_before]) != headers[0].fingerprint["prompt"]:
+            raise ValueError("The passages were precomputed behind another text than that before the slots.")
+        if request.cache_salt != salt_of(slots):
+            raise ValueError("The `cache_salt` is not that of the slots, so that a prefix of others could be found.")
+        for (key, _), header in zip(slots, headers, strict=True):
+            found = (header.shape[0], header.shape[1], header.shape[2], header.head_dim)
+            expected = (self._config.num_hidden_layers, 2, self._heads, self._head_dim)
+            if found != expected:
+                raise ValueError(f"The passage {key} has layers, two, heads, head_dim {found}; expected {expected}.")
+            for name in ("rope", "weights"):
+                if header.base_model.get(name) != self._base_model[name]:
+                    found, expected = header.base_model.get(name), self._base_model[name]
+                    raise ValueError(
+                        f"The passage {key} is of another base model: `{name}` {found!r}, expected {expected!r}."
+                    )
+        if len(slots) > 2 and self._config.model_type not in ROTATED:
+            raise ValueError(
+                f"Several independent passages need one of {', '.join(ROTATED)}; got {self._config.model_type!r}."
+            )
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens: int) -> None:
+        if request.request_id in self._refused:
+            if num_external_tokens > 0:
+                self._failed.add(request.request_id)
+        elif num_external_tokens > 0:
+            slots = request.kv_transfer_params["slots"]
+            start = sum(count for _, count in slots) - num_external_tokens
+            self._wanted[request.request_id] = slots, start
+
+    def build_connector_meta(self, scheduler_output) -> SlotsMetadata:
+        meta = SlotsMetadata(refused=self._failed)
+        new = [(each.req_id, each.block_ids) for each in scheduler_output.scheduled_new_reqs]
+        cached = scheduler_output.scheduled_cached_reqs
+        new += [  # after a preemption, when all blocks are new
+            (name, blocks)
+            for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
+            if name in cached.resumed_req_ids
+        ]
+        for name, block_ids in new:
+            if name in self._wanted:
+                meta.loads.append(Load(*self._wanted.pop(name), list(block_ids[0])))
+        assert not self._wanted, self._wanted
+        self._failed = set()
+        return meta
+
+    def request_finished(self, request, block_ids) -> tuple[bool, None]:
+        self._refused.pop(request.request_id, None)
+        return False, None
+
+    def request_finished_all_groups(self, request, block_ids) -> tuple[bool, None]:
+        return self.request_finished(request, block_ids)
+
+    # The worker's side
+
+    def start_load_kv(self, forward_context, **kwargs: Any) -> None:
+        meta = self._get_connector_metadata()
+        self._failed |= meta.refused
+        for load in meta.loads:
+            try:
+                self._write(load, forward_context.no_compile_layers)
+            except ValueError as error:  # a file that was lost or damaged since the request was admitted
+                logger.error("A request fails. %s", error)
+                end = sum(count for _, count in load.slots)
+                self._broken |= set(load.blocks[load.start // self._block_size : -(-end // self._block_size)])
+
+    def _write(self, load: Load, layers: dict[str, Any]) -> None:
+        """Writes keys and values to the blocks of a request, all heads and layers that this worker has."""
+        parts = [read_keys_values(key, count) for key, count in load.slots]
+        lengths = [part.shape[3] for part in parts]
+        joined = torch.cat([part.to(parts[0].dtype) for part in parts], dim=3)
+        # Independent passages share their positions, and vLLM counts on: all keys are moved to where it ends.
+        shift = sum(lengths[1:]) - max(lengths[1:], default=0)
+        if shift:
+            moved = rotated(joined[:, 0], shift, inverse_frequencies(self._config))
+            joined = torch.stack([moved, joined[:, 1]], dim=1)
+        joined = joined[:, :, :, load.start :]
+        at = torch.arange(load.start, sum(lengths))
+        mapping = torch.tensor(load.blocks)[at // self._block_size] * self._block_size + at % self._block_size
+        world, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        num_own = max(1, self._heads // world)
+        first = rank * num_own if self._heads >= world else rank * self._heads // world
+        for name, layer in layers.items():
+            cache = getattr(layer, "kv_cache", None)
+            if cache is None:
+                continue
+            number = int(re.search(r"\.layers\.(\d+)\.", name)[1])
+            keys, values = (
+                each.transpose(0, 1).to(cache.device, self._dtype).contiguous()  # (slots, own heads, head_dim)
+                for each in joined[number, :, first : first + num_own]
+            )
+            layer.impl.do_kv_cache_update(layer, keys, values, cache, mapping.to(cache.device))
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        failed, self._failed = self._failed, set()
+        return KVConnectorTransferResults(finished_recving=set(failed), failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        broken, self._broken = self._broken, set()
+        return broken
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Everything was loaded before the first layer."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Passages are precomputed by ArcAligner, not by vLLM."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""
+
+
+# Requests are checked, and answers may copy
+
+
+def copied_next(texts: Sequence[Sequence], written: Sequence[int], end_ids: Sequence[int]) -> list[int]:
+    """Ids that go on with an answer in the words of `texts`, and, where a word of it is whole, of those that end it.
+
+    Each text is `[ids, ends, words]`: its ids, with each of which a word may end; and of each of its words the ids by
+    itself, where a word ends in these, and where the text's own ids go on, as `CopiedText` of ArcAligner has them.
+    """
+    found, length = set(), len(written)
+    for ids, ends, words in texts:
+        for own, own_ends, after in words:
+            chain = own[: length + 1]
+            chain = chain + ids[after : after + length + 1 - len(chain)]
+            if chain[:length] != written:
+                continue
+            found.update(chain[length:])
+            if length and (own_ends[length - 1] if length <= len(own) else ends[after + length - len(own) - 1]):
+                found.update(end_ids)
+    return sorted(found)
+
+
+class SlotsLogitsProcessor(AdapterLogitsProcessor):
+    """Refuses requests whose passages cannot be used, before the engine has them; and, where a request asks for it,
+    prefers answers in the words of its passages (`copy`: `bonus` in log-odds, `texts` and `end_ids` of
+    [`copied_next`])."""
+
+    @classmethod
+    def validate_params(cls, sampling_params) -> None:
+        given = (sampling_params.extra_args or {}).get("kv_transfer_params") or {}
+        if unknown := given.keys() - {"slots", "copy"}:
+            raise ValueError(f"`kv_transfer_params` has {sorted(unknown)}; expected `slots` and `copy`.")
+        if "slots" in given:
+            check_slots(given["slots"])
+            if sampling_params.prompt_logprobs is not None or sampling_params.skip_reading_prefix_cache:
+                raise ValueError(
+                    "Slots are a cached prefix: `prompt_logprobs` and `skip_reading_prefix_cache` are off."
+                )
+        if (copy := given.get("copy")) is not None:
+            try:
+                copied_next(copy["texts"], [], copy["end_ids"])
+                copied_next(copy["texts"], [0], copy["end_ids"])
+                float(copy["bonus"])
+            except (KeyError, TypeError, ValueError, IndexError) as error:
+                raise ValueError("`copy` is malformed; expected `bonus`, `texts` and `end_ids`.") from error
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params):
+        copy = ((params.extra_args or {}).get("kv_transfer_params") or {}).get("copy")
+        if not copy or not copy["texts"] or not copy["bonus"]:
+            return None
+        texts, end_ids, bonus = copy["texts"], copy["end_ids"], float(copy["bonus"])
+
+        def prefer(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            logits[copied_next(texts, list(output_ids), end_ids)] += bonus
+            return logits
+
+        return prefer

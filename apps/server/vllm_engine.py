@@ -1,0 +1,463 @@
+"""vLLM behind this server: passages are found, scored and precomputed here; vLLM reads them as files, and answers.
+
+    engine = VllmEngine(ask, retriever, vllm=VllmProcess(python, base_model, folder), folder=folder)
+    engine = VllmEngine(ask, retriever, vllm=VllmServer("http://10.0.0.7:8000"), folder="/shared/passages")
+
+    submit -> passages -> the likeliest -> files of their keys and values, written here where they are new
+    -> answerability, of the aligner's own layers -> ids and names of files to vLLM -> pieces of the answer
+
+vLLM is unmodified: `apps/engines/in_vllm/arcaligner_slots.py` is loaded by its options ([`vllm_command`]). Where it
+cannot be reached, a request ends with `UnavailableError`, status 503; before the next one it is asked again whether it
+reads files, because an engine that does not would answer from nothing.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from ...answering_arcaligner import chat_inputs, copied_texts
+from ...common.files import ROOT
+from ...configuration_arcaligner import check_length
+from ...kv_cache_arcaligner import PrefixFiles, json_digest
+from ...pipeline_arcaligner import ArcAlignerPipeline
+from ..corpus.retrieve import Retriever
+from .engine import Answer, Engine, Request, UnavailableError, each_fails_alone, read_statistics
+
+logger = logging.getLogger(__name__)
+
+IN_VLLM = ROOT / "apps" / "engines" / "in_vllm"
+CONNECTOR = {"kv_connector": "SlotsConnector", "kv_connector_module_path": "arcaligner_slots"}
+CONNECTOR |= {"kv_role": "kv_consumer", "kv_load_failure_policy": "fail"}
+START_SECONDS = 900.0  # that a vLLM may take to load its model
+# How far log-probabilities of a first token may be from those of this process, whatever the precision of each.
+CLOSE = 0.5
+NO_FILE = "0" * 64  # names a file that is nowhere
+
+
+def find_vllm() -> str | None:
+    """The Python of vLLM's environment: `ARCALIGNER_VLLM`, or that of `make vllm`."""
+    if named := os.environ.get("ARCALIGNER_VLLM"):
+        return named
+    made = ROOT / ".vllm" / "bin" / "python"
+    return str(made) if made.exists() else None
+
+
+def vllm_command(
+    python: str, base_model: str, host: str, port: int, options: Sequence[str] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """The command that serves a base model from slots, and the variables that it needs beside `ARCALIGNER_PASSAGES`."""
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", base_model, "--host", host]
+    command += ["--port", str(port), "--kv-transfer-config", json.dumps(CONNECTOR)]
+    command += ["--logits-processors", "arcaligner_slots:SlotsLogitsProcessor", *options]
+    return command, {"PYTHONPATH": str(IN_VLLM), "VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+
+def slots_request(files: PrefixFiles) -> dict[str, Any]:
+    """The fields of a request to vLLM that say what stands before a question: ids of a prompt, the first ones of which
+    are there already."""
+    slots = [[path.stem, count] for path, count in zip(files.paths, files.num_slots, strict=True)]
+    return {
+        "prompt": [*files.head, *[0] * sum(files.num_slots[1:]), *files.tail],  # any id stands for a slot
+        "kv_transfer_params": {"slots": slots},
+        "cache_salt": json_digest(slots),
+    }
+
+
+def copying(processor, documents: list, bonus: float | None, end_ids: list[int]) -> dict[str, Any] | None:
+    """What vLLM's side needs to prefer answers in the words of passages; `None` where nothing is preferred."""
+    bonus = processor.copy_bonus if bonus is None else bonus
+    texts = copied_texts(processor.tokenizer, documents, processor.no_answer) if bonus else []
+    if not texts:
+        return None
+    packed = [[each.ids, each.ends_word, [word for own in each.words.values() for word in own]] for each in texts]
+    return {"bonus": bonus, "texts": packed, "end_ids": end_ids}
+
+
+class VllmServer:
+    """A vLLM that somebody else has started, with the options of [`vllm_command`] and the same folder of passages."""
+
+    def __init__(self, url: str, api_key: str | None = None):
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    @property
+    def is_starting(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """It is left running."""
+
+
+class VllmProcess(VllmServer):
+    """
+    A vLLM that is started, and started again where it ends.
+
+    Args:
+        python (`str`): Of its environment.
+        base_model (`str`): A folder, or a Hub id in the cache.
+        folder (`Path`): Of the passages.
+        options (`Sequence[str]`): Further options of vLLM's server.
+        port (`int`, *optional*): Of the loopback interface. Default: a free one.
+    """
+
+    def __init__(self, python: str, base_model: str, folder: Path, options: Sequence[str] = (), port: int = 0):
+        if not port:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+        super().__init__(f"http://127.0.0.1:{port}")
+        command, variables = vllm_command(python, base_model, "127.0.0.1", port, options)
+        self._command, self._closed = command, threading.Event()
+        self._variables = os.environ | variables | {"ARCALIGNER_PASSAGES": str(folder.resolve())}
+        self.process = self._start()
+        self._watch = threading.Thread(target=self._start_again, name="arcaligner-vllm", daemon=True)
+        self._watch.start()
+
+    def _start(self) -> subprocess.Popen:
+        try:  # in a group of its own: vLLM has processes of its own, and all of them end together
+            return subprocess.Popen(self._command, env=self._variables, start_new_session=True)
+        except OSError as error:
+            raise OSError(f"vLLM cannot be started by {self._command[0]} ({error}). Run `make vllm`.") from error
+
+    def _start_again(self) -> None:
+        waited = 1.0
+        while True:
+            began = time.monotonic()
+            self.process.wait()
+            self._end_group()
+            if time.monotonic() - began > 60:
+                waited = 1.0
+            if self._closed.wait(waited):
+                return
+            waited = min(60.0, waited * 2)  # one that cannot start is not tried all the time
+            logger.warning("vLLM has ended with %s. It is started again.", self.process.returncode)
+            self.process = self._start()
+
+    def _end_group(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    @property
+    def is_starting(self) -> bool:
+        return self.process.poll() is None
+
+    def close(self) -> None:
+        """Ends it."""
+        self._closed.set()
+        self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            pass
+        self._end_group()
+        self._watch.join()
+
+
+class VllmEngine(Engine):
+    """
+    Answers requests by vLLM. Arguments and errors as of [`Engine`], and
+
+    Args:
+        vllm ([`VllmServer`]): Where it is.
+        folder (`str` or `Path`): Of the passages, which vLLM reads. With a corpus, that of its passages by default.
+    """
+
+    def __init__(
+        self,
+        ask: ArcAlignerPipeline,
+        retriever: Retriever | None = None,
+        *,
+        vllm: VllmServer,
+        folder: str | Path,
+        **settings: Any,
+    ):
+        self.vllm, self._is_checked = vllm, False
+        self._asked: set[Future] = set()  # answers that vLLM writes
+        self.model_name, self.max_model_len = "", 0
+        self._loop = asyncio.new_event_loop()
+        self._answering = threading.Thread(target=self._loop.run_forever, name="arcaligner-answers", daemon=True)
+        self._answering.start()
+        self._client = httpx.AsyncClient(
+            base_url=vllm.url, headers=vllm.headers, timeout=None, limits=httpx.Limits(max_connections=None)
+        )
+        self._checking = asyncio.Lock()
+        try:
+            super().__init__(ask, retriever, folder=folder, **settings)
+        except BaseException:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            vllm.close()
+            raise
+        # By a thread that ends: each that has computed keeps a team of threads.
+        with ThreadPoolExecutor(1) as probing:
+            self._probe, self._expected = probing.submit(self._make_probe).result()
+        self._end_ids = torch.as_tensor(self.model.generation_config.eos_token_id).reshape(-1).tolist()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._asked)
+
+    def warm_up(self) -> None:
+        """Waits until vLLM answers, and for a first answer.
+
+        Raises:
+            `OSError`: a vLLM that is not there, or does not start.
+            `ValueError`: one that does not read this aligner's passages.
+        """
+        end = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                self._wait(self._check_vllm())
+                break
+            except UnavailableError:
+                if not self.vllm.is_starting or time.monotonic() > end:
+                    raise
+                time.sleep(0.5)
+        super().warm_up()
+
+    def close(self) -> None:
+        """Takes no more requests, answers those that wait, ends a vLLM that was started, and returns."""
+        super().close()
+        wait(set(self._asked))
+        if self._answering.is_alive():
+            self._wait(self._client.aclose())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._answering.join()
+        self.vllm.close()
+
+    def _wait(self, work: Coroutine) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    # The engine's thread: what is asked of vLLM
+
+    def _answer(self, group: list[Request]) -> None:
+        began = time.monotonic()
+        for part, bodies in each_fails_alone(group, self._bodies):
+            for request, body, sure in zip(part, bodies, self._answerability(part), strict=True):
+                if sure is not None and request.min_confidence is not None and sure < request.min_confidence:
+                    text = self.processor.no_answer
+                    request.on_text(text)
+                    now = time.monotonic()
+                    self._finish(request, text, "stop", len(body["prompt"]), 0, sure, len(part), began, now)
+                    continue
+                work = self._ask_vllm(request, body, sure, len(part), began)
+                self._asked.add(asked := asyncio.run_coroutine_threadsafe(work, self._loop))
+                asked.add_done_callback(self._asked.discard)
+
+    def _bodies(self, group: list[Request]) -> list[dict[str, Any]]:
+        """What is sent to vLLM for each request: a prompt with files, or of text alone."""
+        chats = [self._chat(request) for request in group]
+        if group[0].passages is None:
+            slots = {} if self.processor.chat_template is None else {"sanitize_control_tokens": True}
+            bodies = []
+            for chat in chats:
+                ids = chat_inputs(self.processor, [chat], **slots)["input_ids"][0].tolist()
+                check_length(len(ids), "The prompt", self.model.config.text_config)
+                bodies.append({"prompt": ids})
+        else:
+            rows = self._slots_of(group)
+            found = self.store.prefix_files(chats, **{name: [row[name] for row in rows] for name in rows[0]})
+            bodies = [slots_request(files) for files in found]
+            for request, body, files in zip(group, bodies, found, strict=True):
+                if request.kept is None:
+                    request.kept = len(request.passages.documents) * files.num_cached // files.num_passages
+                documents = request.passages.read
+                copied = copying(self.processor, documents, request.copy_bonus, self._end_ids)
+                body["kv_transfer_params"] |= {} if copied is None else {"copy": copied}
+        for request, body in zip(group, bodies, strict=True):
+            body |= {
+                "temperature": request.temperature,
+                "top_p": request.top_p,
+                "seed": request.seed,
+                "stop": request.stop,
+            }
+            body |= {"stop_token_ids": self._end_ids}
+            if self.processor.context_token_id < self.model.config.text_config.vocab_size:
+                body["logit_bias"] = {str(self.processor.context_token_id): -100}
+        return bodies
+
+    @torch.inference_mode()
+    def _answerability(self, group: list[Request]) -> list[float | None]:
+        """How likely the passages of each request answer, from the aligner's own layers; those of a passage that was
+        scored by itself are known."""
+        if group[0].passages is None or self.model.answerability_head is None:
+            return [None] * len(group)
+        logits, chats = torch.zeros(len(group)), [self._chat(request) for request in group]
+        scored = [[each["confidence"] for each in request.passages.read if "confidence" in each] for request in group]
+        known = [number for number, own in enumerate(scored) if len(own) == len(group[number].passages.read) == 1]
+        for number in known:
+            logits[number] = torch.tensor(scored[number][0], dtype=torch.float64).logit(eps=1e-12)
+        if rest := [number for number in range(len(group)) if number not in known]:
+            rows = self._slots_of([group[number] for number in rest])
+            slots = {name: [row[name] for row in rows] for name in rows[0]}
+            inputs = self.store.prepare([chats[number] for number in rest], **slots)
+            logits[rest] = self.store.read_question(inputs, only_answerability=True).answerability_logits.float().cpu()
+        call = self.answerer.answer(chats, [request.passages.read for request in group])
+        return call.answerability_of(logits).tolist()
+
+    # The thread of answers
+
+    async def _ask_vllm(self, request: Request, body: dict, sure: float | None, batch_size: int, began: float) -> None:
+        try:
+            async with asyncio.timeout(max(0.0, request.arrived + self.limits.seconds - time.monotonic())):
+                await self._check_vllm()
+                room = self.max_model_len - len(body["prompt"])
+                if room < 1:
+                    raise ValueError(
+                        f"The prompt has {len(body['prompt'])} positions, a slot counts as one; expected at most "
+                        f"{self.max_model_len - 1}, vLLM's context. Pass fewer or shorter passages."
+                    )
+                body["max_tokens"] = min(request.max_new_tokens, room)
+                await self._stream(request, body, sure, batch_size, began)
+        except TimeoutError:
+            error = TimeoutError(f"The answer was not done within {self.limits.seconds:g} seconds.")
+            request.future.set_exception(error)
+        except Exception as error:
+            request.future.set_exception(error)
+
+    async def _stream(self, request: Request, body: dict, sure: float | None, batch_size: int, began: float) -> None:
+        body = body | {"model": self.model_name, "stream": True, "stream_options": {"include_usage": True}}
+        text, reason, usage, first_token = "", None, {}, 0.0
+        try:
+            async with self._client.stream("POST", "/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    raise self._error_of(response)
+                async for line in response.aiter_lines():
+                    if not line.startswith("data: ") or line == "data: [DONE]":
+                        continue
+                    if request.cancelled:
+                        raise TimeoutError
+                    part = json.loads(line.removeprefix("data: "))
+                    if "error" in part:
+                        raise UnavailableError(f"vLLM gave up this answer: {part['error'].get('message')}")
+                    usage = part.get("usage") or usage
+                    for choice in part["choices"]:
+                        first_token = first_token or time.monotonic()
+                        new = choice["text"] if text else choice["text"].lstrip()
+                        text, reason = text + new, choice["finish_reason"] or reason
+                        if new:
+                            request.on_text(new)
+        except (httpx.TransportError, json.JSONDecodeError) as error:
+            self._is_checked = False
+            raise self._gone(error) from error
+        if reason not in ("stop", "length"):
+            self._is_checked = False
+            raise UnavailableError(f"vLLM ended this answer with {reason!r}: its log says why.")
+        read, written = len(body["prompt"]), usage.get("completion_tokens", 0)
+        self._finish(request, text, reason, read, written, sure, batch_size, began, first_token)
+
+    def _gone(self, error: Exception) -> UnavailableError:
+        state = "is being started" if self.vllm.is_starting else "cannot be reached"
+        return UnavailableError(f"vLLM at {self.vllm.url} {state} ({type(error).__name__}). Try again later.")
+
+    def _error_of(self, response: httpx.Response) -> Exception:
+        """What vLLM refuses is the client's mistake; what fails in it is not."""
+        try:
+            message = response.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = response.text[:200]
+        if response.status_code < 500 and response.status_code != 404:
+            return ValueError(f"vLLM: {message}")
+        self._is_checked = False
+        return UnavailableError(f"vLLM failed ({response.status_code}): {message}")
+
+    async def _check_vllm(self) -> None:
+        """Asks a vLLM that is new whether it reads this aligner's files, and answers from them as this process does."""
+        async with self._checking:
+            if self._is_checked:
+                return
+            try:
+                models = await self._client.get("/v1/models")
+                if models.status_code != 200:
+                    raise self._error_of(models)
+                model = models.json()["data"][0]
+                self.model_name, self.max_model_len = model["id"], model["max_model_len"]
+                slots = {"kv_transfer_params": {"slots": [[NO_FILE, 1]]}, "prompt": [0, 0], "max_tokens": 1}
+                refused = await self._client.post("/v1/completions", json=slots | {"model": self.model_name})
+                if refused.status_code != 400 or "precomputed passage" not in refused.text:
+                    raise ValueError(
+                        f"vLLM at {self.vllm.url} does not read precomputed passages, so it would answer without them. "
+                        "Start it with the options of docs/engines.md, or leave out `--vllm-url`."
+                    )
+                await self._compare()
+            except (httpx.TransportError, json.JSONDecodeError) as error:
+                raise self._gone(error) from error
+            self._is_checked = True
+
+    async def _compare(self) -> None:
+        """The likeliest first tokens of a question about two passages, here and there."""
+        asked = self._probe | {
+            "model": self.model_name,
+            "max_tokens": 1,
+            "logprobs": 5,
+            "return_tokens_as_token_ids": True,
+        }
+        response = await self._client.post("/v1/completions", json=asked)
+        if response.status_code != 200:
+            raise ValueError(
+                f"vLLM at {self.vllm.url} cannot use this aligner's passages in {self.store.folder}: "
+                f"{self._error_of(response)} Start it for the base model of the checkpoint, with the same folder."
+            )
+        found = response.json()["choices"][0]["logprobs"]["top_logprobs"][0]
+        far = max(
+            abs(self._expected[int(name.removeprefix("token_id:"))].item() - value) for name, value in found.items()
+        )
+        if not far < CLOSE:
+            raise ValueError(
+                f"vLLM at {self.vllm.url} answers from the same passages with log-probabilities {far:.2f} apart; "
+                f"expected less than {CLOSE}. Start it for the base model of the checkpoint, without quantization."
+            )
+
+    @torch.inference_mode()
+    def _make_probe(self) -> tuple[dict[str, Any], torch.Tensor]:
+        passages = ["The meeting was moved to Thursday.", {"title": "Ada", "text": "She wrote it."}]
+        (files,) = self.store.prefix_files("When is it?", passages)
+        logits = self.store.read_question(self.store.prepare("When is it?", documents=passages)).logits[0, -1]
+        return slots_request(files), logits.float().log_softmax(-1).cpu()
+
+    def _finish(
+        self,
+        request: Request,
+        text: str,
+        reason: str,
+        read: int,
+        written: int,
+        sure: float | None,
+        batch_size: int,
+        began: float,
+        first: float,
+    ) -> None:
+        passages, parts = request.passages, {"retrieval": 0.0, "slots": 0.0, "choosing": 0.0}
+        if passages is not None:
+            parts |= passages.seconds
+        first_token = (first or time.monotonic()) - request.arrived
+        parts["model"] = request.arrived + first_token - began
+        parts["waiting"] = first_token - sum(parts.values())
+        request.future.set_result(
+            Answer(
+                text=text,
+                finish_reason=reason,
+                prompt_tokens=read,
+                completion_tokens=written,
+                batch_size=batch_size,
+                seconds={**parts, "first_token": first_token, "total": time.monotonic() - request.arrived},
+                passages=passages,
+                kept=request.kept or 0,
+                confidence=sure,
+                statistics=read_statistics(self.processor, passages),
+            )
+        )

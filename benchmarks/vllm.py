@@ -1,0 +1,214 @@
+"""vLLM that answers from slots, vLLM that reads the same passages' text, and the own engine, on the same cores.
+
+    python -m arcaligner.benchmarks.vllm --output FOLDER [--sizes 5,20] [--clients 1,8,32]
+
+    slots      vLLM from precomputed passages, asked directly
+    front      the same behind the project's server engine, which finds the files and asks how likely they answer
+    text       the same vLLM from the passages' text, with prefix caching: it hits where the same passages stand first
+    own        the project's own engine, from precomputed passages
+
+Each question has its own combination of known passages, among them the one that answers it. All arms answer the same
+questions, in turns; of each the seconds to the first token and the answers per second. Copying is off and all passages
+are read, so that `slots`, `front` and `own` write the same answers.
+"""
+
+import asyncio
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import numpy as np
+import torch
+import typer
+
+from ..apps.server.engine import Engine, Limits, Request
+from ..apps.server.vllm_engine import VllmEngine, VllmProcess, find_vllm, slots_request
+from ..common.files import (
+    DEFAULT_CHECKPOINT,
+    SQUAD_SAMPLE,
+    describe_machine,
+    markdown_table,
+    run_command,
+    write_whole,
+)
+from ..common.rows import Row, read_rows
+from ..kv_cache_arcaligner import entry_shape
+from ..loading_arcaligner import resolve_model
+from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..pipeline_arcaligner import ArcAlignerPipeline
+from ..processing_arcaligner import ArcAlignerProcessor
+from ..train.prompts import text_ids
+from .latency import parse_sizes
+
+NEW_TOKENS = 16
+LIMITS = Limits(max_slots=8192, seconds=3600.0)
+
+
+class Arms:
+    """The four ways to an answer. Each takes questions with their passages and a number of clients, and gives, for each
+    question, seconds to the first token, and the answer."""
+
+    def __init__(self, checkpoint: str, python: str, folder: Path, rate: int | str, options: list[str], dtype: str):
+        model = ArcAlignerForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
+        self.processor = ArcAlignerProcessor.from_pretrained(checkpoint)
+        self.model, self.rate = model, rate
+        ask = ArcAlignerPipeline(model=model, processor=self.processor, task="text-generation")
+        settings = {"max_passages": 100, "tokens_per_slot": rate, "limits": LIMITS, "prefix_bytes": 2**32}
+        self.own = Engine(ask, folder=folder, **settings)
+        base_model = resolve_model(model.config.base_model_name_or_path)
+        self.vllm = VllmProcess(python, base_model, folder, ["--dtype", dtype, *options])
+        self.front = VllmEngine(ask, vllm=self.vllm, folder=folder, **settings)
+        self.front.warm_up()
+        self.end = torch.as_tensor(model.generation_config.eos_token_id).reshape(-1).tolist()
+        self.by_name: dict[str, Callable] = {
+            "slots": lambda rows, clients: self._ask_vllm([self.slots_body(row) for row in rows], clients),
+            "front": lambda rows, clients: self._ask_engine(self.front, rows, clients),
+            "text": lambda rows, clients: self._ask_vllm([self.text_body(row) for row in rows], clients),
+            "own": lambda rows, clients: self._ask_engine(self.own, rows, clients),
+        }
+
+    def close(self) -> None:
+        self.own.close()
+        self.front.close()
+
+    def slots_body(self, row: Row) -> dict[str, Any]:
+        asked = (
+            row["question"] if self.processor.chat_template is None else [{"role": "user", "content": row["question"]}]
+        )
+        (files,) = self.front.store.prefix_files(asked, row["passages"], tokens_per_slot=self.rate)
+        return slots_request(files)
+
+    def text_body(self, row: Row) -> dict[str, Any]:
+        before, after = text_ids(self.processor, row)
+        return {"prompt": before + after}
+
+    def _ask_vllm(self, bodies: list[dict[str, Any]], clients: int) -> list[tuple[float, str]]:
+        async def ask_all() -> list[tuple[float, str]]:
+            found, waiting = [(0.0, "")] * len(bodies), list(enumerate(bodies))[::-1]
+
+            async def one(client: httpx.AsyncClient) -> None:
+                while waiting:
+                    number, body = waiting.pop()
+                    body = body | {"model": self.front.model_name, "max_tokens": NEW_TOKENS, "temperature": 0}
+                    body |= {"stream": True, "stop_token_ids": self.end}
+                    began, first, text = time.perf_counter(), 0.0, ""
+                    async with client.stream("POST", "/v1/completions", json=body) as response:
+                        if response.status_code != 200:
+                            raise OSError((await response.aread()).decode())
+                        async for line in response.aiter_lines():
+                            if line.startswith("data: {"):
+                                first = first or time.perf_counter() - began
+                                text += "".join(each["text"] for each in json.loads(line[6:])["choices"])
+                    found[number] = first, text.strip()
+
+            async with httpx.AsyncClient(base_url=self.vllm.url, timeout=None) as client:
+                await asyncio.gather(*(one(client) for _ in range(clients)))
+            return found
+
+        return asyncio.run(ask_all())
+
+    def _ask_engine(self, engine: Engine, rows: list[Row], clients: int) -> list[tuple[float, str]]:
+        """Clients that each ask again when they have their answer."""
+
+        async def ask_all() -> list[tuple[float, str]]:
+            found, waiting = [(0.0, "")] * len(rows), list(enumerate(rows))[::-1]
+
+            async def one() -> None:
+                while waiting:
+                    number, row = waiting.pop()
+                    chat = [{"role": "user", "content": row["question"]}]
+                    request = Request(chat, row["passages"], max_new_tokens=NEW_TOKENS, copy_bonus=0.0)
+                    answer = await asyncio.wrap_future(engine.submit(request))
+                    found[number] = answer.seconds["first_token"], answer.text.strip()
+
+            await asyncio.gather(*(one() for _ in range(clients)))
+            return found
+
+        return asyncio.run(ask_all())
+
+
+def draw(rows: list[Row], size: int, number: int) -> Row:
+    """A question over `size` known passages, its own among them, the same for a `number` in each run."""
+    draws = random.Random(number)
+    row = rows[number % len(rows)]
+    others = draws.sample([each["passages"][0] for each in rows if each is not row], size - 1)
+    passages = [row["passages"][0], *others]
+    draws.shuffle(passages)
+    return row | {"passages": passages}
+
+
+def measure(
+    arms: Arms, rows: list[Row], size: int, clients: int, requests: int, rounds: int, first: int
+) -> dict[str, Any]:
+    """Each arm's answers to the same questions, in turns: answers per second, median seconds to the first token."""
+    found: dict[str, dict[str, list]] = {name: {"seconds": [], "first": [], "answers": []} for name in arms.by_name}
+    for turn in range(rounds):
+        asked = [draw(rows, size, first + turn * requests + number) for number in range(requests)]
+        for row in asked:
+            arms.slots_body(row)  # what is precomputed is no part of the time
+        for name, arm in arms.by_name.items():
+            began = time.perf_counter()
+            answers = arm(asked, clients)
+            found[name]["seconds"].append(time.perf_counter() - began)
+            found[name]["first"] += [seconds for seconds, _ in answers]
+            found[name]["answers"] += [text for _, text in answers]
+    own = found["own"]["answers"]
+    report = {
+        name: {
+            "answers_per_second": requests * rounds / sum(each["seconds"]),
+            "first_token": float(np.median(each["first"])),
+            "same_as_own": float(np.mean([text == other for text, other in zip(each["answers"], own, strict=True)])),
+        }
+        for name, each in found.items()
+    }
+    return {"passages": size, "clients": clients, "requests": requests * rounds, "arms": report}
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Folder for the report.")],
+    checkpoint: Annotated[str, typer.Option(help="An aligner of independent passages.")] = str(DEFAULT_CHECKPOINT),
+    sizes: Annotated[str, typer.Option(help="Passages of a question, separated by commas.")] = "5,20",
+    clients: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "1,8,32",
+    tokens_per_slot: Annotated[int, typer.Option(help="Tokens of text per slot.")] = 4,
+    rounds: Annotated[int, typer.Option(help="Turns of each arm, of as many questions as clients, at least 4.")] = 1,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of both.")] = "float32",
+    vllm_options: Annotated[str, typer.Option(help="Options of vLLM's server, in one text.")] = "--enforce-eager",
+    data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
+) -> None:
+    """Measures vLLM with slots, vLLM with text, and the own engine, interleaved."""
+    if (python := find_vllm()) is None:
+        raise ImportError("vLLM is not installed: `make vllm`, or name a Python that has it in ARCALIGNER_VLLM.")
+    rows, measured, number = list(read_rows(data)), [], 0
+    output.mkdir(parents=True, exist_ok=True)
+    columns = ["Passages", "Clients", "Arm", "First token, s", "Answers/s", "Same answers as own"]
+    with tempfile.TemporaryDirectory(dir=output, prefix=".passages-") as folder:
+        arms = Arms(checkpoint, python, Path(folder), tokens_per_slot, vllm_options.split(), dtype)
+        try:
+            for arm in arms.by_name.values():
+                arm([draw(rows, 2, 0), draw(rows, 2, 1)], 2)  # what is loaded on first use
+            for size in parse_sizes(sizes):
+                for count in parse_sizes(clients):
+                    asked = max(4, count)
+                    measured.append(measure(arms, rows, size, count, asked, rounds, number))
+                    number += asked * rounds
+                    lines = [
+                        [size, count, name, f"{each['first_token']:.2f}", f"{each['answers_per_second']:.2f}"]
+                        + [f"{each['same_as_own']:.0%}"]
+                        for name, each in measured[-1]["arms"].items()
+                    ]
+                    typer.echo("\n".join(markdown_table(columns, lines)))
+        finally:
+            arms.close()
+    per_position = torch.Size(entry_shape(arms.model.config.text_config, 1)).numel() * arms.model.dtype.itemsize
+    report = {"measured": measured, "tokens_per_slot": tokens_per_slot, "dtype": dtype, "vllm_options": vllm_options}
+    report |= {"bytes_per_position": per_position, "machine": describe_machine()}
+    write_whole(output / "vllm.json", json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run_command(main)
