@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 from torch import nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
@@ -132,8 +132,7 @@ class PassageCache:
         model ([`ArcAlignerForCausalLM`]): In evaluation mode.
         processor ([`ArcAlignerProcessor`]): The model's.
         max_bytes (`int`, defaults to 1 GiB): Memory for keys and values; 0 keeps none there.
-        folder (`str` or `Path`, *optional*): Where everything is written and looked for, also by other processes. Files
-            are mapped into memory, not copied.
+        folder (`str` or `Path`, *optional*): Where everything is written and looked for, also by other processes.
         dtype (`"int8"`, *optional*): Keeps passages in a quarter of the bytes of float32, with a step for each slot and
             head. Joining them takes longer, and answers are nearly the same. Default: the backbone's dtype.
         read_only (`bool`, defaults to `False`): Whether nothing is written to the folder, such as that of a corpus.
@@ -178,7 +177,7 @@ class PassageCache:
         self._watched = WatchedWeights(model, lambda name: part_of[model.is_aligner_key(name)])
         self._encoder: WatchedWeights | None = None
         self._tokenizers = {}  # what was read of each, by its id
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def __getstate__(self):
         return {
@@ -449,19 +448,20 @@ class PassageCache:
 
     def weights(self, passages: Sequence | tuple) -> dict[str, Any]:
         """Digests of the model and, unless `passages` are embeddings, of encoder and tokenizers."""
-        weights, processor = self._watched.digests(), self.processor
-        if isinstance(passages, GivenSlots):
-            return weights
-        encoder = processor.encoder.model
-        if self._encoder is None or self._encoder.module is not encoder:
-            self._encoder = WatchedWeights(encoder, lambda name: "encoder_weights")
-        return {
-            **weights,
-            **self._encoder.digests(),
-            "encoder_reads": [encoder.max_seq_length, encoder.prompts, encoder.default_prompt_name],
-            "tokenizers": [self._tokenizer_digest(each) for each in (encoder.tokenizer, processor.tokenizer)],
-            "spacy": spacy_version(),
-        }
+        with self._lock:
+            weights, processor = self._watched.digests(), self.processor
+            if isinstance(passages, GivenSlots):
+                return weights
+            encoder = processor.encoder.model
+            if self._encoder is None or self._encoder.module is not encoder:
+                self._encoder = WatchedWeights(encoder, lambda name: "encoder_weights")
+            return {
+                **weights,
+                **self._encoder.digests(),
+                "encoder_reads": [encoder.max_seq_length, encoder.prompts, encoder.default_prompt_name],
+                "tokenizers": [self._tokenizer_digest(each) for each in (encoder.tokenizer, processor.tokenizer)],
+                "spacy": spacy_version(),
+            }
 
     def _tokenizer_digest(self, tokenizer) -> str:
         # Written out it is megabytes. Tokens that are added show in its length.
@@ -803,9 +803,11 @@ def load_keys_values(
     """
     advice = "Use what it was made with, or delete the file to make a new one."
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        # Read, not mapped: a process that reads a map of a file that another one cuts is killed.
+        content = Path(path).read_bytes()
+        tensors = load(content)
+        size = int.from_bytes(content[:8], "little")
+        metadata = json.loads(content[8 : 8 + size]).get("__metadata__") or {}
         if metadata.get("format") != FORMAT:
             raise ValueError(f"its format is {metadata.get('format')!r}; expected {FORMAT!r}")
         if metadata.get("payload") != tensors_digest(tensors):

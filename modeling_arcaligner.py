@@ -382,9 +382,9 @@ class SlotLoraLayer(InPlaceMixin):
         if torch.compiler.is_compiling() or any(weight.is_inference() for weight in weights):
             return tuple(weight.to(dtype).t() for weight in weights)
         state = dtype, *((weight.data_ptr(), weight._version) for weight in weights)
-        if self._transposed is None or self._transposed[0] != state:
-            self._transposed = state, *(weight.detach().to(dtype).t() for weight in weights)
-        return self._transposed[1:]
+        if (found := self._transposed) is None or found[0] != state:  # by a name: another thread may ask for others
+            self._transposed = found = state, *(weight.detach().to(dtype).t() for weight in weights)
+        return found[1:]
 
     def train(self, mode: bool = True):
         self._transposed = None  # training may write weights without a new version, as sharding does
