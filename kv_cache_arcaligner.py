@@ -24,6 +24,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 import uuid
 import warnings
 from collections import OrderedDict
@@ -287,6 +288,7 @@ class PassageCache:
     def read_question(self, inputs: Prepared, only_answerability: bool = False):
         """Reads the text after the slots, behind what is kept: the model's output, its scores those of the first token
         of the answer, (batch, 1, vocab_size), or only its `answerability_logits` (batch,)."""
+        inputs = prefill_beginning(self.model, inputs)
         ids, mask, cache = (inputs[name] for name in ("input_ids", "attention_mask", "past_key_values"))
         positions = self.model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
         new = slice(cache.get_seq_length(), None)
@@ -369,7 +371,8 @@ class PassageCache:
             if len(tail) > shortest:
                 cache = join_keys_values([own], config)
                 new = torch.tensor([tail[:-shortest]], device=self.model.device)
-                self.model.model(input_ids=new, past_key_values=cache, use_cache=True)
+                for some in in_pieces(new.shape[1]):
+                    self.model.model(input_ids=new[:, some], past_key_values=cache, use_cache=True)
                 own = [keys_values_of(cache, 0, 0, cache.get_seq_length())]
             extended.append(own)
         ids = [before + tail[:-shortest] for before, tail in zip(ids, tails, strict=True)]
@@ -545,6 +548,45 @@ SLOTS_PER_BATCH = 1024
 
 # Slots of a row that several passages share: attention across passages is computed and thrown away.
 SLOTS_PER_ROW = 256
+
+
+# Positions, of all rows together, that the first piece of a long prompt has, and the seconds that each further one may
+# take: between two of them a forward hook of the model can end a prefill that nobody waits for any more.
+PIECE_POSITIONS, PIECE_SECONDS = 1024, 0.5
+
+
+def in_pieces(length: int, num_rows: int = 1) -> Iterator[slice]:
+    """Parts of `length` positions, one after the other, as long as the caller can compute in `PIECE_SECONDS`."""
+    start, size = 0, max(1, PIECE_POSITIONS // num_rows)
+    while start < length:
+        end, began = min(length, start + size), time.perf_counter()
+        yield slice(start, end)
+        start, share = end, PIECE_SECONDS / max(1e-9, time.perf_counter() - began)
+        size = max(1, int(size * min(2.0, max(0.25, share))))
+
+
+@torch.no_grad()
+def prefill_beginning(model, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of `generate` for text, or for text behind slots that are in `past_key_values`, with all but the last
+    piece of it in the cache; short ones as they are."""
+    ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], inputs.get("past_key_values")
+    start = 0 if cache is None else cache.get_seq_length()
+    if (ids.shape[1] - start) * len(ids) <= PIECE_POSITIONS:
+        return inputs
+    cache = DynamicCache(config=model.config.text_config) if cache is None else cache
+    positions = model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
+    for part in in_pieces(ids.shape[1] - start, len(ids)):
+        first, end = start + part.start, start + part.stop
+        if end == ids.shape[1]:
+            break
+        model.model(
+            input_ids=ids[:, first:end],
+            attention_mask=mask[:, :end],
+            position_ids=positions[:, first:end],
+            past_key_values=cache,
+            use_cache=True,
+        )
+    return {**inputs, "past_key_values": cache}
 
 
 @torch.no_grad()
