@@ -1333,6 +1333,15 @@ class _CandidatesBlindToSlots(CandidateGenerator):
         self.candidates.update_candidate_strategy(input_ids, scores, num_matches)
 
 
+def check_finite(logits: torch.Tensor) -> None:
+    """Refuses `logits` (batch, kept, vocab_size) of a prompt whose last ones are not finite."""
+    if not torch.isfinite(logits[:, -1]).all():
+        raise ValueError(
+            "The logits hold NaN or infinite values: the prompt has numbers beyond float16's 65,504. Load the model "
+            "with `dtype=torch.bfloat16` or `torch.float32`, or check `context_embeds`."
+        )
+
+
 class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
     """A frozen language model that reads passages as context slots.
 
@@ -1411,7 +1420,8 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
                 [`ArcAlignerModel`], and what the backbone takes.
 
         Raises:
-            `ValueError`: `only_answerability` of a model without an answerability head.
+            `ValueError`: `only_answerability` of a model without an answerability head; a prompt that float16 cannot
+                hold.
         """
         is_prefill = not (self.training or skip_logits or kwargs.get("is_generated"))
         layer_states = None
@@ -1443,6 +1453,8 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         # Flattened to (batch * kept, hidden): for a frozen head, a batched product would copy the weight.
         logits = self.lm_head(hidden_states.flatten(0, 1)).unflatten(0, hidden_states.shape[:2])
         logits = postprocess_logits(logits, self.config.text_config)
+        if is_prefill and logits.dtype == torch.float16 and not torch.compiler.is_compiling():
+            check_finite(logits)
         loss = None
         if labels is not None:
             labels = labels.masked_fill(labels == self.config.context_token_id, -100)
