@@ -4,8 +4,11 @@
     documents -> segments (`segmentation_arcaligner.py`) -> tokens -> context_embeds, context_word_ids
 """
 
+import contextlib
+import copy
 import functools
 import importlib
+import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -28,6 +31,7 @@ from .configuration_arcaligner import longest_prompt
 from .loading_arcaligner import ENCODER_FILES, find_model, read_tensors
 from .segmentation_arcaligner import (
     EMPTY_SEGMENT,
+    LOADING,
     Segment,
     SegmentTokens,
     check_max_slots,
@@ -78,6 +82,27 @@ def _read_tokenizer(name_or_path: str):
     return tokenizer
 
 
+# Files of an encoder that name classes, which sentence-transformers imports.
+_FILES_WITH_CLASSES = ("modules.json", "**/router_config.json", "**/wordembedding_config.json")
+
+_CLASS_KEYS = ("type", "types", "tokenizer_class")
+
+
+def _check_encoder_classes(folder: Path) -> None:
+    """Raises `ValueError` for an encoder that names a class of another package: before version 6,
+    sentence-transformers runs the Python files of a folder."""
+    for path in sorted(path for pattern in _FILES_WITH_CLASSES for path in folder.glob(pattern)):
+        parts = json.loads(path.read_text(encoding="utf-8"))
+        for part in parts if isinstance(parts, list) else [parts]:
+            named = [part.get(key) for key in _CLASS_KEYS] if isinstance(part, dict) else [part]
+            for name in chain.from_iterable(each.values() if isinstance(each, dict) else [each] for each in named):
+                if name is not None and not str(name).startswith("sentence_transformers."):
+                    raise ValueError(
+                        f"{path} names the class {name!r}; expected one of sentence_transformers, as no other code of "
+                        "an encoder is run. Take an encoder that needs none of its own."
+                    )
+
+
 class SentenceEncoder:
     """The sentence encoder, loaded on first use. Shared, not copied, when a processor is copied or saved.
 
@@ -118,42 +143,43 @@ class SentenceEncoder:
     @property
     def model(self):
         """The `SentenceTransformer`."""
-        if self._model is None:
-            self._model = self._load()
-            for layer in self._lora_layers():
-                layer.merge()  # else each reading would compute the LoRA once more
-            if self.dtype == "auto":
-                self.dtype = str(fastest_dtype(self._model.device.type)).removeprefix("torch.")
-            if self.dtype == "bfloat16":
-                self.cast(torch.bfloat16)
-        elif self.device is not None and self._model.device != torch.device(self.device):
-            self._model.to(self.device)
-        return self._model
+        with LOADING:
+            if self._model is None:
+                self._model = self._load()
+            elif self.device is not None and self._model.device != torch.device(self.device):
+                self._model.to(self.device)
+            return self._model
 
     def _load(self):
-        library = importlib.import_module("sentence_transformers")  # here, as it takes seconds
-        model = library.SentenceTransformer(
-            str(self._find()), device=self.device, model_kwargs={"use_safetensors": True}
-        )
+        """The encoder as it computes: with its LoRA merged, and cast."""
+        library, folder = importlib.import_module("sentence_transformers"), self._find()  # here, as it takes seconds
+        _check_encoder_classes(folder)
+        model = library.SentenceTransformer(str(folder), device=self.device, model_kwargs={"use_safetensors": True})
         if self.folder is not None:
             load_encoder_lora(model, Path(self.folder))
-        return model.eval().requires_grad_(False)
+        model.eval().requires_grad_(False)
+        for layer in _lora_layers(model):
+            layer.merge()  # else each reading would compute the LoRA once more
+        if self.dtype == "auto":
+            self.dtype = str(fastest_dtype(model.device.type)).removeprefix("torch.")
+        if self.dtype == "bfloat16":
+            _cast(model, torch.bfloat16, torch.float32)
+        return model
 
     def _find(self) -> Path:
         return find_model("encoder", self.name_or_path, ENCODER_FILES)
 
     @property
     def tokenizer(self):
-        """The encoder's tokenizer, loaded without the weights; `model_max_length` is the encoder's limit in tokens."""
-        if self._model is not None:
-            return self._model.tokenizer
-        if self._tokenizer is None:
-            folder = str(self._find())
-            try:
-                self._tokenizer = _read_tokenizer(folder)
-            except (OSError, ValueError):
-                self._tokenizer = self.model.tokenizer
-        return self._tokenizer
+        """The encoder's tokenizer, loaded without the weights; `model_max_length` is the encoder's limit in tokens. Not
+        the one of `model`: whether texts are cut is a state of a tokenizer, and other threads cut theirs meanwhile."""
+        with LOADING:
+            if self._tokenizer is None and self._model is None:
+                with contextlib.suppress(OSError, ValueError):
+                    self._tokenizer = _read_tokenizer(str(self._find()))
+            if self._tokenizer is None:
+                self._tokenizer = copy.deepcopy(self.model.tokenizer)
+            return self._tokenizer
 
     @property
     def untrained(self) -> "SentenceEncoder":
@@ -161,17 +187,15 @@ class SentenceEncoder:
         questions it answers."""
         if self.folder is None:
             return self
-        if self._untrained is None:
-            self._untrained = SentenceEncoder(self.name_or_path, dtype=self.dtype)
-        self._untrained.device = self.device
-        return self._untrained
-
-    def _lora_layers(self) -> list:
-        return [module for module in self.model.modules() if isinstance(module, LoraLayer)]
+        with LOADING:
+            if self._untrained is None:
+                self._untrained = SentenceEncoder(self.name_or_path, dtype=self.dtype)
+            self._untrained.device = self.device
+            return self._untrained
 
     def lora_weights(self) -> list[torch.nn.Parameter]:
         """The LoRA weights; empty for an encoder that was not trained."""
-        return [each["default"].weight for layer in self._lora_layers() for each in (layer.lora_A, layer.lora_B)]
+        return _lora_weights(self.model)
 
     def add_trainable_lora(self, lora_r: int) -> list[torch.nn.Parameter]:
         """Adds LoRA of rank `lora_r`, unless the encoder has it, and returns the LoRA weights, ready to be trained.
@@ -181,13 +205,13 @@ class SentenceEncoder:
         """
         if self.dtype != "float32":  # what LoRA was added to is rounded, and would not become what it was
             self.dtype, self._model = "float32", None
-        if not self._lora_layers():
+        if not _lora_layers(self.model):
             # A pooler is not read: it would get no gradient.
             config = LoraConfig(
                 r=lora_r, lora_alpha=2 * lora_r, target_modules="all-linear", exclude_modules=".*pooler.*"
             )
             inject_adapter_in_model(config, self.model.transformers_model)
-        for layer in self._lora_layers():
+        for layer in _lora_layers(self.model):
             if layer.merged:
                 layer.unmerge()
             if (found := layer.r["default"]) != lora_r:
@@ -201,10 +225,7 @@ class SentenceEncoder:
 
     def cast(self, dtype: torch.dtype, lora_dtype: torch.dtype = torch.float32) -> None:
         """Casts the encoder to `dtype` and its LoRA to `lora_dtype`: in bfloat16 small updates would be lost."""
-        weights = [(weight, weight.data) for weight in self.lora_weights()]
-        self.model.to(dtype)
-        for weight, values in weights:
-            weight.data = values.to(weight.device, lora_dtype)
+        _cast(self.model, dtype, lora_dtype)
 
     def save(self, folder: Path) -> None:
         """Writes the encoder's LoRA as PEFT does; it is added to the base encoder when it is read."""
@@ -598,6 +619,21 @@ def _products_per_second(dtype: torch.dtype) -> float:
 
 
 # LoRA that a sentence encoder was trained with, in PEFT's files
+def _lora_layers(model) -> list[LoraLayer]:
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def _lora_weights(model) -> list[torch.nn.Parameter]:
+    return [each["default"].weight for layer in _lora_layers(model) for each in (layer.lora_A, layer.lora_B)]
+
+
+def _cast(model, dtype: torch.dtype, lora_dtype: torch.dtype) -> None:
+    weights = [(weight, weight.data) for weight in _lora_weights(model)]
+    model.to(dtype)
+    for weight, values in weights:
+        weight.data = values.to(weight.device, lora_dtype)
+
+
 def load_encoder_lora(model, folder: Path) -> None:
     """Adds the LoRA in `folder` to a `SentenceTransformer`.
 

@@ -24,6 +24,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 import uuid
 import warnings
 from collections import OrderedDict
@@ -35,8 +36,8 @@ from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 from torch import nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
@@ -144,8 +145,7 @@ class PassageCache:
         model ([`ArcAlignerForCausalLM`]): In evaluation mode.
         processor ([`ArcAlignerProcessor`]): The model's.
         max_bytes (`int`, defaults to 1 GiB): Memory for keys and values; 0 keeps none there.
-        folder (`str` or `Path`, *optional*): Where everything is written and looked for, also by other processes. Files
-            are mapped into memory, not copied.
+        folder (`str` or `Path`, *optional*): Where everything is written and looked for, also by other processes.
         dtype (`"int8"`, *optional*): Keeps passages in a quarter of the bytes of float32, with a step for each slot and
             head. Joining them takes longer, and answers are nearly the same. Default: the backbone's dtype.
         read_only (`bool`, defaults to `False`): Whether nothing is written to the folder, such as that of a corpus.
@@ -191,7 +191,7 @@ class PassageCache:
         self._encoder: WatchedWeights | None = None
         self._base_model: tuple[str, dict[str, Any]] | None = None  # with the digest of the weights that it describes
         self._tokenizers = {}  # what was read of each, by its id
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def __getstate__(self):
         return {
@@ -338,6 +338,7 @@ class PassageCache:
     def read_question(self, inputs: Prepared, only_answerability: bool = False):
         """Reads the text after the slots, behind what is kept: the model's output, its scores those of the first token
         of the answer, (batch, 1, vocab_size), or only its `answerability_logits` (batch,)."""
+        inputs = prefill_beginning(self.model, inputs)
         ids, mask, cache = (inputs[name] for name in ("input_ids", "attention_mask", "past_key_values"))
         positions = self.model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
         new = slice(cache.get_seq_length(), None)
@@ -420,7 +421,8 @@ class PassageCache:
             if len(tail) > shortest:
                 cache = join_keys_values([own], config)
                 new = torch.tensor([tail[:-shortest]], device=self.model.device)
-                self.model.model(input_ids=new, past_key_values=cache, use_cache=True)
+                for some in in_pieces(new.shape[1]):
+                    self.model.model(input_ids=new[:, some], past_key_values=cache, use_cache=True)
                 own = [keys_values_of(cache, 0, 0, cache.get_seq_length())]
             extended.append(own)
         ids = [before + tail[:-shortest] for before, tail in zip(ids, tails, strict=True)]
@@ -499,19 +501,20 @@ class PassageCache:
 
     def weights(self, passages: Sequence | tuple) -> dict[str, Any]:
         """Digests of the model and, unless `passages` are embeddings, of encoder and tokenizers."""
-        weights, processor = self._watched.digests(), self.processor
-        if isinstance(passages, GivenSlots):
-            return weights
-        encoder = processor.encoder.model
-        if self._encoder is None or self._encoder.module is not encoder:
-            self._encoder = WatchedWeights(encoder, lambda name: "encoder_weights")
-        return {
-            **weights,
-            **self._encoder.digests(),
-            "encoder_reads": [encoder.max_seq_length, encoder.prompts, encoder.default_prompt_name],
-            "tokenizers": [self._tokenizer_digest(each) for each in (encoder.tokenizer, processor.tokenizer)],
-            "spacy": spacy_version(),
-        }
+        with self._lock:
+            weights, processor = self._watched.digests(), self.processor
+            if isinstance(passages, GivenSlots):
+                return weights
+            encoder = processor.encoder.model
+            if self._encoder is None or self._encoder.module is not encoder:
+                self._encoder = WatchedWeights(encoder, lambda name: "encoder_weights")
+            return {
+                **weights,
+                **self._encoder.digests(),
+                "encoder_reads": [encoder.max_seq_length, encoder.prompts, encoder.default_prompt_name],
+                "tokenizers": [self._tokenizer_digest(each) for each in (encoder.tokenizer, processor.tokenizer)],
+                "spacy": spacy_version(),
+            }
 
     def _tokenizer_digest(self, tokenizer) -> str:
         # Written out it is megabytes. Tokens that are added show in its length.
@@ -602,6 +605,45 @@ SLOTS_PER_BATCH = 1024
 
 # Slots of a row that several passages share: attention across passages is computed and thrown away.
 SLOTS_PER_ROW = 256
+
+
+# Positions, of all rows together, that the first piece of a long prompt has, and the seconds that each further one may
+# take: between two of them a forward hook of the model can end a prefill that nobody waits for any more.
+PIECE_POSITIONS, PIECE_SECONDS = 1024, 0.5
+
+
+def in_pieces(length: int, num_rows: int = 1) -> Iterator[slice]:
+    """Parts of `length` positions, one after the other, as long as the caller can compute in `PIECE_SECONDS`."""
+    start, size = 0, max(1, PIECE_POSITIONS // num_rows)
+    while start < length:
+        end, began = min(length, start + size), time.perf_counter()
+        yield slice(start, end)
+        start, share = end, PIECE_SECONDS / max(1e-9, time.perf_counter() - began)
+        size = max(1, int(size * min(2.0, max(0.25, share))))
+
+
+@torch.no_grad()
+def prefill_beginning(model, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of `generate` for text, or for text behind slots that are in `past_key_values`, with all but the last
+    piece of it in the cache; short ones as they are."""
+    ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], inputs.get("past_key_values")
+    start = 0 if cache is None else cache.get_seq_length()
+    if (ids.shape[1] - start) * len(ids) <= PIECE_POSITIONS:
+        return inputs
+    cache = DynamicCache(config=model.config.text_config) if cache is None else cache
+    positions = model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
+    for part in in_pieces(ids.shape[1] - start, len(ids)):
+        first, end = start + part.start, start + part.stop
+        if end == ids.shape[1]:
+            break
+        model.model(
+            input_ids=ids[:, first:end],
+            attention_mask=mask[:, :end],
+            position_ids=positions[:, first:end],
+            past_key_values=cache,
+            use_cache=True,
+        )
+    return {**inputs, "past_key_values": cache}
 
 
 @torch.no_grad()
@@ -892,9 +934,11 @@ def load_keys_values(
     """
     advice = "Use what it was made with, or delete the file to make a new one."
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        # Read, not mapped: a process that reads a map of a file that another one cuts is killed.
+        content = Path(path).read_bytes()
+        tensors = load(content)
+        size = int.from_bytes(content[:8], "little")
+        metadata = json.loads(content[8 : 8 + size]).get("__metadata__") or {}
         if metadata.get("format") != FORMAT:
             raise ValueError(f"its format is {metadata.get('format')!r}; expected {FORMAT!r}")
         if metadata.get("payload") != tensors_digest(tensors):

@@ -78,6 +78,7 @@ class AlignerMixin:
     hf_quantizer = None  # set by transformers where the base model is quantized
     _is_checked = False
     _has_default_dtype = False
+    _base_samples: dict[str, tuple] | None = None  # of the base model's weights as they were loaded
 
     # Missing aligner weights are fresh around a base model, and an error of our own in an aligner checkpoint.
     _keys_to_ignore_on_load_missing = [_ALIGNER_KEY.pattern]
@@ -170,6 +171,7 @@ class AlignerMixin:
         if loaded.hf_quantizer is not None:
             _check_aligner_is_whole(loaded)
         loaded.freeze_base_model()
+        loaded._base_samples = None if loaded.hf_quantizer is not None else _sample_base_weights(loaded)
         if loaded.can_generate():
             # transformers reads the aligner's settings as generation settings too.
             for name in kwargs.keys() & cls.config_class.__annotations__.keys():
@@ -246,7 +248,8 @@ class AlignerMixin:
                 not set, since nothing else says where they are.
 
         Raises:
-            `ValueError`: `push_to_hub=True`, which would upload an incomplete checkpoint.
+            `ValueError`: `push_to_hub=True`, which would upload an incomplete checkpoint; without the base model,
+                one of other sizes than it was loaded with, such as resized embeddings. Changed weights are warned of.
         """
         if kwargs.pop("push_to_hub", False):
             raise ValueError(
@@ -255,6 +258,8 @@ class AlignerMixin:
             )
         if save_base_model is None:
             save_base_model = self.config.base_model_name_or_path is None
+        if not save_base_model and self._base_samples is not None:
+            _check_base_weights(self)
         ignored_before, class_before = self._keys_to_ignore_on_save, type(self)
         quantizer, quantization = self.hf_quantizer, self.config.__dict__.get("quantization_config")
         if not save_base_model:
@@ -453,6 +458,47 @@ def _includes_base_model(config, shapes: Iterable[str]) -> bool:
     if config.includes_base_model is not None:
         return config.includes_base_model
     return not all(map(AlignerMixin.is_aligner_key, shapes))
+
+
+# Numbers that are looked at of each weight of a base model, to see whether somebody has changed it.
+_NUM_SAMPLES = 64
+
+
+def _sample_base_weights(model) -> dict[str, tuple[torch.Size, torch.Tensor]]:
+    """Of each weight of the base model its shape and some of its numbers; none of those that are elsewhere, or shared
+    out among processes."""
+    found = {}
+    for name, weight in model.named_parameters():
+        if model.is_aligner_key(name) or weight.is_meta or type(weight) is not Parameter:
+            continue
+        numbers = weight.detach().flatten()
+        places = torch.linspace(0, max(0, numbers.numel() - 1), _NUM_SAMPLES, dtype=torch.float64).long()
+        found[name] = weight.shape, numbers[places.to(numbers.device)].cpu()
+    return found
+
+
+def _check_base_weights(model) -> None:
+    """Warns of weights of the base model that are not as they were loaded, and refuses those of other sizes: a
+    checkpoint of the aligner alone would lose the one, and could not be loaded with the other."""
+    changed = []
+    for name, (shape, numbers) in _sample_base_weights(model).items():
+        if name not in model._base_samples:
+            continue
+        former_shape, former = model._base_samples[name]
+        if shape != former_shape:
+            raise ValueError(
+                f"`{name}` of the base model has shape {tuple(shape)}; it was loaded with {tuple(former_shape)}, and "
+                "the aligner alone could not be loaded again. Pass `save_base_model=True`, or leave the base model as "
+                "it is."
+            )
+        tolerance = 0.0 if numbers.dtype == former.dtype else 0.01  # of a model that was cast
+        if not torch.allclose(numbers.float(), former.float(), rtol=tolerance, atol=tolerance * 1e-3, equal_nan=True):
+            changed.append(name)
+    if changed:
+        logger.warning(
+            f"{len(changed)} weights of the base model are not as they were loaded, first `{changed[0]}`, and are not "
+            "written: the aligner alone is. Pass `save_base_model=True` to keep them."
+        )
 
 
 def _check_aligner_is_whole(model) -> None:

@@ -382,9 +382,9 @@ class SlotLoraLayer(InPlaceMixin):
         if torch.compiler.is_compiling() or any(weight.is_inference() for weight in weights):
             return tuple(weight.to(dtype).t() for weight in weights)
         state = dtype, *((weight.data_ptr(), weight._version) for weight in weights)
-        if self._transposed is None or self._transposed[0] != state:
-            self._transposed = state, *(weight.detach().to(dtype).t() for weight in weights)
-        return self._transposed[1:]
+        if (found := self._transposed) is None or found[0] != state:  # by a name: another thread may ask for others
+            self._transposed = found = state, *(weight.detach().to(dtype).t() for weight in weights)
+        return found[1:]
 
     def train(self, mode: bool = True):
         self._transposed = None  # training may write weights without a new version, as sharding does
@@ -1333,6 +1333,15 @@ class _CandidatesBlindToSlots(CandidateGenerator):
         self.candidates.update_candidate_strategy(input_ids, scores, num_matches)
 
 
+def check_finite(logits: torch.Tensor) -> None:
+    """Refuses `logits` (batch, kept, vocab_size) of a prompt whose last ones are not finite."""
+    if not torch.isfinite(logits[:, -1]).all():
+        raise ValueError(
+            "The logits hold NaN or infinite values: the prompt has numbers beyond float16's 65,504. Load the model "
+            "with `dtype=torch.bfloat16` or `torch.float32`, or check `context_embeds`."
+        )
+
+
 class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
     """A frozen language model that reads passages as context slots.
 
@@ -1411,7 +1420,8 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
                 [`ArcAlignerModel`], and what the backbone takes.
 
         Raises:
-            `ValueError`: `only_answerability` of a model without an answerability head.
+            `ValueError`: `only_answerability` of a model without an answerability head; a prompt that float16 cannot
+                hold.
         """
         is_prefill = not (self.training or skip_logits or kwargs.get("is_generated"))
         layer_states = None
@@ -1443,6 +1453,8 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         # Flattened to (batch * kept, hidden): for a frozen head, a batched product would copy the weight.
         logits = self.lm_head(hidden_states.flatten(0, 1)).unflatten(0, hidden_states.shape[:2])
         logits = postprocess_logits(logits, self.config.text_config)
+        if is_prefill and logits.dtype == torch.float16 and not torch.compiler.is_compiling():
+            check_finite(logits)
         loss = None
         if labels is not None:
             labels = labels.masked_fill(labels == self.config.context_token_id, -100)

@@ -4,7 +4,6 @@ Last of the flat files, in the order of the data flow:
 configuration -> processing (passages to slots) -> modeling (slots to logits) -> pipeline.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from transformers.utils.chat_template_utils import Chat
 from .answering_arcaligner import READ_MORE, Answerer, reads_more
 from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, longest_prompt
 from .encoder_arcaligner import GivenSlots, pad_slots
-from .segmentation_arcaligner import Segment, documents_of
+from .segmentation_arcaligner import LOADING, Segment, documents_of
 from .tokenization_arcaligner import check_conversation
 
 # Options of a call that go to the processor.
@@ -68,6 +67,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     _load_processor = True
     # The processor's: two tokenizers would have two padding sides.
     _load_tokenizer = False
+    _passages = None  # of `_scored`
     _default_generation_config = GenerationConfig(max_new_tokens=256, do_sample=False)
 
     def __init__(self, model, processor, tokenizer=None, **kwargs):
@@ -75,10 +75,13 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             processor.max_prompt_length = longest_prompt(model.config.text_config)
         super().__init__(model=model, processor=processor, tokenizer=tokenizer or processor.tokenizer, **kwargs)
 
-    @functools.cached_property
+    @property
     def _scored(self):
         """The passages that were scored."""
-        return self.model.passage_cache(self.processor, max_bytes=2**28)
+        with LOADING:
+            if self._passages is None:
+                self._passages = self.model.passage_cache(self.processor, max_bytes=2**28)
+            return self._passages
 
     @property
     def answerer(self) -> Answerer:

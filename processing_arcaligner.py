@@ -164,8 +164,9 @@ class ArcAlignerProcessor(ProcessorMixin):
         kwargs.setdefault("trust_remote_code", False)
         kwargs.setdefault("config", PreTrainedConfig())  # else the tokenizer reads the aligner's, and complains of it
         download = {key: kwargs[key] for key in ("cache_dir", "local_files_only", "revision", "token") if key in kwargs}
-        files = (*TEXT_FILES, f"{ENCODER_FOLDER}/*")
-        folder = find_model("checkpoint", str(pretrained_model_name_or_path), files, **download)
+        subfolder = kwargs.pop("subfolder", None) or ""
+        files = (*TEXT_FILES, Path(subfolder, ENCODER_FOLDER, "*").as_posix())
+        folder = find_model("checkpoint", str(pretrained_model_name_or_path), files, **download) / subfolder
         check_processor_files(folder)
         try:
             processor = super().from_pretrained(folder, *args, **kwargs)

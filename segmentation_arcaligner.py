@@ -8,6 +8,7 @@ read; `in_given_text` says where these stand in the text that was given, so an a
 import functools
 import importlib
 import re
+import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -164,9 +165,19 @@ _SPACE = re.compile(r"\s")
 _MAX_NEW_WORDS = 100_000
 
 
-@functools.lru_cache(maxsize=4)
+# Held while anything is loaded on first use: two threads that enter one package from two sides see parts of it, and a
+# model that is being set up answers as another one.
+LOADING = threading.RLock()
+
+
 def _load_spacy(spacy_model: str):
     """The pipeline that finds sentences, and the number of words at which it is loaded again."""
+    with LOADING:
+        return _new_spacy(spacy_model)
+
+
+@functools.lru_cache(maxsize=4)
+def _new_spacy(spacy_model: str):
     spacy = importlib.import_module("spacy")  # here, as it takes a second
     if len(spacy_model) <= 3:  # a language code
         nlp = spacy.blank(spacy_model)
@@ -205,7 +216,7 @@ def _sentences(text: str, spacy_model: str) -> list[tuple[int, int]]:
     nlp, most_words = _load_spacy(spacy_model)
     spans = [_strip(text, s.start_char, s.end_char) for s in nlp(text).sents]
     if len(nlp.vocab.strings) > most_words:
-        _load_spacy.cache_clear()
+        _new_spacy.cache_clear()
     return [(start, end) for start, end in spans if start < end]
 
 

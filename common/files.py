@@ -224,12 +224,13 @@ def require_extra(extra: str, *modules: str) -> None:
 
 
 @contextlib.contextmanager
-def exit_on_user_error() -> Iterator[None]:
-    """Inside, a user's mistake ends in one clear line on standard error and exit code 1; with `$ARCALIGNER_TRACEBACK`
-    set, in a traceback."""
+def exit_on_user_error(*kinds: type[Exception]) -> Iterator[None]:
+    """Inside, a user's mistake, an error of these kinds, ends in one clear line on standard error and exit code 1; with
+    `$ARCALIGNER_TRACEBACK` set, in a traceback. By default all are that a caller's values raise."""
+    kinds = kinds or (ValueError, TypeError, OSError, ImportError)
     try:
         yield
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except kinds as error:
         if os.environ.get("ARCALIGNER_TRACEBACK"):
             raise
         print(f"Error: {printable(str(error))}", file=sys.stderr)

@@ -294,6 +294,8 @@ def main(suffix: str) -> None:
         answer = {"missing": error.name}
     except MemoryError:
         answer = {"error": f"it takes more than {MEMORY // 2**30} GiB"}
+    except RecursionError:
+        answer = {"error": "its elements are nested too deep; close them (`</p>`, `</li>`, `</div>`)"}
     except Exception as error:  # whatever the libraries meet in a broken file
         answer = {"error": str(error) if type(error) is ValueError else f"it is broken ({type(error).__name__})"}
     sys.stdout.write(json.dumps(answer))

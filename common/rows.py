@@ -19,6 +19,7 @@ Like what it imports, it needs the standard library only.
 
 import os
 import re
+import reprlib
 import string
 from collections import Counter
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from .files import find_path, read_numbered_lines
 ROW_FIELDS = ("id", "question", "answers", "passages")
 JSON_LINES = (".jsonl", ".jsonl.gz")
 FILES = (*JSON_LINES, ".json", ".parquet")  # of data
+OTHER_FILES = (".csv", ".tsv", ".txt", ".xlsx", ".ndjson", ".arrow", ".gz", ".zip", ".zst")  # that are not read
 OPTIONS = {"name": None, "split": "train", "text": "text", "title": None}
 
 Row = dict[str, Any]
@@ -61,8 +63,11 @@ def find_file(path: str, data_dir: str) -> str:
 
     Raises:
         `FileNotFoundError`: a file that is not there, with where it was looked for.
+        `ValueError`: a file of a kind that is not read, which is no data set of the Hub.
     """
     if not path.endswith(FILES):
+        if os.path.isfile(os.path.join(data_dir, path)) or path.endswith(OTHER_FILES):
+            raise ValueError(f"{path} is a file of another kind; expected one that ends with {', '.join(FILES)}.")
         return path
     found = str(find_path(os.path.join(data_dir, path)))
     if not os.path.exists(found):
@@ -90,25 +95,37 @@ def read_rows(path: str | Path) -> list[Row]:
     return rows
 
 
-_SCHEMA = (
-    '{"id": str, "question": str, "answers": [str], "passages": [{"title": str, "text": str}], '
-    '"meta"?: {"gold": [int]}}'
-)
+_LIST, _PASSAGE = 'a list of texts, such as ["..."]', 'a text or {"title": "...", "text": "..."}'
+
+_PASSAGES = f"a list of passages, each {_PASSAGE}"
 
 
 def own_row(row: dict, index: int, *, where: str) -> Row:
-    """A row in our schema; what is missing or null is empty."""
-    try:
-        question, answers = row.get("question") or "", [answer or "" for answer in row.get("answers") or ()]
-        passages = [{key: each.get(key) or "" for key in ("title", "text")} for each in row.get("passages") or ()]
-        texts = [question, *answers, *(text for each in passages for text in each.values())]
-        gold = list((row.get("meta") or {}).get("gold") or ())
-        if not all(number in range(len(passages)) for number in gold):
-            raise TypeError(f"`meta.gold` {gold} names passages that are not there")
-        if isinstance(row.get("answers"), str) or not all(isinstance(text, str) for text in texts):
-            raise TypeError("a text is not where it belongs")
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{where}: {error}; expected {_SCHEMA}.") from error
+    """A row in our schema; what is missing or null is empty, and a passage may be its text alone.
+
+    Raises:
+        `ValueError`: a field of another kind, by its name, with what it is and what is expected.
+    """
+
+    def given(place: str, value: Any, kind: type, expected: str) -> Any:
+        if value is not None and not isinstance(value, kind):
+            found = f"{reprlib.repr(value)} ({type(value).__name__})"
+            raise ValueError(f"{where}: `{place}` is {found}; expected {expected}.")
+        return kind() if value is None else value
+
+    def texts(place: str, value: Any) -> list[str]:
+        return [given(f"{place}[{n}]", each, str, "a text") for n, each in enumerate(given(place, value, list, _LIST))]
+
+    question, passages = given("question", row.get("question"), str, "a text"), []
+    answers = texts("answers", row.get("answers"))
+    for number, passage in enumerate(given("passages", row.get("passages"), list, _PASSAGES)):
+        place = f"passages[{number}]"
+        passage = {"text": passage} if isinstance(passage, str) else given(place, passage, dict, _PASSAGE)
+        passages.append({key: given(f"{place}.{key}", passage.get(key), str, "a text") for key in ("title", "text")})
+    meta = given("meta", row.get("meta"), dict, 'an object such as {"gold": [0]}')
+    gold = given("meta.gold", meta.get("gold"), list, "numbers of passages, from 0")
+    if not all(number in range(len(passages)) for number in gold):
+        raise ValueError(f"{where}: `meta.gold` {gold} names passages that are not there; it has {len(passages)}.")
     answers = [answer.strip() for answer in answers if answer.strip()]
     return {
         "id": id_or_number(row.get("id"), index),

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from conftest import aligner_for, edit_json, processor_with
+from tiny_models import tiny_aligner
 
 from arcaligner import ArcAlignerForCausalLM
 from arcaligner.apps.cli import shared
@@ -92,3 +93,14 @@ def test_kept_as_bytes_passages_take_a_quarter_and_are_read_almost_the_same(proc
     assert (small.bytes - head) * 4 * 8 == (exact.bytes - head) * (8 + 4)  # heads of 8 in float32, or with a step each
     with pytest.raises(ValueError, match="`dtype` is 'int4'; expected .int8."):
         model.passage_cache(processor, dtype="int4")
+
+
+def test_float16_that_overflows_is_told():
+    """Logits of a prompt that are not finite are an error, not an answer."""
+    model = tiny_aligner("llama").to(torch.float16).eval()
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        assert torch.isfinite(model(ids).logits).all()
+        model.model.backbone.norm.weight.fill_(6e4)
+        with pytest.raises(ValueError, match="beyond float16's 65,504. Load the model with"):
+            model.generate(ids, max_new_tokens=1)

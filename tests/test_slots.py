@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+import json
 import math
+import shutil
 import time
 from pathlib import Path
 
@@ -86,11 +88,11 @@ def test_time_is_linear_in_any_text(text):
 def test_spacy_forgets_the_words_of_others(monkeypatch):
     nlp, most_words = segmentation_arcaligner._load_spacy("en")
     monkeypatch.setattr(segmentation_arcaligner, "_MAX_NEW_WORDS", 100)
-    segmentation_arcaligner._load_spacy.cache_clear()
+    segmentation_arcaligner._new_spacy.cache_clear()
     for start in range(0, 200, 50):
         assert len(segment_document(" ".join(f"new{number}." for number in range(start, start + 50)))) == 50
         assert len(segmentation_arcaligner._load_spacy("en")[0].vocab.strings) < most_words
-    segmentation_arcaligner._load_spacy.cache_clear()
+    segmentation_arcaligner._new_spacy.cache_clear()
 
 
 def test_impossible_numbers_of_sentences_and_an_unknown_dtype_are_refused(load):
@@ -333,3 +335,22 @@ def test_word_statistics_are_part_of_the_checkpoint_in_float32(words_dir):
     for name in ("word_weights", "word_mean", "slot_norm", "slot_mean", "part_maps"):
         assert torch.equal(getattr(whole.model.projector, name), saved[f"model.projector.{name}"])
     assert half.model.projector.word_weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("modules.json", [{"idx": 0, "name": "0", "path": "", "type": "own.Module"}]),
+        ("router_config.json", {"types": {"query_0": "sentence_transformers.models.Pooling", "query_1": "own.Module"}}),
+        ("0/wordembedding_config.json", {"tokenizer_class": "own.Module"}),
+    ],
+)
+def test_an_encoder_brings_no_code(encoder_dir, tmp_path, name, content):
+    """sentence-transformers before 6 would run the Python files of an encoder's folder."""
+    folder = tmp_path / "encoder"
+    shutil.copytree(encoder_dir, folder)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps(content))
+    (folder / "own.py").write_text("raise AssertionError('run')")
+    with pytest.raises(ValueError, match=f"{name} names the class 'own.Module'; expected one of sentence_transformers"):
+        assert SentenceEncoder(str(folder)).model

@@ -239,3 +239,35 @@ def test_a_configuration_saved_alone_binds_nothing(folder, tmp_path):
         each.save_pretrained(tmp_path / "alone")
         assert not {"digests", "includes_base_model"} & json.loads((tmp_path / "alone" / CONFIG).read_text()).keys()
         assert type(config).from_pretrained(tmp_path / "alone").lora_alpha == 5
+
+
+def test_subfolder_of_a_processor(folder, tmp_path):
+    """The processor is read from a folder in the folder that is named, with its encoder."""
+    shutil.copytree(folder, tmp_path / "all" / "aligner")
+    processor, expected = ArcAlignerProcessor.from_pretrained(tmp_path / "all", subfolder="aligner"), load(folder)[1]
+    processor.encoder.device = "cpu"
+    assert torch.equal(processor.encoder.encode(["Ada."]), expected.encoder.encode(["Ada."]))
+
+
+def test_changed_base_weights_are_warned_of(folder, tmp_path, caplog):
+    """An aligner saved alone loses them; a cast or a changed aligner loses nothing."""
+    model = load(folder)[0]
+    for parameter in dict(model.aligner_parameters()).values():
+        parameter.data += 1
+    model.bfloat16().save_pretrained(tmp_path / "same")
+    assert "base model are not" not in caplog.text
+    name, weight = next(each for each in model.named_parameters() if each[0].endswith("base_layer.weight"))
+    weight.data *= 1.1
+    model.save_pretrained(tmp_path / "whole", save_base_model=True)
+    assert "base model are not" not in caplog.text
+    model.save_pretrained(tmp_path / "alone")
+    assert f"1 weights of the base model are not as they were loaded, first `{name}`" in caplog.text
+
+
+def test_resized_embeddings_are_refused(folder, tmp_path):
+    """An aligner saved alone could not be loaded with them."""
+    model = load(folder)[0]
+    model.resize_token_embeddings(model.config.text_config.vocab_size + 3)
+    with pytest.raises(ValueError, match=r"embed_tokens.* has shape \(\d+, 32\); it was loaded with"):
+        model.save_pretrained(tmp_path / "alone")
+    assert not (tmp_path / "alone").exists()

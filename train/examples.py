@@ -517,19 +517,32 @@ class ExampleSelector:
             raise ValueError(f"Got files and weights {sources}; expected files with positive weights.")
         total = sum(sources.values())
         shares = {source: weight / total for source, weight in sources.items()}
-        taken = {}
+        taken, left_out = {}, {}
         for source, share in shares.items():
-            taken[source] = self._take(source, None if max_examples is None else round(max_examples * share), held_out)
+            quota = None if max_examples is None else round(max_examples * share)
+            taken[source], left_out[source] = self._take(source, quota, held_out)
         size = min(len(taken[source]) / share for source, share in shares.items())
         if max_examples is not None and size < max_examples - len(sources):
             logger.warning("%s: found %d examples of the %d asked for.", list(sources), size, max_examples)
         counts = {source: min(len(taken[source]), round(size * share)) for source, share in shares.items()}
         if not sum(counts.values()):
+            empty = [source for source in sources if not len(taken[source])]
+            reasons = [self._why_empty(source, left_out[source]) for source in empty if left_out[source]]
             raise ValueError(
-                f"No examples in {list(sources)}: {max_examples=}, max_tokens={self.builder.max_tokens}. Raise the "
+                " ".join(reasons)
+                or f"No examples in {list(sources)}: {max_examples=}, max_tokens={self.builder.max_tokens}. Raise the "
                 "limits or name other files."
             )
         return datasets.concatenate_datasets([taken[source].select(range(counts[source])) for source in sources])
+
+    def _why_empty(self, source: str, left_out: dict[str, list[str]]) -> str:
+        """What is wrong with all rows of a source, and which keys the first one has."""
+        problems = ", ".join(f"{len(ids)} {problem}" for problem, ids in left_out.items())
+        path = find_file(parse_source(source)[0], self.recipe.data_dir)
+        if not (path.endswith(JSON_LINES) and any(problem.startswith("without") for problem in left_out)):
+            return f"No examples in {source}: {problems}."
+        keys = list(next(read_json_lines(path)))
+        return f"No examples in {source}: {problems}. Its first row has the keys {keys}; expected {list(ROW_FIELDS)}."
 
     def preview(self, source: str) -> tuple[int, list[int]]:
         """About how many examples a source's rows become, and the lengths of those of its first block."""
@@ -551,8 +564,9 @@ class ExampleSelector:
         settings = Hasher.hash((_CODE, corpus._fingerprint, self.builder, *asked))
         return settings, _ExampleMaker(corpus, nearest, self.builder, recipe, self.seed), self._order(corpus)
 
-    def _take(self, source: str, quota: int | None, held_out: bool) -> datasets.Dataset:
-        """The first `quota` examples of a source that are not too long, its rows in random order."""
+    def _take(self, source: str, quota: int | None, held_out: bool) -> tuple[datasets.Dataset, dict[str, list[str]]]:
+        """The first `quota` examples of a source that are not too long, its rows in random order, and the ids of those
+        that were left out, by what is wrong with them."""
         settings, maker, order = self._prepare(source, quota, held_out)
         left_out: dict[str, list[str]] = defaultdict(list)  # ids of rows, by what is wrong with them
         taken = [datasets.Dataset.from_dict({name: [] for name in EXAMPLE_FEATURES}, features=EXAMPLE_FEATURES)]
@@ -573,7 +587,7 @@ class ExampleSelector:
         for problem, row_ids in left_out.items():
             first = printable(", ".join(row_ids[:NAMED_ROWS])) + (", ..." if len(row_ids) > NAMED_ROWS else "")
             logger.warning("%s: left out %d %s: %s", source, len(row_ids), problem, first)
-        return examples
+        return examples, left_out
 
     def _order(self, corpus: datasets.Dataset) -> list[list[int]]:
         """Numbers of the rows in random order, grouped by the example that they become."""
@@ -605,6 +619,9 @@ class ExampleSelector:
                 "`examples_cache_dir` of the recipe, or the variable ARCALIGNER_CACHE."
             ) from error
         path = folder / f"{Hasher.hash((settings, groups))}.arrow"
+        if path.exists() and not _is_whole(path):
+            logger.warning("%s is cut off; its examples are made again.", path)
+            path.unlink()
         if not path.exists():
             table = makers.make(groups)
 
@@ -614,6 +631,17 @@ class ExampleSelector:
 
             write_whole(path, write)
         return datasets.Dataset.from_file(str(path))
+
+
+# What a stream of Arrow ends with.
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file of a block was written to its end, which a full disk or a broken copy may have cut off."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - len(_END_OF_STREAM)))
+        return file.read() == _END_OF_STREAM
 
 
 @dataclass

@@ -1,11 +1,12 @@
 """The keys of a recipe: stage, model and data, then TRL's training arguments; and how a script reads them."""
 
+import contextlib
 import dataclasses
 import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -357,20 +358,40 @@ def parse_recipe(script: str, kinds: tuple[type, type], arguments: list[str]) ->
     """The recipe named by `--config`, overridden by the command line, as two `kinds` of arguments, and the text of
     [`run_settings`] for `script`."""
     recipe, args = RecipeParser(kinds).parse_args_and_config(arguments)
+    if isinstance(recipe, RecipeArguments) and args.eval_strategy != "no" and not recipe.eval_files:
+        raise ValueError(
+            f"`eval_strategy` is {args.eval_strategy.value!r}, but the recipe has no `eval_files`. Name some, or set "
+            '`eval_strategy` to "no".'
+        )
     if args.chat_template_path is not None:
         args.chat_template_path = str(find_path(args.chat_template_path))
     return recipe, args, run_settings(script, arguments)
 
 
+class PreparationError(ValueError):
+    """Training cannot begin with the start and the data that it was given."""
+
+
+@contextlib.contextmanager
+def preparation() -> Iterator[None]:
+    """Inside, a start or data that cannot be used raise a [`PreparationError`], which `run_script` ends in a line."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise PreparationError(str(error)) from error
+
+
 def run_script(script: str, kinds: tuple[type, type], main: Callable) -> None:
-    """Runs a training script with what [`parse_recipe`] makes of the command line. A mistake in the recipe or a missing
-    data file ends in one clear line before anything is loaded, an error in training in a traceback."""
+    """Runs a training script with what [`parse_recipe`] makes of the command line. A mistake in the recipe or in the
+    data ends in one clear line before training begins, a missing file before anything is loaded, an error in training
+    in a traceback."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     with exit_on_user_error():
         recipe, args, settings = parse_recipe(script, kinds, sys.argv[1:])
         for path, _ in map(parse_source, recipe.sources):
             find_file(path, recipe.data_dir)
-    main(recipe, args, settings)
+    with exit_on_user_error(PreparationError):
+        main(recipe, args, settings)
 
 
 def resolve_dtype(name: str, device: torch.device, checkpoint: str | None = None) -> torch.dtype:

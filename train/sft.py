@@ -40,7 +40,15 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import equal_runs, run_ends
 from ..share.export import save_stage
 from .examples import ExampleBuilder, ExampleSelector, word_rarity
-from .recipe import FROM_PROCESSOR, AlignerTrainingConfig, RecipeArguments, check_start, resolve_dtype, run_script
+from .recipe import (
+    FROM_PROCESSOR,
+    AlignerTrainingConfig,
+    RecipeArguments,
+    check_start,
+    preparation,
+    resolve_dtype,
+    run_script,
+)
 from .run import SCRIPT, claim_folder, last_checkpoint, last_checkpoints, mean_of_checkpoints
 
 logger = logging.getLogger(__name__)
@@ -243,6 +251,9 @@ class AlignerTrainer(SFTTrainer):
         self._gates = [0, 0, 0]  # since the last log, of all processes: the same without tokens
         self._eval_losses: list[torch.Tensor] = []  # of each batch: summed over targets, number of targets
         self._losses_of_step: list[tuple[torch.Tensor, list[str]]] = []  # with the ids of their rows
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes none, as TRL's names no base model: `save_stage` writes our own."""
 
     def get_train_dataloader(self) -> DataLoader:
         """As in the parent class, but in an order that only the seed and the epoch decide: see [`EpochOrder`]."""
@@ -571,15 +582,16 @@ def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -
     with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
         checkpoint = last_checkpoint(args.output_dir)
         dtype = resolve_dtype(recipe.dtype, args.device, checkpoint)
-        processor = load_processor(recipe, args.chat_template_path)
-        if checkpoint is not None and recipe.encoder_lora_r:
-            processor.load_trained_encoder(checkpoint)
-        builder = ExampleBuilder(
-            processor, recipe.max_segments, recipe.continues, recipe.tokens_per_slot, recipe.token_limit()
-        )
-        with args.main_process_first(desc="making the training examples"):
-            selector = ExampleSelector(recipe, builder, args.seed, args.dataset_num_proc)
-            examples = selector.training_examples(), selector.eval_examples()
+        with preparation():
+            processor = load_processor(recipe, args.chat_template_path)
+            if checkpoint is not None and recipe.encoder_lora_r:
+                processor.load_trained_encoder(checkpoint)
+            builder = ExampleBuilder(
+                processor, recipe.max_segments, recipe.continues, recipe.tokens_per_slot, recipe.token_limit()
+            )
+            with args.main_process_first(desc="making the training examples"):
+                selector = ExampleSelector(recipe, builder, args.seed, args.dataset_num_proc)
+                examples = selector.training_examples(), selector.eval_examples()
         trainer = make_trainer(recipe, args, processor, dtype, *examples)
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_state()

@@ -42,7 +42,7 @@ from ...common.files import CASE_STUDIES, read_json_lines
 from ...common.passages import Document, no_text, passages_of
 from ...common.reading import read_file
 from .chat_request import ChatRequest
-from .engine import Answer, BusyError, Engine, UnavailableError
+from .engine import Answer, BusyError, Engine, RequestCancelledError, UnavailableError
 from .engine import Request as EngineRequest
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ MAX_FILE_BYTES, MAX_CHARACTERS, MAX_FILES = 16 * 2**20, 2**20, 2
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 # What goes wrong, and the status that says so. 499, which only the metrics show, is nginx's of a client that has left.
 STATUSES = ((TimeoutError, 408), (ClientDisconnect, 499), (BusyError, 429), (ValueError, 400), (TypeError, 400))
-STATUSES += ((OSError, 503),)
+STATUSES += ((OSError, 503), (RequestCancelledError, 499))
 
 
 @dataclass(frozen=True)

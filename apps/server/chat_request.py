@@ -88,7 +88,6 @@ NOT_DONE: dict[str, tuple] = {
 }
 # Fields that would change which tokens are drawn, and nothing where none are: at temperature 0.
 NOT_DRAWN: dict[str, tuple] = {
-    "min_p": (0,),
     "top_a": (0,),
     "typical_p": (1, 0),
     "typical": (1, 0),
@@ -270,6 +269,7 @@ class ChatRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     top_k: int | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[
         list[Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]],
@@ -320,8 +320,6 @@ class ChatRequest(BaseModel):
         """For the engine, which has most fields by the same names."""
         one_token = self.top_k == 1 or self.top_p == 0  # is left to draw from: the likeliest
         temperature = 0.0 if one_token else round(self.temperature, 4)  # logits divided by less than that may overflow
-        if temperature and (self.top_k or 0) > 1:
-            raise ValueError("`top_k` is not supported beside a temperature; leave it out, and set `top_p`.")
         num_passages = self.num_passages
         if self.note is not None:
             warnings.warn(self.note, FutureWarning, stacklevel=2)
@@ -332,6 +330,8 @@ class ChatRequest(BaseModel):
             max_new_tokens=self.num_tokens(limits),
             temperature=temperature,
             top_p=self.top_p or 1.0,
+            min_p=self.min_p,
+            sampling_top_k=max(0, self.top_k or 0) if temperature else 0,
             top_k=num_passages,
             seed=None if self.seed == -1 else self.seed,  # -1 is a random one for llama.cpp
             on_text=on_text,

@@ -20,9 +20,11 @@ import torch
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
+    MinPLogitsWarper,
     StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
+    TopKLogitsWarper,
     TopPLogitsWarper,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -31,6 +33,7 @@ from ...answering_arcaligner import Answerer, AnsweringCall, chat_inputs, select
 from ...common.rows import find_answer
 from ...configuration_arcaligner import check_length, longest_prompt
 from ...encoder_arcaligner import EncodedDocuments
+from ...kv_cache_arcaligner import prefill_beginning
 from ...pipeline_arcaligner import ArcAlignerPipeline
 from ..corpus.retrieve import Retriever, SlotPassages
 
@@ -61,7 +64,8 @@ class Request:
         top_k (`int`, *optional*): How many passages of the corpus are found; 0 reads none. Default: the engine's.
         tokens_per_slot (`int` or `"segment"`, *optional*): Default: the engine's, or the rate of the corpus, whose
             slots are read as they are stored. At another rate its passages are encoded again.
-        max_new_tokens, temperature, top_p: Of the answer; temperature 0 takes the likeliest token.
+        max_new_tokens, temperature, top_p, min_p: Of the answer; temperature 0 takes the likeliest token.
+        sampling_top_k (`int`): With a temperature, tokens are drawn from so many likeliest ones; 0 draws from all.
         seed (`int`, *optional*): With a temperature, makes the draws of tokens the same each time.
         stop (`list[str]`): Texts that end the answer; they are no part of it.
         min_confidence (`float`, *optional*): Where it is less likely that the passages answer, the answer is the
@@ -80,6 +84,8 @@ class Request:
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
+    min_p: float = 0.0
+    sampling_top_k: int = 0
     seed: int | None = None
     stop: list[str] = field(default_factory=list)
     min_confidence: float | None = None
@@ -133,6 +139,14 @@ class UnavailableError(OSError):
     retry_after = 5
 
 
+class RequestCancelledError(RuntimeError):
+    """Nobody waits for the answer any more."""
+
+
+class _EndedError(Exception):
+    """Some requests of a group have ended, and their futures say how, while something was computed for all of it."""
+
+
 class Engine:
     """
     Answers requests.
@@ -178,6 +192,8 @@ class Engine:
         self.max_batch, self.batch_seconds, self.limits = max_batch, batch_seconds, limits or Limits()
         self.store = self.answerer.cache
         self._encode = functools.lru_cache(KEPT_DOCUMENTS)(self._encode_documents)
+        self._current: list[Request] = []  # those that something is computed for, before their first tokens
+        self._hooks: dict[Any, Any] = {}
         self._waiting: list[Request] = []
         self._arrival = threading.Condition()
         self._closed = False
@@ -234,6 +250,8 @@ class Engine:
             self._closed = True
             self._arrival.notify()
         self._thread.join()
+        for hook in self._hooks.values():
+            hook.remove()
 
     # The engine's thread
 
@@ -255,11 +273,36 @@ class Engine:
             batch, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]
         return batch
 
+    def reason_to_end(self, request: Request) -> Exception | None:
+        """Why nobody waits for a request any more, if so."""
+        if request.cancelled:
+            return RequestCancelledError("The request was cancelled.")
+        if time.monotonic() - request.arrived > self.limits.seconds:
+            return TimeoutError(f"The answer was not done within {self.limits.seconds:g} seconds.")
+        return None
+
+    def _begin(self, group: list[Request]) -> None:
+        """From now on something is computed for `group`: ends those that nobody waits for, now and before each call of
+        model and encoder, of which long work has many, so that nobody else waits for it either."""
+        self._current = group
+        encoder = self.processor.encoder
+        for module in (self.model.model, encoder.model[0], encoder.untrained.model[0]):
+            if module not in self._hooks:
+                self._hooks[module] = module.register_forward_pre_hook(_pre_hook(self))
+        self._end_current()
+
+    def _end_current(self) -> None:
+        ended = [request for request in self._current if self.reason_to_end(request) is not None]
+        if ended:
+            self._current = []
+            for request in ended:
+                request.future.set_exception(self.reason_to_end(request))
+            raise _EndedError
+
     def _read(self, group: list[Request]) -> None:
         """Gives a request its passages as slots: its own, or of the corpus, if there is one and any are asked for."""
         (request,) = group
-        if request.cancelled or time.monotonic() - request.arrived > self.limits.seconds:
-            raise TimeoutError(f"The request waited for more than {self.limits.seconds:g} seconds.")
+        self._begin(group)
         rate = request.tokens_per_slot
         if request.documents is not None:
             began = time.perf_counter()
@@ -299,6 +342,7 @@ class Engine:
         group = [each for each in group if each.passages and each.wants_fewer(len(each.passages.documents))]
         if not group:
             return
+        self._begin(group)
         began = time.perf_counter()
         chats, rows = [self._chat(request) for request in group], [request.passages.inputs for request in group]
         similar = [
@@ -323,6 +367,9 @@ class Engine:
         for part, inputs in each_fails_alone(group, self._inputs):
             try:
                 self._generate(part, inputs, began)
+            except _EndedError:
+                if waiting := [request for request in part if not request.future.done()]:
+                    self._answer(waiting)
             except Exception as error:
                 for request in part:
                     if not request.future.done():
@@ -330,6 +377,7 @@ class Engine:
 
     def _inputs(self, group: list[Request]) -> dict[str, Any]:
         """What `generate` needs, for a batch."""
+        self._begin(group)
         chats = [self._chat(request) for request in group]
         if group[0].passages is not None:
             rows = self._slots_of(group)
@@ -365,8 +413,10 @@ class Engine:
 
     @torch.inference_mode()
     def _generate(self, group: list[Request], inputs: dict[str, Any], began: float) -> None:
+        self._begin(group)
         inputs = {name: x.to(self.model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         prompt_tokens = inputs["attention_mask"].sum(dim=1).tolist()
+        inputs = prefill_beginning(self.model, inputs)
         read = [[] if request.passages is None else request.passages.read for request in group]
         call = self.answerer.answer(
             list(map(self._chat, group)),
@@ -391,10 +441,13 @@ class Engine:
 
 
 def each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) -> Iterator[tuple[list[Request], Any]]:
-    """Runs a group, and where that fails its halves, so that a request that cannot be read fails alone. Gives the parts
-    that could be run, each with its result."""
+    """Runs a group, and where that fails its halves, so that a request that cannot be read fails alone; without those
+    that have ended meanwhile. Gives the parts that could be run, each with its result."""
     try:
         result = run(group)
+    except _EndedError:
+        if waiting := [request for request in group if not request.future.done()]:
+            yield from each_fails_alone(waiting, run)
     except Exception as error:
         if len(group) == 1:
             group[0].future.set_exception(error)
@@ -405,9 +458,19 @@ def each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) 
         yield group, result
 
 
+def _pre_hook(engine: Engine) -> Callable:
+    """Before a forward of the engine's thread: others may share the model. A function, which copies of it share."""
+
+    def hook(module, args) -> None:
+        if threading.current_thread() is engine._thread:
+            engine._end_current()
+
+    return hook
+
+
 class RowSampler(LogitsProcessor):
-    """Draws each row's tokens by its own temperature, `top_p` and seed, so that requests of any kind share a batch: the
-    likeliest token after Gumbel noise is a draw from the softmax."""
+    """Draws each row's tokens by its own temperature, `top_k`, `top_p`, `min_p` and seed, so that requests of any kind
+    share a batch: the likeliest token after Gumbel noise is a draw from the softmax."""
 
     def __init__(self, group: list[Request]):
         self.group = group
@@ -421,7 +484,11 @@ class RowSampler(LogitsProcessor):
         for number, (request, generator) in enumerate(zip(self.group, self.generators, strict=True)):
             if request.temperature:
                 row = TemperatureLogitsWarper(float(request.temperature))(input_ids, rows[number])
+                if request.sampling_top_k:
+                    row = TopKLogitsWarper(request.sampling_top_k)(input_ids, row)
                 row = TopPLogitsWarper(request.top_p)(input_ids, row)
+                if request.min_p:
+                    row = MinPLogitsWarper(request.min_p)(input_ids, row)
                 draws = torch.rand(row.shape, generator=generator, dtype=torch.float64)
                 rows[number] = row - torch.log(-torch.log(draws)).to(row)
         return torch.cat(rows)
@@ -456,6 +523,7 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
         if value.dim() == 2:
             return
         self.first_token = self.first_token or time.monotonic()
+        self.engine._current = []  # from now on each ends by itself
         for row, token in enumerate(value.tolist()):
             if self.reasons[row] is None:
                 self._put_token(row, token)
@@ -473,8 +541,8 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
             self.ids[row].append(token)
             if len(self.ids[row]) == self.max_new_tokens[row]:
                 self.reasons[row] = "length"
-            elif request.cancelled or time.monotonic() - request.arrived > self.engine.limits.seconds:
-                self.reasons[row] = "time"
+            elif self.engine.reason_to_end(request) is not None:
+                self.reasons[row] = "ended"
         self._say(row)
         if self.reasons[row] is not None:
             self._finish(row)
@@ -501,9 +569,8 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
 
     def _finish(self, row: int) -> None:
         request = self.group[row]
-        if self.reasons[row] == "time":
-            error = TimeoutError(f"The answer was not done within {self.engine.limits.seconds:g} seconds.")
-            return request.future.set_exception(error)
+        if self.reasons[row] == "ended":
+            return request.future.set_exception(self.engine.reason_to_end(request))
         passages, parts = request.passages, {"retrieval": 0.0, "slots": 0.0, "choosing": 0.0}
         if passages is not None:
             parts |= passages.seconds
@@ -534,9 +601,17 @@ def read_statistics(processor, passages: SlotPassages | None) -> dict[str, Any]:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` are the beginning of `stop`.
+    """How many characters at the end of `text` are the beginning of `stop`, but not all of it.
 
     >>> _overlap("yes\\n", "\\n\\n")
     1
     """
-    return next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)
+    most = min(len(stop) - 1, len(text))
+    # Knuth, Morris and Pratt: of each beginning of what is read, how much of its end it begins with.
+    read, borders = [*stop[:most], None, *text[len(text) - most :]], [0]
+    for character in read[1:]:
+        size = borders[-1]
+        while size and read[size] != character:
+            size = borders[size - 1]
+        borders.append(size + (read[size] == character))
+    return borders[-1]

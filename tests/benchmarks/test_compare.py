@@ -72,7 +72,7 @@ def test_passages_are_found_in_a_folder(ask, tmp_path):
     [
         ([], None, "mine.jsonl has no question. Expected lines such as"),
         ([{"question": " "}], None, "has no question"),
-        ([{"question": 3}], None, "mine.jsonl, line 1: a text is not where it belongs; expected"),
+        ([{"question": 3}], None, "mine.jsonl, line 1: `question` is 3 (int); expected a text."),
         ([{"question": "Who?"}], None, "The question 'Who?' and 0 others have no `passages`, and no documents are"),
         ([{"question": "Who?"}], "--documents", "There is no document in "),
         ([ROWS[0]], "--full-text-lora", "empty"),

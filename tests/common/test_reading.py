@@ -173,7 +173,7 @@ BOMB = docx("<w:p>" + " " * (reading.LARGEST_UNPACKED + 1) + "</w:p>")
         ("a.pdf", LOCKED, r"a\.pdf cannot be read: it is protected by a password"),
         ("a.docx", b"PK\3\4", "a.docx cannot be read: it is broken"),
         ("a.docx", BOMB, "it unpacks to 25[67] MiB; at most 256 are read"),
-        ("a.html", b"<div>" * 100_000 + b"x", "a.html cannot be read: it is broken"),
+        ("a.html", b"<div>" * 100_000 + b"x", "a.html cannot be read: its elements are nested too deep"),
         ("a.txt", b"\0\1\2", "a.txt is not UTF-8 text, nor in another encoding"),
         ("a.txt", b"\x89PNG\r\n\x1a\n\xff\0", "is not UTF-8 text, nor in another encoding"),
     ],

@@ -413,6 +413,25 @@ def test_makers_can_be_sent_to_processes(selector, tmp_path, processor):
     assert sent(order)[0].to_pylist() == maker(order)[0].to_pylist()
 
 
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
+def test_cut_cache_is_made_again(select, tmp_path, caplog, part):
+    """A file of examples that is cut off, as by a full disk, is no error and loses no example."""
+    path, cache = write_rows(tmp_path / "rows.jsonl", question_rows(6)), tmp_path / "examples"
+    expected = list(select(path, examples_cache_dir=str(cache)))
+    (block,) = cache.glob("*.arrow")
+    block.write_bytes(block.read_bytes()[: int(part * block.stat().st_size)])
+    assert list(select(path, examples_cache_dir=str(cache))) == expected
+    assert f"{block} is cut off; its examples are made again." in caplog.text
+
+
+def test_no_examples_says_why(select, tmp_path):
+    """A misspelt key is named, not the limits."""
+    rows = [{key: row[key] for key in ("id", "question", "passages")} | {"answer": "Ada"} for row in question_rows(3)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(ValueError, match=rf"No examples in {path}: 3 without an answer\. .* keys \['id', 'question', "):
+        select(path)
+
+
 def test_a_cache_that_cannot_be_made_is_named_with_the_remedy(select, tmp_path):
     (folder := tmp_path / "folder").touch()
     with pytest.raises(OSError, match=rf"cannot be kept in {folder} \(.*\). Name a folder .*examples_cache_dir"):

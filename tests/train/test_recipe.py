@@ -20,6 +20,8 @@ from arcaligner.train.recipe import (
     accumulation_steps,
     check_devices,
     check_start,
+    parse_recipe,
+    preparation,
     resolve_dtype,
     run_script,
 )
@@ -285,3 +287,36 @@ def test_a_missing_data_file_is_said_in_one_line_before_anything_is_loaded(tmp_p
     with pytest.raises(SystemExit):
         run_script(SCRIPT, sft.KINDS, lambda *parsed: pytest.fail("training began"))
     assert f"There is no file {tmp_path}/train_qa.jsonl.gz" in capsys.readouterr().err.replace("\n", "")
+
+
+def test_bad_data_end_in_one_line(tmp_path, monkeypatch, capsys):
+    """Before training begins; an error in training shows where it was raised."""
+    path, rows = tmp_path / "recipe.yaml", tmp_path / "mine.jsonl"
+    keys = yaml.safe_load((RECIPES / "tiny" / "2_grounding.yaml").read_text())
+    path.write_text(yaml.safe_dump(keys | {"train_files": {str(rows): 1.0}, "eval_files": {str(rows): 1.0}}))
+    rows.touch()
+    monkeypatch.setattr(sys, "argv", ["sft", "--config", str(path)])
+
+    def fail(*parsed):
+        with preparation():
+            raise ValueError("mine.jsonl, line 5: no.")
+
+    with pytest.raises(SystemExit):
+        run_script(SCRIPT, sft.KINDS, fail)
+    assert capsys.readouterr().err.splitlines()[-1] == "Error: mine.jsonl, line 5: no."
+
+    def diverge(*parsed):
+        raise ValueError("The loss is not finite.")
+
+    with pytest.raises(ValueError, match="The loss is not finite"):
+        run_script(SCRIPT, sft.KINDS, diverge)
+
+
+def test_evaluation_needs_files(tmp_path):
+    """A copied recipe without `eval_files` is told before the model is loaded."""
+    path = RECIPES / "tiny" / "2_grounding.yaml"
+    keys = yaml.safe_load(path.read_text())
+    copied = tmp_path / path.name
+    copied.write_text(yaml.safe_dump({key: value for key, value in keys.items() if key != "eval_files"}))
+    with pytest.raises(ValueError, match="`eval_strategy` is 'epoch', but the recipe has no `eval_files`"):
+        parse_recipe(SCRIPT, sft.KINDS, ["--config", str(copied)])

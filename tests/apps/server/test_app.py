@@ -16,7 +16,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from arcaligner.apps.server import app, chat_request
 from arcaligner.apps.server.app import Routes, ServerSettings, create_app, refuse
 from arcaligner.apps.server.chat_request import ChatRequest
-from arcaligner.apps.server.engine import Limits
+from arcaligner.apps.server.engine import Limits, RequestCancelledError
 
 QUESTION = "What sport does he play?"
 RADIK = "Radik Zhaparov is a Kazakh ski jumper. He has competed since 2003."
@@ -137,6 +137,16 @@ def test_number_of_tokens_cut(client, engine, monkeypatch):
     assert numbers == [1, 4, 4, 3]
 
 
+def test_draws_are_limited(client, engine, monkeypatch):
+    """`top_k` and `min_p` beside a temperature reach the sampler."""
+    asked, submit = [], engine.submit
+    monkeypatch.setattr(engine, "submit", lambda request: (asked.append(request), submit(request))[1])
+    ask_server(client, top_k=40, min_p=0.1, temperature=1)
+    ask_server(client, top_k=-1, temperature=1)
+    ask_server(client, top_k=40, min_p=0.1)
+    assert [(each.sampling_top_k, each.min_p, each.top_k) for each in asked] == [(40, 0.1, 5), (0, 0, 5), (0, 0.1, 5)]
+
+
 def test_sampling_top_k_finds_nothing(client, engine, monkeypatch):
     """A `top_k` of sampling never says how many passages are found; the old name does where it can be no other, with
     a note."""
@@ -211,11 +221,7 @@ def test_documents_of_libraries(client):
         ({"tool_choice": "required"}, '`tool_choice` is not supported; leave it out, or pass "none".'),
         ({"logit_bias": {"5": 1}}, "`logit_bias` is not supported; leave it out, or pass {}."),
         ({"repetition_penalty": 1.1}, "`repetition_penalty` is not supported; leave it out, or pass 1."),
-        ({"min_p": 0.1, "temperature": 1}, "`min_p` is not supported; leave it out, or pass 0."),
-        (
-            {"top_k": 40, "temperature": 1},
-            "`top_k` is not supported beside a temperature; leave it out, and set `top_p`.",
-        ),
+        ({"typical_p": 0.1, "temperature": 1}, "`typical_p` is not supported; leave it out, or pass 1."),
         ({"moderation": {"model": "m"}}, "`moderation` is not supported; leave it out."),
         (
             {"messages": [{"role": "user", "content": "Who?", "images": ["x"]}]},
@@ -333,7 +339,7 @@ def test_a_client_that_leaves_stops_its_answer(client, held, stream):
         with pytest.raises(openai.APITimeoutError):
             client.with_options(timeout=0.5).chat.completions.create(**chat)
         assert held.begun.wait(30)
-    assert isinstance(held.end_of_the_first(), TimeoutError)
+    assert isinstance(held.end_of_the_first(), RequestCancelledError)
     assert text_of(ask_server(client))
 
 

@@ -181,6 +181,34 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(connect, monkeypatch):
     assert answer.startswith(b"HTTP/1.1 408") and b"did not arrive within 0.1 seconds" in answer
 
 
+BODY = "Content-Length: 50\r\n\r\n"
+
+
+IDLE = (
+    HEALTH,
+    HEALTH * 2,
+    HEALTH.replace(b"\r\n\r\n", f"\r\n{BODY}".encode()),  # answered before its body has come
+    f"{HEADERS}{BODY}".encode(),
+    f"{HEADERS}{BODY}".replace("a key", "another").encode(),
+    f"{HEADERS}{BODY}".replace("/chat", "/nothing").encode(),
+    f"{HEADERS}Expect: 100-continue\r\n{BODY}".encode(),
+    f"{HEADERS}Transfer-Encoding: chunked\r\n\r\n5\r\n{{".encode(),
+    f"{HEADERS}Content-Length: 1\r\n\r\n{{".encode() + HEALTH[:20],
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    HEADERS.encode(),
+)
+
+
+def test_idle_connections_closed(connect, lost, monkeypatch):
+    """Whatever it has sent, one that neither sends nor reads any more is closed."""
+    monkeypatch.setattr(TimedConnection, "seconds", 0.2)
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    idle = [connect() for _ in IDLE]
+    for connection, sent in zip(idle, IDLE, strict=True):
+        connection.sendall(sent)
+    assert wait_until(lambda: lost.issuperset(connection.getsockname()[1] for connection in idle))
+
+
 def test_the_command_serves_a_checkpoint_and_a_corpus(run_cli, monkeypatch, checkpoint_dir, retriever):
     served = []
     monkeypatch.setattr("uvicorn.run", lambda app, **settings: served.append((app, settings)))
