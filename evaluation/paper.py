@@ -25,7 +25,9 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from .analyses import categories, gates, perplexity
 from .analyses.figures import draw_bars, draw_ratios, save_figure
 from .answering import load_aligner
+from .chat_endpoint import ChatEndpoint
 from .evaluate import answer_all, load_rows
+from .judge import judge_run, judged_scores, judges_of
 from .methods import MissingMethodError, find_method, fingerprint
 from .results import PAPER, evidence, footnote, method_titles, summarize, table
 from .runs import AnswerFile
@@ -106,9 +108,16 @@ class Reproduction:
         with Progress(*columns, transient=True) as progress:
             bar = progress.add_task("all answers", total=counts * sum(map(len, rows.values())))
             answer_all(rows, asked, lambda number: progress.advance(bar, number))
+        self.judge(settings.output)
         sets = summarize(settings.output)["sets"]
         titles = [TASKS[name].title for name in rows]
         return {title: _only(sets[title], methods) for title in titles if title in sets}
+
+    def judge(self, run: Path) -> None:
+        """Has the judge judge what it has not judged of a run, where its endpoint is named."""
+        of = self.settings.reproduce
+        if of.endpoint is not None:
+            logger.info("\n".join(judge_run(run, ChatEndpoint(of.judge, of.endpoint))))
 
     def kept(self, name: str, made_of: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The numbers of a step, which are made once for what they are `made_of`."""
@@ -364,7 +373,9 @@ def metric_of(found: Sequence[dict[str, Any]]) -> str:
 
 
 def right_by(metric: str) -> Callable[[AnswerFile], dict[str, bool]]:
-    """From a file of answers to the ids of these, each with whether it is right by a metric."""
+    """From a file of answers to the ids of these, each with whether it is right by EM or the first judge."""
+    if metric == "acc":
+        return lambda file: {key: score == 1 for key, score in judged_scores(file, judges_of(file)[0]).items()}
     return lambda file: {answer["id"]: answer["em"] == 1 for answer in file.read()}
 
 

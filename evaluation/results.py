@@ -8,6 +8,7 @@ from typing import Any
 
 from ..common.files import markdown_table, write_whole
 from ..share.hub import RESULTS_FILE
+from .judge import judged_scores, judges_of
 from .methods import METHODS, find_method, sort_key
 from .metrics import METRICS, percent_interval, shown_interval
 from .runs import FLOOR, AnswerFile, answer_files
@@ -41,8 +42,9 @@ def summarize(run: Path) -> dict[str, Any]:
     Returns:
         `dict`: `{"machine", "questions", "sets": {title: {"passages", "questions", "recall", "methods",
         "differences"}}}`. `methods` has, by name, `[mean, low, high]` of each metric with 95 % bootstrap intervals over
-        questions, the same from the passages of other questions (`floor`) where these were read, and the costs.
-        `differences` has the same of ArcAligner less a method, paired by question.
+        questions, `acc`, the accuracy by judge, where answers were judged, `floor`, the metrics with the passages of
+        other questions, where these were read, and the costs. `differences` has the same of ArcAligner less a method,
+        paired by question.
     """
     files = {(file.task, file.method): file for file in answer_files(run)}
     if not files:
@@ -58,6 +60,8 @@ def summarize(run: Path) -> dict[str, Any]:
             read = settings.get("about") or settings.get("passages", "given")
             sets[TASKS[task].title] = {"passages": read} | _summarize_task(task, of_task)
             for name, numbers in sets[TASKS[task].title]["methods"].items():
+                if acc := _judged(files[task, name]):
+                    numbers["acc"] = acc
                 if floor := AnswerFile(run / FLOOR, task, name).read():
                     numbers["floor"] = {key: percent_interval([each[key] for each in floor]) for key in METRICS}
     machines = sorted({file.settings()["machine"] for file in files.values()})
@@ -66,6 +70,12 @@ def summarize(run: Path) -> dict[str, Any]:
         "questions": min((entry["questions"] for entry in sets.values()), default=0),
         "sets": sets,
     }
+
+
+def _judged(file: AnswerFile) -> dict[str, list[float]]:
+    """The accuracy of a file's answers by each judge that judged some."""
+    scores = {judge: [*judged_scores(file, judge).values()] for judge in judges_of(file)}
+    return {judge: percent_interval(of_judge) for judge, of_judge in scores.items() if of_judge}
 
 
 def _check_pairs(run: Path, task: str, of_task: dict[str, Answers]) -> None:
@@ -125,6 +135,10 @@ def results_page(results: dict[str, Any]) -> str:
     for metric, title in METRIC_TITLES.items():
         lines += table(title, titles, sets, partial(_score, metric))
         differences += table(f"{title}, {MAIN_TITLE} less", titles, sets, partial(_difference, metric))
+    for judge in sorted(
+        {judge for entry in sets.values() for each in entry["methods"].values() for judge in _accs(each)}
+    ):
+        lines += table(f"Acc, judged by {judge}", titles, sets, partial(_acc, judge))
     lines += _section(f"{MAIN_TITLE} less another method, on the same questions", differences)
     lines += _section("Without the evidence", table("F1 (floor, kept)", titles, _with_floors(sets), evidence))
     lines += _section("Positions", table("positions for the passages, rate", titles, sets, _positions))
@@ -159,6 +173,15 @@ def _score(metric: str, entry: dict, method: str) -> str | None:
         return None
     asked = f" of {numbers['questions']}" if numbers["questions"] < entry["questions"] else ""
     return shown_interval(numbers[metric]) + asked
+
+
+def _accs(numbers: dict) -> dict[str, list[float]]:
+    return numbers.get("acc", {})
+
+
+def _acc(judge: str, entry: dict, method: str) -> str | None:
+    found = _accs(entry["methods"].get(method, {})).get(judge)
+    return None if found is None else shown_interval(found)
 
 
 def _difference(metric: str, entry: dict, method: str) -> str | None:

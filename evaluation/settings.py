@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from ..common.files import find_path, refuse_unknown
+from .judge import JUDGE
 from .methods import METHODS, Checkpoints, find_method
 from .tasks import TASKS
 
@@ -38,6 +39,8 @@ class PaperSettings:
     """What `arcaligner reproduce` needs beside an evaluation; its fields are the keys of `reproduce` in a recipe."""
 
     tasks: dict[str, dict] = field(default_factory=dict)  # settings of tasks that are not among the recipe's
+    judge: str = JUDGE
+    endpoint: str | None = None  # of the judge; without one, nothing is judged
     backbone: str = "SmolLM2-135M-Instruct"  # of the recipe's aligner, in figures
     backbones: dict[str, str] = field(default_factory=dict)  # title -> an aligner of another backbone
     gated: str | None = None  # an aligner whose gates were trained, for gates, cases and ablations; else the recipe's

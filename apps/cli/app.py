@@ -19,6 +19,7 @@ characters as visible escapes.
 
 import contextlib
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -456,6 +457,12 @@ def reproduce(
     floor: Annotated[
         bool, typer.Option("--floor/--no-floor", help="Whether tables have what is right with other passages.")
     ] = True,
+    judge: Annotated[
+        str | None, typer.Option(help="Model that judges answers, for Acc. Default: the recipe's, the paper's.")
+    ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="The judge's OpenAI-compatible address; without one, there is no Acc.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Device of the models: cpu or cuda.")] = None,
 ) -> None:
     """Makes the paper's tables, figures and case studies, and prints the pages that it writes."""
@@ -471,6 +478,8 @@ def reproduce(
     given = {"output": folder, "data": data, "device": device, "checkpoint": checkpoint, "floor": floor}
     given["tasks"] = list(TASKS_OF_PAPER)
     settings = read_settings(recipe, given, {"num_questions": num_questions})
+    of_judge = {name: each for name, each in {"judge": judge, "endpoint": endpoint}.items() if each is not None}
+    settings.reproduce = replace(settings.reproduce, **of_judge)
     for page in make(what, Reproduction(settings, num_questions)):
         show(page.read_text(encoding="utf-8"))
         messages.print(f"Written to {page}", markup=False)
