@@ -2,6 +2,7 @@
 
 settings, recipes/     what is evaluated
 tasks                  questions, golds and passages
+retrieval, rerankers   passages of a pool, found and ordered
 answering, methods     the ways to answer
 evaluate, runs         answers, one line per question
 metrics, judge         scores of answers

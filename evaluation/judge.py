@@ -225,7 +225,10 @@ def judge_people(
         kappa = "-" if numbers["kappa"] is None else f"{numbers['kappa']:.2f}"
         counts = [[*verdicts.values()].count(each) if title == name else "" for each in (UNREADABLE, None)]
         cells.append([title, share, kappa, numbers["judgements"], *counts])
-    return markdown_table(["Judge", "Agrees with people, %", "Kappa", "Judged", "Unreadable", "Unjudged"], cells)
+    lines = markdown_table(["Judge", "Agrees with people, %", "Kappa", "Judged", "Unreadable", "Unjudged"], cells)
+    if judged and found[name]["agreement"][0] < found["EM"]["agreement"][0]:
+        lines += ["", f"{name} agrees less with people than EM does: do not use it as a judge."]
+    return lines
 
 
 def main(

@@ -11,7 +11,7 @@ Each page has the paper's numbers beside ours where the paper prints any; of its
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ from .evaluate import answer_all, load_rows
 from .judge import judge_run, judged_scores, judges_of
 from .methods import MissingMethodError, find_method, fingerprint
 from .results import PAPER, evidence, footnote, method_titles, summarize, table
+from .retrieval import RetrievalSettings, recall_table, retrieve
 from .runs import AnswerFile
 from .settings import EvaluationSettings
-from .tasks import TASKS
+from .tasks import TASKS, choose_passages
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,13 @@ class Reproduction:
 
     settings: EvaluationSettings
     num_questions: int | None = None
+    recalls: dict[str, dict[str, Any]] = field(default_factory=dict)  # of retrieval, by task
+
+    @property
+    def retrieval(self) -> RetrievalSettings | None:
+        """How passages are found, where the recipe says so."""
+        keys = self.settings.reproduce.retrieval
+        return None if keys is None else RetrievalSettings(**keys)
 
     @property
     def folder(self) -> Path:
@@ -94,11 +102,12 @@ class Reproduction:
     ) -> dict[str, Any]:
         """Answers the tasks that are here with the methods that are here, and returns the sets of their results, of
         these methods alone."""
-        own = {name: settings.tasks[name] for name in tasks}
+        about = {} if self.retrieval is None else {"passages": "given", "about": self.retrieval.about}
+        own = {name: replace(settings.tasks[name], **about) for name in tasks}
         asked, rows = replace(settings, tasks=own, methods=list(methods), floor=floor), {}
         for name in tasks:
             try:
-                rows[name] = load_rows(name, asked)
+                rows[name] = self.load(name, asked)
             except (FileNotFoundError, OSError) as error:
                 logger.warning("skipped %s: %s", TASKS[name].title, error)
         if not rows:
@@ -112,6 +121,16 @@ class Reproduction:
         sets = summarize(settings.output)["sets"]
         titles = [TASKS[name].title for name in rows]
         return {title: _only(sets[title], methods) for title in titles if title in sets}
+
+    def load(self, name: str, settings: EvaluationSettings) -> list[Row]:
+        """The questions of a task with the passages that are read: those of its rows, or the first that is found."""
+        if self.retrieval is None:
+            return load_rows(name, settings)
+        rows = TASKS[name].load(self.settings.data, settings.tasks[name].num_questions)
+        found, self.recalls[name] = retrieve(
+            self.retrieval, name, rows, self.settings.output / "retrieved", str(settings.data or ""), settings.device
+        )
+        return choose_passages(found, "given", settings.tasks[name].top_k or 1)
 
     def judge(self, run: Path) -> None:
         """Has the judge judge what it has not judged of a run, where its endpoint is named."""
@@ -147,6 +166,20 @@ class Reproduction:
         methods = ["naive", "standard_rag", "full_text_lora", "xrag", "llmlingua", *ours]
         sets = self.answer(self.settings, tasks, methods, self.settings.floor)
         return self.write(name, title, [*comparison(sets, methods), *costs(sets), footnote_of(sets, self.settings)])
+
+    def recall(self) -> Path:
+        """Recall of the retriever before and after re-ranking."""
+        if self.retrieval is None:
+            raise MissingPartError("The recipe has no `retrieval` in `reproduce`: passages are those of the tasks.")
+        for name in TASKS_OF_PAPER:
+            try:
+                self.load(name, self.settings)
+            except (FileNotFoundError, OSError) as error:
+                logger.warning("skipped %s: %s", TASKS[name].title, error)
+        if not self.recalls:
+            raise MissingPartError("None of the paper's sets is here; see above.")
+        lines = [*recall_table(self.recalls), "", f"Read is {self.retrieval.about}."]
+        return self.write("recall", TITLES["recall"], lines)
 
     def ablation(self) -> Path:
         """Table 3."""
@@ -222,7 +255,7 @@ class Reproduction:
         for name in FOUR:
             try:
                 of_task = replace(settings, tasks={name: settings.tasks[name]})
-                rows = [row for row in load_rows(name, of_task) if row["passages"]]
+                rows = [row for row in self.load(name, of_task) if row["passages"]]
             except (FileNotFoundError, OSError) as error:
                 logger.warning("skipped %s: %s", TASKS[name].title, error)
                 continue
@@ -298,6 +331,7 @@ class Reproduction:
 TITLES = {
     "table1": "Table 1: EM, F1 and Acc on 2WikiMultiHopQA, HotpotQA and NaturalQA",
     "table2": "Table 2: EM, F1 and Acc on PopQA_longtail, TriviaQA* and WebQuestions",
+    "recall": "Recall of the retriever, before and after re-ranking",
     "ablation": "Table 3: ablations on HotpotQA, NaturalQA and TriviaQA*",
     "backbones": "Accuracy across different backbones",
     "perplexity": "Reconstruction perplexity after stage I",
@@ -309,6 +343,7 @@ TITLES = {
 PARTS: dict[str, Callable[[Reproduction], Path]] = {
     "table1": lambda made: made.main_table("table1", TITLES["table1"], FIRST),
     "table2": lambda made: made.main_table("table2", TITLES["table2"], SECOND),
+    "recall": Reproduction.recall,
     "ablation": Reproduction.ablation,
     "backbones": Reproduction.backbones,
     "perplexity": Reproduction.perplexity,

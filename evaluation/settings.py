@@ -46,6 +46,7 @@ class PaperSettings:
     gated: str | None = None  # an aligner whose gates were trained, for gates, cases and ablations; else the recipe's
     stage_one: dict[str, str] = field(default_factory=dict)  # title -> an aligner after stage I, for perplexity
     held_out: str = "recon_heldout.jsonl.gz"  # texts that stage I did not see, in `data`, or a path
+    retrieval: dict[str, Any] | None = None  # how passages are found; else those of the tasks' rows
     ratios: dict[str, str] = field(default_factory=dict)  # title -> an aligner of another segmentation
     rates: list[int | str] = field(default_factory=lambda: [2, 4, 8, 16, "segment"])  # else, of the recipe's aligner
 

@@ -440,7 +440,7 @@ def reproduce(
     what: Annotated[
         str,
         typer.Argument(
-            help="table1, table2, ablation, backbones, perplexity, gates, categories, ratios, cases, or all of them."
+            help="table1, table2, recall, ablation, backbones, perplexity, gates, categories, ratios, cases, or all."
         ),
     ],
     recipe: Annotated[

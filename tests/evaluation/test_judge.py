@@ -228,8 +228,11 @@ def test_agreement_with_people(people, tmp_path):
     cells = {line.split(" | ")[0]: line.split(" | ")[1:] for line in lines[2:]}
     share = "{:.1f} [{:.1f}, {:.1f}]".format(*percent_interval([1.0, 1.0, 0.0]))
     assert cells["| a/judge"] == [share, "0.40", "3", "1", "0 |"]  # "Hmm." counts as a no
+    assert len(lines) == 7  # no better than EM, no worse
     assert cells["| GPT-4"][0] == share and cells["| BEM"][0] == "100.0 [100.0, 100.0]" and cells["| EM"][0] == share
     assert judge_people(people, tmp_path / "kept", judge_of(asked=asked), "a/judge") == lines and len(asked) == 3
+    says_no = judge_people(people, tmp_path / "no", judge_of(lambda text: "No"), "a/judge")
+    assert says_no[-1] == "a/judge agrees less with people than EM does: do not use it as a judge."
     assert (
         "| a/judge | 100.0 [100.0, 100.0] | 1.00 | 2 |" in judge_people(people, tmp_path, judge_of(), "a/judge", 2)[2]
     )
