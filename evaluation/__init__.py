@@ -2,11 +2,13 @@
 
 settings, recipes/     what is evaluated
 tasks                  questions, golds and passages
+retrieval, rerankers   passages of a pool, found and ordered
 answering, methods     the ways to answer
 evaluate, runs         answers, one line per question
-metrics                scores of answers
+metrics, judge         scores of answers
 results, publish       means, intervals and differences; tables for readers
-analyses/              figures of quality against rate and speed; tables of speed and refusals
+paper                  each table, figure and case study of the paper
+analyses/              figures of quality against rate and speed, gates, categories; tables of speed and refusals
 lm_eval_adapter        the aligner in lm-evaluation-harness
 """
 

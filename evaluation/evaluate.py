@@ -7,11 +7,13 @@
 
 A second run does what is missing, also after a kill; several may run at once with other tasks or methods. A method
 whose weights or package are missing is skipped by name. At the end, `results.json` and `results.md` are written from
-all answers in the folder.
+all answers in the folder. `--floor` answers each question once more from the passages of another one: what a method
+gets right without the evidence.
 """
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,9 +28,9 @@ from .answering import Answer, in_batches
 from .methods import Method, MissingMethodError, find_method
 from .metrics import METRICS, contains_match
 from .results import write_results
-from .runs import AnswerFile, row_digest
+from .runs import FLOOR, AnswerFile, row_digest
 from .settings import EvaluationSettings
-from .tasks import TASKS, choose_passages, with_found
+from .tasks import TASKS, choose_passages, with_found, wrong_passages
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +39,28 @@ MIN_CANDIDATES = 5  # passages that are found by vectors and by text, and joined
 
 def evaluate(settings: EvaluationSettings) -> dict[str, Any]:
     """Answers what is not answered yet, writes the tables, and returns the content of `results.json`."""
-    rows = {name: load_rows(name, settings) for name in settings.tasks}
-    for method in map(find_method, settings.methods):
-        try:
-            answer_tasks(method, rows, settings)
-        except MissingMethodError as error:
-            logger.warning("skipped %s: %s", method.title, error)
+    answer_all({name: load_rows(name, settings) for name in settings.tasks}, settings)
     return write_results(settings.output)
+
+
+def answer_all(
+    rows: dict[str, list[Row]], settings: EvaluationSettings, on_done: Callable[[int], None] = lambda number: None
+) -> None:
+    """Answers with all methods what is unanswered of the tasks' `rows` and, for the floor, the same from the passages
+    of other questions. `on_done` is told how many answers are there now that were not."""
+    runs = [(settings, rows)]
+    if settings.floor:
+        wrong = {name: wrong_passages(of_task, TASKS[name].title) for name, of_task in rows.items()}
+        names = [name for name in settings.methods if name != "naive"]  # which reads none
+        runs += [(replace(settings, output=settings.output / FLOOR, methods=names), wrong)] if names else []
+    for run, asked in runs:
+        for method in map(find_method, run.methods):
+            try:
+                answer_tasks(method, asked, run, on_done)
+            except MissingMethodError as error:
+                if run is settings:  # said once
+                    logger.warning("skipped %s: %s", method.title, error)
+                on_done(sum(map(len, asked.values())))
 
 
 def load_rows(name: str, settings: EvaluationSettings) -> list[Row]:
@@ -77,23 +94,29 @@ def retrieve(rows: list[Row], corpus: str, checkpoint: str, top_k: int) -> list[
     ]
 
 
-def answer_tasks(method: Method, rows: dict[str, list[Row]], settings: EvaluationSettings) -> None:
+def answer_tasks(
+    method: Method, rows: dict[str, list[Row]], settings: EvaluationSettings, on_done: Callable[[int], None]
+) -> None:
     """Answers with a method what is unanswered of the tasks' `rows`; its models are loaded only where something is."""
     of_method = method.answer_settings(settings)
     files = {task: AnswerFile(settings.output, task, method.name) for task in rows}
     todo = {task: file.open(of_method | task_settings(task, settings), rows[task]) for task, file in files.items()}
     answer = method.load(settings) if any(todo.values()) else None
+    on_done(sum(len(rows[task]) - len(unanswered) for task, unanswered in todo.items()))
     for task, unanswered in todo.items():
         if unanswered:
             title = f"{TASKS[task].title}: {method.title}"
             logger.info("%s, %d questions", title, len(unanswered))  # stays, also where no bar can be drawn
             with files[task].claim():
-                in_batches(unanswered, settings.batch_size, partial(answer_batch, answer, files[task]), title)
+                in_batches(unanswered, settings.batch_size, partial(answer_batch, answer, files[task], on_done), title)
 
 
-def answer_batch(answer: Callable[[list[Row]], list[Answer]], file: AnswerFile, rows: list[Row]) -> None:
+def answer_batch(
+    answer: Callable[[list[Row]], list[Answer]], file: AnswerFile, on_done: Callable[[int], None], rows: list[Row]
+) -> None:
     """Answers rows, and keeps the answers in a file."""
     file.append(map(record, rows, answer(rows)))
+    on_done(len(rows))
 
 
 def task_settings(task: str, settings: EvaluationSettings) -> dict[str, Any]:

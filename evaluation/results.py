@@ -8,9 +8,10 @@ from typing import Any
 
 from ..common.files import markdown_table, write_whole
 from ..share.hub import RESULTS_FILE
+from .judge import judged_scores, judges_of
 from .methods import METHODS, find_method, sort_key
 from .metrics import METRICS, percent_interval, shown_interval
-from .runs import answer_files
+from .runs import FLOOR, AnswerFile, answer_files
 from .tasks import TASKS
 
 METRIC_TITLES = {"f1": "F1", "em": "EM (non-strict)"}  # in the order of tables
@@ -41,7 +42,9 @@ def summarize(run: Path) -> dict[str, Any]:
     Returns:
         `dict`: `{"machine", "questions", "sets": {title: {"passages", "questions", "recall", "methods",
         "differences"}}}`. `methods` has, by name, `[mean, low, high]` of each metric with 95 % bootstrap intervals over
-        questions, and the costs. `differences` has the same of ArcAligner less a method, paired by question.
+        questions, `acc`, the accuracy by judge, where answers were judged, `floor`, the metrics with the passages of
+        other questions, where these were read, and the costs. `differences` has the same of ArcAligner less a method,
+        paired by question.
     """
     files = {(file.task, file.method): file for file in answer_files(run)}
     if not files:
@@ -56,12 +59,23 @@ def summarize(run: Path) -> dict[str, Any]:
             settings = files[task, names[0]].settings()
             read = settings.get("about") or settings.get("passages", "given")
             sets[TASKS[task].title] = {"passages": read} | _summarize_task(task, of_task)
+            for name, numbers in sets[TASKS[task].title]["methods"].items():
+                if acc := _judged(files[task, name]):
+                    numbers["acc"] = acc
+                if floor := AnswerFile(run / FLOOR, task, name).read():
+                    numbers["floor"] = {key: percent_interval([each[key] for each in floor]) for key in METRICS}
     machines = sorted({file.settings()["machine"] for file in files.values()})
     return {
         "machine": "; ".join(machines),
         "questions": min((entry["questions"] for entry in sets.values()), default=0),
         "sets": sets,
     }
+
+
+def _judged(file: AnswerFile) -> dict[str, list[float]]:
+    """The accuracy of a file's answers by each judge that judged some."""
+    scores = {judge: [*judged_scores(file, judge).values()] for judge in judges_of(file)}
+    return {judge: percent_interval(of_judge) for judge, of_judge in scores.items() if of_judge}
 
 
 def _check_pairs(run: Path, task: str, of_task: dict[str, Answers]) -> None:
@@ -121,12 +135,22 @@ def results_page(results: dict[str, Any]) -> str:
     for metric, title in METRIC_TITLES.items():
         lines += table(title, titles, sets, partial(_score, metric))
         differences += table(f"{title}, {MAIN_TITLE} less", titles, sets, partial(_difference, metric))
+    for judge in sorted(
+        {judge for entry in sets.values() for each in entry["methods"].values() for judge in _accs(each)}
+    ):
+        lines += table(f"Acc, judged by {judge}", titles, sets, partial(_acc, judge))
     lines += _section(f"{MAIN_TITLE} less another method, on the same questions", differences)
+    lines += _section("Without the evidence", table("F1 (floor, kept)", titles, _with_floors(sets), evidence))
     lines += _section("Positions", table("positions for the passages, rate", titles, sets, _positions))
     shared = {name: PAPER["sets"][name] for name in sets if name in PAPER["sets"]}
     of_paper = {method: method for numbers in shared.values() for method in numbers}
     lines += _section("The paper's numbers", table("EM / F1 / Acc, Mistral 7B", of_paper, shared, _paper))
     return "\n".join([*lines, footnote(results), ""])
+
+
+def _with_floors(sets: dict) -> dict:
+    """The sets of which some method was asked with the passages of other questions."""
+    return {name: entry for name, entry in sets.items() if any("floor" in each for each in entry["methods"].values())}
 
 
 def method_titles(sets: dict) -> dict[str, str]:
@@ -151,9 +175,39 @@ def _score(metric: str, entry: dict, method: str) -> str | None:
     return shown_interval(numbers[metric]) + asked
 
 
+def _accs(numbers: dict) -> dict[str, list[float]]:
+    return numbers.get("acc", {})
+
+
+def _acc(judge: str, entry: dict, method: str) -> str | None:
+    found = _accs(entry["methods"].get(method, {})).get(judge)
+    return None if found is None else shown_interval(found)
+
+
 def _difference(metric: str, entry: dict, method: str) -> str | None:
     numbers = entry.get("differences", {}).get(method, {})
     return shown_interval(numbers[metric], "+") if metric in numbers else None
+
+
+def evidence(entry: dict, method: str) -> str | None:
+    """F1 and, in brackets, what of it is there with the passages of other questions, and the retention."""
+    if (numbers := entry["methods"].get(method)) is None:
+        return None
+    parts = [f"floor {numbers['floor']['f1'][0]:.1f}"] if "floor" in numbers else []
+    kept = retention(entry, method)
+    parts += [] if kept is None else [f"kept {kept:.0f} %"]
+    return f"{numbers['f1'][0]:.1f}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def retention(entry: dict, method: str) -> float | None:
+    """The share, in percent, of what the text is worth that a method keeps: its F1 less the closed book's, of the
+    text's less the closed book's. The text is read by the fine-tuned reader where it was asked, else by the bare base
+    model; `None` where one of them was not, or where text is worth nothing."""
+    f1 = {name: numbers["f1"][0] for name, numbers in entry["methods"].items()}
+    text = f1.get("full_text_lora", f1.get("standard_rag"))
+    if text is None or "naive" not in f1 or method in ("naive", *NOT_COMPRESSED) or text <= f1["naive"]:
+        return None
+    return 100 * (f1[method] - f1["naive"]) / (text - f1["naive"])
 
 
 def _positions(entry: dict, method: str) -> str | None:

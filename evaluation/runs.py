@@ -2,6 +2,7 @@
 
     <run>/<task>/<method>.jsonl   id, question, answers, prediction, scores, tokens, prompt and row digests
     <run>/<task>/<method>.json    what they were made with; another configuration is refused
+    <run>/wrong_passages/...      the same, from the passages of other questions: the floor
 
 Answers are appended batch by batch: a killed run continues where it stopped, and several processes may fill different
 files.
@@ -20,6 +21,7 @@ from filelock import FileLock, Timeout
 from ..common.files import digest, write_whole
 from ..common.rows import Row
 
+FLOOR = "wrong_passages"
 # What may be different when a run continues.
 FREE_SETTINGS = {"machine", "checkpoint", "corpus", "batch_size", "about"}
 

@@ -1,13 +1,14 @@
 """The settings of an evaluation: the keys of a recipe, overridden by the command line."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ..common.files import find_path, refuse_unknown
+from .judge import JUDGE
 from .methods import METHODS, Checkpoints, find_method
 from .tasks import TASKS
 
@@ -33,6 +34,34 @@ class TaskSettings:
                 raise ValueError(f"`{key}` is {value!r}; expected a whole number of at least 1, or nothing for all.")
 
 
+@dataclass(frozen=True)
+class PaperSettings:
+    """What `arcaligner reproduce` needs beside an evaluation; its fields are the keys of `reproduce` in a recipe."""
+
+    tasks: dict[str, dict] = field(default_factory=dict)  # settings of tasks that are not among the recipe's
+    judge: str = JUDGE
+    endpoint: str | None = None  # of the judge; without one, nothing is judged
+    backbone: str = "SmolLM2-135M-Instruct"  # of the recipe's aligner, in figures
+    backbones: dict[str, str] = field(default_factory=dict)  # title -> an aligner of another backbone
+    gated: str | None = None  # an aligner whose gates were trained, for gates, cases and ablations; else the recipe's
+    stage_one: dict[str, str] = field(default_factory=dict)  # title -> an aligner after stage I, for perplexity
+    held_out: str = "recon_heldout.jsonl.gz"  # texts that stage I did not see, in `data`, or a path
+    retrieval: dict[str, Any] | None = None  # how passages are found; else those of the tasks' rows
+    ratios: dict[str, str] = field(default_factory=dict)  # title -> an aligner of another segmentation
+    rates: list[int | str] = field(default_factory=lambda: [2, 4, 8, 16, "segment"])  # else, of the recipe's aligner
+
+    @classmethod
+    def of(cls, keys: dict[str, Any] | None) -> "PaperSettings":
+        """Settings of the keys of a recipe, with paths of this package where they are there and nowhere else."""
+        refuse_unknown("`reproduce`", keys or {}, _fields(cls))
+        made = cls(**keys or {})
+        places = {
+            name: {title: str(find_path(path)) for title, path in (getattr(made, name) or {}).items()}
+            for name in ("backbones", "stage_one", "ratios")
+        }
+        return dataclasses.replace(made, **places, gated=made.gated and str(find_path(made.gated)))
+
+
 @dataclass(kw_only=True)
 class EvaluationSettings(Checkpoints):
     """An evaluation; its fields are the keys of a recipe."""
@@ -43,8 +72,12 @@ class EvaluationSettings(Checkpoints):
     data: Path | None = None  # a folder with local files of the tasks
     corpus: str | None = None  # a folder that the aligner made, for retrieved passages
     batch_size: int = 16
+    floor: bool = False  # whether each question is also answered from the passages of another
+    reproduce: PaperSettings | dict | None = None
 
     def __post_init__(self):
+        if not isinstance(self.reproduce, PaperSettings):
+            self.reproduce = PaperSettings.of(self.reproduce)
         self.checkpoint = str(find_path(self.checkpoint))
         self.output, self.data = Path(self.output), self.data and Path(self.data)
         for kind, names in (("task", self.tasks), ("method", self.methods)):
@@ -74,6 +107,8 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
     """
     keys = read_recipe(recipe) if recipe else {}
     of_recipe = keys.get("tasks", {})
+    if isinstance(of_recipe, dict):
+        of_recipe = ((keys.get("reproduce") or {}).get("tasks") or {}) | of_recipe
     keys |= {key: value for key, value in given.items() if value is not None}
     refuse_unknown("the evaluation's settings", keys, _fields(EvaluationSettings))
     if "checkpoint" not in keys:

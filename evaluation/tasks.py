@@ -10,7 +10,7 @@ from pathlib import Path
 import datasets
 
 from ..common.data_sets import HOTPOTQA, MUSIQUE, SQUAD, hotpotqa_row, musique_row, squad_row
-from ..common.rows import JSON_LINES, Row, read_rows, usable_golds
+from ..common.rows import JSON_LINES, Row, contains_match, read_rows, usable_golds
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,33 @@ def choose_passages(rows: list[Row], passages: str, top_k: int | None) -> list[R
             found = [found[index] for index in gold]
         chosen.append(row | {"passages": found[:top_k]})
     return chosen
+
+
+def wrong_passages(rows: list[Row], title: str) -> list[Row]:
+    """Each row with the passages of another question: of the nearest row before it, else behind it, that shares no
+    passage with it and whose passages do not hold an answer to it. What is still answered is a method's floor.
+
+    Raises:
+        `ValueError`: a question for which no other row has such passages.
+    """
+    changed = []
+    for number, row in enumerate(rows):
+        own = {passage["text"] for passage in row["passages"]}
+        others = [*reversed(rows[:number]), *rows[number + 1 :]]
+        other = next((each["passages"] for each in others if each["passages"] and _is_wrong(row, own, each)), None)
+        if other is None:
+            raise ValueError(
+                f"{title}: no other of the {len(rows)} questions has passages without an answer to {row['question']!r}."
+                " Ask more questions (`-n`), or leave the floor out."
+            )
+        changed.append(row | {"passages": other})
+    return changed
+
+
+def _is_wrong(row: Row, own: set[str], other: Row) -> bool:
+    texts = [passage["text"] for passage in other["passages"]]
+    said = [answer for answer in row["answers"] if answer.lower() not in ("yes", "no")]  # which any text may contain
+    return own.isdisjoint(texts) and not contains_match(" ".join(texts), said)
 
 
 def with_found(row: Row, documents: list[dict]) -> Row:

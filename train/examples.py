@@ -345,6 +345,13 @@ class ExampleBuilder:
                     yield self._reconstruction(row["id"], document, passage["text"], chunk, following)
                     start = end
 
+    def whole_passages(self, row: Row) -> Iterator[Example]:
+        """An example of stage I for each passage that has a text: all of its segments as slots, its text as the
+        target."""
+        for document, passage in enumerate(row["passages"]):
+            if segments := self._passage_tokens(passage["title"], passage["text"]):
+                yield self._reconstruction(row["id"], document, passage["text"], segments, [])
+
     def _reconstruction(
         self, row_id: str, document: int, text: str, chunk: list[SegmentTokens], following: list[SegmentTokens]
     ) -> Example:

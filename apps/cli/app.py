@@ -8,6 +8,7 @@
     python -m arcaligner default-models
     python -m arcaligner train --recipe smollm2_135m
     python -m arcaligner evaluate --recipe smollm2_135m
+    python -m arcaligner reproduce table1 --questions 20
     python -m arcaligner compare --questions mine.jsonl --documents letters/
     python -m arcaligner export-gguf checkpoints/mine --output exported
     python -m arcaligner push --repo-id user/name
@@ -18,6 +19,7 @@ characters as visible escapes.
 
 import contextlib
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -428,6 +430,9 @@ def evaluate(
     corpus: Annotated[str | None, typer.Option(help="Folder of the corpus, for `--passages retrieved`.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Number of questions per batch.")] = None,
     device: Annotated[str | None, typer.Option(help="Device of the models: cpu or cuda.")] = None,
+    floor: Annotated[
+        bool | None, typer.Option("--floor", help="Answer from the passages of other questions as well.")
+    ] = None,
 ) -> None:
     """Answers question sets with several methods and prints tables that compare them."""
     for each in (checkpoint, xrag, projector_only):
@@ -442,8 +447,59 @@ def evaluate(
     given = {"output": folder, "data": data, "batch_size": batch_size, "device": device, "checkpoint": checkpoint}
     given |= {"xrag": xrag, "projector_only": projector_only, "full_text_lora": full_text_lora}
     given |= {"text_apart": text_apart, "corpus": corpus, "tasks": split_names(tasks), "methods": split_names(methods)}
+    given["floor"] = floor
     of_tasks = {"num_questions": num_questions, "passages": passages, "top_k": top_k}
     show(results_page(evaluate(read_settings(recipe, given, of_tasks))))
+
+
+@app.command()
+def reproduce(
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="table1, table2, recall, ablation, backbones, perplexity, gates, categories, ratios, cases, or all."
+        ),
+    ],
+    recipe: Annotated[
+        str, typer.Option(help="smollm2_135m, paper, or a YAML file as those in evaluation/recipes.")
+    ] = "smollm2_135m",
+    num_questions: Annotated[
+        int | None, typer.Option("--questions", "-n", help="Maximum number of questions per task.", min=1)
+    ] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="The aligner: a folder or a Hub id.")] = None,
+    folder: Annotated[Path | None, typer.Option("--output", help="Folder for answers and pages.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with TASK.jsonl.gz for each task. Default: the recipe's.")
+    ] = None,
+    floor: Annotated[
+        bool, typer.Option("--floor/--no-floor", help="Whether tables have what is right with other passages.")
+    ] = True,
+    judge: Annotated[
+        str | None, typer.Option(help="Model that judges answers, for Acc. Default: the recipe's, the paper's.")
+    ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="The judge's OpenAI-compatible address; without one, there is no Acc.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Device of the models: cpu or cuda.")] = None,
+) -> None:
+    """Makes the paper's tables, figures and case studies, and prints the pages that it writes."""
+    if checkpoint is not None:
+        shared.check_there(checkpoint)
+    from ...evaluation.paper import TASKS_OF_PAPER, Reproduction
+    from ...evaluation.paper import reproduce as make
+    from ...evaluation.settings import read_settings
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("arcaligner").setLevel(logging.INFO)
+    shared.silence_transformers()
+    given = {"output": folder, "data": data, "device": device, "checkpoint": checkpoint, "floor": floor}
+    given["tasks"] = list(TASKS_OF_PAPER)
+    settings = read_settings(recipe, given, {"num_questions": num_questions})
+    of_judge = {name: each for name, each in {"judge": judge, "endpoint": endpoint}.items() if each is not None}
+    settings.reproduce = replace(settings.reproduce, **of_judge)
+    for page in make(what, Reproduction(settings, num_questions)):
+        show(page.read_text(encoding="utf-8"))
+        messages.print(f"Written to {page}", markup=False)
 
 
 @app.command()

@@ -93,6 +93,43 @@ def draw_rates(sets: dict[str, Any]) -> Figure:
     return figure
 
 
+def draw_bars(bars: dict[tuple[str, str], dict[str, float]], label: str) -> Figure:
+    """Grouped bars: a panel for each backbone, a group for each set, a bar for each method; `bars` are by backbone and
+    set, then by method."""
+    backbones = list(dict.fromkeys(backbone for backbone, _ in bars))
+    figure, (panels,) = new_figure(4.6 * len(backbones) + 0.6, 3.4, ncols=len(backbones), sharey=True, squeeze=False)
+    methods = list(dict.fromkeys(method for each in bars.values() for method in each))
+    width = 0.8 / len(methods)
+    for axes, backbone in zip(panels, backbones, strict=True):
+        sets = {title: each for (name, title), each in bars.items() if name == backbone}
+        for number, method in enumerate(methods):
+            places = np.arange(len(sets)) - 0.4 + (number + 0.5) * width
+            axes.bar(places, [each.get(method, 0.0) for each in sets.values()], width, label=method)
+        axes.set_xticks(range(len(sets)), list(sets), fontsize=8)
+        axes.set_title(backbone, fontsize=10)
+    panels[0].set_ylabel(label)
+    found = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
+    figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=3, frameon=False)
+    return figure
+
+
+def draw_ratios(sets: dict[str, dict[str, dict[str, Any]]]) -> Figure:
+    """EM and F1 across measured tokens per slot: a panel for each set, of its numbers by ratio."""
+    figure, (panels,) = new_figure(3.6 * len(sets) + 0.6, 3.2, ncols=len(sets), sharey=True, squeeze=False)
+    for axes, (title, numbers) in zip(panels, sets.items(), strict=True):
+        points = sorted(numbers.values(), key=lambda each: each["compression_rate"])
+        rates = [each["compression_rate"] for each in points]
+        for metric, name in (("em", "EM"), ("f1", "F1")):
+            axes.plot(rates, [each[metric][0] for each in points], marker="o", markersize=4, label=name)
+        axes.set(xscale="log", title=title, xlabel="tokens per slot, measured", ylim=(0, None))
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xticks(rates, [f"{rate:.0f}" for rate in rates])
+    panels[0].set_ylabel("%")
+    panels[0].legend()
+    return figure
+
+
 def speed_curves(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[tuple[float, float, int | str]]]:
     """Points of each way to read `PASSAGES`, by a `report` on latency and the `sets` of an evaluation at its rates:
     milliseconds to the first token, mean F1 of the sets, and the rate."""

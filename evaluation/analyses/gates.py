@@ -1,0 +1,150 @@
+"""How many loops the gates trigger at each layer, the paper's analysis of gate behavior, and traces of questions.
+
+A slot takes one loop, the mandatory pass, and one more for each refinement step: `L0.` is one, `LL` two, `LLL` three.
+"""
+
+import textwrap
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from ...common.files import markdown_table, printable
+from ...common.rows import Row
+from ...modeling_arcaligner import ArcAlignerForCausalLM
+from ...pipeline_arcaligner import ArcAlignerPipeline, format_trajectory
+from ...processing_arcaligner import ArcAlignerProcessor
+from ...train.prompts import slot_inputs
+from ..answering import in_batches
+from .figures import new_figure
+
+TEXT_WIDTH = 60  # characters of a slot's text beside its row
+TITLE_WIDTH = 100
+
+
+def require_gates(model: ArcAlignerForCausalLM, checkpoint: str) -> None:
+    """Raises `ValueError` if no gate of the checkpoint decides anything."""
+    config = model.config
+    if config.gate_mode != "adaptive" or not config.gated_layers:
+        raise ValueError(
+            f"The gates of {checkpoint} decide nothing: its `gate_mode` is {config.gate_mode!r}, and "
+            f"{len(config.gated_layers)} of its layers have a gate. Name a checkpoint whose gates were trained, of "
+            "stage III, with `--checkpoint` or `gated:` of the recipe."
+        )
+
+
+@torch.inference_mode()
+def count_loops(
+    model: ArcAlignerForCausalLM,
+    processor: ArcAlignerProcessor,
+    rows: list[Row],
+    batch_size: int,
+    title: str,
+    tokens_per_slot: int | str | None = None,
+) -> np.ndarray:
+    """How many slots of a row took 1, 2, ... loops at a layer, (num_rows, num_layers, max_loops), in any order of the
+    rows."""
+    counts: list[torch.Tensor] = []
+    steps = range(model.config.max_refinement_steps + 1)
+
+    def count(batch: list[Row]) -> None:
+        inputs = slot_inputs(processor, batch, tokens_per_slot).to(model.device)
+        depth = model.model(**inputs, use_cache=False).recursion_depth  # (batch, num_layers, max_slots), -1: no slot
+        counts.append(torch.stack([(depth == number).sum(dim=2) for number in steps], dim=2).cpu())
+
+    in_batches(rows, batch_size, count, title)
+    return torch.cat(counts).numpy()
+
+
+def summarize_loops(counts: np.ndarray) -> dict[str, Any]:
+    """A set's `questions` and `slots`, of [`count_loops`]; for each layer its `loops`, the mean over slots, and
+    `shares`, of slots that took 1, 2, ... loops."""
+    slots, total = counts.sum(axis=2), counts.sum(axis=0)  # (num_rows, num_layers), (num_layers, max_loops)
+    shares = total / total.sum(axis=1, keepdims=True)
+    return {
+        "questions": len(counts),
+        "slots": int(slots[:, 0].sum()),
+        "loops": (shares @ np.arange(1, counts.shape[2] + 1)).tolist(),
+        "shares": shares.tolist(),
+    }
+
+
+def draw_loops(sets: dict[str, dict[str, Any]]) -> Figure:
+    """Mean loops of a slot across layers, a line for each set."""
+    figure, axes = new_figure(6.4, 3.5)
+    for title, numbers in sets.items():
+        axes.plot(numbers["loops"], marker="o", markersize=3, label=f"{title} ({numbers['slots']:,} slots)")
+    axes.set(xlabel="layer", ylabel="loops of a slot, mean", ylim=(0.95, None))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    return figure
+
+
+def loops_table(sets: dict[str, dict[str, Any]]) -> list[str]:
+    """Markdown lines: mean loops by layer, a row for each layer where a slot of any set took more than one."""
+    layers = range(len(next(iter(sets.values()))["loops"]))
+    opened = [layer for layer in layers if any(numbers["loops"][layer] > 1 for numbers in sets.values())]
+    rows = [[layer, *(f"{numbers['loops'][layer]:.2f}" for numbers in sets.values())] for layer in opened]
+    mean = [f"{np.mean(numbers['loops']):.2f}" for numbers in sets.values()]
+    columns = [f"{title} ({numbers['questions']} questions)" for title, numbers in sets.items()]
+    return markdown_table(["Layer", *columns], [*rows, [f"all {len(layers)}", *mean]])
+
+
+# Single questions
+
+
+def trace(ask: ArcAlignerPipeline, row: Row, **settings: Any) -> dict[str, Any]:
+    """
+    Asks a question.
+
+    Returns:
+        `dict` with `question`, `answer`, `gold`, `segments` (the text of each slot, and its characters) and
+        `trajectories` (for each layer the loops of each slot, as the paper writes them).
+    """
+    record = ask({"question": row["question"], "documents": row["passages"]}, return_slots=True, **settings)[0]
+    return {
+        "question": row["question"],
+        "answer": record["generated_text"].strip(),
+        "gold": row["answers"],
+        "segments": record["segments"],
+        "trajectories": record["trajectories"],
+    }
+
+
+def draw_trace(case: dict[str, Any], max_loops: int) -> Figure:
+    """Slots down, layers across, loops as color and, above one, as the paper's letters."""
+    loops = np.array([[each.count("L") for each in layer] for layer in case["trajectories"]]).T  # (slots, layers)
+    labels = [one_line(segment["text"], TEXT_WIDTH) for segment in case["segments"]] or ["(no passage)"]
+    figure, axes = new_figure(11.0, 1.7 + 0.28 * len(labels))
+    shades = matplotlib.colormaps["Blues"].resampled(max_loops)
+    image = axes.imshow(loops, cmap=shades, vmin=0.5, vmax=max_loops + 0.5, aspect="auto")
+    bar = figure.colorbar(image, ax=axes, ticks=range(1, max_loops + 1), label="loops")
+    bar.ax.set_yticklabels([format_trajectory(steps) for steps in range(max_loops)])
+    axes.set_yticks(range(len(labels)), labels, parse_math=False)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("layer")
+    axes.grid(False)
+    parts = case["question"], f"answer: {case['answer']}", f"gold: {' / '.join(case['gold'])}"
+    axes.set_title("\n".join(one_line(part, TITLE_WIDTH) for part in parts), parse_math=False, loc="left", fontsize=10)
+    return figure
+
+
+def trace_lines(case: dict[str, Any]) -> list[str]:
+    """Markdown lines: what each slot stands for, and the `traj` of each layer that loops, as in the paper."""
+    lines = [f"**Question.** {one_line(case['question'], TITLE_WIDTH)}", ""]
+    lines += [f"{number}. {one_line(each['text'], 300)}" for number, each in enumerate(case["segments"], start=1)]
+    lines += ["", f"**Answer.** {one_line(case['answer'], TITLE_WIDTH)} (gold: {' / '.join(case['gold'])})", ""]
+    looping = [
+        f"- Layer {layer}: `traj = [{', '.join(passes)}]`"
+        for layer, passes in enumerate(case["trajectories"])
+        if any(each.count("L") > 1 for each in passes)
+    ]
+    return [*lines, *(looping or ["All slots take one pass, `L0.`, at all layers."])]
+
+
+def one_line(text: str, width: int) -> str:
+    """The beginning of a text, with visible escapes for control characters, which no picture may hold."""
+    return textwrap.shorten(printable(text), width, placeholder=" …")

@@ -1,0 +1,83 @@
+"""A chat model behind an OpenAI-compatible endpoint, such as that of vLLM, llama.cpp, `transformers serve` or our own:
+what judges answers and orders passages."""
+
+import logging
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+ENDPOINT = "http://localhost:8000/v1"
+KEY_VARIABLE = "OPENAI_API_KEY"
+CONCURRENCY = 16  # prompts that are asked at a time
+RETRIES = 2
+
+
+@dataclass(frozen=True)
+class ChatEndpoint:
+    """
+    A chat model that is asked greedily.
+
+    Args:
+        model (`str`): Its name at the endpoint.
+        url (`str`): An address such as `http://localhost:8000/v1`. `$OPENAI_API_KEY` is its key if it wants one.
+        max_tokens (`int`): Of a reply.
+        timeout (`float`): Seconds to wait for one.
+    """
+
+    model: str
+    url: str = ENDPOINT
+    max_tokens: int = 8
+    timeout: float = 60.0
+
+    def __call__(self, prompts: list[str]) -> Iterator[str | None]:
+        """What the model says to each prompt, in order; `None` after some attempts that time out or fail on the
+        server.
+
+        Raises:
+            `ConnectionError`: nobody listens at the address.
+            `ValueError`: no address, or an endpoint that refuses the request, with its reason.
+        """
+        try:
+            import openai
+        except ImportError as error:
+            message = "An endpoint is asked by the package openai: `pip install 'arcaligner[evaluation]'`."
+            raise ImportError(message) from error
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"The endpoint is {self.url!r}; expected an address, such as {ENDPOINT}.")
+        key = os.environ.get(KEY_VARIABLE) or "none"
+        client = openai.OpenAI(base_url=self.url, api_key=key, timeout=self.timeout, max_retries=RETRIES)
+        pool = ThreadPoolExecutor(CONCURRENCY)
+        try:
+            yield from pool.map(lambda prompt: self._ask(client, prompt), prompts)
+        finally:
+            pool.shutdown(cancel_futures=True)  # else an error would wait for all prompts that are left
+            client.close()
+
+    def _ask(self, client, prompt: str) -> str | None:
+        import openai
+
+        message, greedy = {"role": "user", "content": prompt}, {"max_tokens": self.max_tokens, "temperature": 0.0}
+        try:
+            completion = client.chat.completions.create(model=self.model, messages=[message], **greedy)
+            return completion.choices[0].message.content or ""
+        except openai.APITimeoutError:
+            problem = f"no reply within {self.timeout:g} seconds"
+        except openai.APIConnectionError as error:
+            raise ConnectionError(
+                f"There is no endpoint at {self.url} that can be reached ({error.__cause__}). Start the server, or "
+                "name another with `--endpoint`; replies so far are kept, and the same command goes on."
+            ) from error
+        except (openai.InternalServerError, openai.RateLimitError) as error:
+            problem = f"status {error.status_code}"
+        except openai.APIStatusError as error:
+            raise ValueError(
+                f"{self.url} refuses to ask `{self.model}` (status {error.status_code}: {error.response.text[:300]}). "
+                f"Check the address, the model's name there, and the key in ${KEY_VARIABLE}."
+            ) from error
+        except (openai.OpenAIError, ValueError, TypeError, LookupError, AttributeError) as error:
+            problem = f"no chat completion ({type(error).__name__}: {error})"
+        logger.warning("%s gave no reply: %s", self.model, problem)
+        return None

@@ -1,0 +1,260 @@
+"""Judged accuracy, the paper's Acc: a chat model says of each answer of a run whether it is correct.
+
+    vllm serve Qwen/Qwen3-30B-A3B-Instruct-2507
+    python -m arcaligner.evaluation.judge --run runs/paper
+    python -m arcaligner.evaluation.judge --agreement OpenQA-eval/data -n 200
+
+The judge is behind an OpenAI-compatible endpoint and answers greedily. It reads the question, the golds and the answer,
+and not the passages. The paper prints no prompt; this one is of OpenQA-eval (Kamalloo et al., 2023). A reply that
+begins with neither yes nor no is unreadable: counted, and scored as wrong. A question without a reply stays unjudged:
+counted, and left out of the mean.
+
+    <run>/<task>/<method>.<judge>.verdicts.jsonl   id, digest of the prompt, verdict, reply: one line per verdict
+
+Verdicts are appended as they come. A second run, also after a kill, asks only for those that are missing or that belong
+to answers that have changed; with `--again` for unreadable ones, too.
+
+`--agreement` says how far a judge agrees with people: on NQ301 of OpenQA-eval (MIT), 1,490 answers to questions of
+NQ-open, each found acceptable or not. Do not use a judge that agrees less than EM does.
+"""
+
+import csv
+import dataclasses
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from sklearn.metrics import cohen_kappa_score
+
+from ..common.files import digest, markdown_table, run_command
+from ..common.rows import Row, contains_match, token_f1, usable_golds
+from .chat_endpoint import ENDPOINT, ChatEndpoint
+from .metrics import percent_interval, shown_interval
+from .runs import AnswerFile, answer_files
+
+logger = logging.getLogger(__name__)
+
+JUDGE = "Qwen/Qwen3-30B-A3B-Instruct-2507"  # the paper's
+YES, UNREADABLE = "yes", "unreadable"
+VERDICTS = ".verdicts"
+_FIRST_WORD = re.compile(r"\W*(yes|no)\b", re.IGNORECASE)
+
+# Prompts to what the judge says of each, in order; `None` where it says nothing.
+Judge = Callable[[list[str]], Iterator[str | None]]
+
+
+def judge_prompt(row: Row) -> str:
+    """What the judge is asked about an answer of a run, whose questions all have a gold."""
+    question = row["question"].strip()
+    question += "" if question.endswith("?") else "?"
+    candidate = " ".join(row["prediction"].split())
+    golds = " or ".join(usable_golds(row["answers"]))
+    asked = "Is candidate correct? Answer yes or no."
+    return f"Question: {question}\nAnswer: {golds}\nCandidate: {candidate}\n\n{asked}"
+
+
+def parse_verdict(reply: str) -> str:
+    """The verdict of a reply, by its first word.
+
+    >>> parse_verdict("**Yes**, it is."), parse_verdict("Not quite.")
+    ('yes', 'unreadable')
+    """
+    found = _FIRST_WORD.match(reply)
+    return found[1].lower() if found else UNREADABLE
+
+
+def verdict_file(file: AnswerFile, judge: str) -> AnswerFile:
+    """Where the verdicts of a judge, named as in the command, on a file of answers are."""
+    slug = re.sub(r"[^\w.-]+", "--", judge.strip("/"))
+    return dataclasses.replace(file, method=f"{file.method}.{slug}{VERDICTS}")
+
+
+def judges_of(file: AnswerFile) -> list[str]:
+    """The judges of a file's answers, as they stand in names of files."""
+    ending = f"{VERDICTS}.jsonl"
+    paths = sorted(file.path.parent.glob(f"{file.method}.*{ending}"))
+    return [path.name.removeprefix(f"{file.method}.").removesuffix(ending) for path in paths]
+
+
+def read_verdicts(file: AnswerFile, rows: Sequence[Row]) -> dict[str, str | None]:
+    """By id, what a judge said of the answers as they are now: `"yes"`, `"no"`, `"unreadable"`, or `None`."""
+    found = {line["prompt"]: line["verdict"] for line in file.read()}  # the last one counts
+    return {row["id"]: found.get(digest(judge_prompt(row))) for row in rows}
+
+
+def judged_scores(file: AnswerFile, judge: str) -> dict[str, float]:
+    """By id, 1.0 for each answer that the judge finds correct, and 0.0 for the others that it judged."""
+    verdicts = read_verdicts(verdict_file(file, judge), file.read())
+    return {key: float(verdict == YES) for key, verdict in verdicts.items() if verdict is not None}
+
+
+def judge_answers(judge: Judge, rows: Sequence[Row], file: AnswerFile, again: bool = False) -> None:
+    """Asks for the verdicts on answers that are missing in a file, of [`verdict_file`], and appends them; `again` asks
+    for unreadable ones, too."""
+    known, missing = read_verdicts(file, rows), (None, UNREADABLE) if again else (None,)
+    todo = [(row["id"], judge_prompt(row)) for row in rows if known[row["id"]] in missing]
+    if not todo:
+        return
+    file.path.parent.mkdir(parents=True, exist_ok=True)
+    bar = {"description": file.method, "total": len(todo), "transient": True, "console": Console(stderr=True)}
+    with file.claim():
+        for (row_id, prompt), reply in zip(todo, track(judge([prompt for _, prompt in todo]), **bar), strict=True):
+            if reply is not None:
+                verdict = {"prompt": digest(prompt), "verdict": parse_verdict(reply), "reply": reply}
+                file.append([{"id": row_id, **verdict}])
+    said = [*read_verdicts(file, rows).values()]
+    if count := said.count(UNREADABLE):
+        logger.warning("%s: %d of %d replies are neither yes nor no, scored as wrong", file.method, count, len(said))
+
+
+def judge_run(run: Path, endpoint: ChatEndpoint, again: bool = False) -> list[str]:
+    """Judges all answers of a run whose questions have golds, and returns the lines of a Markdown table."""
+    rows = {file: [row for row in file.read() if usable_golds(row["answers"])] for file in answer_files(run)}
+    rows = {file: found for file, found in rows.items() if found}
+    if not rows:
+        raise ValueError(f"{run} holds no answers. `python -m arcaligner evaluate` writes them.")
+    cells = []
+    for file, found in rows.items():
+        judge_answers(endpoint, found, verdicts := verdict_file(file, endpoint.model), again)
+        scores, said = [*judged_scores(file, endpoint.model).values()], [*read_verdicts(verdicts, found).values()]
+        shown = shown_interval(percent_interval(scores)) if scores else "-"
+        cells.append([file.task, file.method, shown, len(scores), said.count(UNREADABLE), said.count(None)])
+    columns = ("Task", "Method", f"Acc, judged by {endpoint.model}", "Judged", "Unreadable", "Unjudged")
+    return markdown_table(columns, cells)
+
+
+# Agreement with people
+
+HUMAN_FILE, GOLD_FILE = "NQ301_human.tsv", "NQ301_BEM.tsv"
+OTHER_JUDGES = {"GPT-4": "NQ301_gpt-4.tsv", "BEM": "NQ301_BEM.tsv", "text-davinci-003": "NQ301_text-davinci-003.tsv"}
+STRING_METRICS = {"EM": contains_match, "F1 of at least 0.5": token_f1}  # yes from 0.5 on
+_EXPECTED = "Expected the files of the folder `data` of https://github.com/ehsk/OpenQA-eval."
+
+
+def read_judgements(folder: Path) -> tuple[list[Row], list[bool]]:
+    """
+    The answers that people judged.
+
+    Returns:
+        `tuple`: Rows with `id`, `question`, `answers` and `prediction`, and for each whether people accept it.
+
+    Raises:
+        `ValueError`: a file that is missing or other than expected.
+    """
+    questions, predictions = (_column(folder / HUMAN_FILE, name) for name in ("Question", "Model answer"))
+    golds = _column(folder / GOLD_FILE, "Gold answers")
+    _check_questions(folder / GOLD_FILE, questions)
+    rows = [
+        {"id": str(number), "question": question, "answers": gold.split(" | "), "prediction": prediction}
+        for number, (question, gold, prediction) in enumerate(zip(questions, golds, predictions, strict=True))
+    ]
+    return rows, [verdict == "Yes" for verdict in _column(folder / HUMAN_FILE, "Acceptable?")]
+
+
+def other_verdicts(folder: Path, questions: list[str]) -> dict[str, list[bool]]:
+    """What the other judges said whose files are in the folder."""
+    found = {}
+    for judge, name in OTHER_JUDGES.items():
+        if (folder / name).exists():
+            _check_questions(folder / name, questions)
+            # The last column but one; one file lacks the tab between question and answer, so that names do not fit.
+            found[judge] = [line[-2] == "Yes" for line in _read_table(folder / name)[1:]]
+    return found
+
+
+def _read_table(path: Path) -> list[list[str]]:
+    """The lines of a table, its header first."""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            return list(csv.reader(file, delimiter="\t"))
+    except FileNotFoundError as error:
+        raise ValueError(f"There is no {path}. {_EXPECTED}") from error
+
+
+def _column(path: Path, name: str) -> list[str]:
+    """A column by its name."""
+    header, *lines = _read_table(path) or [[]]
+    if name not in header or any(len(line) != len(header) for line in lines):
+        raise ValueError(f"{path} has columns {header}, or a line of others; {name!r} is needed. {_EXPECTED}")
+    return [line[header.index(name)] for line in lines]
+
+
+def _check_questions(path: Path, questions: list[str]) -> None:
+    """Refuses a table that is not about these questions in this order."""
+    lines = _read_table(path)[1:]
+    if len(lines) != len(questions) or not all(
+        line[1].startswith(question) for line, question in zip(lines, questions, strict=True)
+    ):
+        raise ValueError(f"The {len(lines)} lines of {path} are not about the questions of {HUMAN_FILE}. {_EXPECTED}")
+
+
+def agreement(verdicts: list[bool], human: list[bool]) -> dict[str, Any]:
+    """Percent of the judgements that agree, `[mean, low, high]` with a 95 % bootstrap interval, and Cohen's kappa."""
+    hits = [float(verdict == accepted) for verdict, accepted in zip(verdicts, human, strict=True)]
+    return {
+        "judgements": len(hits),
+        "agreement": percent_interval(hits) if hits else None,
+        # Without both a yes and a no there is no chance to correct for.
+        "kappa": float(cohen_kappa_score(verdicts, human)) if len({*verdicts, *human}) == 2 else None,
+    }
+
+
+def judge_people(
+    folder: Path, output: Path, judge: Judge, name: str, number: int | None = None, again: bool = False
+) -> list[str]:
+    """Asks a judge about the first `number` answers that people judged, keeps the verdicts in `output`, and returns the
+    lines of a Markdown table of how far the judge, other judges and string metrics agree with people."""
+    rows, human = read_judgements(folder)
+    others = other_verdicts(folder, [row["question"] for row in rows])
+    rows, human = rows[:number], human[:number]
+    judge_answers(judge, rows, file := verdict_file(AnswerFile(output, "NQ301", "answers"), name), again)
+    verdicts = read_verdicts(file, rows)
+    judged = [(verdict == YES, ok) for verdict, ok in zip(verdicts.values(), human, strict=True) if verdict is not None]
+    found = {name: agreement(*map(list, zip(*judged, strict=True))) if judged else agreement([], [])}
+    found |= {other: agreement(said[:number], human) for other, said in others.items()}
+    for title, metric in STRING_METRICS.items():
+        found[title] = agreement([metric(row["prediction"], row["answers"]) >= 0.5 for row in rows], human)
+    cells = []
+    for title, numbers in found.items():
+        share = "-" if numbers["agreement"] is None else shown_interval(numbers["agreement"])
+        kappa = "-" if numbers["kappa"] is None else f"{numbers['kappa']:.2f}"
+        counts = [[*verdicts.values()].count(each) if title == name else "" for each in (UNREADABLE, None)]
+        cells.append([title, share, kappa, numbers["judgements"], *counts])
+    lines = markdown_table(["Judge", "Agrees with people, %", "Kappa", "Judged", "Unreadable", "Unjudged"], cells)
+    if judged and found[name]["agreement"][0] < found["EM"]["agreement"][0]:
+        lines += ["", f"{name} agrees less with people than EM does: do not use it as a judge."]
+    return lines
+
+
+def main(
+    run: Annotated[Path | None, typer.Option(help="Folder of a run, whose answers are judged.")] = None,
+    people: Annotated[
+        Path | None, typer.Option("--agreement", help="Folder `data` of OpenQA-eval: does the judge agree with people?")
+    ] = None,
+    model: Annotated[str, typer.Option(help="The judge: its name at the endpoint.")] = JUDGE,
+    endpoint: Annotated[str, typer.Option(help="OpenAI-compatible address; its key is $OPENAI_API_KEY.")] = ENDPOINT,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait for a reply.")] = 60.0,
+    number: Annotated[int | None, typer.Option("-n", min=1, help="Judgements of people to compare with.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for verdicts on what people judged.")] = Path("runs/judges"),
+    again: Annotated[bool, typer.Option("--again", help="Ask again where a reply was neither yes nor no.")] = False,
+) -> None:
+    """Judges all answers of a run, or compares a judge with people. The same command asks again for unjudged ones."""
+    if (run is None) == (people is None):
+        raise ValueError("Name a run with `--run` or judgements of people with `--agreement`: one of the two.")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    judge = ChatEndpoint(model, endpoint, timeout=timeout)
+    if run is not None:
+        lines = judge_run(run, judge, again)
+    else:
+        lines = judge_people(people, output, judge, model, number, again)
+    typer.echo("\n".join(lines))
+
+
+if __name__ == "__main__":
+    run_command(main)

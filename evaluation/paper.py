@@ -1,0 +1,495 @@
+"""Every table, figure and case study of the paper, from questions to Markdown and SVG: `arcaligner reproduce`.
+
+    python -m arcaligner reproduce table1 --recipe smollm2_135m --data FOLDER --questions 20
+    python -m arcaligner reproduce all --recipe paper --checkpoint user/aligner --device cuda
+
+It stands on `evaluate`: answers, methods and metrics are those of the run's folder, and a second run does what is
+missing. What it makes is in `paper` in that folder: a page for each part and, of figures, the picture and its numbers.
+Each page has the paper's numbers beside ours where the paper prints any; of its figures it prints none.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..common.files import CASE_STUDIES, digest, markdown_table, read_json_lines, write_whole
+from ..common.rows import Row, find_file, read_rows
+from ..pipeline_arcaligner import ArcAlignerPipeline
+from ..processing_arcaligner import ArcAlignerProcessor
+from .analyses import categories, gates, perplexity
+from .analyses.figures import draw_bars, draw_ratios, save_figure
+from .answering import load_aligner
+from .chat_endpoint import ChatEndpoint
+from .evaluate import answer_all, load_rows
+from .judge import judge_run, judged_scores, judges_of
+from .methods import MissingMethodError, find_method, fingerprint
+from .results import PAPER, evidence, footnote, method_titles, summarize, table
+from .retrieval import RetrievalSettings, recall_table, retrieve
+from .runs import AnswerFile
+from .settings import EvaluationSettings
+from .tasks import TASKS, choose_passages
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "paper"  # in a run's folder
+SEGMENT = "_xsegment"  # ends a method's name that reads one slot per sentence, as the paper does
+ABLATIONS = ("no_recursion", "max_loop", "no_lora")
+# The paper's names of methods, of which names with a rate are found by what is before it.
+PAPER_NAMES = {
+    "naive": "Naive",
+    "standard_rag": "StandardRAG",
+    "xrag": "xRAG",
+    "arcaligner": "ArcAligner",
+    "no_recursion": "w/o Recursion",
+    "max_loop": "w/o Gate (Max Loop)",
+    "no_lora": "w/o LoRA & Recursion",
+}
+FIRST, SECOND = ("2wikimultihopqa", "hotpotqa", "nq"), ("popqa_longtail", "triviaqa", "webq")
+TASKS_OF_PAPER = (*FIRST, *SECOND)
+FOUR = ("2wikimultihopqa", "hotpotqa", "nq", "popqa_longtail")  # the paper does not say which four
+
+
+class MissingPartError(Exception):
+    """What a part needs is not on this machine; the message says how to get it."""
+
+
+@dataclass
+class Reproduction:
+    """
+    The parts of the paper for an aligner.
+
+    Args:
+        settings ([`EvaluationSettings`]): Of a recipe, with all of `TASKS_OF_PAPER`; methods are those of each part.
+        num_questions (`int`, *optional*): Maximum number of questions of each task, and of texts.
+    """
+
+    settings: EvaluationSettings
+    num_questions: int | None = None
+    recalls: dict[str, dict[str, Any]] = field(default_factory=dict)  # of retrieval, by task
+
+    @property
+    def retrieval(self) -> RetrievalSettings | None:
+        """How passages are found, where the recipe says so."""
+        keys = self.settings.reproduce.retrieval
+        return None if keys is None else RetrievalSettings(**keys)
+
+    @property
+    def folder(self) -> Path:
+        return self.settings.output / FOLDER
+
+    def suffix(self, checkpoint: str) -> str:
+        """What ends the names of methods that read one slot per sentence with an aligner."""
+        return "" if ArcAlignerProcessor.from_pretrained(checkpoint).tokens_per_slot == "segment" else SEGMENT
+
+    @property
+    def gated(self) -> EvaluationSettings:
+        """The settings of the aligner whose gates were trained, with a folder of its own."""
+        gated = self.settings.reproduce.gated
+        if gated is None:
+            return self.settings
+        return replace(self.settings, checkpoint=gated, output=self.settings.output / "gated")
+
+    # Steps
+
+    def answer(
+        self, settings: EvaluationSettings, tasks: Sequence[str], methods: Sequence[str], floor: bool = False
+    ) -> dict[str, Any]:
+        """Answers the tasks that are here with the methods that are here, and returns the sets of their results, of
+        these methods alone."""
+        about = {} if self.retrieval is None else {"passages": "given", "about": self.retrieval.about}
+        own = {name: replace(settings.tasks[name], **about) for name in tasks}
+        asked, rows = replace(settings, tasks=own, methods=list(methods), floor=floor), {}
+        for name in tasks:
+            try:
+                rows[name] = self.load(name, asked)
+            except (FileNotFoundError, OSError) as error:
+                logger.warning("skipped %s: %s", TASKS[name].title, error)
+        if not rows:
+            raise MissingPartError(f"None of {', '.join(TASKS[name].title for name in tasks)} is here; see above.")
+        counts = len(methods) + (len([name for name in methods if name != "naive"]) if floor else 0)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, transient=True) as progress:
+            bar = progress.add_task("all answers", total=counts * sum(map(len, rows.values())))
+            answer_all(rows, asked, lambda number: progress.advance(bar, number))
+        self.judge(settings.output)
+        sets = summarize(settings.output)["sets"]
+        titles = [TASKS[name].title for name in rows]
+        return {title: _only(sets[title], methods) for title in titles if title in sets}
+
+    def load(self, name: str, settings: EvaluationSettings) -> list[Row]:
+        """The questions of a task with the passages that are read: those of its rows, or the first that is found."""
+        if self.retrieval is None:
+            return load_rows(name, settings)
+        rows = TASKS[name].load(self.settings.data, settings.tasks[name].num_questions)
+        found, self.recalls[name] = retrieve(
+            self.retrieval, name, rows, self.settings.output / "retrieved", str(settings.data or ""), settings.device
+        )
+        return choose_passages(found, "given", settings.tasks[name].top_k or 1)
+
+    def judge(self, run: Path) -> None:
+        """Has the judge judge what it has not judged of a run, where its endpoint is named."""
+        of = self.settings.reproduce
+        if of.endpoint is not None:
+            logger.info("\n".join(judge_run(run, ChatEndpoint(of.judge, of.endpoint))))
+
+    def kept(self, name: str, made_of: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The numbers of a step, which are made once for what they are `made_of`."""
+        path, key = self.folder / f"{name}.json", digest(made_of)
+        if path.is_file():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found["made_of"] == key:
+                return found["numbers"]
+        numbers = make()
+        write_whole(path, json.dumps({"made_of": key, "numbers": numbers}, indent=1, ensure_ascii=False))
+        return numbers
+
+    def write(self, name: str, title: str, lines: list[str], figure: Figure | None = None) -> Path:
+        """Writes a part's page and picture, and returns the page's path."""
+        picture = [] if figure is None else [f"![{title}]({name}.svg)", ""]
+        if figure is not None:
+            save_figure(self.folder / f"{name}.svg", figure)
+        write_whole(path := self.folder / f"{name}.md", "\n".join([f"# {title}", "", *picture, *lines, ""]))
+        return path
+
+    # Parts
+
+    def main_table(self, name: str, title: str, tasks: Sequence[str]) -> Path:
+        """Table 1 or 2."""
+        own = self.suffix(self.settings.checkpoint)
+        ours = dict.fromkeys((f"arcaligner{own}", "arcaligner"))
+        methods = ["naive", "standard_rag", "full_text_lora", "xrag", "llmlingua", *ours]
+        sets = self.answer(self.settings, tasks, methods, self.settings.floor)
+        return self.write(name, title, [*comparison(sets, methods), *costs(sets), footnote_of(sets, self.settings)])
+
+    def recall(self) -> Path:
+        """Recall of the retriever before and after re-ranking."""
+        if self.retrieval is None:
+            raise MissingPartError("The recipe has no `retrieval` in `reproduce`: passages are those of the tasks.")
+        for name in TASKS_OF_PAPER:
+            try:
+                self.load(name, self.settings)
+            except (FileNotFoundError, OSError) as error:
+                logger.warning("skipped %s: %s", TASKS[name].title, error)
+        if not self.recalls:
+            raise MissingPartError("None of the paper's sets is here; see above.")
+        lines = [*recall_table(self.recalls), "", f"Read is {self.retrieval.about}."]
+        return self.write("recall", TITLES["recall"], lines)
+
+    def ablation(self) -> Path:
+        """Table 3."""
+        settings = self.gated
+        own = self.suffix(settings.checkpoint)
+        methods = [f"{method}{own}" for method in ("arcaligner", *ABLATIONS)]
+        sets = self.answer(settings, ("hotpotqa", "nq", "triviaqa"), methods)
+        return self.write("ablation", TITLES["ablation"], [*comparison(sets, methods), footnote_of(sets, settings)])
+
+    def backbones(self) -> Path:
+        """Figure "Accuracy across different backbone language models"."""
+        chosen = {self.settings.reproduce.backbone: self.settings} | {
+            title: replace(self.settings, checkpoint=checkpoint, output=self.settings.output / "backbones" / title)
+            for title, checkpoint in self.settings.reproduce.backbones.items()
+        }
+        found = {}
+        for title, settings in chosen.items():
+            methods = ["naive", "standard_rag", f"arcaligner{self.suffix(settings.checkpoint)}"]
+            found[title] = self.answer(settings, FOUR, methods)
+        metric = metric_of([sets for sets in found.values()])
+        bars = {
+            (title, set_title): {
+                PAPER_NAMES[find_base(name)]: score(numbers, metric)[0] for name, numbers in entry["methods"].items()
+            }
+            for title, sets in found.items()
+            for set_title, entry in sets.items()
+        }
+        methods = list(dict.fromkeys(name for each in bars.values() for name in each))
+        rows = [
+            [*names, *(f"{each[name]:.1f}" if name in each else "-" for name in methods)]
+            for names, each in bars.items()
+        ]
+        lines = markdown_table(["Backbone", f"{METRIC_NAMES[metric]}, %", *methods], rows)
+        return self.write("backbones", TITLES["backbones"], lines, draw_bars(bars, f"{METRIC_NAMES[metric]}, %"))
+
+    def perplexity(self) -> Path:
+        """Figure "Reconstruction perplexity"."""
+        named = self.settings.reproduce.stage_one
+        arms, wanted = {}, {title: path for title, path in named.items() if _is_there(title, path)}
+        if not wanted:
+            raise MissingPartError(
+                "No checkpoint after stage I is here. Train one, `python -m arcaligner train --recipe smollm2_135m "
+                "--stage 1`, and name it in `stage_one` of `reproduce` in the recipe."
+            )
+        rows = self.held_out()
+        wanted = {perplexity.BASE: next(iter(wanted.values()))} | wanted
+        for title, path in wanted.items():
+            made_of = [fingerprint(path), digest([row["passages"] for row in rows]), title == perplexity.BASE]
+            slug = title.lower().replace("/", "_").replace(" ", "_")
+            arms[title] = self.kept(f"perplexity_{slug}", made_of, lambda p=path, t=title: self._arm(p, t, rows))
+        lines = perplexity.perplexity_table(arms)
+        return self.write("perplexity", TITLES["perplexity"], lines, perplexity.draw_perplexity(arms))
+
+    def _arm(self, path: str, title: str, rows: list[Row]) -> dict[str, Any]:
+        model, processor = load_aligner(path, self.settings.device)
+        if title == perplexity.BASE:
+            return perplexity.summarize_losses(perplexity.base_losses(model, processor, rows))
+        losses = perplexity.slot_losses(model, processor, rows, "segment")
+        return perplexity.summarize_losses(losses)
+
+    def held_out(self) -> list[Row]:
+        """Texts that stage I did not see."""
+        place = find_file(self.settings.reproduce.held_out, str(self.settings.data or ""))
+        return [row for row in read_rows(place) if any(each["text"].strip() for each in row["passages"])][
+            : self.num_questions
+        ]
+
+    def gates(self) -> Path:
+        """Figure "Gate behavior analysis across layers"."""
+        settings, sets = self.gated, {}
+        model, processor = load_aligner(settings.checkpoint, settings.device)
+        gates.require_gates(model, settings.checkpoint)
+        for name in FOUR:
+            try:
+                of_task = replace(settings, tasks={name: settings.tasks[name]})
+                rows = [row for row in self.load(name, of_task) if row["passages"]]
+            except (FileNotFoundError, OSError) as error:
+                logger.warning("skipped %s: %s", TASKS[name].title, error)
+                continue
+            made_of = [fingerprint(settings.checkpoint), digest([[row["id"], row["passages"]] for row in rows])]
+            count = (model, processor, rows, settings.batch_size, TASKS[name].title, "segment")
+            sets[TASKS[name].title] = self.kept(
+                f"gates_{name}", made_of, lambda of=count: gates.summarize_loops(gates.count_loops(*of))
+            )
+        lines = ["Mean loops of a slot; other layers take one pass.", "", *gates.loops_table(sets)]
+        return self.write("gates", TITLES["gates"], lines, gates.draw_loops(sets))
+
+    def categories(self) -> Path:
+        """Figure "4-way category analysis"."""
+        ours = f"arcaligner{self.suffix(self.settings.checkpoint)}"
+        sets = self.answer(self.settings, FOUR, [*categories.BASES, "xrag", ours])
+        metric, names = metric_of([sets]), [name for name in TASKS if TASKS[name].title in sets]
+        found = categories.categorize(self.settings.output, names, ["xrag", ours], right_by(metric))
+        if not found:
+            raise MissingPartError("Naive and StandardRAG answered no set.")
+        picture = categories.draw_categories(found, METRIC_NAMES[metric])
+        lines = [f"Right is what {METRIC_NAMES[metric]} says.", "", *categories.categories_table(found)]
+        return self.write("categories", TITLES["categories"], lines, picture)
+
+    def ratios(self) -> Path:
+        """Figure "Performance under different compression ratios"."""
+        tasks, of = ("2wikimultihopqa", "popqa_longtail"), self.settings.reproduce
+        points: dict[str, dict[str, dict[str, Any]]] = {}
+        if of.ratios:  # a model for each, as in the paper
+            for title, checkpoint in of.ratios.items():
+                own = replace(self.settings, checkpoint=checkpoint, output=self.settings.output / "ratios" / title)
+                method = f"arcaligner{self.suffix(checkpoint)}"
+                for name, entry in self.answer(own, tasks, [method]).items():
+                    points.setdefault(name, {})[title] = entry["methods"][method]
+        else:
+            methods = [f"arcaligner_x{rate}" for rate in of.rates]
+            for name, entry in self.answer(self.settings, tasks, methods).items():
+                points[name] = {find_method(method).title: numbers for method, numbers in entry["methods"].items()}
+        rows = [
+            [
+                name,
+                title,
+                f"{each['compression_rate']:.1f}",
+                each["questions"],
+                f"{each['em'][0]:.1f}",
+                f"{each['f1'][0]:.1f}",
+            ]
+            for name, own in points.items()
+            for title, each in own.items()
+        ]
+        how = (
+            "a model for each ratio" if of.ratios else "one checkpoint at several rates; the paper has a model for each"
+        )
+        lines = [f"Tokens per slot are measured; {how}.", ""]
+        lines += markdown_table(["Set", "Slots", "Tokens per slot", "Questions", "EM", "F1"], rows)
+        return self.write("ratios", TITLES["ratios"], lines, draw_ratios(points))
+
+    def cases(self) -> Path:
+        """The three case studies."""
+        checkpoint, lines = self.gated.checkpoint, []
+        model, processor = load_aligner(checkpoint, "cpu")
+        ask = ArcAlignerPipeline(model=model, processor=processor, task="text-generation", device="cpu")
+        for number, row in enumerate(read_json_lines(CASE_STUDIES), start=1):
+            case = gates.trace(ask, row, tokens_per_slot="segment", max_new_tokens=32)
+            name = f"case_{number}"
+            save_figure(self.folder / f"{name}.svg", gates.draw_trace(case, model.config.max_refinement_steps + 1))
+            lines += [f"## Case {number}", "", f"![{case['question']}]({name}.svg)", "", *gates.trace_lines(case), ""]
+        about = (
+            f"`L0.` is one pass, `LL` two, `LLL` three; gates of {Path(checkpoint).name} are {model.config.gate_mode}."
+        )
+        return self.write("cases", TITLES["cases"], [about, "", *lines])
+
+
+TITLES = {
+    "table1": "Table 1: EM, F1 and Acc on 2WikiMultiHopQA, HotpotQA and NaturalQA",
+    "table2": "Table 2: EM, F1 and Acc on PopQA_longtail, TriviaQA* and WebQuestions",
+    "recall": "Recall of the retriever, before and after re-ranking",
+    "ablation": "Table 3: ablations on HotpotQA, NaturalQA and TriviaQA*",
+    "backbones": "Accuracy across different backbones",
+    "perplexity": "Reconstruction perplexity after stage I",
+    "gates": "Loops that the gates trigger at each layer",
+    "categories": "Right answers by whether Naive and StandardRAG are right",
+    "ratios": "F1 and EM at different compression ratios",
+    "cases": "Case studies: the loops of each slot",
+}
+PARTS: dict[str, Callable[[Reproduction], Path]] = {
+    "table1": lambda made: made.main_table("table1", TITLES["table1"], FIRST),
+    "table2": lambda made: made.main_table("table2", TITLES["table2"], SECOND),
+    "recall": Reproduction.recall,
+    "ablation": Reproduction.ablation,
+    "backbones": Reproduction.backbones,
+    "perplexity": Reproduction.perplexity,
+    "gates": Reproduction.gates,
+    "categories": Reproduction.categories,
+    "ratios": Reproduction.ratios,
+    "cases": Reproduction.cases,
+}
+ALL = "all"
+
+
+def reproduce(what: str, made: Reproduction) -> list[Path]:
+    """
+    Makes a part of the paper, or `"all"` that can be made here, and returns the pages.
+
+    Raises:
+        `ValueError`: an unknown part, or one whose models or data are not here. With `"all"` it is named in the log,
+            and the others are made.
+    """
+    if what != ALL and what not in PARTS:
+        raise ValueError(f"There is no part {what!r} of the paper; expected one of {', '.join(PARTS)}, or {ALL}.")
+    pages = []
+    for name in PARTS if what == ALL else [what]:
+        try:
+            pages.append(PARTS[name](made))
+        except (MissingPartError, MissingMethodError, ValueError, OSError) as error:
+            if what != ALL:
+                raise ValueError(f"{name}: {error}") from error
+            logger.warning("left out %s: %s", name, error)
+    if not pages:
+        raise ValueError("Nothing of the paper can be made here; see above.")
+    return pages
+
+
+# Numbers
+
+
+METRIC_NAMES = {"em": "EM", "f1": "F1", "acc": "Acc"}
+
+
+def find_base(method: str) -> str:
+    """The name of a method without its rate, where the paper's names have none.
+
+    >>> find_base("arcaligner_xsegment"), find_base("xrag")
+    ('arcaligner', 'xrag')
+    """
+    base = method.rpartition("_x")[0]
+    return method if method in PAPER_NAMES or base not in PAPER_NAMES else base
+
+
+def score(numbers: dict[str, Any], metric: str) -> list[float] | None:
+    """Mean and interval of a method's metric; Acc is that of the first judge."""
+    if metric == "acc":
+        return next(iter(numbers.get("acc", {}).values()), None)
+    return numbers[metric]
+
+
+def metric_of(found: Sequence[dict[str, Any]]) -> str:
+    """Acc, the paper's, where all answers of these sets were judged, else EM."""
+    entries = [numbers for sets in found for entry in sets.values() for numbers in entry["methods"].values()]
+    return "acc" if entries and all(score(numbers, "acc") for numbers in entries) else "em"
+
+
+def right_by(metric: str) -> Callable[[AnswerFile], dict[str, bool]]:
+    """From a file of answers to the ids of these, each with whether it is right by EM or the first judge."""
+    if metric == "acc":
+        return lambda file: {key: score == 1 for key, score in judged_scores(file, judges_of(file)[0]).items()}
+    return lambda file: {answer["id"]: answer["em"] == 1 for answer in file.read()}
+
+
+def _only(entry: dict[str, Any], methods: Sequence[str]) -> dict[str, Any]:
+    """A set's entry with some methods alone."""
+    return entry | {"methods": {name: entry["methods"][name] for name in methods if name in entry["methods"]}}
+
+
+def _is_there(title: str, path: str) -> bool:
+    if not Path(path).is_dir():
+        logger.warning("skipped %s: there is no folder %s", title, path)
+    return Path(path).is_dir()
+
+
+# Tables
+
+
+def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
+    """Markdown lines: EM / F1 / Acc of the paper and of ours side by side, a row for each method. The paper's methods
+    that were not asked stand there as well, so that each of its numbers has its place."""
+    titles = {name: find_method(name).title for name in methods}
+    paper = {title: PAPER["sets"].get(title, {}) for title in sets}
+    rows, shown = [], set()
+    for name, title in titles.items():
+        named = PAPER_NAMES.get(find_base(name), "")
+        named = "" if named in shown else named
+        shown.add(named)
+        cells = [
+            cell for set_title in sets for cell in (_triple(paper[set_title].get(named)), _ours(sets[set_title], name))
+        ]
+        rows.append([title, named or "-", *cells])
+    known = [name for each in paper.values() for name in each if (name in ABLATION_NAMES) == _is_ablation(methods)]
+    for named in dict.fromkeys(known):
+        if named not in shown:
+            cells = [cell for set_title in sets for cell in (_triple(paper[set_title].get(named)), "-")]
+            rows.append(["-", named, *cells])
+    columns = [column for title in sets for column in (f"{title}: paper", "ours")]
+    return [
+        *markdown_table(["Ours", "Paper", *columns], rows),
+        "",
+        "EM / F1 / Acc, %; the paper's are of Mistral 7B.",
+        "",
+    ]
+
+
+ABLATION_NAMES = {PAPER_NAMES[name] for name in ABLATIONS}
+
+
+def _is_ablation(methods: Sequence[str]) -> bool:
+    return any(find_base(name) in ABLATIONS for name in methods)
+
+
+def _triple(numbers: Sequence[float | None] | None) -> str:
+    return "-" if numbers is None else " / ".join("-" if each is None else f"{each:.1f}" for each in numbers)
+
+
+def _ours(entry: dict[str, Any], method: str) -> str:
+    if (numbers := entry["methods"].get(method)) is None:
+        return "-"
+    return _triple([(score(numbers, metric) or [None])[0] for metric in ("em", "f1", "acc")])
+
+
+def costs(sets: dict[str, Any]) -> list[str]:
+    """Markdown lines: beside each F1 the wrong-passage floor and the retention, and the measured rate."""
+
+    def cell(entry: dict, method: str) -> str | None:
+        shown, rate = evidence(entry, method), entry["methods"].get(method, {}).get("compression_rate")
+        return shown if shown is None or rate is None else f"{shown}, x{rate:.1f}"
+
+    note = (
+        "*Floor*: F1 with another question's passages. *Kept*: (F1 - closed book) / (text - closed book); the closed "
+        "book is Naive, the text is read by the fine-tuned reader where it is here, else by the bare base model. "
+        "*x*: tokens of text per position, measured."
+    )
+    return [*table("F1 (floor, kept), rate", method_titles(sets), sets, cell), note, ""]
+
+
+def footnote_of(sets: dict[str, Any], settings: EvaluationSettings) -> str:
+    """What the numbers are, and of which passages."""
+    machine = {"sets": sets, "machine": summarize(settings.output)["machine"]}
+    read = "; ".join(f"{title}: {entry['passages']}" for title, entry in sets.items())
+    return f"{footnote(machine)} Passages read: {read}."

@@ -1,0 +1,289 @@
+"""Retrieval as in the paper: a dense retriever finds twenty passages, a re-ranker orders them, the first is read.
+
+    python -m arcaligner.evaluation.retrieval --tasks nq,squad --data FOLDER --pool FOLDER/recon_train.jsonl.gz \\
+        --reranker aligner:checkpoints/arcaligner-smollm2-135m --output runs/retrieved
+    python -m arcaligner evaluate --recipe smollm2_135m --data runs/retrieved --tasks nq --top-k 1 --output runs/read
+
+    <output>/<task>.jsonl.gz           the task's questions with the passages that were found, in the re-ranker's order
+    <output>/orders/<task>/...jsonl    of each question which passages of the pool were found, and their order
+    <output>/embeddings/               of the pool's passages, by the retriever
+    <output>/recall.md                 recall before and after
+
+The pool is the passages of files of rows or of texts; `--pool` names several, separated by commas. Recall@k is the
+share of questions for which a gold answer stands in the first k passages. A second run encodes and orders what is
+missing. A re-ranker that writes a wrong list is counted, and leaves its question in the retriever's order.
+"""
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import datasets
+import numpy as np
+import torch
+import typer
+from datasets import Features, Value
+from rich.progress import track
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.util import semantic_search
+
+from ..answering_arcaligner import search_text
+from ..common.files import digest, markdown_table, run_command, write_whole
+from ..common.rows import Row, contains_match
+from ..configuration_arcaligner import DEFAULT_ENCODER
+from ..loading_arcaligner import missing_model_message, resolve_model
+from ..train.examples import open_corpus
+from ..train.prepare_data import write_file
+from .metrics import percent_interval, shown_interval
+from .rerankers import Reranker, WrongListError, load_reranker
+from .runs import AnswerFile, row_digest
+from .settings import split_names
+from .tasks import TASKS
+
+logger = logging.getLogger(__name__)
+
+NUM_FOUND = 20  # passages that are re-ranked, the paper's
+KS = (1, 5, 20)
+SHARD = 2048  # passages whose embeddings are kept together
+RETRIEVER = "facebook/contriever"  # the paper's
+
+
+@dataclass(frozen=True)
+class RetrievalSettings:
+    """
+    What passages are found with.
+
+    Args:
+        pool (`list[str]`): Sources of passages, as in `common/rows.py`.
+        retriever (`str`): A SentenceTransformer or, as Contriever, an encoder whose token states are averaged.
+        reranker (`str`, *optional*): See `rerankers.py`. Default: the retriever's order stays.
+        endpoint (`str`, *optional*): Of a listwise re-ranker.
+        num_found (`int`): How many passages are found, and re-ranked.
+    """
+
+    pool: list[str]
+    retriever: str = RETRIEVER
+    reranker: str | None = None
+    endpoint: str | None = None
+    num_found: int = NUM_FOUND
+
+    def __post_init__(self):
+        if not self.pool:
+            raise ValueError("`pool` names no source of passages.")
+        if self.num_found < 1:
+            raise ValueError(f"`num_found` is {self.num_found}; expected at least 1 passage.")
+
+    @property
+    def about(self) -> str:
+        """What these passages are, in words for tables."""
+        order = f", re-ranked by {self.reranker}" if self.reranker else ""
+        return f"the first of {self.num_found} found by {self.retriever}{order}"
+
+
+# The pool
+
+
+def open_pool(sources: Sequence[str], data_dir: str = "") -> datasets.Dataset:
+    """The passages of sources, `title` and `text`, each once, in their order, memory-mapped.
+
+    Raises:
+        `ValueError`: no passage with a text.
+    """
+    versions = [open_corpus(source, data_dir=data_dir)._fingerprint for source in sources]
+    given = {"sources": list(sources), "data_dir": data_dir, "versions": versions}
+    features = Features(title=Value("string"), text=Value("string"))
+    pool = datasets.Dataset.from_generator(_unique_passages, features=features, gen_kwargs=given)
+    if not len(pool):
+        raise ValueError(f"The pool {', '.join(sources)} has no passage with a text; there is nothing to retrieve.")
+    return pool
+
+
+def _unique_passages(sources: list[str], data_dir: str, versions: list[str]) -> Iterator[dict[str, str]]:
+    """`versions` make changed sources another pool."""
+    seen = set()
+    for source in sources:
+        for row in open_corpus(source, data_dir=data_dir).select_columns("passages"):
+            for passage in row["passages"]:
+                key = digest([passage["title"], passage["text"]])
+                if passage["text"].strip() and key not in seen:
+                    seen.add(key)
+                    yield passage
+
+
+class DensePool:
+    """
+    A pool of passages by their embeddings, which are kept in a folder, shard by shard, and searched exactly.
+
+    Args:
+        pool (`datasets.Dataset`): Of [`open_pool`].
+        retriever (`str`): Its name.
+        folder (`Path`): For embeddings: a shard is found by the digest of its texts, so that a killed run goes on.
+        device (`str`): Where the retriever runs.
+    """
+
+    def __init__(self, pool: datasets.Dataset, retriever: str, folder: Path, device: str = "cpu"):
+        try:
+            self.encoder = SentenceTransformer(resolve_model(retriever), device=device)
+        except OSError as error:
+            raise OSError(missing_model_message("retriever", retriever, error)) from error
+        self.pool, self.folder = pool, folder / re.sub(r"[^\w.-]+", "--", retriever.strip("/"))
+
+    def shards(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The number of the first passage of each shard, and its embeddings (num_passages, width), made where they are
+        not kept."""
+        starts = range(0, len(self.pool), SHARD)
+        for start in track(starts, "embeddings of passages", transient=True):
+            texts = [search_text(each["title"], each["text"]) for each in self._part(start)]
+            path = self.folder / f"{digest(texts)}.npy"
+            if not path.exists():
+                embeddings = self.encoder.encode_document(texts, show_progress_bar=False, batch_size=64)
+                if not np.isfinite(embeddings).all():
+                    bad = texts[int(np.argmin(np.isfinite(embeddings).all(axis=1)))]
+                    raise ValueError(f"The retriever returned NaN for {bad[:80]!r}. Leave it out, or use another one.")
+                write_whole(path, lambda file, numbers=embeddings: np.save(file, numbers.astype(np.float16)))
+            yield start, torch.from_numpy(np.load(path)).float()
+
+    def _part(self, start: int) -> list[dict[str, str]]:
+        return self.pool.select(range(start, min(start + SHARD, len(self.pool)))).to_list()
+
+    def search(self, questions: list[str], number: int) -> list[list[int]]:
+        """For each question the passages with the largest inner products, the best first."""
+        queries = self.encoder.encode_query(questions, show_progress_bar=False, convert_to_tensor=True).float().cpu()
+        best: list[list[tuple[float, int]]] = [[] for _ in questions]
+        for start, embeddings in self.shards():
+            found = semantic_search(queries, embeddings, top_k=number, score_function=lambda a, b: a @ b.T)
+            for own, hits in zip(best, found, strict=True):
+                own += [(-hit["score"], start + hit["corpus_id"]) for hit in hits]
+                own[:] = sorted(own)[:number]
+        return [[place for _, place in own] for own in best]
+
+
+# Found and ordered
+
+
+def retrieve(
+    settings: RetrievalSettings, name: str, rows: list[Row], output: Path, data_dir: str = "", device: str = "cpu"
+) -> tuple[list[Row], dict[str, Any]]:
+    """
+    Finds passages for the questions of a task, orders them, and writes them to `output`.
+
+    Returns:
+        `tuple`: The rows with the passages that were found, in the re-ranker's order, and `{"before", "after": {k:
+        [percent, low, high]}, "wrong_lists": {reason: count}, "questions", "passages"}`.
+    """
+    pool = open_pool(settings.pool, data_dir)
+    slug = re.sub(r"[^\w.-]+", "--", f"{settings.retriever}--{settings.reranker or 'as-found'}".strip("/"))
+    file = AnswerFile(output / "orders", name, slug)
+    made_with = {"pool": pool._fingerprint, "retriever": settings.retriever, "reranker": settings.reranker}
+    todo = file.open(made_with | {"num_found": settings.num_found}, rows)
+    if todo:
+        dense = DensePool(pool, settings.retriever, output / "embeddings", device)
+        reranker = load_reranker(settings.reranker, settings.endpoint, device) if settings.reranker else None
+        found = dense.search([row["question"] for row in todo], settings.num_found)
+        with file.claim():
+            for row, places, order in zip(todo, found, _orders(reranker, todo, found, pool), strict=True):
+                problem = {"problem": str(order)} if isinstance(order, WrongListError) else {}
+                order = list(range(len(places))) if problem else order
+                own = {"id": row["id"], "row": row_digest(row), "found": places, "order": order}
+                file.append([own | problem])
+    by_id = {line["id"]: line for line in file.read()}
+    before, after = [], []
+    for row in rows:
+        line = by_id[row["id"]]
+        passages = pool.select(line["found"]).to_list()
+        before.append(row | {"passages": passages})
+        after.append(row | {"passages": [passages[number] for number in line["order"]]})
+    write_file(output / f"{name}.jsonl.gz", [_plain(row) for row in after])
+    wrong = Counter(by_id[row["id"]]["problem"] for row in rows if "problem" in by_id[row["id"]])
+    if wrong:
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(wrong.items()))
+        logger.warning(
+            "%s: %d of %d wrong lists of %s, these questions keep the retriever's order (%s)",
+            *(name, wrong.total(), len(rows), settings.reranker, reasons),
+        )
+    return after, {
+        "questions": len(rows),
+        "passages": len(pool),
+        "before": recall_at_k(before),
+        "after": recall_at_k(after),
+        "wrong_lists": dict(wrong),
+    }
+
+
+def _orders(
+    reranker: Reranker | None, rows: list[Row], found: list[list[int]], pool: datasets.Dataset
+) -> Iterator[list[int] | WrongListError]:
+    if reranker is None:
+        return iter([list(range(len(places))) for places in found])
+    passages = [pool.select(places).to_list() for places in found]
+    ordered = reranker([row["question"] for row in rows], passages)
+    return iter(track(ordered, "re-ranking", total=len(rows), transient=True))
+
+
+def _plain(row: Row) -> Row:
+    """A row of a file: the numbers of gold passages are of others."""
+    meta = {key: value for key, value in (row.get("meta") or {}).items() if key != "gold"}
+    return {key: row[key] for key in ("id", "question", "answers", "passages")} | ({"meta": meta} if meta else {})
+
+
+def recall_at_k(rows: list[Row]) -> dict[int, list[float]]:
+    """For each of `KS` the share of rows, in percent with its interval, in whose first k passages a gold stands."""
+    found = {}
+    for k in KS:
+        texts = (" ".join(passage["text"] for passage in row["passages"][:k]) for row in rows)
+        found[k] = percent_interval(
+            [contains_match(text, row["answers"]) for text, row in zip(texts, rows, strict=True)]
+        )
+    return found
+
+
+def recall_table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Markdown lines: recall of each task before and after re-ranking, and the wrong lists."""
+    rows = []
+    for name, numbers in found.items():
+        for when in ("before", "after"):
+            cells = [shown_interval(numbers[when][k]) for k in KS]
+            wrong = sum(numbers["wrong_lists"].values()) if when == "after" else ""
+            rows.append([TASKS[name].title, when, *cells, wrong, numbers["questions"], numbers["passages"]])
+    columns = ["Set", "Re-ranking", *(f"Recall@{k}" for k in KS), "Wrong lists", "Questions", "Passages in the pool"]
+    return markdown_table(columns, rows)
+
+
+def main(
+    pool: Annotated[str, typer.Option(help="Sources of passages, separated by commas.")],
+    output: Annotated[Path, typer.Option(help="Folder for rows, embeddings and recall.")],
+    tasks: Annotated[str, typer.Option(help="Tasks, separated by commas.")] = "nq",
+    data: Annotated[Path | None, typer.Option(help="Folder with TASK.jsonl.gz. Default: the Hub.")] = None,
+    retriever: Annotated[
+        str, typer.Option(help=f"Encoder that searches; the paper's is {RETRIEVER}.")
+    ] = DEFAULT_ENCODER,
+    reranker: Annotated[
+        str | None, typer.Option(help="listwise:MODEL, cross_encoder:MODEL or aligner:CHECKPOINT. Default: none.")
+    ] = None,
+    endpoint: Annotated[str | None, typer.Option(help="OpenAI-compatible address of a listwise re-ranker.")] = None,
+    num_questions: Annotated[
+        int | None, typer.Option("-n", min=1, help="Maximum number of questions per task.")
+    ] = None,
+    num_found: Annotated[int, typer.Option(min=1, help="Passages to find and re-rank.")] = NUM_FOUND,
+    device: Annotated[str, typer.Option(help="Where models run: cpu, cuda.")] = "cpu",
+) -> None:
+    """Finds and re-ranks passages for the questions of tasks, and prints Recall@k before and after."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    settings = RetrievalSettings(split_names(pool), retriever, reranker, endpoint, num_found)
+    found = {}
+    for name in split_names(tasks):
+        if name not in TASKS:
+            raise ValueError(f"There is no task {name!r}. Known: {', '.join(TASKS)}.")
+        rows = TASKS[name].load(data, num_questions)
+        _, found[name] = retrieve(settings, name, rows, output, device=device)
+    lines = [*recall_table(found), "", f"Found by {retriever}; re-ranked by {reranker or 'nothing'}."]
+    write_whole(output / "recall.md", "\n".join([*lines, ""]))
+    typer.echo("\n".join(lines))
+
+
+if __name__ == "__main__":
+    run_command(main)

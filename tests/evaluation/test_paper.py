@@ -1,0 +1,170 @@
+"""The paper's tables, figures and case studies come out of an evaluation's answers, with the paper's numbers beside."""
+
+import json
+
+import pytest
+from conftest import random_aligner
+from training_rows import question_rows, write_rows
+
+from arcaligner.evaluation import paper
+from arcaligner.evaluation.analyses import gates, perplexity
+from arcaligner.evaluation.analyses.categories import categorize
+from arcaligner.evaluation.answering import load_aligner
+from arcaligner.evaluation.paper import PARTS, TASKS_OF_PAPER, Reproduction, comparison, reproduce
+from arcaligner.evaluation.results import PAPER, retention
+from arcaligner.evaluation.runs import FLOOR, AnswerFile
+from arcaligner.evaluation.settings import read_settings
+from arcaligner.evaluation.tasks import wrong_passages
+
+pytestmark = pytest.mark.usefixtures("few_tokens")
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Four questions of each of the paper's sets but WebQuestions, and texts to read back."""
+    (folder := tmp_path / "data").mkdir()
+    for name in TASKS_OF_PAPER[:-1]:
+        write_rows(folder / f"{name}.jsonl", question_rows(4))
+    write_rows(folder / "recon_heldout.jsonl.gz", question_rows(3))
+    return folder
+
+
+@pytest.fixture
+def make(tmp_path, data, checkpoint_dir):
+    """A reproduction with changes to the keys of the recipe."""
+
+    def made(num_questions=None, **changes) -> Reproduction:
+        keys = {"checkpoint": str(checkpoint_dir), "data": data, "output": tmp_path / "run", "batch_size": 2}
+        keys |= {"tasks": list(TASKS_OF_PAPER)}
+        return Reproduction(read_settings(None, keys | changes, {"num_questions": num_questions}), num_questions)
+
+    return made
+
+
+def test_main_table_has_both(make, caplog):
+    """Each number of the paper has its place beside ours, a method that is not here is named, and floors are asked."""
+    (page,) = reproduce("table1", make(floor=True))
+    text = page.read_text(encoding="utf-8")
+    paper_row = "31.8 / 36.0 / 33.4"
+    (line,) = (line for line in text.splitlines() if paper_row in line)
+    assert line.startswith("| **ArcAligner** | ArcAligner |") or line.startswith("| ArcAligner")
+    for named in PAPER["sets"]["HotpotQA"].keys() - paper.ABLATION_NAMES:
+        assert f"| {named} |" in text, named
+    assert "w/o Recursion" not in text and "skipped xRAG" in caplog.text
+    wrong = AnswerFile(make().settings.output / FLOOR, "nq", "arcaligner").read()
+    assert len(wrong) == 4 and "floor" in text
+    assert not AnswerFile(make().settings.output / FLOOR, "nq", "naive").read()
+
+
+def test_second_run_asks_nothing(make, monkeypatch):
+    reproduce("ablation", make())
+    monkeypatch.setattr("arcaligner.evaluation.evaluate.in_batches", None)
+    (page,) = reproduce("ablation", make())
+    assert "| w/o Gate (Max Loop) | 27.2 / 31.7 / 31.0 |" in page.read_text(encoding="utf-8")
+
+
+def test_wrong_passages_hold_no_answer():
+    """The passages of the nearest row before, else behind, without an answer; the same however many rows follow."""
+    rows = [
+        {"id": str(number), "question": "?", "answers": [answer], "passages": [{"title": "", "text": text}]}
+        for number, (answer, text) in enumerate([("a1", "a1 b2"), ("b2", "b2"), ("c3", "c3"), ("no", "north")])
+    ]
+    texts = [row["passages"][0]["text"] for row in wrong_passages(rows, "SQuAD")]
+    assert texts == ["b2", "c3", "b2", "c3"]
+    assert wrong_passages(rows[:3], "SQuAD") == wrong_passages(rows, "SQuAD")[:3]
+    with pytest.raises(ValueError, match="SQuAD: no other of the 1 questions.*leave the floor out"):
+        wrong_passages(rows[:1], "SQuAD")
+
+
+def test_retention_is_between_bounds():
+    numbers = {"naive": 10.0, "standard_rag": 20.0, "full_text_lora": 50.0, "arcaligner": 30.0}
+    entry = {"methods": {name: {"f1": [f1, f1, f1]} for name, f1 in numbers.items()}}
+    assert retention(entry, "arcaligner") == 50.0 and retention(entry, "standard_rag") is None
+    del entry["methods"]["full_text_lora"]
+    assert retention(entry, "arcaligner") == 200.0
+    del entry["methods"]["naive"]
+    assert retention(entry, "arcaligner") is None
+
+
+def test_acc_stands_beside_where_judged():
+    numbers = {"em": [1.0] * 3, "f1": [2.0] * 3}
+    sets = {"HotpotQA": {"methods": {"naive": numbers | {"acc": {"judge": [3.0, 0, 9]}}, "arcaligner": numbers}}}
+    lines = comparison(sets, ["naive", "arcaligner"])
+    assert "| Naive | Naive | 21.2 / 13.4 / 23.2 | 1.0 / 2.0 / 3.0 |" in lines
+    assert "| ArcAligner | ArcAligner | 26.6 / 34.9 / 33.4 | 1.0 / 2.0 / - |" in lines
+    assert "| - | COCOM x4 | 25.2 / 32.5 / 31.2 | - |" in lines
+
+
+# Figures
+
+
+def test_gates_are_counted(make, checkpoint_dir, monkeypatch):
+    """Loops are those of a forward pass over each question alone; a second run counts nothing again."""
+    made = make()
+    (page,) = reproduce("gates", made)
+    model, processor = load_aligner(str(checkpoint_dir), "cpu")
+    counts = sum(
+        gates.count_loops(model, processor, [row], 1, "one", "segment").sum(axis=0) for row in question_rows(4)
+    )
+    kept = json.loads((made.folder / "gates_nq.json").read_text())["numbers"]
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    assert kept["shares"] == pytest.approx(shares) and kept["slots"] == counts[0].sum()
+    assert kept["loops"] == pytest.approx([1 * a + 2 * b + 3 * c for a, b, c in shares]) and max(kept["loops"]) > 1
+    monkeypatch.setattr(gates, "count_loops", None)
+    assert reproduce("gates", made) == [page] and (made.folder / "gates.svg").exists()
+
+
+def test_gates_that_are_off_are_refused(make, base_model_dir, processor, tmp_path):
+    random_aligner(base_model_dir, processor, seed=4, gate_mode="off").save_pretrained(tmp_path / "off")
+    processor.save_pretrained(tmp_path / "off")
+    with pytest.raises(ValueError, match="gates: The gates of .*off decide nothing: its `gate_mode` is 'off'"):
+        reproduce("gates", make(checkpoint=str(tmp_path / "off")))
+    found = reproduce("gates", make(checkpoint=str(tmp_path / "off"), reproduce={"gated": make().settings.checkpoint}))
+    assert [page.name for page in found] == ["gates.md"]
+
+
+def test_categories_partition_questions(tmp_path):
+    """Each question is in one category, by whether the bases are right, and counts there for each method."""
+    right = {
+        "naive": {"1": True, "2": True, "3": False, "4": False},
+        "standard_rag": {"1": True, "2": False, "3": True, "4": False},
+        "arcaligner": {"1": True, "2": False, "3": True},
+    }
+    sets = categorize(
+        tmp_path, ["nq", "webq"], ["arcaligner"], lambda file: right[file.method] if file.task == "nq" else {}
+    )
+    (parts,) = sets.values()
+    assert [parts[category]["questions"] for category in ("TT", "TF", "FT", "FF")] == [1, 1, 1, 1]
+    shares = {category: part["methods"].get("ArcAligner", [None])[0] for category, part in parts.items()}
+    assert shares == {"TT": 100.0, "TF": 0.0, "FT": 100.0, "FF": None}
+
+
+def test_perplexity_of_text_and_slots(make, checkpoint_dir):
+    """Perplexity is that of the NLL per token; Base reads the text itself, and a checkpoint that is not here is left
+    out by name."""
+    stages = {"ours": str(checkpoint_dir), "xRAG": "runs/nowhere"}
+    made = make(reproduce={"stage_one": stages})
+    (page,) = reproduce("perplexity", made)
+    text = page.read_text(encoding="utf-8")
+    assert "| Base |" in text and "| ours |" in text and "xRAG" not in text
+    model, processor = load_aligner(str(checkpoint_dir), "cpu")
+    losses = perplexity.slot_losses(model, processor, question_rows(3), "segment")
+    found = perplexity.summarize_losses(losses)
+    assert json.loads((made.folder / "perplexity_ours.json").read_text())["numbers"] == found
+    assert found["passages"] == 3 and found["perplexity"][1] < found["perplexity"][0] < found["perplexity"][2]
+    with pytest.raises(ValueError, match="No checkpoint after stage I is here. Train one"):
+        reproduce("perplexity", make(reproduce={"stage_one": {"xRAG": "runs/nowhere"}}))
+
+
+def test_all_leaves_out_by_name(make, caplog):
+    """All parts are made but those that need what is not here, which are named."""
+    pages = reproduce("all", make(num_questions=1))
+    assert [page.stem for page in pages] == [name for name in PARTS if name != "perplexity"]
+    assert "left out perplexity: No checkpoint after stage I" in caplog.text
+    folder = pages[0].parent
+    pictures = {path.stem for path in folder.glob("*.svg")}
+    assert pictures == {"backbones", "gates", "categories", "ratios", "case_1", "case_2", "case_3"}
+    cases = (folder / "cases.md").read_text(encoding="utf-8")
+    assert "In what country is Toronto Northwest?" in cases and "`traj = [" in cases and "LL" in cases
+    with pytest.raises(ValueError, match="no part 'table4' of the paper; expected one of table1"):
+        reproduce("table4", make())
