@@ -93,6 +93,10 @@ class RecipeArguments:
             three times as fast backward as `"sdpa"` for rows of a few hundred tokens.
         compile_layers (`bool`): Whether the decoder layers are compiled, which takes a minute once and saves time in
             long runs.
+        passages_first (`bool`): Whether a step runs the slots of all passages first and then the turns that read them:
+            fewer and shorter rows. For independent passages (`passage_attention: separate`) and one process.
+        attention_loss_weight (`float`), attention_loss_layers (`list[int]`): With `passages_first`, the weight of the
+            loss on where the answer is read, and the layers it is taken in; see `train/passages_first.py`.
         examples_cache_dir (`str`): Where tokenized examples are kept, for all stages.
     """
 
@@ -121,6 +125,9 @@ class RecipeArguments:
     tokens_per_slot: list[str] = field(default_factory=lambda: ["segment"])
     attn_implementation: str | None = None
     compile_layers: bool = False
+    passages_first: bool = False
+    attention_loss_weight: float = 0.0
+    attention_loss_layers: list[int] = field(default_factory=list)
     examples_cache_dir: str = field(default_factory=_examples_cache)
 
     def __post_init__(self):
@@ -154,12 +161,30 @@ class RecipeArguments:
         for key in ("validation_share", "reconstruction_share"):
             if not 0.0 <= getattr(self, key) < 1.0:
                 raise ValueError(f"`{key}` is {getattr(self, key)}; expected a share of at least 0 and less than 1.")
+        self._check_passages_first()
         if self.distractors and not self.asks_questions:
             raise ValueError(f"`distractors` is for questions, and stage `{self.stage}` asks none. Leave the key out.")
         if self.reconstruction_share and not self.reconstruction_files:
             raise ValueError(
                 f"`reconstruction_share` is {self.reconstruction_share} but `reconstruction_files` "
                 "names none. Name files of passages, or leave the share out."
+            )
+
+    def _check_passages_first(self) -> None:
+        if self.passages_first and num_processes() > 1:
+            raise ValueError("`passages_first` trains on one device. Start one process, or leave the key out.")
+        if not self.attention_loss_weight:
+            return
+        if not self.passages_first:
+            raise ValueError("`attention_loss_weight` needs a step in two phases. Set `passages_first: true`.")
+        if not self.attention_loss_layers:
+            raise ValueError(
+                "`attention_loss_weight` without `attention_loss_layers`. Name the layers, such as [20, 21]."
+            )
+        if self.attn_implementation != "eager":
+            raise ValueError(
+                f"`attn_implementation` is {self.attn_implementation!r}, which returns no attention to learn from. Set "
+                "it to `eager`, or `attention_loss_weight` to 0."
             )
 
     @property

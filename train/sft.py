@@ -40,6 +40,7 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import equal_runs, run_ends
 from ..share.export import save_stage
 from .examples import ExampleBuilder, ExampleSelector, word_rarity
+from .passages_first import PassagesFirstCollator, run_passages_first
 from .recipe import (
     FROM_PROCESSOR,
     AlignerTrainingConfig,
@@ -141,14 +142,15 @@ class ContextCollator:
 def encode_slots(
     config: ArcAlignerConfig, processor: ArcAlignerProcessor, batch: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """What a model of `config` reads in the slots of a batch of [`ContextCollator`], as its keyword arguments:
-    `context_embeds` (batch, max_slots, encoder_hidden_size), with a gradient where the encoder's weights ask for one,
+    """What a model of `config` reads in the slots of a batch of a collator, as its keyword arguments: `context_embeds`
+    (batch or passages, max_slots, encoder_hidden_size), with a gradient where the encoder's weights ask for one,
     and what else it takes."""
     embeds = processor.encoder.encode_inputs(batch["encoder_inputs"])
-    slots = {"context_embeds": embeds.view(*batch["context_passage_ids"].shape, -1)}
+    rows = batch["passage_ids" if "passage_ids" in batch else "context_passage_ids"]
+    slots = {"context_embeds": embeds.view(len(rows), -1, embeds.shape[-1])}
     if config.word_parts:
         slots["context_word_ids"] = batch["context_word_ids"]
-    if config.passage_attention == "separate":
+    if config.passage_attention == "separate" and "context_passage_ids" in batch:
         slots["context_passage_ids"] = batch["context_passage_ids"]
     return slots
 
@@ -201,11 +203,14 @@ class AlignerTrainer(SFTTrainer):
         model ([`ArcAlignerForCausalLM`]): Loaded; what it trains is set here, by the stage.
         stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`.
         encoder_weights (`Sequence[nn.Parameter]`): The encoder's trained weights.
+        attention_loss_weight (`float`), attention_loss_layers (`Sequence[int]`): Of the attention loss, for batches of
+            a [`PassagesFirstCollator`]; see `train/passages_first.py`.
         **kwargs: Passed to [`~trl.SFTTrainer`]: the `args`, a [`ContextCollator`], data, the processor.
 
     Added to the logs:
 
     - `num_tokens`, real ones of all processes, padding not counted;
+    - `attention_loss`, its mean, with a weight of it;
     - in the gating stage `refinement_steps` (mean steps of a slot at a layer) and `open_gates` (share of slots and
       layers with a step);
     - at evaluations `eval_perplexity` of the targets; with `eval_slot_gap`, how much the loss grows with the slots of
@@ -220,6 +225,8 @@ class AlignerTrainer(SFTTrainer):
         *,
         stage: str,
         encoder_weights: Sequence[torch.nn.Parameter] = (),
+        attention_loss_weight: float = 0.0,
+        attention_loss_layers: Sequence[int] = (),
         **kwargs: Any,
     ):
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -251,6 +258,9 @@ class AlignerTrainer(SFTTrainer):
         self._gates = [0, 0, 0]  # since the last log, of all processes: the same without tokens
         self._eval_losses: list[torch.Tensor] = []  # of each batch: summed over targets, number of targets
         self._losses_of_step: list[tuple[torch.Tensor, list[str]]] = []  # with the ids of their rows
+        self.attention_loss_weight = attention_loss_weight
+        self.attention_loss_layers = tuple(attention_loss_layers) if attention_loss_weight else ()
+        self._attention_losses: list[torch.Tensor] = []  # since the last log
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes none, as TRL's names no base model: `save_stage` writes our own."""
@@ -297,6 +307,41 @@ class AlignerTrainer(SFTTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The NLL of a batch's targets (Eq. 10)."""
+        if "passage_ids" in inputs:
+            loss, outputs = self._passages_first_loss(inputs, num_items_in_batch)
+        else:
+            loss, outputs = self._joint_loss(model, inputs, num_items_in_batch)
+        self._losses_of_step.append((loss.detach(), inputs["row_ids"]))
+        if not self.model.training:  # in training once a step, with the gradients
+            self.check_finite()
+        self._keep_metrics(inputs, outputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def _encode(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The slots of a batch, on its device."""
+        has_lora, dtype, device = len(self.model.encoder_weights) > 0, self.model.dtype, self.args.device
+        autocast = torch.autocast(device.type, dtype, enabled=has_lora and dtype != torch.float32)  # LoRA is float32
+        with torch.set_grad_enabled(self.model.training and has_lora), autocast:
+            slots = encode_slots(self.model.config, self.processing_class, inputs)
+        return {name: each.to(device) for name, each in slots.items()}
+
+    def _passages_first_loss(self, inputs: dict[str, Any], num_items_in_batch=None):
+        """The loss and the outputs of a batch of a [`PassagesFirstCollator`]."""
+        layers = self.attention_loss_layers if self.model.training else ()
+        try:
+            slots = self._encode(inputs)
+            outputs, attention_loss = run_passages_first(self.model, inputs, slots, num_items_in_batch, layers)
+        except ValueError as error:
+            error.add_note(f"At step {self.state.global_step}, in the batch of the rows {inputs['row_ids']}.")
+            raise
+        loss = outputs.loss
+        if attention_loss is not None:
+            loss = loss + self.attention_loss_weight * attention_loss
+            self._attention_losses.append(attention_loss.detach())
+        return loss, outputs
+
+    def _joint_loss(self, model, inputs: dict[str, Any], num_items_in_batch=None):
+        """The loss and the outputs of a batch of a [`ContextCollator`]."""
         row_ids, config = inputs["row_ids"], self.model.config
         if inputs["max_turns"] > 1:
             numbers = inputs["context_passage_ids"] if config.passage_attention == "separate" else None
@@ -304,11 +349,8 @@ class AlignerTrainer(SFTTrainer):
             mask, position_ids = turn_mask(inputs["turn_ids"], passage_ids, self.model.dtype)
         else:  # a plain mask, which all attention kernels and sliding windows take
             mask, position_ids = (inputs["turn_ids"] >= 0).long(), None
-        has_lora, dtype, device = len(self.model.encoder_weights) > 0, self.model.dtype, self.args.device
-        autocast = torch.autocast(device.type, dtype, enabled=has_lora and dtype != torch.float32)  # LoRA is float32
         try:
-            with torch.set_grad_enabled(self.model.training and has_lora), autocast:
-                slots = encode_slots(config, self.processing_class, inputs)
+            slots = self._encode(inputs)
             outputs = model(
                 input_ids=inputs["input_ids"],
                 attention_mask=mask,
@@ -317,7 +359,7 @@ class AlignerTrainer(SFTTrainer):
                 use_cache=False,
                 skip_logits=self.skip_logits,
                 num_items_in_batch=num_items_in_batch,
-                **{name: each.to(device) for name, each in slots.items()},
+                **slots,
             )
         except ValueError as error:
             error.add_note(f"At step {self.state.global_step}, in the batch of the rows {row_ids}.")
@@ -325,11 +367,7 @@ class AlignerTrainer(SFTTrainer):
         # The loss is divided by the targets of all processes, and the gradients are averaged over these once more.
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             outputs.loss = outputs.loss * self.accelerator.num_processes
-        self._losses_of_step.append((outputs.loss.detach(), row_ids))
-        if not self.model.training:  # in training once a step, with the gradients
-            self.check_finite()
-        self._keep_metrics(inputs, outputs)
-        return (outputs.loss, outputs) if return_outputs else outputs.loss
+        return outputs.loss, outputs
 
     def check_gradients(self) -> None:
         """Before the optimizer's step, so that no checkpoint has weights that a gradient made NaN."""
@@ -367,7 +405,10 @@ class AlignerTrainer(SFTTrainer):
         has_gates = self.model.config.gate_mode != "off" and outputs.recursion_depth is not None
         # (batch, num_layers, max_slots), -1 where there is no slot
         depths = outputs.recursion_depth if has_gates else inputs["turn_ids"].new_empty(0)
-        counts = [(inputs["turn_ids"] >= 0).sum(), depths.clamp(min=0).sum(), (depths > 0).sum(), (depths >= 0).sum()]
+        num_tokens = (inputs["turn_ids"] >= 0).sum()
+        if "passage_mask" in inputs:  # in a row of their own
+            num_tokens = num_tokens + inputs["passage_mask"].sum()
+        counts = [num_tokens, depths.clamp(min=0).sum(), (depths > 0).sum(), (depths >= 0).sum()]
         self._counts += torch.stack(counts)
 
     def gather_counts(self) -> None:
@@ -386,6 +427,9 @@ class AlignerTrainer(SFTTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training and "loss" in logs:
             logs["num_tokens"] = self.state.num_input_tokens_seen
+            if self._attention_losses:
+                logs["attention_loss"] = float(torch.stack(self._attention_losses).mean())
+                self._attention_losses = []
             steps, opened, num_gates = self._gates
             if num_gates:
                 logs |= {"refinement_steps": steps / num_gates, "open_gates": opened / num_gates}
@@ -559,17 +603,18 @@ def make_trainer(
     if recipe.compile_layers:
         for layer in model.model.decoder_layers:
             layer.compile(dynamic=True)
+    tokens = (processor.encoder.text_tokenizer, recipe.tokens_per_slot, bool(model.config.word_parts))
+    if recipe.passages_first:
+        collator = PassagesFirstCollator(processor.context_token_id, processor.tokenizer, *tokens)
+    else:
+        collator = ContextCollator(processor.context_token_id, processor.tokenizer.pad_token_id or 0, *tokens)
     return AlignerTrainer(
         model,
         stage=recipe.stage,
         args=args,
-        data_collator=ContextCollator(
-            processor.context_token_id,
-            processor.tokenizer.pad_token_id or 0,
-            processor.encoder.text_tokenizer,
-            recipe.tokens_per_slot,
-            context_words=bool(model.config.word_parts),
-        ),
+        data_collator=collator,
+        attention_loss_weight=recipe.attention_loss_weight,
+        attention_loss_layers=recipe.attention_loss_layers,
         encoder_weights=encoder_weights,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,

@@ -1445,7 +1445,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         if only_answerability:
             return ArcAlignerCausalLMOutputWithPast(answerability_logits=answerability)
         if skip_logits:
-            loss = self._loss_without_logits(outputs.last_hidden_state, labels, kwargs.get("num_items_in_batch"))
+            loss = self.targets_loss(outputs.last_hidden_state, labels, kwargs.get("num_items_in_batch"))
             return ArcAlignerCausalLMOutputWithPast(
                 loss=loss, hidden_states=outputs.hidden_states, recursion_depth=outputs.recursion_depth
             )
@@ -1479,7 +1479,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             )
         return LayerStates(self.config.answerability_layers, only_answerability)
 
-    def _loss_without_logits(self, hidden_states, labels, num_items_in_batch=None) -> torch.Tensor:
+    def targets_loss(self, hidden_states, labels, num_items_in_batch=None) -> torch.Tensor:
         """The mean NLL (Eq. 10) of the labeled positions; `hidden_states` (batch, seq_len, hidden)."""
         targets = labels[:, 1:].flatten()  # (batch * (seq_len - 1),)
         is_target = (targets != -100) & (targets != self.config.context_token_id)

@@ -1,0 +1,146 @@
+"""A step in two phases is the step in one, and its attention loss asks for the passages that hold the answer."""
+
+import pytest
+import torch
+from conftest import random_aligner
+from training_recipes import logs, run
+from training_rows import PASSAGES, question_rows
+
+from arcaligner.attention_arcaligner import place_passage_ids
+from arcaligner.train.examples import ExampleBuilder
+from arcaligner.train.passages_first import PassagesFirstCollator, attention_loss, run_passages_first, turns_mask
+from arcaligner.train.sft import ContextCollator, encode_slots, turn_mask
+
+
+def examples(processor, count=4):
+    """Questions about one to three passages; the answer, the last word of a passage, stands in its own passage only."""
+    found = []
+    for number, row in enumerate(question_rows(count)):
+        others = [{"title": title, "text": text} for title, text in PASSAGES if text != row["passages"][0]["text"]]
+        row |= {"passages": [*others[: number % 3], *row["passages"]]}
+        found += ExampleBuilder(processor).question_examples([row])
+    found[0]["turns"] = found[0]["turns"] * 2  # side by side
+    return found
+
+
+@pytest.fixture
+def aligner(base_model_dir, processor):
+    """Independent passages, every part random, attention that returns its weights."""
+    settings = {"passage_attention": "separate", "word_parts": 2, "attn_implementation": "eager", "lora_dropout": 0.0}
+    return random_aligner(base_model_dir, processor, 0, **settings).train()
+
+
+def two_phases(aligner, processor, rows, rate, **settings):
+    tokens = (processor.encoder.text_tokenizer, (rate,), True)
+    batch = PassagesFirstCollator(processor.context_token_id, processor.tokenizer, *tokens)(rows)
+    slots = encode_slots(aligner.config, processor, batch)
+    return batch, *run_passages_first(aligner, batch, slots, **settings)
+
+
+def one_phase(aligner, processor, rows, rate, **settings):
+    """All of an example in a row, with a mask; the inputs and the output."""
+    tokens = (processor.encoder.text_tokenizer, (rate,), True)
+    batch = ContextCollator(processor.context_token_id, 0, *tokens)(rows)
+    slots = encode_slots(aligner.config, processor, batch)
+    is_slot = batch["input_ids"] == processor.context_token_id
+    placed = place_passage_ids(is_slot, batch["context_passage_ids"])
+    mask, position_ids = turn_mask(batch["turn_ids"], placed, aligner.dtype)
+    ids, labels = batch["input_ids"], batch["labels"]
+    options = {"attention_mask": mask, "position_ids": position_ids, "labels": labels, "use_cache": False}
+    return batch | {"placed": placed}, aligner(ids, **options, **slots, **settings)
+
+
+def gradients(aligner, loss):
+    aligner.zero_grad()
+    loss.backward()
+    return {name: each.grad.clone() for name, each in aligner.named_parameters() if each.grad is not None}
+
+
+@pytest.mark.parametrize("stage", ["grounding", "gating"])
+@pytest.mark.parametrize("rate", [2, "segment"])
+def test_two_phases_are_one(aligner, processor, stage, rate):
+    """Loss and gradients, with several passages and turns, and with gates."""
+    aligner.set_stage(stage)
+    rows = examples(processor)
+    _, outputs, _ = two_phases(aligner, processor, rows, rate)
+    _, expected = one_phase(aligner, processor, rows, rate)
+    torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    own, wanted = gradients(aligner, outputs.loss), gradients(aligner, expected.loss)
+    assert any("lora_A" in name and each.abs().max() > 1e-6 for name, each in own.items())
+    # Nothing reads what slots become in the last layer.
+    unused = [wanted.pop(name) for name in wanted.keys() - own.keys()]
+    assert all(not each.any() for each in unused)
+    torch.testing.assert_close(own, wanted, rtol=1e-3, atol=1e-6)
+
+
+def test_items_divide_the_loss(aligner, processor):
+    rows = examples(processor)
+    batch, outputs, _ = two_phases(aligner, processor, rows, 2, num_items_in_batch=100)
+    _, expected, _ = two_phases(aligner, processor, rows, 2)
+    torch.testing.assert_close(outputs.loss * 100, expected.loss * (batch["labels"][:, 1:] >= 0).sum())
+
+
+def test_slots_of_the_answer_are_marked(processor):
+    rows = examples(processor, 3)  # about one, two and three passages, the answering one last
+    collator = PassagesFirstCollator(processor.context_token_id, processor.tokenizer, processor.encoder.text_tokenizer)
+    batch = collator(rows)
+    for number, row in enumerate(rows):
+        documents = [segment["document"] for segment in row["segments"]]  # a slot each
+        held = [number > 0 and document == max(documents) for document in documents]
+        length = len(row["head"])
+        for turn in range(len(row["turns"])):
+            assert batch["holds_answer"][number, turn, length : length + len(held)].tolist() == held
+        assert not batch["holds_answer"][number, :, :length].any()
+        assert batch["is_slot"][number].sum() == len(documents)
+
+
+def test_the_attention_loss_is_the_share_that_is_read(aligner, processor):
+    """As all attention of the step in one phase has it."""
+    rows, layers = examples(processor), [1]
+    _, _, loss = two_phases(aligner, processor, rows, 2, attention_layers=layers)
+    batch, outputs = one_phase(aligner, processor, rows, 2, output_attentions=True)
+    wanted = []
+    for number in range(len(rows)):
+        placed, labels, turns = (batch[name][number] for name in ("placed", "labels", "turn_ids"))
+        last = int(placed.max())
+        if last == 0:  # nothing to choose
+            continue
+        for at in range(len(labels) - 1):
+            if labels[at + 1] >= 0 and turns[at] == turns[at + 1]:
+                read = outputs.attentions[layers[0]][number, :, at].sum(dim=0)
+                wanted.append(torch.log(read[placed >= 0].sum() + 1e-4) - torch.log(read[placed == last].sum() + 1e-4))
+    assert len(wanted) > 4
+    torch.testing.assert_close(loss, torch.stack(wanted).mean(), rtol=1e-4, atol=1e-5)
+
+
+def test_no_choice_no_attention_loss():
+    batch = {"turn_ids": torch.tensor([[0, 0]]), "labels": torch.tensor([[-100, 3]]), "kept": torch.tensor([[0, 1]])}
+    batch |= {"is_slot": torch.tensor([[False, True]]), "holds_answer": torch.zeros(1, 1, 2, dtype=torch.bool)}
+    assert attention_loss([torch.full((1, 1, 2, 4), 0.25)], batch) is None
+
+
+def test_turns_read_the_prompt_and_themselves():
+    mask = turns_mask(torch.tensor([[0, 0, 1, -1]]), torch.tensor([[5, 6, -1]]), torch.float32)
+    reads = [[1, 1, 0, 1, 0, 0, 0], [1, 1, 0, 1, 1, 0, 0], [1, 1, 0, 0, 0, 1, 0], [1, 1, 0, 0, 0, 0, 1]]
+    assert (mask == 0).int().tolist() == [[reads]]
+
+
+def test_a_recipe_trains_passages_first(tmp_path, write_recipe):
+    aligner = {"lora_r": 4, "gate_hidden_size": 8, "passage_attention": "separate", "word_parts": 2}
+    keys = {"aligner": aligner, "passages_first": True, "distractors": 1.0, "attn_implementation": "eager"}
+    keys |= {"attention_loss_weight": 0.3, "attention_loss_layers": [1], "logging_steps": 1}
+    run(write_recipe("grounding", tmp_path / "run", **keys))
+    assert len(logs(tmp_path / "run", "attention_loss")) == 4
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"attention_loss_weight": 0.3}, "two phases"),
+        ({"attention_loss_weight": 0.3, "passages_first": True}, "attention_loss_layers"),
+        ({"attention_loss_weight": 0.3, "passages_first": True, "attention_loss_layers": [1]}, "eager"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, write_recipe, keys, message):
+    with pytest.raises(ValueError, match=message):
+        run(write_recipe("grounding", tmp_path / "run", **keys))

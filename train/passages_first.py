@@ -1,0 +1,236 @@
+"""A training step in two phases, which independent passages allow: first their slots, then the turns that read them.
+
+A slot of an independent passage reads the beginning of the prompt and its own passage, never a turn or another passage.
+So the passages of a batch run through the aligner first, each in a row of its own, and then the turns of each example
+run through the frozen layers, on the keys and values of its slots. No row is as long as all passages of a question
+together, no mask hides most of what is computed, and turns are never slots. The loss is the one of one phase
+(`tests/train/test_passages_first.py`).
+
+Beyond the paper, the *attention loss* says at each layer what the NLL says at the end only: of what a position that
+predicts the answer reads in slots, `-log` of the share in the passages that hold the answer, summed over heads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.cache_utils import Cache, DynamicCache
+
+from ..attention_arcaligner import CACHE
+from ..common.files import stable_number
+from ..encoder_arcaligner import EncoderTokenizer
+from ..modeling_arcaligner import ArcAlignerCausalLMOutputWithPast, ArcAlignerForCausalLM
+from ..segmentation_arcaligner import equal_runs, run_ends
+
+NO_SHARE = 1e-4  # added to what is read, so that the logarithm is finite
+
+
+@dataclass
+class PassagesFirstCollator:
+    """
+    Makes a batch of examples in two parts. Arguments are those of `ContextCollator`, and
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The backbone's: which passages hold an answer is
+            searched in their text.
+
+    Returns a dictionary of
+
+    - `passage_ids`, `passage_mask`: `torch.LongTensor` (passages, longest): the beginning of the prompt and a context
+      token for each slot of one passage;
+    - `encoder_inputs`, `context_word_ids`: the slots of these rows;
+    - `input_ids`, `labels`, `turn_ids`, `position_ids`: `torch.LongTensor` (batch, seq_len): the turns of each example
+      side by side; `turn_ids` is -1 in padding;
+    - `kept`: `torch.LongTensor` (batch, num_kept), which of the passages' positions, counted over all rows, the turns
+      of an example read: those of the beginning once, then all slots; -1 in padding;
+    - `is_slot`: `torch.BoolTensor` (batch, num_kept);
+    - `holds_answer`: `torch.BoolTensor` (batch, max_turns, num_kept), the slots of passages with the turn's answer;
+      none where no passage has it, or each one;
+    - `row_ids`: `list[str]`.
+    """
+
+    context_token_id: int
+    tokenizer: PreTrainedTokenizerBase
+    encoder_tokenizer: EncoderTokenizer
+    tokens_per_slot: Sequence[int | str] = ("segment",)
+    context_words: bool = False
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        row_ids = [row["row_id"] for row in rows]
+        rate = self.tokens_per_slot[stable_number("rate:" + ":".join(row_ids), len(self.tokens_per_slot))]
+        segments = [segment for row in rows for segment in row["segments"]]
+        runs = [equal_runs(len(segment["word_ids"]), rate) for segment in segments]
+        words = [own["word_ids"][start:end] for own, ends in zip(segments, runs, strict=True) for start, end in ends]
+        # Slots of a segment stand together, and so do segments of a passage.
+        slots_of_segment = iter(map(len, runs))
+        heads, sizes, passages_of_row = [], [], []
+        for row in rows:
+            counts: dict[int, int] = {}
+            for segment in row["segments"]:
+                counts[segment["document"]] = counts.get(segment["document"], 0) + next(slots_of_segment)
+            passages_of_row.append(list(counts))
+            sizes += counts.values()
+            heads += [row["head"]] * len(counts)
+        passage_ids = [head + [self.context_token_id] * size for head, size in zip(heads, sizes, strict=True)]
+        passages, mask = _padded(passage_ids, 0), _padded([[1] * len(ids) for ids in passage_ids], 0)
+        places = (torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]).flatten().nonzero()[:, 0]  # (num_slots,)
+        texts, starts = ([segment[name] for segment in segments] for name in ("encoder_text", "encoder_start"))
+        ends = None
+        if rate != "segment":
+            ends = [run_ends(segment["encoder_start"], segment["word_ends"], rate) for segment in segments]
+        batch = {
+            "passage_ids": passages,
+            "passage_mask": mask,
+            "encoder_inputs": self.encoder_tokenizer(texts, starts, ends).placed(places, len(sizes) * max(sizes)),
+            **self._turns(rows, passages_of_row, sizes, passages.shape[1]),
+            "row_ids": row_ids,
+        }
+        if self.context_words:
+            own = _padded(words, -1)  # (num_slots, max_words)
+            placed = torch.full((len(sizes) * max(sizes), own.shape[1]), -1)
+            placed[places] = own
+            batch["context_word_ids"] = placed.view(len(sizes), max(sizes), -1)
+        return batch
+
+    def _turns(
+        self, rows: list[dict[str, Any]], passages_of_row: list[list[int]], sizes: list[int], width: int
+    ) -> dict[str, torch.Tensor]:
+        """The second phase; `sizes` are the slots of each passage, `width` the length of a row of the first."""
+        names = ("input_ids", "labels", "turn_ids", "position_ids", "kept", "is_slot")
+        found: dict[str, list[list[int]]] = {name: [] for name in names}
+        held, first = [], 0  # for each turn of each row, of each kept position whether it stands where the answer is
+        for row, passages in zip(rows, passages_of_row, strict=True):
+            own, length = sizes[first : first + len(passages)], len(row["head"])
+            numbers = [*range(first, first + len(passages))]
+            of_slots = [width * n + length + at for n, size in zip(numbers, own, strict=True) for at in range(size)]
+            found["kept"].append([width * first + at for at in range(length)] + of_slots)
+            found["is_slot"].append([0] * length + [1] * len(of_slots))
+            for name in ("input_ids", "labels"):
+                found[name].append([each for turn in row["turns"] for each in turn[name]])
+            counts = [len(turn["input_ids"]) for turn in row["turns"]]
+            found["turn_ids"].append([number for number, count in enumerate(counts) for _ in range(count)])
+            begin = length + max(own)  # a turn goes on behind the longest passage
+            found["position_ids"].append([begin + at for count in counts for at in range(count)])
+            texts = self._texts(row, passages)
+            held.append([])
+            for turn in row["turns"]:
+                answer = self._plain([each for each in turn["labels"] if each >= 0])
+                holds = [bool(answer) and answer in text for text in texts]
+                if all(holds):  # nothing to choose
+                    holds = [False] * len(holds)
+                held[-1].append([0] * length + np.repeat(holds, own).tolist())
+            first += len(passages)
+        padding = {"labels": -100, "turn_ids": -1, "kept": -1}
+        batch = {name: _padded(values, padding.get(name, 0)) for name, values in found.items()}
+        batch["is_slot"] = batch["is_slot"].bool()
+        holds_answer = torch.zeros(len(rows), max(map(len, held)), batch["kept"].shape[1], dtype=torch.bool)
+        for number, turns in enumerate(held):
+            holds_answer[number, : len(turns), : len(turns[0])] = torch.tensor(turns, dtype=torch.bool)
+        return batch | {"holds_answer": holds_answer}
+
+    def _texts(self, row: dict[str, Any], passages: list[int]) -> list[str]:
+        """What the passages of an example say."""
+        words: dict[int, list[int]] = {number: [] for number in passages}
+        for segment in row["segments"]:
+            words[segment["document"]] += segment["word_ids"]
+        return [self._plain(own) for own in words.values()]
+
+    def _plain(self, ids: list[int]) -> str:
+        return " ".join(self.tokenizer.decode(ids, skip_special_tokens=True).lower().split())
+
+
+def _padded(rows: list[list[int]], value: int) -> torch.LongTensor:
+    """Lists as the rows of a tensor (rows, longest)."""
+    padded = np.full((len(rows), max(map(len, rows))), value)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    return torch.from_numpy(padded)
+
+
+def run_passages_first(
+    model: ArcAlignerForCausalLM,
+    batch: dict[str, torch.Tensor],
+    slots: dict[str, torch.Tensor],
+    num_items_in_batch: torch.Tensor | int | None = None,
+    attention_layers: Sequence[int] = (),
+) -> tuple[ArcAlignerCausalLMOutputWithPast, torch.Tensor | None]:
+    """Both phases of a step.
+
+    Args:
+        model ([`ArcAlignerForCausalLM`]): With independent passages (`passage_attention="separate"`).
+        batch: Of [`PassagesFirstCollator`], on the model's device.
+        slots: `context_embeds` (passages, max_slots, encoder_hidden_size) and `context_word_ids` of the batch.
+        num_items_in_batch: What the NLL is divided by; the number of targets without it.
+        attention_layers: Layers of the attention loss, which need the attention kernel `"eager"`.
+
+    Returns:
+        The output, with the NLL as its `loss` and the `recursion_depth` (passages, num_layers, max_slots) of the slots;
+        and the attention loss, `None` without `attention_layers` and where no passage can be preferred.
+    """
+    text_config, cache = model.config.text_config, DynamicCache()
+    read = model.model(
+        input_ids=batch["passage_ids"],
+        attention_mask=batch["passage_mask"],
+        use_cache=True,
+        **{CACHE: cache},
+        **slots,
+    )
+    own = batch["turn_ids"]
+    outputs = model.model.backbone(
+        input_ids=batch["input_ids"],
+        attention_mask=turns_mask(own, batch["kept"], model.dtype),
+        position_ids=batch["position_ids"],
+        use_cache=True,
+        output_attentions=bool(attention_layers),
+        **{CACHE: kept_positions(cache, batch["kept"], text_config.num_hidden_layers)},
+    )
+    loss = model.targets_loss(outputs.last_hidden_state, batch["labels"], num_items_in_batch)
+    attention = None
+    if attention_layers:
+        attention = attention_loss([outputs.attentions[layer] for layer in attention_layers], batch)
+    return ArcAlignerCausalLMOutputWithPast(loss=loss, recursion_depth=read.recursion_depth), attention
+
+
+def kept_positions(cache: Cache, kept: torch.LongTensor, num_layers: int) -> DynamicCache:
+    """Of the keys and values of all rows those at the positions `kept` (batch, num_kept), whatever stands at -1."""
+    taken, (batch, num_kept) = DynamicCache(), kept.shape
+    flat = kept.clamp(min=0).flatten()
+    for number, layer in zip(range(num_layers), cache.layers, strict=True):
+        states = []
+        for each in (layer.keys, layer.values):  # (passages, heads, longest, head_dim)
+            rows = each.transpose(1, 2).flatten(0, 1).index_select(0, flat)  # (batch * num_kept, heads, head_dim)
+            states.append(rows.view(batch, num_kept, *rows.shape[1:]).transpose(1, 2))
+        taken.update(*states, number)
+    return taken
+
+
+def turns_mask(turn_ids: torch.LongTensor, kept: torch.LongTensor, dtype: torch.dtype) -> torch.Tensor:
+    """What each position of the turns reads: what is kept, and its own turn up to itself. 0 where it reads and the
+    lowest number where not, (batch, 1, seq_len, num_kept + seq_len); `turn_ids` (batch, seq_len), `kept` -1 in
+    padding."""
+    (batch, seq_len), index = turn_ids.shape, torch.arange(turn_ids.shape[1], device=turn_ids.device)
+    before = (kept >= 0)[:, None, :].expand(batch, seq_len, -1)
+    own = (turn_ids[:, :, None] == turn_ids[:, None, :]) & (index[None, :] <= index[:, None])
+    reads = torch.cat([before, own], dim=2)[:, None]
+    return torch.zeros(reads.shape, dtype=dtype, device=reads.device).masked_fill(~reads, torch.finfo(dtype).min)
+
+
+def attention_loss(attentions: Sequence[torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """The mean, over layers and positions that predict an answer which some passages hold and others do not, of `-log`
+    of the share of what is read in slots that is read in these passages. `attentions` are of each layer
+    (batch, heads, seq_len, num_kept + seq_len)."""
+    turns = batch["turn_ids"]  # (batch, seq_len)
+    predicts = torch.nn.functional.pad(batch["labels"][:, 1:] >= 0, (0, 1))
+    holds = batch["holds_answer"].gather(1, turns.clamp(min=0)[:, :, None].expand(-1, -1, batch["kept"].shape[1]))
+    is_asked = predicts & holds.any(dim=2)
+    if not is_asked.any():
+        return None
+    losses = []
+    for each in attentions:
+        read = each[..., : holds.shape[2]].float().sum(dim=1)  # over heads: (batch, seq_len, num_kept)
+        in_slots, held = (read * batch["is_slot"][:, None]).sum(dim=2), (read * holds).sum(dim=2)
+        losses.append((torch.log(in_slots + NO_SHARE) - torch.log(held + NO_SHARE))[is_asked].mean())
+    return torch.stack(losses).mean()
