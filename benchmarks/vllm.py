@@ -8,8 +8,9 @@
     own        the project's own engine, from precomputed passages
 
 Each question has its own combination of known passages, among them the one that answers it. All arms answer the same
-questions, in turns; of each the seconds to the first token and the answers per second. Copying is off and all passages
-are read, so that `slots`, `front` and `own` write the same answers.
+questions, in turns; of each the seconds to the first token, the answers per second, and the processor's seconds for an
+answer, which say more where others work on the machine: set OMP_NUM_THREADS=1, for threads that wait count as well.
+Copying is off and all passages are read, so that `slots`, `front` and `own` write the same answers.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from typing import Annotated, Any
 
 import httpx
 import numpy as np
+import psutil
 import torch
 import typer
 
@@ -71,6 +73,14 @@ class Arms:
             "text": lambda rows, clients: self._ask_vllm([self.text_body(row) for row in rows], clients),
             "own": lambda rows, clients: self._ask_engine(self.own, rows, clients),
         }
+
+    def processor_seconds(self, name: str) -> float:
+        """The processor's seconds so far of what an arm runs in: vLLM's processes, or this one, or both."""
+        found = time.process_time() if name in ("front", "own") else 0.0
+        if name == "own":
+            return found
+        root = psutil.Process(self.vllm.process.pid)
+        return found + sum(sum(each.cpu_times()[:2]) for each in [root, *root.children(recursive=True)])
 
     def close(self) -> None:
         self.own.close()
@@ -146,21 +156,25 @@ def measure(
     arms: Arms, rows: list[Row], size: int, clients: int, requests: int, rounds: int, first: int
 ) -> dict[str, Any]:
     """Each arm's answers to the same questions, in turns: answers per second, median seconds to the first token."""
-    found: dict[str, dict[str, list]] = {name: {"seconds": [], "first": [], "answers": []} for name in arms.by_name}
+    found: dict[str, dict[str, list]] = {
+        name: {"seconds": [], "used": [], "first": [], "answers": []} for name in arms.by_name
+    }
     for turn in range(rounds):
         asked = [draw(rows, size, first + turn * requests + number) for number in range(requests)]
         for row in asked:
             arms.slots_body(row)  # what is precomputed is no part of the time
         for name, arm in arms.by_name.items():
-            began = time.perf_counter()
+            used, began = arms.processor_seconds(name), time.perf_counter()
             answers = arm(asked, clients)
             found[name]["seconds"].append(time.perf_counter() - began)
+            found[name]["used"].append(arms.processor_seconds(name) - used)
             found[name]["first"] += [seconds for seconds, _ in answers]
             found[name]["answers"] += [text for _, text in answers]
     own = found["own"]["answers"]
     report = {
         name: {
             "answers_per_second": requests * rounds / sum(each["seconds"]),
+            "processor_seconds": sum(each["used"]) / (requests * rounds),
             "first_token": float(np.median(each["first"])),
             "same_as_own": float(np.mean([text == other for text, other in zip(each["answers"], own, strict=True)])),
         }
@@ -185,7 +199,7 @@ def main(
         raise ImportError("vLLM is not installed: `make vllm`, or name a Python that has it in ARCALIGNER_VLLM.")
     rows, measured, number = list(read_rows(data)), [], 0
     output.mkdir(parents=True, exist_ok=True)
-    columns = ["Passages", "Clients", "Arm", "First token, s", "Answers/s", "Same answers as own"]
+    columns = ["Passages", "Clients", "Arm", "First token, s", "Answers/s", "Processor s/answer", "Same as own"]
     with tempfile.TemporaryDirectory(dir=output, prefix=".passages-") as folder:
         arms = Arms(checkpoint, python, Path(folder), tokens_per_slot, vllm_options.split(), dtype)
         try:
@@ -198,7 +212,7 @@ def main(
                     number += asked * rounds
                     lines = [
                         [size, count, name, f"{each['first_token']:.2f}", f"{each['answers_per_second']:.2f}"]
-                        + [f"{each['same_as_own']:.0%}"]
+                        + [f"{each['processor_seconds']:.2f}", f"{each['same_as_own']:.0%}"]
                         for name, each in measured[-1]["arms"].items()
                     ]
                     typer.echo("\n".join(markdown_table(columns, lines)))

@@ -1,0 +1,57 @@
+"""The same questions for all arms, and what is made of their answers; without vLLM."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from arcaligner.apps.server import vllm_engine
+from arcaligner.benchmarks import vllm
+
+ROWS = [{"question": f"Q{number}?", "passages": [{"title": "", "text": f"P{number}."}]} for number in range(9)]
+
+
+def test_questions_have_their_own_passage():
+    drawn = [vllm.draw(ROWS, 5, number) for number in range(20)]
+    for number, row in enumerate(drawn):
+        texts = [each["text"] for each in row["passages"]]
+        assert len(set(texts)) == 5 and f"P{number % 9}." in texts and row == vllm.draw(ROWS, 5, number)
+    assert len({row["passages"][0]["text"] for row in drawn}) > 3  # else text would find its prefix
+
+
+def test_arms_answer_in_turns(monkeypatch):
+    asked, clock = [], iter(range(1000))
+    monkeypatch.setattr(vllm.time, "perf_counter", lambda: float(next(clock)))
+
+    def arm(name, answer):
+        return lambda rows, clients: asked.append((name, clients, [row["question"] for row in rows])) or [answer] * 4
+
+    by_name = {"slots": arm("slots", (0.5, "Ada")), "own": arm("own", (2.0, "Ada")), "text": arm("text", (9.0, "Bob"))}
+    used = iter(range(1000))
+    arms = SimpleNamespace(by_name=by_name, slots_body=lambda row: None, processor_seconds=lambda name: next(used))
+    report = vllm.measure(arms, ROWS, size=2, clients=3, requests=4, rounds=2, first=0)
+    assert [name for name, _, _ in asked] == ["slots", "own", "text"] * 2
+    assert asked[0][2] == asked[1][2] == asked[2][2] == [f"Q{number}?" for number in range(4)] != asked[3][2]
+    assert report["arms"]["slots"] == {
+        "answers_per_second": 4.0,
+        "processor_seconds": 0.25,
+        "first_token": 0.5,
+        "same_as_own": 1.0,
+    }
+    assert report["arms"]["text"]["same_as_own"] == 0.0 and report["requests"] == 8
+
+
+def test_missing_vllm_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(vllm, "find_vllm", lambda: None)
+    with pytest.raises(ImportError, match="make vllm"):
+        vllm.main(output=tmp_path)
+
+
+def test_environment_of_vllm_is_found(monkeypatch, tmp_path):
+    monkeypatch.delenv("ARCALIGNER_VLLM", raising=False)
+    monkeypatch.setattr(vllm_engine, "ROOT", tmp_path)
+    assert vllm_engine.find_vllm() is None
+    (tmp_path / ".vllm" / "bin").mkdir(parents=True)
+    (tmp_path / ".vllm" / "bin" / "python").touch()
+    assert vllm_engine.find_vllm() == str(tmp_path / ".vllm" / "bin" / "python")
+    monkeypatch.setenv("ARCALIGNER_VLLM", "/other/python")
+    assert vllm_engine.find_vllm() == "/other/python"
