@@ -976,6 +976,7 @@ PREFIX_SETTINGS = {
 
 # Settings of the aligner that change no slot, or say only where weights are. Others count as changing them.
 _IRRELEVANT_SETTINGS = (
+    "answer_calibration",
     "answerability_layers",
     "answerability_threshold",
     "answerability_uses_match",

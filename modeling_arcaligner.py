@@ -1381,6 +1381,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         check_answerability_layers(layers, config.text_config.num_hidden_layers)
         if layers is None:
             config.answerability_uses_match, config.answerability_threshold = False, None
+            config.answer_calibration = None
         config.answerability_layers, self.answerability_head = layers, None
         if layers is not None:
             head = AnswerabilityHead(len(layers), config.text_config.hidden_size)

@@ -8,10 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import aligner_for, chat_inputs, edit_json, processor_with
+from conftest import aligner_for, chat_inputs, edit_json, pipeline_of, processor_with
 from golden import cases
 from safetensors.torch import load_file, save_file
 from tiny_models import BACKBONES, backbone_config, collate, for_generate, random_head, random_rows, tiny_aligner
+from torch.nn.functional import pad
 from transformers import LogitsProcessor
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
@@ -256,11 +257,13 @@ def test_head_is_replaced_in_place(saved, model):
     """By one of other layers; nothing else of the checkpoint changes."""
     before = load_file(saved / "model.safetensors"), json.loads((saved / "config.json").read_text())
     random_head(model, [1], threshold=0.75)
+    model.config.answer_calibration = [1.5, 0.5, 1.0]
     model.save_answerability_head(saved)
     weights, config = load_file(saved / "model.safetensors"), json.loads((saved / "config.json").read_text())
     assert same_heads(ArcAlignerForCausalLM.from_pretrained(saved), model)
     assert all(torch.equal(each, weights[name]) for name, each in before[0].items() if "answerability" not in name)
     assert {k for k in config if config[k] != before[1][k]} == {
+        "answer_calibration",
         "answerability_layers",
         "answerability_threshold",
         "answerability_uses_match",
@@ -387,3 +390,50 @@ def copy_with_probe(checkpoint_dir, tmp_path, **changes):
     probe = {"layers": [0, 2], "weight": list(map(float, range(64))), "bias": 0.1, "threshold": 0.5} | changes
     edit_json(folder / "processor_config.json", answer_probe=probe)
     return folder
+
+
+# How likely an answer is right
+
+
+ASKED = {"question": "Who wrote it?", "documents": ["It was written by Ada.", "Bob read it."]}
+
+
+def test_likelihood_is_of_the_tokens_taken(separate):
+    """Their mean log-likelihood as the model finds them, with the answerability beside it, calibrated."""
+    model, processor = separate
+    model.config.answer_calibration, ask = [1.5, 0.5, 1.0], pipeline_of(model, processor)
+    for copy_bonus in (0.0, 8.0):
+        settings = {"max_new_tokens": 6, "copy_bonus": copy_bonus, "max_passages": 2}
+        (record,) = ask(ASKED, return_slots=True, **settings)
+        inputs = chat_inputs(processor, ASKED["question"], ASKED["documents"])
+        with torch.no_grad():
+            read = pipeline_ids(ask, settings)
+            new = read.shape[1] - inputs["input_ids"].shape[1]
+            inputs |= {"input_ids": read, "attention_mask": pad(inputs["attention_mask"], (0, new), value=1)}
+            found = model(**inputs).logits[0, -new - 1 : -1].float().log_softmax(dim=-1)
+        mean = found.gather(1, read[0, -new:, None]).mean()
+        sure = record["statistics"]["answerability"]
+        expected = torch.sigmoid(1.5 * mean + 0.5 * torch.logit(torch.tensor(sure)) + 1.0).item()
+        assert record["statistics"]["answer_likelihood"] == pytest.approx(expected, abs=1e-5)
+
+
+def pipeline_ids(ask, settings) -> torch.LongTensor:
+    """Prompt and answer (1, seq_len), as the pipeline has them."""
+    found, generate = [], ask.model.generate
+    with mock.patch.object(ask.model, "generate", lambda **kwargs: found.append(generate(**kwargs)) or found[0]):
+        ask(ASKED, **settings)
+    return found[0]
+
+
+@pytest.mark.parametrize("options", [{"do_sample": True}, {"num_beams": 2}, {"min_confidence": 1.0}])
+def test_no_likelihood_of_answers_drawn_searched_or_refused(separate, options):
+    separate[0].config.answer_calibration = [1.5, 0.5, 1.0]
+    (record,) = pipeline_of(*separate)(ASKED, return_slots=True, max_new_tokens=3, **options)
+    assert "answer_likelihood" not in record["statistics"] and "answerability" in record["statistics"]
+
+
+def test_no_likelihood_without_calibration(separate):
+    (record,) = pipeline_of(*separate)(ASKED, return_slots=True, max_new_tokens=3)
+    assert "answer_likelihood" not in record["statistics"]
+    with pytest.raises(ValueError, match="`answer_calibration` is .*; expected three numbers, or None"):
+        ArcAlignerConfig(answer_calibration=[1.0])

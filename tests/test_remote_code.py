@@ -93,13 +93,14 @@ def test_fresh_process_answers_as_this_one_also_from_what_it_saved(fresh_process
     processor = ArcAlignerProcessor.from_pretrained(first)
     random_head(model)
     expected = pipeline_of(model, processor, max_new_tokens=6)(ROW, return_slots=True)
-    sure = expected[0]["statistics"].pop("confidence")
+    sure = [expected[0]["statistics"].pop(name) for name in ("answerability", "confidence")]
     inputs = processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt")
     logits = model(**inputs).logits[0, -1]
     for result in results:
         assert result["model_type"] == "arcaligner"
         for (record,) in result["records"]:
-            assert record["statistics"].pop("confidence") == pytest.approx(sure, abs=1e-5) and [record] == expected
+            found = [record["statistics"].pop(name) for name in ("answerability", "confidence")]
+            assert found == pytest.approx(sure, abs=1e-5) and [record] == expected
         for found in result["logits"]:
             torch.testing.assert_close(torch.tensor(found), logits, rtol=0, atol=1e-6)
 

@@ -7,7 +7,9 @@ nearest of all, or of the same article), at its rates in turn. A logistic regres
 of the prompt's last token; its strength is chosen by cross-validation. Then the questions of the held-out articles, a
 fifth of them unanswerable, give scale and offset, what the late-interaction score of the question's words is worth
 beside it (`maxsim_score`) and, at the aligner's own rate, the threshold: the answerability below which 6 % of the
-answerable questions fall, which lose 5 % of the F1. All of it is written to the folder's model. No test set is read.
+answerable questions fall, which lose 5 % of the F1. Last, it answers these questions, and a second logistic regression
+tells right answers (half of the words) from wrong ones by their likelihood and the answerability. All of it is written
+to the folder's model. No test set is read.
 """
 
 import json
@@ -26,9 +28,9 @@ from sklearn.preprocessing import StandardScaler
 from tqdm.auto import tqdm
 from transformers.utils import PROCESSOR_NAME
 
-from ..answering_arcaligner import maxsim_score
+from ..answering_arcaligner import MAX_NEW_TOKENS, AnsweringCall, maxsim_score
 from ..common.files import markdown_table, run_command, stable_number, write_whole
-from ..common.rows import Row
+from ..common.rows import Row, token_f1
 from ..loading_arcaligner import read_json
 from ..modeling_arcaligner import ArcAlignerForCausalLM, LayerStates
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -44,6 +46,8 @@ STRENGTHS = (1e-3, 3e-3, 1e-2, 3e-2)
 IN_ARTICLE = 0.5  # of the passages that do not answer
 WRONGLY_REFUSED = 0.06  # share of answerable questions below the threshold
 RATES = (2, 4, 8, 16, "segment")
+RIGHT = 0.5  # F1 from which an answer is right
+SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # of answers that are left where the others are refused
 NO_ANSWER = "not in the text"  # what is said below the threshold, where the processor has no sentence for it
 
 
@@ -143,25 +147,76 @@ def fit_confidence(
     return results
 
 
+@torch.inference_mode()
+def graded_answers(
+    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of greedy answers to `rows` the mean log-likelihood, the log-odds of the answerability, and the F1, each (rows,);
+    0 for an answer to a question that its passages do not answer."""
+    order = sorted(range(len(rows)), key=lambda number: sum(len(each["text"]) for each in rows[number]["passages"]))
+    found = np.zeros((3, len(rows)))
+    model.config.answer_calibration = [1.0, 0.0, 0.0]  # any: so that the likelihood is recorded
+    for start in tqdm(range(0, len(order), BATCH), desc="answering", leave=False):
+        numbers = order[start : start + BATCH]
+        some = [rows[number] for number in numbers]
+        inputs, passages = slot_inputs(processor, some), [row["passages"] for row in some]
+        call = AnsweringCall(model, processor, [row["question"] for row in some], passages)
+        ids = call.generate(inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+        texts = processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        scores = [token_f1(text, row["answers"]) * row["is_answered"] for text, row in zip(texts, some, strict=True)]
+        found[:, numbers] = call.likelihood.mean, torch.logit(call.answerability, eps=1e-6), scores
+    return tuple(found)
+
+
+def fit_likelihood(
+    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, recipe: RecipeArguments, number: int
+) -> list[list[str]]:
+    """Gives `model` what tells right answers from wrong ones. Returns rows of a table: of each share of the answers
+    that is left, the F1 of those with the highest answerability and with the highest likelihood, the latter fitted on
+    the other half of the questions each time; none where no answer is right, or all are."""
+    *evidence, f1 = graded_answers(model, processor, partly_unanswerable(recipe, number, share=0.2))
+    features, is_right = np.stack(evidence, axis=1), f1 >= RIGHT
+    likelihood, halves = np.zeros(len(f1)), np.arange(len(f1)) % 2
+    model.config.answer_calibration = None
+    if any(len(set(is_right[halves == half])) < 2 for half in (0, 1)):  # nothing to tell apart
+        return []
+    for half in (0, 1):
+        *weights, offset = calibrate(is_right[halves != half], *features[halves != half].T)
+        likelihood[halves == half] = 1 / (1 + np.exp(-features[halves == half] @ weights - offset))
+    model.config.answer_calibration = [round(each, 4) for each in calibrate(is_right, *features.T)]
+    table = []
+    for share in SHARES:
+        left = [np.argsort(-sure, kind="stable")[: round(share * len(f1))] for sure in (evidence[1], likelihood)]
+        table.append([f"{100 * share:.0f} %", *(f"{100 * f1[own].mean():.1f}" for own in left)])
+    areas = [f"{roc_auc_score(is_right, sure):.3f}" for sure in (evidence[1], likelihood)]
+    return [*table, ["AUROC of right answers", *areas]]
+
+
 def main(
     recipe: Annotated[Path, typer.Option(help="The recipe of the stage: its data, and what is held out.")],
     aligner: Annotated[Path, typer.Option(help="Folder of the aligner, which gets the head.")],
     number: Annotated[int, typer.Option("-n", help="Training questions.")] = 20_000,
     held_out: Annotated[int, typer.Option(help="Held-out questions.")] = 1000,
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
+    keep_head: Annotated[
+        bool, typer.Option("--keep-head", help="Keep the answerability as it is; fit how likely answers are right.")
+    ] = False,
 ) -> None:
-    """Fits the confidence of an aligner's answers, and prints what it is worth on held-out questions."""
+    """Fits how likely passages answer and how likely answers are right, and prints what both are worth on held-out
+    questions."""
     model, processor = load_mean([aligner])
     data = read_recipe(recipe, data_dir)
     rates = tuple(dict.fromkeys([processor.tokens_per_slot, *(processor.trained_tokens_per_slot or RATES)]))
-    results = fit_confidence(model, processor, data, number, held_out, rates)
+    results = {} if keep_head else fit_confidence(model, processor, data, number, held_out, rates)
+    curve = fit_likelihood(model, processor, data, held_out)
     model.save_answerability_head(aligner)
     settings = read_json(path := aligner / PROCESSOR_NAME)
     write_whole(path, json.dumps(settings | {"no_answer": processor.no_answer or NO_ANSWER}, indent=2) + "\n")
     names = ("refused", "wrongly refused", "AUROC")
     cells = [[rate, *(f"{each[name]:.3g}" for name in names)] for rate, each in results.items()]
     threshold = f"threshold {model.config.answerability_threshold}"
-    typer.echo("\n".join([*markdown_table(["rate", *names], cells), threshold]))
+    lines = [*markdown_table(["rate", *names], cells), threshold, ""]
+    typer.echo("\n".join([*lines, *markdown_table(["answers left", "F1 by answerability", "by likelihood"], curve)]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The command line: answer from files or a corpus, serve answers, watch the demo, train, measure, share.
 
-    python -m arcaligner answer --question "Who wrote it?" --document letter.txt
+    python -m arcaligner answer "Who wrote it?" --document letter.txt
     python -m arcaligner corpus build letters/ --output letters.lance
     python -m arcaligner ask --corpus letters.lance "Who wrote it?"
     python -m arcaligner serve --corpus letters.lance
@@ -37,7 +37,9 @@ from .corpus import corpus_app
 from .shared import (
     Checkpoint,
     CorpusFolder,
+    Device,
     Dtype,
+    MaxNewTokens,
     MaxPassages,
     MinConfidence,
     TokensPerSlot,
@@ -135,9 +137,13 @@ def warn_of_words(answer: str, read: list[dict[str, Any]], no_answer: str | None
         messages.print("The answer is not word for word in what was read: check it.")
 
 
-def tell_confidence(confidence: float | None) -> None:
-    if confidence is not None:
-        messages.print(f"Confidence {confidence:.2f} [dim]that the passages answer, not that the answer is right[/]")
+def tell_how_sure(answerability: float | None, answer_likelihood: float | None) -> None:
+    """How likely it is that the passages answer, and that the answer is right, where these are known."""
+    if answerability is not None:
+        note = "that the passages answer, not that the answer is right"
+        messages.print(f"Answerability {answerability:.2f} [dim]{note}[/]")
+    if answer_likelihood is not None:
+        messages.print(f"Likelihood {answer_likelihood:.2f} [dim]that the answer is right[/]")
 
 
 def describe_passes(passes: list[str]) -> str:
@@ -174,16 +180,19 @@ def compression_summary(statistics: dict[str, Any]) -> str:
 
 @app.command()
 def answer(
-    question: Annotated[str, typer.Option(help="What to ask.")],
     document: Annotated[
         list[Path], typer.Option(help="A text file; can be repeated. A long one is cut.", exists=True, dir_okay=False)
     ],
+    question: Annotated[str | None, typer.Argument(help="What to ask.")] = None,
+    asked: Annotated[str | None, typer.Option("--question", hidden=True)] = None,  # as up to 0.2
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     show_slots: Annotated[bool, typer.Option("--show-slots", help="Show each slot's text and passes.")] = False,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens of the answer.", min=1)] = None,
+    max_new_tokens: MaxNewTokens = 256,
     tokens_per_slot: TokensPerSlot = None,
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
+    dtype: Dtype = None,
+    device: Device = None,
     gate_mode: Annotated[
         Literal["off", "adaptive", "always"] | None,  # `GATE_MODES`, which would wait for transformers
         typer.Option(help="Which slots pass through layers again. Default: the checkpoint's."),
@@ -199,6 +208,9 @@ def answer(
     """Answers a question from your own text files. A long one is cut, and the likeliest passage is read."""
     from ...tokenization_arcaligner import check_question
 
+    if (question is None) == (asked is None):
+        raise typer.BadParameter("expected one question: `answer QUESTION --document FILE`.")
+    question = asked if question is None else question
     check_question(question)
     files = [read_document(path) for path in document]
     settings = {"max_new_tokens": max_new_tokens, "tokens_per_slot": tokens_per_slot}
@@ -206,8 +218,8 @@ def answer(
     if engine == "llama.cpp":
         if show_slots or min_confidence is not None or max_passages is not None:
             raise ValueError(
-                "`--show-slots`, `--min-confidence` and `--max-passages` need passes and confidences, which llama.cpp "
-                "does not tell."
+                "`--show-slots`, `--min-confidence` and `--max-passages` need passes and answerability, which "
+                "llama.cpp does not tell."
             )
         shared.check_there(checkpoint)
         from ..engines.llama_cpp import LlamaCppEngine
@@ -223,7 +235,7 @@ def answer(
     if base_model is not None:
         raise ValueError("`--base-model` is for `--engine llama.cpp`; PyTorch takes the one that the checkpoint names.")
     with busy("Loading the aligner and its base model"):
-        ask = shared.load_pipeline(checkpoint)
+        ask = shared.load_pipeline(checkpoint, dtype, device)
     more = {"gate_mode": gate_mode, "min_confidence": min_confidence, "max_passages": max_passages}
     settings |= {name: each for name, each in more.items() if each is not None}
     passages, documents = cut(files, ask.processor)
@@ -239,7 +251,7 @@ def answer(
     if left := len(passages) - len(read):
         messages.print(f"[dim]{counted(left, 'passage')} not read: less likely to answer (--max-passages)[/]")
     warn_of_words(record["generated_text"].strip(), read, ask.processor.no_answer)
-    tell_confidence(record["statistics"].get("confidence"))
+    tell_how_sure(*(record["statistics"].get(name) for name in ("answerability", "answer_likelihood")))
     messages.print(f"[dim]{compression_summary(record['statistics'])}[/]")
 
 
@@ -250,10 +262,11 @@ def ask_corpus(
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     top_k: Annotated[int, typer.Option(help="Passages to find. The likeliest are read: `--max-passages`.", min=1)] = 5,
     tokens_per_slot: TokensPerSlot = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the answer.", min=1, max=1024)] = 256,
+    max_new_tokens: MaxNewTokens = 256,
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
     dtype: Dtype = None,
+    device: Device = None,
 ) -> None:
     """Answers a question from a corpus, and lists the passages that were read, those that most likely answer."""
     from ...tokenization_arcaligner import check_question
@@ -262,7 +275,7 @@ def ask_corpus(
     check_question(question)
     with busy("Loading the aligner and its base model"):
         options = {"tokens_per_slot": tokens_per_slot, "max_passages": max_passages}
-        engine = shared.load_engine(checkpoint, corpus, dtype, **options)
+        engine = shared.load_engine(checkpoint, corpus, dtype, device, **options)
     settings = {"top_k": top_k, "max_new_tokens": max_new_tokens, "min_confidence": min_confidence}
     request = Request([{"role": "user", "content": question}], **settings)
     with contextlib.closing(engine):  # else Python may end while the engine's thread computes, which aborts it
@@ -277,7 +290,7 @@ def ask_corpus(
     parts = ("retrieval", "slots", "choosing", "model")
     milliseconds = ", ".join(f"{name} {1000 * found.seconds[name]:.0f}" for name in parts)
     times = f"First token after {1000 * found.seconds['first_token']:.0f} ms: {milliseconds}"
-    tell_confidence(found.confidence)
+    tell_how_sure(found.answerability, found.answer_likelihood)
     times += f"; {found.kept} of {counted(len(read), 'passage')} had been read before"
     messages.print(f"[dim]{compression_summary(found.statistics)}\n{times}[/]")
 
@@ -299,7 +312,11 @@ def serve_answers(
     tokens_per_slot: TokensPerSlot = None,
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Most tokens of an answer; a request that asks for more gets these.", min=1)
+    ] = 1024,
     dtype: Dtype = None,
+    device: Device = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
     max_batch: Annotated[int, typer.Option(help="Maximum number of requests per batch.", min=1)] = 8,
@@ -322,6 +339,7 @@ def serve_answers(
 ) -> None:
     """Serves an OpenAI-compatible API and a web page to ask from."""
     from ..server.app import ServerSettings
+    from ..server.engine import Limits
     from ..server.listen import check_port, serve
 
     settings = ServerSettings(Path(checkpoint).resolve().name, host, port, api_key or None)
@@ -330,20 +348,23 @@ def serve_answers(
     asked |= {"max_passages": max_passages, "max_batch": max_batch, "prefix_bytes": prefix_megabytes * 2**20}
     if engine_name != "vllm" and (vllm_url or vllm_options or passages):
         raise ValueError("`--vllm-url`, `--vllm-options` and `--passages` are for `--engine vllm`.")
+    asked["limits"] = Limits(max_new_tokens=max_new_tokens)
     with busy("Loading the aligner and its base model"):
         if engine_name == "vllm":
-            engine = shared.load_vllm_engine(checkpoint, corpus, dtype, vllm_url, vllm_options, passages, **asked)
+            of_vllm = vllm_url, vllm_options, passages
+            engine = shared.load_vllm_engine(checkpoint, corpus, dtype, device, *of_vllm, **asked)
         else:
-            engine = shared.load_engine(checkpoint, corpus, dtype, **asked)
+            engine = shared.load_engine(checkpoint, corpus, dtype, device, **asked)
     messages.print(f"{settings.model} answers under /v1, and the page under /, once it listens", soft_wrap=True)
     serve(engine, settings)
 
 
 @app.command()
 def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), tokens_per_slot: TokensPerSlot = None) -> None:
-    """Answers questions of SQuAD and the paper's case studies, and says how many are right."""
+    """Answers questions of SQuAD and the paper's case studies, beside the bare base model, and says what was gained."""
     from .demo import run_demo
 
+    shared.limit_threads()
     with busy("Loading the aligner and its base model"):
         ask = shared.load_pipeline(checkpoint)
     run_demo(ask, output, tokens_per_slot)

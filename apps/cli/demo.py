@@ -1,75 +1,136 @@
-"""`make demo`: fourteen questions answered from compressed passages.
+"""`make demo`: fourteen questions answered from compressed passages, and by the bare base model from their text.
 
-The first ten questions of the SQuAD sample in `tests/data`, about its first twenty passages, as a search would find
+The first ten questions of the SQuAD sample in `tests/data`, about its first ten passages, as a search would find
 several; the first of these about four passages that do not answer it; and the three case studies of the paper's
-appendix, with their sentences as printed there, noise included. None was chosen by how it is answered. An aligner that
-has a confidence reads the passage of several that most likely answers, and says how sure it is.
+appendix, with their sentences as printed there, noise included. None was chosen by how it is answered. Where the
+answerability was fitted, the passage of several that most likely answers is read, and the base model beside reads the
+text of the same one; else both read all.
 """
 
-from functools import partial
+import time
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
-from rich import box
+import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import track
-from rich.table import Column, Table
+from rich.table import Table
 
+from ...answering_arcaligner import chat_inputs, greedy_answers
 from ...common.files import CASE_STUDIES, SQUAD_SAMPLE, printable, read_json_lines
 from ...common.rows import Row, contains_match
 from ...pipeline_arcaligner import ArcAlignerPipeline
+from ...processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE
 
-NUM_QUESTIONS, NUM_PASSAGES = 10, 20
+NUM_QUESTIONS, NUM_PASSAGES, NUM_OTHERS = 10, 10, 4
 MAX_NEW_TOKENS = 32
+NEXT = 'Next, about a file of yours: arcaligner answer "What does it say?" --document FILE'
+
+
+class Told(NamedTuple):
+    """An answer, the positions that its passages took, and its seconds."""
+
+    text: str
+    positions: int
+    seconds: float
+    sure: float | None = None  # the answerability
 
 
 def demo_questions(no_answer: str | None = None) -> dict[str, list[Row]]:
     """What is asked together, by its title; with a `no_answer` also a question that its passages do not answer."""
-    squad = list(islice(read_json_lines(SQUAD_SAMPLE), NUM_PASSAGES))
-    passages = [each for row in squad for each in row["passages"]]
+    squad = list(islice(read_json_lines(SQUAD_SAMPLE), NUM_PASSAGES + NUM_OTHERS))
+    passages, others = (
+        [each for row in rows for each in row["passages"]] for rows in (squad[:NUM_PASSAGES], squad[NUM_PASSAGES:])
+    )
     asked = [row | {"passages": passages} for row in squad[:NUM_QUESTIONS]]
     found = {f"{NUM_QUESTIONS} questions about {len(passages)} passages": asked}
     if no_answer is not None:
-        others = passages[NUM_QUESTIONS:][:4]
         refused = squad[0] | {"passages": others, "answers": [no_answer]}
         found[f"One that its {len(others)} passages do not answer"] = [refused]
     return found | {"The paper's case studies, a passage each": list(read_json_lines(CASE_STUDIES))}
 
 
-def answer_cells(row: Row, record: dict[str, Any]) -> list[str]:
-    """A row of a table of answers, in rich markup."""
-    answer = escape(printable(record["generated_text"].strip()))
-    is_right = contains_match(record["generated_text"], row["answers"])
-    gold = "" if is_right else f"\n[dim]gold: {escape(printable(row['answers'][0]))}[/]"
-    sure = record["statistics"].get("confidence")
-    return [
-        escape(printable(row["question"])),
-        f"[{'green' if is_right else 'yellow'}]{answer}[/]{gold}",
-        "" if sure is None else f"{sure:.2f}",
-    ]
+def from_slots(ask: ArcAlignerPipeline, row: Row, **settings: Any) -> tuple[Told, list[dict[str, str]]]:
+    """The answer from slots, and the passages that it was read from."""
+    began = time.perf_counter()
+    record = ask({"question": row["question"], "documents": row["passages"]}, return_slots=True, **settings)[0]
+    seconds, statistics = time.perf_counter() - began, record["statistics"]
+    read = sorted({segment["document"] for segment in record["segments"]})
+    told = Told(record["generated_text"].strip(), statistics["slots"], seconds, statistics.get("answerability"))
+    return told, [row["passages"][number] for number in read]
+
+
+def from_text(ask: ArcAlignerPipeline, row: Row) -> Told:
+    """The answer of the bare base model from the text of the row's passages."""
+    began, parts = time.perf_counter(), ([each["title"], each["text"]] for each in row["passages"])
+    text = " ".join(": ".join(filter(None, each)) for each in parts)
+    prompt = f"{BACKGROUND_LINE}{text}{QUESTION_LINE}{row['question']}"
+    chat = prompt if ask.processor.chat_template is None else [{"role": "user", "content": prompt}]
+    inputs = chat_inputs(ask.processor, [chat]).to(ask.model.device)
+    (answer,), _ = greedy_answers(ask.model, ask.processor, inputs, max_new_tokens=MAX_NEW_TOKENS)
+    positions = ask.processor.slot_encoder.count_tokens([text])
+    return Told(answer, positions, time.perf_counter() - began)
+
+
+def answer_cell(row: Row, told: Told) -> str:
+    """An answer with what it took, in rich markup."""
+    is_right = contains_match(told.text, row["answers"])
+    sure = "" if told.sure is None else f", answerability {told.sure:.2f}"
+    took = f"{'right' if is_right else 'wrong'}, {told.positions} positions, {told.seconds:.1f} s{sure}"
+    return f"[{'green' if is_right else 'yellow'}]{escape(printable(told.text))}[/]\n[dim]{took}[/]"
+
+
+def table_row(*cells: str) -> Table:
+    """A row that is printed by itself, in columns as wide as those of all others."""
+    table = Table.grid(expand=True, padding=(0, 2, 0, 0))
+    for ratio in (5, 4, 4):
+        table.add_column(ratio=ratio)
+    table.add_row(*cells)
+    return table
 
 
 def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: int | str | None = None) -> None:
-    """Answers the questions and prints the tables."""
+    """Answers the questions, prints each answer when it is there, and says what was gained."""
     config = ask.model.config
-    settings = {"max_new_tokens": MAX_NEW_TOKENS, "tokens_per_slot": tokens_per_slot, "return_slots": True}
+    settings = {"max_new_tokens": MAX_NEW_TOKENS, "tokens_per_slot": tokens_per_slot}
     if threshold := config.answerability_threshold:  # fitted on other questions
-        settings |= {"min_confidence": threshold}
+        settings["min_confidence"] = threshold
     asked = demo_questions(threshold and ask.processor.no_answer)
-    progress = partial(track, description="Answering", console=Console(stderr=True), transient=True)
-    num_right, num_rows = 0, sum(map(len, asked.values()))
-    for title, rows in asked.items():
-        columns = Column("Question", ratio=6), Column("Answer", ratio=5), Column("Confidence", justify="right")
-        table = Table(*columns, box=box.SIMPLE_HEAD, expand=True, title=title, title_justify="left")
-        for row in progress(rows):
-            record = ask({"question": row["question"], "documents": row["passages"]}, **settings)[0]
-            table.add_row(*answer_cells(row, record))
-            num_right += int(contains_match(record["generated_text"], row["answers"]))
-        console.print(table)
+    found: list[tuple[Row, Told, Told]] = []
+    with torch.inference_mode():
+        from_text(ask, {"question": "?", "passages": [{"title": "", "text": "."}]})  # what is loaded on first use
+        for title, rows in asked.items():
+            console.print(f"\n[bold]{title}[/]")
+            console.print(table_row("[dim]Question[/]", "[dim]From slots[/]", "[dim]Bare base model, from text[/]"))
+            for row in rows:
+                slots, read = from_slots(ask, row, **settings)
+                text = from_text(ask, row | {"passages": read or row["passages"]})
+                found.append((row, slots, text))
+                right = {contains_match(each.text, row["answers"]) for each in (slots, text)}
+                gold = "" if right == {1.0} else f"\n[dim]gold: {escape(printable(row['answers'][0]))}[/]"
+                question = f"{escape(printable(row['question']))}{gold}"
+                console.print(table_row(question, *(answer_cell(row, each) for each in (slots, text))))
+    show_summary(console, config, found)
+
+
+def show_summary(console: Console, config: Any, found: list[tuple[Row, Told, Told]]) -> None:
+    """What was gained, and what to do next."""
+    rows, *told = zip(*found, strict=True)
+    right, positions, seconds = [], [], []
+    for own in told:
+        right.append(sum(contains_match(each.text, row["answers"]) for row, each in zip(rows, own, strict=True)))
+        positions.append(sum(each.positions for each in own))
+        seconds.append(sum(each.seconds for each in own))
     console.print(
-        f"{num_right} of {num_rows} answers contain a gold answer (green).\n"
-        f"Base model {config.base_model_name_or_path}, frozen; sentence encoder {config.encoder_name_or_path}.",
+        f"\nBase model {config.base_model_name_or_path}, frozen; sentence encoder {config.encoder_name_or_path}. The "
+        "seconds of slots include the choice of a passage and its encoding, which are kept for further questions.",
         style="dim",
         highlight=False,
     )
+    console.print(
+        f"Gained: {right[0]:.0f} of {len(found)} right from slots, {right[1]:.0f} from text (right: contains a gold "
+        f"answer), with {positions[1] / max(1, positions[0]):.1f} times fewer positions to read; {seconds[0]:.0f} s, "
+        f"and {seconds[1]:.0f} s from text.",
+        highlight=False,
+    )
+    console.print(NEXT, markup=False, highlight=False, soft_wrap=True)

@@ -1,5 +1,7 @@
 """What commands share: options, the checkpoint that they name, and how they print."""
 
+import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -36,8 +38,9 @@ TokensPerSlot = Annotated[
 ]
 MinConfidence = Annotated[
     float | None,
-    typer.Option(help="An answer with less confidence becomes the aligner's refusal.", min=0, max=1),
+    typer.Option(help="An answer with a lower answerability becomes the aligner's refusal.", min=0, max=1),
 ]
+MaxNewTokens = Annotated[int, typer.Option(help="Maximum number of tokens of the answer.", min=1, max=1024)]
 MaxPassages = Annotated[
     int | None,
     typer.Option(
@@ -52,6 +55,10 @@ Dtype = Annotated[
         help="Precision of the base model; `auto` is bfloat16 where products are much faster in it. "
         "Default: float32 on a CPU, the checkpoint's on an accelerator."
     ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(help="Device of the models: cpu, cuda, cuda:1, ... Default: the accelerator, if there is one."),
 ]
 CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of the corpus.")]
 
@@ -90,8 +97,18 @@ def silence_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def load_pipeline(checkpoint: str, dtype: str | None = None):
-    """The pipeline of a checkpoint, from this package's own code, in the precision of the option [`Dtype`]."""
+def limit_threads() -> None:
+    """As many threads as cores are free: on a busy machine, threads that share a core wait for each other. Who sets
+    `OMP_NUM_THREADS` decides."""
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ and sys.platform != "win32":
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - int(os.getloadavg()[0]))))
+
+
+def load_pipeline(checkpoint: str, dtype: str | None = None, device: str | None = None):
+    """The pipeline of a checkpoint, from this package's own code, in the precision of the option [`Dtype`] and on the
+    device of [`Device`]."""
     check_there(checkpoint)
     # Here, so that `--help` and mistakes in the options do not wait for them.
     import torch
@@ -106,13 +123,16 @@ def load_pipeline(checkpoint: str, dtype: str | None = None):
     read_aligner_config(checkpoint)
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     if dtype == "auto":
-        device = torch.accelerator.current_accelerator(check_available=True)
-        dtype = fastest_dtype("cpu" if device is None else device.type)
-    model = ArcAlignerForCausalLM.from_pretrained(checkpoint, **({"dtype": dtype} if dtype else {})).eval()
-    return ArcAlignerPipeline(model=model, processor=processor, task="text-generation")
+        own = torch.accelerator.current_accelerator(check_available=True) if device is None else torch.device(device)
+        dtype = fastest_dtype("cpu" if own is None else own.type)
+    options = {name: each for name, each in {"dtype": dtype, "device_map": device}.items() if each is not None}
+    model = ArcAlignerForCausalLM.from_pretrained(checkpoint, **options).eval()
+    processor.encoder.device = device
+    placed = {} if device is None else {"device": device}
+    return ArcAlignerPipeline(model=model, processor=processor, task="text-generation", **placed)
 
 
-def load_engine(checkpoint: str, corpus: Path | None, dtype: str | None = None, **settings):
+def load_engine(checkpoint: str, corpus: Path | None, dtype: str | None = None, device: str | None = None, **settings):
     """An engine that has answered a request, so that nobody waits for what is loaded on first use.
 
     The model is loaded by a thread that ends. PyTorch keeps a team of threads for each thread that has computed, and
@@ -120,12 +140,12 @@ def load_engine(checkpoint: str, corpus: Path | None, dtype: str | None = None, 
     """
     from ..server.engine import Engine
 
-    engine = Engine(*_load_parts(checkpoint, corpus, dtype), **settings)
+    engine = Engine(*_load_parts(checkpoint, corpus, dtype, device), **settings)
     engine.warm_up()
     return engine
 
 
-def _load_parts(checkpoint: str, corpus: Path | None, dtype: str | None) -> tuple:
+def _load_parts(checkpoint: str, corpus: Path | None, dtype: str | None, device: str | None) -> tuple:
     """The pipeline, and the retriever of a corpus or `None`."""
     from concurrent.futures import ThreadPoolExecutor
 
@@ -134,7 +154,7 @@ def _load_parts(checkpoint: str, corpus: Path | None, dtype: str | None) -> tupl
 
     opened = None if corpus is None else Corpus(corpus)
     with ThreadPoolExecutor(1) as loading:
-        ask = loading.submit(load_pipeline, checkpoint, dtype).result()
+        ask = loading.submit(load_pipeline, checkpoint, dtype, device).result()
     return ask, None if opened is None else Retriever(opened, ask.processor)
 
 
@@ -142,6 +162,7 @@ def load_vllm_engine(
     checkpoint: str,
     corpus: Path | None,
     dtype: str | None,
+    device: str | None,
     url: str | None,
     options: str,
     folder: Path | None,
@@ -164,7 +185,7 @@ def load_vllm_engine(
     if not url and (python := find_vllm()) is None:
         raise ImportError("vLLM is not installed: `make vllm`, or name a Python that has it in ARCALIGNER_VLLM.")
     check_there(checkpoint)
-    ask, retriever = _load_parts(checkpoint, corpus, dtype)
+    ask, retriever = _load_parts(checkpoint, corpus, dtype, device)
     if folder is None and retriever is not None:
         folder = retriever.corpus.kept_folder
     elif folder is None:

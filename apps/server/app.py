@@ -8,7 +8,7 @@
 /about, /passages                   what the page shows of the server; the passages of a file that is dropped into it
 
 Beyond OpenAI's fields a request has `documents`, `num_passages`, `tokens_per_slot`, `min_confidence`, `max_passages`
-and `copy_bonus`; an answer has `arcaligner`, with its sources, confidence, segments, statistics and seconds.
+and `copy_bonus`; an answer has `arcaligner`, with its sources, answerability, segments, statistics and seconds.
 """
 
 import asyncio
@@ -128,8 +128,8 @@ def describe_answer(answer: Answer, body: ChatRequest) -> dict[str, Any]:
     request's own documents the sources have what its client knows them by."""
     read, written = answer.prompt_tokens, answer.completion_tokens
     segments = [] if answer.passages is None else answer.passages.encoded.segments
-    names = ("sources", "kept", "confidence", "statistics", "seconds", "batch_size")
-    report = {name: getattr(answer, name) for name in names}
+    names = ("sources", "kept", "answerability", "answer_likelihood", "statistics", "seconds", "batch_size")
+    report = {name: getattr(answer, name) for name in names} | {"confidence": answer.answerability}  # its name in 0.2
     if body.documents is not None:
         report["sources"] = [body.documents[each["number"]].origin | each for each in answer.sources]
     report["notes"] = [] if body.note is None else [body.note]

@@ -10,6 +10,7 @@ import functools
 import json
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -107,8 +108,9 @@ class Request:
 class Answer:
     """The result of a request. `seconds` since it arrived: `waiting`, `retrieval`, `slots`, `choosing` (passages are
     read and each is asked about), `model` add up to `first_token`. `kept` is how many of the passages that the answer
-    was read from were read before, ahead or for an earlier question. `confidence` is how likely it is that they answer,
-    where that was fitted."""
+    was read from were read before, ahead or for an earlier question. `answerability` is how likely it is that they
+    answer, `answer_likelihood` how likely the answer is right, where these were fitted; the second one of answers that
+    are neither drawn nor refused."""
 
     text: str
     finish_reason: str
@@ -118,8 +120,19 @@ class Answer:
     seconds: dict[str, float]
     passages: SlotPassages | None
     kept: int
-    confidence: float | None
+    answerability: float | None
+    answer_likelihood: float | None
     statistics: dict[str, Any]
+
+    @property
+    def confidence(self) -> float | None:
+        """The name of `answerability` in version 0.2."""
+        warnings.warn(
+            "`confidence` is called `answerability` now; the old name goes in the next release.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return self.answerability
 
     @property
     def sources(self) -> list[dict[str, Any]]:
@@ -360,7 +373,8 @@ class Engine:
             request.passages = request.passages.only(numbers)
             request.passages.seconds["choosing"] = seconds
             for number, scored in own.items():
-                request.passages.documents[number]["confidence"] = scored.answerability
+                both = dict.fromkeys(("answerability", "confidence"), scored.answerability)  # the second one is of 0.2
+                request.passages.documents[number] |= both
 
     def _answer(self, group: list[Request]) -> None:
         began = time.monotonic()
@@ -567,6 +581,12 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor, **kwargs) -> torch.BoolTensor:
         return torch.tensor([reason is not None for reason in self.reasons], device=input_ids.device)
 
+    def _likelihood(self, row: int) -> float | None:
+        """How likely the answer of a row is right: not where it is drawn or refused."""
+        if self.group[row].temperature or not self.ids[row] or (found := self.call.answer_likelihood) is None:
+            return None
+        return found[row].item()
+
     def _finish(self, row: int) -> None:
         request = self.group[row]
         if self.reasons[row] == "ended":
@@ -587,7 +607,8 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
                 seconds={**parts, "first_token": first_token, "total": time.monotonic() - request.arrived},
                 passages=passages,
                 kept=request.kept or 0,
-                confidence=None if self.call.answerability is None else self.call.answerability[row].item(),
+                answerability=None if self.call.answerability is None else self.call.answerability[row].item(),
+                answer_likelihood=self._likelihood(row),
                 statistics=read_statistics(self.engine.processor, passages),
             )
         )

@@ -296,7 +296,9 @@ class VllmEngine(Engine):
         if group[0].passages is None or self.model.answerability_head is None:
             return [None] * len(group)
         logits, chats = torch.zeros(len(group)), [self._chat(request) for request in group]
-        scored = [[each["confidence"] for each in request.passages.read if "confidence" in each] for request in group]
+        scored = [
+            [each["answerability"] for each in request.passages.read if "answerability" in each] for request in group
+        ]
         known = [number for number, own in enumerate(scored) if len(own) == len(group[number].passages.read) == 1]
         for number in known:
             logits[number] = torch.tensor(scored[number][0], dtype=torch.float64).logit(eps=1e-12)
@@ -457,7 +459,8 @@ class VllmEngine(Engine):
                 seconds={**parts, "first_token": first_token, "total": time.monotonic() - request.arrived},
                 passages=passages,
                 kept=request.kept or 0,
-                confidence=sure,
+                answerability=sure,
+                answer_likelihood=None,  # vLLM does not say how likely it found each token
                 statistics=read_statistics(self.processor, passages),
             )
         )

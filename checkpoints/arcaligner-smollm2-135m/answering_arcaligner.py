@@ -232,6 +232,8 @@ class AnsweringCall:
         scores (`bool`, defaults to `True`): Whether the answerability is reported, where it was fitted.
         traces (`bool`, defaults to `False`): Whether `recursion_depth` is reported.
 
+    Attribute: `likelihood`, the [`LikelihoodRecorder`] of a greedy call, where it was calibrated.
+
     Use [`~AnsweringCall.generate`] or, where another function calls `generate`, give it
     [`~AnsweringCall.options`]. `model` may be any causal language model without `scores` and `traces`.
     """
@@ -253,16 +255,20 @@ class AnsweringCall:
         self._scores = scores and model.answerability_head is not None
         self._prefill = PrefillOutputs() if self._scores or traces else None
         self._answerability: torch.Tensor | None = None
+        self.likelihood: LikelihoodRecorder | None = None
 
     def options(self, options: dict[str, Any], last: Sequence[LogitsProcessor] = ()) -> dict[str, Any]:
         """The `options` of a call of `generate`, with this call's logits processors after those that are given, and
         `last`, such as one that draws tokens, behind them."""
         config, default = options.get("generation_config"), self.model.generation_config
         end_ids = default.eos_token_id if config is None or config.eos_token_id is None else config.eos_token_id
-        processors = list(options.get("logits_processor") or [])
+        processors, copies = list(options.get("logits_processor") or []), None
+        ends = options.get("eos_token_id", end_ids)
         if any(self._copied):
-            ends = options.get("eos_token_id", end_ids)
-            processors.append(PassageCopyLogitsProcessor(self.processor, self._copied, self._copy_bonus, ends))
+            copies = PassageCopyLogitsProcessor(self.processor, self._copied, self._copy_bonus, ends)
+        if self._scores and self.model.config.answer_calibration is not None and _is_greedy(options, config or default):
+            copies = self.likelihood = LikelihoodRecorder(copies, ends)
+        processors += [] if copies is None else [copies]
         added = {"logits_processor": LogitsProcessorList([*processors, *last])} if processors or last else {}
         return options | added | ({} if self._prefill is None else {"prefill": self._prefill})
 
@@ -292,6 +298,16 @@ class AnsweringCall:
         return torch.sigmoid(logits).cpu()
 
     @property
+    def answer_likelihood(self) -> torch.Tensor | None:
+        """How likely the answer of each row is right, (batch,), from the tokens that are written so far: their
+        likelihood and the answerability, calibrated on held-out questions. `None` where that was not fitted, and for
+        answers that are drawn or searched with beams."""
+        if self.likelihood is None or self.likelihood.counts is None or (sure := self.answerability) is None:
+            return None
+        likelihood, odds, offset = self.model.config.answer_calibration
+        return torch.sigmoid(likelihood * self.likelihood.mean.cpu() + odds * torch.logit(sure, eps=1e-6) + offset)
+
+    @property
     def recursion_depth(self) -> torch.LongTensor | None:
         """Refinement steps (batch, num_layers, max_slots) of the slots that were read with the prompt."""
         depth = None if self._prefill is None else self._prefill.recursion_depth
@@ -300,6 +316,12 @@ class AnsweringCall:
     def _of_rows(self, repeated: torch.Tensor) -> torch.Tensor:
         """The first of the beams or samples of each row."""
         return repeated[:: len(repeated) // len(self.passages)]
+
+
+def _is_greedy(options: dict[str, Any], config) -> bool:
+    """Whether `generate` with these options, or its configuration, takes the likeliest token at each step."""
+    draws, beams = (options.get(name, getattr(config, name, None)) for name in ("do_sample", "num_beams"))
+    return not draws and beams in (None, 1) and not reads_more(options, config)
 
 
 MAX_NEW_TOKENS = 24  # of greedy answers to questions that have short ones
@@ -414,6 +436,39 @@ class PassageCopyLogitsProcessor(LogitsProcessor):
             ids = copied_next(self.texts[row // num_each], written, self.end_ids)
             scores[row, ids] += self.bonus[row // num_each]
         return scores.log_softmax(dim=-1)  # else each token of a copy would add its bonus to the sum of a beam
+
+
+class LikelihoodRecorder(LogitsProcessor):
+    """Keeps how likely the model finds the tokens that are taken, in one greedy call of `generate`.
+
+    Args:
+        inner (`LogitsProcessor`, *optional*): What decides for the likeliest token. Its bonus is not counted, as it
+            says nothing about the answer.
+        end_ids (`int` or `list[int]`, *optional*): Tokens that end an answer; the first one is counted.
+    """
+
+    def __init__(self, inner: LogitsProcessor | None, end_ids: int | list | None):
+        self.inner, self.end_ids = inner, None if end_ids is None else torch.as_tensor(end_ids).reshape(-1)
+        self.sums = self.counts = self.is_done = None  # each (batch,)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        own = scores.float()  # (batch, vocab_size)
+        scores = scores if self.inner is None else self.inner(input_ids, scores)
+        taken = scores.argmax(dim=1)
+        found = own.gather(1, taken[:, None])[:, 0] - own.logsumexp(dim=1)
+        if self.counts is None:
+            self.sums, self.counts = torch.zeros_like(found), torch.zeros_like(found)
+            self.is_done = torch.zeros_like(taken, dtype=torch.bool)
+        self.sums = self.sums + found.masked_fill(self.is_done, 0.0)
+        self.counts = self.counts + ~self.is_done
+        if self.end_ids is not None:
+            self.is_done = self.is_done | torch.isin(taken, self.end_ids.to(taken.device))
+        return scores
+
+    @property
+    def mean(self) -> torch.FloatTensor:
+        """The mean log-likelihood of each answer's tokens, (batch,)."""
+        return self.sums / self.counts
 
 
 _COPIED = WeakKeyDictionary()  # of each tokenizer, what is copied of texts

@@ -153,6 +153,9 @@ class ArcAlignerConfig(PreTrainedConfig):
             Whether the head's `match` was fitted: how well the words of the question are found in the passages counts.
         answerability_threshold (`float`, *optional*):
             Below it an answer is better refused, as `train/confidence.py` found; what `min_confidence` may be set to.
+        answer_calibration (`list[float]`, *optional*):
+            How likely an answer is right: what its mean log-likelihood and the log-odds of the answerability are worth,
+            and an offset, in log-odds, as `train/confidence.py` found. Default: it is not told.
         training_stage (`"reconstruction"`, `"grounding"` or `"gating"`, *optional*):
             The last stage it was trained in, which the next one checks. Set by `set_stage`.
         digests (`dict`, *optional*), includes_base_model (`bool`, *optional*):
@@ -188,6 +191,7 @@ class ArcAlignerConfig(PreTrainedConfig):
     answerability_layers: list[int] | None = None
     answerability_uses_match: bool = False
     answerability_threshold: float | int | None = None
+    answer_calibration: list[float] | None = None
     training_stage: Literal["reconstruction", "grounding", "gating"] | None = None
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
@@ -224,6 +228,10 @@ class ArcAlignerConfig(PreTrainedConfig):
             )
         check_gates(self.gate_mode, self.gate_threshold, self.max_refinement_steps)
         check_answerability_layers(self.answerability_layers, num_layers)
+        if self.answer_calibration is not None and not (
+            len(self.answer_calibration) == 3 and all(is_number(each, Real) for each in self.answer_calibration)
+        ):
+            raise ValueError(f"`answer_calibration` is {self.answer_calibration!r}; expected three numbers, or None.")
         self.named_dtype = self.dtype  # which stays where the loader sets `dtype` to another
 
     @property

@@ -304,7 +304,7 @@ class AlignerMixin:
                 content["weight_map"] = places | dict.fromkeys(head, last.name)
                 write_config(new / index.name, content)
             settings = self.config.to_dict().items()
-            config |= {name: value for name, value in settings if name.startswith("answerability_")}
+            config |= {name: value for name, value in settings if name.startswith(("answerability_", "answer_"))}
             if isinstance(digests := config.get("digests"), dict):
                 # Those of settings, which 0.2 wrote, are compared no more.
                 own = {name: each for name, each in digests.items() if name != HEAD_DIGEST and isinstance(each, str)}

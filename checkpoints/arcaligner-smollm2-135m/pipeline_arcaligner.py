@@ -124,8 +124,10 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             - **trajectories** (`list[list[str]]`) -- For each layer and slot the passes taken.
             - **statistics** (`dict`) -- `tokens` of the passages, `slots` and `compression_rate`, the measured tokens
               per slot; with `max_slots`, how many segments are `dropped`;
-              `confidence`, how likely it is that the passages answer, where that was fitted; where
-              `max_passages` left some out, `passage_confidences`, that of each document with a text, by its number.
+              `answerability`, how likely it is that the passages answer, and `answer_likelihood`, how likely the
+              answer is right, where these were fitted, the second one of a greedy answer that was not refused; where
+              `max_passages` left some out, `passage_answerabilities`, that of each document with a text, by its
+              number. `confidence` and `passage_confidences` are their names in 0.2, which go in the next release.
         """
         if isinstance(text_inputs, list | tuple) and not text_inputs:
             raise ValueError("The list of inputs is empty; expected a chat, a string or a question with its passages.")
@@ -172,7 +174,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         passages, read = answerer.cut(given)
         if isinstance(prompt, Chat):
             check_conversation(prompt.messages)
-        confidences, texts = None, {}
+        scores, texts = None, {}
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
         else:
@@ -184,7 +186,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             slots.setdefault("sanitize_control_tokens", True)
             messages = asked.messages if isinstance(asked, Chat) else asked
             options = slots | template | gates
-            numbers, confidences = _choose(answerer, messages, passages, read, max_passages, options)
+            numbers, scores = _choose(answerer, messages, passages, read, max_passages, options)
             read, passages = [read[number] for number in numbers], [passages[number] for number in numbers]
             texts = {
                 "question": messages,
@@ -198,7 +200,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             slots[0] = torch.zeros(0, self.model.config.encoder_hidden_size)
         row = Row(is_question, GivenSlots(*slots), **texts)
         if return_slots:
-            row.trace = _trace_of(encoded, read, confidences)
+            row.trace = _trace_of(encoded, read, scores)
         return {name: encoded[name] for name in ("input_ids", "attention_mask")} | {"row": row, "prompt_text": chat}
 
     def _encode(
@@ -247,7 +249,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         )
         outputs = super()._forward(model_inputs, **slots, **call.options(generate_kwargs))
         if call.answerability is not None:
-            outputs["confidence"] = call.answerability
+            outputs["answerability"] = call.answerability
+        if call.answer_likelihood is not None:
+            outputs["answer_likelihood"] = call.answer_likelihood
         if call.recursion_depth is not None:
             outputs["recursion_depth"] = call.recursion_depth
         return outputs | {"row": row}
@@ -263,9 +267,10 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         depth = model_outputs.pop("recursion_depth", None)  # (1, num_layers, max_slots)
         if return_type is None:
             return_type = ReturnType.NEW_TEXT if row.is_question else ReturnType.FULL_TEXT
-        sure = model_outputs.pop("confidence", [None])[0]
+        sure, likelihood = (model_outputs.pop(name, [None])[0] for name in ("answerability", "answer_likelihood"))
         records = super().postprocess(model_outputs, return_type=return_type, **kwargs)
-        if min_confidence is not None and row.has_slots and sure < min_confidence:
+        is_refused = min_confidence is not None and row.has_slots and sure < min_confidence
+        if is_refused:
             for record in records:  # a text, or a chat whose last message is the answer
                 answer = record["generated_text"]
                 if isinstance(answer, str):
@@ -276,7 +281,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             return records
         statistics, num_slots = row.trace["statistics"], row.trace["statistics"]["slots"]
         if sure is not None and row.has_slots:
-            statistics = statistics | {"confidence": sure.item()}
+            statistics = statistics | {"answerability": sure.item(), "confidence": sure.item()}
+            if likelihood is not None and not is_refused:
+                statistics["answer_likelihood"] = likelihood.item()
         layers = depth[0, :, :num_slots].tolist() if num_slots else []
         trajectories = [[format_trajectory(each) for each in layer] for layer in layers]
         trace = {"segments": row.trace["segments"], "trajectories": trajectories, "statistics": statistics}
@@ -304,13 +311,14 @@ def _choose(
     return selection.numbers, {pieces[number].document: scores[number].answerability for number in surest}
 
 
-def _trace_of(encoded: dict, read: Sequence[Segment], confidences: dict[int, float] | None) -> dict[str, Any]:
-    """What the slots of an input stand for: `read` is what is read of which document, `confidences` those of all."""
+def _trace_of(encoded: dict, read: Sequence[Segment], scores: dict[int, float] | None) -> dict[str, Any]:
+    """What the slots of an input stand for: `read` is what is read of which document, `scores` the answerability of
+    each."""
     segments = encoded.get("segments", [[]])[0]
     no_slots = {"tokens": 0, "slots": 0, "compression_rate": None}
     statistics = encoded.get("statistics", [no_slots])[0]
-    if confidences is not None:
-        statistics |= {"passage_confidences": dict(sorted(confidences.items()))}
+    if scores is not None:
+        statistics |= dict.fromkeys(("passage_answerabilities", "passage_confidences"), dict(sorted(scores.items())))
     return {"segments": [asdict(each.of_document(read[each.document])) for each in segments], "statistics": statistics}
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import io
-import re
 import shutil
 from importlib import metadata
 from pathlib import Path
@@ -47,7 +46,7 @@ def answer(run_cli, checkpoint_dir):
 
     def run(*documents, question=QUESTION, checkpoint=checkpoint_dir, options=()):
         given = [each for document in documents for each in ("--document", document)]
-        return run_cli("answer", "--question", question, *given, "--checkpoint", checkpoint, *options)
+        return run_cli("answer", question, *given, "--checkpoint", checkpoint, *options)
 
     return run
 
@@ -252,25 +251,37 @@ def test_mistakes_in_train_end_in_one_clear_line(run_cli, monkeypatch):
 # The demo
 
 
-def test_the_demo_shows_every_question_with_its_answer_and_how_many_are_right(chooser, monkeypatch):
+def test_the_demo_shows_each_answer_when_it_is_there(chooser, monkeypatch):
+    """Beside that of the bare base model, which reads the same passage's text, and says in the end what was gained."""
     monkeypatch.setattr(demo, "contains_match", lambda answer, golds: float(golds == CASES[0]["answers"]))
-    demo.run_demo(chooser, console := Console(file=io.StringIO(), width=400))
-    shown = " ".join(console.file.getvalue().split())
+    console, shown, from_text, texts = Console(file=io.StringIO(), width=400), [], demo.from_text, []
+
+    def read_text(ask, row):
+        shown.append(console.file.getvalue().count("positions"))
+        texts.append(row)
+        return from_text(ask, row)
+
+    monkeypatch.setattr(demo, "from_text", read_text)
+    demo.run_demo(chooser, console)
+    assert shown == [0, *range(0, 28, 2)]  # the first one warms up
+    page = " ".join(console.file.getvalue().split())
     many, (refused,), cases = demo.demo_questions("unanswerable").values()
-    assert cases == CASES and [len(row["passages"]) for row in many] == [20] * 10
+    assert cases == CASES and [len(row["passages"]) for row in many] == [10] * 10
     assert refused["question"] == many[0]["question"] and refused["answers"] == ["unanswerable"]
-    texts = [each["text"] for each in refused["passages"]]
-    assert len(texts) == 4 and not any(gold in text for gold in many[0]["answers"] for text in texts)
-    for row in [*many, refused, *cases]:
-        assert row["question"] in shown
-        assert (f"gold: {row['answers'][0]}" in shown) == (row != CASES[0])  # where the answer is right, it says enough
-    assert len(re.findall(r" [01]\.\d\d ", shown)) == 14 and "1 of 14 answers contain a gold answer" in shown
-    assert shown.count(" unanswerable ") == 15  # all are refused, and one gold answer is that
+    others = [each["text"] for each in refused["passages"]]
+    assert len(others) == 4 and not any(gold in text for gold in many[0]["answers"] for text in others)
+    for row, read in zip([*many, refused, *cases], texts[1:], strict=True):
+        assert row["question"] in page and len(read["passages"]) == 1 and read["passages"][0] in row["passages"]
+        assert (f"gold: {row['answers'][0]}" in page) == (row != CASES[0])  # where the answers are right, they do
+    assert page.count(", answerability ") == 14 and page.count(" unanswerable wrong") == 13
+    assert "Gained: 1 of 14 right from slots, 1 from text" in page
+    assert console.file.getvalue().splitlines()[-1] == demo.NEXT
     assert [*map(len, demo.demo_questions().values())] == [10, 3]  # of an aligner that refuses nothing
 
 
 def test_a_row_of_the_demo_is_green_where_it_is_right_and_has_the_gold_answer_where_not():
-    record = {"generated_text": " Canada", "statistics": {"confidence": 0.5}}
-    assert demo.answer_cells(CASES[0], record) == [CASES[0]["question"], "[green]Canada[/]", "0.50"]
-    wrong = demo.answer_cells(CASES[0], {"generated_text": "[red]", "statistics": {}})
-    assert wrong[1:] == ["[yellow]\\[red][/]\n[dim]gold: Canada[/]", ""]
+    told = demo.Told("Canada", positions=31, seconds=0.44, sure=0.5)
+    expected = "[green]Canada[/]\n[dim]right, 31 positions, 0.4 s, answerability 0.50[/]"
+    assert demo.answer_cell(CASES[0], told) == expected
+    wrong = demo.answer_cell(CASES[0], demo.Told("[red]", 70, 1.0))
+    assert wrong == "[yellow]\\[red][/]\n[dim]wrong, 70 positions, 1.0 s[/]"

@@ -186,7 +186,7 @@ def test_pieces_of_a_prompt_answer_as_one(engine_of, apart, monkeypatch):
     parts = answers(engine, *(asked(*each, max_new_tokens=8) for each in requests))
     assert [each.text for each in parts] == [each.text for each in whole] and len(calls) > 100
     for part, one in zip(parts[:2], whole[:2], strict=True):
-        assert part.confidence == pytest.approx(one.confidence, abs=1e-6)
+        assert part.answerability == pytest.approx(one.answerability, abs=1e-6)
 
 
 @pytest.mark.parametrize("documents", [None, PASSAGES])
@@ -296,13 +296,13 @@ def test_an_answer_with_less_confidence_than_asked_for_is_the_refusal_told_at_on
         return answer(engine, max_new_tokens=12, on_text=pieces.append, **settings), pieces
 
     plain, pieces = told()
-    assert 0 < plain.confidence < 1 and "".join(pieces) == plain.text and len(pieces) > 1
-    kept, pieces = told(min_confidence=plain.confidence - 1e-3)
+    assert 0 < plain.answerability < 1 and "".join(pieces) == plain.text and len(pieces) > 1
+    kept, pieces = told(min_confidence=plain.answerability - 1e-3)
     assert kept.text == plain.text and "".join(pieces) == plain.text
-    refused, pieces = told(min_confidence=plain.confidence + 1e-3)
+    refused, pieces = told(min_confidence=plain.answerability + 1e-3)
     assert refused.text == "not in the text" and pieces == ["not in the text"] and refused.finish_reason == "stop"
     beside = asked(chat=[{"role": "user", "content": "When was that, and why?"}])
-    assert answers(engine, asked(), beside)[0].confidence == pytest.approx(plain.confidence, abs=1e-4)
+    assert answers(engine, asked(), beside)[0].answerability == pytest.approx(plain.answerability, abs=1e-4)
     with pytest.raises(ValueError, match="`min_confidence` is 2; expected a number from 0 to 1"):
         told(min_confidence=2)
 
@@ -329,7 +329,7 @@ def test_the_similarity_to_the_question_counts(apart, engine_of, tmp_path, monke
     assert similarities_of(apart.processor.encoder, CHAT, documents) == pytest.approx(similar, abs=1e-3)
     for sources in (of_corpus, answer(engine, documents).sources):
         assert [each["read"] for each in sources] == [each == max(similar) for each in similar]
-        assert all("confidence" in each for each in sources)
+        assert all(each["answerability"] == each["confidence"] for each in sources)
 
 
 def test_a_batch_is_answered_as_by_the_pipeline_and_a_request_that_cannot_be_read_fails_alone(apart, engine_of):
@@ -341,6 +341,7 @@ def test_a_batch_is_answered_as_by_the_pipeline_and_a_request_that_cannot_be_rea
         ([text, "Ada."], {}),  # a long one is cut, and the likeliest passage is read
     ]
     random_head(apart.model, match=(0.5, 3.0, -1.0))
+    apart.model.config.answer_calibration = [1.5, 0.5, 1.0]
     engine = engine_of(None, apart, batch_seconds=0.5, max_batch=5)
     failing = engine.submit(asked(PASSAGES, LONG))
     found = answers(engine, *(asked(documents, max_new_tokens=6, **settings) for documents, settings in cases))
@@ -351,8 +352,11 @@ def test_a_batch_is_answered_as_by_the_pipeline_and_a_request_that_cannot_be_rea
         sure, statistics = {source["number"]: 0.0 for source in each.sources}, record["statistics"]
         for source in each.sources:
             sure[source["number"]] = max(sure[source["number"]], source["confidence"])
-        assert sure == pytest.approx(statistics.pop("passage_confidences"), abs=1e-4)
-        assert each.confidence == pytest.approx(statistics.pop("confidence"), abs=1e-4)
+        for name in ("passage_answerabilities", "passage_confidences"):
+            assert sure == pytest.approx(statistics.pop(name), abs=1e-4)
+        for name in ("answerability", "confidence"):
+            assert each.answerability == pytest.approx(statistics.pop(name), abs=1e-4)
+        assert each.answer_likelihood == pytest.approx(statistics.pop("answer_likelihood"), abs=1e-4)
         assert each.text.strip() == record["generated_text"].strip() and each.statistics == statistics
         slots = each.passages.encoded.segments
         numbers = [each.sources[slot.document]["number"] for slot in slots]
