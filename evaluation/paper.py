@@ -39,12 +39,16 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "paper"  # in a run's folder
 SEGMENT = "_xsegment"  # ends a method's name that reads one slot per sentence, as the paper does
+LLMLINGUAS = ("llmlingua2", "llmlingua")  # the paper's, and the variant whose scores are the backbone's
 ABLATIONS = ("no_recursion", "max_loop", "no_lora")
 # The paper's names of methods, of which names with a rate are found by what is before it.
 PAPER_NAMES = {
     "naive": "Naive",
     "standard_rag": "StandardRAG",
     "xrag": "xRAG",
+    "cocom_x4": "COCOM x4",
+    "cocom_x16": "COCOM x16",
+    "llmlingua2": "LLMLingua-2",
     "arcaligner": "ArcAligner",
     "no_recursion": "w/o Recursion",
     "max_loop": "w/o Gate (Max Loop)",
@@ -163,7 +167,7 @@ class Reproduction:
         """Table 1 or 2."""
         own = self.suffix(self.settings.checkpoint)
         ours = dict.fromkeys((f"arcaligner{own}", "arcaligner"))
-        methods = ["naive", "standard_rag", "full_text_lora", "xrag", "llmlingua", *ours]
+        methods = ["naive", "standard_rag", "full_text_lora", "xrag", "cocom_x4", "cocom_x16", *LLMLINGUAS, *ours]
         sets = self.answer(self.settings, tasks, methods, self.settings.floor)
         return self.write(name, title, [*comparison(sets, methods), *costs(sets), footnote_of(sets, self.settings)])
 
