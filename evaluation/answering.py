@@ -17,7 +17,7 @@ from rich.progress import Progress
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from ..answering_arcaligner import Answerer, greedy_answers
+from ..answering_arcaligner import MAX_NEW_TOKENS, Answerer, greedy_answers
 from ..attention_arcaligner import CACHE, cache_of, check_can_separate, passage_positions, separate_passages
 from ..common.rows import Row
 from ..configuration_arcaligner import check_length
@@ -25,6 +25,7 @@ from ..loading_arcaligner import default_dtype, resolve_model
 from ..modeling_arcaligner import ADAPTER_NAME, ArcAlignerForCausalLM, slot_lora_layers
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..tokenization_arcaligner import mark_control_tokens
+from ..train.cocom import CocomCollator, CompressingModel
 from ..train.prompts import (
     ApartText,
     passages_text,
@@ -157,6 +158,27 @@ def apart_inputs(model, prompts: list[ApartText]) -> dict[str, Any]:
     return {name: each.to(model.device) for name, each in inputs.items()} | {CACHE: cache_of(output)}
 
 
+@torch.inference_mode()
+def answer_compressed(
+    model: CompressingModel, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: None = None
+) -> list[Answer]:
+    """A model of COCOM's design reads its own compression of the passages."""
+    prompts = [apart_text(processor, row)._asdict() for row in rows]
+    device, pad = model.compression_token.device, processor.tokenizer.pad_token_id or 0
+    batch = CocomCollator(pad, model.tokens_per_slot, padding_side="left")(prompts)
+    batch = {name: each.to(device) for name, each in batch.items() if name != "labels"}
+    mask = batch.pop("attention_mask")
+    ids = model.model.generate(
+        inputs_embeds=model.embed(**batch), attention_mask=mask, max_new_tokens=MAX_NEW_TOKENS, do_sample=False
+    )  # from embeddings: the new tokens alone
+    texts = processor.batch_decode(ids, skip_special_tokens=True)
+    prompt_ids = [each[is_real].tolist() for each, is_real in zip(batch["input_ids"], mask.bool(), strict=True)]
+    context_tokens = batch["slot_mask"].sum(dim=1).tolist()
+    passage_tokens = count_tokens(processor.tokenizer, [passages_text(row) for row in rows])
+    columns = zip((text.strip() for text in texts), prompt_ids, context_tokens, passage_tokens, strict=True)
+    return [Answer(*column) for column in columns]
+
+
 def _generate(model, processor, inputs, rows: list[Row], context_tokens: list[int], **settings: Any) -> list[Answer]:
     """Greedy answers to left-padded prompts, `input_ids` (batch, seq_len); `settings` are those of
     `greedy_answers`."""
@@ -182,12 +204,23 @@ def load_aligner(checkpoint: str, device: str) -> tuple[ArcAlignerForCausalLM, A
     return model, processor
 
 
-def load_text_lora(aligner: str, lora: str, device: str):
-    """The aligner's backbone with a LoRA of `train/full_text.py` merged into it, and the processor."""
+def load_backbone(aligner: str, device: str):
+    """An aligner's base model, without the aligner."""
     config = ArcAlignerForCausalLM.config_class.from_pretrained(aligner)
     name, revision = resolve_model(config.base_model_name_or_path), config.base_model_revision
-    base = AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", dtype=default_dtype(device))
+    return AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", dtype=default_dtype(device))
+
+
+def load_text_lora(aligner: str, lora: str, device: str):
+    """The aligner's backbone with a LoRA of `train/full_text.py` merged into it, and the processor."""
+    base = load_backbone(aligner, device)
     model = PeftModel.from_pretrained(base, lora).merge_and_unload().eval().to(device)
+    return model, ArcAlignerProcessor.from_pretrained(aligner)
+
+
+def load_compressing(aligner: str, folder: str, device: str) -> tuple[CompressingModel, ArcAlignerProcessor]:
+    """The aligner's backbone with what `train/cocom.py` trained, and the processor."""
+    model = CompressingModel.load(load_backbone(aligner, device), folder).eval().to(device)
     return model, ArcAlignerProcessor.from_pretrained(aligner)
 
 

@@ -9,6 +9,7 @@ one run compares several rates of one checkpoint.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
-from transformers import DynamicCache
+from transformers import AutoModelForTokenClassification, AutoTokenizer, DynamicCache
 from transformers.utils import CONFIG_NAME
 
 from ..answering_arcaligner import Answerer
@@ -26,17 +27,31 @@ from ..attention_arcaligner import CACHE
 from ..common.files import digest_files
 from ..common.rows import Row
 from ..configuration_arcaligner import ArcAlignerConfig
+from ..loading_arcaligner import missing_model_message, resolve_model
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import tokenize_segments
 from ..train.prompts import passages_text
-from .answering import Answer, answer_apart, answer_slots, answer_text, count_tokens, load_aligner, load_text_lora
+from .answering import (
+    Answer,
+    answer_apart,
+    answer_compressed,
+    answer_slots,
+    answer_text,
+    count_tokens,
+    load_aligner,
+    load_compressing,
+    load_text_lora,
+)
 
 # The files of a checkpoint's folder that decide its answers.
 _CONFIGS = ("config.json", "adapter_config.json", "processor_config.json")
+LLMLINGUA2 = "microsoft/llmlingua-2-xlm-roberta-large-meetingbank"
 CHECKPOINT_FILES = ("*.safetensors", *_CONFIGS, "chat_template.jinja")
 RATE = 1 / 3  # the share of tokens that LLMLingua keeps, as in the paper
+COMPRESSORS = ("cocom_x4", "cocom_x16")  # fields of `Checkpoints`
 TEXT_READERS, PROJECTORS = ("full_text_lora", "text_apart"), ("xrag", "projector_only")  # fields of `Checkpoints`
 LIKELIEST = partial(answer_slots, gate_mode="off", max_passages=1)
+_NO_LLMLINGUA = "the package llmlingua is not installed; `pip install llmlingua==0.2.2` gets it"
 PART_SIZE = 200  # tokens that LLMLingua looks at together, the package's default
 
 
@@ -62,6 +77,8 @@ class Checkpoints:
     projector_only: str | None = None  # one with the slots of `checkpoint`
     full_text_lora: str | None = None  # a LoRA of the backbone that reads text, of `train/full_text.py`
     text_apart: str | None = None  # one that reads passages apart, of the same script
+    cocom_x4: str | None = None  # of `train/cocom.py`, four tokens to a compression token
+    cocom_x16: str | None = None  # sixteen
     device: str = "cpu"
 
 
@@ -95,6 +112,7 @@ class Method:
     made_by: str | None = None  # the command that makes such a checkpoint
     has_rates: bool = False  # whether it can be asked for with a rate
     tokens_per_slot: int | str | None = None  # the rate, if not the checkpoint's own
+    needs: Callable[[], Any] | None = None  # loads what else it needs, or raises `MissingMethodError`
 
     @property
     def option(self) -> str:
@@ -132,12 +150,15 @@ class Method:
 
     def load(self, checkpoints: Checkpoints) -> Callable[[list[Row]], list[Answer]]:
         """What answers rows."""
+        if self.needs is not None:
+            self.needs()
         path, device = getattr(checkpoints, self.reads or "checkpoint"), checkpoints.device
-        model, processor = (
-            load_text_lora(checkpoints.checkpoint, path, device)
-            if self.reads in TEXT_READERS
-            else load_aligner(path, device)
-        )
+        if self.reads in COMPRESSORS:
+            model, processor = load_compressing(checkpoints.checkpoint, path, device)
+        elif self.reads in TEXT_READERS:
+            model, processor = load_text_lora(checkpoints.checkpoint, path, device)
+        else:
+            model, processor = load_aligner(path, device)
         if self.reads in PROJECTORS and model.config.lora_r:
             raise ValueError(
                 f"{path} has a LoRA of rank {model.config.lora_r}; for `{self.option}` expected an aligner of a "
@@ -215,8 +236,7 @@ def llmlingua_compressor(model, tokenizer) -> Callable[[str, float], str]:
     try:
         from llmlingua import PromptCompressor
     except ModuleNotFoundError as error:
-        message = "the package llmlingua is not installed; `pip install llmlingua==0.2.2` gets it"
-        raise MissingMethodError(message) from error
+        raise MissingMethodError(_NO_LLMLINGUA) from error
     # Without `__init__`, which would load a model of its own and download OpenAI's tokenizer for counts we do not use.
     compressor = PromptCompressor.__new__(PromptCompressor)
     compressor.model, compressor.tokenizer, compressor.device = PairCacheModel(model), tokenizer, model.device
@@ -236,10 +256,44 @@ def llmlingua_compressor(model, tokenizer) -> Callable[[str, float], str]:
     return compress
 
 
+def classified(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot: int | str | None) -> str:
+    """What LLMLingua-2 leaves of the passages: a third, the words that its classifier finds needed."""
+    compressor, text = llmlingua2_compressor(), passages_text(row)
+    compressor.oai_tokenizer = processor.tokenizer  # counts how much a word weighs; the package's is downloaded
+    return compressor.compress_prompt_llmlingua2([text], rate=RATE)["compressed_prompt"] if text.strip() else text
+
+
+@functools.lru_cache(maxsize=1)
+def llmlingua2_compressor():
+    """LLMLingua-2 of the package `llmlingua`, with its own classifier, on the CPU.
+
+    Raises:
+        `MissingMethodError`: a package or model that is not here.
+    """
+    try:
+        from llmlingua import PromptCompressor
+    except ModuleNotFoundError as error:
+        raise MissingMethodError(_NO_LLMLINGUA) from error
+    name = resolve_model(LLMLINGUA2)
+    try:
+        model = AutoModelForTokenClassification.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except OSError as error:
+        raise MissingMethodError(missing_model_message("classifier", LLMLINGUA2, error)) from error
+    # Without `__init__`, as above.
+    compressor = PromptCompressor.__new__(PromptCompressor)
+    compressor.model, compressor.tokenizer, compressor.device = model.eval(), tokenizer, "cpu"
+    compressor.model_name, compressor.use_llmlingua2, compressor.oai_tokenizer = name, True, tokenizer
+    compressor.init_llmlingua2()
+    return compressor
+
+
 # All of them
 
 _TRAIN = "python -m arcaligner train --recipe"
 _FULL_TEXT = "python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml"
+_COCOM = "python -m arcaligner.train.cocom --config train/recipes/smollm2_135m/cocom.yaml"
+_COCOM_16 = f"{_COCOM} --tokens_per_slot 16 --output_dir runs/smollm2_135m/cocom_x16"
 _READER = {"reads": "full_text_lora", "made_by": _FULL_TEXT}
 _APART = {"reads": "text_apart", "made_by": _FULL_TEXT.replace("full_text.yaml", "full_text_apart.yaml")}
 _OURS = {"reads": "checkpoint", "has_rates": True}
@@ -264,8 +318,11 @@ METHODS = {
             has_rates=True,
             **_READER,
         ),
+        Method("llmlingua2", "LLMLingua-2", partial(answer_text, classified), needs=lambda: llmlingua2_compressor()),
         Method("llmlingua", "LLMLingua (the backbone scores)", partial(answer_text, compressed), has_rates=True),
         Method("xrag", "xRAG (our training)", _ONE_PASS, reads="xrag", made_by=f"{_TRAIN} xrag"),
+        Method("cocom_x4", "COCOM x4 (our training)", answer_compressed, reads="cocom_x4", made_by=_COCOM),
+        Method("cocom_x16", "COCOM x16 (our training)", answer_compressed, reads="cocom_x16", made_by=_COCOM_16),
         Method("projector_only", "projector only", _ONE_PASS, has_rates=True, **_PROJECTOR),
         Method("arcaligner", "ArcAligner", answer_slots, **_OURS),
         Method("one_passage", "ArcAligner, the likeliest passage", LIKELIEST, **_OURS),

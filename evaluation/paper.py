@@ -39,12 +39,16 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "paper"  # in a run's folder
 SEGMENT = "_xsegment"  # ends a method's name that reads one slot per sentence, as the paper does
+LLMLINGUAS = ("llmlingua2", "llmlingua")  # the paper's, and the variant whose scores are the backbone's
 ABLATIONS = ("no_recursion", "max_loop", "no_lora")
 # The paper's names of methods, of which names with a rate are found by what is before it.
 PAPER_NAMES = {
     "naive": "Naive",
     "standard_rag": "StandardRAG",
     "xrag": "xRAG",
+    "cocom_x4": "COCOM x4",
+    "cocom_x16": "COCOM x16",
+    "llmlingua2": "LLMLingua-2",
     "arcaligner": "ArcAligner",
     "no_recursion": "w/o Recursion",
     "max_loop": "w/o Gate (Max Loop)",
@@ -161,9 +165,7 @@ class Reproduction:
 
     def main_table(self, name: str, title: str, tasks: Sequence[str]) -> Path:
         """Table 1 or 2."""
-        own = self.suffix(self.settings.checkpoint)
-        ours = dict.fromkeys((f"arcaligner{own}", "arcaligner"))
-        methods = ["naive", "standard_rag", "full_text_lora", "xrag", "llmlingua", *ours]
+        methods = main_methods(self.suffix(self.settings.checkpoint))
         sets = self.answer(self.settings, tasks, methods, self.settings.floor)
         return self.write(name, title, [*comparison(sets, methods), *costs(sets), footnote_of(sets, self.settings)])
 
@@ -428,6 +430,22 @@ def _is_there(title: str, path: str) -> bool:
 # Tables
 
 
+def main_methods(suffix: str) -> list[str]:
+    """The methods of Tables 1 and 2 for an aligner whose names of methods at the paper's segmentation end so; and, for
+    what text is worth, its fine-tuned reader."""
+    ours = dict.fromkeys((f"arcaligner{suffix}", "arcaligner"))
+    return ["naive", "standard_rag", "full_text_lora", "xrag", "cocom_x4", "cocom_x16", *LLMLINGUAS, *ours]
+
+
+def published_table(results: dict[str, Any], tasks: Sequence[str]) -> list[str]:
+    """Markdown lines of Table 1 or 2 for the results of the shipped aligner."""
+    titles = [TASKS[name].title for name in tasks]
+    sets = {title: _only(results["sets"].get(title, {"methods": {}}), main_methods(SEGMENT)) for title in titles}
+    asked = {title: entry for title, entry in sets.items() if entry["methods"]}
+    counts = ", ".join(f"{title} {entry['questions']} ({entry['passages']})" for title, entry in asked.items())
+    return [*comparison(sets, main_methods(SEGMENT)), *costs(asked), f"Questions and passages: {counts}."]
+
+
 def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
     """Markdown lines: EM / F1 / Acc of the paper and of ours side by side, a row for each method. The paper's methods
     that were not asked stand there as well, so that each of its numbers has its place."""
@@ -463,14 +481,15 @@ def _is_ablation(methods: Sequence[str]) -> bool:
     return any(find_base(name) in ABLATIONS for name in methods)
 
 
-def _triple(numbers: Sequence[float | None] | None) -> str:
-    return "-" if numbers is None else " / ".join("-" if each is None else f"{each:.1f}" for each in numbers)
+def _triple(numbers: Sequence[float | None] | None, digits: int = 2) -> str:
+    shown = ("-" if each is None else f"{each:.{digits}f}" for each in numbers or ())
+    return " / ".join(shown) or "-"
 
 
 def _ours(entry: dict[str, Any], method: str) -> str:
     if (numbers := entry["methods"].get(method)) is None:
         return "-"
-    return _triple([(score(numbers, metric) or [None])[0] for metric in ("em", "f1", "acc")])
+    return _triple([(score(numbers, metric) or [None])[0] for metric in ("em", "f1", "acc")], digits=1)
 
 
 def costs(sets: dict[str, Any]) -> list[str]:

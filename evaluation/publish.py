@@ -31,6 +31,7 @@ from .analyses.speed import (
     kept_lines,
 )
 from .methods import find_method, fingerprint
+from .paper import FIRST, SECOND, published_table
 from .results import results_page, write_results
 from .runs import answer_files
 from .tasks import TASKS
@@ -83,6 +84,8 @@ def publish(
     write_part(DOCS / "results.md", "results", results_page(results).splitlines())
     write_part(DOCS / "speed.md", "first token", first_token_table(latency))
     write_part(DOCS / "speed.md", "known passages", kept_lines(read_json(published / KEPT_REPORT)))
+    for number, tasks in enumerate((FIRST, SECOND), start=1):
+        write_part(DOCS / "paper.md", f"table {number}", published_table(results, tasks))
     write_part(ROOT / "README.md", "results", readme_table(results, latency))
 
 

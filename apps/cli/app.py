@@ -441,6 +441,8 @@ def evaluate(
     projector_only: Annotated[str | None, typer.Option(help="Aligner for the method projector_only.")] = None,
     full_text_lora: Annotated[str | None, typer.Option(help="LoRA for full_text_lora, of train/full_text.py.")] = None,
     text_apart: Annotated[str | None, typer.Option(help="LoRA for text_apart, of train/full_text.py.")] = None,
+    cocom_x4: Annotated[str | None, typer.Option(help="Folder for cocom_x4, of train/cocom.py.")] = None,
+    cocom_x16: Annotated[str | None, typer.Option(help="Folder for cocom_x16, of train/cocom.py.")] = None,
     folder: Annotated[Path | None, typer.Option("--output", help="Folder for answers and tables.")] = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder with TASK.jsonl.gz for each task. Default: the Hub.")
@@ -468,7 +470,7 @@ def evaluate(
     given = {"output": folder, "data": data, "batch_size": batch_size, "device": device, "checkpoint": checkpoint}
     given |= {"xrag": xrag, "projector_only": projector_only, "full_text_lora": full_text_lora}
     given |= {"text_apart": text_apart, "corpus": corpus, "tasks": split_names(tasks), "methods": split_names(methods)}
-    given["floor"] = floor
+    given |= {"floor": floor, "cocom_x4": cocom_x4, "cocom_x16": cocom_x16}
     of_tasks = {"num_questions": num_questions, "passages": passages, "top_k": top_k}
     show(results_page(evaluate(read_settings(recipe, given, of_tasks))))
 

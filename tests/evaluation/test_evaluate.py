@@ -17,6 +17,7 @@ from arcaligner.evaluation.methods import METHODS
 from arcaligner.evaluation.metrics import METRICS
 from arcaligner.evaluation.runs import AnswerFile, row_digest
 from arcaligner.evaluation.settings import read_settings
+from arcaligner.train.cocom import CocomArguments, CompressingModel
 
 pytestmark = pytest.mark.usefixtures("few_tokens")
 
@@ -56,7 +57,13 @@ def test_every_question_gets_an_answer_and_its_scores_from_every_method(settings
     processor.save_pretrained(tmp_path / "projector")
     others = dict.fromkeys(("xrag", "projector_only"), str(tmp_path / "projector"))
     others |= dict.fromkeys(("full_text_lora", "text_apart"), str(tmp_path / "lora"))
-    methods = [name for name in METHODS if name not in ("llmlingua", "one_passage")]
+    for name, rate in (("cocom_x4", 4), ("cocom_x16", 16)):
+        recipe = CocomArguments("base", "file", 1, lora_r=2, tokens_per_slot=rate)
+        base = AutoModelForCausalLM.from_pretrained(base_model_dir)
+        (tmp_path / name).mkdir()
+        CompressingModel.new(base, recipe).save(tmp_path / name)
+        others[name] = str(tmp_path / name)
+    methods = [name for name in METHODS if name not in ("llmlingua2", "llmlingua", "one_passage")]
     all_of_them = settings(("squad", "hotpotqa"), methods, **others)
     results = evaluate(all_of_them)
     assert list(results["sets"]) == ["HotpotQA", "SQuAD"]
@@ -72,6 +79,8 @@ def test_every_question_gets_an_answer_and_its_scores_from_every_method(settings
     found = results["sets"]["SQuAD"]["methods"]
     positions = [found[name]["context_tokens"] for name in ("standard_rag", "truncated", "arcaligner")]
     assert positions[0] > positions[1] == positions[2]
+    lengths = [row["passage_tokens"] for row in answers(all_of_them, "squad", "cocom_x4")]
+    assert found["cocom_x4"]["context_tokens"] == sum(-(-length // 4) for length in lengths) / len(lengths)
     cut, tuned = ({row["id"]: row for row in answers(all_of_them, "squad", f"truncated{end}")} for end in ("", "_lora"))
     assert all(row["prompt"] == tuned[key]["prompt"] for key, row in cut.items())
     assert any(row["prediction"] != tuned[key]["prediction"] for key, row in cut.items())

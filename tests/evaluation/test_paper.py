@@ -45,7 +45,7 @@ def test_main_table_has_both(make, caplog):
     """Each number of the paper has its place beside ours, a method that is not here is named, and floors are asked."""
     (page,) = reproduce("table1", make(floor=True))
     text = page.read_text(encoding="utf-8")
-    paper_row = "31.8 / 36.0 / 33.4"
+    paper_row = "31.80 / 36.00 / 33.40"
     (line,) = (line for line in text.splitlines() if paper_row in line)
     assert line.startswith("| **ArcAligner** | ArcAligner |") or line.startswith("| ArcAligner")
     for named in PAPER["sets"]["HotpotQA"].keys() - paper.ABLATION_NAMES:
@@ -60,7 +60,7 @@ def test_second_run_asks_nothing(make, monkeypatch):
     reproduce("ablation", make())
     monkeypatch.setattr("arcaligner.evaluation.evaluate.in_batches", None)
     (page,) = reproduce("ablation", make())
-    assert "| w/o Gate (Max Loop) | 27.2 / 31.7 / 31.0 |" in page.read_text(encoding="utf-8")
+    assert "| w/o Gate (Max Loop) | 27.20 / 31.69 / 31.00 |" in page.read_text(encoding="utf-8")
 
 
 def test_wrong_passages_hold_no_answer():
@@ -90,9 +90,9 @@ def test_acc_stands_beside_where_judged():
     numbers = {"em": [1.0] * 3, "f1": [2.0] * 3}
     sets = {"HotpotQA": {"methods": {"naive": numbers | {"acc": {"judge": [3.0, 0, 9]}}, "arcaligner": numbers}}}
     lines = comparison(sets, ["naive", "arcaligner"])
-    assert "| Naive | Naive | 21.2 / 13.4 / 23.2 | 1.0 / 2.0 / 3.0 |" in lines
-    assert "| ArcAligner | ArcAligner | 26.6 / 34.9 / 33.4 | 1.0 / 2.0 / - |" in lines
-    assert "| - | COCOM x4 | 25.2 / 32.5 / 31.2 | - |" in lines
+    assert "| Naive | Naive | 21.20 / 13.39 / 23.20 | 1.0 / 2.0 / 3.0 |" in lines
+    assert "| ArcAligner | ArcAligner | 26.60 / 34.92 / 33.40 | 1.0 / 2.0 / - |" in lines
+    assert "| - | COCOM x4 | 25.20 / 32.45 / 31.18 | - |" in lines
 
 
 # Figures

@@ -88,11 +88,7 @@ def test_ranking_names_each_passage_once():
 def test_listwise_prompt_has_all_passages():
     prompt = listwise_prompt("Who?", [{"title": "T", "text": "word " * 400}, PASSAGES[1]])
     assert "I will provide you with 2 passages" in prompt and "[2] Title 1 Ada wrote it aloud; it again." in prompt
-    assert (
-        prompt.split("[2]")[0].count("word") == 299
-        and prompt.count("query: Who?.") == 1
-        and "Search Query: Who?." in prompt
-    )
+    assert prompt.split("[2]")[0].count("word") == 299 and prompt.count("query: Who?.") == 1
 
 
 def test_wrong_lists_are_counted(pool, encoder_dir, tmp_path, monkeypatch, caplog):

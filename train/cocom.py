@@ -1,0 +1,319 @@
+"""COCOM's design as a baseline: the backbone itself compresses passages, with compression tokens and a LoRA.
+
+    python -m arcaligner.train.cocom --config train/recipes/smollm2_135m/cocom_pretraining.yaml
+    python -m arcaligner.train.cocom --config train/recipes/smollm2_135m/cocom.yaml
+    python -m arcaligner.train.cocom --config ... --tokens_per_slot 16 --output_dir runs/smollm2_135m/cocom_x16
+
+Rau et al., 2025 (https://huggingface.co/papers/2407.09252): behind the tokens of a passage, cut to runs of 128, stand
+compression tokens, one for every 4 or 16; what the model makes of these is what it reads in place of the passage. One
+LoRA, on all positions, serves for compressing and for answering. First it learns to give passages back (`start_from`
+names nothing), then to answer. A run resumes from the last checkpoint in its `output_dir`; a finished one is left
+alone. `arcaligner evaluate --cocom-x4 FOLDER --cocom-x16 FOLDER` compares.
+
+Other than in the paper, vectors are scaled to the norm of word embeddings, as a small model with few steps otherwise
+repeats them; and the compression tokens share one embedding, told apart by their positions.
+"""
+
+import json
+import logging
+import math
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import CONFIG_NAME
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
+from trl import SFTConfig
+
+from ..common.files import write_whole
+from ..common.rows import Row
+from ..loading_arcaligner import resolve_model, written_whole
+from .examples import choose_template, missing_part, open_corpus
+from .prompts import ApartText, passages_text, text_prompt
+from .recipe import run_script
+from .run import claim_folder, last_checkpoint
+
+logger = logging.getLogger(__name__)
+
+RUN = 128  # tokens of a passage that are compressed together, the paper's
+SETTINGS, TOKENS = "cocom.json", "compression_tokens.safetensors"  # beside PEFT's files
+
+
+@dataclass
+class CocomArguments:
+    """
+    The keys of the recipe that are not [`~trl.SFTConfig`]'s.
+
+    Args:
+        model_name_or_path (`str`): The base model.
+        train_file (`str`): Rows of questions, or of passages without `asks`; a source as in `common/rows.py`.
+        max_train_samples (`int`): How many of the shuffled rows are trained on.
+        start_from (`str`, *optional*): Folder of a finished run whose weights this one goes on with.
+        asks (`bool`): Whether questions are answered; else passages are given back.
+        tokens_per_slot (`int`): Tokens for each compression token.
+        data_dir (`str`): Folder of a data file with a relative path.
+        max_tokens (`int`): Rows with longer passages are left out.
+        lora_r (`int`), lora_alpha (`int`): Rank and scale of the LoRA on all linears.
+    """
+
+    model_name_or_path: str
+    train_file: str
+    max_train_samples: int
+    start_from: str | None = None
+    asks: bool = True
+    tokens_per_slot: int = 4
+    data_dir: str = "data"
+    max_tokens: int = 400
+    lora_r: int = 16
+    lora_alpha: int = 32
+
+    def __post_init__(self):
+        if self.tokens_per_slot < 1:
+            raise ValueError(f"`tokens_per_slot` is {self.tokens_per_slot}; expected at least 1.")
+
+    @property
+    def sources(self) -> list[str]:
+        """The data that the recipe names."""
+        return [self.train_file]
+
+
+SCRIPT = "arcaligner.train.cocom"
+KINDS = (CocomArguments, SFTConfig)
+
+
+class CompressingModel(nn.Module):
+    """
+    A causal language model that reads passages as its own compression of them.
+
+    Args:
+        model ([`PeftModel`]): The base model with its LoRA.
+        tokens_per_slot (`int`): Tokens for each compression token.
+    """
+
+    _keys_to_ignore_on_save = None  # which `Trainer` asks models for when it resumes
+
+    def __init__(self, model: PeftModel, tokens_per_slot: int):
+        super().__init__()
+        self.model, self.tokens_per_slot = model, tokens_per_slot
+        table = model.get_input_embeddings().weight.detach().float()
+        self.compression_token = nn.Parameter(table.mean(dim=0))  # (hidden,)
+        self.norm = nn.Parameter(table.norm(dim=1).mean())
+        self.register_state_dict_post_hook(_trained_alone)
+
+    @classmethod
+    def new(cls, base, recipe: CocomArguments) -> "CompressingModel":
+        """Around a base model, untrained."""
+        sizes = {"r": recipe.lora_r, "lora_alpha": recipe.lora_alpha}
+        lora = LoraConfig(**sizes, target_modules="all-linear", task_type="CAUSAL_LM")
+        return cls(get_peft_model(base, lora), recipe.tokens_per_slot)
+
+    @classmethod
+    def load(cls, base, folder: str | Path, is_trainable: bool = False) -> "CompressingModel":
+        """Around a base model, with the weights of [`save`]."""
+        settings = json.loads(Path(folder, SETTINGS).read_text(encoding="utf-8"))
+        model = cls(PeftModel.from_pretrained(base, folder, is_trainable=is_trainable), settings["tokens_per_slot"])
+        model.load_state_dict(load_file(Path(folder, TOKENS)), strict=False)
+        return model
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the LoRA as PEFT does, and beside it the compression token and the rate."""
+        tokens = {"compression_token": self.compression_token, "norm": self.norm}
+        save_file({name: each.detach().cpu().contiguous() for name, each in tokens.items()}, Path(folder, TOKENS))
+        write_whole(Path(folder, SETTINGS), json.dumps({"tokens_per_slot": self.tokens_per_slot}) + "\n")
+        self.model.save_pretrained(str(folder))
+
+    def num_slots(self, ids: Sequence[int]) -> int:
+        """The compression tokens of a passage."""
+        return sum(math.ceil(len(part) / self.tokens_per_slot) for part in runs(ids))
+
+    def compress(self, ids: torch.LongTensor, mask: torch.BoolTensor) -> torch.Tensor:
+        """What the model makes of the compression tokens behind runs `ids` (num_runs, longest), left-padded, `mask`
+        where they are: (num_slots, hidden), run by run."""
+        counts = (mask.sum(dim=1) + self.tokens_per_slot - 1) // self.tokens_per_slot  # (num_runs,)
+        embeds = self.model.get_input_embeddings()(ids)  # (num_runs, longest, hidden)
+        places = torch.arange(int(counts.max()), device=ids.device)
+        is_token = places < counts[:, None]  # (num_runs, most)
+        tokens = self.compression_token.to(embeds.dtype).expand(*is_token.shape, -1)
+        reads = torch.cat([mask, is_token], dim=1)  # (num_runs, longest + most)
+        states = (
+            self.model.get_base_model()
+            .base_model(
+                inputs_embeds=torch.cat([embeds, tokens], dim=1),
+                attention_mask=reads.long(),
+                position_ids=(reads.long().cumsum(dim=1) - 1).clamp(min=0),
+                use_cache=False,
+            )
+            .last_hidden_state[:, ids.shape[1] :]
+        )
+        return nn.functional.normalize(states[is_token], dim=-1) * self.norm.to(states.dtype)
+
+    def embed(self, input_ids, slot_mask, run_ids, run_mask) -> torch.Tensor:
+        """Embeddings (batch, seq_len, hidden) of prompts, with the compressed passages where `slot_mask` is."""
+        embeds = self.model.get_input_embeddings()(input_ids)
+        if not slot_mask.any():
+            return embeds
+        slots = self.compress(run_ids, run_mask)
+        return embeds.masked_scatter(slot_mask[:, :, None], slots.to(embeds.dtype))
+
+    def forward(self, input_ids, slot_mask, run_ids, run_mask, attention_mask, labels=None, **kwargs):
+        """The loss of the labeled positions: inputs of [`CocomCollator`]."""
+        embeds = self.embed(input_ids, slot_mask, run_ids, run_mask)
+        return self.model(inputs_embeds=embeds, attention_mask=attention_mask, labels=labels, **kwargs)
+
+
+def _trained_alone(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: dict) -> None:
+    """Checkpoints hold what is trained: the base model is where it was."""
+    trained = {f"{prefix}{name}" for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for name in [name for name in state if name not in trained]:
+        del state[name]
+
+
+# Examples
+
+
+def runs(ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The parts of a passage that are compressed together."""
+    return (ids[start : start + RUN] for start in range(0, len(ids), RUN))
+
+
+def tokenize(row: Row, tokenizer, asks: bool) -> dict[str, Any]:
+    """The prompt around the passages, each by itself, and the target: an answer, or the text of the passages."""
+    mark = uuid.uuid4().hex
+    before, after = choose_template(row["id"])
+    content = text_prompt(row, mark) if asks else before + mark + after
+    target = row["answers"][0] if asks else passages_text(row)
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": target}]
+    prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    if not whole.startswith(prompt):
+        raise ValueError(
+            f"Row {row['id']}: the prompt {prompt!r} is not how the whole conversation {whole!r} begins, so the answer "
+            "cannot be told from the prompt. Name another `chat_template_path`."
+        )
+
+    def ids_of(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    parts = ApartText.of(row, *prompt.split(mark), ids_of)
+    return {**parts._asdict(), "target": ids_of(whole.removeprefix(prompt).rstrip())}
+
+
+def build_dataset(recipe: CocomArguments, tokenizer, seed: int) -> datasets.Dataset:
+    """The first of the shuffled rows that fit."""
+    examples, num_long = [], 0
+    for row in open_corpus(recipe.train_file, data_dir=recipe.data_dir).shuffle(seed=seed):
+        if missing_part(row, asks=recipe.asks):
+            continue
+        example = tokenize(row, tokenizer, recipe.asks)
+        if sum(map(len, example["passages"])) > recipe.max_tokens:
+            num_long += 1
+        else:
+            examples.append(example)
+        if len(examples) == recipe.max_train_samples:
+            break
+    logger.info("%d examples; %d longer than %d tokens left out", len(examples), num_long, recipe.max_tokens)
+    if not examples:
+        raise ValueError(
+            f"{recipe.train_file} has no row with a passage of at most {recipe.max_tokens} tokens and what else is "
+            "needed. Raise `max_tokens`, or name another `train_file`."
+        )
+    return datasets.Dataset.from_list(examples)
+
+
+@dataclass
+class CocomCollator:
+    """
+    Makes a padded batch: `input_ids`, `slot_mask`, `attention_mask` and, with targets, `labels` (batch, seq_len);
+    `run_ids`, `run_mask` (num_runs, longest), left-padded, the runs of all passages in order.
+    """
+
+    pad_token_id: int
+    tokens_per_slot: int
+    padding_side: str = "right"
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        parts = [[part for passage in row["passages"] for part in runs(passage)] for row in rows]
+        ids, slots, labels = [], [], []
+        for row, own in zip(rows, parts, strict=True):
+            count = sum(math.ceil(len(part) / self.tokens_per_slot) for part in own)
+            around = row["head"] + [self.pad_token_id] * count + row["tail"]
+            target = row.get("target", [])
+            ids.append(around + target)
+            slots.append([0] * len(row["head"]) + [1] * count + [0] * (len(row["tail"]) + len(target)))
+            labels.append([-100] * len(around) + target)
+        all_runs = [part for own in parts for part in own] or [[self.pad_token_id]]
+        batch = {
+            "input_ids": self._padded(ids, self.pad_token_id),
+            "slot_mask": self._padded(slots, 0).bool(),
+            "attention_mask": self._padded([[1] * len(each) for each in ids], 0),
+            "labels": self._padded(labels, -100),
+        }
+        batch["run_ids"] = self._padded(all_runs, self.pad_token_id, "left")
+        batch["run_mask"] = self._padded([[1] * len(each) for each in all_runs], 0, "left").bool()
+        return batch
+
+    def _padded(self, rows: list[Sequence[int]], value: int, side: str | None = None) -> torch.LongTensor:
+        tensors = [torch.tensor(list(row)) for row in rows]
+        side = side or self.padding_side
+        return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side).long()
+
+
+# Training
+
+
+def train(recipe: CocomArguments, args: SFTConfig, settings: str) -> None:
+    """Trains, alone in its folder, and writes what [`CompressingModel.load`] reads; `settings` are of
+    `run_settings`."""
+    with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
+        if Path(args.output_dir, CONFIG_NAME).exists():
+            logger.info("%s is finished; delete it to train it again", args.output_dir)
+            return
+        model_path = resolve_model(recipe.model_name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
+        if args.chat_template_path is not None:
+            tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
+        set_seed(args.seed)
+        model = start_model(recipe, AutoModelForCausalLM.from_pretrained(model_path, dtype="float32"))
+        args.remove_unused_columns = False
+        trainer = Trainer(
+            model,
+            args=args,
+            train_dataset=build_dataset(recipe, tokenizer, args.seed),
+            data_collator=CocomCollator(tokenizer.pad_token_id or 0, recipe.tokens_per_slot),
+        )
+        trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
+        with written_whole(args.output_dir, last=CONFIG_NAME) as folder:
+            model.save(folder)
+        logger.info("saved to %s", args.output_dir)
+
+
+def start_model(recipe: CocomArguments, base) -> CompressingModel:
+    """The model that a run begins with.
+
+    Raises:
+        `ValueError`: a `start_from` that is not finished, or of another rate.
+    """
+    if recipe.start_from is None:
+        return CompressingModel.new(base, recipe)
+    folder = Path(recipe.start_from)
+    if not (folder / CONFIG_NAME).exists():
+        raise ValueError(f"{folder}, named in `start_from`, is not finished. Train it first, or leave the key out.")
+    model = CompressingModel.load(base, folder, is_trainable=True)
+    if model.tokens_per_slot != recipe.tokens_per_slot:
+        raise ValueError(
+            f"`tokens_per_slot` is {recipe.tokens_per_slot}, but {folder} was trained with {model.tokens_per_slot}. "
+            "Name a run of the same rate in `start_from`."
+        )
+    return model
+
+
+if __name__ == "__main__":
+    run_script(SCRIPT, KINDS, train)
