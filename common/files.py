@@ -237,11 +237,19 @@ def exit_on_user_error(*kinds: type[Exception]) -> Iterator[None]:
         raise SystemExit(1) from error
 
 
+def escape_unknown_characters() -> None:
+    """Lets standard output show characters that its encoding lacks as escapes, as standard error does: an answer in
+    another script ends no command on an old terminal, or in a file of another encoding."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def run_command(function: Callable) -> None:
     """Runs a function as the command `python -m` of its module."""
     import typer  # of the extra `cli`
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(function)
+    escape_unknown_characters()
     with exit_on_user_error():
         app()

@@ -28,7 +28,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from ... import __version__
-from ...common.files import DEFAULT_CHECKPOINT, ROOT, counted, exit_on_user_error, printable, require_extra
+from ...common.files import (
+    DEFAULT_CHECKPOINT,
+    ROOT,
+    counted,
+    escape_unknown_characters,
+    exit_on_user_error,
+    printable,
+    require_extra,
+)
 from ...common.passages import Document, Passage, no_text, passages_of
 from ...common.rows import JSON_LINES, find_answer
 from ...tokenization_arcaligner import readable
@@ -590,5 +598,6 @@ def push(
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line; a mistake of the caller ends in one clear line and exit code 1."""
+    escape_unknown_characters()
     with exit_on_user_error():
         app(arguments)
