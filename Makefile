@@ -35,8 +35,8 @@ format: $(STAMP)  ## Formats the code and sorts imports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-code:  ## Copies the flat files into the shipped checkpoint, after a change of them
-	cp *_arcaligner.py checkpoints/arcaligner-smollm2-135m/
+code:  ## Copies the flat files into the checkpoints, after a change of them
+	for folder in checkpoints/*/; do cp *_arcaligner.py "$$folder"; done
 
 check: lint test  ## Lint and test
 

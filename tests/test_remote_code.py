@@ -131,14 +131,16 @@ def test_loading_the_model_takes_few_files_and_none_that_it_does_not_use():
     assert not files & {f"{name}_arcaligner.py" for name in ("encoder", "processing", "kv_cache")}
 
 
-def test_a_checkpoint_carries_every_flat_file_and_all_that_these_import_as_this_tree_has_them():
+def test_each_checkpoint_carries_every_flat_file_and_all_that_these_import_as_this_tree_has_them():
     assert sorted(CODE_FILES) == sorted(path.name for path in ROOT.glob("*_arcaligner.py"))
     assert imports(*CODE_FILES) <= set(CODE_FILES)
-    shipped = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
-    for name in CODE_FILES:
-        assert (shipped / name).read_bytes() == (ROOT / name).read_bytes(), "run `make code`"
-    assert not any(path.is_symlink() for path in shipped.rglob("*"))
-    assert {path.name for path in shipped.glob("*.py")} == set(CODE_FILES)
+    checkpoints = [*(ROOT / "checkpoints").iterdir()]
+    assert checkpoints
+    for folder in checkpoints:
+        for name in CODE_FILES:
+            assert (folder / name).read_bytes() == (ROOT / name).read_bytes(), "run `make code`"
+        assert not any(path.is_symlink() for path in folder.rglob("*"))
+        assert {path.name for path in folder.glob("*.py")} == set(CODE_FILES)
 
 
 def test_copied_checkpoint_loads(tmp_path):
