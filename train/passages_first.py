@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..attention_arcaligner import CACHE
@@ -148,6 +148,20 @@ def _padded(rows: list[list[int]], value: int) -> torch.LongTensor:
     for number, row in enumerate(rows):
         padded[number, : len(row)] = row
     return torch.from_numpy(padded)
+
+
+def check_passages_first(model: ArcAlignerForCausalLM, args: TrainingArguments | None) -> None:
+    """Raises `ValueError` for a model or arguments that a step in two phases cannot have."""
+    if model.config.passage_attention != "separate":
+        raise ValueError(
+            f"`passage_attention` is {model.config.passage_attention!r}, so that slots read other passages; "
+            "`passages_first` needs independent ones. Set `aligner: {passage_attention: separate}`, or leave it out."
+        )
+    if args is not None and args.gradient_checkpointing:
+        raise ValueError(
+            "`gradient_checkpointing` keeps no keys and values, which the second phase of `passages_first` reads. Leave "
+            "one of them out."
+        )
 
 
 def run_passages_first(

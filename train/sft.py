@@ -40,7 +40,7 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import equal_runs, run_ends
 from ..share.export import save_stage
 from .examples import ExampleBuilder, ExampleSelector, word_rarity
-from .passages_first import PassagesFirstCollator, run_passages_first
+from .passages_first import PassagesFirstCollator, check_passages_first, run_passages_first
 from .recipe import (
     FROM_PROCESSOR,
     AlignerTrainingConfig,
@@ -234,6 +234,8 @@ class AlignerTrainer(SFTTrainer):
                 "This process loaded a model without weights. Set `fsdp_cpu_ram_efficient_loading` to false, as in "
                 "train/accelerate/fsdp2.yaml: a new aligner is in no file that it could be read from."
             )
+        if isinstance(kwargs.get("data_collator"), PassagesFirstCollator):
+            check_passages_first(model, kwargs.get("args"))
         model.set_stage(stage)
         model.set_answerability_layers(None)  # other weights have other states
         # Among the model's parameters they are optimized, clipped and averaged over processes like the others. They are

@@ -139,6 +139,15 @@ def test_a_recipe_trains_passages_first(tmp_path, write_recipe):
         ({"attention_loss_weight": 0.3}, "two phases"),
         ({"attention_loss_weight": 0.3, "passages_first": True}, "attention_loss_layers"),
         ({"attention_loss_weight": 0.3, "passages_first": True, "attention_loss_layers": [1]}, "eager"),
+        ({"passages_first": True, "aligner": {"lora_r": 4, "passage_attention": "joint"}}, "independent"),
+        (
+            {
+                "passages_first": True,
+                "aligner": {"lora_r": 4, "passage_attention": "separate"},
+                "gradient_checkpointing": True,
+            },
+            "keeps no keys",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, write_recipe, keys, message):
