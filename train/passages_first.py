@@ -159,8 +159,8 @@ def check_passages_first(model: ArcAlignerForCausalLM, args: TrainingArguments |
         )
     if args is not None and args.gradient_checkpointing:
         raise ValueError(
-            "`gradient_checkpointing` keeps no keys and values, which `passages_first` reads in its second phase. Leave one "
-            "of them out."
+            "`gradient_checkpointing` keeps no keys and values, which the second phase of `passages_first` reads. "
+            "Leave one of them out."
         )
 
 
