@@ -22,11 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from ..answering_arcaligner import MAX_NEW_TOKENS, Answerer
-from ..common.files import counted, describe_machine, markdown_table, read_numbered_lines, write_whole
+from ..common.files import counted, describe_machine, markdown_table, read_numbered_lines, tracked, write_whole
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
 from ..evaluation.analyses.speed import machine_line
 from ..evaluation.answering import answer_text, load_aligner, load_text_lora
@@ -75,7 +73,7 @@ def find_passages(rows: list[Row], sources: list[str], processor, top_k: int) ->
         corpus = Corpus.create(Path(folder, "corpus"), processor, tokens_per_slot="segment")
         build_corpus(sources, corpus, processor)
         search = Retriever(corpus, processor)
-        for row in track(alone, "Searching", console=Console(stderr=True), transient=True):
+        for row in tracked(alone, "Searching"):
             row |= with_found(row, search(row["question"], top_k=top_k).documents)
     return rows
 
@@ -123,7 +121,7 @@ def compare(rows: list[Row], readers: list[Reader], processor) -> dict[str, list
     """Lets all readers answer all rows; by their titles."""
     readers[0].ask(processor, rows[0]), readers[-1].ask(processor, rows[0])  # warm up text and slots
     found: dict[str, list[Asked]] = {reader.title: [] for reader in readers}
-    for number, row in enumerate(track(rows, "Answering", console=Console(stderr=True), transient=True)):
+    for number, row in enumerate(tracked(rows, "Answering")):
         first = number % len(readers)
         for reader in readers[first:] + readers[:first]:
             found[reader.title].append(reader.ask(processor, row))

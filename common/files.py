@@ -15,9 +15,10 @@ import os
 import platform
 import re
 import sys
+import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -221,6 +222,34 @@ def require_extra(extra: str, *modules: str) -> None:
         message = f"{', '.join(missing)} not found. Install what is needed here: pip install 'arcaligner[{extra}]'"
         is_command = sys.argv[0] == "-m"  # while Python looks for the module that it was told to run
         raise SystemExit(f"Error: {message}") if is_command else ImportError(message)
+
+
+PROGRESS_SECONDS = 5.0  # between two lines
+
+
+def progress_lines(what: str, total: int) -> Callable[[int], None]:
+    """A function that is told how many of `total` are done, and says so in a line every few seconds where standard
+    error is a file or a pipe: a terminal has a bar."""
+    last = time.monotonic()
+
+    def tell(done: int) -> None:
+        nonlocal last
+        if not sys.stderr.isatty() and time.monotonic() - last >= PROGRESS_SECONDS:
+            print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+            last = time.monotonic()
+
+    return tell
+
+
+def tracked(items: Sequence[Any], what: str) -> Iterator[Any]:
+    """Yields `items`, with a bar on a terminal or lines of [`progress_lines`] elsewhere."""
+    from rich.console import Console  # of the extra `cli`
+    from rich.progress import track
+
+    tell = progress_lines(what, len(items))
+    for number, item in enumerate(track(items, what, console=Console(stderr=True), transient=True)):
+        tell(number)
+        yield item
 
 
 @contextlib.contextmanager

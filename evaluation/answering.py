@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from peft import PeftModel
+from rich.console import Console
 from rich.progress import Progress
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from ..answering_arcaligner import MAX_NEW_TOKENS, Answerer, greedy_answers
 from ..attention_arcaligner import CACHE, cache_of, check_can_separate, passage_positions, separate_passages
+from ..common.files import progress_lines
 from ..common.rows import Row
 from ..configuration_arcaligner import check_length
 from ..loading_arcaligner import default_dtype, resolve_model
@@ -231,8 +233,8 @@ def in_batches(rows: list[Row], batch_size: int, run: Callable[[list[Row]], Any]
     """Runs a function on batches of rows, under a bar with a title. The longest passages come first: there is little
     padding, and a lack of memory shows at once. Then batches are halved."""
     rows = sorted(rows, key=lambda row: sum(len(passage["text"]) for passage in row["passages"]), reverse=True)
-    done = 0
-    with Progress(transient=True) as progress:
+    done, tell = 0, progress_lines(title, len(rows))
+    with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task(title, total=len(rows))
 
         while done < len(rows):
@@ -245,6 +247,7 @@ def in_batches(rows: list[Row], batch_size: int, run: Callable[[list[Row]], Any]
             else:
                 done += len(batch)
                 progress.update(bar, completed=done)
+                tell(done)
                 continue
             # After the `except` block, where nothing holds the tensors of the failed batch.
             batch_size = len(batch) // 2

@@ -17,10 +17,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rich.progress import track
-
 from ..answering_arcaligner import MAX_NEW_TOKENS
-from ..common.files import describe_machine, digest
+from ..common.files import describe_machine, digest, tracked
 from ..common.rows import Row
 from ..loading_arcaligner import default_dtype
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -90,7 +88,7 @@ def retrieve(rows: list[Row], corpus: str, checkpoint: str, top_k: int) -> list[
     num_passages = max(top_k, MIN_CANDIDATES)
     return [
         with_found(row, retriever(row["question"], num_passages).documents[:top_k])
-        for row in track(rows, "searching", transient=True)
+        for row in tracked(rows, "searching")
     ]
 
 

@@ -1,11 +1,20 @@
 """JSON Lines as machines write them: empty lines and byte order marks hold nothing, a broken line costs itself."""
 
 import gzip
+import io
 import json
+import sys
 
 import pytest
 
-from arcaligner.common.files import MOST_BROKEN_NAMED, read_json_lines, read_numbered_lines
+from arcaligner.common import files
+from arcaligner.common.files import (
+    MOST_BROKEN_NAMED,
+    escape_unknown_characters,
+    read_json_lines,
+    read_numbered_lines,
+    tracked,
+)
 
 ROWS = [{"text": "Stra\u00dfe \u2028 6"}, {"text": "Two."}]
 LINES = [json.dumps(row, ensure_ascii=False) for row in ROWS]
@@ -54,3 +63,19 @@ def test_torn_gzip_file_is_named(tmp_path):
         (path := tmp_path / "rows.jsonl.gz").write_bytes(torn)
         with pytest.raises(ValueError, match=r"rows\.jsonl\.gz is a broken gzip file"):
             list(read_json_lines(path))
+
+
+def test_progress_is_told_in_lines(monkeypatch, capsys):
+    """Every few seconds, where standard error is no terminal."""
+    monkeypatch.setattr(files, "PROGRESS_SECONDS", 0.0)
+    assert list(tracked([7, 8, 9], "Answering")) == [7, 8, 9]
+    assert "Answering: 1 of 3" in capsys.readouterr().err
+
+
+def test_characters_that_a_terminal_lacks_are_escaped(monkeypatch):
+    """An answer in another script ends no command in a traceback."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    escape_unknown_characters()
+    print("Zo\u00eb \u6f22", flush=True)
+    assert written.getvalue() == b"Zo\\xeb \\u6f22\n"
