@@ -345,20 +345,8 @@ METHODS = {
         Method("max_loop", "w/o Gate (Max Loop)", partial(answer_slots, gate_mode="always"), **_OURS),
         Method("no_lora", "w/o LoRA & Recursion", partial(_ONE_PASS, use_lora=False), **_OURS),
         # Not in the paper: an ordinary LoRA, and the same few rows for the selective one.
-        Method(
-            "all_positions",
-            "LoRA on all positions",
-            _ONE_PASS,
-            reads="all_positions",
-            made_by=f"{_TRAIN} all_positions",
-        ),
-        Method(
-            "slot_positions",
-            "LoRA on slots, trained as much",
-            _ONE_PASS,
-            reads="slot_positions",
-            made_by=f"{_TRAIN} slot_positions",
-        ),
+        Method("all_positions", "LoRA on all positions", _ONE_PASS, **_control("all_positions")),
+        Method("slot_positions", "LoRA on slots, trained as much", _ONE_PASS, **_control("slot_positions")),
     )
 }
 
