@@ -1004,6 +1004,8 @@ def slot_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Those of an aligner's settings, its `text_config` a dictionary, that decide what its slots mean."""
     known = ArcAlignerConfig.__annotations__
     found = {name: value for name, value in settings.items() if name in known and name not in _IRRELEVANT_SETTINGS}
+    if found.get("lora_positions") == "slots":  # as in each cache from before there was another
+        del found["lora_positions"]
     if isinstance(backbone := found.get("text_config"), dict):
         found["text_config"] = {name: value for name, value in backbone.items() if name not in _NOT_COMPUTED_WITH}
     return found

@@ -48,6 +48,7 @@ _CONFIGS = ("config.json", "adapter_config.json", "processor_config.json")
 LLMLINGUA2 = "microsoft/llmlingua-2-xlm-roberta-large-meetingbank"
 CHECKPOINT_FILES = ("*.safetensors", *_CONFIGS, "chat_template.jinja")
 RATE = 1 / 3  # the share of tokens that LLMLingua keeps, as in the paper
+LORA_POSITIONS = {"all_positions": "all", "slot_positions": "slots"}  # of what these fields name
 COMPRESSORS = ("cocom_x4", "cocom_x16")  # fields of `Checkpoints`
 TEXT_READERS, PROJECTORS = ("full_text_lora", "text_apart"), ("xrag", "projector_only")  # fields of `Checkpoints`
 LIKELIEST = partial(answer_slots, gate_mode="off", max_passages=1)
@@ -75,6 +76,8 @@ class Checkpoints:
     checkpoint: str  # the aligner: all methods use its backbone, chat template and segmentation
     xrag: str | None = None  # an aligner of a projector alone, one slot per passage
     projector_only: str | None = None  # one with the slots of `checkpoint`
+    all_positions: str | None = None  # the control: an ordinary LoRA, of the recipe `all_positions`
+    slot_positions: str | None = None  # what it is compared with, of the recipe `slot_positions`
     full_text_lora: str | None = None  # a LoRA of the backbone that reads text, of `train/full_text.py`
     text_apart: str | None = None  # one that reads passages apart, of the same script
     cocom_x4: str | None = None  # of `train/cocom.py`, four tokens to a compression token
@@ -163,6 +166,11 @@ class Method:
             raise ValueError(
                 f"{path} has a LoRA of rank {model.config.lora_r}; for `{self.option}` expected an aligner of a "
                 "projector alone, trained with `aligner: {lora_r: 0, gate_layers: []}`."
+            )
+        if self.reads in LORA_POSITIONS and model.config.lora_positions != LORA_POSITIONS[self.reads]:
+            raise ValueError(
+                f"{path} has `lora_positions` {model.config.lora_positions!r}; for `{self.option}` expected "
+                f"{LORA_POSITIONS[self.reads]!r}, as `{self.made_by}` trains it."
             )
         if self.answer is LIKELIEST:
             try:
@@ -298,6 +306,12 @@ _READER = {"reads": "full_text_lora", "made_by": _FULL_TEXT}
 _APART = {"reads": "text_apart", "made_by": _FULL_TEXT.replace("full_text.yaml", "full_text_apart.yaml")}
 _OURS = {"reads": "checkpoint", "has_rates": True}
 _PROJECTOR = {"reads": "projector_only", "made_by": f"{_TRAIN} projector_only"}
+
+
+def _control(name: str) -> dict[str, str]:
+    return {"reads": name, "made_by": f"{_TRAIN} {name}"}
+
+
 _WHOLE, _TRUNCATED = partial(answer_text, whole_text), partial(answer_text, truncated)
 _ONE_PASS = partial(answer_slots, gate_mode="off")
 
@@ -330,6 +344,9 @@ METHODS = {
         Method("no_recursion", "w/o Recursion", _ONE_PASS, **_OURS),
         Method("max_loop", "w/o Gate (Max Loop)", partial(answer_slots, gate_mode="always"), **_OURS),
         Method("no_lora", "w/o LoRA & Recursion", partial(_ONE_PASS, use_lora=False), **_OURS),
+        # Not in the paper: an ordinary LoRA, and the same few rows for the selective one.
+        Method("all_positions", "LoRA on all positions", _ONE_PASS, **_control("all_positions")),
+        Method("slot_positions", "LoRA on slots, trained as much", _ONE_PASS, **_control("slot_positions")),
     )
 }
 

@@ -41,6 +41,7 @@ FOLDER = "paper"  # in a run's folder
 SEGMENT = "_xsegment"  # ends a method's name that reads one slot per sentence, as the paper does
 LLMLINGUAS = ("llmlingua2", "llmlingua")  # the paper's, and the variant whose scores are the backbone's
 ABLATIONS = ("no_recursion", "max_loop", "no_lora")
+CONTROL = ("all_positions", "slot_positions")  # which the paper lacks
 # The paper's names of methods, of which names with a rate are found by what is before it.
 PAPER_NAMES = {
     "naive": "Naive",
@@ -187,7 +188,7 @@ class Reproduction:
         """Table 3."""
         settings = self.gated
         own = self.suffix(settings.checkpoint)
-        methods = [f"{method}{own}" for method in ("arcaligner", *ABLATIONS)]
+        methods = [*(f"{method}{own}" for method in ("arcaligner", *ABLATIONS)), *CONTROL]
         sets = self.answer(settings, ("hotpotqa", "nq", "triviaqa"), methods)
         return self.write("ablation", TITLES["ablation"], [*comparison(sets, methods), footnote_of(sets, settings)])
 

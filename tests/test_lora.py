@@ -173,3 +173,27 @@ def test_an_aligner_without_lora_computes_what_one_does_whose_lora_does_nothing(
     batch = for_generate(collate(random_rows(alone, [3, 0, 2]), "left"))
     for gates in ({"gate_mode": mode} for mode in ("off", "adaptive", "always")):
         torch.testing.assert_close(alone(**batch, **gates).logits, with_lora(**batch, **gates).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("gate_mode", ["off", "adaptive", "always"])
+def test_ordinary_lora_is_merged(gate_mode):
+    """With `lora_positions` "all" an aligner computes what one with merged weights does: slots, text and new tokens."""
+    model = tiny_aligner("llama", lora_positions="all", gate_mode=gate_mode).eval()
+    merged = copy.deepcopy(model)
+    for layer in slot_lora_layers(merged):
+        up, down = layer.lora_B[ADAPTER_NAME].weight, layer.lora_A[ADAPTER_NAME].weight
+        layer.base_layer.weight.data += layer.scaling[ADAPTER_NAME] * (up @ down)
+        layer.set_scale(ADAPTER_NAME, 0.0)
+    batch = collate(random_rows(model, [3, 1]), padding_side="left")
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "context_embeds")}
+    found, expected = model(**inputs), merged(**inputs)
+    torch.testing.assert_close(found.logits, expected.logits, **CLOSE)
+    assert torch.equal(found.recursion_depth, expected.recursion_depth)
+    texts = torch.tensor([[3, 4, 5, 6]])
+    torch.testing.assert_close(model(texts).logits, merged(texts).logits, **CLOSE)
+    slots_alone = tiny_aligner("llama", gate_mode=gate_mode).eval()
+    slots_alone.load_state_dict(model.state_dict())
+    assert not torch.allclose(slots_alone(**inputs).logits, found.logits)
+    prompts = for_generate(batch)
+    ids = [each.generate(**prompts, max_new_tokens=4, do_sample=False) for each in (model, merged)]
+    assert torch.equal(*ids)

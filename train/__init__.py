@@ -6,8 +6,8 @@ What becomes of a row, file by file:
     sft.py            examples -> a padded batch, at a rate of slots drawn for it -> the loss of the stage
 
 `distractors.py` finds passages to stand beside those that answer. `recipe.py` and `run.py` say what is trained and keep
-the folder of a run, `stages.py` runs all stages of a recipe, `full_text.py` trains the baseline that reads text, and
-`prompts.py` asks, for validation and evaluation.
+the folder of a run, `stages.py` runs all stages of a recipe, `full_text.py` trains the baseline that reads text,
+`cocom.py` the one that compresses it with the backbone itself, and `prompts.py` asks, for validation and evaluation.
 """
 
 from ..common.files import require_extra

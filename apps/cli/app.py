@@ -449,6 +449,8 @@ def evaluate(
     projector_only: Annotated[str | None, typer.Option(help="Aligner for the method projector_only.")] = None,
     full_text_lora: Annotated[str | None, typer.Option(help="LoRA for full_text_lora, of train/full_text.py.")] = None,
     text_apart: Annotated[str | None, typer.Option(help="LoRA for text_apart, of train/full_text.py.")] = None,
+    all_positions: Annotated[str | None, typer.Option(help="Aligner for the method all_positions.")] = None,
+    slot_positions: Annotated[str | None, typer.Option(help="Aligner for the method slot_positions.")] = None,
     cocom_x4: Annotated[str | None, typer.Option(help="Folder for cocom_x4, of train/cocom.py.")] = None,
     cocom_x16: Annotated[str | None, typer.Option(help="Folder for cocom_x16, of train/cocom.py.")] = None,
     folder: Annotated[Path | None, typer.Option("--output", help="Folder for answers and tables.")] = None,
@@ -479,6 +481,7 @@ def evaluate(
     given |= {"xrag": xrag, "projector_only": projector_only, "full_text_lora": full_text_lora}
     given |= {"text_apart": text_apart, "corpus": corpus, "tasks": split_names(tasks), "methods": split_names(methods)}
     given |= {"floor": floor, "cocom_x4": cocom_x4, "cocom_x16": cocom_x16}
+    given |= {"all_positions": all_positions, "slot_positions": slot_positions}
     of_tasks = {"num_questions": num_questions, "passages": passages, "top_k": top_k}
     show(results_page(evaluate(read_settings(recipe, given, of_tasks))))
 

@@ -48,6 +48,11 @@ def export_gguf(checkpoint: str, output: str | Path) -> None:
     """
     model = ArcAlignerForCausalLM.from_pretrained(checkpoint)
     architecture_of(model.config.text_config)
+    if model.config.lora_positions != "slots":
+        raise ValueError(
+            f"{checkpoint} has `lora_positions` {model.config.lora_positions!r}, but llama.cpp reads text with the "
+            "base model alone. Export an aligner whose LoRA is on its slots."
+        )
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     with written_whole(output) as folder:
         if model.config.lora_r:

@@ -128,6 +128,10 @@ class ArcAlignerConfig(PreTrainedConfig):
             gates off, the projector alone aligns a slot, which is xRAG's design.
         lora_target_modules (`str` or `list[str]`, defaults to `"all-linear"`):
             The linears inside the decoder layers that carry LoRA, by PEFT's rules.
+        lora_positions (`"slots"` or `"all"`, defaults to `"slots"`):
+            Which rows LoRA is applied to. `"all"` is an ordinary LoRA, the control that the paper's selective one is
+            compared with: text is then not read by the frozen weights alone, so that engines that hold the base model
+            cannot run such an aligner.
         gate_layers (`"all"` or `list[int]`, defaults to `"all"`): Layers with a gate (the paper's `L_gate`).
         gate_hidden_size (`int`, defaults to 64): Width of the gate's hidden layer.
         gate_threshold (`float`, defaults to 0.5): A gate with at least this probability is open (Eq. 7).
@@ -181,6 +185,7 @@ class ArcAlignerConfig(PreTrainedConfig):
     lora_alpha: int | float = 32
     lora_dropout: float | int = 0.05
     lora_target_modules: str | list[str] = "all-linear"
+    lora_positions: Literal["slots", "all"] = "slots"
     gate_layers: str | list[int] = "all"
     gate_hidden_size: int = 64
     gate_threshold: float | int = 0.5

@@ -537,7 +537,8 @@ class SlotDecoderLayer(InPlaceMixin):
         """Runs the backbone's layer and, with `slots`, its part of Algorithm 1; all (batch, seq_len, hidden)."""
         if layer_states is not None and not layer_states.need(self.layer_idx):
             return hidden_states
-        if slots is None and self._compiled_algorithm is None:  # a generated token: the layer as it was
+        if slots is None and self._compiled_algorithm is None and not self.has_lora_on_text:
+            # A generated token: the layer as it was.
             hidden_states = super().forward(hidden_states, **kwargs)
         else:
             run = self._algorithm_1 if self._compiled_algorithm is None else self._run_compiled
@@ -557,8 +558,9 @@ class SlotDecoderLayer(InPlaceMixin):
         (batch, max_slots).
         """
         if slots is None:
-            return super().forward(hidden_states, **kwargs), None
-        with lora_on(slots.rows.row_index()):
+            with lora_on(ALL_ROWS if self.has_lora_on_text else None):
+                return super().forward(hidden_states, **kwargs), None
+        with lora_on(self._lora_rows(slots.rows.row_index())):
             hidden_states = super().forward(hidden_states, **kwargs)  # Eq. 4: the mandatory pass, LoRA on slots (Eq. 3)
         if not self._may_refine(slots):
             return self._with_unused_gate(hidden_states, slots.settings), None
@@ -580,6 +582,15 @@ class SlotDecoderLayer(InPlaceMixin):
             candidate = steps.reapply(states)  # Eq. 6
             states = gated_update(states, candidate, gate)  # Eq. 8
         return steps.write_back(states)  # Eq. 9: text rows stay; and the depths
+
+    @property
+    def has_lora_on_text(self) -> bool:
+        """Whether LoRA is an ordinary one, on all rows."""
+        return self.arcaligner_config.lora_positions == "all"
+
+    def _lora_rows(self, slot_rows: RowIndex | None) -> RowIndex | None:
+        """The rows that LoRA is applied to: those of the slots, unless it is an ordinary one."""
+        return ALL_ROWS if self.has_lora_on_text else slot_rows
 
     def _may_refine(self, slots: Slots) -> bool:
         """Whether this layer takes steps at all."""
@@ -666,7 +677,7 @@ class SlotDecoderLayer(InPlaceMixin):
         fixed = take_rows(hidden_states, inputs.rows.fixed_positions)  # (batch, max_fixed, hidden)
         fixed_kwargs = {**kwargs, **inputs.for_fixed, CACHE: recorder}
         try:
-            with lora_on(inputs.rows.fixed_slots), not_recording_outputs():
+            with lora_on(self._lora_rows(inputs.rows.fixed_slots)), not_recording_outputs():
                 super().forward(fixed, **fixed_kwargs)
         except KeysValuesComplete:  # the only way to leave any backbone's layer once its keys and values are known
             pass
@@ -687,7 +698,7 @@ class SlotDecoderLayer(InPlaceMixin):
             index = rows.slot_rows // seq_len * length + rows.slot_rows % seq_len
 
         def reapply(states: torch.Tensor) -> torch.Tensor:
-            with lora_on(index), not_recording_outputs():
+            with lora_on(self._lora_rows(index)), not_recording_outputs():
                 whole = super(SlotDecoderLayer, self).forward(hidden.prefix_with(states, length), **step_kwargs)
             return hidden.slots_of_prefix(whole)
 

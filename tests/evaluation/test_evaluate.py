@@ -49,13 +49,18 @@ def answers(settings, task: str, method: str) -> list[dict]:
     return AnswerFile(settings.output, task, method).read()
 
 
-def test_every_question_gets_an_answer_and_its_scores_from_every_method(settings, tmp_path, base_model_dir, processor):
+def test_every_question_gets_an_answer_and_its_scores_from_every_method(
+    settings, tmp_path, base_model_dir, processor, checkpoint_dir
+):
     lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     base = AutoModelForCausalLM.from_pretrained(base_model_dir)
     get_peft_model(base, lora).save_pretrained(tmp_path / "lora")
     random_aligner(base_model_dir, processor, seed=4, lora_r=0, gate_layers=[]).save_pretrained(tmp_path / "projector")
     processor.save_pretrained(tmp_path / "projector")
     others = dict.fromkeys(("xrag", "projector_only"), str(tmp_path / "projector"))
+    random_aligner(base_model_dir, processor, seed=5, lora_positions="all").save_pretrained(tmp_path / "all")
+    processor.save_pretrained(tmp_path / "all")
+    others |= {"all_positions": str(tmp_path / "all"), "slot_positions": str(checkpoint_dir)}
     others |= dict.fromkeys(("full_text_lora", "text_apart"), str(tmp_path / "lora"))
     for name, rate in (("cocom_x4", 4), ("cocom_x16", 16)):
         recipe = CocomArguments("base", "file", 1, lora_r=2, tokens_per_slot=rate)
@@ -127,6 +132,8 @@ def test_a_method_that_is_not_here_is_skipped_by_name_and_never_replaced(setting
     assert f"skipped projector only: there is no {place}, named with `--projector-only`" in caplog.text
     with pytest.raises(ValueError, match="LoRA of rank 4; for `--xrag` expected an aligner of a projector alone"):
         evaluate(settings(methods=["xrag"], xrag=str(checkpoint_dir)))
+    with pytest.raises(ValueError, match="`lora_positions` 'slots'; for `--all-positions` expected 'all'"):
+        evaluate(settings(methods=["all_positions"], all_positions=str(checkpoint_dir)))
 
 
 def test_one_run_holds_several_rates_of_a_checkpoint_and_baselines_of_as_many_positions(settings):
