@@ -200,6 +200,7 @@ def test_options_of_the_command_line(run_cli, checkpoint_dir, monkeypatch):
         assert code == 1 and message in said
 
 
+@pytest.mark.load
 @pytest.mark.skipif(shutil.which("haproxy") is None, reason="`apt-get install haproxy`")
 def test_replica_that_ends_costs_no_answer(pipeline, tmp_path):
     """Two replicas behind the router of `docs/container`, one of which ends and comes back while eight clients ask."""
