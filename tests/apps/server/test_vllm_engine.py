@@ -200,6 +200,7 @@ def test_options_of_the_command_line(run_cli, checkpoint_dir, monkeypatch):
         assert code == 1 and message in said
 
 
+@pytest.mark.load
 @pytest.mark.skipif(shutil.which("haproxy") is None, reason="`apt-get install haproxy`")
 def test_replica_that_ends_costs_no_answer(pipeline, tmp_path):
     """Two replicas behind the router of `docs/container`, one of which ends and comes back while eight clients ask."""
@@ -216,22 +217,31 @@ def test_replica_that_ends_costs_no_answer(pipeline, tmp_path):
     (tmp_path / "haproxy.cfg").write_text(settings)
     router = subprocess.Popen(["haproxy", "-f", str(tmp_path / "haproxy.cfg")])
     engine = VllmEngine(pipeline, vllm=VllmServer(f"http://127.0.0.1:{ports['9000']}"), folder=tmp_path, limits=LIMITS)
-    engine.warm_up()
-    found, failed = [], []
+    end, found = time.monotonic() + 120, []
+
+    def again(work):
+        """As clients of a 503 do."""
+        while True:
+            try:
+                return work()
+            except UnavailableError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
 
     def client(number):
         for turn in range(12):
-            try:
-                found.append(ask(engine, ADA, question=f"Who wrote {number} {turn}?", copy_bonus=0.0)[0].text)
-            except UnavailableError as error:
-                failed.append(error)
+            question = f"Who wrote {number} {turn}?"
+            found.append(again(lambda: ask(engine, ADA, question=question, copy_bonus=0.0))[0].text)  # noqa: B023
+
+    again(engine.warm_up)  # once the router listens
 
     threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for change in (replicas[0].stop, replicas[0].start, replicas[1].stop):
         before = len(found)
-        while len(found) < before + 16:
+        while len(found) < before + 16 and any(thread.is_alive() for thread in threads):
             time.sleep(0.01)
         change()
     for thread in threads:
@@ -240,5 +250,4 @@ def test_replica_that_ends_costs_no_answer(pipeline, tmp_path):
     router.terminate()
     router.wait()
     replicas[0].stop()
-    assert len(found) == 96 and not failed
-    assert all(len(each.asked) > 8 for each in replicas)
+    assert len(found) == 96 and all(len(each.asked) > 8 for each in replicas)
