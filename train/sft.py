@@ -458,10 +458,18 @@ class AlignerTrainer(SFTTrainer):
         return metrics | added
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """Only the loss: there are no logits."""
-        with torch.no_grad():
-            loss = self.compute_loss(model, send_to_device(inputs, self.args.device))
-        return loss.detach(), None, None
+        """The loss and, where somebody reads them (`compute_metrics`, `predict`), logits (batch, seq_len, vocab_size)
+        and labels (batch, seq_len). The frozen head computes no logits otherwise."""
+        inputs, skip_logits = send_to_device(inputs, self.args.device), self.skip_logits
+        self.skip_logits = skip_logits and prediction_loss_only
+        try:
+            with torch.no_grad():
+                loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        finally:
+            self.skip_logits = skip_logits
+        if prediction_loss_only:
+            return loss.detach(), None, None
+        return loss.detach(), outputs.logits.detach(), inputs["labels"]
 
 
 def swapped_slots(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -197,6 +197,7 @@ def answer(
     show_slots: Annotated[bool, typer.Option("--show-slots", help="Show each slot's text and passes.")] = False,
     max_new_tokens: MaxNewTokens = 256,
     tokens_per_slot: TokensPerSlot = None,
+    max_slots: Annotated[int | None, typer.Option(help="Maximum number of slots, the first ones.", min=1)] = None,
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
     dtype: Dtype = None,
@@ -224,10 +225,10 @@ def answer(
     settings = {"max_new_tokens": max_new_tokens, "tokens_per_slot": tokens_per_slot}
     settings = {name: each for name, each in settings.items() if each is not None}
     if engine == "llama.cpp":
-        if show_slots or min_confidence is not None or max_passages is not None:
+        if show_slots or any(each is not None for each in (min_confidence, max_passages, max_slots, dtype, device)):
             raise ValueError(
                 "`--show-slots`, `--min-confidence` and `--max-passages` need passes and answerability, which "
-                "llama.cpp does not tell."
+                "llama.cpp does not tell; `--max-slots`, `--dtype` and `--device` are for PyTorch, too."
             )
         shared.check_there(checkpoint)
         from ..engines.llama_cpp import LlamaCppEngine
@@ -245,6 +246,7 @@ def answer(
     with busy("Loading the aligner and its base model"):
         ask = shared.load_pipeline(checkpoint, dtype, device)
     more = {"gate_mode": gate_mode, "min_confidence": min_confidence, "max_passages": max_passages}
+    more["max_slots"] = max_slots
     settings |= {name: each for name, each in more.items() if each is not None}
     passages, documents = cut(files, ask.processor)
     with busy(f"Reading {counted(len(passages), 'passage')}"):

@@ -212,6 +212,21 @@ def trainer(tmp_path, processor, model):
     )
 
 
+def test_predictions_are_logits(trainer):
+    """`predict` and `compute_metrics` get logits and labels of all rows, and the loss is that of an evaluation."""
+    dataset, seen = trainer.train_dataset, []
+    expected = trainer.evaluate(dataset)
+    found = trainer.predict(dataset)
+    logits, labels = torch.tensor(found.predictions)[:, :-1], torch.tensor(found.label_ids)[:, 1:]
+    assert len(logits) == len(labels) == len(dataset)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    assert loss.item() == pytest.approx(math.log(expected["eval_perplexity"]), abs=1e-4)
+    trainer.compute_metrics = lambda prediction: seen.append(prediction) or {"rows": len(prediction.predictions)}
+    metrics = trainer.evaluate(dataset)
+    assert metrics["eval_rows"] == len(dataset) and metrics["eval_loss"] == pytest.approx(expected["eval_loss"])
+    assert (seen[0].label_ids == found.label_ids).all()
+
+
 def test_the_loss_is_that_of_the_whole_model(trainer):
     batch = trainer.data_collator(list(trainer.train_dataset))
     inputs = {"attention_mask": (batch["turn_ids"] >= 0).long(), "labels": batch["labels"]}

@@ -90,13 +90,20 @@ def test_show_slots_lists_each_sentence_with_its_file_and_place(answer, document
 def test_options_of_answer_reach_the_pipeline(answer, monkeypatch, document, rate):
     asked, ask = [], ArcAlignerPipeline.__call__
     monkeypatch.setattr(ArcAlignerPipeline, "__call__", lambda *own, **given: asked.append(given) or ask(*own, **given))
-    options = ["--max-new-tokens", 3, "--gate-mode", "always", "--tokens-per-slot", rate]
+    options = ["--max-new-tokens", 3, "--gate-mode", "always", "--tokens-per-slot", rate, "--max-slots", 2]
     assert answer(document, options=options)[0] == 0
-    settings = {"return_slots": True, "max_new_tokens": 3, "gate_mode": "always"}
+    settings = {"return_slots": True, "max_new_tokens": 3, "gate_mode": "always", "max_slots": 2}
     assert asked == [settings | {"tokens_per_slot": rate}]
     for name, value in (("--tokens-per-slot", "many"), ("--gate-mode", "never"), ("--max-new-tokens", 0)):
         code, _, err = answer(document, options=[name, value])
         assert code == 2 and name in err and len(asked) == 1
+
+
+def test_question_is_given_once(run_cli, document):
+    """In its place, or by the option of 0.2."""
+    for given in ((), ("Who?", "--question", "Who?")):
+        code, _, err = run_cli("answer", *given, "--document", document)
+        assert code == 2 and "expected one question" in err
 
 
 LONG = "One two three four five six seven eight nine ten. "
