@@ -27,7 +27,6 @@ from ..loading_arcaligner import default_dtype, resolve_model
 from ..modeling_arcaligner import ADAPTER_NAME, ArcAlignerForCausalLM, slot_lora_layers
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..tokenization_arcaligner import mark_control_tokens
-from ..train.cocom import CocomCollator, CompressingModel
 from ..train.prompts import (
     ApartText,
     passages_text,
@@ -162,9 +161,11 @@ def apart_inputs(model, prompts: list[ApartText]) -> dict[str, Any]:
 
 @torch.inference_mode()
 def answer_compressed(
-    model: CompressingModel, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: None = None
+    model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: None = None
 ) -> list[Answer]:
-    """A model of COCOM's design reads its own compression of the passages."""
+    """A model of COCOM's design, [`CompressingModel`], reads its own compression of the passages."""
+    from ..train.cocom import CocomCollator  # here, as below: it imports TRL, which others do not wait for
+
     prompts = [apart_text(processor, row)._asdict() for row in rows]
     device, pad = model.compression_token.device, processor.tokenizer.pad_token_id or 0
     batch = CocomCollator(pad, model.tokens_per_slot, padding_side="left")(prompts)
@@ -220,8 +221,10 @@ def load_text_lora(aligner: str, lora: str, device: str):
     return model, ArcAlignerProcessor.from_pretrained(aligner)
 
 
-def load_compressing(aligner: str, folder: str, device: str) -> tuple[CompressingModel, ArcAlignerProcessor]:
+def load_compressing(aligner: str, folder: str, device: str):
     """The aligner's backbone with what `train/cocom.py` trained, and the processor."""
+    from ..train.cocom import CompressingModel
+
     model = CompressingModel.load(load_backbone(aligner, device), folder).eval().to(device)
     return model, ArcAlignerProcessor.from_pretrained(aligner)
 

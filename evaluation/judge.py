@@ -29,7 +29,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import track
-from sklearn.metrics import cohen_kappa_score
 
 from ..common.files import digest, markdown_table, run_command
 from ..common.rows import Row, contains_match, token_f1, usable_golds
@@ -195,6 +194,8 @@ def _check_questions(path: Path, questions: list[str]) -> None:
 
 def agreement(verdicts: list[bool], human: list[bool]) -> dict[str, Any]:
     """Percent of the judgements that agree, `[mean, low, high]` with a 95 % bootstrap interval, and Cohen's kappa."""
+    from sklearn.metrics import cohen_kappa_score  # here, as tables of results do not need it
+
     hits = [float(verdict == accepted) for verdict, accepted in zip(verdicts, human, strict=True)]
     return {
         "judgements": len(hits),

@@ -8,6 +8,7 @@ missing. What it makes is in `paper` in that folder: a page for each part and, o
 Each page has the paper's numbers beside ours where the paper prints any; of its figures it prints none.
 """
 
+import itertools
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -19,9 +20,10 @@ from matplotlib.figure import Figure
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..common.files import CASE_STUDIES, digest, markdown_table, read_json_lines, write_whole
-from ..common.rows import Row, find_file, read_rows
+from ..common.rows import Row
 from ..pipeline_arcaligner import ArcAlignerPipeline
 from ..processing_arcaligner import ArcAlignerProcessor
+from ..train.examples import open_corpus
 from .analyses import categories, gates, perplexity
 from .analyses.figures import draw_bars, draw_ratios, save_figure
 from .answering import load_aligner
@@ -41,6 +43,7 @@ FOLDER = "paper"  # in a run's folder
 SEGMENT = "_xsegment"  # ends a method's name that reads one slot per sentence, as the paper does
 LLMLINGUAS = ("llmlingua2", "llmlingua")  # the paper's, and the variant whose scores are the backbone's
 ABLATIONS = ("no_recursion", "max_loop", "no_lora")
+HELD_OUT = 10_000  # texts that are read back, the paper's
 CONTROL = ("all_positions", "slot_positions")  # which the paper lacks
 # The paper's names of methods, of which names with a rate are found by what is before it.
 PAPER_NAMES = {
@@ -245,10 +248,9 @@ class Reproduction:
 
     def held_out(self) -> list[Row]:
         """Texts that stage I did not see."""
-        place = find_file(self.settings.reproduce.held_out, str(self.settings.data or ""))
-        return [row for row in read_rows(place) if any(each["text"].strip() for each in row["passages"])][
-            : self.num_questions
-        ]
+        corpus = open_corpus(self.settings.reproduce.held_out, data_dir=str(self.settings.data or ""))
+        rows = (row for row in corpus if any(each["text"].strip() for each in row["passages"]))
+        return list(itertools.islice(rows, self.num_questions or HELD_OUT))
 
     def gates(self) -> Path:
         """Figure "Gate behavior analysis across layers"."""
