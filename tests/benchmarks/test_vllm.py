@@ -27,7 +27,7 @@ def test_arms_answer_in_turns(monkeypatch):
 
     by_name = {"slots": arm("slots", (0.5, "Ada")), "own": arm("own", (2.0, "Ada")), "text": arm("text", (9.0, "Bob"))}
     used = iter(range(1000))
-    arms = SimpleNamespace(by_name=by_name, slots_body=lambda row: None, processor_seconds=lambda name: next(used))
+    arms = SimpleNamespace(by_name=by_name, precompute=lambda row: None, processor_seconds=lambda name: next(used))
     report = vllm.measure(arms, ROWS, size=2, clients=3, requests=4, rounds=2, first=0)
     assert [name for name, _, _ in asked] == ["slots", "own", "text"] * 2
     assert asked[0][2] == asked[1][2] == asked[2][2] == [f"Q{number}?" for number in range(4)] != asked[3][2]
