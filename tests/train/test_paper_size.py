@@ -5,8 +5,6 @@ format of HotpotQA and of Wikipedia, and the models are random.
 """
 
 import json
-import os
-import resource
 
 import datasets
 import pytest
@@ -82,7 +80,7 @@ def write_encoder(folder) -> None:
 @pytest.mark.slow
 def test_paper_stages_train_and_answer(place):
     """Stages I to III of `mistral_7b` take two steps each from the one before and change what they train; the last
-    checkpoint is loaded and asked, with a gate at each layer."""
+    checkpoint is loaded and asked, with a gate at each layer. It takes 7 GiB of memory and 3 GB of disk."""
     options = [text for name, value in SMALLER.items() for text in (f"--{name}", str(value))]
     options += ["--examples_cache_dir", str(place / "examples")]
     for stage in STAGES:
@@ -105,4 +103,3 @@ def test_paper_stages_train_and_answer(place):
     asked = {"question": "Was Ada born before Ben?", "documents": ["Ada was born. In 1815.", "Ben."]}
     (record,) = pipeline_of(model, processor)(asked, return_slots=True, max_new_tokens=2)
     assert len(record["trajectories"]) == LAYERS and len(record["segments"]) == 3
-    print(f"most memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB, pid {os.getpid()}")
