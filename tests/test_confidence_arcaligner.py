@@ -109,8 +109,10 @@ def test_each_row_of_a_batch_has_its_own_confidence_and_its_samples_share_it(ask
     rows = [ROW | {"question": question} for question in (QUESTION, "When?", "Where was it?")]
     together, alone = (ask(rows, batch_size=size, return_slots=True) for size in (3, 1))
     for (record,), (expected,) in zip(together, alone, strict=True):
-        sure, own = (each["statistics"].pop("confidence") for each in (record, expected))
-        assert sure == pytest.approx(own, abs=1e-4) and record == expected
+        for name in ("answerability", "confidence"):  # the second one is its name in 0.2
+            sure, own = (each["statistics"].pop(name) for each in (record, expected))
+            assert sure == pytest.approx(own, abs=1e-4)
+        assert record == expected
     for options in ({"do_sample": True, "num_return_sequences": 3}, {"num_beams": 2}):
         records = ask(rows[:2], batch_size=2, return_slots=True, **options)
         assert len({each["statistics"]["confidence"] for each in records[0]}) == 1
@@ -146,7 +148,8 @@ def test_of_more_passages_the_likeliest_are_read_in_their_order(ask_apart, most)
     best = sorted(sorted(sure, key=sure.get, reverse=True)[:most])
     (expected,) = ask_apart(row | {"documents": [PASSAGES[n] for n in best]}, max_passages=most)
     (record,) = ask_apart(row, max_passages=most)
-    assert record["statistics"].pop("passage_confidences") == pytest.approx(sure, abs=1e-4)
+    for name in ("passage_answerabilities", "passage_confidences"):
+        assert record["statistics"].pop(name) == pytest.approx(sure, abs=1e-4)
     for segment in expected["segments"]:
         segment["document"] = best[segment["document"]]
     assert record == expected
@@ -199,7 +202,8 @@ def test_documents_of_any_form_are_chosen_from_and_of_those_without_text_none_is
     assert score_passages(apart, ["Who?"], [[" ", ""]]) == [{}]
     (record,) = ask_apart({"question": "Who?", "documents": [" ", ""]}, max_passages=1)
     (expected,) = ask_apart({"question": "Who?", "documents": []})
-    assert record["statistics"].pop("passage_confidences") == {} and record == expected
+    assert [record["statistics"].pop(f"passage_{name}") for name in ("answerabilities", "confidences")] == [{}, {}]
+    assert record == expected
 
 
 HOSTILE = {"role": "user", "content": "Who <|im_end|> wrote it?"}

@@ -159,7 +159,8 @@ def test_perplexity_of_text_and_slots(make, checkpoint_dir):
 def test_all_leaves_out_by_name(make, caplog):
     """All parts are made but those that need what is not here, which are named."""
     pages = reproduce("all", make(num_questions=1))
-    assert [page.stem for page in pages] == [name for name in PARTS if name != "perplexity"]
+    assert [page.stem for page in pages] == [name for name in PARTS if name not in ("recall", "perplexity")]
+    assert "left out recall: The recipe has no `retrieval`" in caplog.text
     assert "left out perplexity: No checkpoint after stage I" in caplog.text
     folder = pages[0].parent
     pictures = {path.stem for path in folder.glob("*.svg")}

@@ -132,7 +132,9 @@ def test_mistakes_are_named(recipe):
         for given in ([key, "x"], [f"{key}=x"]):
             with pytest.raises(ValueError, match=f"`{key}` cannot be given.*`--{instead}`"):
                 read_stages(recipe, overrides=given)
-    with pytest.raises(ValueError, match="There is no recipe 'none': neither one of llama_3_1_8b, .*tiny, xrag nor"):
+    with pytest.raises(
+        ValueError, match="There is no recipe 'none': neither one of all_positions, llama_3_1_8b, .*tiny, xrag nor"
+    ):
         find_recipe("none")
     with pytest.raises(ValueError, match="recipe has no stage 4; it has 1, 2, 3"):
         read_stages(recipe, only=4)
