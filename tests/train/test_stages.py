@@ -133,7 +133,7 @@ def test_mistakes_are_named(recipe):
             with pytest.raises(ValueError, match=f"`{key}` cannot be given.*`--{instead}`"):
                 read_stages(recipe, overrides=given)
     with pytest.raises(
-        ValueError, match="There is no recipe 'none': neither one of all_positions, llama_3_1_8b, .*tiny, xrag nor"
+        ValueError, match="no recipe 'none': neither one of all_positions, llama_3_1_8b, .*tiny, xrag nor"
     ):
         find_recipe("none")
     with pytest.raises(ValueError, match="recipe has no stage 4; it has 1, 2, 3"):
