@@ -1,0 +1,541 @@
+"""From a question and its passages to an answer: which passages are read, how likely they hold the answer, and answers
+in their words. Pipeline, server, evaluation and engines call it; all of it is beyond the paper."""
+
+import bisect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import BatchFeature, LogitsProcessor, LogitsProcessorList
+
+from .configuration_arcaligner import is_number
+from .modeling_arcaligner import PrefillOutputs
+from .processing_arcaligner import check_copy_bonus
+from .segmentation_arcaligner import (
+    Segment,
+    _tokenize_document,
+    cut_long,
+    documents_of,
+    fitting_pieces,
+    stop_words,
+    text_of,
+    title_of,
+)
+from .tokenization_arcaligner import control_token_ids, with_plain_texts
+
+# What the cosine of question and passage is worth beside the answerability, in log-odds: fitted on held-out questions.
+SIMILARITY_WEIGHT = 10.0
+
+
+class ScoredPassage(NamedTuple):
+    """How likely a passage by itself holds the answer to a question, the cosine of both (0 where neither texts nor a
+    search tell), and whether the passage was cached, so that it was not computed again."""
+
+    answerability: float
+    similarity: float
+    is_cached: bool
+
+    @property
+    def log_odds(self) -> float:
+        """What decides between passages: the answerability, and the cosine beside it."""
+        sure = min(max(self.answerability, 1e-9), 1 - 1e-9)
+        return math.log(sure / (1 - sure)) + SIMILARITY_WEIGHT * self.similarity
+
+
+def select_top(scores: Mapping[int, ScoredPassage], most: int) -> list[int]:
+    """The numbers of the top-ranked passages, at most `most` of them, in the order of the passages.
+
+    >>> select_top({0: ScoredPassage(0.6, 0.8, False), 1: ScoredPassage(0.7, 0.4, False)}, most=1)
+    [0]
+    """
+    return sorted(sorted(scores, key=lambda number: scores[number].log_odds, reverse=True)[:most])
+
+
+class Selection(NamedTuple):
+    """The passages of a question that are read."""
+
+    numbers: Sequence[int]  # in the order of the passages
+    scores: dict[int, ScoredPassage] | None  # by the passage's number; `None` where all are read, unscored
+
+
+class Answerer:
+    """
+    The one way from a question and its documents to an answer.
+
+        documents -> `cut` -> passages -> `select` -> those that are read -> inputs of `generate` -> `answer`
+
+    Pipeline, server, evaluation and benchmarks call it. Where passages go into the inputs is up to the caller: with
+    the prompt (the processor) or from a cache of passages ([`PassageCache`]).
+
+    Args:
+        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): Of one checkpoint.
+        cache ([`PassageCache`], *optional*): Where passages that are scored are kept. Default: one that keeps none.
+    """
+
+    def __init__(self, model, processor, cache=None):
+        self.model, self.processor = model, processor
+        self.cache = model.passage_cache(processor, max_bytes=0) if cache is None else cache
+
+    # Settings
+
+    @property
+    def can_score(self) -> bool:
+        """Whether passages can be scored one by one: answerability was fitted, and they are independent."""
+        return self.model.answerability_head is not None and self.processor.passage_attention == "separate"
+
+    @property
+    def max_passages(self) -> int | None:
+        """How many of several passages are read by default: the top-ranked one, which answers far better than all of
+        them unless several are needed; `None`, all, where they cannot be scored."""
+        return 1 if self.can_score else None
+
+    def check(
+        self,
+        *,
+        max_passages: int | None = None,
+        min_confidence: float | None = None,
+        copy_bonus: float | None = None,
+        tokens_per_slot: int | str | None = None,
+    ) -> None:
+        """Raises `ValueError` for settings of a call that are invalid, or that this aligner cannot follow."""
+        self.processor.slot_encoder.check_settings(tokens_per_slot=tokens_per_slot)
+        if copy_bonus is not None:
+            check_copy_bonus(copy_bonus)
+        if max_passages is not None:
+            if not is_number(max_passages, Integral) or max_passages < 1:
+                raise ValueError(f"`max_passages` is {max_passages!r}; expected a whole number of at least 1.")
+            self._check_can_score("`max_passages`")
+        if min_confidence is not None:
+            if not is_number(min_confidence, Real) or not 0.0 <= min_confidence <= 1.0:
+                raise ValueError(f"`min_confidence` is {min_confidence!r}; expected a number from 0 to 1.")
+            self._check_answerability("`min_confidence`")
+            if not isinstance(own := self.processor.no_answer, str):
+                raise ValueError(f"The processor's `no_answer` is {own!r}; expected what is answered instead.")
+
+    def _check_answerability(self, what: str) -> None:
+        if self.model.answerability_head is None:
+            raise ValueError(
+                f"{what} needs an aligner whose answerability was fitted, and this one's `answerability_layers` is "
+                "None. Fit it with `python -m arcaligner.train.confidence`, or leave it out."
+            )
+
+    def _check_can_score(self, what: str) -> None:
+        self._check_answerability(what)
+        if self.processor.passage_attention != "separate":
+            raise ValueError(
+                f"{what} needs independent passages, and this aligner was trained with joint ones. Pass fewer "
+                'documents, or take an aligner with `passage_attention` "separate".'
+            )
+
+    # Passages
+
+    def cut(self, documents: list) -> tuple[list, list[Segment]]:
+        """The passages that documents are read as, and what each is of which document: pieces of long ones, unless
+        passages cannot be scored to select those that are read."""
+        processor = self.processor
+        longest = processor.max_passage_tokens if self.can_score else math.inf
+        return cut_long(documents, processor.tokenizer, longest, processor.passage_tokens, processor.spacy_model)
+
+    def selects(self, num_passages: int, max_passages: int | None = None) -> bool:
+        """Whether only some of `num_passages` are read."""
+        most = max_passages or self.max_passages
+        return most is not None and num_passages > most
+
+    def select(
+        self, questions: list, documents: list[list], max_passages: int | None = None, **kwargs: Any
+    ) -> list[Selection]:
+        """Which passages of each question are read: of more than `max_passages`, those with the highest scores. Without
+        `max_passages` the top-ranked one, or all where passages cannot be scored. `kwargs` are those of `score`."""
+        most = max_passages or self.max_passages
+        chosen = [place for place, own in enumerate(documents) if self.selects(len(own), most)]
+        selected = [Selection(range(len(own)), None) for own in documents]
+        if chosen:
+            scores = self.score(
+                [questions[place] for place in chosen], [documents[place] for place in chosen], **kwargs
+            )
+            for place, own in zip(chosen, scores, strict=True):
+                selected[place] = Selection(select_top(own, most), own)
+        return selected
+
+    @torch.no_grad()
+    def score(
+        self, questions: list, documents: list[list] | None = None, similarities: list | None = None, **kwargs: Any
+    ) -> list[dict[int, ScoredPassage]]:
+        """How likely each passage by itself holds the answer to its question.
+
+        Each question is read behind each of its passages. What is computed for these is in the cache, where `prepare`
+        finds it.
+
+        Args:
+            questions, documents, kwargs: As for `PassageCache.prepare`, of several questions.
+            similarities (`list[list[float]]`, *optional*): Of each question, its cosines with the passages where a
+                search has them. Default: computed, for `documents`.
+
+        Returns:
+            For each question, by the number of the passage, without those that have no text.
+        """
+        self._check_can_score("Scoring passages")
+        if similarities is None and documents is not None:
+            documents = [documents_of(each, "`documents`") for each in documents]
+            encoder = self.processor.encoder
+            similarities = [similarities_of(encoder, *each) for each in zip(questions, documents, strict=True)]
+        scores = [{} for _ in questions]
+        for rows, inputs in self.cache.iter_single_passages(questions, documents, **kwargs):
+            logits = self.cache.read_question(inputs, only_answerability=True).answerability_logits
+            for (question, passage, is_cached), sure in zip(rows, torch.sigmoid(logits).tolist(), strict=True):
+                similarity = similarities[question][passage] if similarities else 0.0
+                scores[question][passage] = ScoredPassage(sure, similarity, is_cached)
+        return [dict(sorted(each.items())) for each in scores]
+
+    # Answers
+
+    def answer(self, questions: Sequence, passages: Sequence[list], **settings: Any) -> "AnsweringCall":
+        """One call of `generate`; arguments as of [`AnsweringCall`]."""
+        return AnsweringCall(self.model, self.processor, questions, passages, **settings)
+
+
+def chat_inputs(processor, chats: Sequence[list[dict] | str], **slots: Any) -> BatchFeature:
+    """Prompts of chats or, without a chat template, of texts, left-padded: `input_ids` and `attention_mask`
+    (batch, seq_len) and, with documents among `slots`, what the model reads in the slots."""
+    padding = {"padding": True, "padding_side": "left"}
+    if processor.chat_template is None:
+        return processor(chats, return_tensors="pt", **padding, **slots)
+    return processor.apply_chat_template(
+        chats,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs=padding,
+        **slots,
+    )
+
+
+# Options of `generate` with which more than the prompt is read before its first scores.
+READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
+
+
+class AnsweringCall:
+    """
+    What one call of `generate` takes beside its inputs, and what it reports.
+
+    Args:
+        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): Of one checkpoint.
+        questions (`Sequence`), passages (`Sequence[list]`): Of each row of the batch the question, a text or a chat,
+            and the passages that are read, for answerability; an empty list where they are not known as texts.
+        copied (`Sequence[list]`, *optional*): Of each row the passages that its answer may copy. Default: `passages`.
+        copy_bonus (`float` or `list`, *optional*): Of [`PassageCopyLogitsProcessor`].
+        scores (`bool`, defaults to `True`): Whether the answerability is reported, where it was fitted.
+        traces (`bool`, defaults to `False`): Whether `recursion_depth` is reported.
+
+    Attribute: `likelihood`, the [`LikelihoodRecorder`] of a greedy call, where it was calibrated.
+
+    Use [`~AnsweringCall.generate`] or, where another function calls `generate`, give it
+    [`~AnsweringCall.options`]. `model` may be any causal language model without `scores` and `traces`.
+    """
+
+    def __init__(
+        self,
+        model,
+        processor,
+        questions: Sequence,
+        passages: Sequence[list],
+        *,
+        copied: Sequence[list] | None = None,
+        copy_bonus: float | list | None = None,
+        scores: bool = True,
+        traces: bool = False,
+    ):
+        self.model, self.processor, self.questions, self.passages = model, processor, questions, passages
+        self._copied, self._copy_bonus = passages if copied is None else copied, copy_bonus
+        self._scores = scores and model.answerability_head is not None
+        self._prefill = PrefillOutputs() if self._scores or traces else None
+        self._answerability: torch.Tensor | None = None
+        self.likelihood: LikelihoodRecorder | None = None
+
+    def options(self, options: dict[str, Any], last: Sequence[LogitsProcessor] = ()) -> dict[str, Any]:
+        """The `options` of a call of `generate`, with this call's logits processors after those that are given, and
+        `last`, such as one that draws tokens, behind them."""
+        config, default = options.get("generation_config"), self.model.generation_config
+        end_ids = default.eos_token_id if config is None or config.eos_token_id is None else config.eos_token_id
+        processors, copies = list(options.get("logits_processor") or []), None
+        ends = options.get("eos_token_id", end_ids)
+        if any(self._copied):
+            copies = PassageCopyLogitsProcessor(self.processor, self._copied, self._copy_bonus, ends)
+        if self._scores and self.model.config.answer_calibration is not None and _is_greedy(options, config or default):
+            copies = self.likelihood = LikelihoodRecorder(copies, ends)
+        processors += [] if copies is None else [copies]
+        added = {"logits_processor": LogitsProcessorList([*processors, *last])} if processors or last else {}
+        return options | added | ({} if self._prefill is None else {"prefill": self._prefill})
+
+    def generate(
+        self, inputs: dict[str, Any], last: Sequence[LogitsProcessor] = (), **options: Any
+    ) -> torch.LongTensor:
+        """`model.generate` for `inputs`: ids (batch, seq_len + new tokens)."""
+        return self.model.generate(**inputs, **self.options(options, last))
+
+    @property
+    def answerability(self) -> torch.Tensor | None:
+        """How likely the passages of each row hold the answer, (batch,), from when the prompt was read; `None` where it
+        was not fitted. The same for all beams and samples of a row. It does not say that the answer is right."""
+        if self._answerability is None and self._scores and self._prefill.answerability_logits is not None:
+            self._answerability = self.answerability_of(self._of_rows(self._prefill.answerability_logits))
+        return self._answerability
+
+    def answerability_of(self, logits: torch.Tensor) -> torch.Tensor:
+        """The answerability of each row, (batch,), from the head's logits (batch,), such as those of
+        [`PassageCache.read_question`] where another engine answers."""
+        logits = logits.float()
+        if self.model.config.answerability_uses_match:
+            asked = zip(self.questions, self.passages, strict=True)
+            logits = self.model.answerability_head.with_match(
+                logits, [maxsim_score(self.processor, *each) for each in asked]
+            )
+        return torch.sigmoid(logits).cpu()
+
+    @property
+    def answer_likelihood(self) -> torch.Tensor | None:
+        """How likely the answer of each row is right, (batch,), from the tokens that are written so far: their
+        likelihood and the answerability, calibrated on held-out questions. `None` where that was not fitted, and for
+        answers that are drawn or searched with beams."""
+        if self.likelihood is None or self.likelihood.counts is None or (sure := self.answerability) is None:
+            return None
+        likelihood, odds, offset = self.model.config.answer_calibration
+        return torch.sigmoid(likelihood * self.likelihood.mean.cpu() + odds * torch.logit(sure, eps=1e-6) + offset)
+
+    @property
+    def recursion_depth(self) -> torch.LongTensor | None:
+        """Refinement steps (batch, num_layers, max_slots) of the slots that were read with the prompt."""
+        depth = None if self._prefill is None else self._prefill.recursion_depth
+        return None if depth is None else self._of_rows(depth)
+
+    def _of_rows(self, repeated: torch.Tensor) -> torch.Tensor:
+        """The first of the beams or samples of each row."""
+        return repeated[:: len(repeated) // len(self.passages)]
+
+
+def _is_greedy(options: dict[str, Any], config) -> bool:
+    """Whether `generate` with these options, or its configuration, takes the likeliest token at each step."""
+    draws, beams = (options.get(name, getattr(config, name, None)) for name in ("do_sample", "num_beams"))
+    return not draws and beams in (None, 1) and not reads_more(options, config)
+
+
+MAX_NEW_TOKENS = 24  # of greedy answers to questions that have short ones
+
+
+@torch.inference_mode()
+def greedy_answers(
+    model,
+    processor,
+    inputs: dict[str, Any],
+    questions: Sequence = (),
+    passages: Sequence[list] = (),
+    copy_bonus: float | None = None,
+    **options: Any,
+) -> tuple[list[str], list[float | None]]:
+    """Greedy answers to left-padded prompts, and the answerability of each: `None` without slots, or where it was not
+    fitted. `model` may be any causal language model; `options` are those of `generate`."""
+    has_slots = "context_embeds" in inputs
+    call = AnsweringCall(model, processor, questions, passages, copy_bonus=copy_bonus, scores=has_slots)
+    ids = call.generate(inputs, **{"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, **options})
+    texts = processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    sure = [None] * len(texts) if call.answerability is None else call.answerability.tolist()
+    return [text.strip() for text in texts], sure
+
+
+def reads_more(options: dict[str, Any], config) -> bool:
+    """Whether `generate` with these options, or its configuration, reads more than the prompt before its first scores,
+    so that no answerability can be told."""
+    return any(options.get(name) or getattr(config, name, None) for name in READ_MORE)
+
+
+_VECTORS, _WORDS = WeakKeyDictionary(), WeakKeyDictionary()  # what encoders that search make of texts
+
+
+def search_text(title: str | None, text: str) -> str:
+    """What the encoder that searches reads of a passage."""
+    return f"{title or ''} {text}".strip()
+
+
+def _searched(question: str | list[dict], documents: Sequence[str | dict]) -> list[str]:
+    """The question, or a chat's last one, and the texts of the passages."""
+    if not isinstance(question, str):
+        question = ["", *(each["content"] or "" for each in with_plain_texts(question) if each["role"] == "user")][-1]
+    return [question, *(search_text(title_of(each), text_of(each, number)) for number, each in enumerate(documents))]
+
+
+def similarities_of(encoder, question: str | list[dict], documents: Sequence[str | dict]) -> list[float]:
+    """The cosine of a question, or of a chat's last one, and each passage."""
+    asked, *vectors = of_texts(_VECTORS, encoder.untrained, _searched(question, documents), encoder.untrained.encode)
+    return [float(asked @ vector) for vector in vectors]
+
+
+def maxsim_score(processor, question: str | list[dict], documents: Sequence[str | dict]) -> float:
+    """The late-interaction (MaxSim) score of passages for a question, or a chat's last one: the highest cosine of each
+    of its words, stop words left out, with a word of theirs, on average. Without words on either side NaN."""
+    encoder, (asked, *texts) = processor.encoder.untrained, _searched(question, documents)
+    texts = [text for text, own in zip(texts, documents, strict=True) if text_of(own, 0).strip()]
+    pieces = [text[a:b] for text in texts for a, b in fitting_pieces(text, 0, len(text), encoder.num_reads)]
+    (words, states), *others = of_texts(_WORDS, encoder, [asked, *pieces], encoder.encode_words, most=256)
+    nearest = [(states.float() @ own.float().T).amax(dim=1) for _, own in others if len(own)]  # each (words,)
+    if not words or not nearest:
+        return math.nan
+    words, common = [word.strip().lower() for word in words], stop_words(processor.spacy_model)
+    says = torch.tensor([any(map(str.isalnum, word)) and word not in common for word in words])
+    highest = torch.stack(nearest).amax(dim=0)
+    return float((highest[says] if says.any() else highest).mean())
+
+
+def of_texts(
+    kept: WeakKeyDictionary, owner: Any, texts: Sequence[str], compute: Callable[[list[str]], Any], most: int = 2048
+) -> list:
+    """What `compute` makes of texts, in order; for some `most`, none of more than 10,000 characters, it is kept,
+    as long as the `owner` lives."""
+    found = kept.get(owner, {})
+    if missing := [text for text in dict.fromkeys(texts) if text not in found]:
+        new = dict(zip(missing, compute(missing), strict=True))
+        short = {text: each for text, each in new.items() if len(text) <= 10_000}
+        kept[owner] = dict([*(found | short).items()][-most:])  # anew: other threads may read the old one
+        found = found | new
+    return [found[text] for text in texts]
+
+
+class PassageCopyLogitsProcessor(LogitsProcessor):
+    """Prefers answers in the words of the passages, in one call of `generate`.
+
+    Beyond the paper: a slot tells what a text says better than how it is spelled, and whoever asks has the text. While
+    all of an answer stands in it, from the beginning of a word on, `bonus` is added to the scores of tokens that go on
+    so and, where a word ends, of those that end the answer. What the model reads is the same.
+
+    Args:
+        processor ([`ArcAlignerProcessor`]): Of the aligner.
+        documents (`list[list]`): Of each row of the batch, the passages that it reads; each is copied from as a whole.
+        bonus (`float` or `list`): In log-odds, of all rows or of each; `None` is the processor's `copy_bonus`.
+        end_ids (`int` or `list[int]`, *optional*): Tokens that end an answer.
+    """
+
+    def __init__(self, processor, documents: list[list], bonus: float | list | None, end_ids: int | list | None):
+        given = bonus if isinstance(bonus, list) else [bonus] * len(documents)
+        self.bonus = [processor.copy_bonus if each is None else each for each in given]
+        copied = (each if own else [] for each, own in zip(documents, self.bonus, strict=True))
+        self.texts = [copied_texts(processor.tokenizer, each, processor.no_answer) for each in copied]
+        self.end_ids = set() if end_ids is None else set(torch.as_tensor(end_ids).reshape(-1).tolist())
+        self.prompt_length: int | None = None
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if self.prompt_length is None:
+            self.prompt_length = input_ids.shape[1]
+        if not any(self.texts):
+            return scores
+        scores, num_each = scores.clone(), len(input_ids) // len(self.texts)  # (batch * beams or samples, vocab_size)
+        for row, written in enumerate(input_ids[:, self.prompt_length :].tolist()):
+            ids = copied_next(self.texts[row // num_each], written, self.end_ids)
+            scores[row, ids] += self.bonus[row // num_each]
+        return scores.log_softmax(dim=-1)  # else each token of a copy would add its bonus to the sum of a beam
+
+
+class LikelihoodRecorder(LogitsProcessor):
+    """Keeps how likely the model finds the tokens that are taken, in one greedy call of `generate`.
+
+    Args:
+        inner (`LogitsProcessor`, *optional*): What decides for the likeliest token. Its bonus is not counted, as it
+            says nothing about the answer.
+        end_ids (`int` or `list[int]`, *optional*): Tokens that end an answer; the first one is counted.
+    """
+
+    def __init__(self, inner: LogitsProcessor | None, end_ids: int | list | None):
+        self.inner, self.end_ids = inner, None if end_ids is None else torch.as_tensor(end_ids).reshape(-1)
+        self.sums = self.counts = self.is_done = None  # each (batch,)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        own = scores.float()  # (batch, vocab_size)
+        scores = scores if self.inner is None else self.inner(input_ids, scores)
+        taken = scores.argmax(dim=1)
+        found = own.gather(1, taken[:, None])[:, 0] - own.logsumexp(dim=1)
+        if self.counts is None:
+            self.sums, self.counts = torch.zeros_like(found), torch.zeros_like(found)
+            self.is_done = torch.zeros_like(taken, dtype=torch.bool)
+        self.sums = self.sums + found.masked_fill(self.is_done, 0.0)
+        self.counts = self.counts + ~self.is_done
+        if self.end_ids is not None:
+            self.is_done = self.is_done | torch.isin(taken, self.end_ids.to(taken.device))
+        return scores
+
+    @property
+    def mean(self) -> torch.FloatTensor:
+        """The mean log-likelihood of each answer's tokens, (batch,)."""
+        return self.sums / self.counts
+
+
+_COPIED = WeakKeyDictionary()  # of each tokenizer, what is copied of texts
+
+_WORD_START = re.compile(r"(?<![^\W_])[^\W_]|(?<!\S)\S")
+
+_WORD = re.compile(r"\S{1,40}")  # what is looked at of one
+
+# Answers that are as good as copied: else a question that wants "yes" would be answered by a "no" of the text.
+YES_NO = ("yes", "no", "Yes", "No")
+
+
+class CopiedText(NamedTuple):
+    """A text, from any of its words on, as the backbone writes it at the beginning of an answer."""
+
+    ids: list[int]
+    ends_word: list[bool]  # whether a word ends with the token
+    # Of each word, by its first id: its ids by itself, as an answer has no space before it, whether a word ends with
+    # each, and where the text's own `ids` go on.
+    words: dict[int, list[tuple[list[int], list[bool], int]]]
+
+    def follow(self, written: list[int]) -> tuple[set[int], bool]:
+        """The ids that go on with what is `written`, wherever it stands, and whether a word ends there."""
+        found, is_end, length = set(), False, len(written)
+        for own, own_ends, after in self.words.get(written[0], ()):
+            place = after + max(0, length - len(own))
+            if own[:length] + self.ids[after:place] == written:
+                found.update(own[length : length + 1] or self.ids[place : place + 1])
+                is_end |= self.ends_word[place - 1] if place > after else own_ends[length - 1]
+        return found, is_end
+
+
+def copied_texts(tokenizer, documents: Sequence[str | dict], no_answer: str | None = None) -> list[CopiedText]:
+    """What an answer may copy of documents, titles included; `YES_NO` and `no_answer` are copied whole."""
+    read = [(text_of(document, number), title_of(document)) for number, document in enumerate(documents)]
+    texts = [each for text, title in read if text.strip() for each in (text, title) if each]
+    found = of_texts(_COPIED, tokenizer, texts, lambda missing: [_copied(tokenizer, text) for text in missing])
+    others = [each for each in (*YES_NO, no_answer) if each] if texts else []
+    whole = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in others]
+    return found + [CopiedText([], [], {ids[0]: [(ids, [*[False] * (len(ids) - 1), True], 0)]}) for ids in whole]
+
+
+def _copied(tokenizer, text: str) -> CopiedText:
+    """No copy begins with a word that holds a control token."""
+
+    def ends_word(ends: Sequence[int]) -> list[bool]:
+        pairs = zip(ends, [*ends[1:], len(text) + 1], strict=True)  # equal where a character has several tokens
+        return [end < after and not (text[end - 1].isalnum() and text[end : end + 1].isalnum()) for end, after in pairs]
+
+    ids, ends = (each.tolist() for each in _tokenize_document(tokenizer, text, 0))
+    copied = CopiedText(ids, ends_word(ends), {})
+    starts = [found.start() for found in _WORD_START.finditer(text)]
+    words = [_WORD.match(text, start)[0] for start in starts] or [""]  # no tokenizer takes an empty batch
+    read = tokenizer(words, add_special_tokens=False, return_offsets_mapping=True)
+    special = control_token_ids(tokenizer)
+    for start, word, own, offsets in zip(starts, words, read["input_ids"], read["offset_mapping"], strict=False):
+        if own and not special.intersection(own):
+            after = bisect.bisect_right(ends, start + len(word))
+            is_start = after and ends[after - 1] == start + len(word)  # else a token crosses the end of the word
+            own_ends = ends_word([start + end for _, end in offsets])
+            copied.words.setdefault(own[0], []).append((own, own_ends, after if is_start else len(ids)))
+    return copied
+
+
+def copied_next(texts: Sequence[CopiedText], written: list[int], end_ids: Set[int]) -> list[int]:
+    """Ids that go on with an answer in the words of `texts`, and, where a word of it is whole, of those that end it."""
+    if not written:
+        return sorted({first for text in texts for first in text.words})
+    found = [text.follow(written) for text in texts]
+    return sorted(set().union(*(ids for ids, _ in found), end_ids if any(is_end for _, is_end in found) else ()))

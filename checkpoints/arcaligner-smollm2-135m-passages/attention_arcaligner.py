@@ -1,0 +1,290 @@
+"""Where the slots of a batch are, and what each position attends to: joint and independent passages.
+
+Beyond the paper, passages may be independent: a slot attends to the text before the slots and to the slots of its own
+passage. What is computed for a passage then depends on nothing else of the prompt, so it can be cached and joined with
+any other:
+
+    prefix        passage 0      passage 1          question
+    0 1 2 3 4     5 6 7 8        5 6 7 8 9 10       11 12 13 ...      positions
+
+The slots of all passages count from the same position, and the text after them goes on behind the longest passage, so
+no key has to be rotated when passages are joined. With one passage, the paper's case, nothing changes.
+
+Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import ModelOutput
+
+# What the models and layers of the installed transformers call their cache: `cache` since 5.24. Users may say either.
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+def cache_of(outputs: ModelOutput) -> Cache | None:
+    """The cache that a model returned."""
+    return getattr(outputs, CACHE)
+
+
+# Attention kernels that take a mask of rows by columns, so that some slots can be computed without the others.
+ROW_KERNELS = ("eager", "sdpa")
+
+# Text before the slots, as a share of the slots, that a step of all slots computes once more.
+MOST_TEXT_PER_SLOT = 0.5
+
+
+class SlotRows(NamedTuple):
+    """Where the slots of a batch are; computed once per forward."""
+
+    slot_positions: torch.Tensor  # (batch, max_slots), position in the row, -1 where there is no slot
+    text_positions: torch.Tensor  # (batch, max_text), text before the row's last slot, -1 padding
+    slot_rows: torch.Tensor  # (num_slots,), flat indices into (batch * seq_len)
+    slot_cells: torch.Tensor  # (num_slots,), flat indices into (batch * max_slots)
+    is_slot: torch.Tensor  # (batch, max_slots), False where a row has fewer slots
+    slot_span: tuple[int, int] | None  # first and end of `slot_rows` where all stand together, as in one prompt
+    ends_in_slot: torch.Tensor | None  # (batch,), rows whose last slot decides a token; None where there is none
+    prefix_length: int | None  # positions up to the last slot of all rows; None where code is compiled for any
+
+    def refinable(self, is_last_layer: bool) -> torch.Tensor:
+        """Slots (batch, max_slots) that may be refined: nothing reads the last layer's, except at the end of a row."""
+        if is_last_layer and self.ends_in_slot is not None:
+            return self.is_slot & self.ends_in_slot[:, None]
+        return self.is_slot
+
+    @property
+    def has_little_text(self) -> bool:
+        """Whether the text before the slots is so short that it is cheaper to compute it again in each step than to
+        keep its keys and values apart."""
+        return MOST_TEXT_PER_SLOT * self.slot_positions.shape[1] >= self.text_positions.shape[1]
+
+    def for_any_length(self) -> "SlotRows":
+        """Without numbers of the host: code would be compiled again for each place of the slots."""
+        return self._replace(slot_span=None, prefix_length=None)
+
+    def sizes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of text before the last slot and slots, each (batch,)."""
+        return (self.text_positions >= 0).sum(dim=1), (self.slot_positions >= 0).sum(dim=1)
+
+    def row_index(self) -> torch.Tensor | slice:
+        """The slots among flat rows, as a slice where they stand together: their rows need no copy then."""
+        return self.slot_rows if self.slot_span is None else slice(*self.slot_span)
+
+
+def to_numpy_in_one_sync(*flags: torch.Tensor) -> list[np.ndarray]:
+    """Boolean tensors of any shapes as arrays; the CPU waits for the device once."""
+    values = torch.cat([flag.flatten() for flag in flags]).numpy(force=True)
+    parts = np.split(values, np.cumsum([flag.numel() for flag in flags])[:-1])
+    return [part.reshape(flag.shape) for part, flag in zip(parts, flags, strict=True)]
+
+
+def _packed_positions(mask: np.ndarray) -> np.ndarray:
+    """Positions of the true entries of `mask` (batch, seq_len), in order, packed to the left and padded with -1.
+
+    >>> _packed_positions(np.array([[False, True, True], [True, False, False]]))
+    array([[ 1,  2],
+           [ 0, -1]])
+    """
+    counts = mask.sum(axis=1, keepdims=True)  # (batch, 1)
+    width = counts.max(initial=0)
+    order = np.argsort(~mask, axis=1, kind="stable")[:, :width]  # true ones first, in their order
+    return np.where(np.arange(width) < counts, order, -1)
+
+
+def find_slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, device: torch.device) -> SlotRows:
+    """Row indices of a batch, computed on the CPU and sent to `device`.
+
+    Args:
+        is_slot (`np.ndarray` of shape `(batch, seq_len)`): The paper's `M_r`.
+        is_text (`np.ndarray` of shape `(batch, seq_len)`): Real text, neither slot nor padding.
+        max_slots (`int`): Width of `context_embeds`; rows of positions are padded to it.
+        device (`torch.device`): Where the model's input is.
+    """
+    slots = _packed_positions(is_slot)
+    slots = np.pad(slots, ((0, 0), (0, max_slots - slots.shape[1])), constant_values=-1)
+    last_slot = slots.max(axis=1, keepdims=True, initial=-1)  # (batch, 1)
+    texts = _packed_positions(is_text & (np.arange(is_slot.shape[1]) < last_slot))  # no slot reads what comes later
+    rows = is_slot.ravel().nonzero()[0]
+    last_real = np.where(is_slot | is_text, np.arange(is_slot.shape[1]), -1).max(axis=1, initial=-1)  # (batch,)
+    stand_together = len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows)
+    indices = (slots, texts, rows, (slots >= 0).ravel().nonzero()[0])  # in the order of the fields of `SlotRows`
+    ends_in_slot = (last_slot[:, 0] >= 0) & (last_slot[:, 0] == last_real)  # (batch,)
+    at_once = device.type == "cuda"  # copies before it returns; other devices might read memory that is freed
+    return SlotRows(
+        *(torch.from_numpy(each).to(device, non_blocking=at_once) for each in indices),
+        is_slot=torch.from_numpy(slots >= 0).to(device, non_blocking=at_once),
+        slot_span=(int(rows[0]), int(rows[-1]) + 1) if stand_together else None,
+        ends_in_slot=torch.from_numpy(ends_in_slot).to(device) if ends_in_slot.any() else None,
+        prefix_length=int(last_slot.max(initial=-1)) + 1,
+    )
+
+
+def take_rows(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rows of `tensor` (batch or 1, seq_len, dim) at `positions` (batch, rows) -> (batch, rows, dim); row 0 for -1."""
+    tensor = tensor.expand(positions.shape[0], -1, -1)
+    index = positions.clamp(min=0)[:, :, None].expand(-1, -1, tensor.shape[-1])
+    return tensor.gather(1, index)
+
+
+class SlotStates:
+    """The slots among the hidden states (batch, seq_len, hidden) of a layer.
+
+    Where all stand together in one prompt they are parted from the text before and after them, without an index.
+    """
+
+    def __init__(self, hidden_states: torch.Tensor, rows: SlotRows):
+        self.hidden_states, self.rows = hidden_states, rows
+        self._parts = None
+        if rows.slot_span is not None and hidden_states.shape[0] == 1:
+            start, end = rows.slot_span
+            self._parts = hidden_states.split([start, end - start, hidden_states.shape[1] - end], dim=1)
+
+    def slots(self) -> torch.Tensor:
+        """The states of the slots (batch, max_slots, hidden)."""
+        if self._parts is not None:
+            return self._parts[1]
+        return take_rows(self.hidden_states, self.rows.slot_positions)
+
+    def prefix_with(self, states: torch.Tensor, length: int) -> torch.Tensor:
+        """The first `length` positions, those up to the last slot, with `states` (batch, max_slots, hidden) on the
+        slots."""
+        if self._parts is not None:
+            return torch.cat([self._parts[0], states], dim=1)
+        return self._written(states)[:, :length]
+
+    def slots_of_prefix(self, prefix: torch.Tensor) -> torch.Tensor:
+        """The slots (batch, max_slots, hidden) of another `prefix` (batch, length, hidden)."""
+        if self._parts is not None:
+            return prefix[:, self.rows.slot_span[0] :]
+        return take_rows(prefix, self.rows.slot_positions)
+
+    def with_slots(self, states: torch.Tensor) -> torch.Tensor:
+        """Eq. 9: all hidden states, with `states` (batch, max_slots, hidden) on the slots."""
+        if self._parts is not None:
+            return torch.cat([self._parts[0], states, self._parts[2]], dim=1)
+        return self._written(states)
+
+    def _written(self, states: torch.Tensor) -> torch.Tensor:
+        flat = self.hidden_states.reshape(-1, states.shape[-1])  # (batch * seq_len, hidden)
+        slots = states.reshape(-1, states.shape[-1]).index_select(0, self.rows.slot_cells)  # (num_slots, hidden)
+        return flat.index_copy(0, self.rows.slot_rows, slots).view_as(self.hidden_states)
+
+
+def check_can_separate(config: PreTrainedConfig, in_one_row: bool = True) -> None:
+    """Raises `ValueError` for a backbone with which passages cannot be read apart, or an attention kernel with which
+    they cannot be `in_one_row`; kept passages are joined without a mask."""
+    if in_one_row and (kernel := config._attn_implementation) not in ROW_KERNELS:
+        raise ValueError(
+            f"`passage_attention` is 'separate', but attention `{kernel}` takes no mask that keeps passages apart. "
+            f"Load the model with `attn_implementation` {' or '.join(ROW_KERNELS)}, or pass one passage."
+        )
+    if any(DynamicCache(config=config).is_sliding):
+        raise ValueError(
+            f"`passage_attention` is 'separate', but layers of the backbone {config.model_type} have a sliding window, "
+            "which counts the slots of all passages. Use 'joint', or pass one passage."
+        )
+
+
+def can_separate(config: PreTrainedConfig) -> bool:
+    """Whether passages can be read apart in one row."""
+    return config._attn_implementation in ROW_KERNELS and not any(DynamicCache(config=config).is_sliding)
+
+
+def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torch.Tensor) -> None:
+    """Raises `ValueError` unless `passage_ids` number the passages of a row's slots in order, and these stand together.
+
+    Args:
+        passage_ids: What was given, to be (batch, max_slots).
+        context_embeds (`torch.Tensor` of shape `(batch, max_slots, encoder_hidden_size)`): What it has to fit.
+        slot_mask (`torch.Tensor` of shape `(batch, seq_len)`): Where the slots are.
+    """
+    expected = tuple(context_embeds.shape[:2])
+    is_ids = isinstance(passage_ids, torch.Tensor) and passage_ids.dtype in (torch.int64, torch.int32)
+    if not is_ids or tuple(passage_ids.shape) != expected:
+        kind = f"{passage_ids.dtype} of shape {tuple(passage_ids.shape)}" if is_ids else type(passage_ids).__name__
+        raise ValueError(f"`context_passage_ids` is {kind}; expected whole numbers of shape {expected}.")
+    if torch.compiler.is_compiling() or passage_ids.device.type != "cpu":
+        return  # reading them would make the host wait for the device
+    if bool(((slot_mask[:, 1:] & ~slot_mask[:, :-1]).sum(dim=1) + slot_mask[:, 0] > 1).any()):
+        raise ValueError(
+            "There is text between the slots of a row, but passages that are read apart count their positions from one "
+            "place. Put all passages before the question, or load the model with `passage_attention='joint'`."
+        )
+    is_real = torch.arange(expected[1]) < slot_mask.sum(dim=1)[:, None]  # padding stands behind the slots
+    falls = (passage_ids[:, 1:] < passage_ids[:, :-1]) & is_real[:, 1:]
+    if bool(falls.any()) or bool(((passage_ids < 0) & is_real).any()):
+        raise ValueError(
+            f"`context_passage_ids` is {passage_ids.tolist()}; expected numbers of at least 0 that never fall along "
+            "the slots of a row, since the slots of a passage stand together."
+        )
+
+
+def place_passage_ids(slot_mask: torch.Tensor, passage_ids: torch.Tensor | None) -> torch.Tensor:
+    """The passage of each position (batch, seq_len), -1 on text; without `passage_ids` (batch, max_slots) all slots of
+    a row are of one passage. `slot_mask` is (batch, seq_len)."""
+    if passage_ids is None or passage_ids.shape[1] == 0:
+        return torch.where(slot_mask, 0, -1)
+    which_slot = (slot_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    placed = passage_ids.to(slot_mask.device).long().gather(1, which_slot.clamp(max=passage_ids.shape[1] - 1))
+    return torch.where(slot_mask, placed, -1)
+
+
+def passage_positions(passage_ids: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
+    """Positions of a prompt whose passages count from the same place.
+
+    Args:
+        passage_ids (`torch.Tensor` of shape `(batch, seq_len)`): From [`place_passage_ids`].
+        is_real (`torch.Tensor` of shape `(batch, seq_len)`): `False` on padding, on either side.
+
+    Returns:
+        `torch.LongTensor` of shape `(batch, seq_len)`; 0 on padding before the text.
+
+    >>> passage_positions(torch.tensor([[-1, -1, 0, 0, 1, 1, 1, -1]]), torch.ones(1, 8, dtype=torch.bool))
+    tensor([[0, 1, 2, 3, 2, 3, 4, 5]])
+    """
+    index = torch.arange(passage_ids.shape[1], device=passage_ids.device)
+    # The last begin up to a position is that of its own passage, so a running maximum finds it without a loop.
+    begins = pad(passage_ids[:, 1:] != passage_ids[:, :-1], (1, 0), value=True)
+    in_passage = index - torch.where(begins, index, 0).cummax(dim=1).values  # of a slot: its place in its passage
+    is_slot = passage_ids >= 0
+    is_text = is_real.bool() & ~is_slot
+    longest = torch.where(is_slot, in_passage + 1, 0).amax(dim=1, keepdim=True)  # (batch, 1); text goes on behind it
+    text_before = is_text.long().cumsum(dim=1)  # text up to a position, itself included
+    follows = is_slot.long().cumsum(dim=1) > 0
+    return torch.where(is_slot, text_before + in_passage, (text_before - 1).clamp(min=0) + longest * follows)
+
+
+def separate_passages(
+    attention_mask: torch.Tensor | None, passage_ids: torch.Tensor, dtype: torch.dtype, num_keys: int | None = None
+) -> torch.Tensor:
+    """The mask of a prompt in which no slot reads a slot of another passage.
+
+    Args:
+        attention_mask: (batch, seq_len), 0 on padding; or (batch, 1, seq_len, num_keys), boolean or additive, for a
+            prompt of which more is hidden; `None` hides nothing.
+        passage_ids (`torch.Tensor` of shape `(batch, seq_len)`): From [`place_passage_ids`].
+        dtype (`torch.dtype`): Of the hidden states.
+        num_keys (`int`, *optional*): Columns, more than `seq_len` where a static cache has room left.
+
+    Returns:
+        `torch.Tensor` of shape `(batch, 1, seq_len, num_keys)`, of the kind that was given; additive for a 2-D mask.
+    """
+    seq_len = passage_ids.shape[1]
+    query, key = passage_ids[:, :, None], passage_ids[:, None, :]
+    is_other = (query >= 0) & (key >= 0) & (query != key)  # (batch, seq_len, seq_len)
+    if attention_mask is None or attention_mask.dim() == 2:
+        is_hidden = is_other | torch.ones_like(is_other[0]).triu(1)
+        if attention_mask is not None:
+            is_hidden = is_hidden | ~attention_mask[:, None, :seq_len].bool()
+        is_hidden = pad(is_hidden, (0, (num_keys or seq_len) - seq_len), value=True)
+        mask = torch.zeros(is_hidden.shape, dtype=dtype, device=passage_ids.device)
+        return mask.masked_fill(is_hidden, torch.finfo(dtype).min)[:, None]
+    is_other = pad(is_other, (0, attention_mask.shape[-1] - seq_len))[:, None]
+    if attention_mask.dtype == torch.bool:
+        return attention_mask & ~is_other
+    return attention_mask.masked_fill(is_other, torch.finfo(attention_mask.dtype).min)

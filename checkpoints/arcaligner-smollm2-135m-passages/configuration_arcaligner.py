@@ -1,0 +1,328 @@
+"""Configuration of ArcAligner: its fields, and what settings of the gates are valid."""
+
+import math
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Literal
+
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
+from transformers.utils.versions import require_version
+
+# As in `pyproject.toml`, which remote code lacks. Before the other imports, which an older version may not know.
+REQUIREMENTS = ("torch>=2.9", "transformers>=5.10", "peft>=0.18.1", "sentence-transformers>=5.2", "spacy>=3.8")
+for _needed in REQUIREMENTS:
+    require_version(_needed, f'Install what this aligner needs: pip install "{_needed}"')
+
+from transformers import AutoConfig, PreTrainedConfig  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+
+logger = logging.get_logger(__name__)
+
+DEFAULT_BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+DEFAULT_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
+
+GATE_MODES = ("adaptive", "off", "always")
+
+PASSAGE_ATTENTIONS = ("joint", "separate")
+
+# How slots are refined: keyword arguments of `generate` and `forward`.
+REFINEMENT_SETTINGS = ("gate_mode", "gate_threshold", "max_refinement_steps", "refinement_budget")
+
+# How slots are chosen: keyword arguments of processor and pipeline.
+SLOT_SETTINGS = ("max_slots", "tokens_per_slot")
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_arcaligner.ArcAlignerConfig",
+    "AutoModel": "modeling_arcaligner.ArcAlignerForCausalLM",
+    "AutoModelForCausalLM": "modeling_arcaligner.ArcAlignerForCausalLM",
+    "AutoProcessor": "processing_arcaligner.ArcAlignerProcessor",
+}
+
+CUSTOM_PIPELINES = {
+    "text-generation": {
+        "impl": "pipeline_arcaligner.ArcAlignerPipeline",
+        "pt": ["AutoModelForCausalLM"],
+        "tf": [],
+        "default": {"model": {"pt": None}},
+        "type": "text",
+    }
+}
+
+
+def check_gates(
+    gate_mode: str | None = None,
+    gate_threshold: float | None = None,
+    max_refinement_steps: int | None = None,
+    refinement_budget: float | None = None,
+) -> None:
+    """Raises `ValueError` for invalid settings of the gates; `None` is valid."""
+    if gate_mode is not None and gate_mode not in GATE_MODES:
+        raise ValueError(f"`gate_mode` is {gate_mode!r}; expected one of {', '.join(GATE_MODES)}.")
+    if gate_threshold is not None and not (is_number(gate_threshold, Real) and 0.0 < gate_threshold <= 1.0):
+        raise ValueError(
+            f"`gate_threshold` is {gate_threshold!r}; a gate's probability is compared with it, so it must "
+            "lie in (0, 1]."
+        )
+    steps = max_refinement_steps
+    if steps is not None and not (is_number(steps, Integral) and steps >= 0):
+        raise ValueError(
+            f"`max_refinement_steps` is {steps!r}; it counts extra passes, so it must be a whole number of at least 0."
+        )
+    if refinement_budget is not None and not (is_number(refinement_budget, Real) and refinement_budget >= 0):
+        raise ValueError(
+            f"`refinement_budget` is {refinement_budget!r}; expected a share of the prefill of at least 0, such as "
+            "0.1 for 10 % more operations. 0 switches refinement off, infinity leaves it to the gates."
+        )
+
+
+def check_answerability_layers(layers: list[int] | None, num_layers: int) -> None:
+    """Raises `ValueError` unless they are layers of a backbone with `num_layers`, in order; `None` is valid."""
+    if layers is None:
+        return
+    is_known = isinstance(layers, list) and all(is_number(layer, Integral) for layer in layers)
+    if not is_known or not layers or layers != sorted({*layers}) or layers[0] < 0 or layers[-1] >= num_layers:
+        raise ValueError(
+            f"`answerability_layers` is {layers!r}, but the backbone has layers 0 to {num_layers - 1}. Name some of "
+            "them in ascending order, each once, or none with `None`."
+        )
+
+
+def normalize_budget(gate_mode: str | None, refinement_budget: float | None) -> tuple[str | None, float | None]:
+    """Makes equal settings look equal: a budget of 0 is no refinement, and an infinite one is no budget.
+
+    >>> normalize_budget("adaptive", 0), normalize_budget("adaptive", math.inf), normalize_budget("adaptive", 0.1)
+    (('off', None), ('adaptive', None), ('adaptive', 0.1))
+    """
+    if refinement_budget == 0:
+        return "off", None
+    return gate_mode, None if refinement_budget == math.inf else refinement_budget
+
+
+def is_number(value: Any, kind: type | UnionType) -> bool:
+    """Whether it is a number of this kind and no truth value."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+@strict
+class ArcAlignerConfig(PreTrainedConfig):
+    r"""
+    Configuration of an [`ArcAlignerForCausalLM`]: a frozen backbone and the aligner around it.
+
+    Args:
+        text_config (`dict` or `PreTrainedConfig`, *optional*):
+            The backbone, any decoder-only model with rotary attention. Default: a Llama.
+        base_model_name_or_path (`str`, *optional*):
+            The base model, a Hub id or a folder: where the backbone's weights are. With a name, `save_pretrained`
+            writes the aligner only; without one (a model made from a configuration) it writes everything.
+        base_model_revision (`str`, *optional*): Revision of the base model on the Hub.
+        encoder_name_or_path (`str`, *optional*): The sentence encoder whose embeddings the projector was trained on.
+        encoder_hidden_size (`int`, defaults to 384): Width `d_r` of a context embedding.
+        context_token (`str`, defaults to `"<context>"`): How a slot is shown to people.
+        context_token_id (`int`, *optional*):
+            The id that marks a slot in `input_ids`. It needs no row in the embedding matrix and no logit. Default: the
+            backbone's `vocab_size`, the first id it does not use.
+        lora_r (`int`, defaults to 128), lora_alpha (`int`, defaults to 32), lora_dropout (`float`, defaults to 0.05):
+            The selective LoRA (Eq. 3); the values of the paper's hyperparameter tables. Rank 0 is no LoRA: with the
+            gates off, the projector alone aligns a slot, which is xRAG's design.
+        lora_target_modules (`str` or `list[str]`, defaults to `"all-linear"`):
+            The linears inside the decoder layers that carry LoRA, by PEFT's rules.
+        lora_positions (`"slots"` or `"all"`, defaults to `"slots"`):
+            Which rows LoRA is applied to. `"all"` is an ordinary LoRA, the control that the paper's selective one is
+            compared with: text is then not read by the frozen weights alone, so that engines that hold the base model
+            cannot run such an aligner.
+        gate_layers (`"all"` or `list[int]`, defaults to `"all"`): Layers with a gate (the paper's `L_gate`).
+        gate_hidden_size (`int`, defaults to 64): Width of the gate's hidden layer.
+        gate_threshold (`float`, defaults to 0.5): A gate with at least this probability is open (Eq. 7).
+        max_refinement_steps (`int`, defaults to 2):
+            `T`, the extra passes a gated layer may take; the paper's "max loops 3" is the mandatory pass plus these 2.
+        gate_mode (`"adaptive"`, `"off"` or `"always"`, defaults to `"adaptive"`):
+            Gates decide / no refinement (the paper's *w/o Recursion*) / `T` steps for every slot (*w/o Gate*).
+            This, the threshold and the number of steps may be changed on a loaded model, or for one call: `generate`
+            and `forward` take them as arguments.
+        word_parts (`int`, defaults to 0):
+            Beyond the paper: the slot's own words are read beside its context embedding, from the backbone's frozen
+            embedding table. A slot's tokens are cut into this many equal parts, in order, each averaged and passed
+            through a linear map of its own, so that some of the word order survives. 0 reads no words.
+        passage_attention (`"joint"` or `"separate"`, defaults to `"joint"`):
+            Beyond the paper, whose context is one passage: whether a slot reads the slots of the passages before its
+            own. `"separate"`: it reads its own passage and the text before the slots, so that what was computed for a
+            passage serves every question that retrieves it. Training and use have to agree: a checkpoint's file says
+            what it was trained for, and another value at loading is warned of.
+        answerability_layers (`list[int]`, *optional*):
+            Beyond the paper: the layers, in order, whose states of the prompt's last token tell how likely the passages
+            answer the question. Default: the aligner has no [`AnswerabilityHead`].
+        answerability_uses_match (`bool`, defaults to `False`):
+            Whether the head's `match` was fitted: how well the words of the question are found in the passages counts.
+        answerability_threshold (`float`, *optional*):
+            Below it an answer is better refused, as `train/confidence.py` found; what `min_confidence` may be set to.
+        answer_calibration (`list[float]`, *optional*):
+            How likely an answer is right: what its mean log-likelihood and the log-odds of the answerability are worth,
+            and an offset, in log-odds, as `train/confidence.py` found. Default: it is not told.
+        training_stage (`"reconstruction"`, `"grounding"` or `"gating"`, *optional*):
+            The last stage it was trained in, which the next one checks. Set by `set_stage`.
+        digests (`dict`, *optional*), includes_base_model (`bool`, *optional*):
+            Of a checkpoint as it was saved: digests of its parts, and whether it holds the base model's weights as
+            well. `save_pretrained` of model and processor writes them, loading checks them; a loaded model has none.
+
+    Raises:
+        `ValueError`: a negative rank or number of parts, a gate layer or an answerability layer that the backbone does
+            not have, a threshold outside (0, 1], negative steps.
+    """
+
+    model_type = "arcaligner"
+    sub_configs = {"text_config": AutoConfig}
+
+    text_config: dict | PreTrainedConfig | None = None
+    base_model_name_or_path: str | None = None
+    base_model_revision: str | None = None
+    encoder_name_or_path: str | None = None
+    encoder_hidden_size: int = 384
+    context_token: str = "<context>"
+    context_token_id: int | None = None
+    lora_r: int = 128
+    lora_alpha: int | float = 32
+    lora_dropout: float | int = 0.05
+    lora_target_modules: str | list[str] = "all-linear"
+    lora_positions: Literal["slots", "all"] = "slots"
+    gate_layers: str | list[int] = "all"
+    gate_hidden_size: int = 64
+    gate_threshold: float | int = 0.5
+    max_refinement_steps: int = 2
+    gate_mode: Literal["adaptive", "off", "always"] = "adaptive"
+    word_parts: int = 0
+    passage_attention: Literal["joint", "separate"] = "joint"
+    answerability_layers: list[int] | None = None
+    answerability_uses_match: bool = False
+    answerability_threshold: float | int | None = None
+    answer_calibration: list[float] | None = None
+    training_stage: Literal["reconstruction", "grounding", "gating"] | None = None
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    digests: dict | None = None
+    includes_base_model: bool | None = None
+
+    def __post_init__(self, **kwargs: Any):
+        kwargs.setdefault("auto_map", dict(AUTO_MAP))
+        kwargs.setdefault("custom_pipelines", CUSTOM_PIPELINES)
+        if not isinstance(self.text_config, PreTrainedConfig):
+            self.text_config = AutoConfig.for_model(**{"model_type": "llama", **(self.text_config or {})})
+        super().__post_init__(**kwargs)
+        if "vocab_size" not in self.text_config.to_dict():
+            raise ValueError(
+                f"Backbone `{self.text_config.model_type}` is not supported: it has no vocabulary of its own, so "
+                "it is not a causal language model. Choose a decoder-only one; of a model with pictures, the text part."
+            )
+        if self.context_token_id is None:
+            self.context_token_id = self.text_config.vocab_size
+        # Some backbones say in their own config only whether head and embeddings are one matrix.
+        self.tie_word_embeddings = self.tie_word_embeddings or self.text_config.tie_word_embeddings
+        if self.lora_r < 0:
+            raise ValueError(f"`lora_r` is {self.lora_r}; expected a rank, or 0 for an aligner without LoRA.")
+        if self.word_parts < 0:
+            raise ValueError(f"`word_parts` is {self.word_parts}; expected a number of parts, or 0 to read no words.")
+        num_layers = self.text_config.num_hidden_layers
+        if isinstance(self.gate_layers, str):
+            if self.gate_layers != "all":
+                raise ValueError(f'`gate_layers` is {self.gate_layers!r}; expected "all" or a list of layer indices.')
+        elif any(not 0 <= layer < num_layers for layer in self.gate_layers):
+            raise ValueError(
+                f"`gate_layers` is {self.gate_layers}, but the backbone has layers 0 to {num_layers - 1}. "
+                "Name only layers that exist."
+            )
+        check_gates(self.gate_mode, self.gate_threshold, self.max_refinement_steps)
+        check_answerability_layers(self.answerability_layers, num_layers)
+        if self.answer_calibration is not None and not (
+            len(self.answer_calibration) == 3 and all(is_number(each, Real) for each in self.answer_calibration)
+        ):
+            raise ValueError(f"`answer_calibration` is {self.answer_calibration!r}; expected three numbers, or None.")
+        self.named_dtype = self.dtype  # which stays where the loader sets `dtype` to another
+
+    @property
+    def gated_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that have a gate, in order."""
+        if self.gate_layers == "all":
+            return tuple(range(self.text_config.num_hidden_layers))
+        return tuple(sorted(set(self.gate_layers)))
+
+    def refines(
+        self,
+        gate_mode: str | None = None,
+        gate_threshold: float | None = None,
+        max_refinement_steps: int | None = None,
+        refinement_budget: float | None = None,
+    ) -> bool:
+        """Whether slots may take extra passes, with these settings of a call in place of the configuration's."""
+        gate_mode, _ = normalize_budget(gate_mode or self.gate_mode, refinement_budget)
+        steps = self.max_refinement_steps if max_refinement_steps is None else max_refinement_steps
+        return gate_mode != "off" and steps > 0 and bool(self.gated_layers)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
+        """As for any configuration.
+
+        Raises:
+            `ValueError`: a field of the wrong type, with its name and that of the file.
+        """
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        except StrictDataclassError as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"The config.json of {pretrained_model_name_or_path} cannot be used: {reason}.") from error
+
+    @classmethod
+    def _dict_from_json_file(cls, json_file):
+        found = super()._dict_from_json_file(json_file)
+        if not isinstance(found, dict):
+            raise ValueError(
+                f"{json_file} is not a configuration: expected a JSON object, found {type(found).__name__}."
+            )
+        return found
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
+        """Reads a checkpoint's `config.json`; that of a plain base model becomes this config's `text_config`. Warns
+        where `passage_attention` is given and is not what a trained aligner's file says, which it was trained for."""
+        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        model_type = config_dict.get("model_type")
+        trained, wanted = config_dict.get("passage_attention", "joint"), kwargs.get("passage_attention")
+        if config_dict.get("training_stage") and wanted in PASSAGE_ATTENTIONS and wanted != trained:
+            logger.warning_once(
+                f"{pretrained_model_name_or_path} was trained with `passage_attention` {trained!r} and is loaded with "
+                f"{wanted!r}: answers from several passages get worse until it is trained so."
+            )
+        if model_type is not None and model_type != cls.model_type:
+            config_dict = {
+                "text_config": config_dict,
+                "base_model_name_or_path": str(pretrained_model_name_or_path),
+                "dtype": config_dict.get("dtype") or config_dict.get("torch_dtype"),
+            }
+        return config_dict, kwargs
+
+    def to_dict(self) -> dict[str, Any]:
+        """As for any configuration, without what only holds for a checkpoint as it was saved."""
+        found = super().to_dict()
+        left_out = ("digests", "includes_base_model", "named_dtype")
+        return {name: value for name, value in found.items() if name not in left_out}
+
+
+def longest_prompt(config: PreTrainedConfig) -> int | None:
+    """The maximum number of positions of a backbone, if its configuration says so."""
+    return getattr(config, "max_position_embeddings", None)
+
+
+def check_length(length: int, what: str, config: PreTrainedConfig, position_ids=None) -> None:
+    """Raises `ValueError` if `what`, such as "The prompt", has more positions than the backbone reads: `length` or,
+    where several rows share a position, the highest of `position_ids`."""
+    longest = longest_prompt(config)
+    if longest is not None and length > longest and position_ids is not None:
+        length = int(position_ids.max()) + 1
+    if longest is not None and length > longest:
+        raise ValueError(
+            f"{what} has {length} positions but the backbone {config.model_type} reads {longest}. Pass fewer or "
+            "shorter passages, make a slot stand for more text (`tokens_per_slot`), or shorten the question."
+        )
+
+
+ArcAlignerConfig.register_for_auto_class()

@@ -1,0 +1,871 @@
+"""Passages to slots: each segment is read once by the sentence encoder and becomes one embedding or, with
+`tokens_per_slot`, one for each run of its tokens.
+
+    documents -> segments (`segmentation_arcaligner.py`) -> tokens -> context_embeds, context_word_ids
+"""
+
+import contextlib
+import copy
+import functools
+import importlib
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import logging
+
+from .configuration_arcaligner import longest_prompt
+from .loading_arcaligner import ENCODER_FILES, find_model, read_tensors
+from .segmentation_arcaligner import (
+    EMPTY_SEGMENT,
+    LOADING,
+    Segment,
+    SegmentTokens,
+    check_max_slots,
+    check_tokens_per_slot,
+    documents_of,
+    encoder_texts,
+    given_text,
+    in_given_text,
+    run_ends,
+    segment_document,
+    text_of,
+    tokenize_segments,
+)
+from .tokenization_arcaligner import readable
+
+logger = logging.get_logger(__name__)
+
+# Tokens, padding included, of one call of the encoder, on the CPU and elsewhere. A CPU wants activations that fit its
+# cache; any other device waits for the host unless a call is large.
+CPU_TOKENS, DEVICE_TOKENS = 1024, 32_768
+
+DTYPES = ("float32", "bfloat16", "auto")
+
+# Folder of a checkpoint, with the encoder that was trained with the aligner.
+ENCODER_FOLDER = "encoder"
+
+
+def _read_tokenizer(name_or_path: str):
+    """The tokenizer of an encoder, as sentence-transformers sets it up, without the weights.
+
+    Raises:
+        `ValueError`, `OSError`: files of another layout, which sentence-transformers may know.
+    """
+    try:
+        modules = importlib.import_module("sentence_transformers.sentence_transformer.modules")
+    except ModuleNotFoundError:  # before 5.4
+        modules = importlib.import_module("sentence_transformers.models")
+    settings = modules.Transformer.load_config(name_or_path)
+    if settings.get("do_lower_case"):
+        raise ValueError("sentence-transformers changes the tokenizer")
+    options = dict(settings.get("processor_kwargs") or settings.get("tokenizer_args") or {})
+    if settings.get("max_seq_length") is not None:
+        options.setdefault("model_max_length", settings["max_seq_length"])
+    tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
+    most = longest_prompt(AutoConfig.from_pretrained(name_or_path))
+    if "model_max_length" not in options and most not in (None, -1):
+        tokenizer.model_max_length = min(tokenizer.model_max_length, most)
+    return tokenizer
+
+
+# Files of an encoder that name classes, which sentence-transformers imports.
+_FILES_WITH_CLASSES = ("modules.json", "**/router_config.json", "**/wordembedding_config.json")
+
+_CLASS_KEYS = ("type", "types", "tokenizer_class")
+
+
+def _check_encoder_classes(folder: Path) -> None:
+    """Raises `ValueError` for an encoder that names a class of another package: before version 6,
+    sentence-transformers runs the Python files of a folder."""
+    for path in sorted(path for pattern in _FILES_WITH_CLASSES for path in folder.glob(pattern)):
+        parts = json.loads(path.read_text(encoding="utf-8"))
+        for part in parts if isinstance(parts, list) else [parts]:
+            named = [part.get(key) for key in _CLASS_KEYS] if isinstance(part, dict) else [part]
+            for name in chain.from_iterable(each.values() if isinstance(each, dict) else [each] for each in named):
+                if name is not None and not str(name).startswith("sentence_transformers."):
+                    raise ValueError(
+                        f"{path} names the class {name!r}; expected one of sentence_transformers, as no other code of "
+                        "an encoder is run. Take an encoder that needs none of its own."
+                    )
+
+
+class SentenceEncoder:
+    """The sentence encoder, loaded on first use. Shared, not copied, when a processor is copied or saved.
+
+    `folder`, with PEFT's files of LoRA weights that were trained with the aligner, is added to the
+    encoder `name_or_path`. `dtype` is one of `DTYPES`; `"auto"` is decided on loading.
+    """
+
+    def __init__(self, name_or_path: str, folder: str | None = None, dtype: str = "float32"):
+        if dtype not in DTYPES:
+            raise ValueError(f"`encoder_dtype` is {dtype!r}; expected one of {', '.join(DTYPES)}.")
+        self.name_or_path, self.folder, self.dtype = name_or_path, folder, dtype
+        self.device = None
+        self._model = self._tokenizer = self._untrained = None
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: str | Path, name_or_path: str, dtype: str) -> "SentenceEncoder":
+        """The encoder that was trained with the aligner in the folder `checkpoint`.
+
+        Raises:
+            `ValueError`: a checkpoint that has none, or only a part of it.
+        """
+        folder = Path(checkpoint, ENCODER_FOLDER)
+        for name in ("adapter_config.json", SAFETENSORS_WEIGHTS_NAME):
+            if not (folder / name).is_file():
+                raise ValueError(
+                    f"{checkpoint} lacks {ENCODER_FOLDER}/{name}, of the sentence encoder that was trained with the "
+                    "aligner. Save the processor again, or download the checkpoint again."
+                )
+        return cls(name_or_path, str(folder), dtype)
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __getstate__(self):
+        # Another process reads weights and tokenizer itself: it may be a fork, in which torch cannot compute.
+        return self.__dict__ | dict.fromkeys(("_model", "_tokenizer", "_untrained"))
+
+    @property
+    def model(self):
+        """The `SentenceTransformer`."""
+        with LOADING:
+            if self._model is None:
+                self._model = self._load()
+            elif self.device is not None and self._model.device != torch.device(self.device):
+                self._model.to(self.device)
+            return self._model
+
+    def _load(self):
+        """The encoder as it computes: with its LoRA merged, and cast."""
+        library, folder = importlib.import_module("sentence_transformers"), self._find()  # here, as it takes seconds
+        _check_encoder_classes(folder)
+        model = library.SentenceTransformer(str(folder), device=self.device, model_kwargs={"use_safetensors": True})
+        if self.folder is not None:
+            load_encoder_lora(model, Path(self.folder))
+        model.eval().requires_grad_(False)
+        for layer in _lora_layers(model):
+            layer.merge()  # else each reading would compute the LoRA once more
+        if self.dtype == "auto":
+            self.dtype = str(fastest_dtype(model.device.type)).removeprefix("torch.")
+        if self.dtype == "bfloat16":
+            _cast(model, torch.bfloat16, torch.float32)
+        return model
+
+    def _find(self) -> Path:
+        return find_model("encoder", self.name_or_path, ENCODER_FILES)
+
+    @property
+    def tokenizer(self):
+        """The encoder's tokenizer, loaded without the weights; `model_max_length` is the encoder's limit in tokens. Not
+        the one of `model`: whether texts are cut is a state of a tokenizer, and other threads cut theirs meanwhile."""
+        with LOADING:
+            if self._tokenizer is None and self._model is None:
+                with contextlib.suppress(OSError, ValueError):
+                    self._tokenizer = _read_tokenizer(str(self._find()))
+            if self._tokenizer is None:
+                self._tokenizer = copy.deepcopy(self.model.tokenizer)
+            return self._tokenizer
+
+    @property
+    def untrained(self) -> "SentenceEncoder":
+        """The encoder as it was before training, for search: the trained one describes what a text says, not which
+        questions it answers."""
+        if self.folder is None:
+            return self
+        with LOADING:
+            if self._untrained is None:
+                self._untrained = SentenceEncoder(self.name_or_path, dtype=self.dtype)
+            self._untrained.device = self.device
+            return self._untrained
+
+    def lora_weights(self) -> list[torch.nn.Parameter]:
+        """The LoRA weights; empty for an encoder that was not trained."""
+        return _lora_weights(self.model)
+
+    def add_trainable_lora(self, lora_r: int) -> list[torch.nn.Parameter]:
+        """Adds LoRA of rank `lora_r`, unless the encoder has it, and returns the LoRA weights, ready to be trained.
+
+        Raises:
+            `ValueError`: LoRA of another rank.
+        """
+        if self.dtype != "float32":  # what LoRA was added to is rounded, and would not become what it was
+            self.dtype, self._model = "float32", None
+        if not _lora_layers(self.model):
+            # A pooler is not read: it would get no gradient.
+            config = LoraConfig(
+                r=lora_r, lora_alpha=2 * lora_r, target_modules="all-linear", exclude_modules=".*pooler.*"
+            )
+            inject_adapter_in_model(config, self.model.transformers_model)
+        for layer in _lora_layers(self.model):
+            if layer.merged:
+                layer.unmerge()
+            if (found := layer.r["default"]) != lora_r:
+                raise ValueError(f"The encoder has LoRA of rank {found}; got {lora_r}. Go on with the rank it has.")
+            layer.cast_input_dtype_enabled = False  # autocast does it, and does not cast all of the input
+        self.model.requires_grad_(False)
+        weights = self.lora_weights()
+        for weight in weights:
+            weight.requires_grad_(True)
+        return weights
+
+    def cast(self, dtype: torch.dtype, lora_dtype: torch.dtype = torch.float32) -> None:
+        """Casts the encoder to `dtype` and its LoRA to `lora_dtype`: in bfloat16 small updates would be lost."""
+        _cast(self.model, dtype, lora_dtype)
+
+    def save(self, folder: Path) -> None:
+        """Writes the encoder's LoRA as PEFT does; it is added to the base encoder when it is read."""
+        save_encoder_lora(self.model, self.name_or_path, folder)
+
+    def num_reads(self, text: str) -> int:
+        """Roughly how many pieces `text` must be cut into for the encoder to read all of it; 1 if it fits."""
+        limit = self.tokenizer.model_max_length
+        if limit is None or 2 * len(text) < limit:
+            return 1
+        # No tokenizer joins so many characters. What is longer is cut first, so that it is tokenized twice at most.
+        longest = 16 * limit
+        if len(text) > longest:
+            return max(2, len(text) // longest)
+        return -(-len(self.tokenizer(text, truncation=False, verbose=False)["input_ids"]) // limit)
+
+    @torch.no_grad()
+    def encode(self, texts: Sequence[str]) -> torch.Tensor:
+        """Normalized embeddings (len(texts), encoder_hidden_size), float32 on the CPU, without a gradient."""
+        return self.encode_runs(texts, (), None).cpu() if len(texts) else torch.empty(0)
+
+    @property
+    def text_tokenizer(self) -> "EncoderTokenizer":
+        """What makes the encoder's inputs of texts, without the weights: workers of a data loader can have it."""
+        model = self.model
+        prompt = model.prompts.get(model.default_prompt_name) or ""
+        batch_tokens = CPU_TOKENS if model.device.type == "cpu" else DEVICE_TOKENS
+        return EncoderTokenizer(model.tokenizer, prompt, model.max_seq_length, batch_tokens)
+
+    def encode_runs(
+        self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None
+    ) -> torch.Tensor:
+        """Late chunking: each text is encoded once, and its token states are averaged over spans of characters.
+
+        Args:
+            texts (`Sequence[str]`): What the encoder reads.
+            starts (`Sequence[int]`): For each text, the character where its first span begins.
+            ends (`Sequence[Sequence[int]]`, *optional*): For each text, the characters where its spans end, ascending.
+                `None` gives an embedding per text, as `encode` does.
+
+        Returns:
+            Normalized embeddings (num_spans, encoder_hidden_size) of all texts' spans in order, with a gradient where
+            the encoder's weights ask for one. A span that lies inside one of the encoder's tokens has the states of
+            that token.
+        """
+        return self.encode_inputs(self.text_tokenizer(texts, starts, ends))
+
+    def encode_inputs(self, inputs: "EncoderInputs") -> torch.Tensor:
+        """As `encode_runs`, of what its tokenizer made of the texts: (num_slots, encoder_hidden_size). The host waits
+        for nothing. A slot that no text has is 0."""
+        model, sums = self.model, None
+        inputs = inputs.to(model.device)
+        num_texts, longest, num_reads = zip(*inputs.batches, strict=True)
+        num_tokens = [texts * tokens for texts, tokens in zip(num_texts, longest, strict=True)]
+        batches = zip(
+            inputs.input_ids.split(num_tokens),
+            inputs.lengths.split(num_texts),
+            inputs.tokens.split(num_reads),
+            inputs.slots.split(num_reads),
+            strict=True,
+        )
+        for ids, lengths, tokens, slots in batches:
+            ids = ids.view(len(lengths), -1)  # (texts, longest)
+            mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+            features = {"input_ids": ids, "attention_mask": mask.long()}
+            if inputs.of_tokens:
+                states = model[0](features)["token_embeddings"].flatten(0, 1)  # (texts * longest, encoder_hidden_size)
+            else:
+                states = model(features)["sentence_embedding"]  # (texts, encoder_hidden_size)
+            states = states.index_select(0, tokens).float()  # bfloat16 would round the sum of many
+            if sums is None:
+                sums = states.new_zeros(inputs.num_slots, states.shape[1])
+            sums.index_add_(0, slots, states)
+        return torch.nn.functional.normalize(sums, dim=-1)  # as of the means
+
+    @torch.no_grad()
+    def encode_words(self, texts: Sequence[str]) -> list[tuple[list[str], torch.Tensor]]:
+        """Of each text its tokens, as they stand there, and their normalized states (tokens, encoder_hidden_size),
+        float16 on the CPU. A text is cut where the encoder ends."""
+        if not texts:
+            return []
+        tokenizer = self.text_tokenizer
+        ids, lengths, offsets = tokenizer.read(texts)
+        # Not of the encoder's prompt; each is a slot of its own.
+        tokens = ((offsets[:, 1] > offsets[:, 0]) & (offsets[:, 0] >= 0)).nonzero()[0]
+        states = self.encode_inputs(tokenizer.batched(ids, lengths, tokens, np.arange(len(tokens)), len(tokens)))
+        counts = np.bincount(np.repeat(np.arange(len(texts)), lengths)[tokens], minlength=len(texts))
+        places = np.split(offsets[tokens], counts.cumsum()[:-1])
+        states = states.half().cpu().split(counts.tolist())
+        words = [[text[start:end] for start, end in own] for text, own in zip(texts, places, strict=True)]
+        return list(zip(words, states, strict=True))
+
+
+@dataclass(frozen=True)
+class EncoderInputs:
+    """Tokenized texts, in batches of like length, and the slots that they become. All tensors are flat, so that little
+    is moved to a device, and what the host has to know is not among them.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `(num_tokens,)`): Batches (texts, longest), one after the other.
+        lengths (`torch.LongTensor` of shape `(num_texts,)`): Tokens of each text, padding not counted.
+        tokens (`torch.LongTensor` of shape `(num_reads,)`): What is read: places among the tokens of a batch, or
+            among its texts, batch after batch.
+        slots (`torch.LongTensor` of shape `(num_reads,)`): The slot of each, which is the mean of its tokens.
+        batches (`tuple`): Of each batch the number of texts, the tokens of the longest one and what is read.
+        num_slots (`int`): Their number.
+        of_tokens (`bool`): Whether `tokens` are tokens; else they are texts, which all modules of the encoder read.
+    """
+
+    input_ids: torch.LongTensor
+    lengths: torch.LongTensor
+    tokens: torch.LongTensor
+    slots: torch.LongTensor
+    batches: tuple[tuple[int, int, int], ...]
+    num_slots: int
+    of_tokens: bool
+
+    def _with_tensors(self, change: Callable) -> "EncoderInputs":
+        names = ("input_ids", "lengths", "tokens", "slots")
+        return replace(self, **{name: change(getattr(self, name)) for name in names})
+
+    def to(self, device, non_blocking: bool = False) -> "EncoderInputs":
+        """On a device; accelerate calls it."""
+        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "EncoderInputs":
+        """In pinned memory; data loaders call it."""
+        return self._with_tensors(torch.Tensor.pin_memory)
+
+    def placed(self, places: torch.LongTensor, num_slots: int) -> "EncoderInputs":
+        """With each slot at one of `num_slots` places: padding among them."""
+        return replace(self, slots=places[self.slots], num_slots=num_slots)
+
+
+@dataclass(frozen=True)
+class EncoderTokenizer:
+    """Makes the inputs of an encoder; has no weights, and can be sent to another process.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerFast`): The encoder's.
+        prompt (`str`): Stands before each text.
+        limit (`int`, *optional*): The number of tokens after which a text is cut.
+        batch_tokens (`int`): The maximum number of tokens, padding included, of a batch of several texts.
+    """
+
+    tokenizer: Any
+    prompt: str
+    limit: int | None
+    batch_tokens: int
+
+    def __call__(
+        self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None
+    ) -> EncoderInputs:
+        """Inputs for a slot for each span, or for each text; see `SentenceEncoder.encode_runs`."""
+        ids, lengths, offsets = self.read(texts)
+        if ends is None:
+            return self.batched(ids, lengths, None, np.arange(len(texts)), len(texts))
+        counts = np.fromiter(map(len, ends), np.int64, len(texts))
+        ends = np.fromiter(chain.from_iterable(ends), np.int64, counts.sum())
+        return self.batched(ids, lengths, *_span_tokens(offsets, lengths, np.asarray(starts), ends, counts), len(ends))
+
+    def read(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids (num_tokens,) of all texts, the number of tokens of each (num_texts,), and the characters that tokens
+        stand for (num_tokens, 2): below 0 in the prompt, equal where a token stands for none."""
+        options = {"truncation": self.limit is not None, "max_length": self.limit, "return_offsets_mapping": True}
+        options |= {"return_attention_mask": False, "return_token_type_ids": False}
+        read = self.tokenizer([self.prompt + text for text in texts], **options)
+        lengths = np.fromiter(map(len, read["input_ids"]), np.int64, len(texts))
+        ids = np.fromiter(chain.from_iterable(read["input_ids"]), np.int64, lengths.sum())
+        places = chain.from_iterable(chain.from_iterable(read["offset_mapping"]))
+        return ids, lengths, np.fromiter(places, np.int64, 2 * len(ids)).reshape(-1, 2) - len(self.prompt)
+
+    def batched(
+        self, ids: np.ndarray, lengths: np.ndarray, tokens: np.ndarray | None, slots: np.ndarray, num_slots: int
+    ) -> EncoderInputs:
+        """Texts, as `read` gives them, in batches of like length; `tokens`, numbers among all texts' tokens, or `None`
+        for texts as wholes, become `slots`."""
+        order = np.argsort(lengths, kind="stable")
+        sizes = self._batch_sizes(lengths[order])
+        longest = lengths[order][np.cumsum(sizes) - 1]  # (batches,)
+        # Of each text its batch, and of its tokens the places in all batches' ids.
+        batch_of_text, row_of_text = np.empty_like(order), np.empty_like(order)
+        batch_of_text[order] = np.repeat(np.arange(len(sizes)), sizes)
+        row_of_text[order] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        areas = sizes * longest
+        first_of_text = (np.cumsum(areas) - areas)[batch_of_text] + row_of_text * longest[batch_of_text]
+        text_of_token = np.repeat(np.arange(len(lengths)), lengths)
+        places = (first_of_text - (np.cumsum(lengths) - lengths))[text_of_token] + np.arange(len(ids))
+        padded = np.full(areas.sum(), self.tokenizer.pad_token_id or 0)
+        padded[places] = ids
+        if tokens is None:
+            batch_of_read, place_of_read = batch_of_text, row_of_text
+        else:
+            batch_of_read = batch_of_text[text_of_token[tokens]]
+            place_of_read = places[tokens] - (np.cumsum(areas) - areas)[batch_of_read]
+        by_batch = np.lexsort((place_of_read, batch_of_read))
+        counts = np.bincount(batch_of_read, minlength=len(sizes))
+        return EncoderInputs(
+            input_ids=torch.from_numpy(padded),
+            lengths=torch.from_numpy(lengths[order]),
+            tokens=torch.from_numpy(place_of_read[by_batch]),
+            slots=torch.from_numpy(slots[by_batch]),
+            batches=tuple(zip(sizes.tolist(), longest.tolist(), counts.tolist(), strict=True)),
+            num_slots=num_slots,
+            of_tokens=tokens is not None,
+        )
+
+    def _batch_sizes(self, lengths: np.ndarray) -> np.ndarray:
+        """How many texts, of ascending `lengths`, each batch has."""
+        sizes = [0]
+        for length in lengths.tolist():
+            if sizes[-1] and (sizes[-1] + 1) * length > self.batch_tokens:
+                sizes.append(0)
+            sizes[-1] += 1
+        return np.array(sizes)
+
+
+def _span_tokens(
+    offsets: np.ndarray, lengths: np.ndarray, starts: np.ndarray, ends: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which tokens the spans of texts average.
+
+    Args:
+        offsets (`np.ndarray` of shape `(num_tokens, 2)`): The characters of all texts' tokens.
+        lengths (`np.ndarray` of shape `(num_texts,)`): Tokens of each text.
+        starts (`np.ndarray` of shape `(num_texts,)`): Where the first span of each text begins.
+        ends (`np.ndarray` of shape `(num_spans,)`): Where spans end, text after text, ascending in each.
+        counts (`np.ndarray` of shape `(num_texts,)`): Spans of each text.
+
+    Returns:
+        Two arrays (num_reads,): tokens, and the span of each, which is the one that the middle of the token lies in. A
+        span without a token of its own, inside of one or cut off at the encoder's limit, has the nearest one.
+    """
+    text_of_token, text_of_span = (np.repeat(np.arange(len(lengths)), each) for each in (lengths, counts))
+    middles = offsets.sum(axis=1)  # twice as large, and so whole numbers; a token over two spans belongs to one
+    tokens = ((offsets[:, 1] > offsets[:, 0]) & (middles > 2 * starts[text_of_token])).nonzero()[0]
+    # One search for all texts: those of a text are `width` above those of the text before it.
+    width = 1 + max(middles.max(initial=0), 2 * ends.max(initial=0))
+    wanted = text_of_token[tokens] * width + middles[tokens]
+    last_spans = (np.cumsum(counts) - 1)[text_of_token[tokens]]
+    spans = np.minimum(np.searchsorted(text_of_span * width + 2 * ends, wanted), last_spans)
+    begins = np.concatenate([[0], ends[:-1]])
+    begins[np.cumsum(counts) - counts] = starts
+    bounds, nearest = np.concatenate([[0], np.cumsum(lengths)]), []
+    lonely = (np.bincount(spans, minlength=len(ends)) == 0).nonzero()[0]
+    for span in lonely:  # few
+        first, end = bounds[text_of_span[span]], bounds[text_of_span[span] + 1]
+        nearest.append(first + np.abs(middles[first:end] - (begins[span] + ends[span])).argmin())
+    return np.concatenate([tokens, np.array(nearest, dtype=np.int64)]), np.concatenate([spans, lonely])
+
+
+# Slots that somebody has computed already
+class GivenSlots(NamedTuple):
+    """Precomputed slots of one question."""
+
+    context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
+    context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 after a slot's tokens
+    context_passage_ids: torch.LongTensor | None = None  # (num_slots,); without them all slots are of one passage
+
+
+def pad_passage_ids(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
+    """Stacks passage numbers of rows, each (num_slots,), to (batch, max_slots), padded with -1."""
+    return pad_sequence(rows, batch_first=True, padding_value=-1)
+
+
+def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
+    """Stacks word ids of rows, each (num_slots, max_words), to (batch, max_slots, max_words), padded with -1."""
+    sizes = [max(row.shape[axis] for row in rows) for axis in (0, 1)]
+    padded = torch.full((len(rows), *sizes), -1, device=rows[0].device)
+    for number, row in enumerate(rows):
+        padded[number, : row.shape[0], : row.shape[1]] = row
+    return padded
+
+
+def pad_slots(rows: Sequence) -> dict[str, torch.Tensor]:
+    """The slots of rows, [`GivenSlots`] or [`EncodedDocuments`], as what the model takes: `context_embeds`
+    (batch, max_slots, encoder_hidden_size), `context_word_ids` (batch, max_slots, max_words) and `context_passage_ids`
+    (batch, max_slots), those that any row has. Empty where no row has a slot."""
+    if not any(len(row.context_embeds) for row in rows):
+        return {}
+    slots = {"context_embeds": pad_sequence([row.context_embeds for row in rows], batch_first=True)}
+    words, numbers = [row.context_word_ids for row in rows], [row.context_passage_ids for row in rows]
+    if any(own is not None for own in words):
+        slots["context_word_ids"] = pad_words([torch.full((0, 1), -1) if own is None else own for own in words])
+    if any(own is not None for own in numbers):
+        none = torch.full((0,), -1)
+        slots["context_passage_ids"] = pad_passage_ids([none if own is None else own for own in numbers])
+    return slots
+
+
+def _embeds_of(values, name: str) -> torch.FloatTensor:
+    return _dense_tensor_of(values, name).float()
+
+
+def _ids_of(values, name: str) -> torch.LongTensor:
+    """Words or numbers of passages; a float might be another one by rounding."""
+    tensor = _dense_tensor_of(values, name)
+    ids = tensor.long()
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or (ids < -1).any():
+        raise ValueError(f"{name} is {tensor.dtype}; expected whole numbers of -1 or more. Pass them as int64.")
+    return ids
+
+
+def _dense_tensor_of(values, name: str) -> torch.Tensor:
+    try:
+        tensor = torch.as_tensor(np.asarray(values) if isinstance(values, list | tuple) else values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} is of type {type(values).__name__}; expected a tensor of numbers ({error})."
+        ) from error
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
+        raise ValueError(f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}; expected a dense tensor.")
+    return tensor
+
+
+def _rows_of(read: Callable, given, name: str, is_single: bool, num_rows: int) -> list:
+    """An entry of `given` for each of `num_rows` questions, converted by `read`."""
+    try:
+        rows = [given] if is_single or isinstance(given, str | dict) else list(given)
+    except TypeError:  # a number, or a tensor without dimensions
+        rows = []
+    if len(rows) != num_rows:
+        raise ValueError(f"Got {num_rows} questions but {len(rows)} entries of {name}; each question needs its own.")
+    return [read(row, f"{name} of row {number}") for number, row in enumerate(rows)]
+
+
+def passages_of_questions(
+    documents, context_embeds, context_word_ids, context_passage_ids, is_single: bool, num_rows: int, has_words: bool
+) -> list[list] | list[GivenSlots]:
+    """For each of `num_rows` questions, its documents or its precomputed slots, which need words if the aligner
+    `has_words`.
+
+    Raises:
+        `ValueError`: both or neither, values of another kind, or not one entry for each question.
+    """
+    if (documents is None) == (context_embeds is None):
+        found = "no" if documents is None else "both"
+        raise ValueError(f"Got {found} `documents` and `context_embeds`; expected one of the two.")
+    if context_embeds is None:
+        return _rows_of(documents_of, documents, "`documents`", is_single, num_rows)
+    embeds = _rows_of(_embeds_of, context_embeds, "`context_embeds`", is_single, num_rows)
+    words = passage_ids = [None] * num_rows
+    if context_word_ids is not None:
+        words = _rows_of(_ids_of, context_word_ids, "`context_word_ids`", is_single, num_rows)
+    elif has_words:
+        raise ValueError(
+            "Got `context_embeds` without `context_word_ids`, which this aligner reads beside them: the tokens of "
+            "each slot, (num_slots, max_words), -1 after them."
+        )
+    if context_passage_ids is not None:
+        passage_ids = _rows_of(_ids_of, context_passage_ids, "`context_passage_ids`", is_single, num_rows)
+    return [GivenSlots(*given) for given in zip(embeds, words, passage_ids, strict=True)]
+
+
+def passages_apart(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
+    """Each passage of a question by itself, by its number; those without text are left out, unless all are."""
+    if not isinstance(passages, GivenSlots):
+        return {number: [each] for number, each in enumerate(passages) if text_of(each, number).strip()} or {0: []}
+    embeds, words, ids = passages
+    if ids is None:
+        return {0: passages}
+    numbers, sizes = (each.tolist() for each in ids.unique_consecutive(return_counts=True))
+    # As wide as each needs by itself, or it would be another passage beside one with longer slots.
+    words = [None] * len(sizes) if words is None else [own[:, (own >= 0).any(dim=0)] for own in words.split(sizes)]
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(
+            f"`context_passage_ids` has runs of {numbers}; expected the slots of a passage to stand together."
+        )
+    apart = map(GivenSlots, embeds.split(sizes), words)
+    return dict(zip(numbers, apart, strict=True))
+
+
+@functools.cache
+def fastest_dtype(device_type: str) -> torch.dtype:
+    """What `"auto"` means for an encoder and in a recipe: bfloat16 if the machine multiplies matrices of a small model
+    1.5 times as fast in it, else float32. On a CPU both are measured, for a tenth of a second each."""
+    if device_type != "cpu":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    is_faster = _products_per_second(torch.bfloat16) > 1.5 * _products_per_second(torch.float32)
+    return torch.bfloat16 if is_faster else torch.float32
+
+
+def _products_per_second(dtype: torch.dtype) -> float:
+    rows, weight = torch.ones(512, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype)
+    rows @ weight  # the first one sets up the kernel
+    count, start = 0, time.perf_counter()
+    while time.perf_counter() - start < 0.1:
+        rows @ weight
+        count += 1
+    return count / (time.perf_counter() - start)
+
+
+# LoRA that a sentence encoder was trained with, in PEFT's files
+def _lora_layers(model) -> list[LoraLayer]:
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def _lora_weights(model) -> list[torch.nn.Parameter]:
+    return [each["default"].weight for layer in _lora_layers(model) for each in (layer.lora_A, layer.lora_B)]
+
+
+def _cast(model, dtype: torch.dtype, lora_dtype: torch.dtype) -> None:
+    weights = [(weight, weight.data) for weight in _lora_weights(model)]
+    model.to(dtype)
+    for weight, values in weights:
+        weight.data = values.to(weight.device, lora_dtype)
+
+
+def load_encoder_lora(model, folder: Path) -> None:
+    """Adds the LoRA in `folder` to a `SentenceTransformer`.
+
+    Raises:
+        `ValueError`: weights that are cut, not finite, of another shape, missing or too many.
+    """
+    path, transformer = folder / SAFETENSORS_WEIGHTS_NAME, model.transformers_model
+    weights = dict(read_tensors([path]))
+    try:
+        inject_adapter_in_model(LoraConfig.from_pretrained(str(folder)), transformer)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / 'adapter_config.json'} does not fit the encoder ({error}).") from error
+    expected = _lora_tensors(transformer)
+    for name in sorted(weights.keys() | expected.keys()):
+        found, wanted = (None if name not in each else list(each[name].shape) for each in (weights, expected))
+        if found != wanted:
+            raise ValueError(
+                f"{path} does not fit the encoder: `{name}` has shape {found}; expected {wanted}, by its "
+                "adapter_config.json. Save the processor again, or download the checkpoint again."
+            )
+        if not torch.isfinite(weights[name]).all():
+            raise ValueError(f"{path} has NaN or infinite values in `{name}`. Take another checkpoint.")
+    set_peft_model_state_dict(transformer, {name.removeprefix(_PREFIX): each for name, each in weights.items()})
+
+
+def save_encoder_lora(model, name_or_path: str, folder: Path) -> None:
+    """Writes the LoRA of a `SentenceTransformer` to `folder` as PEFT does, for the encoder `name_or_path`."""
+    transformer = model.transformers_model
+    config = transformer.peft_config["default"]
+    config.base_model_name_or_path = name_or_path
+    config.save_pretrained(str(folder))
+    save_file(_lora_tensors(transformer), folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+# PEFT's files name the weights as those of a `PeftModel`.
+_PREFIX = "base_model.model."
+
+
+def _lora_tensors(transformer) -> dict[str, torch.Tensor]:
+    """The LoRA weights of an encoder by the names that PEFT gives them in files."""
+    tensors = get_peft_model_state_dict(transformer, save_embedding_layers=False)  # "auto" would ask the Hub
+    return {_PREFIX + name: each.contiguous() for name, each in tensors.items()}
+
+
+# Documents to slots
+class EncodedDocuments(NamedTuple):
+    """The passages of one question as slots."""
+
+    segments: list[Segment]  # what each slot stands for; none where there is nothing but white space
+    context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
+    context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 after a slot's tokens
+    context_passage_ids: torch.LongTensor  # (num_slots,), the number of each slot's document
+    dropped: list[Segment]  # what has no slot
+
+
+@dataclass(frozen=True)
+class SlotEncoder:
+    """What makes slots of passages: an encoder and a backbone's tokenizer, with the settings of a processor."""
+
+    tokenizer: Any
+    encoder: SentenceEncoder
+    encoder_hidden_size: int
+    sentences_per_segment: int | float
+    spacy_model: str
+    tokens_per_slot: int | str
+    trained_tokens_per_slot: Sequence[int | str] | None
+    context_words: bool
+
+    def check_settings(self, max_slots: int | None = None, tokens_per_slot: int | str | None = None) -> int | str:
+        """Checks the settings of a call and returns its `tokens_per_slot`.
+
+        Raises:
+            `ValueError`: settings that are invalid.
+        """
+        check_max_slots(max_slots)
+        rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
+        check_tokens_per_slot(rate)
+        if (known := self.trained_tokens_per_slot) and rate not in known:
+            logger.warning_once(
+                f"`tokens_per_slot` is {rate!r}, but this aligner has learned {', '.join(map(str, known))}. Expect "
+                "worse answers."
+            )
+        return rate
+
+    def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
+        """The segments of one question's documents, in order; empty when there is nothing but white space. They count
+        characters of what is read (`text_of`).
+
+        Raises:
+            `ValueError`: a document that is neither a string nor `{"title": str, "text": str}`.
+        """
+        segments = []
+        for number, document in enumerate(documents):
+            segments += segment_document(
+                text_of(document, number),
+                number,
+                sentences_per_segment=self.sentences_per_segment,
+                spacy_model=self.spacy_model,
+                num_reads=self.encoder.num_reads,
+            )
+        return segments
+
+    def _tokens(self, segments: Sequence[Segment], documents, tokens_per_slot) -> list[SegmentTokens]:
+        """`tokenize_segments`, without tokens where nothing reads them."""
+        if self.context_words or tokens_per_slot != "segment":
+            return tokenize_segments(self.tokenizer, segments, documents)
+        texts = encoder_texts(segments, documents)
+        return [SegmentTokens(segment, text, (), ()) for segment, text in zip(segments, texts, strict=True)]
+
+    def encode_tokens(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
+        """Normalized embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
+        each segment, or for each run of about `tokens_per_slot` tokens."""
+        ends = None
+        if tokens_per_slot != "segment":
+            ends = [run_ends(segment.encoder_start, segment.word_ends, tokens_per_slot) for segment in tokens]
+        with torch.no_grad():
+            texts = [segment.encoder_text for segment in tokens]
+            starts = [segment.encoder_start for segment in tokens]
+            embeds = self.encoder.encode_runs(texts, starts, ends).cpu()
+        self._check_embeds(embeds, 0)
+        return embeds
+
+    def encode_batch(
+        self,
+        passages: Sequence[Sequence[str | dict]] | Sequence[GivenSlots],
+        *,
+        max_slots: int | None = None,
+        tokens_per_slot: int | str | None = None,
+        room: Sequence[int] | None = None,
+        apart: bool = False,
+        names: Sequence[str] | None = None,
+    ) -> list[EncodedDocuments]:
+        """The passages of several questions, all documents or all precomputed slots, as slots. `room` is the
+        maximum number of slots of each or, `apart`, of each of its passages; more raise an error before anything is
+        encoded, which calls them by one of `names`."""
+        rate = self.check_settings(max_slots, tokens_per_slot)
+        if isinstance(passages[0], GivenSlots):
+            return [self._first_slots(row, number, max_slots) for number, row in enumerate(passages)]
+        segments = [self.segment_documents(row) for row in passages]
+        most = max_slots if rate == "segment" else None  # what gets no slot is not encoded
+        tokens = [
+            self._tokens(row[:most], documents, rate) or [EMPTY_SEGMENT]
+            for row, documents in zip(segments, passages, strict=True)
+        ]
+        counts = [sum(len(segment.runs(rate)) for segment in row) for row in tokens]  # slots of each question
+        for number, row in enumerate(tokens):
+            name = "The passages are" if len(passages) == 1 else f"The passages of question {number} are"
+            name = name if names is None else names[number]
+            _check_room(name, row, rate, max_slots, None if room is None else room[number], apart)
+        # All questions at once: the encoder sorts texts by length, so more of them means less padding.
+        encoded = self.encode_tokens([segment for row in tokens for segment in row], rate).split(counts)
+        rows = []
+        for documents, pieces, row_tokens, embeds in zip(passages, segments, tokens, encoded, strict=True):
+            words = None
+            if rate != "segment" and pieces:  # several slots of a segment: each stands for a part of it
+                pieces = [piece for segment in row_tokens for piece in segment.pieces(rate)]
+            pieces = in_given_text(pieces, documents)
+            pieces, dropped = pieces[:max_slots], pieces[max_slots or len(pieces) :]
+            if self.context_words:
+                runs = [torch.tensor(one.word_ids[a:b]) for one in row_tokens for a, b in one.runs(rate)][:max_slots]
+                words = pad_sequence(runs, batch_first=True, padding_value=-1).long()
+            numbers = torch.tensor([piece.document for piece in pieces] or [0])
+            rows.append(EncodedDocuments(pieces, embeds[:max_slots], words, numbers, dropped))
+        return rows
+
+    def statistics(self, documents: Sequence[str | dict], row: EncodedDocuments, has_budget: bool) -> dict[str, float]:
+        """The number of `tokens` and `slots` and the `compression_rate`; with `has_budget` also how many segments are
+        `dropped`."""
+        texts = [text_of(document, number) for number, document in enumerate(documents)]
+        tokens = kept = self.count_tokens(texts)
+        if row.dropped:
+            last = row.segments[-1]
+            read = readable(given_text(documents[last.document], last.document)[: last.end]).text
+            kept = self.count_tokens([*texts[: last.document], read])
+        num_slots = len(row.context_embeds)
+        found = {"tokens": tokens, "slots": num_slots, "compression_rate": kept / num_slots}
+        return found | ({"dropped": len(row.dropped)} if has_budget else {})
+
+    def count_tokens(self, texts: list[str]) -> int:
+        """Tokens of the backbone in some texts."""
+        return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else 0
+
+    def _first_slots(self, given: GivenSlots, row: int, max_slots: int | None) -> EncodedDocuments:
+        """The first `max_slots` of a row's precomputed slots."""
+        embeds, words, numbers = given
+        self._check_embeds(embeds, row)
+        if words is not None and (words.dim() != 2 or len(words) != len(embeds)):
+            raise ValueError(
+                f"The `context_word_ids` of row {row} have shape {tuple(words.shape)} but its `context_embeds` hold "
+                f"{len(embeds)} slots; expected ({len(embeds)}, max_words)."
+            )
+        if numbers is None:
+            numbers = torch.zeros(len(embeds), dtype=torch.long)
+        if numbers.shape != embeds.shape[:1]:
+            raise ValueError(
+                f"The `context_passage_ids` of row {row} have shape {tuple(numbers.shape)} but its `context_embeds` "
+                f"hold {len(embeds)} slots; expected ({len(embeds)},)."
+            )
+        words = None if words is None else words[:max_slots]
+        return EncodedDocuments([], embeds[:max_slots], words, numbers[:max_slots], [])
+
+    def _check_embeds(self, embeds: torch.FloatTensor, row: int) -> None:
+        """Raises `ValueError` unless `embeds` is (num_slots, encoder_hidden_size), finite, with at least one slot."""
+        if embeds.dim() != 2 or embeds.shape[1] != self.encoder_hidden_size or embeds.shape[0] == 0:
+            raise ValueError(
+                f"The embeddings of row {row} have shape {tuple(embeds.shape)}; expected (num_slots, "
+                f"{self.encoder_hidden_size}), the width of encoder {self.encoder.name_or_path}, with at least "
+                "one slot."
+            )
+        if not torch.isfinite(embeds).all():
+            raise ValueError(
+                f"The embeddings of row {row} hold {int((~torch.isfinite(embeds)).sum())} NaN or infinite values of "
+                f"{embeds.numel()}. Check the encoder's output."
+            )
+
+
+def _check_room(
+    name: str, row: list[SegmentTokens], rate: int | str, max_slots: int | None, room: int | None, apart: bool
+) -> None:
+    """Refuses passages, "The passages are" in `name`, with more slots than there is room for; where they are read
+    `apart`, each has that room."""
+    sizes: dict[int, int] = defaultdict(int)
+    for tokens in row:
+        sizes[tokens.segment.document] += len(tokens.runs(rate))
+    document = max(sizes, key=sizes.get)
+    count = sizes[document] if apart else sum(sizes.values())
+    if room is not None and min(count, max_slots or count) > room:
+        longest = f" (the longest, passage {document}, is {sizes[document]})" if len(sizes) > 1 else ""
+        fitting = sum(size <= room for size in (sizes.values() if apart else accumulate(sizes.values())))
+        fits = f": {fitting} of {len(sizes)} passages fit" if apart else f": the first {fitting} of {len(sizes)} fit"
+        raise ValueError(
+            f"{name} {sum(sizes.values())} slots{longest}, but there is room for {max(0, room)} "
+            f"{'each ' * apart}beside the question{fits * (len(sizes) > 1)}. Pass a shorter question, fewer or shorter "
+            "passages, or make a slot stand for more text (`tokens_per_slot`)."
+        )

@@ -1,0 +1,1152 @@
+"""Passages that have been read are kept, so that no question reads them again.
+
+    questions, passages -> fingerprints -> keys and values (in memory, in files, or read now) -> one batch -> `generate`
+
+Slots come before the question and do not depend on it, and after them every layer is that of the unmodified base model.
+What is kept is one passage, where passages are read apart, so it serves every question that retrieves it, beside any
+others; where they are read jointly, it is all passages of a question together. The text before the slots is kept once.
+
+A backbone that knows nothing of slots continues from the files (the text before the slots, then passages) with the same
+logits (not those kept as int8); where passages are read apart, `position_ids` go on behind the longest one:
+
+    parts = [load_file(path)["keys_values"] for path in paths]
+    cache = DynamicCache(config=backbone.config)  # backbone = AutoModelForCausalLM.from_pretrained(base_model)
+    for layer, (keys, values) in enumerate(torch.cat(parts, dim=3)):
+        cache.update(keys[None], values[None], layer)
+    logits = backbone(input_ids=ids_after_the_slots, past_key_values=cache).logits
+
+Shapes: keys and values (num_layers, 2, key_value_heads, num_slots, head_dim); rows of a batch left-padded.
+"""
+
+import copy
+import functools
+import hashlib
+import json
+import os
+import threading
+import time
+import uuid
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save_file
+from torch import nn
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.utils import logging
+
+from .attention_arcaligner import (
+    cache_of,
+    can_separate,
+    check_can_separate,
+    passage_positions,
+    separate_passages,
+)
+from .configuration_arcaligner import (
+    REFINEMENT_SETTINGS,
+    SLOT_SETTINGS,
+    ArcAlignerConfig,
+    check_gates,
+    check_length,
+    longest_prompt,
+    normalize_budget,
+)
+from .encoder_arcaligner import (
+    GivenSlots,
+    pad_passage_ids,
+    pad_words,
+    passages_apart,
+    passages_of_questions,
+)
+from .loading_arcaligner import HEAD, share_file, tensors_digest
+
+logger = logging.get_logger(__name__)
+
+# Passages that `iter_single_passages` prefills, and rows that it makes, together: enough for fast products, few enough
+# for memory.
+PASSAGES_AT_ONCE, ROWS_AT_ONCE = 32, 16
+
+
+def _warn_of(old: str, new: str) -> None:
+    warnings.warn(f"`{old}` is called `{new}` now; the old name goes in the next release.", FutureWarning, stacklevel=3)
+
+
+@dataclass
+class _Unit:
+    """What is read at once: passages behind the text `head`, or that text alone; `key` is that of its entry, and an
+    error begins with `name`."""
+
+    head: tuple[int, ...]
+    passages: list | GivenSlots | None = None
+    name: str = ""
+    number: int = 0  # of the passage in its question
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    key: str = ""
+
+    @property
+    def is_passage(self) -> bool:
+        return self.passages is not None
+
+
+class _Question(NamedTuple):
+    """The text before its slots, as the first unit, its passages, and the text after its slots."""
+
+    units: list[_Unit]
+    tail: list[int]
+
+
+class PrefixFiles(NamedTuple):
+    """Where the keys and values of all that stands before a question are, for an engine that reads them by itself: the
+    text before the slots first, then each passage in order; a passage that stands twice is in the list twice."""
+
+    paths: list[Path]
+    num_slots: list[int]  # of each file, from its beginning on
+    head: list[int]  # ids of the text before the slots, of which the first file is
+    tail: list[int]  # ids of the text after the slots
+    num_passages: int  # that are read apart; one where they are read jointly
+    num_cached: int  # of them did not have to be read
+
+
+class Prepared(dict):
+    """The inputs of `generate`. Attributes: for each question `num_passages`, the passages that are read apart (one
+    where they are read jointly), and `num_cached`, how many of them did not have to be read."""
+
+    num_passages: list[int]
+    num_cached: list[int]
+
+    @property
+    def num_kept(self) -> list[int]:
+        """The name of `num_cached` in version 0.2."""
+        _warn_of("num_kept", "num_cached")
+        return self.num_cached
+
+
+class PassageCache:
+    """
+    Keeps the keys and values of passages for further questions; the least recently used are dropped first.
+
+    Gates, number of slots, segmentation, and the weights of model and encoder may change between two calls: what is
+    kept is used only with what it was made with. Not noticed are writes to weights through `.data` or NumPy, modules
+    and hooks that are added or replaced, and a tokenizer or a spaCy pipeline that is changed in place: make a new
+    store then. Where nobody can tell when weights change, as of a quantized model, nothing is kept, and a warning says
+    so. A copy of a store starts empty.
+
+    Args:
+        model ([`ArcAlignerForCausalLM`]): In evaluation mode.
+        processor ([`ArcAlignerProcessor`]): The model's.
+        max_bytes (`int`, defaults to 1 GiB): Memory for keys and values; 0 keeps none there.
+        folder (`str` or `Path`, *optional*): Where everything is written and looked for, also by other processes.
+        dtype (`"int8"`, *optional*): Keeps passages in a quarter of the bytes of float32, with a step for each slot and
+            head. Joining them takes longer, and answers are nearly the same. Default: the backbone's dtype.
+        read_only (`bool`, defaults to `False`): Whether nothing is written to the folder, such as that of a corpus.
+
+    Attributes: `hits`, `loads` and `misses` count passages found in memory, read from the folder and read by the model;
+    `bytes` are in use.
+
+    Example:
+
+    ```python
+    >>> store = model.passage_cache(processor, folder="passages")
+    >>> inputs = store.prepare(["Who wrote it?", "When?"], documents=[passages, passages])
+    >>> answers = model.generate(**inputs, max_new_tokens=16)
+    >>> processor.batch_decode(answers[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    ```
+    """
+
+    def __init__(
+        self,
+        model,
+        processor,
+        max_bytes: int = 2**30,
+        folder: str | Path | None = None,
+        read_only: bool = False,
+        dtype: str | None = None,
+    ):
+        if dtype not in (None, "int8"):
+            raise ValueError(f'`dtype` is {dtype!r}; expected "int8", or `None` for the dtype of the backbone.')
+        if max_bytes < 0:
+            raise ValueError(f"`max_bytes` is {max_bytes}; expected 0 (keep nothing in memory) or more.")
+        if model.config.passage_attention != processor.passage_attention:
+            raise ValueError(
+                f"`passage_attention` is {model.config.passage_attention!r} of the model and "
+                f"{processor.passage_attention!r} of the processor. Load both from one checkpoint."
+            )
+        self.model, self.processor, self.max_bytes = model, processor, max_bytes
+        self.folder, self.read_only = None if folder is None else Path(folder), read_only
+        self.dtype = dtype
+        self.hits = self.loads = self.misses = self.bytes = 0
+        self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()  # least recently used first
+        part_of = {True: "aligner_weights", False: "backbone_weights"}
+        self._watched = WatchedWeights(model, lambda name: part_of[model.is_aligner_key(name)])
+        self._encoder: WatchedWeights | None = None
+        self._base_model: tuple[str, dict[str, Any]] | None = None  # with the digest of the weights that it describes
+        self._tokenizers = {}  # what was read of each, by its id
+        self._lock = threading.RLock()
+
+    def __getstate__(self):
+        return {
+            name: self.__dict__[name] for name in ("model", "processor", "max_bytes", "folder", "read_only", "dtype")
+        }
+
+    def __setstate__(self, state):
+        self.__init__(**state)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @torch.no_grad()
+    def prepare(
+        self,
+        questions,
+        documents=None,
+        *,
+        context_embeds=None,
+        context_word_ids=None,
+        context_passage_ids=None,
+        **kwargs,
+    ) -> Prepared:
+        """The inputs of `generate` for questions about passages. What is not kept yet is read, equal passages once.
+
+        Args:
+            questions (`str`, chat, or a list of them): With slots before the first user message.
+            documents (`list`, *optional*): Passages, as the processor takes them; a list for each of several questions.
+            context_embeds (tensor or a list, *optional*): Instead, embeddings (num_slots, encoder_hidden_size).
+            context_word_ids (tensor or a list, *optional*): Their words (num_slots, max_words), where they are read.
+            context_passage_ids (tensor or a list, *optional*): Their passages (num_slots,).
+            kwargs: How slots are chosen and refined, as for the processor and `generate`: `max_slots`,
+                `tokens_per_slot`, `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget`; each
+                combination but `max_slots` is kept by itself where passages are read apart. The rest is for the chat
+                template; `add_generation_prompt` is on.
+
+        Returns:
+            [`Prepared`], a `dict` with `input_ids`, `attention_mask` (batch, seq_len) and `past_key_values`, and
+            `context_passage_ids` (batch, max_slots) where passages are read apart. For beams or several answers to a
+            question, call `past_key_values.batch_repeat_interleave(n)` first.
+
+        Raises:
+            `ValueError`: as the processor; prompts longer than the backbone's context; no question. A file that cannot
+                be used is warned of, and the passage read again.
+        """
+        asked, settings = self._ask(
+            questions, documents, context_embeds, context_word_ids, context_passage_ids, **kwargs
+        )
+        # A passage that is read apart is kept whole, and cut afterwards: one entry serves any `max_slots`.
+        most = settings.pop("max_slots", None) if self._is_separate else None
+        entries, missing = self._fetch(asked, settings)
+        inputs = self._batch(
+            asked, [first_slots([entries[unit.key] for unit in question.units], most) for question in asked]
+        )
+        inputs.num_passages = [len(question.units) - 1 for question in asked]
+        inputs.num_cached = [sum(unit.key not in missing for unit in question.units[1:]) for question in asked]
+        return inputs
+
+    @torch.no_grad()
+    def iter_single_passages(
+        self, questions, documents=None, **kwargs
+    ) -> Iterator[tuple[list[tuple[int, int, bool]], Prepared]]:
+        """Each question with each of its passages by itself, some rows at a time: the numbers of question and passage,
+        whether it was kept, and what `prepare` would return for these rows. Passages without text have no row.
+
+        Args:
+            questions, documents, kwargs: As for `prepare`.
+        """
+        asked, settings = self._ask(questions, documents, **kwargs)
+        most = settings.pop("max_slots", None)
+        units = ((place, own, unit) for place, own in enumerate(asked) for unit in own.units[1:] if unit.passages != [])
+        alone = [(place, _Question([own.units[0], unit], own.tail)) for place, own, unit in units]
+        for rows in (alone[first : first + PASSAGES_AT_ONCE] for first in range(0, len(alone), PASSAGES_AT_ONCE)):
+            entries, missing = self._fetch([each for _, each in rows], settings)
+            rows.sort(key=lambda row: entries[row[1].units[1].key].shape[3])  # of about one length together
+            for some in (rows[start : start + ROWS_AT_ONCE] for start in range(0, len(rows), ROWS_AT_ONCE)):
+                parts = [first_slots([entries[unit.key] for unit in each.units], most) for _, each in some]
+                named = [(place, each.units[1].number, each.units[1].key not in missing) for place, each in some]
+                yield named, self._batch([each for _, each in some], parts)
+
+    @torch.no_grad()
+    def precompute(self, questions, documents=None, **kwargs) -> list[Path]:
+        """Reads passages ahead, where they are not kept yet, for questions with the same text before their slots, such
+        as the same system message. Refuses a model of which nothing can be kept.
+
+        Args:
+            questions, documents, kwargs: As for `prepare`.
+
+        Returns:
+            `list[Path]`: Where the folder has the passages, and the text before them.
+        """
+        asked, settings = self._ask(questions, documents, **kwargs)
+        self.weights(asked[0].units[1].passages)
+        entries, _ = self._fetch(asked, settings)
+        return [] if self.folder is None else [self._path(key) for key in entries]
+
+    @torch.no_grad()
+    def prefix_files(self, questions, documents=None, **kwargs) -> list[PrefixFiles]:
+        """Precomputes passages as `precompute`, and says of each question which files stand before it.
+
+        Args:
+            questions, documents, kwargs: As for `prepare`.
+
+        Raises:
+            `ValueError`: a cache without a `folder`; a model of which nothing can be kept.
+            `OSError`: a file that could not be written.
+        """
+        if self.folder is None:
+            raise ValueError("This cache has no `folder`, so there are no files for other engines. Name one.")
+        asked, settings = self._ask(questions, documents, **kwargs)
+        self.weights(asked[0].units[1].passages)
+        most = settings.pop("max_slots", None) if self._is_separate else None
+        entries, missing = self._fetch(asked, settings)
+        for unit in {unit.key: unit for question in asked for unit in question.units}.values():
+            # Gone since it was read, written by a version that named no base model, or never written: a full disk.
+            if not names_base_model(path := self._path(unit.key)):
+                self._write(unit, entries[unit.key])
+                if not names_base_model(path):
+                    raise OSError(f"{path} could not be written. Make room in {self.folder}, and let this user write.")
+        found = []
+        for question in asked:
+            counts = [entries[unit.key].shape[3] for unit in question.units]
+            for number in range(1, len(counts)) if most is not None else ():
+                counts[number] = min(counts[number], most)
+                most -= counts[number]
+            kept = [number for number, count in enumerate(counts) if count or not number]
+            paths = [self._path(question.units[number].key) for number in kept]
+            passages, head = question.units[1:], list(question.units[0].head)
+            num_cached = sum(unit.key not in missing for unit in passages)
+            slots = [counts[number] for number in kept]
+            found.append(PrefixFiles(paths, slots, head, question.tail, len(passages), num_cached))
+        return found
+
+    def keep(self, questions, documents=None, **kwargs) -> list[Path]:
+        """The name of `precompute` in version 0.2."""
+        _warn_of("keep", "precompute")
+        return self.precompute(questions, documents, **kwargs)
+
+    def each_alone(self, questions, documents=None, **kwargs):
+        """The name of `iter_single_passages` in version 0.2."""
+        _warn_of("each_alone", "iter_single_passages")
+        return self.iter_single_passages(questions, documents, **kwargs)
+
+    def read_question(self, inputs: Prepared, only_answerability: bool = False):
+        """Reads the text after the slots, behind what is kept: the model's output, its scores those of the first token
+        of the answer, (batch, 1, vocab_size), or only its `answerability_logits` (batch,)."""
+        inputs = prefill_beginning(self.model, inputs)
+        ids, mask, cache = (inputs[name] for name in ("input_ids", "attention_mask", "past_key_values"))
+        positions = self.model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
+        new = slice(cache.get_seq_length(), None)
+        read = {"attention_mask": mask, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        read["only_answerability"] = only_answerability
+        return self.model(input_ids=ids[:, new], position_ids=positions[:, new], **read)
+
+    def _ask(
+        self, questions, documents, context_embeds=None, context_word_ids=None, context_passage_ids=None, **kwargs
+    ) -> tuple[list[_Question], dict[str, Any]]:
+        """The questions of a batch with what is read for each, and settings of slots and gates."""
+        if not isinstance(questions, str | list | tuple) or not questions:
+            raise ValueError(f"There is no question in {questions!r}. Pass one, or a list of some.")
+        is_single = isinstance(questions, str) or isinstance(questions[0], dict)
+        questions = [questions] if is_single else list(questions)
+        given = (documents, context_embeds, context_word_ids, context_passage_ids)
+        passages = passages_of_questions(*given, is_single, len(questions), self.processor.context_words)
+        settings, template_kwargs = _split_settings(self.processor, kwargs)
+        asked = []
+        for place, (question, own) in enumerate(zip(questions, passages, strict=True)):
+            head, tail = self.processor.prompt_ids(question, **template_kwargs)
+            whose = f" of question {place}" if len(questions) > 1 else ""
+            if self._is_separate:
+                units = [
+                    _Unit(tuple(head), passage, f"Passage {number}{whose} is", number)
+                    for number, passage in passages_apart(own).items()
+                ]
+            else:
+                units = [_Unit(tuple(head), own, f"The passages{whose} are")]
+            asked.append(_Question([_Unit(tuple(head)), *units], tail))
+            if len(units) > 1:
+                check_can_separate(self.model.config.text_config, in_one_row=False)
+        return asked, settings
+
+    @property
+    def _is_separate(self) -> bool:
+        return self.processor.passage_attention == "separate"
+
+    # Keys and values to a batch
+
+    def _batch(self, asked: list[_Question], parts: list[list[torch.Tensor]]) -> Prepared:
+        """Prompts (batch, seq_len), left-padded in both halves, with the cache of what stands before the questions."""
+        config, slot_id = self.model.config.text_config, self.processor.context_token_id
+        sizes = [[part.shape[3] for part in own[1:]] for own in parts]  # slots of each passage of each question
+        ids = [[*question.units[0].head, *[slot_id] * sum(own)] for question, own in zip(asked, sizes, strict=True)]
+        tails = [question.tail for question in asked]
+        for question, own in zip(asked, sizes, strict=True):
+            num_slots = max(own) if self._is_separate else sum(own)  # passages apart share their positions
+            check_length(len(question.units[0].head) + num_slots + len(question.tail), "The prompt", config)
+        cache = join_keys_values(parts, config)
+        if any(cache.is_sliding):
+            ids, tails, cache = self._align_tails(ids, tails, parts)
+        before, after = self._left_padded(ids), self._left_padded(tails)
+        masks = [self._left_padded([[1] * len(row) for row in each], padding_value=0) for each in (ids, tails)]
+        inputs = Prepared(
+            input_ids=torch.cat([before, after], dim=1),
+            attention_mask=torch.cat(masks, dim=1),
+            past_key_values=cache,
+        )
+        if self._is_separate:
+            numbers = [torch.arange(len(own)).repeat_interleave(torch.tensor(own)) for own in sizes]
+            inputs["context_passage_ids"] = pad_passage_ids(numbers).to(self.model.device)
+        return inputs
+
+    def _left_padded(self, rows: Sequence[Sequence[int]], padding_value: int | None = None) -> torch.LongTensor:
+        if padding_value is None:
+            padding_value = self.processor.tokenizer.pad_token_id or 0  # masked, so any id does
+        rows = [torch.tensor(row) for row in rows]
+        padded = pad_sequence(rows, batch_first=True, padding_value=padding_value, padding_side="left")
+        return padded.to(self.model.device)
+
+    def _align_tails(self, ids, tails, parts):
+        """Makes tails equally long: the beginning of a longer one is read with its slots.
+
+        Padding between slots and their question would push the slots out of a sliding window, which counts columns.
+        """
+        shortest, config = min(len(tail) for tail in tails), self.model.config.text_config
+        extended = []
+        for tail, own in zip(tails, parts, strict=True):
+            if len(tail) > shortest:
+                cache = join_keys_values([own], config)
+                new = torch.tensor([tail[:-shortest]], device=self.model.device)
+                for some in in_pieces(new.shape[1]):
+                    self.model.model(input_ids=new[:, some], past_key_values=cache, use_cache=True)
+                own = [keys_values_of(cache, 0, 0, cache.get_seq_length())]
+            extended.append(own)
+        ids = [before + tail[:-shortest] for before, tail in zip(ids, tails, strict=True)]
+        return ids, [tail[-shortest:] for tail in tails], join_keys_values(extended, config)
+
+    # Passages to keys and values
+
+    def _fetch(
+        self, asked: list[_Question], settings: dict[str, Any]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
+        """What was read of each unit, kept or read now, by its key, and the units that were not kept. The store owns
+        the tensors: copy before use."""
+        with self._lock:  # two questions about a passage at once: the second waits, and finds what the first has read
+            passages = asked[0].units[1].passages
+            weights = None  # where nothing is kept, none are watched
+            if self.max_bytes or self.folder is not None:
+                try:
+                    weights = self.weights(passages)
+                except UnwatchableError as error:  # a quantized model answers as any other
+                    logger.warning_once(str(error))
+            # What all passages have in common, the weights among it, is digested once.
+            shared = shared_fingerprint(self.model, self.processor, weights or {}, settings)
+            shared |= {} if self.dtype is None else {"kept_dtype": self.dtype}
+            digest = json_digest(shared)
+            entries: dict[str, torch.Tensor] = {}
+            missing: dict[str, _Unit] = {}  # by key, so that a passage of several questions is read once
+            for unit in (unit for question in asked for unit in question.units):
+                own = passage_fingerprint(unit.head, unit.passages)
+                unit.key, unit.fingerprint = json_digest([digest, own]), shared | own
+                if unit.key in entries or unit.key in missing:
+                    self.hits += unit.is_passage
+                elif weights is not None and (entry := self._find(unit)) is not None:
+                    entries[unit.key] = entry
+                else:
+                    self.misses += unit.is_passage
+                    missing[unit.key] = unit
+            if missing:
+                # Passages are read behind the text before them, which may be kept though they are not.
+                heads = {one.units[0].head: entries.get(one.units[0].key) for one in asked}
+                entries |= self._read(missing, heads, settings, max(len(question.tail) for question in asked))
+                # Answers are right for the weights that were read; under the keys of others nothing may be kept.
+                if weights is not None and self.weights(passages) == weights:
+                    for unit in missing.values():
+                        self._write(unit, entries[unit.key])
+                        self._keep(unit.key, entries[unit.key])
+        return entries, missing
+
+    def _read(
+        self,
+        missing: dict[str, _Unit],
+        heads: dict[tuple[int, ...], torch.Tensor | None],
+        settings: dict[str, Any],
+        tail_length: int,
+    ) -> dict[str, torch.Tensor]:
+        """Reads units by their keys. `heads` are texts before the slots, with what is kept of each."""
+        if self.model.training:
+            raise ValueError("The model is in training mode, where dropout changes slots. Call `model.eval()` first.")
+        gates = {name: value for name, value in settings.items() if name in REFINEMENT_SETTINGS}
+        slot_settings = {name: value for name, value in settings.items() if name not in REFINEMENT_SETTINGS}
+        units = [unit for unit in missing.values() if unit.is_passage]
+        longest, encoded = longest_prompt(self.model.config.text_config), []
+        if units:  # all heads' passages at once: the encoder is fastest with many texts of like length
+            room = longest and [longest - len(unit.head) - tail_length for unit in units]
+            named = {"room": room, "names": [unit.name for unit in units]}
+            encoded = self.processor.slot_encoder.encode_batch(
+                [unit.passages for unit in units], **slot_settings, **named
+            )
+        read: dict[str, torch.Tensor] = {}
+        for head, kept in heads.items():  # mostly one, as questions have the same system message
+            heads[head] = read_text(self.model, head) if kept is None else kept
+            own = [(unit.key, slots) for unit, slots in zip(units, encoded, strict=True) if unit.head == head]
+            some = read_passages(self.model, head, heads[head], [slots for _, slots in own], **gates)
+            some = some if self.dtype is None else map(to_int8, some)  # at once, so that both askings read the same
+            read |= zip((key for key, _ in own), some, strict=True)
+        return {key: read[key] if unit.is_passage else heads[unit.head] for key, unit in missing.items()}
+
+    def weights(self, passages: Sequence | tuple) -> dict[str, Any]:
+        """Digests of the model and, unless `passages` are embeddings, of encoder and tokenizers."""
+        with self._lock:
+            weights, processor = self._watched.digests(), self.processor
+            if isinstance(passages, GivenSlots):
+                return weights
+            encoder = processor.encoder.model
+            if self._encoder is None or self._encoder.module is not encoder:
+                self._encoder = WatchedWeights(encoder, lambda name: "encoder_weights")
+            return {
+                **weights,
+                **self._encoder.digests(),
+                "encoder_reads": [encoder.max_seq_length, encoder.prompts, encoder.default_prompt_name],
+                "tokenizers": [self._tokenizer_digest(each) for each in (encoder.tokenizer, processor.tokenizer)],
+                "spacy": spacy_version(),
+            }
+
+    def _tokenizer_digest(self, tokenizer) -> str:
+        # Written out it is megabytes. Tokens that are added show in its length.
+        known, size, digest = self._tokenizers.get(id(tokenizer), (None, 0, ""))
+        if known is not tokenizer or size != len(tokenizer):
+            backend = copy.deepcopy(tokenizer.backend_tokenizer)
+            backend.no_padding()
+            backend.no_truncation()  # whose settings are those of the last call; the limit is in `encoder_reads`
+            digest = hashlib.sha256(backend.to_str().encode()).hexdigest()
+            self._tokenizers[id(tokenizer)] = tokenizer, len(tokenizer), digest
+        return digest
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.safetensors"
+
+    def _find(self, unit: _Unit) -> torch.Tensor | None:
+        if unit.key in self._kept:
+            self.hits += unit.is_passage
+            self._kept.move_to_end(unit.key)  # the first to go are those that were asked for longest ago
+            return self._kept[unit.key]
+        if self.folder is None or not (path := self._path(unit.key)).exists():
+            return None
+        try:
+            entry = load_keys_values(path, unit.fingerprint, self.model.config.text_config, self.model.device)
+        except ValueError as error:
+            logger.warning(f"{error} The passage is read again.")
+            return None
+        self.loads += unit.is_passage
+        self._keep(unit.key, entry)
+        return entry
+
+    def _write(self, unit: _Unit, entry: torch.Tensor) -> None:
+        """Keeps an entry in the folder. A disk that is full or read-only costs the next reading, not this answer."""
+        if self.folder is None or self.read_only:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_keys_values(self._path(unit.key), entry, unit.fingerprint, self._describe_base_model())
+        except (OSError, SafetensorError) as error:
+            logger.warning_once(f"Passages cannot be kept in {self.folder} ({error}). They will be read again.")
+
+    def _describe_base_model(self) -> dict[str, Any]:
+        """What other engines know the base model by, computed once for its weights."""
+        digest = self._watched.digests()["backbone_weights"]
+        if self._base_model is None or self._base_model[0] != digest:
+            self._base_model = digest, base_model_fingerprint(self.model)
+        return self._base_model[1]
+
+    def _keep(self, key: str, entry: torch.Tensor) -> None:
+        """Keeps an entry as the most recently used, unless it is larger than the budget."""
+        if entry.nbytes > self.max_bytes:
+            return
+        while self.bytes + entry.nbytes > self.max_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self.bytes -= oldest.nbytes
+        self._kept[key] = entry
+        self.bytes += entry.nbytes
+
+
+@functools.cache
+def spacy_version() -> str:
+    """The version of spaCy, which splits passages."""
+    return version("spacy")
+
+
+class SlotPrefixStore(PassageCache):
+    """The name of [`PassageCache`] in version 0.2."""
+
+    def __init__(self, *args, **kwargs):
+        _warn_of("SlotPrefixStore", "PassageCache")
+        super().__init__(*args, **kwargs)
+
+
+def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of slots and gates, checked, and what is left of `kwargs` for the chat template."""
+    given = {name: kwargs[name] for name in SLOT_SETTINGS if kwargs.get(name) is not None}
+    processor.slot_encoder.check_settings(**given)
+    settings = {name: value for name, value in kwargs.items() if name in PREFIX_SETTINGS}
+    rest = {name: value for name, value in kwargs.items() if name not in PREFIX_SETTINGS}
+    return canonical_settings(settings), rest
+
+
+# Keys and values of passages: read and joined. One passage, or all that are read jointly, is a tensor
+# (num_layers, 2, key_value_heads, num_slots, head_dim).
+
+# Slots of a batch of passages, padding included: large enough for fast products, small enough to hold little padding.
+SLOTS_PER_BATCH = 1024
+
+# Slots of a row that several passages share: attention across passages is computed and thrown away.
+SLOTS_PER_ROW = 256
+
+
+# Positions, of all rows together, that the first piece of a long prompt has, and the seconds that each further one may
+# take: between two of them a forward hook of the model can end a prefill that nobody waits for any more.
+PIECE_POSITIONS, PIECE_SECONDS = 1024, 0.5
+
+
+def in_pieces(length: int, num_rows: int = 1) -> Iterator[slice]:
+    """Parts of `length` positions, one after the other, as long as the caller can compute in `PIECE_SECONDS`."""
+    start, size = 0, max(1, PIECE_POSITIONS // num_rows)
+    while start < length:
+        end, began = min(length, start + size), time.perf_counter()
+        yield slice(start, end)
+        start, share = end, PIECE_SECONDS / max(1e-9, time.perf_counter() - began)
+        size = max(1, int(size * min(2.0, max(0.25, share))))
+
+
+@torch.no_grad()
+def prefill_beginning(model, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of `generate` for text, or for text behind slots that are in `past_key_values`, with all but the last
+    piece of it in the cache; short ones as they are."""
+    ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], inputs.get("past_key_values")
+    start = 0 if cache is None else cache.get_seq_length()
+    if (ids.shape[1] - start) * len(ids) <= PIECE_POSITIONS:
+        return inputs
+    cache = DynamicCache(config=model.config.text_config) if cache is None else cache
+    positions = model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
+    for part in in_pieces(ids.shape[1] - start, len(ids)):
+        first, end = start + part.start, start + part.stop
+        if end == ids.shape[1]:
+            break
+        model.model(
+            input_ids=ids[:, first:end],
+            attention_mask=mask[:, :end],
+            position_ids=positions[:, first:end],
+            past_key_values=cache,
+            use_cache=True,
+        )
+    return {**inputs, "past_key_values": cache}
+
+
+@torch.no_grad()
+def read_text(model, ids: Sequence[int]) -> torch.Tensor:
+    """Keys and values of the text before the slots, which runs on the unchanged base model."""
+    if not ids:
+        return torch.empty(entry_shape(model.config.text_config, 0), dtype=model.dtype, device=model.device)
+    outputs = model.model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=True)
+    return keys_values_of(cache_of(outputs), 0, 0, len(ids))
+
+
+@torch.no_grad()
+def read_passages(model, head_ids: Sequence[int], head: torch.Tensor, passages: Sequence, **settings) -> list:
+    """Keys and values of passages that each stand alone behind the same text.
+
+    Short passages share a row, with no attention across; rows are of about the same length, so that there is little
+    padding. Where nothing is refined, the rows continue from the text's own keys and values. A refinement step reads
+    the text's deeper states, so there each row begins with the text, and has one passage, as a budget is one for a row.
+
+    Args:
+        model ([`ArcAlignerForCausalLM`]): In evaluation mode.
+        head_ids (`Sequence[int]`), head (`torch.Tensor`): The text before the slots, and what `read_text` made of it.
+        passages (`Sequence[EncodedDocuments]`): Slots of each; one of several documents is read jointly.
+        settings: `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget`, as in `forward`.
+
+    Returns:
+        `list[torch.Tensor]`, each (num_layers, 2, heads, num_slots, head_dim), in the order of `passages`.
+    """
+    lengths = [len(passage.context_embeds) for passage in passages]
+    shares = can_separate(model.config.text_config) and not model.config.refines(**settings)
+    entries: list[torch.Tensor | None] = [None] * len(passages)
+    batch: list[list[int]] = []
+    for row in share_rows(lengths, -(-sum(lengths) // SLOTS_PER_ROW) if shares else len(lengths)):
+        width = sum(lengths[number] for number in (batch or [row])[0])  # the first row is the longest
+        if (len(batch) + 1) * width > SLOTS_PER_BATCH and batch:
+            _read_batch(model, head_ids, head, passages, batch, entries, settings)
+            batch = []
+        batch.append(row)
+    if batch:
+        _read_batch(model, head_ids, head, passages, batch, entries, settings)
+    return entries
+
+
+def share_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
+    """Which passages of these lengths share a row, by their numbers: all rows nearly as long, the longest first.
+
+    >>> share_rows([30, 10, 25, 20], num_rows=2)
+    [[2, 3], [0, 1]]
+    """
+    rows, sizes = [[] for _ in range(num_rows)], [0] * num_rows
+    # The longest goes first, each into the emptiest row: close to equal rows, which need the least padding.
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        emptiest = sizes.index(min(sizes))
+        rows[emptiest].append(number)
+        sizes[emptiest] += lengths[number]
+    return [rows[row] for row in sorted(range(num_rows), key=sizes.__getitem__, reverse=True) if rows[row]]
+
+
+def _read_batch(model, head_ids, head, passages, batch: list[list[int]], entries: list, settings: dict) -> None:
+    """Reads the rows of `batch`, each the numbers of its passages, into their places in `entries`."""
+    rows, device, start = [[passages[number] for number in row] for row in batch], model.device, len(head_ids)
+    continues = not model.config.refines(**settings)
+    numbers = pad_passage_ids(
+        [torch.cat([torch.full((len(own.context_embeds),), number) for number, own in enumerate(row)]) for row in rows]
+    )  # (batch, max_slots); rows are padded at the end
+    is_slot = numbers >= 0
+    ids = torch.where(is_slot, model.config.context_token_id, 0)  # padding may be any id: it is masked
+    mask, positions = torch.cat([torch.ones(len(rows), start).long(), is_slot.long()], dim=1), None
+    if not continues:
+        ids = torch.cat([torch.tensor([list(head_ids)]).expand(len(rows), -1).long(), ids], dim=1)
+    elif max(map(len, rows)) > 1:  # else a plain causal mask does, which all attention kernels take
+        positions = (start + passage_positions(numbers, is_slot)).to(device)
+        # (batch, 1, max_slots, start + max_slots): the text before is read by all
+        mask = pad(separate_passages(is_slot, numbers, model.dtype), (start, 0))
+    if positions is None:
+        positions = torch.arange(mask.shape[1] - ids.shape[1], mask.shape[1], device=device).expand(len(rows), -1)
+    words = [[passage.context_word_ids for passage in row] for row in rows]
+    outputs = model.model(
+        input_ids=ids.to(device),
+        attention_mask=mask.to(device),
+        position_ids=positions,
+        past_key_values=join_keys_values([[head]] * len(rows), model.config.text_config) if continues else None,
+        context_embeds=pad_sequence(
+            [torch.cat([passage.context_embeds for passage in row]) for row in rows], batch_first=True
+        ).to(device),
+        context_word_ids=None if words[0][0] is None else pad_words(list(map(_join_words, words))).to(device),
+        use_cache=True,
+        **settings,
+    )
+    for row, members in enumerate(batch):
+        first = start
+        for number in members:
+            end = first + len(passages[number].context_embeds)
+            entries[number] = keys_values_of(cache_of(outputs), row, first, end)
+            first = end
+
+
+def _join_words(parts: Sequence[torch.LongTensor]) -> torch.LongTensor:
+    """Word ids of passages, each (num_slots, max_words), one below the other."""
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([pad(part, (0, width - part.shape[1]), value=-1) for part in parts])
+
+
+def entry_shape(config: PreTrainedConfig, num_slots: int, dtype: torch.dtype | None = None) -> tuple[int, ...]:
+    """The shape of keys and values that a backbone has of some slots, or of bytes of [`from_int8`]."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, 2, config.num_key_value_heads, num_slots, head_dim + 4 * (dtype == torch.int8)
+
+
+def keys_values_of(cache: Cache, row: int, start: int, end: int) -> torch.Tensor:
+    """Keys and values of the positions `start` to `end` of a row of a cache, (num_layers, 2, heads, end - start,
+    head_dim), in memory of their own."""
+    length = cache.get_seq_length()
+    layers = []
+    for layer in cache.layers:
+        # A sliding window has dropped the first positions; zeros, which it never reads, keep the rest in place.
+        dropped = length - layer.keys.shape[2]
+        both = torch.stack([layer.keys[row], layer.values[row]])  # (2, heads, kept, head_dim)
+        layers.append(pad(both, (0, 0, dropped, 0))[:, :, start:end])
+    return torch.stack(layers)
+
+
+def from_int8(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Keys and values (..., head_dim) in `dtype`, of those kept as they are or as bytes (..., head_dim + 4): numbers of
+    steps, and the float32 that a step is."""
+    if kept.dtype != torch.int8:
+        return kept
+    return (kept[..., :-4].float() * kept[..., -4:].contiguous().view(torch.float32)).to(dtype)
+
+
+def to_int8(keys_values: torch.Tensor) -> torch.Tensor:
+    """Keys and values (..., head_dim) as bytes for `from_int8`: steps of a slot and head, as many as bytes tell."""
+    step = keys_values.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127
+    return torch.cat([(keys_values.float() / step).round().to(torch.int8), step.contiguous().view(torch.int8)], dim=-1)
+
+
+def first_slots(parts: list[torch.Tensor], most: int | None) -> list[torch.Tensor]:
+    """The text before the slots and the first `most` slots: what follows a slot in its passage does not change it."""
+    kept, room = parts[:1], most
+    for part in parts[1:]:
+        if room is not None:
+            part = part[:, :, :, :room]
+            room -= part.shape[3]
+        if part.shape[3]:
+            kept.append(part)
+    return kept
+
+
+# Positions that a joined cache has room for before it is copied: a question and a short answer.
+ROOM = 128
+
+
+class RoomyLayer(DynamicLayer):
+    """A cache layer that is written into room behind what it holds, so that no token copies all that came before it.
+
+    Args:
+        room (`torch.Tensor` of shape `(2, batch, heads, num_positions, head_dim)`): Keys and values; only it is theirs.
+        length (`int`): The positions that are filled.
+    """
+
+    def __init__(self, room: torch.Tensor, length: int):
+        super().__init__()
+        self.lazy_initialization(room, room)
+        self._fill(room, length)
+
+    def _fill(self, room: torch.Tensor, length: int) -> None:
+        self._room = room
+        self.keys, self.values = room[:, :, :, :length]
+        self._in_room = self.keys
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds keys and values (batch, heads, new_positions, head_dim), and returns all."""
+        start, room = self.get_seq_length(), self._room
+        end = start + key_states.shape[2]
+        if self.keys is not self._in_room or end > room.shape[3]:  # beams and selected rows have memory of their own
+            room = _empty(key_states, 2, *key_states.shape[:2], end + ROOM, key_states.shape[3])
+            if start:
+                room[0, :, :, :start], room[1, :, :, :start] = self.keys, self.values
+        room[0, :, :, start:end], room[1, :, :, start:end] = key_states, value_states
+        self.is_initialized = True
+        self._fill(room, end)
+        return self.keys, self.values
+
+
+def _empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """An ordinary tensor, that can be written to in and outside of inference mode."""
+    with torch.inference_mode(False):
+        return like.new_empty(shape)
+
+
+def join_keys_values(rows: Sequence[Sequence[torch.Tensor]], config: PreTrainedConfig) -> DynamicCache:
+    """Joins what was read, the text before the slots first, to a left-padded cache with a row for each of `rows`.
+
+    Everything is copied, once: generating from the cache leaves what is kept as it is.
+    """
+    lengths = [sum(part.shape[3] for part in parts) for parts in rows]
+    first, length, cache = rows[0][0], max(lengths), DynamicCache(config=config)
+    num_layers, _, heads, _, head_dim = first.shape
+    for layer_idx in range(num_layers):
+        # Memory of a layer at a time: an allocator keeps pieces of this size, while larger ones are new each time.
+        joined = _empty(first, 2, len(rows), heads, length + ROOM, head_dim)
+        for row, parts in enumerate(rows):
+            padding = length - lengths[row]
+            joined[:, row, :, :padding] = 0.0  # which is masked, so that any number would do, but no NaN
+            read = [from_int8(part[layer_idx], joined.dtype) for part in parts]
+            torch.cat(read, dim=2, out=joined[:, row, :, padding:length])
+        if cache.layers[layer_idx].is_sliding:
+            cache.update(*joined[:, :, :, :length], layer_idx)
+        else:
+            cache.layers[layer_idx] = RoomyLayer(joined, length)
+    return cache
+
+
+# Files of what was read
+FORMAT = "arcaligner-passage-3"
+
+BASE_MODEL = "base_model"  # in the metadata; files of version 0.2 do not have it
+
+_NAME = "keys_values"
+
+
+def names_base_model(path: Path) -> bool:
+    """Whether a file is there, and says which base model it is of."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return BASE_MODEL in (file.metadata() or {})
+    except (SafetensorError, OSError):
+        return False
+
+
+def base_model_fingerprint(model) -> dict[str, Any]:
+    """What any engine can compute of a base model to know that keys and values are its own: `weights`, the SHA-256 of
+    names, shapes and values in bfloat16 of its decoder, as its safetensors files name them without `model.`, and
+    `rope`, its `rope_parameters`. Its precision does not matter, for float32 and bfloat16 round to the same."""
+    found, weights = hashlib.sha256(), {}
+    for name, weight in model.model.backbone.named_parameters():
+        if not model.is_aligner_key(name):
+            weights[name.replace(".base_layer.", ".")] = weight
+    for name, weight in sorted(weights.items()):
+        found.update(f"{name} {tuple(weight.shape)}".encode())
+        found.update(weight.detach().to(torch.bfloat16).cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return {"weights": found.hexdigest(), "rope": model.config.text_config.to_dict().get("rope_parameters")}
+
+
+def save_keys_values(
+    path: str | Path,
+    keys_values: torch.Tensor,
+    fingerprint: dict[str, Any],
+    base_model: dict[str, Any] | None = None,
+) -> None:
+    """Writes what was read of a passage as safetensors, whole or not at all.
+
+    Args:
+        path (`str` or `Path`): File to write; its folder exists.
+        keys_values (`torch.Tensor` of shape `(num_layers, 2, heads, num_slots, head_dim)`): From `read_passages`.
+        fingerprint (`dict`): What `shared_fingerprint` and `passage_fingerprint` return.
+        base_model (`dict`, *optional*): What `base_model_fingerprint` returns, for engines that read the file.
+    """
+    path, tensors = Path(path), {_NAME: keys_values.contiguous()}
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        metadata = {"format": FORMAT, "fingerprint": json.dumps(fingerprint), "payload": tensors_digest(tensors)}
+        metadata |= {} if base_model is None else {BASE_MODEL: json.dumps(base_model)}
+        save_file(tensors, temporary, metadata=metadata)
+        share_file(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def load_keys_values(
+    path: str | Path, fingerprint: dict[str, Any], config: PreTrainedConfig, device: str | torch.device = "cpu"
+) -> torch.Tensor:
+    """Reads what `save_keys_values` wrote.
+
+    Args:
+        path (`str` or `Path`): The file.
+        fingerprint (`dict`): That of the model, passage and prompt it will be used with.
+        config (`PreTrainedConfig`): The backbone's, `model.config.text_config`.
+        device (`str` or `torch.device`, defaults to `"cpu"`): Where the model is.
+
+    Raises:
+        `ValueError`: a file that is broken or of another kind, one with another fingerprint (the first field that
+            differs is named), or one that does not fit the backbone.
+    """
+    advice = "Use what it was made with, or delete the file to make a new one."
+    try:
+        # Read, not mapped: a process that reads a map of a file that another one cuts is killed.
+        content = Path(path).read_bytes()
+        tensors = load(content)
+        size = int.from_bytes(content[:8], "little")
+        metadata = json.loads(content[8 : 8 + size]).get("__metadata__") or {}
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"its format is {metadata.get('format')!r}; expected {FORMAT!r}")
+        if metadata.get("payload") != tensors_digest(tensors):
+            raise ValueError("its keys and values are not those that were saved")
+        if not isinstance(found := json.loads(metadata.get("fingerprint", "")), dict):
+            raise ValueError(f"its fingerprint is a {type(found).__name__}; expected an object")
+    except (SafetensorError, ValueError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}. Delete the file to make a new one.") from error
+    for name in [*fingerprint, *found]:
+        if found.get(name) != fingerprint.get(name):
+            raise ValueError(
+                f"The kept passage {path} was made with `{name}` {found.get(name)!r}; expected "
+                f"{fingerprint.get(name)!r}. {advice}"
+            )
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shape = shapes.get(_NAME, ())
+    if len(shapes) != 1 or len(shape) != 5 or shape != entry_shape(config, shape[3], tensors[_NAME].dtype):
+        raise ValueError(
+            f"{path} holds tensors of shapes {shapes}; the backbone {config.model_type} needs `{_NAME}` of shape "
+            f"{entry_shape(config, 1)}, for a slot. Load it with the backbone it was made for."
+        )
+    check_length(shape[3], f"The kept passage {path}", config)
+    return tensors[_NAME].to(device)
+
+
+# How slots may be chosen and refined for one call, other than as processor and model are configured.
+PREFIX_SETTINGS = {
+    "max_slots": int,
+    "tokens_per_slot": lambda rate: rate if rate == "segment" else int(rate),
+    "gate_mode": str,
+    "gate_threshold": float,
+    "max_refinement_steps": int,
+    "refinement_budget": float,
+}
+
+# Settings of the aligner that change no slot, or say only where weights are. Others count as changing them.
+_IRRELEVANT_SETTINGS = (
+    "answer_calibration",
+    "answerability_layers",
+    "answerability_threshold",
+    "answerability_uses_match",
+    "base_model_name_or_path",
+    "base_model_revision",
+    "context_token",
+    "digests",
+    "includes_base_model",
+    "initializer_range",
+    "lora_dropout",
+    "tie_word_embeddings",
+    "training_stage",
+)
+
+# Where two copies of a backbone's configuration may differ.
+_NOT_COMPUTED_WITH = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+
+
+def json_digest(value: Any) -> str:
+    """SHA-256 of anything that JSON can hold, and of other values by how they are printed."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def slot_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Those of an aligner's settings, its `text_config` a dictionary, that decide what its slots mean."""
+    known = ArcAlignerConfig.__annotations__
+    found = {name: value for name, value in settings.items() if name in known and name not in _IRRELEVANT_SETTINGS}
+    if found.get("lora_positions") == "slots":  # as in each cache from before there was another
+        del found["lora_positions"]
+    if isinstance(backbone := found.get("text_config"), dict):
+        found["text_config"] = {name: value for name, value in backbone.items() if name not in _NOT_COMPUTED_WITH}
+    return found
+
+
+def shared_fingerprint(model, processor, weights: dict[str, str], settings: dict | None = None) -> dict[str, Any]:
+    """All that decides the keys and values of any passage, as JSON: everything but its words and the text before it.
+
+    Args:
+        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): What reads passages.
+        weights (`dict`): Digests of all that is read for it, of `PassageCache.weights`.
+        settings (`dict`, *optional*): What was asked for instead of the configuration, of `canonical_settings`.
+    """
+    config = slot_settings(model.config.to_dict())
+    backbone = config.pop("text_config")
+    return {
+        **config,
+        **(settings or {}),
+        "backbone": json_digest(backbone),
+        **weights,
+        "encoder": processor.encoder_name_or_path,
+        "sentences_per_segment": processor.sentences_per_segment,
+        "spacy_model": processor.spacy_model,
+        "tokens_per_slot": (settings or {}).get("tokens_per_slot", processor.tokens_per_slot),
+        "context_words": processor.context_words,
+    }
+
+
+def passage_fingerprint(prompt_ids: Sequence[int], passages: Sequence | None) -> dict[str, Any]:
+    """The rest of what decides keys and values: the text before the slots, and the passages that are read together.
+
+    Args:
+        prompt_ids (`Sequence[int]`): The text before the slots.
+        passages (`Sequence`, *optional*):
+            Documents, each a string or `{"title", "text"}`, or [`GivenSlots`]. `None`: the text before the slots alone.
+    """
+    return {
+        "prompt": json_digest(list(prompt_ids)),
+        "passages": _passages_digest(passages or []),
+        "has_slots": passages is not None,
+    }
+
+
+def canonical_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of `PREFIX_SETTINGS` for one call, spelled in one way and without those that change nothing.
+
+    >>> canonical_settings({"max_slots": None, "gate_mode": None, "refinement_budget": 0})
+    {'gate_mode': 'off'}
+    """
+    settings = {name: value for name, value in settings.items() if value is not None}
+    check_gates(**{name: settings[name] for name in REFINEMENT_SETTINGS if name in settings})
+    settings = {name: PREFIX_SETTINGS[name](value) for name, value in settings.items()}  # as JSON has them
+    gate_mode, budget = normalize_budget(settings.get("gate_mode"), settings.get("refinement_budget"))
+    settings |= {"gate_mode": gate_mode, "refinement_budget": budget}
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _passages_digest(passages: Sequence) -> str:
+    if isinstance(passages, tuple):
+        return tensors_digest({str(i): tensor for i, tensor in enumerate(passages) if tensor is not None})
+    # Scores and ids of a retriever do not change how a passage is read.
+    return json_digest([[d.get("title"), d.get("text")] if isinstance(d, dict) else [None, d] for d in passages])
+
+
+class UnwatchableError(ValueError):
+    """Nobody can tell when a weight changes."""
+
+
+class _Read(NamedTuple):
+    """A weight as it was read."""
+
+    owner: nn.Module
+    attribute: str
+    weight: torch.Tensor
+    alias: torch.Tensor  # keeps the memory, so that no other weight gets its address
+    version: int
+
+    def is_current(self) -> bool:
+        weight = getattr(self.owner, self.attribute)
+        is_there = weight is self.weight and weight.data_ptr() == self.alias.data_ptr()
+        return is_there and _version(weight) == self.version
+
+
+def _version(weight: torch.Tensor) -> int:
+    """Grows with each write that PyTorch counts; those to weights of inference mode are not counted."""
+    return 0 if weight.is_inference() else weight._version
+
+
+class WatchedWeights:
+    """Digests of a module's weights. They are read again when one has moved, been replaced, or been written to by
+    PyTorch: by an optimizer, an operation in place, `load_state_dict`, `to`.
+
+    Nobody tells of writes through `.data`, a NumPy array or a pointer, nor of modules and hooks that are added or
+    replaced. Which of PEFT's adapters are on, and how they are scaled, is looked up.
+
+    Args:
+        module (`nn.Module`): Whose weights.
+        part_of (`Callable`): The part that a weight belongs to, by its name; each part has a digest.
+    """
+
+    def __init__(self, module: nn.Module, part_of: Callable[[str], str]):
+        self.module, self._part_of = module, part_of
+        self._layers = [each for each in module.modules() if isinstance(each, BaseTunerLayer)]
+        self._read: list[_Read] = []
+        self._adapters, self._digests = [], {}
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each part's names, types, shapes and values.
+
+        Raises:
+            `UnwatchableError`: a weight that cannot be watched, by its name.
+        """
+        adapters = [
+            (m.active_adapter, m.disable_adapters, *m.merged_adapters, *m.scaling.items()) for m in self._layers
+        ]
+        if self._digests and adapters == self._adapters and all(each.is_current() for each in self._read):
+            return self._digests
+        modules, found, parts, read = [], {}, {}, []
+        for prefix, module in self.module.named_modules():
+            if prefix == HEAD:  # it only reads: a new one changes nothing that is kept
+                continue
+            modules.append((prefix, type(module).__qualname__))
+            for name, weight in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                found.setdefault(id(weight), (f"{prefix}.{name}".lstrip("."), module, name, weight))  # tied ones once
+        for whole_name, _, _, weight in found.values():  # all of them before any is read
+            _check_watchable(whole_name, weight)
+        # The same weights in other classes, or with another adapter on, compute something else.
+        first = hashlib.sha256(repr((adapters, modules)).encode())
+        for whole_name, owner, name, weight in found.values():
+            read.append(_Read(owner, name, weight, weight.detach(), _version(weight)))
+            digest = hashlib.sha256(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).digest()
+            part = parts.setdefault(self._part_of(whole_name), first.copy())
+            part.update(f"{whole_name} {weight.dtype} {tuple(weight.shape)}".encode() + digest)
+        self._adapters, self._read = adapters, read
+        self._digests = {part: digest.hexdigest() for part, digest in parts.items()}
+        return self._digests
+
+
+def _check_watchable(name: str, weight: torch.Tensor) -> None:
+    if type(weight) not in (torch.Tensor, nn.Parameter) or weight.is_meta or weight.layout != torch.strided:
+        raise UnwatchableError(
+            f"The weight `{name}` is of type {type(weight).__name__} on {weight.device}; nobody can tell when such a "
+            "weight changes, so what is read of passages is not kept. Load the model whole and without quantization."
+        )

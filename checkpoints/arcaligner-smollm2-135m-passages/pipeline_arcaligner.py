@@ -1,0 +1,361 @@
+"""A question and its passages to an answer: the text-generation pipeline with context slots.
+
+Last of the flat files, in the order of the data flow:
+configuration -> processing (passages to slots) -> modeling (slots to logits) -> pipeline.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, TextGenerationPipeline
+from transformers.pipelines.text_generation import ReturnType
+from transformers.utils.chat_template_utils import Chat
+
+from .answering_arcaligner import READ_MORE, Answerer, reads_more
+from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, longest_prompt
+from .encoder_arcaligner import GivenSlots, pad_slots
+from .segmentation_arcaligner import LOADING, Segment, documents_of
+from .tokenization_arcaligner import check_conversation
+
+# Options of a call that go to the processor.
+_SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
+
+
+@dataclass
+class Row:
+    """What goes with an input through the pipeline, beside its padded ids."""
+
+    is_question: bool
+    slots: GivenSlots  # empty without slots
+    question: str | list[dict] = ""
+    passages: list = field(default_factory=list)  # those that are read, where they are known as texts
+    copied: list = field(default_factory=list)  # those that the answer may copy
+    trace: dict[str, Any] | None = None  # with `return_slots`: `segments` and `statistics`
+
+    @property
+    def has_slots(self) -> bool:
+        return len(self.slots.context_embeds) > 0
+
+
+class ArcAlignerPipeline(TextGenerationPipeline):
+    """
+    Answers questions from passages that are read as slots, at the checkpoint's rate by default.
+
+    Takes what the built-in pipeline takes, one or a list of:
+
+    - a chat, with `documents=` in the call; the passages go before the first user message;
+    - `{"question": str, "documents": [...]}` or `{"messages": chat, "documents": [...]}`; a row without `documents`
+      takes those of the call;
+    - a string, read as a question when the call has `documents=`, else as text to continue.
+
+    A document is a string or `{"title": str, "text": str}`; one of more than 360 tokens is cut into passages, and of
+    several passages the likeliest is read (`max_passages`). A chat without documents has no slots: the unchanged base
+    model answers it. A question with an empty list has the one slot that stands for "no passages". Unlike the built-in
+    pipeline, this one samples only when asked to.
+
+    Example:
+
+    ```python
+    >>> ask = pipeline("text-generation", model=path, trust_remote_code=True)
+    >>> ask({"question": "Who wrote it?", "documents": ["Ada wrote it."]}, return_slots=True)
+    [{'generated_text': 'Ada', 'segments': [...], 'trajectories': [...], 'statistics': {'tokens': 5, 'slots': 1, ...}}]
+    ```
+    """
+
+    _load_processor = True
+    # The processor's: two tokenizers would have two padding sides.
+    _load_tokenizer = False
+    _passages = None  # of `_scored`
+    _default_generation_config = GenerationConfig(max_new_tokens=256, do_sample=False)
+
+    def __init__(self, model, processor, tokenizer=None, **kwargs):
+        if processor.max_prompt_length is None:  # the checkpoint does not say
+            processor.max_prompt_length = longest_prompt(model.config.text_config)
+        super().__init__(model=model, processor=processor, tokenizer=tokenizer or processor.tokenizer, **kwargs)
+
+    @property
+    def _scored(self):
+        """The passages that were scored."""
+        with LOADING:
+            if self._passages is None:
+                self._passages = self.model.passage_cache(self.processor, max_bytes=2**28)
+            return self._passages
+
+    @property
+    def answerer(self) -> Answerer:
+        """What selects passages and answers, with the model and processor of now."""
+        return Answerer(self.model, self.processor, self._scored)
+
+    def check_model_type(self, supported_models):
+        super().check_model_type(["ArcAlignerForCausalLM"])
+
+    def __call__(self, text_inputs: Any, **kwargs):
+        """
+        Answers one or a list of inputs.
+
+        Args:
+            text_inputs (`str`, `dict`, chat or a list of one of them): See the class.
+            documents (`list`, *optional*): The passages of every input without its own.
+            return_slots (`bool`, *optional*, defaults to `False`): Adds what the passages became.
+            tokens_per_slot (`int` or `"segment"`, *optional*): Tokens of text for a slot. Default: the processor's.
+            max_slots (`int`, *optional*): Maximum number of slots per input, the first ones.
+            max_passages (`int`, *optional*):
+                Of more passages, only those that most likely answer are read, in their order: each is first asked
+                about by itself. See [`Answerer`]. What was read for this is kept, in at most 256 MiB, for asking
+                about these passages again. Default: 1, or all, uncut, where the aligner cannot tell.
+            min_confidence (`float`, *optional*):
+                Where it is less likely, from 0 to 1, that the passages answer the question, the answer becomes the
+                processor's `no_answer`. See [`AnsweringCall`]. Not with a `streamer`, which would be told the
+                answer, `return_tensors`, `guidance_scale`, prompt lookup or an assistant model.
+            copy_bonus (`float`, *optional*): How much answers in the words of the passages are preferred, see
+                [`PassageCopyLogitsProcessor`]; 0 writes freely. Default: the processor's.
+            sanitize_control_tokens (`bool`, defaults to `True`): Whether special tokens of texts are plain text.
+            kwargs (`dict`): As for the built-in pipeline: `batch_size`, `return_full_text`, `streamer`, options of
+                `generate`, among them `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget`.
+
+        Returns:
+            As the built-in pipeline: for each input a list with a dictionary for each sequence.
+
+            - **generated_text** (`str` or chat) -- The answer to a question; a chat with the answer appended, or with
+              `return_full_text=False` the answer only. With `return_slots` also:
+            - **segments** (`list[dict]`) -- What each slot stands for: `document`, `start`, `end` (characters), `text`.
+            - **trajectories** (`list[list[str]]`) -- For each layer and slot the passes taken.
+            - **statistics** (`dict`) -- `tokens` of the passages, `slots` and `compression_rate`, the measured tokens
+              per slot; with `max_slots`, how many segments are `dropped`;
+              `answerability`, how likely it is that the passages answer, and `answer_likelihood`, how likely the
+              answer is right, where these were fitted, the second one of a greedy answer that was not refused; where
+              `max_passages` left some out, `passage_answerabilities`, that of each document with a text, by its
+              number. `confidence` and `passage_confidences` are their names in 0.2, which go in the next release.
+        """
+        if isinstance(text_inputs, list | tuple) and not text_inputs:
+            raise ValueError("The list of inputs is empty; expected a chat, a string or a question with its passages.")
+        return super().__call__(text_inputs, **kwargs)
+
+    def _sanitize_parameters(
+        self,
+        return_slots: bool | None = None,
+        min_confidence: float | None = None,
+        max_passages: int | None = None,
+        copy_bonus: float | None = None,
+        **kwargs,
+    ):
+        given = {name: kwargs.pop(name, None) for name in _SLOT_OPTIONS} | {"return_slots": return_slots}
+        preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
+        preprocess |= {name: value for name, value in given.items() if value is not None}
+        if any(each is not None for each in (max_passages, min_confidence, copy_bonus)):
+            self.answerer.check(max_passages=max_passages, min_confidence=min_confidence, copy_bonus=copy_bonus)
+        given = {"return_slots": return_slots, "copy_bonus": copy_bonus}
+        forward |= {name: value for name, value in given.items() if value is not None}
+        if max_passages is not None:
+            preprocess["max_passages"] = max_passages
+        preprocess |= {name: kwargs[name] for name in REFINEMENT_SETTINGS if name in kwargs}  # to ask about passages
+        if min_confidence is not None:
+            if given := [name for name in ("streamer", "return_tensors") if kwargs.get(name)]:
+                raise ValueError(f"`min_confidence` is set, but not possible with `{given[0]}`. Leave one out.")
+            forward["min_confidence"] = postprocess["min_confidence"] = min_confidence
+        return preprocess, forward, postprocess
+
+    def preprocess(
+        self,
+        prompt_text: str | dict | Chat,
+        documents: list | None = None,
+        return_slots: bool = False,
+        max_passages: int | None = None,
+        **kwargs,
+    ) -> dict[str, Any]:
+        """`input_ids`, `attention_mask` (1, seq_len) and, in `row`, what is not padded."""
+        slots, gates = ({n: kwargs.pop(n) for n in own if n in kwargs} for own in (_SLOT_OPTIONS, REFINEMENT_SETTINGS))
+        prompt, documents, is_question = _read_input(prompt_text, documents)
+        chat = Chat([{"role": "user", "content": prompt}]) if is_question else prompt
+        given = [] if documents is None else documents_of(documents, "`documents` of row 0")
+        answerer = self.answerer
+        passages, read = answerer.cut(given)
+        if isinstance(prompt, Chat):
+            check_conversation(prompt.messages)
+        scores, texts = None, {}
+        if isinstance(prompt, str) and not is_question:
+            encoded = super().preprocess(prompt, **kwargs)
+        else:
+            asked = chat if is_question and self.processor.chat_template is not None else prompt
+            template = {name: kwargs.pop(name, None) for name in ("continue_final_message", "tools")}
+            if isinstance(asked, Chat) and template["continue_final_message"] is None:
+                template["continue_final_message"] = asked.messages[-1]["role"] == "assistant"
+            template["add_generation_prompt"] = not template["continue_final_message"]
+            slots.setdefault("sanitize_control_tokens", True)
+            messages = asked.messages if isinstance(asked, Chat) else asked
+            options = slots | template | gates
+            numbers, scores = _choose(answerer, messages, passages, read, max_passages, options)
+            read, passages = [read[number] for number in numbers], [passages[number] for number in numbers]
+            texts = {
+                "question": messages,
+                "passages": passages if slots.get("max_slots") is None else [],  # else some texts may not be read
+                "copied": [] if template["continue_final_message"] else passages,  # else an answer has begun
+            }
+            slots |= {"documents": None if documents is None else passages, "return_segments": return_slots}
+            encoded = self._encode(asked, slots | {"return_tensors": "pt"}, template, **kwargs)
+        slots = [encoded[name][0] if name in encoded else None for name in GivenSlots._fields]
+        if slots[0] is None:
+            slots[0] = torch.zeros(0, self.model.config.encoder_hidden_size)
+        row = Row(is_question, GivenSlots(*slots), **texts)
+        if return_slots:
+            row.trace = _trace_of(encoded, read, scores)
+        return {name: encoded[name] for name in ("input_ids", "attention_mask")} | {"row": row, "prompt_text": chat}
+
+    def _encode(
+        self,
+        prompt: str | Chat,
+        slots: dict[str, Any],
+        template: dict[str, Any],
+        truncation: bool | str | None = None,
+        padding: bool | str | None = None,
+        max_length: int | None = None,
+        tokenizer_encode_kwargs: dict | None = None,
+        **generate_kwargs,
+    ) -> dict[str, Any]:
+        """Runs the processor on a chat or, without a chat template, on a question."""
+        options = {"truncation": truncation, "padding": padding, "max_length": max_length}
+        options = {name: value for name, value in options.items() if value is not None}
+        options |= tokenizer_encode_kwargs or {}
+        if isinstance(prompt, str):
+            return self.processor(text=prompt, **slots, **options)
+        asked = {"tokenize": True, "return_dict": True, "processor_kwargs": options}
+        return self.processor.apply_chat_template(prompt.messages, **asked, **template, **slots)
+
+    def _forward(
+        self,
+        model_inputs: dict,
+        return_slots: bool = False,
+        min_confidence: float | None = None,
+        copy_bonus: float | None = None,
+        **generate_kwargs,
+    ) -> dict:
+        row = model_inputs.pop("row")
+        rows = row if isinstance(row, list) else [row]  # a list when it comes from a batch
+        slots = {name: each.to(self.model.device) for name, each in pad_slots([each.slots for each in rows]).items()}
+        config = generate_kwargs.get("generation_config") or self.model.generation_config
+        may_score = not reads_more(generate_kwargs, config)
+        if min_confidence is not None and not may_score:
+            raise ValueError(f"`min_confidence` is set, but not possible with any of {', '.join(READ_MORE)}.")
+        scores = bool(slots) and may_score and (min_confidence is not None or return_slots)
+        call = self.answerer.answer(
+            [each.question for each in rows],
+            [each.passages for each in rows],
+            copied=[each.copied for each in rows],
+            copy_bonus=copy_bonus,
+            scores=scores,
+            traces=return_slots,
+        )
+        outputs = super()._forward(model_inputs, **slots, **call.options(generate_kwargs))
+        if call.answerability is not None:
+            outputs["answerability"] = call.answerability
+        if call.answer_likelihood is not None:
+            outputs["answer_likelihood"] = call.answer_likelihood
+        if call.recursion_depth is not None:
+            outputs["recursion_depth"] = call.recursion_depth
+        return outputs | {"row": row}
+
+    def postprocess(
+        self,
+        model_outputs: dict,
+        return_type: ReturnType | None = None,
+        min_confidence: float | None = None,
+        **kwargs,
+    ) -> list[dict[str, Any]]:
+        row = model_outputs.pop("row")
+        depth = model_outputs.pop("recursion_depth", None)  # (1, num_layers, max_slots)
+        if return_type is None:
+            return_type = ReturnType.NEW_TEXT if row.is_question else ReturnType.FULL_TEXT
+        sure, likelihood = (model_outputs.pop(name, [None])[0] for name in ("answerability", "answer_likelihood"))
+        records = super().postprocess(model_outputs, return_type=return_type, **kwargs)
+        is_refused = min_confidence is not None and row.has_slots and sure < min_confidence
+        if is_refused:
+            for record in records:  # a text, or a chat whose last message is the answer
+                answer = record["generated_text"]
+                if isinstance(answer, str):
+                    record["generated_text"] = self.processor.no_answer
+                else:
+                    answer[-1]["content"] = self.processor.no_answer
+        if row.trace is None:
+            return records
+        statistics, num_slots = row.trace["statistics"], row.trace["statistics"]["slots"]
+        if sure is not None and row.has_slots:
+            statistics = statistics | {"answerability": sure.item(), "confidence": sure.item()}
+            if likelihood is not None and not is_refused:
+                statistics["answer_likelihood"] = likelihood.item()
+        layers = depth[0, :, :num_slots].tolist() if num_slots else []
+        trajectories = [[format_trajectory(each) for each in layer] for layer in layers]
+        trace = {"segments": row.trace["segments"], "trajectories": trajectories, "statistics": statistics}
+        return [record | trace for record in records]
+
+    def save_pretrained(self, save_directory: str, **kwargs):
+        """Writes model, code and processor, for `pipeline(model=save_directory)` to load."""
+        self.model.save_pretrained(save_directory, **kwargs)
+        self.processor.save_pretrained(save_directory)
+
+
+def _choose(
+    answerer: Answerer,
+    asked: str | list,
+    passages: list,
+    pieces: list[Segment],
+    max_passages: int | None,
+    options: dict,
+) -> tuple[Sequence[int], dict[int, float] | None]:
+    """The numbers of the passages to read and, where some are left out, of each document the highest answerability."""
+    (selection,) = answerer.select([asked], [passages], max_passages, **options)
+    if (scores := selection.scores) is None:
+        return selection.numbers, None
+    surest = sorted(scores, key=lambda number: scores[number].answerability)  # of a document's the last one counts
+    return selection.numbers, {pieces[number].document: scores[number].answerability for number in surest}
+
+
+def _trace_of(encoded: dict, read: Sequence[Segment], scores: dict[int, float] | None) -> dict[str, Any]:
+    """What the slots of an input stand for: `read` is what is read of which document, `scores` the answerability of
+    each."""
+    segments = encoded.get("segments", [[]])[0]
+    no_slots = {"tokens": 0, "slots": 0, "compression_rate": None}
+    statistics = encoded.get("statistics", [no_slots])[0]
+    if scores is not None:
+        statistics |= dict.fromkeys(("passage_answerabilities", "passage_confidences"), dict(sorted(scores.items())))
+    return {"segments": [asdict(each.of_document(read[each.document])) for each in segments], "statistics": statistics}
+
+
+def _read_input(given: Any, documents: list | None) -> tuple[str | Chat, list | None, bool]:
+    """An input as (prompt, its documents or `None` for no slots, whether it is a question)."""
+    if isinstance(given, dict):
+        documents = given.get("documents", documents)
+        others = ", ".join(f"`{key}`" for key in given if key not in ("question", "messages", "documents"))
+        if documents is None and ("question" in given or (others and "messages" in given)):
+            raise ValueError(  # passages under another name would be ignored
+                f"A row has no `documents`{others and f' but {others}'}. Passages go in `documents`, a list of strings "
+                'or {"title", "text"}; an empty list asks without any.'
+            )
+    if isinstance(given, dict) and "messages" in given:
+        if not isinstance(given["messages"], list | tuple):
+            raise ValueError(f"`messages` is {given['messages']!r}; expected a list of messages.")
+        return Chat(given["messages"]), documents, False
+    if isinstance(given, dict) and isinstance(given.get("question"), str):
+        return given["question"], documents, True
+    if isinstance(given, str):
+        return given, documents, documents is not None
+    if isinstance(given, Chat):
+        return given, documents, False
+    found = type(given).__name__
+    if isinstance(given, dict):
+        found = ", ".join(f"`{key}` of type {type(value).__name__}" for key, value in given.items())
+    raise ValueError(
+        'Expected a chat, a string or {"question": str, "documents": [...]}, one or a list of one of them (of a data '
+        f"set `list(dataset)`); got {found}."
+    )
+
+
+def format_trajectory(depth: int) -> str:
+    """Passes of a slot through a layer as the paper's case studies write them, one `L` for each; `depth` is an
+    entry of `recursion_depth`.
+
+    >>> [format_trajectory(depth) for depth in (0, 1, 2)]
+    ['L0.', 'LL', 'LLL']
+    """
+    return "L0." if depth == 0 else "L" * (depth + 1)

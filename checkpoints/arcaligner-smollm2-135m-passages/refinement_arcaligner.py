@@ -1,0 +1,473 @@
+"""The sparse form of a refinement step (Eq. 6): which rows a layer computes again, what they attend to, what it costs.
+
+A step applies layer `l` to its own output. Only slots with an open gate change, so a step needs
+
+    queries           of these slots (of all slots in training, and where nearly all gates are open)
+    keys and values   of the text before the last slot and of the other slots, once from the layer's output, and of the
+                      slots that change, afresh
+
+The layer gets a stand-in for the cache: it writes the slots' keys and values to it and gets all of them back. The real
+cache holds the mandatory pass only and is never touched. Where all slots are computed and there is little text before
+them, the whole prefix runs instead. With `refinement_budget=0.1` all of it takes at most 10 % of the operations of the
+slot prefix's prefill, spent layer by layer.
+
+Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .attention_arcaligner import CACHE, ROW_KERNELS, SlotRows, SlotStates, take_rows
+from .configuration_arcaligner import ArcAlignerConfig, normalize_budget
+
+
+class StepRows(NamedTuple):
+    """The rows of a refinement step of one layer: those it computes and those it only reads."""
+
+    slot_positions: torch.Tensor  # (batch, width), slots that are computed, -1 padding
+    fixed_positions: torch.Tensor  # (batch, max_fixed), before the row's last slot, -1 padding
+    fixed_slots: torch.Tensor | None  # flat indices into (batch * max_fixed) that carry LoRA; None where all is text
+
+
+class StepInputs(NamedTuple):
+    """Rows of a step, and the keyword arguments that replace the layer's own for them."""
+
+    rows: StepRows
+    for_slots: dict[str, Any]
+    for_fixed: dict[str, Any]
+
+
+def open_slots_plan(rows: SlotRows, cells: torch.Tensor, is_taken: torch.Tensor) -> StepRows:
+    """A step that computes the slots in `cells` (batch, width) where `is_taken`, and reads the others like text."""
+    max_text, max_slots = rows.text_positions.shape[1], rows.slot_positions.shape[1]
+    # A cell that only fills its row up keeps its place among the others: it is read there and not computed.
+    filler = rows.slot_positions.gather(1, cells).masked_fill(is_taken, -1)
+    others = rows.slot_positions.scatter(1, cells, filler)  # (batch, max_slots), -1 where taken
+    batch_index = rows.slot_cells // max_slots
+    return StepRows(
+        slot_positions=rows.slot_positions.gather(1, cells).masked_fill(~is_taken, -1),
+        fixed_positions=torch.cat([rows.text_positions, others], dim=1),
+        fixed_slots=rows.slot_cells + (batch_index + 1) * max_text,  # those of all slots: masked ones do no harm
+    )
+
+
+def step_inputs(rows: StepRows, kwargs: dict[str, Any], dtype: torch.dtype) -> StepInputs:
+    """The inputs of a step with these `rows`, for a layer that was called with `kwargs`."""
+    mask = refinement_mask(kwargs["attention_mask"], rows, dtype)
+    return StepInputs(
+        rows=rows,
+        for_slots=gather_rotary(kwargs, rows.slot_positions) | {"attention_mask": mask, "use_cache": False},
+        for_fixed=gather_rotary(kwargs, rows.fixed_positions) | {"attention_mask": None, "use_cache": False},
+    )
+
+
+def gather_rotary(kwargs: dict[str, Any], positions: torch.Tensor) -> dict[str, Any]:
+    """Rotary angles and position ids of the rows at `positions` (batch, rows)."""
+    cos, sin = kwargs["position_embeddings"]
+    picked = {"position_embeddings": (take_rows(cos, positions), take_rows(sin, positions))}
+    if kwargs.get("position_ids") is not None:
+        picked["position_ids"] = take_rows(kwargs["position_ids"][:, :, None], positions)[:, :, 0]
+    return picked
+
+
+def prefix_inputs(length: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments that replace those of a layer, called with `kwargs`, for its first `length` positions."""
+    cos, sin = kwargs["position_embeddings"]
+    taken = {"position_embeddings": (cos[:, :length], sin[:, :length]), "use_cache": False, CACHE: None}
+    if kwargs.get("position_ids") is not None:
+        taken["position_ids"] = kwargs["position_ids"][:, :length]
+    if (mask := kwargs["attention_mask"]) is not None:
+        taken["attention_mask"] = mask[:, :length] if mask.dim() == 2 else mask[..., :length, :length]
+    return taken
+
+
+class SharedStepInputs:
+    """Inputs of a step of all slots, made once per forward for all layers with the same mask and rotary angles.
+
+    Backbones have layers of one or two kinds, so the last two are kept: where each layer gets copies of its own, as
+    with weights on several devices, nothing is shared and no more is held.
+    """
+
+    def __init__(self):
+        # With what they were made of: a tensor that is gone could give its identity to another.
+        self._made: list[tuple[torch.Tensor | None, torch.Tensor, Any]] = []
+
+    def get(self, kwargs: dict[str, Any], make: Callable[[], Any]) -> Any:
+        """What `make` gives for a layer that was called with `kwargs`."""
+        if torch.compiler.is_compiling():
+            return make()
+        mask, cosines = kwargs["attention_mask"], kwargs["position_embeddings"][0]
+        for made_mask, made_cosines, inputs in self._made:
+            if made_mask is mask and made_cosines is cosines:
+                return inputs
+        inputs = make()
+        self._made = [*self._made[-1:], (mask, cosines, inputs)]
+        return inputs
+
+
+def refinement_mask(attention_mask: torch.Tensor | None, rows: StepRows, dtype: torch.dtype) -> torch.Tensor:
+    """What each slot of a step may read: the text and the slots that the layer's own mask shows it.
+
+    Args:
+        attention_mask: The layer's mask, (batch or 1, 1, seq_len, kv_len), boolean or additive; `None` means causal.
+        rows (`StepRows`): Rows of the step.
+        dtype (`torch.dtype`): The dtype of the hidden states, for an additive mask.
+
+    Returns:
+        `torch.Tensor` of shape `(batch, 1, width, max_fixed + width)`, of the kind that was given.
+    """
+    queries = rows.slot_positions  # (batch, width)
+    keys = torch.cat([rows.fixed_positions, rows.slot_positions], dim=1)  # (batch, max_fixed + width)
+    num_queries, num_keys = queries.shape[1], keys.shape[1]
+    real_keys = (keys >= 0)[:, None, None, :]
+    # A row that is no slot (padding) reads itself, so that its softmax has something to sum over.
+    own_key = torch.eye(num_queries, dtype=torch.bool, device=keys.device)
+    own_key = torch.nn.functional.pad(own_key, (num_keys - num_queries, 0)) & (queries < 0)[:, None, :, None]
+    if attention_mask is None:
+        return ((keys[:, None, None, :] <= queries[:, None, :, None]) & real_keys) | own_key
+    mask = take_rows(attention_mask[:, 0], queries)  # (batch, width, kv_len)
+    columns = keys.clamp(min=0)[:, None, :].expand(-1, num_queries, -1)
+    mask = mask.gather(2, columns)[:, None]  # (batch, 1, width, max_fixed + width)
+    if mask.dtype == torch.bool:
+        return (mask & real_keys) | own_key
+    return mask.masked_fill(~real_keys, torch.finfo(dtype).min).masked_fill(own_key, 0.0)
+
+
+class KeysValuesComplete(Exception):  # noqa: N818 - nothing went wrong, the rest of the layer is just not needed
+    """Ends a layer's forward as soon as its keys and values are known."""
+
+
+class KeysValuesRecorder:
+    """Stands in for the cache to learn a layer's keys and values of fixed rows: (batch, heads, max_fixed, head_dim)."""
+
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs):
+        self.keys, self.values = keys, values
+        if torch.compiler.is_compiling():
+            return keys, values  # it cannot trace an exception, and drops the rest of the layer, which nothing reads
+        raise KeysValuesComplete
+
+
+class RefinementKeysValues:
+    """Stands in for the cache in a refinement step: slots read the fixed rows' keys and values, then their own."""
+
+    def __init__(self, keys: torch.Tensor | None, values: torch.Tensor | None):
+        self.keys, self.values = keys, values
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs):
+        if self.keys is None:
+            return keys, values
+        return torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+
+
+class LayerKeysValues:
+    """Stands in for the cache in compiled code: the part of one layer, independent of its index."""
+
+    def __init__(self, layer: CacheLayerMixin):
+        self.layer = layer
+
+    @staticmethod
+    def fits(cache: Cache | None, layer_idx: int) -> bool:
+        """Whether the layer's part of `cache`, if there is one, can be written to by itself and by compiled code."""
+        if cache is None:
+            return True
+        if cache.offloading or len(cache) <= layer_idx:
+            return False
+        layer = cache.layers[layer_idx]
+        # A static layer that compiled code lays out would have no fixed address for CUDA graphs.
+        return layer.is_initialized or not layer.is_compileable
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs):
+        return self.layer.update(keys, values, *args, **kwargs)
+
+
+# What a layer costs
+class LayerCost(NamedTuple):
+    """Operations of one decoder layer; the methods take counts or tensors of them."""
+
+    linears: int  # for one row, without LoRA
+    lora: int  # for one slot
+    keys_values: int  # for the keys and values of one row; an upper bound
+    keys_values_lora: int  # for one slot
+    key: int  # for the attention of one row to one key
+    gate: int  # for one slot
+
+    def of_prefill(self, num_text, num_slots):
+        """The cost of a slot prefix with the gates off: `num_text` rows of text and `num_slots` slots."""
+        length = num_text + num_slots
+        return self.linears * length + self.lora * num_slots + self.key * length * length // 2
+
+    def of_keys_values(self, num_text, num_slots):
+        """The cost of the keys and values of a slot prefix, paid once before a layer's first step."""
+        return self.keys_values * (num_text + num_slots) + self.keys_values_lora * num_slots
+
+    def of_slot_pass(self, num_text, num_slots):
+        """The cost of another pass of one slot through the layer. It attends to the prefix and to the other slots."""
+        return self.linears + self.lora + self.key * (num_text + 2 * num_slots)
+
+
+def count_layer_cost(layer: nn.Module, text_config: PreTrainedConfig) -> LayerCost:
+    """The cost of a decoder layer as `add_slots_to_layer` leaves it, from the sizes of its linears."""
+    counts = dict.fromkeys(LayerCost._fields, 0)
+    for name, module in layer.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        flops = 2 * module.in_features * module.out_features
+        if name.startswith("slot_gate."):
+            counts["gate"] += flops
+            continue
+        lora = ".lora_A." in name or ".lora_B." in name
+        counts["lora" if lora else "linears"] += flops
+        # These come after keys and values. Any other linear is counted as if it came before.
+        if "mlp" not in name and "o_proj" not in name:
+            counts["keys_values_lora" if lora else "keys_values"] += flops
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    counts["key"] = 4 * text_config.num_attention_heads * head_dim
+    return LayerCost(**counts)
+
+
+# Settings, and a budget of operations
+
+
+# Far more than any prompt takes, and the sum of two is still an int64.
+_MOST_FLOPS = 2.0**61
+
+
+class RefinementBudget:
+    """The operations that each row of one forward may still spend on refinement, layer by layer.
+
+    Args:
+        share (`float`): Share of the operations of the prefill of a row's slot prefix, at least 0.
+        costs (`list[LayerCost]`): The costs of all layers.
+        rows ([`SlotRows`]): The slots of the forward.
+        asks_gates (`bool`): Whether gates are computed.
+    """
+
+    def __init__(self, share: float, costs: list[LayerCost], rows: SlotRows, asks_gates: bool):
+        # Whole numbers on the host: float32 on the device would round the operations of a large model.
+        sizes = zip(*(size.tolist() for size in rows.sizes()), strict=True)
+        prefills = [sum(cost.of_prefill(*size) for cost in costs) for size in sizes]
+        shares = [int(min(share * prefill, _MOST_FLOPS)) for prefill in prefills]
+        self.remaining = torch.tensor(shares, device=rows.slot_positions.device)  # (batch,)
+        self.asks_gates = asks_gates
+        self._is_spent = False  # kept here, so that the device is not asked again
+
+    def pay_gates(self, cost: LayerCost, num_asked: torch.Tensor) -> bool:
+        """Pays for the gates of `num_asked` slots (batch,). Returns whether a row has anything left."""
+        if self._is_spent:
+            return False
+        remaining = self.remaining.to(num_asked.device)
+        price = num_asked * (cost.gate if self.asks_gates else 0)
+        self.remaining = torch.where(remaining >= price, remaining - price, 0)
+        self._is_spent = not bool(self.remaining.any())
+        return not self._is_spent
+
+    def take_slots(
+        self, gate_prob: torch.Tensor, gate_open: torch.Tensor, cost: LayerCost, rows: SlotRows
+    ) -> torch.Tensor:
+        """The open slots (batch, max_slots) that a row can pay a first step for: by probability, then by position."""
+        once, per_slot = cost.of_keys_values(*rows.sizes()), cost.of_slot_pass(*rows.sizes())
+        wanted = gate_open.sum(dim=1)
+        affordable = torch.div(self.remaining - once, per_slot, rounding_mode="floor").clamp(min=0)
+        taken = torch.minimum(wanted, affordable)
+        paid = torch.where(taken > 0, once + taken * per_slot, 0)
+        # What cannot be paid in full ends the row's refinement: so a larger budget does all that a smaller one does.
+        self.remaining = torch.where(taken < wanted, 0, self.remaining - paid)
+        order = gate_prob.masked_fill(~gate_open, -1.0).argsort(dim=1, descending=True, stable=True)
+        return gate_open & (order.argsort(dim=1) < taken[:, None])  # the order of an order is each slot's rank
+
+    def take_step(
+        self, gate_open: torch.Tensor, is_taken: torch.Tensor, cost: LayerCost, rows: SlotRows
+    ) -> torch.Tensor:
+        """The slots (batch, width) that are still open, where a row can pay another step of all that are taken."""
+        price = torch.where(gate_open.any(dim=1), is_taken.sum(dim=1) * cost.of_slot_pass(*rows.sizes()), 0)
+        affords = self.remaining >= price
+        self.remaining = torch.where(affords, self.remaining - price, 0)
+        return gate_open & affords[:, None]
+
+
+@dataclass(frozen=True)
+class RefinementSettings:
+    """The settings of one forward."""
+
+    gate_mode: str
+    gate_threshold: float
+    max_refinement_steps: int
+    budget: RefinementBudget | None
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether each slot takes each step: no gate is asked, nothing is paid for."""
+        return self.gate_mode == "always" and self.budget is None
+
+
+def resolve_settings(
+    config: ArcAlignerConfig,
+    costs: list[LayerCost],
+    rows: SlotRows,
+    training: bool,
+    gate_mode: str | None,
+    gate_threshold: float | None,
+    max_refinement_steps: int | None,
+    refinement_budget: float | None,
+) -> RefinementSettings:
+    """The settings of a forward: the given ones, which are checked already, otherwise the configuration's.
+
+    Raises:
+        `ValueError`: a budget in training, or with an attention kernel that computes slots all or none.
+    """
+    gate_mode, refinement_budget = normalize_budget(gate_mode or config.gate_mode, refinement_budget)
+    budget = None
+    if refinement_budget is not None:
+        if training:
+            raise ValueError(
+                f"`refinement_budget` is {refinement_budget} in training, where every slot takes every step for the "
+                "gradients of the gates. Call `model.eval()`, or leave it out."
+            )
+        if (kernel := config.text_config._attn_implementation) not in ROW_KERNELS:
+            raise ValueError(
+                f"`refinement_budget` is {refinement_budget}, but attention `{kernel}` can only refine the whole "
+                f"prefix at once. Load the model with `attn_implementation` {' or '.join(ROW_KERNELS)}."
+            )
+        budget = RefinementBudget(refinement_budget, costs, rows, asks_gates=gate_mode != "always")
+    steps = config.max_refinement_steps if max_refinement_steps is None else max_refinement_steps
+    return RefinementSettings(gate_mode, gate_threshold or config.gate_threshold, steps, budget)
+
+
+# Steps of a layer
+class RecordedDepths:
+    """Refinement steps of slots. Layers return hidden states only, so they write their steps here. Not a dictionary
+    itself: hooks that move a layer's inputs to its device would copy it."""
+
+    def __init__(self):
+        self.by_layer: dict[int, torch.Tensor] = {}  # each (batch, max_slots)
+
+
+class Slots(NamedTuple):
+    """All that the layers of one forward know about its slots, as one keyword argument, which gradient checkpointing
+    passes again when it repeats a layer."""
+
+    rows: SlotRows
+    settings: RefinementSettings
+    depths: RecordedDepths
+    shared_inputs: SharedStepInputs
+
+    def stacked_depths(self, num_layers: int) -> torch.LongTensor:
+        """Depths of the layers that refined, 0 for the others -> (batch, num_layers, max_slots), -1 without a slot."""
+        none = torch.zeros_like(self.rows.slot_positions)
+        depths = [self.depths.by_layer.get(layer_idx, none).to(none.device) for layer_idx in range(num_layers)]
+        return torch.stack(depths, dim=1).masked_fill(self.rows.slot_positions[:, None, :] < 0, -1)
+
+
+# If at least this share of the slots is open, a step computes all of them.
+DENSE_STEP_SHARE = 7 / 8
+
+# The layer for the rows of a step (`None`: all slots), as a function of their states (batch, width, hidden).
+SlotPass = Callable[[StepRows | None], Callable[[torch.Tensor], torch.Tensor]]
+
+
+class AllSlotsSteps:
+    """Steps of one layer that compute every slot: in training, where the gradient of a closed gate needs its candidate
+    (Eq. 7), and in compiled code, whose operations may not depend on what the gates decide."""
+
+    def __init__(self, layer, hidden: SlotStates, slots: Slots, slot_pass: SlotPass):
+        self.layer, self.hidden, self.slots = layer, hidden, slots
+        self.reapply = slot_pass(None)  # prepared once for all steps: what they read does not change
+        self.depth = torch.zeros_like(slots.rows.slot_positions)  # (batch, max_slots)
+
+    def can_ask(self) -> bool:
+        """Whether gates may be asked: always, no budget goes with this."""
+        return True
+
+    def narrow(self, states: torch.Tensor, gate: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All slots are computed; counts those that are open."""
+        rows, is_open = self.slots.rows, prob >= self.slots.settings.gate_threshold  # (batch, max_slots, 1)
+        if not self.layer.training:  # compiled: the slots that are refined otherwise, too
+            gate = is_open = is_open & rows.refinable(self.layer.is_last)[:, :, None]
+        self.depth = self.depth + (is_open[:, :, 0] & rows.is_slot)
+        return states, gate
+
+    def write_back(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Eq. 9, and the steps that each slot took (batch, max_slots)."""
+        return self.hidden.with_slots(states), self.depth
+
+
+class OpenSlotsSteps:
+    """Steps of one layer at inference: of the slots whose gate is open after the mandatory pass. That is exact, since a
+    closed gate reads an unchanged slot and stays closed. Where nearly all are open, a step computes the others too."""
+
+    def __init__(self, layer, hidden: SlotStates, slots: Slots, slot_pass: SlotPass):
+        self.layer, self.hidden, self.slots, self._slot_pass = layer, hidden, slots, slot_pass
+        self.is_taken = slots.rows.refinable(layer.is_last)  # (batch, width), all slots at first
+        self.cells: torch.Tensor | None = None  # (batch, width), which slots are computed; None for all
+        self.depth: torch.Tensor | None = None  # (batch, width), once a slot is open
+
+    def _asked(self) -> torch.Tensor:
+        """Slots (batch, width) whose gates are asked: a row in which all have closed is done."""
+        return self.is_taken if self.depth is None else self.is_taken & self.is_open.any(dim=1, keepdim=True)
+
+    def can_ask(self) -> bool:
+        """Whether a row can pay for its gates; without a budget it can."""
+        budget = self.slots.settings.budget
+        return budget is None or budget.pay_gates(self.layer.slot_cost, self._asked().sum(dim=1))
+
+    def narrow(
+        self, states: torch.Tensor, gate: torch.Tensor, prob: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """States and gates of the slots that are computed, (batch, width, ...); no gates where none is open."""
+        settings, rows, cost = self.slots.settings, self.slots.rows, self.layer.slot_cost
+        budget, is_first = settings.budget, self.depth is None
+        self.is_open = gate[:, :, 0] & self._asked()
+        if budget is not None and is_first:
+            self.is_open = budget.take_slots(prob[:, :, 0], self.is_open, cost, rows)
+        elif budget is not None:
+            self.is_open = budget.take_step(self.is_open, self.is_taken, cost, rows)
+        # Where each slot takes each step the host knows, and does not wait for the device.
+        if not settings.takes_all and not bool(self.is_open.any()):
+            return states, None
+        if is_first:
+            states = self._lay_out(states)
+        self.depth = self.depth + self.is_open
+        return states, self.is_open[:, :, None]
+
+    def _lay_out(self, states: torch.Tensor) -> torch.Tensor:
+        """Decides which slots the steps compute, and gives their states (batch, width, hidden)."""
+        step_rows, width = None, self._width(self.is_open)
+        if width < self.is_open.shape[1]:
+            # Open ones first, in their order. Rows with fewer are filled up: a batch needs one width.
+            self.cells = (~self.is_open).to(torch.int8).argsort(dim=1, stable=True)[:, :width]  # (batch, width)
+            self.is_open = self.is_open.gather(1, self.cells)
+            step_rows = open_slots_plan(self.slots.rows, self.cells, self.is_open)
+            states = take_rows(states, self.cells)
+        # From here on nothing opens again: the steps that follow are among these slots.
+        self.is_taken, self.depth = self.is_open, torch.zeros_like(self.is_open, dtype=torch.long)
+        self.reapply = self._slot_pass(step_rows)
+        return states
+
+    def _width(self, gate_open: torch.Tensor) -> int:
+        """Slots of a row that a step computes: the open ones (batch, max_slots) of the fullest row, or all."""
+        max_slots, settings = gate_open.shape[1], self.slots.settings
+        has_choice = self.layer.arcaligner_config.text_config._attn_implementation in ROW_KERNELS
+        if settings.takes_all or not has_choice:
+            return max_slots  # known without reading the gates, which would make the host wait
+        width = int(gate_open.sum(dim=1).max())
+        # Without a budget, a few closed slots are computed too: cheaper than to read each of them like text.
+        return max_slots if settings.budget is None and width >= DENSE_STEP_SHARE * max_slots else width
+
+    def write_back(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Eq. 9, and the steps that each slot took (batch, max_slots), if any took one."""
+        depth = self.depth
+        if depth is None:
+            return self.hidden.hidden_states, None
+        if self.cells is not None:  # slots that were not computed keep the mandatory pass
+            states = self.hidden.slots().scatter(1, self.cells[:, :, None].expand_as(states), states)
+            depth = torch.zeros_like(self.slots.rows.slot_positions).scatter(1, self.cells, depth)
+        return self.hidden.with_slots(states), depth

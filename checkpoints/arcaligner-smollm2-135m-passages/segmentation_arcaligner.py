@@ -1,0 +1,469 @@
+"""Passages to segments and their tokens. A segment is a sentence, half of one, or several, and becomes one slot;
+with `tokens_per_slot`, a slot is a run of a segment's tokens.
+
+spaCy finds the sentences. Documents are read as people see them (`readable`), and segments count characters of what is
+read; `in_given_text` says where these stand in the text that was given, so an answer can be traced back to it.
+"""
+
+import functools
+import importlib
+import re
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from numbers import Integral
+
+import numpy as np
+
+from .configuration_arcaligner import is_number
+from .tokenization_arcaligner import check_text, control_token_ids, encode_marked, mark_tokens, readable
+
+# spaCy refuses longer texts by default; its rule-based sentence splitter needs little memory for each character.
+_MAX_SPACY_CHARACTERS = 100_000_000
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Characters `start` to `end` of the text of document number `document`, as `text`."""
+
+    document: int
+    start: int
+    end: int
+    text: str
+
+    def of_document(self, piece: "Segment") -> "Segment":
+        """This segment of a `piece` of a document as a segment of the document."""
+        return Segment(piece.document, piece.start + self.start, piece.start + self.end, self.text)
+
+
+@dataclass(frozen=True)
+class SegmentTokens:
+    """A segment with its tokens in the backbone's vocabulary and the text that the encoder reads."""
+
+    segment: Segment
+    encoder_text: str
+    word_ids: tuple[int, ...]
+    word_ends: tuple[int, ...]  # the character of the segment's text where each token ends; 0 for those of a title
+
+    @property
+    def encoder_start(self) -> int:
+        """Where the segment's text begins in what the encoder reads."""
+        return len(self.encoder_text) - len(self.segment.text)
+
+    def runs(self, tokens_per_slot: int | str) -> list[tuple[int, int]]:
+        """First and end token of each slot."""
+        return equal_runs(len(self.word_ids), tokens_per_slot)
+
+    def pieces(self, tokens_per_slot: int | str) -> list[Segment]:
+        """The part of the segment's text that each slot stands for, with its characters in the document."""
+        pieces, start = [], 0
+        for _, last in self.runs(tokens_per_slot):
+            end = self.word_ends[last - 1] if last < len(self.word_ids) else len(self.segment.text)
+            text = self.segment.text[start:end]
+            pieces.append(Segment(self.segment.document, self.segment.start + start, self.segment.start + end, text))
+            start = end
+        return pieces
+
+
+# What "no passages" is: one slot that stands for the empty string.
+EMPTY_SEGMENT = SegmentTokens(Segment(0, 0, 0, ""), "", (), ())
+
+
+def equal_runs(num_tokens: int, tokens_per_slot: int | str) -> list[tuple[int, int]]:
+    """Cuts a segment's tokens into equal runs of about `tokens_per_slot`, one run for `"segment"` and at least one.
+
+    >>> equal_runs(10, 4), equal_runs(2, 4), equal_runs(10, "segment")
+    ([(0, 3), (3, 6), (6, 10)], [(0, 2)], [(0, 10)])
+    """
+    count = 1 if tokens_per_slot == "segment" else max(1, (2 * num_tokens + tokens_per_slot) // (2 * tokens_per_slot))
+    bounds = [number * num_tokens // count for number in range(count + 1)]
+    return list(zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def run_ends(start: int, word_ends: Sequence[int], tokens_per_slot: int | str) -> list[int]:
+    """Where the slots of a segment end: characters of the encoder's text, in which the segment begins at `start`."""
+    return [start + (word_ends[last - 1] if last else 0) for _, last in equal_runs(len(word_ends), tokens_per_slot)]
+
+
+def check_tokens_per_slot(tokens_per_slot: int | str) -> None:
+    """Raises `ValueError` unless it is `"segment"` or a whole number of at least 1."""
+    is_segment = isinstance(tokens_per_slot, str) and tokens_per_slot == "segment"
+    if not is_segment and not (is_number(tokens_per_slot, int) and tokens_per_slot >= 1):
+        raise ValueError(
+            f'`tokens_per_slot` is {tokens_per_slot!r}; expected a whole number of tokens of at least 1, or "segment" '
+            "for one slot per segment."
+        )
+
+
+def check_num_tokens(name: str, value) -> None:
+    """Raises `ValueError`, about the setting `name`, unless it is a whole number of at least 1."""
+    if not (is_number(value, Integral) and value >= 1):
+        raise ValueError(f"`{name}` is {value!r}; expected a whole number of tokens of at least 1.")
+
+
+def documents_of(row, name: str) -> list:
+    """The passages of one question as a list; a single passage is wrapped."""
+    if isinstance(row, str | dict):
+        return [row]
+    try:
+        if isinstance(row, Mapping | Set):  # whose texts have other names, or no order
+            raise TypeError
+        return list(row)
+    except TypeError as error:
+        raise ValueError(f'{name} is {row!r}; expected a list of strings or {{"title": str, "text": str}}.') from error
+
+
+def title_of(document) -> str | None:
+    """The title of a document as it is read, if it has one; raises `ValueError` unless it is a text."""
+    title = document.get("title") if isinstance(document, dict) else None
+    if title is not None and not isinstance(title, str):
+        raise ValueError(f"A title is of type {type(title).__name__}; expected a string or none.")
+    check_text(title or "", "A title")
+    return title and readable(title).text
+
+
+def text_of(document, number: int) -> str:
+    """The text of document `number` as it is read; raises `ValueError` if it has none."""
+    return readable(given_text(document, number)).text
+
+
+def given_text(document, number: int) -> str:
+    """The text of document `number` as it was given; raises `ValueError` if it has none."""
+    text = document.get("text") if isinstance(document, dict) else document
+    if not isinstance(text, str):
+        raise ValueError(
+            f"Document {number} is of type {type(document).__name__}"
+            + (f" with {[*document][:9]}, `text` of type {type(text).__name__}" if isinstance(document, dict) else "")
+            + '; expected a string or {"title": str, "text": str}.'
+        )
+    check_text(text, f"Document {number}")
+    return text
+
+
+def in_given_text(segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[Segment]:
+    """Segments of what is read of documents as segments of the texts that were given."""
+    texts = [given_text(document, number) for number, document in enumerate(documents)]
+    read = list(map(readable, texts))
+    found = []
+    for segment in segments:
+        if read[segment.document].edits:
+            start, end = read[segment.document].given(segment.start, segment.end)
+            segment = Segment(segment.document, start, end, texts[segment.document][start:end])
+        found.append(segment)
+    return found
+
+
+# A word of 100 characters or 9 marks. spaCy's tokenizer takes quadratic time on some, such as "((((".
+_LONG_WORD = re.compile(r"(?<!\S)(?=\S{100}|(?:\w*[^\w\s]){9})\S+")
+
+_MARKS_AT_THE_END = re.compile(r"[^\w\s]*$")
+
+_SPACE = re.compile(r"\s")
+
+# spaCy never forgets a word. After this number of new ones it is loaded again.
+_MAX_NEW_WORDS = 100_000
+
+
+# Held while anything is loaded on first use: two threads that enter one package from two sides see parts of it, and a
+# model that is being set up answers as another one.
+LOADING = threading.RLock()
+
+
+def _load_spacy(spacy_model: str):
+    """The pipeline that finds sentences, and the number of words at which it is loaded again."""
+    with LOADING:
+        return _new_spacy(spacy_model)
+
+
+@functools.lru_cache(maxsize=4)
+def _new_spacy(spacy_model: str):
+    spacy = importlib.import_module("spacy")  # here, as it takes a second
+    if len(spacy_model) <= 3:  # a language code
+        nlp = spacy.blank(spacy_model)
+        nlp.add_pipe("sentencizer")
+        is_punct = spacy.attrs.IS_PUNCT  # all that it reads of a word; computing the rest would take most of the time
+        nlp.vocab.lex_attr_getters = {is_punct: nlp.vocab.lex_attr_getters[is_punct]}
+    else:
+        nlp = spacy.load(spacy_model)
+    nlp.max_length = _MAX_SPACY_CHARACTERS
+    if isinstance(nlp.tokenizer, spacy.tokenizer.Tokenizer):
+        nlp.tokenizer = functools.partial(_tokenize, nlp.tokenizer, spacy.tokens.Doc)
+    return nlp, len(nlp.vocab.strings) + _MAX_NEW_WORDS
+
+
+def _tokenize(tokenizer, doc_class, text: str):
+    """As spaCy's `tokenizer`, in linear time: nothing inside of a very long word ends a sentence."""
+    tokens, done = [], 0  # text, and whether a space follows
+    for word in _LONG_WORD.finditer(text):
+        tokens += [(token.text, bool(token.whitespace_)) for token in tokenizer(text[done : word.start()])]
+        done = _MARKS_AT_THE_END.search(text, word.end() - 10, word.end()).start()
+        tokens += [("x" * min(100, done - start), False) for start in range(word.start(), done, 100)]
+    read = tokenizer(text[done:])
+    if not tokens:
+        return read
+    tokens += [(token.text, bool(token.whitespace_)) for token in read]
+    return doc_class(tokenizer.vocab, *zip(*tokens, strict=True))
+
+
+def _strip(text: str, start: int, end: int) -> tuple[int, int]:
+    """`start` and `end` moved inwards over white space; equal when nothing else is there."""
+    start = end - len(text[start:end].lstrip())
+    return start, start + len(text[start:end].rstrip())
+
+
+def _sentences(text: str, spacy_model: str) -> list[tuple[int, int]]:
+    nlp, most_words = _load_spacy(spacy_model)
+    spans = [_strip(text, s.start_char, s.end_char) for s in nlp(text).sents]
+    if len(nlp.vocab.strings) > most_words:
+        _new_spacy.cache_clear()
+    return [(start, end) for start, end in spans if start < end]
+
+
+def _halves(text: str, start: int, end: int, anywhere: bool = False) -> list[tuple[int, int]]:
+    """Two halves, cut at the white space nearest to the middle; where there is none `anywhere`, or one piece."""
+    middle = (start + end) // 2
+    before = _SPACE.search(text[start + 1 : middle][::-1])
+    after = _SPACE.search(text, middle, max(middle, end - 1))
+    cuts = [middle - 1 - before.start()] if before else []
+    cuts += [after.start()] if after else []
+    if cuts:
+        cut = min(cuts, key=lambda place: abs(place - middle))
+        return [_strip(text, start, cut), _strip(text, cut, end)]
+    return [(start, middle), (middle, end)] if anywhere and start < middle else [(start, end)]
+
+
+def fitting_pieces(text: str, start: int, end: int, num_reads: Callable[[str], int]) -> list[tuple[int, int]]:
+    """Pieces the encoder reads whole: cut in two at a space (or anywhere in one long word) until each fits."""
+    pieces, reads = [(start, end)], num_reads(text[start:end])
+    if reads <= 1 or end - start <= 1:
+        return pieces
+    for _ in range(1 if reads < 5 else (reads - 1).bit_length()):  # several cuts at once: to ask takes time
+        pieces = [half for piece in pieces for half in _halves(text, *piece, anywhere=True)]
+    return [small for piece in pieces for small in fitting_pieces(text, *piece, num_reads)]
+
+
+def check_sentences_per_segment(sentences_per_segment: int | float) -> None:
+    """Raises `ValueError` unless it is 0.5 or a whole number of at least 1."""
+    whole = float(sentences_per_segment).is_integer() and sentences_per_segment >= 1
+    if sentences_per_segment != 0.5 and not whole:
+        raise ValueError(
+            f"`sentences_per_segment` is {sentences_per_segment}; expected 0.5 (half sentences, the paper's 12x), 1 "
+            "(sentences, 24x) or a whole number of sentences to merge (3: 72x)."
+        )
+
+
+def segment_document(
+    text: str,
+    document: int = 0,
+    *,
+    sentences_per_segment: int | float = 1,
+    spacy_model: str = "en",
+    num_reads: Callable[[str], int] = lambda text: 1,
+) -> list[Segment]:
+    """Cuts a document into segments.
+
+    Args:
+        text (`str`): The document. White space between segments belongs to none.
+        document (`int`): Its number, kept in the segments.
+        sentences_per_segment (`int` or `float`): 0.5 for half sentences, 1 for sentences, n to merge n of them.
+        spacy_model (`str`): A language code (rule-based sentences) or the name of an installed spaCy pipeline.
+        num_reads (`Callable`): Roughly how many times longer a text is than the encoder's limit; above 1, it is split.
+
+    Returns:
+        `list[Segment]`: In order, without overlap; empty for a document of white space.
+
+    >>> [s.text for s in segment_document("One. Two!  Three?")]
+    ['One.', 'Two!', 'Three?']
+    """
+    check_sentences_per_segment(sentences_per_segment)
+    spans = _sentences(text, spacy_model)
+    if sentences_per_segment == 0.5:
+        spans = [half for span in spans for half in _halves(text, *span)]
+    elif sentences_per_segment > 1:
+        size = int(sentences_per_segment)
+        spans = [(spans[i][0], spans[min(i + size, len(spans)) - 1][1]) for i in range(0, len(spans), size)]
+    pieces = [piece for span in spans for piece in fitting_pieces(text, *span, num_reads)]
+    return [Segment(document, start, end, text[start:end]) for start, end in pieces]
+
+
+# Passages: a long text in parts, measured in tokens of the backbone
+class _Gaps:
+    """Places where a text may be cut, in order: where the text before ends, and the text after starts."""
+
+    def __init__(self, ends: Sequence[int], starts: Sequence[int]):
+        self.ends, self.starts = ends, starts
+
+    def first(self, least: int, most: int) -> int | None:
+        """The start of the text after the first gap that ends the text before between `least` and `most`."""
+        number = bisect_left(self.ends, least)
+        return self.starts[number] if number < len(self.ends) and self.ends[number] <= most else None
+
+    def last(self, least: int, most: int) -> int | None:
+        """As `first`, of the last gap."""
+        number = bisect_right(self.ends, most) - 1
+        return self.starts[number] if number >= 0 and self.ends[number] >= least else None
+
+
+_PARAGRAPH, _LINE_END, _SPACES, _NO_SPACE = (
+    re.compile(expression) for expression in (r"\s*\n[^\S\n]*\n\s*", r"\s*\n\s*", r"\s+", r"\S")
+)
+
+
+def _gaps(pattern: re.Pattern, text: str, start: int, end: int) -> _Gaps:
+    spans = [found.span() for found in pattern.finditer(text, start, end)]
+    return _Gaps([before for before, _ in spans], [after for _, after in spans])
+
+
+def cut_text(
+    text: str, tokenizer, passage_tokens: int, *, spacy_model: str = "en", sections: Sequence[int] = ()
+) -> list[tuple[int, int]]:
+    """
+    Cuts a text into passages of nearly the same size, in whatever script, with spaces or without.
+
+    A passage ends before the section that begins when it is half full; else, where it would become too long, before a
+    paragraph, if it is half full by then, before a sentence, and inside of a sentence that is too long itself before a
+    line or a word, or between two tokens.
+
+    Args:
+        text (`str`): A text as it is read (`readable`).
+        tokenizer (`PreTrainedTokenizerFast`): The backbone's.
+        passage_tokens (`int`): The most tokens of a passage, white space at its ends aside.
+        spacy_model (`str`): As in [`segment_document`].
+        sections (`Sequence[int]`): The characters where sections begin, in order.
+
+    Returns:
+        `list[tuple[int, int]]`: First and end character of each passage. They hold the whole text.
+    """
+    ends = _tokenize_document(tokenizer, text, 0)[1].tolist()  # where each token ends
+    if len(ends) <= passage_tokens and not sections:
+        return [(0, len(text))]
+    sentences = _sentences(text, spacy_model)
+    sentence_gaps = _Gaps([end for _, end in sentences[:-1]], [start for start, _ in sentences[1:]])
+    paragraphs = _gaps(_PARAGRAPH, text, 0, len(text))
+    stop = len(text.rstrip())
+    starts = sorted({_next_character(text, start, stop) for start in sections})
+    section_gaps = _Gaps([_end_before(text, start) for start in starts], starts)
+    passages, start = [], 0
+    while True:
+        first = bisect_right(ends, _next_character(text, start, stop))  # the passage's first token
+        if first == len(ends):  # of what no tokenizer reads
+            return [*passages, (start, len(text))]
+        limit = _end_of_tokens(ends, first, passage_tokens)
+        half = _end_of_tokens(ends, first, -(-passage_tokens // 2))
+        if stop <= limit:
+            cut = section_gaps.first(half, stop)
+        else:
+            cut = section_gaps.first(half, limit) or paragraphs.last(half, limit)
+            if cut is None and (cut := sentence_gaps.last(start + 1, limit)) is not None and cut <= half:
+                after = bisect_right(ends, cut)
+                if (sentence_gaps.first(cut + 1, stop) or stop) > _end_of_tokens(ends, after, passage_tokens):
+                    cut = None  # the next sentence is cut anyway
+            for pattern in (_LINE_END, _SPACES):
+                cut = cut or _gaps(pattern, text, half, limit + 1).last(half, limit)
+            cut = cut or limit
+        if cut is None or cut >= stop:
+            return [*passages, (start, len(text))]
+        passages.append((start, cut))
+        start = cut
+
+
+def _next_character(text: str, start: int, end: int) -> int:
+    """The first character from `start` on that is no white space; `end` where there is none."""
+    found = _NO_SPACE.search(text, start, end)
+    return found.start() if found else end
+
+
+def _end_before(text: str, start: int) -> int:
+    """Where the text before `start` ends, white space aside."""
+    while start and text[start - 1].isspace():
+        start -= 1
+    return start
+
+
+def _end_of_tokens(ends: Sequence[int], first: int, count: int) -> int:
+    """Where the last character ends that `count` tokens from `first` on hold whole, at least one."""
+    last = min(first + count, len(ends)) - 1
+    end = ends[last]
+    if last + 1 < len(ends) and ends[last + 1] == end:  # a character of several tokens
+        fitting = bisect_left(ends, end, first)
+        end = ends[fitting - 1] if fitting > first else end
+    return end
+
+
+def cut_long(
+    documents: Sequence[str | dict], tokenizer, longest: float, passage_tokens: int, spacy_model: str = "en"
+) -> tuple[list[str | dict], list[Segment]]:
+    """Passages, and what they are of documents: all or, of one with more than `longest` tokens, what [`cut_text`] makes
+    of it."""
+    passages, pieces = [], []
+    for number, document in enumerate(documents):
+        given = given_text(document, number)
+        spans = [(0, len(given))]
+        if len(given.encode()) > longest:  # no token is less than a byte
+            read = readable(given)
+            if len(_tokenize_document(tokenizer, read.text, number)[0]) > longest:
+                cuts = cut_text(read.text, tokenizer, passage_tokens, spacy_model=spacy_model)
+                starts = [0, *(read.given(start, end)[0] for start, end in cuts[1:])]
+                spans = list(zip(starts, [*starts[1:], len(given)], strict=True))
+        own = [Segment(number, start, end, given[start:end]) for start, end in spans]
+        passages += [document | {"text": each.text} if isinstance(document, dict) else each.text for each in own]
+        pieces += own
+    return passages, pieces
+
+
+def check_max_slots(max_slots: int | None) -> None:
+    """Raises `ValueError` for a maximum that holds no slot."""
+    if max_slots is not None and not (is_number(max_slots, Integral) and max_slots >= 1):
+        raise ValueError(
+            f"`max_slots` is {max_slots!r}; expected a whole number of at least 1, the maximum number of slots, or "
+            "None for all."
+        )
+
+
+def encoder_texts(segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[str]:
+    """What the encoder reads for each segment: the title, if any, which keeps the subject, and the text."""
+    titles = [title_of(document) for document in documents]
+    return [f"{titles[s.document]}: {s.text}" if titles[s.document] else s.text for s in segments]
+
+
+def tokenize_segments(tokenizer, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[SegmentTokens]:
+    """Each segment's tokens in the backbone's vocabulary, as the whole document has them. The words of a title
+    belong to the first segment of its document."""
+    texts = encoder_texts(segments, documents)
+    # A document is tokenized whole, as the backbone would read it: at a border its pieces would have other tokens.
+    tokens_of = {
+        number: _tokenize_document(tokenizer, documents[number], number) for number in {s.document for s in segments}
+    }
+    tokenized = []
+    for number, (segment, text) in enumerate(zip(segments, texts, strict=True)):
+        ids, ends = tokens_of[segment.document]
+        is_first = number == 0 or segments[number - 1].document != segment.document
+        start = 0 if is_first else np.searchsorted(ends, segment.start, side="right")
+        end = np.searchsorted(ends, segment.end, side="right")
+        word_ends = np.clip(ends[start:end] - segment.start, 0, len(segment.text))
+        tokenized.append(SegmentTokens(segment, text, tuple(ids[start:end].tolist()), tuple(word_ends.tolist())))
+    return tokenized
+
+
+def _tokenize_document(tokenizer, document: str | dict, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of a document's tokens, title first, and the character of its text where each ends, below 1 in titles."""
+    text, title = text_of(document, number), title_of(document)
+    title = f"{title}: " if title else ""
+    read = tokenizer(title + text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, ends = read["input_ids"], [end for _, end in read["offset_mapping"]]
+    special = control_token_ids(tokenizer)
+    if special.intersection(ids):  # a document's `<|im_end|>` is text
+        tokens = [tokenizer.convert_ids_to_tokens(token_id) if token_id in special else None for token_id in ids]
+        read_as_text = [
+            [each] if token is None else encode_marked(tokenizer, mark_tokens(token, (token,)))
+            for each, token in zip(ids, tokens, strict=True)
+        ]
+        ends = [end for end, each in zip(ends, read_as_text, strict=True) for _ in each]
+        ids = [each for row in read_as_text for each in row]
+    return np.array(ids, dtype=np.int64), np.array(ends, dtype=np.int64) - len(title)
+
+
+def stop_words(spacy_model: str) -> set[str]:
+    """Words that say little by themselves, in lower case."""
+    return _load_spacy(spacy_model)[0].Defaults.stop_words

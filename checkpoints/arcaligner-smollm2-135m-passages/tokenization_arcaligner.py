@@ -1,0 +1,325 @@
+"""Texts as the backbone may read them: what nobody sees is left out of documents, control tokens that people write are
+text, and messages are checked."""
+
+import functools
+import html
+import html.entities
+import itertools
+import re
+import unicodedata
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence, Set
+from typing import Any, NamedTuple
+
+
+# Inputs
+def check_text(text: str, what: str) -> None:
+    """Raises `ValueError` for text that is not valid Unicode, such as a command-line argument in another encoding."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} is not valid Unicode at character {error.start}: {text[error.start]!a}. Decode it with its own "
+            "encoding."
+        ) from error
+
+
+def check_question(question) -> None:
+    """Raises `ValueError` unless the question is a text that is not empty."""
+    if not isinstance(question, str):
+        raise ValueError(f"A question is of type {type(question).__name__}; expected a string.")
+    check_text(question, "The question")
+    if not question.strip():
+        raise ValueError("The question is empty; expected a text. Passages alone ask nothing.")
+
+
+def check_conversation(given: Any) -> None:
+    """Raises `ValueError` unless it is a list of messages, or a list of such lists."""
+    messages = getattr(given, "messages", given)  # transformers' `Chat` has them inside
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValueError(f"A conversation is {messages!r}; expected a list of messages, at least one.")
+    if any(isinstance(each, list | tuple) for each in messages):
+        for each in messages:
+            check_conversation(each)
+        return
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ValueError(f'A message is {message!r}; expected {{"role": str, "content": str}}.')
+
+
+def with_plain_texts(given: Sequence) -> list:
+    """The conversation, or each of several, with each message's parts joined to one text; `None` beside calls of tools
+    stays."""
+    if not isinstance(given[0], dict):
+        return [with_plain_texts(getattr(each, "messages", each)) for each in given]
+    texts = []
+    for message in given:
+        content = message["content"]
+        if isinstance(content, list | tuple) and content:
+            parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+            is_text = all(isinstance(part, str) for part in parts) and all(part["type"] == "text" for part in content)
+            content = "".join(parts) if is_text else content
+        if isinstance(content, str):
+            check_text(content, f"A message of the {message['role']}")
+        elif content is not None or not message.get("tool_calls"):
+            raise ValueError(
+                f"A message of the {message['role']} is {content!r}; expected a text or "
+                '[{"type": "text", "text": str}].'
+            )
+        texts.append({**message, "content": content})
+    return texts
+
+
+def has_empty_message(conversation: Sequence) -> bool:
+    """Whether a message of the conversation, or of one of several, is empty."""
+    return any(has_empty_message(each) if isinstance(each, list) else each["content"] == "" for each in conversation)
+
+
+# Text as people see it. Files from the web, from PDFs and from machines hold characters that nobody sees: a word with
+# one has other tokens, and an answer that copies it is wrong.
+_SPACES = "\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000"  # of other widths, or without a break
+_BREAKS = "\x0b\x0c\x1c-\x1e\x85\u2028\u2029"  # of lines, pages and records
+_UNSEEN = (
+    "\x00-\x08\x0e-\x1b\x1f\x7f-\x84\x86-\x9f"  # control characters
+    "\u00ad\u034f\u180e\u200b\u2060-\u2064\ufeff"  # soft hyphens, widths of zero
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u206f\ufff9-\ufffc\U000e0000-\U000e007f"  # directions, tags
+)
+_LIGATURES = "\ufb00-\ufb17\ufb50-\ufdff\ufe70-\ufefc"  # forms of letters that fonts have and keyboards have not
+# Of what joins or parts letters: where such letters stand on both sides it is seen, as in Persian, Hindi and emoji.
+_JOINED = "\u0590-\u109f\u1780-\u18af\u2190-\u2bff\ufb1d-\ufdff\ufe0f\ufe70-\ufefc\U0001f000-\U0001faff"
+
+_ODD = re.compile(
+    r"(?P<escape>\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\))|[^\n]\x08)"  # colors; letters struck over
+    r"|(?P<parted>\u00ad[ \t]*\r?\n[ \t]*)"  # a soft hyphen is seen at the end of a line, and the word is one
+    # A word that was parted at the end of a line. Its first half is looked for backwards, once the rest fits.
+    r"|(?P<hyphen>(?<=[^\W\d_])[-\u2010][ \t]*\r?\n[ \t]*(?=[^\W\d_A-Z]))"
+    r"|(?P<line>\r\n?|[" + _BREAKS + r"])"
+    r"|(?P<space>[" + _SPACES + r"])"
+    r"|(?P<unseen>[" + _UNSEEN + r"]+|(?<![" + _JOINED + r"])[\u200c\u200d]|[\u200c\u200d](?![" + _JOINED + r"])"
+    r"|(?<![0-9#*" + _JOINED + r"])[\ufe00-\ufe0f])"  # which form of a sign is meant
+    r"|(?P<letters>[" + _LIGATURES + r"])"
+    # `&lt;` and `&gt;` stay: a text that has them may be about them. So does `&amp;nbsp;`, which says how to write one.
+    r"|(?P<entity>&(?!(?:lt|gt|amp);)(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{1,31});"
+    r"|&amp;(?!#?[a-zA-Z0-9]{2,32};))"
+)
+# One of these is in each text that has anything of the above: a look for it takes a tenth of the time.
+_MAY_BE_ODD = re.compile(
+    r"[&\r\u200c\u200d\ufe00-\ufe0f" + _BREAKS + _SPACES + _UNSEEN + _LIGATURES + r"]|[-\u2010][ \t]*\r?\n"
+)
+
+
+class _Edits(NamedTuple):
+    """Pieces of a text that were replaced, in order: where each stands in the new text and stood in the old one."""
+
+    new_starts: list[int]
+    new_ends: list[int]
+    old_starts: list[int]
+    old_ends: list[int]
+
+    def old_place(self, place: int, at_end: bool) -> int:
+        """Where a character of the new text begins, or ends, in the old one."""
+        number = bisect_right(self.new_starts, place) - 1
+        if number < 0:
+            return place + at_end
+        if place < self.new_ends[number]:
+            return (self.old_ends if at_end else self.old_starts)[number]
+        return self.old_ends[number] + place - self.new_ends[number] + at_end
+
+    def new_place(self, place: int) -> int:
+        """Where what follows a character's place in the old text begins in the new one."""
+        number = bisect_right(self.old_starts, place) - 1
+        if number < 0:
+            return place
+        if place < self.old_ends[number]:
+            return self.new_starts[number]
+        return self.new_ends[number] + place - self.old_ends[number]
+
+
+class ReadableText(NamedTuple):
+    """A text as people see it. `given` and `read` are the ways between its characters and those of the given text."""
+
+    text: str
+    edits: tuple[_Edits, ...] = ()  # none of a text that is as people see it
+
+    def given(self, start: int, end: int) -> tuple[int, int]:
+        """Characters `start` to `end` in the given text."""
+        last = end - 1
+        for edits in reversed(self.edits):
+            start, last = edits.old_place(start, at_end=False), edits.old_place(last, at_end=True) - 1
+        return start, max(start, last + 1)
+
+    def read(self, place: int) -> int:
+        """Where what follows a place of the given text begins."""
+        for edits in self.edits:
+            place = edits.new_place(place)
+        return place
+
+
+def readable(text: str) -> ReadableText:
+    r"""
+    A text as people see it: without soft hyphens, characters of no width and control characters; with plain spaces and
+    line breaks; ligatures, accents and entities that were left over as letters; words whole that are parted at the end
+    of a line.
+
+    A text that is so already is given back as it is.
+
+    >>> found = readable("The o\ufb03ce &amp; Inter\u00adnational law")
+    >>> found.text, found.given(13, 26)
+    ('The office & International law', (15, 29))
+    """
+    passes = []
+    while edits := [*(_odd_edits(text) or _form_edits(text))]:
+        text, made = _edited(text, edits)
+        passes.append(made)
+    return ReadableText(text, tuple(passes))
+
+
+def _odd_edits(text: str) -> list[tuple[int, int, str]]:
+    """Pieces that nobody sees as they are, each with what is seen."""
+    edits: list[tuple[int, int, str]] = []
+    if not _MAY_BE_ODD.search(text):
+        return edits
+    compounds: set[str] | None = None  # words with hyphens, once somebody asks
+    for found in _ODD.finditer(text):
+        kind, seen = found.lastgroup, ""
+        if kind == "hyphen":
+            compounds = set(_COMPOUND.findall(text)) if compounds is None else compounds
+            seen = _seen_hyphen(text, *found.span(), compounds)
+        elif kind in ("line", "space"):
+            seen = "\n" if kind == "line" else " "
+        elif kind == "letters":
+            seen = unicodedata.normalize("NFKC", found[0])
+        elif kind == "entity":
+            seen = _seen_entity(found[0])
+        if seen != found[0]:
+            edits.append((*found.span(), seen))
+    return edits
+
+
+_WORD, _LONGEST_WORD = r"[^\W\d_]+", 64
+_COMPOUND = re.compile(rf"(?<![^\W\d_]){_WORD}+(?:-{_WORD}+)+")
+_WORD_BEFORE, _WORD_AFTER = re.compile(rf"{_WORD}(?:-{_WORD})*$"), re.compile(_WORD)
+
+
+def _seen_hyphen(text: str, start: int, end: int, compounds: Set[str]) -> str:
+    """What stands between the halves of a word that is parted from `start` to `end`: a hyphen if it has one anyway."""
+    if not text[end].islower():
+        return text[start:end].replace("\r", "")
+    before = _WORD_BEFORE.search(text, max(0, start - _LONGEST_WORD), start)[0]
+    after = _WORD_AFTER.match(text, end, end + _LONGEST_WORD)[0]
+    return "-" if "-" in before or f"{before}-{after}" in compounds else ""
+
+
+def _seen_entity(entity: str) -> str:
+    """The character that an entity of HTML stands for; the entity where there is none, or where it is markup."""
+    seen = html.unescape(entity) if entity[1] == "#" else html.entities.html5.get(entity[1:], entity)
+    return entity if seen in ("<", ">") else seen
+
+
+# What stands before marks, and what joins the letter before it: marks, and the parts of a Korean syllable.
+_MARKED = re.compile(r"[\s\S]?[^\x00-\u02ff]+")
+
+
+def _form_edits(text: str) -> Iterable[tuple[int, int, str]]:
+    """Letters that are written in several characters and have one of their own (Unicode's form NFC)."""
+    if text.isascii() or unicodedata.is_normalized("NFC", text):
+        return
+    for run in _MARKED.finditer(text):
+        place = run.start()
+        for _, own in itertools.groupby(_letters(run[0]), key=lambda pair: pair[0]):
+            letter = "".join(character for _, character in own)
+            if (seen := unicodedata.normalize("NFC", letter)) != letter:
+                yield place, place + len(letter), seen
+            place += len(letter)
+
+
+def _letters(text: str) -> Iterable[tuple[int, str]]:
+    """Characters, each with the number of the letter that it is part of."""
+    number = 0
+    for character in text:
+        number += not (unicodedata.category(character)[0] == "M" or "\u1160" <= character <= "\u11ff")
+        yield number, character
+
+
+def _edited(text: str, edits: Sequence[tuple[int, int, str]]) -> tuple[str, _Edits]:
+    parts, made, done, length = [], _Edits([], [], [], []), 0, 0
+    for start, end, seen in edits:
+        parts += [text[done:start], seen]
+        length += start - done
+        made.new_starts.append(length)
+        length += len(seen)
+        made.new_ends.append(length)
+        made.old_starts.append(start)
+        made.old_ends.append(end)
+        done = end
+    return "".join([*parts, text[done:]]), made
+
+
+# Control tokens in what people write. Characters for private use stand around each, so that a chat template passes them
+# on and they can still be told from those that the template writes.
+_START, _END = "\ue0c0", "\ue0c1"
+
+
+@functools.lru_cache
+def _token_patterns(tokens: tuple[str, ...]) -> tuple[re.Pattern, re.Pattern]:
+    """Finds any of `tokens`, the longest first, and finds them where they are marked, or a mark that is left alone."""
+    plain = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"  # (?!) never matches
+    return re.compile(plain), re.compile(f"{_START}({plain}){_END}|[{_START}{_END}]")
+
+
+def mark_tokens(value, tokens: tuple[str, ...]):
+    """Texts, also in dictionaries and lists, with the `tokens` in them marked. Marks that they hold already go."""
+    if isinstance(value, str):
+        unmarked = value.replace(_START, "").replace(_END, "")
+        return _token_patterns(tokens)[0].sub(f"{_START}\\g<0>{_END}", unmarked)
+    if isinstance(value, dict):
+        return {key: mark_tokens(each, tokens) for key, each in value.items()}
+    return [mark_tokens(each, tokens) for each in value] if isinstance(value, list | tuple) else value
+
+
+def mark_control_tokens(tokenizer, text):
+    """Texts or messages with control tokens marked, so that `encode_marked` reads them as text: special tokens, and
+    added ones that the chat template writes. Marks of a turn that are no tokens, such as Llama 2's `[INST]`, are
+    left alone."""
+    template = str(tokenizer.chat_template or "")
+    added = tokenizer.added_tokens_decoder.values()
+    of_template = (token.content for token in added if token.content.strip() and token.content in template)
+    special = (token.content for token in added if token.special)
+    return mark_tokens(text, tuple(dict.fromkeys((*special, *of_template))))
+
+
+def control_token_ids(tokenizer) -> set[int]:
+    """Tokens that a document's characters never become: special ones, and those that somebody added to a tokenizer
+    beyond its vocabulary, whose ids are slots or nothing to the model."""
+    size = tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False)
+    return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special or number >= size}
+
+
+def encode_marked(tokenizer, text: str) -> list[int]:
+    """Ids of a text, with what `mark_tokens` marked as plain text: `ValueError` for a tokenizer that makes a token of
+    its characters. No special tokens are added."""
+    pieces = _token_patterns(tuple(tokenizer.added_tokens_encoder))[1].split(text)  # text, marked token, text, ...
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    ids = encode(pieces[0])
+    newline = encode("\n") if len(pieces) > 1 else []
+    for number, piece in enumerate(pieces[1:], start=1):
+        if not piece:  # `None` is a mark that was alone
+            continue
+        is_marked = number % 2 == 1
+        read = functools.partial(_encode_as_text, tokenizer) if is_marked else encode
+        # After a newline, since some tokenizers add a space at the beginning of a text.
+        own_ids = read("\n" + piece)
+        own_ids = own_ids[len(newline) :] if own_ids[: len(newline)] == newline else read(piece)
+        if is_marked and tokenizer.convert_tokens_to_ids(piece) in own_ids:
+            raise ValueError(f"The tokenizer reads {piece!r} as a control token even in plain text. Leave it out.")
+        ids += own_ids
+    return ids
+
+
+def _encode_as_text(tokenizer, text: str) -> list[int]:
+    """Ids of a text in which nothing is a control token. `split_special_tokens` would change the tokenizer meanwhile,
+    which other threads may be using."""
+    backend = tokenizer.backend_tokenizer
+    text = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
+    words = [(text, None)] if backend.pre_tokenizer is None else backend.pre_tokenizer.pre_tokenize_str(text)
+    return [token.id for word, _ in words for token in backend.model.tokenize(word)]
