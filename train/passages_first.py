@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..attention_arcaligner import CACHE
-from ..common.files import stable_number
 from ..encoder_arcaligner import EncoderTokenizer
 from ..modeling_arcaligner import ArcAlignerCausalLMOutputWithPast, ArcAlignerForCausalLM
-from ..segmentation_arcaligner import equal_runs, run_ends
+from ..segmentation_arcaligner import equal_runs
+from .batches import drawn_rate, encoder_inputs, padded, placed_words
 
 NO_SHARE = 1e-4  # added to what is read, so that the logarithm is finite
 
@@ -60,7 +60,7 @@ class PassagesFirstCollator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         row_ids = [row["row_id"] for row in rows]
-        rate = self.tokens_per_slot[stable_number("rate:" + ":".join(row_ids), len(self.tokens_per_slot))]
+        rate = drawn_rate(row_ids, self.tokens_per_slot)
         segments = [segment for row in rows for segment in row["segments"]]
         runs = [equal_runs(len(segment["word_ids"]), rate) for segment in segments]
         words = [own["word_ids"][start:end] for own, ends in zip(segments, runs, strict=True) for start, end in ends]
@@ -75,24 +75,18 @@ class PassagesFirstCollator:
             sizes += counts.values()
             heads += [row["head"]] * len(counts)
         passage_ids = [head + [self.context_token_id] * size for head, size in zip(heads, sizes, strict=True)]
-        passages, mask = _padded(passage_ids, 0), _padded([[1] * len(ids) for ids in passage_ids], 0)
+        passages, mask = padded(passage_ids, 0), padded([[1] * len(ids) for ids in passage_ids], 0)
         places = (torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]).flatten().nonzero()[:, 0]  # (num_slots,)
-        texts, starts = ([segment[name] for segment in segments] for name in ("encoder_text", "encoder_start"))
-        ends = None
-        if rate != "segment":
-            ends = [run_ends(segment["encoder_start"], segment["word_ends"], rate) for segment in segments]
+        shape = len(sizes), max(sizes)
         batch = {
             "passage_ids": passages,
             "passage_mask": mask,
-            "encoder_inputs": self.encoder_tokenizer(texts, starts, ends).placed(places, len(sizes) * max(sizes)),
+            "encoder_inputs": encoder_inputs(self.encoder_tokenizer, segments, rate, places, shape[0] * shape[1]),
             **self._turns(rows, passages_of_row, sizes, passages.shape[1]),
             "row_ids": row_ids,
         }
         if self.context_words:
-            own = _padded(words, -1)  # (num_slots, max_words)
-            placed = torch.full((len(sizes) * max(sizes), own.shape[1]), -1)
-            placed[places] = own
-            batch["context_word_ids"] = placed.view(len(sizes), max(sizes), -1)
+            batch["context_word_ids"] = placed_words(words, places, shape)
         return batch
 
     def _turns(
@@ -124,7 +118,7 @@ class PassagesFirstCollator:
                 held[-1].append([0] * length + np.repeat(holds, own).tolist())
             first += len(passages)
         padding = {"labels": -100, "turn_ids": -1, "kept": -1}
-        batch = {name: _padded(values, padding.get(name, 0)) for name, values in found.items()}
+        batch = {name: padded(values, padding.get(name, 0)) for name, values in found.items()}
         batch["is_slot"] = batch["is_slot"].bool()
         holds_answer = torch.zeros(len(rows), max(map(len, held)), batch["kept"].shape[1], dtype=torch.bool)
         for number, turns in enumerate(held):
@@ -140,14 +134,6 @@ class PassagesFirstCollator:
 
     def _plain(self, ids: list[int]) -> str:
         return " ".join(self.tokenizer.decode(ids, skip_special_tokens=True).lower().split())
-
-
-def _padded(rows: list[list[int]], value: int) -> torch.LongTensor:
-    """Lists as the rows of a tensor (rows, longest)."""
-    padded = np.full((len(rows), max(map(len, rows))), value)
-    for number, row in enumerate(rows):
-        padded[number, : len(row)] = row
-    return torch.from_numpy(padded)
 
 
 def check_passages_first(model: ArcAlignerForCausalLM, args: TrainingArguments | None) -> None:

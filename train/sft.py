@@ -16,11 +16,9 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object, send_to_device
 from datasets import Dataset
@@ -31,14 +29,14 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTTrainer
 
 from ..attention_arcaligner import passage_positions, place_passage_ids
-from ..common.files import stable_number
 from ..configuration_arcaligner import ArcAlignerConfig
 from ..encoder_arcaligner import EncoderTokenizer
 from ..loading_arcaligner import resolve_model
 from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..segmentation_arcaligner import equal_runs, run_ends
+from ..segmentation_arcaligner import equal_runs
 from ..share.export import save_stage
+from .batches import drawn_rate, encoder_inputs, padded, placed_words
 from .examples import ExampleBuilder, ExampleSelector, word_rarity
 from .passages_first import PassagesFirstCollator, check_passages_first, run_passages_first
 from .recipe import (
@@ -97,8 +95,7 @@ class ContextCollator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         row_ids = [row["row_id"] for row in rows]
-        # One rate for a batch, so that its rows are about as long; drawn by ids, as no generator has to be kept then.
-        rate = self.tokens_per_slot[stable_number("rate:" + ":".join(row_ids), len(self.tokens_per_slot))]
+        rate = drawn_rate(row_ids, self.tokens_per_slot)
         slots = [  # of each row, the number of the passage and the words of each slot
             [
                 (segment["document"], segment["word_ids"][start:end])
@@ -116,26 +113,20 @@ class ContextCollator:
             for number, turn in enumerate(row["turns"], start=1):
                 turns[-1] += [number] * len(turn["input_ids"])
         segments = [segment for row in rows for segment in row["segments"]]
-        texts, starts = ([segment[name] for segment in segments] for name in ("encoder_text", "encoder_start"))
-        ends = None
-        if rate != "segment":
-            ends = [run_ends(segment["encoder_start"], segment["word_ends"], rate) for segment in segments]
-        passages = _padded([[passage for passage, _ in row_slots] for row_slots in slots], -1)  # (batch, max_slots)
+        passages = padded([[passage for passage, _ in row_slots] for row_slots in slots], -1)  # (batch, max_slots)
         places = (passages.flatten() >= 0).nonzero()[:, 0]  # (num_slots,)
         batch = {
-            "input_ids": _padded(ids, self.pad_token_id),
-            "labels": _padded(labels, -100),
-            "turn_ids": _padded(turns, -1),
+            "input_ids": padded(ids, self.pad_token_id),
+            "labels": padded(labels, -100),
+            "turn_ids": padded(turns, -1),
             "max_turns": max(len(row["turns"]) for row in rows),
-            "encoder_inputs": self.encoder_tokenizer(texts, starts, ends).placed(places, passages.numel()),
+            "encoder_inputs": encoder_inputs(self.encoder_tokenizer, segments, rate, places, passages.numel()),
             "context_passage_ids": passages,
             "row_ids": row_ids,
         }
         if self.context_words:
-            words = _padded([own for row_slots in slots for _, own in row_slots], -1)  # (num_slots, max_words)
-            placed = torch.full((passages.numel(), words.shape[1]), -1)
-            placed[places] = words
-            batch["context_word_ids"] = placed.view(*passages.shape, -1)
+            words = [own for row_slots in slots for _, own in row_slots]
+            batch["context_word_ids"] = placed_words(words, places, passages.shape)
         return batch
 
 
@@ -153,14 +144,6 @@ def encode_slots(
     if config.passage_attention == "separate" and "context_passage_ids" in batch:
         slots["context_passage_ids"] = batch["context_passage_ids"]
     return slots
-
-
-def _padded(rows: list[list[int]], value: int) -> torch.LongTensor:
-    """Lists as the rows of a tensor (rows, longest)."""
-    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    padded = np.full((len(rows), lengths.max()), value)
-    padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(rows), np.int64)
-    return torch.from_numpy(padded)
 
 
 def turn_mask(

@@ -1,0 +1,48 @@
+"""What collators of examples do alike: the rate of a batch, the inputs of the encoder, the words of its slots."""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..common.files import stable_number
+from ..encoder_arcaligner import EncoderInputs, EncoderTokenizer
+from ..segmentation_arcaligner import run_ends
+
+
+def drawn_rate(row_ids: Sequence[str], rates: Sequence[int | str]) -> int | str:
+    """One rate for a batch, so that its rows are about as long; drawn by ids, as no generator has to be kept then."""
+    return rates[stable_number("rate:" + ":".join(row_ids), len(rates))]
+
+
+def padded(rows: list[list[int]], value: int) -> torch.LongTensor:
+    """Lists as the rows of a tensor (rows, longest)."""
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    filled = np.full((len(rows), lengths.max()), value)
+    filled[np.arange(filled.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(rows), np.int64)
+    return torch.from_numpy(filled)
+
+
+def encoder_inputs(
+    tokenizer: EncoderTokenizer,
+    segments: Sequence[dict[str, Any]],
+    rate: int | str,
+    places: torch.LongTensor,
+    num_places: int,
+) -> EncoderInputs:
+    """What the encoder reads of segments, whose slots get the `places` (num_slots,) of `num_places`."""
+    texts, starts = ([segment[name] for segment in segments] for name in ("encoder_text", "encoder_start"))
+    ends = None
+    if rate != "segment":
+        ends = [run_ends(segment["encoder_start"], segment["word_ends"], rate) for segment in segments]
+    return tokenizer(texts, starts, ends).placed(places, num_places)
+
+
+def placed_words(words: list[list[int]], places: torch.LongTensor, shape: Sequence[int]) -> torch.LongTensor:
+    """The words of each slot at its place, (*shape, max_words), -1 elsewhere; `shape` (rows, max_slots)."""
+    own = padded(words, -1)  # (num_slots, max_words)
+    placed = torch.full((shape[0] * shape[1], own.shape[1]), -1)
+    placed[places] = own
+    return placed.view(*shape, -1)
