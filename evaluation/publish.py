@@ -30,7 +30,7 @@ from .analyses.speed import (
     first_token_table,
     kept_lines,
 )
-from .methods import find_method, fingerprint
+from .methods import find_method, fingerprint, sort_key
 from .paper import FIRST, SECOND, published_table
 from .results import results_page, write_results
 from .runs import answer_files
@@ -68,6 +68,8 @@ def publish(
         no_answer = ArcAlignerProcessor.from_pretrained(checkpoint).no_answer
         answers = answers_page(run, config.answerability_threshold, no_answer)
         found = write_results(run)
+        if (checkpoint / RESULTS_FILE).exists():
+            found = with_opponents(found, read_json(checkpoint / RESULTS_FILE))
         write_whole(checkpoint / RESULTS_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
         write_model_card(config, checkpoint)
         write_whole(DOCS / "answers.md", answers)
@@ -87,6 +89,19 @@ def publish(
     for number, tasks in enumerate((FIRST, SECOND), start=1):
         write_part(DOCS / "paper.md", f"table {number}", published_table(results, tasks))
     write_part(ROOT / "README.md", "results", readme_table(results, latency))
+
+
+def with_opponents(found: dict[str, Any], published: dict[str, Any]) -> dict[str, Any]:
+    """The results of a run and, of the sets in it, the published ones of methods that it did not ask again and whose
+    answers do not depend on the checkpoint. Differences are those of the run: they need the answers."""
+    for title, entry in found["sets"].items():
+        old = published["sets"].get(title, {}).get("methods", {})
+        kept = {name: numbers for name, numbers in old.items() if find_method(name).reads != "checkpoint"}
+        entry["methods"] = {
+            name: (kept | entry["methods"])[name] for name in sorted(kept | entry["methods"], key=sort_key)
+        }
+    machines = {*found["machine"].split("; "), *published["machine"].split("; ")}
+    return found | {"machine": "; ".join(sorted(machines))}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from answer_rows import write_answers
 from arcaligner.evaluation import publish
 from arcaligner.evaluation.analyses.figures import draw_rates, speed_curves
 from arcaligner.evaluation.analyses.speed import find_size
-from arcaligner.evaluation.publish import MARKS, answers_page, check_weights, write_part
+from arcaligner.evaluation.publish import MARKS, answers_page, check_weights, with_opponents, write_part
 
 ROOT = Path(__file__).parents[2]
 PARTS = {"README.md": ["results"], "docs/results.md": ["results"], "docs/speed.md": ["first token", "known passages"]}
@@ -43,6 +43,18 @@ def test_a_page_without_both_marks_of_a_part_and_a_run_of_other_weights_are_refu
     write_answers(tmp_path, "squad", "arcaligner", [{}], weights="other")
     with pytest.raises(ValueError, match=r"arcaligner\.jsonl was answered by weights other"):
         check_weights(tmp_path, checkpoint_dir)
+
+
+def test_opponents_of_before_stay():
+    """Rows that do not read the checkpoint stay; those that do are the run's alone."""
+    old = {"naive": {"f1": 1}, "arcaligner": {"f1": 2}, "arcaligner_x4": {"f1": 3}, "full_text_lora": {"f1": 4}}
+    published = {"machine": "a; b", "sets": {"SQuAD": {"methods": old}, "MuSiQue": {"methods": old}}}
+    run = {"machine": "b; c", "sets": {"SQuAD": {"methods": {"arcaligner": {"f1": 5}, "naive": {"f1": 6}}}}}
+    found = with_opponents(run, published)
+    assert found["machine"] == "a; b; c"
+    kept = {"naive": {"f1": 6}, "full_text_lora": {"f1": 4}, "arcaligner": {"f1": 5}}
+    assert found["sets"] == {"SQuAD": {"methods": kept}}
+    assert list(found["sets"]["SQuAD"]["methods"]) == list(kept)
 
 
 def test_the_page_of_answers_shows_the_first_by_id_and_what_is_refused(tmp_path):
