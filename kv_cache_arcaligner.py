@@ -49,6 +49,7 @@ from .attention_arcaligner import (
     cache_of,
     can_separate,
     check_can_separate,
+    check_passage_prior,
     passage_positions,
     separate_passages,
 )
@@ -213,6 +214,7 @@ class PassageCache:
         context_embeds=None,
         context_word_ids=None,
         context_passage_ids=None,
+        passage_prior: Sequence[Sequence[float]] | None = None,
         **kwargs,
     ) -> Prepared:
         """The inputs of `generate` for questions about passages. What is not kept yet is read, equal passages once.
@@ -223,6 +225,8 @@ class PassageCache:
             context_embeds (tensor or a list, *optional*): Instead, embeddings (num_slots, encoder_hidden_size).
             context_word_ids (tensor or a list, *optional*): Their words (num_slots, max_words), where they are read.
             context_passage_ids (tensor or a list, *optional*): Their passages (num_slots,).
+            passage_prior (`list[list[float]]`, *optional*): Of each question, what is added to the attention logits of
+                each of its passages, those without text included; `passage_prior` of `generate`.
             kwargs: How slots are chosen and refined, as for the processor and `generate`: `max_slots`,
                 `tokens_per_slot`, `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget`; each
                 combination but `max_slots` is kept by itself where passages are read apart. The rest is for the chat
@@ -230,7 +234,8 @@ class PassageCache:
 
         Returns:
             [`Prepared`], a `dict` with `input_ids`, `attention_mask` (batch, seq_len) and `past_key_values`, and
-            `context_passage_ids` (batch, max_slots) where passages are read apart. For beams or several answers to a
+            `context_passage_ids` (batch, max_slots) where passages are read apart, and `passage_prior` (batch,
+            num_passages) where it is given. For beams or several answers to a
             question, call `past_key_values.batch_repeat_interleave(n)` first.
 
         Raises:
@@ -246,6 +251,11 @@ class PassageCache:
         inputs = self._batch(
             asked, [first_slots([entries[unit.key] for unit in question.units], most) for question in asked]
         )
+        if passage_prior is not None:
+            inputs["passage_prior"] = _prior_of_units(asked, passage_prior).to(self.model.device, self.model.dtype)
+            check_passage_prior(
+                inputs["passage_prior"], inputs.get("context_passage_ids"), self.model.config.text_config
+            )
         inputs.num_passages = [len(question.units) - 1 for question in asked]
         inputs.num_cached = [sum(unit.key not in missing for unit in question.units[1:]) for question in asked]
         return inputs
@@ -343,6 +353,7 @@ class PassageCache:
         positions = self.model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
         new = slice(cache.get_seq_length(), None)
         read = {"attention_mask": mask, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        read["slot_bias"] = self.model.slot_bias(ids, inputs.get("context_passage_ids"), inputs.get("passage_prior"))
         read["only_answerability"] = only_answerability
         return self.model(input_ids=ids[:, new], position_ids=positions[:, new], **read)
 
@@ -588,6 +599,24 @@ class SlotPrefixStore(PassageCache):
         super().__init__(*args, **kwargs)
 
 
+def _prior_of_units(asked: list[_Question], passage_prior: Sequence[Sequence[float]]) -> torch.Tensor:
+    """What each question's passages that have slots were given, (batch, num_passages), padded with 0."""
+    if len(passage_prior) != len(asked):
+        raise ValueError(
+            f"`passage_prior` is for {len(passage_prior)} questions; expected {len(asked)}, a list for each."
+        )
+    rows = []
+    for question, prior in zip(asked, passage_prior, strict=True):
+        last = max((unit.number for unit in question.units), default=0)
+        if len(prior) <= last:
+            raise ValueError(
+                f"`passage_prior` has {len(prior)} numbers for a question with passage {last}. Pass one each."
+            )
+        numbers = [float(prior[unit.number]) for unit in question.units[1:]]
+        rows.append(torch.tensor(numbers, dtype=torch.float64))
+    return pad_sequence(rows, batch_first=True)
+
+
 def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings of slots and gates, checked, and what is left of `kwargs` for the chat template."""
     given = {name: kwargs[name] for name in SLOT_SETTINGS if kwargs.get(name) is not None}
@@ -631,7 +660,10 @@ def prefill_beginning(model, inputs: dict[str, Any]) -> dict[str, Any]:
     if (ids.shape[1] - start) * len(ids) <= PIECE_POSITIONS:
         return inputs
     cache = DynamicCache(config=model.config.text_config) if cache is None else cache
-    positions = model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
+    numbers = inputs.get("context_passage_ids")
+    positions, bias = model.prompt_positions(ids, mask, numbers), None
+    if inputs.get("passage_prior") is not None:
+        bias = model.slot_bias(ids, numbers, inputs["passage_prior"])
     for part in in_pieces(ids.shape[1] - start, len(ids)):
         first, end = start + part.start, start + part.stop
         if end == ids.shape[1]:
@@ -642,6 +674,7 @@ def prefill_beginning(model, inputs: dict[str, Any]) -> dict[str, Any]:
             position_ids=positions[:, first:end],
             past_key_values=cache,
             use_cache=True,
+            **({} if bias is None else {"slot_bias": bias}),
         )
     return {**inputs, "past_key_values": cache}
 
