@@ -157,6 +157,9 @@ class ArcAlignerConfig(PreTrainedConfig):
             Whether the head's `match` was fitted: how well the words of the question are found in the passages counts.
         answerability_threshold (`float`, *optional*):
             Below it an answer is better refused, as `train/confidence.py` found; what `min_confidence` may be set to.
+        similarity_weight (`float`, defaults to 10):
+            What the cosine of question and passage is worth beside the answerability of the passage, in log-odds, where
+            passages are selected. Fitted on held-out questions of the shipped aligner.
         answer_calibration (`list[float]`, *optional*):
             How likely an answer is right: what its mean log-likelihood and the log-odds of the answerability are worth,
             and an offset, in log-odds, as `train/confidence.py` found. Default: it is not told.
@@ -196,6 +199,7 @@ class ArcAlignerConfig(PreTrainedConfig):
     answerability_layers: list[int] | None = None
     answerability_uses_match: bool = False
     answerability_threshold: float | int | None = None
+    similarity_weight: float | int = 10.0
     answer_calibration: list[float] | None = None
     training_stage: Literal["reconstruction", "grounding", "gating"] | None = None
     initializer_range: float = 0.02

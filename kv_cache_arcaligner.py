@@ -987,6 +987,7 @@ _IRRELEVANT_SETTINGS = (
     "includes_base_model",
     "initializer_range",
     "lora_dropout",
+    "similarity_weight",
     "tie_word_embeddings",
     "training_stage",
 )
