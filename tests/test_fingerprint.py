@@ -130,5 +130,5 @@ def test_no_change_of_a_weight_goes_unseen(write, part):
 def test_a_weight_that_cannot_be_watched_is_refused_by_name(weight):
     model = torch.nn.Linear(2, 2)
     model.weight = torch.nn.Parameter(weight)
-    with pytest.raises(ValueError, match="The weight `weight` is of type Parameter on .*nobody can tell"):
+    with pytest.raises(ValueError, match="The weight `weight` is of type Parameter on .*cannot be detected"):
         WatchedWeights(model, str).digests()

@@ -119,7 +119,7 @@ def tokenize(row: Row, tokenizer, is_separate: bool = False) -> dict[str, list[i
     if not whole.startswith(prompt):
         raise ValueError(
             f"Row {row['id']}: the prompt {prompt!r} is not how the whole conversation {whole!r} begins, so the answer "
-            "cannot be told from the prompt. Name another `chat_template_path`."
+            "cannot be separated from the prompt. Name another `chat_template_path`."
         )
 
     def ids_of(text: str) -> list[int]:

@@ -114,13 +114,15 @@ class Answerer:
                 raise ValueError(f"`min_confidence` is {min_confidence!r}; expected a number from 0 to 1.")
             self._check_answerability("`min_confidence`")
             if not isinstance(own := self.processor.no_answer, str):
-                raise ValueError(f"The processor's `no_answer` is {own!r}; expected what is answered instead.")
+                raise ValueError(
+                    f"The processor's `no_answer` is {own!r}; expected the text to say instead of an answer."
+                )
 
     def _check_answerability(self, what: str) -> None:
         if self.model.answerability_head is None:
             raise ValueError(
                 f"{what} needs an aligner whose answerability was fitted, and this one's `answerability_layers` is "
-                "None. Fit it with `python -m arcaligner.train.confidence`, or leave it out."
+                "None. Fit it with `python -m arcaligner.train.confidence`, or leave the argument out."
             )
 
     def _check_can_score(self, what: str) -> None:

@@ -60,7 +60,7 @@ def test_a_question_is_asked_by_keyboard_alone_and_what_was_kept_is_told(browser
     browser.type(TEXT + " By hand.")
     browser.press("Enter", modifiers=2)
     browser.wait_for("!running && $('report').checkVisibility()")
-    assert " ms; 0 of 2 passages had been read before." in browser.seen("#cost")
+    assert " ms; 0 of 2 passages were cached." in browser.seen("#cost")
     messages = [{"role": "user", "content": QUESTION}]
     documents = (TEXT + " By hand.").split("\n\n")
     expected = client.chat.completions.create(model="tiny", messages=messages, extra_body={"documents": documents})
@@ -71,8 +71,8 @@ def test_a_question_is_asked_by_keyboard_alone_and_what_was_kept_is_told(browser
     assert places == {client.base_url.netloc.decode()}
     ask(browser, TEXT + " By hand.")
     slots = expected.model_extra["arcaligner"]["statistics"]["slots"]
-    assert f" tokens of text read as {slots} slots, the first token after " in browser.seen("#cost")
-    assert " ms; 2 of 2 passages had been read before." in browser.seen("#cost")
+    assert f" tokens of text compressed to {slots} slots, first token after " in browser.seen("#cost")
+    assert " ms; 2 of 2 passages were cached." in browser.seen("#cost")
 
 
 def test_the_text_is_shown_as_it_is_written_and_no_letter_is_moved_by_slots(browser):
