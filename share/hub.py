@@ -153,9 +153,9 @@ def _read_results(folder: Path, processor: dict[str, Any]) -> dict[str, Any] | N
             scores = [each["methods"][name]["f1"][0] if name in each["methods"] else None for each in sets.values()]
             if any(score is not None for score in scores):
                 rows.append([what, rate, *("-" if score is None else f"{score:.1f}" for score in scores)])
-        rows.append(["passages that are read", "", *(each.get("passages", "given") for each in sets.values())])
+        rows.append(["passages", "", *(each.get("passages", "given") for each in sets.values())])
         recalls = (f"{each['recall'][0]:.0f} %" if "recall" in each else "-" for each in sets.values())
-        rows.append(["with an expected answer in them", "", *recalls])
+        rows.append(["that contain an expected answer", "", *recalls])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} does not hold results of an evaluation ({error!r}). Expected "
