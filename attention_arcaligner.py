@@ -180,7 +180,7 @@ def check_can_separate(config: PreTrainedConfig, in_one_row: bool = True) -> Non
     they cannot be `in_one_row`; kept passages are joined without a mask."""
     if in_one_row and (kernel := config._attn_implementation) not in ROW_KERNELS:
         raise ValueError(
-            f"`passage_attention` is 'separate', but attention `{kernel}` takes no mask that keeps passages apart. "
+            f"`passage_attention` is 'separate', but attention `{kernel}` takes no mask that separates passages. "
             f"Load the model with `attn_implementation` {' or '.join(ROW_KERNELS)}, or pass one passage."
         )
     if any(DynamicCache(config=config).is_sliding):
@@ -212,15 +212,15 @@ def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torc
         return  # reading them would make the host wait for the device
     if bool(((slot_mask[:, 1:] & ~slot_mask[:, :-1]).sum(dim=1) + slot_mask[:, 0] > 1).any()):
         raise ValueError(
-            "There is text between the slots of a row, but passages that are read apart count their positions from one "
-            "place. Put all passages before the question, or load the model with `passage_attention='joint'`."
+            "There is text between the slots of a row, but independent passages all start at the same position. Put "
+            "all passages before the question, or load the model with `passage_attention='joint'`."
         )
     is_real = torch.arange(expected[1]) < slot_mask.sum(dim=1)[:, None]  # padding stands behind the slots
     falls = (passage_ids[:, 1:] < passage_ids[:, :-1]) & is_real[:, 1:]
     if bool(falls.any()) or bool(((passage_ids < 0) & is_real).any()):
         raise ValueError(
             f"`context_passage_ids` is {passage_ids.tolist()}; expected numbers of at least 0 that never fall along "
-            "the slots of a row, since the slots of a passage stand together."
+            "the slots of a row, because the slots of a passage are adjacent."
         )
 
 

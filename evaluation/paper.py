@@ -379,7 +379,7 @@ def reproduce(what: str, made: Reproduction) -> list[Path]:
                 raise ValueError(f"{name}: {error}") from error
             logger.warning("left out %s: %s", name, error)
     if not pages:
-        raise ValueError("Nothing of the paper can be made here; see above.")
+        raise ValueError("No part of the paper could be made. The warnings above say what is missing.")
     return pages
 
 

@@ -239,7 +239,7 @@ def test_a_disk_that_fills_up_costs_no_answer(apart, model, tmp_path, monkeypatc
     monkeypatch.setattr("arcaligner.kv_cache_arcaligner.save_file", save)
     store = model.passage_cache(apart, max_bytes=0, folder=tmp_path)
     assert_answers(store, ["Who?"], documents=[PASSAGES])
-    assert "No space left on device" in caplog.text and "will be read again" in caplog.text
+    assert "No space left on device" in caplog.text and "will be computed again" in caplog.text
     assert len(list(tmp_path.iterdir())) == 2
     store.prepare("Who?", PASSAGES)
     assert (store.loads, store.misses) == (1, 5)
@@ -301,7 +301,7 @@ def test_a_question_too_long_for_the_longest_kept_passage_is_refused_and_nothing
     store.prepare("Who?", PASSAGES)
     with pytest.raises(ValueError, match="The prompt has .* positions but the backbone llama reads 300"):
         store.prepare("Who? " * 150, PASSAGES)
-    with pytest.raises(ValueError, match=r"^Passage 4 is \d+ slots, but there is room for \d+ beside the question"):
+    with pytest.raises(ValueError, match=r"^Passage 4 is \d+ slots, but there is only room for \d+ with the question"):
         store.prepare("Who?", [*PASSAGES, " ", "He is tall. " * 300])
     with pytest.raises(ValueError, match="^Passage 1 of question 1 is 300 slots"):
         store.prepare(["Who?", "When?"], [PASSAGES, ["Short.", "He is tall. " * 300]])

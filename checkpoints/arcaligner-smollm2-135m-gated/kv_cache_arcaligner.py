@@ -79,7 +79,9 @@ PASSAGES_AT_ONCE, ROWS_AT_ONCE = 32, 16
 
 
 def _warn_of(old: str, new: str) -> None:
-    warnings.warn(f"`{old}` is called `{new}` now; the old name goes in the next release.", FutureWarning, stacklevel=3)
+    warnings.warn(
+        f"`{old}` is now called `{new}`; the old name will be removed in the next release.", FutureWarning, stacklevel=3
+    )
 
 
 @dataclass
@@ -176,7 +178,7 @@ class PassageCache:
         if dtype not in (None, "int8"):
             raise ValueError(f'`dtype` is {dtype!r}; expected "int8", or `None` for the dtype of the backbone.')
         if max_bytes < 0:
-            raise ValueError(f"`max_bytes` is {max_bytes}; expected 0 (keep nothing in memory) or more.")
+            raise ValueError(f"`max_bytes` is {max_bytes}; expected 0 (cache nothing in memory) or more.")
         if model.config.passage_attention != processor.passage_attention:
             raise ValueError(
                 f"`passage_attention` is {model.config.passage_attention!r} of the model and "
@@ -310,7 +312,7 @@ class PassageCache:
             `OSError`: a file that could not be written.
         """
         if self.folder is None:
-            raise ValueError("This cache has no `folder`, so there are no files for other engines. Name one.")
+            raise ValueError("This cache has no `folder`, so it writes no files for other engines. Pass `folder=`.")
         asked, settings = self._ask(questions, documents, **kwargs)
         self.weights(asked[0].units[1].passages)
         most = settings.pop("max_slots", None) if self._is_separate else None
@@ -362,7 +364,7 @@ class PassageCache:
     ) -> tuple[list[_Question], dict[str, Any]]:
         """The questions of a batch with what is read for each, and settings of slots and gates."""
         if not isinstance(questions, str | list | tuple) or not questions:
-            raise ValueError(f"There is no question in {questions!r}. Pass one, or a list of some.")
+            raise ValueError(f"`questions` is {questions!r}; expected a question, or a list of at least one.")
         is_single = isinstance(questions, str) or isinstance(questions[0], dict)
         questions = [questions] if is_single else list(questions)
         given = (documents, context_embeds, context_word_ids, context_passage_ids)
@@ -551,7 +553,7 @@ class PassageCache:
         try:
             entry = load_keys_values(path, unit.fingerprint, self.model.config.text_config, self.model.device)
         except ValueError as error:
-            logger.warning(f"{error} The passage is read again.")
+            logger.warning(f"{error} The passage is computed again.")
             return None
         self.loads += unit.is_passage
         self._keep(unit.key, entry)
@@ -565,7 +567,7 @@ class PassageCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_keys_values(self._path(unit.key), entry, unit.fingerprint, self._describe_base_model())
         except (OSError, SafetensorError) as error:
-            logger.warning_once(f"Passages cannot be kept in {self.folder} ({error}). They will be read again.")
+            logger.warning_once(f"Passages cannot be cached in {self.folder} ({error}). They will be computed again.")
 
     def _describe_base_model(self) -> dict[str, Any]:
         """What other engines know the base model by, computed once for its weights."""
@@ -983,7 +985,7 @@ def load_keys_values(
     for name in [*fingerprint, *found]:
         if found.get(name) != fingerprint.get(name):
             raise ValueError(
-                f"The kept passage {path} was made with `{name}` {found.get(name)!r}; expected "
+                f"The cached passage {path} was made with `{name}` {found.get(name)!r}; expected "
                 f"{fingerprint.get(name)!r}. {advice}"
             )
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -993,7 +995,7 @@ def load_keys_values(
             f"{path} holds tensors of shapes {shapes}; the backbone {config.model_type} needs `{_NAME}` of shape "
             f"{entry_shape(config, 1)}, for a slot. Load it with the backbone it was made for."
         )
-    check_length(shape[3], f"The kept passage {path}", config)
+    check_length(shape[3], f"The cached passage {path}", config)
     return tensors[_NAME].to(device)
 
 
@@ -1020,6 +1022,7 @@ _IRRELEVANT_SETTINGS = (
     "includes_base_model",
     "initializer_range",
     "lora_dropout",
+    "similarity_weight",
     "tie_word_embeddings",
     "training_stage",
 )
@@ -1180,6 +1183,6 @@ class WatchedWeights:
 def _check_watchable(name: str, weight: torch.Tensor) -> None:
     if type(weight) not in (torch.Tensor, nn.Parameter) or weight.is_meta or weight.layout != torch.strided:
         raise UnwatchableError(
-            f"The weight `{name}` is of type {type(weight).__name__} on {weight.device}; nobody can tell when such a "
-            "weight changes, so what is read of passages is not kept. Load the model whole and without quantization."
+            f"The weight `{name}` is of type {type(weight).__name__} on {weight.device}; changes to it cannot be "
+            "detected, so passages are not cached. Load the model whole and without quantization."
         )

@@ -1313,7 +1313,7 @@ class SlotGenerationMixin(GenerationMixin):
         if settings and self._has_read_slots(input_ids, cache):
             logger.warning_once(
                 f"{', '.join(f'`{name}`' for name in settings)} of `generate` changes no slot that is in "
-                "`past_key_values` already. For other gates, give them to `store.prepare`."
+                "`past_key_values` already. For other gates, pass them to `prepare` of the cache."
             )
         generation_config = kwargs.get("generation_config") or self.generation_config
         if kwargs.get("prefill_chunk_size", generation_config.prefill_chunk_size) is not None:

@@ -103,7 +103,7 @@ def test_results_are_written_for_machines_people_and_the_model_card(run, model):
     assert "Questions: HotpotQA 4." in page and "The passages contain a gold: HotpotQA 100 %." in page
     write_model_card(model.config, run)
     card = (run / "README.md").read_text("utf-8")
-    assert "| **slots** | - | 50.0 |" in card and "| with an expected answer in them |  | 100 % |" in card
+    assert "| **slots** | - | 50.0 |" in card and "| that contain an expected answer |  | 100 % |" in card
 
 
 # Refusals
