@@ -148,7 +148,7 @@ def record(row: Row, answer: Answer) -> dict[str, Any]:
         "prompt_tokens": len(answer.prompt_ids),
         "context_tokens": answer.context_tokens,
         "passage_tokens": answer.passage_tokens,
-        **({} if answer.confidence is None else {"confidence": answer.confidence}),
+        **({} if answer.answerability is None else {"answerability": answer.answerability}),
         "prompt": digest(answer.prompt_ids),
         "row": row_digest(row),
     }

@@ -365,16 +365,17 @@ class Engine:
             for request, chat in zip(group, chats, strict=True)
         ]
         slots = {name: [row[name] for row in rows] for name in rows[0]}
-        scores = self.answerer.score(chats, similarities=similar, **slots)
+        most = [request.max_passages for request in group]
+        scores = self.answerer.score_candidates(chats, similarities=similar, most=most, **slots)
         seconds = time.perf_counter() - began
         for request, own in zip(group, scores, strict=True):
             numbers = select_top(own, request.max_passages)
             request.kept = sum(own[number].is_cached for number in numbers)
             request.passages = request.passages.only(numbers)
             request.passages.seconds["choosing"] = seconds
-            for number, scored in own.items():
-                both = dict.fromkeys(("answerability", "confidence"), scored.answerability)  # the second one is of 0.2
-                request.passages.documents[number] |= both
+            for number, document in enumerate(request.passages.documents):  # `None` where others had decided
+                sure = own[number].answerability if number in own else None
+                document |= dict.fromkeys(("answerability", "confidence"), sure)  # the second one is of 0.2
 
     def _answer(self, group: list[Request]) -> None:
         began = time.monotonic()

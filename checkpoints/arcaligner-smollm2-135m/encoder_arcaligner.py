@@ -766,10 +766,12 @@ class SlotEncoder:
         room: Sequence[int] | None = None,
         apart: bool = False,
         names: Sequence[str] | None = None,
+        only_segments: bool = False,
     ) -> list[EncodedDocuments]:
         """The passages of several questions, all documents or all precomputed slots, as slots. `room` is the
         maximum number of slots of each or, `apart`, of each of its passages; more raise an error before anything is
-        encoded, which calls them by one of `names`."""
+        encoded, which calls them by one of `names`. With `only_segments` the encoder reads nothing, and embeddings are
+        (num_slots, 0)."""
         rate = self.check_settings(max_slots, tokens_per_slot)
         if isinstance(passages[0], GivenSlots):
             return [self._first_slots(row, number, max_slots) for number, row in enumerate(passages)]
@@ -785,7 +787,8 @@ class SlotEncoder:
             name = name if names is None else names[number]
             _check_room(name, row, rate, max_slots, None if room is None else room[number], apart)
         # All questions at once: the encoder sorts texts by length, so more of them means less padding.
-        encoded = self.encode_tokens([segment for row in tokens for segment in row], rate).split(counts)
+        every = [segment for row in tokens for segment in row]
+        encoded = (torch.empty(sum(counts), 0) if only_segments else self.encode_tokens(every, rate)).split(counts)
         rows = []
         for documents, pieces, row_tokens, embeds in zip(passages, segments, tokens, encoded, strict=True):
             words = None

@@ -264,17 +264,21 @@ class PassageCache:
 
     @torch.no_grad()
     def iter_single_passages(
-        self, questions, documents=None, **kwargs
+        self, questions, documents=None, only: Sequence[Sequence[int]] | None = None, **kwargs
     ) -> Iterator[tuple[list[tuple[int, int, bool]], Prepared]]:
         """Each question with each of its passages by itself, some rows at a time: the numbers of question and passage,
         whether it was kept, and what `prepare` would return for these rows. Passages without text have no row.
 
         Args:
             questions, documents, kwargs: As for `prepare`.
+            only (`Sequence[Sequence[int]]`, *optional*): Of each question the numbers of its passages that are read;
+                others are not even encoded. Default: all.
         """
         asked, settings = self._ask(questions, documents, **kwargs)
         most = settings.pop("max_slots", None)
-        units = ((place, own, unit) for place, own in enumerate(asked) for unit in own.units[1:] if unit.passages != [])
+        units = [(place, own, unit) for place, own in enumerate(asked) for unit in own.units[1:] if unit.passages != []]
+        if only is not None:
+            units = [each for each in units if each[2].number in only[each[0]]]
         alone = [(place, _Question([own.units[0], unit], own.tail)) for place, own, unit in units]
         for rows in (alone[first : first + PASSAGES_AT_ONCE] for first in range(0, len(alone), PASSAGES_AT_ONCE)):
             entries, missing = self._fetch([each for _, each in rows], settings)
@@ -453,7 +457,7 @@ class PassageCache:
             weights = None  # where nothing is kept, none are watched
             if self.max_bytes or self.folder is not None:
                 try:
-                    weights = self.weights(passages)
+                    weights = self._current_weights(passages)
                 except UnwatchableError as error:  # a quantized model answers as any other
                     logger.warning_once(str(error))
             # What all passages have in common, the weights among it, is digested once.
@@ -477,7 +481,7 @@ class PassageCache:
                 heads = {one.units[0].head: entries.get(one.units[0].key) for one in asked}
                 entries |= self._read(missing, heads, settings, max(len(question.tail) for question in asked))
                 # Answers are right for the weights that were read; under the keys of others nothing may be kept.
-                if weights is not None and self.weights(passages) == weights:
+                if weights is not None and self._current_weights(passages) == weights:
                     for unit in missing.values():
                         self._write(unit, entries[unit.key])
                         self._keep(unit.key, entries[unit.key])
@@ -514,20 +518,34 @@ class PassageCache:
 
     def weights(self, passages: Sequence | tuple) -> dict[str, Any]:
         """Digests of the model and, unless `passages` are embeddings, of encoder and tokenizers."""
+        return self._weights(passages, WatchedWeights.digests, self._tokenizer_digest)
+
+    def _current_weights(self, passages: Sequence | tuple) -> dict[str, Any]:
+        """What stands for them in a key. Files outlive the process and need the digests, which take a second; memory
+        is asked by this process alone."""
+        if self.folder is not None:
+            return self.weights(passages)
+        return self._weights(passages, WatchedWeights.mark, self._tokenizer_mark)
+
+    def _weights(self, passages, read: Callable, read_tokenizer: Callable) -> dict[str, Any]:
         with self._lock:
-            weights, processor = self._watched.digests(), self.processor
+            weights, processor = read(self._watched), self.processor
             if isinstance(passages, GivenSlots):
                 return weights
             encoder = processor.encoder.model
             if self._encoder is None or self._encoder.module is not encoder:
-                self._encoder = WatchedWeights(encoder, lambda name: "encoder_weights")
+                self._encoder = WatchedWeights(encoder, lambda name: "weights")
             return {
                 **weights,
-                **self._encoder.digests(),
+                **{f"encoder_{name}": each for name, each in read(self._encoder).items()},
                 "encoder_reads": [encoder.max_seq_length, encoder.prompts, encoder.default_prompt_name],
-                "tokenizers": [self._tokenizer_digest(each) for each in (encoder.tokenizer, processor.tokenizer)],
+                "tokenizers": [read_tokenizer(each) for each in (encoder.tokenizer, processor.tokenizer)],
                 "spacy": spacy_version(),
             }
+
+    def _tokenizer_mark(self, tokenizer) -> tuple[int, int]:
+        self._tokenizers.setdefault(id(tokenizer), (tokenizer, 0, ""))  # as long as it lives, its id is its own
+        return id(tokenizer), len(tokenizer)
 
     def _tokenizer_digest(self, tokenizer) -> str:
         # Written out it is megabytes. Tokens that are added show in its length.
@@ -1111,8 +1129,9 @@ class UnwatchableError(ValueError):
 
 
 class _Read(NamedTuple):
-    """A weight as it was read."""
+    """A weight as it was read, by its name in the model."""
 
+    name: str
     owner: nn.Module
     attribute: str
     weight: torch.Tensor
@@ -1131,8 +1150,8 @@ def _version(weight: torch.Tensor) -> int:
 
 
 class WatchedWeights:
-    """Digests of a module's weights. They are read again when one has moved, been replaced, or been written to by
-    PyTorch: by an optimizer, an operation in place, `load_state_dict`, `to`.
+    """Digests of a module's weights, or a mark of them, which are made again when one has moved, been replaced, or been
+    written to by PyTorch: by an optimizer, an operation in place, `load_state_dict`, `to`.
 
     Nobody tells of writes through `.data`, a NumPy array or a pointer, nor of modules and hooks that are added or
     replaced. Which of PEFT's adapters are on, and how they are scaled, is looked up.
@@ -1146,7 +1165,17 @@ class WatchedWeights:
         self.module, self._part_of = module, part_of
         self._layers = [each for each in module.modules() if isinstance(each, BaseTunerLayer)]
         self._read: list[_Read] = []
-        self._adapters, self._digests = [], {}
+        self._adapters, self._modules, self._mark, self._digests = [], [], "", {}
+
+    def mark(self) -> dict[str, str]:
+        """A word for the weights as they are, in this process: after any change there is another one. No value is
+        read.
+
+        Raises:
+            `UnwatchableError`: a weight that cannot be watched, by its name.
+        """
+        self._look()
+        return {"weights": self._mark}
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of each part's names, types, shapes and values.
@@ -1154,30 +1183,35 @@ class WatchedWeights:
         Raises:
             `UnwatchableError`: a weight that cannot be watched, by its name.
         """
+        self._look()
+        if not self._digests:
+            # The same weights in other classes, or with another adapter on, compute something else.
+            first, parts = hashlib.sha256(repr((self._adapters, self._modules)).encode()), {}
+            for name, _, _, weight, *_ in self._read:
+                digest = hashlib.sha256(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).digest()
+                part = parts.setdefault(self._part_of(name), first.copy())
+                part.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode() + digest)
+            self._digests = {part: digest.hexdigest() for part, digest in parts.items()}
+        return self._digests
+
+    def _look(self) -> None:
+        """Looks for all weights, unless they are those of the last time, unchanged."""
         adapters = [
             (m.active_adapter, m.disable_adapters, *m.merged_adapters, *m.scaling.items()) for m in self._layers
         ]
-        if self._digests and adapters == self._adapters and all(each.is_current() for each in self._read):
-            return self._digests
-        modules, found, parts, read = [], {}, {}, []
+        if self._mark and adapters == self._adapters and all(each.is_current() for each in self._read):
+            return
+        modules, found = [], {}
         for prefix, module in self.module.named_modules():
             if prefix == HEAD:  # it only reads: a new one changes nothing that is kept
                 continue
             modules.append((prefix, type(module).__qualname__))
             for name, weight in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
                 found.setdefault(id(weight), (f"{prefix}.{name}".lstrip("."), module, name, weight))  # tied ones once
-        for whole_name, _, _, weight in found.values():  # all of them before any is read
-            _check_watchable(whole_name, weight)
-        # The same weights in other classes, or with another adapter on, compute something else.
-        first = hashlib.sha256(repr((adapters, modules)).encode())
-        for whole_name, owner, name, weight in found.values():
-            read.append(_Read(owner, name, weight, weight.detach(), _version(weight)))
-            digest = hashlib.sha256(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).digest()
-            part = parts.setdefault(self._part_of(whole_name), first.copy())
-            part.update(f"{whole_name} {weight.dtype} {tuple(weight.shape)}".encode() + digest)
-        self._adapters, self._read = adapters, read
-        self._digests = {part: digest.hexdigest() for part, digest in parts.items()}
-        return self._digests
+        for name, _, _, weight in found.values():
+            _check_watchable(name, weight)
+        self._read = [_Read(*each, each[3].detach(), _version(each[3])) for each in found.values()]
+        self._adapters, self._modules, self._mark, self._digests = adapters, modules, uuid.uuid4().hex, {}
 
 
 def _check_watchable(name: str, weight: torch.Tensor) -> None:
