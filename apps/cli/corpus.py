@@ -27,6 +27,9 @@ Strict = Annotated[bool, typer.Option("--strict", help="End with an error where 
 Verbose = Annotated[
     bool, typer.Option("--verbose", help=f"Name everything that is skipped, not only the first {MOST_NAMED}.")
 ]
+Processes = Annotated[
+    int, typer.Option(help="How many processes encode passages, each with the encoder in its own memory.", min=1)
+]
 
 
 @corpus_app.command("build")
@@ -42,6 +45,7 @@ def build(
     prune: Annotated[bool, typer.Option("--prune", help="Remove documents that are in none of the sources.")] = False,
     strict: Strict = False,
     verbose: Verbose = False,
+    processes: Processes = 1,
 ) -> None:
     """Makes a corpus from texts, or updates one: new documents are added, changed ones replaced."""
     shared.check_there(checkpoint)
@@ -65,6 +69,7 @@ def build(
                 corpus,
                 processor,
                 prune=prune,
+                processes=processes,
                 on_batch=lambda report: messages.print(f"[dim]{counted(report.passages, 'passage')}[/]"),
             )
     except (ValueError, OSError):
@@ -91,12 +96,13 @@ def add(
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     strict: Strict = False,
     verbose: Verbose = False,
+    processes: Processes = 1,
 ) -> None:
     """Adds documents to a corpus that is there, and replaces those that have changed; else as `build`."""
     from ..corpus.table import Corpus
 
     Corpus(corpus)  # which says so where there is none
-    build(sources, corpus, checkpoint, None, None, strict=strict, verbose=verbose)
+    build(sources, corpus, checkpoint, None, None, strict=strict, verbose=verbose, processes=processes)
 
 
 @corpus_app.command("read")
