@@ -1559,8 +1559,7 @@ def check_word_ids(config, context_embeds: torch.Tensor, context_word_ids) -> No
         return
     if context_word_ids is None:
         raise ValueError(
-            f"`context_word_ids` is missing: with `config.word_parts` {config.word_parts} a slot's words are "
-            "read beside its embedding. Pass what the processor of this checkpoint returns."
+            f"`context_word_ids` is missing: with `config.word_parts` {config.word_parts} a slot also needs the token ids of its text. Pass what the processor of this checkpoint returns."
         )
     expected = f"({context_embeds.shape[0]}, {context_embeds.shape[1]}, max_words)"
     check_ids(context_word_ids, "`context_word_ids`", config.text_config.vocab_size, (-1,), expected)

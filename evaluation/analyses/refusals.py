@@ -52,7 +52,7 @@ def refusals(
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "arcaligner,arcaligner_x4",
 ) -> None:
     """How many unanswerable questions are refused, what that costs, and what confidence is worth: shares in percent
-    with 95 % intervals, F1 and what refusals lose of it in points, and how well confidence tells the two apart."""
+    with 95 % intervals, F1 and what refusals lose of it in points, and how well confidence separates the two."""
     rows = []
     for name in split_names(methods):
         answered, unanswered = (read_answers(run, task, name) for task in TASKS)
