@@ -420,8 +420,7 @@ class VllmEngine(Engine):
         )
         if not far < CLOSE:
             raise ValueError(
-                f"vLLM at {self.vllm.url} gives log-probabilities for the same passages that differ by {far:.2f} "
-                "apart; "
+                f"vLLM at {self.vllm.url} gives log-probabilities for the same passages that differ by {far:.2f}; "
                 f"expected less than {CLOSE}. Start it for the base model of the checkpoint, without quantization."
             )
 
