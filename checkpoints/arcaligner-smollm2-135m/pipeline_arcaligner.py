@@ -1,4 +1,4 @@
-"""A question and its passages to an answer: the text-generation pipeline with context slots.
+"""Text-generation pipeline: from a question and its passages to an answer.
 
 Last of the flat files, in the order of the data flow:
 configuration -> processing (passages to slots) -> modeling (slots to logits) -> pipeline.
@@ -25,7 +25,7 @@ _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
 
 @dataclass
 class Row:
-    """What goes with an input through the pipeline, beside its padded ids."""
+    """What accompanies an input through the pipeline, in addition to its padded ids."""
 
     is_question: bool
     slots: GivenSlots  # empty without slots
@@ -51,8 +51,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     - a string, read as a question when the call has `documents=`, else as text to continue.
 
     A document is a string or `{"title": str, "text": str}`; one of more than 360 tokens is cut into passages, and of
-    several passages the likeliest is read (`max_passages`). A chat without documents has no slots: the unchanged base
-    model answers it. A question with an empty list has the one slot that stands for "no passages". Unlike the built-in
+    several passages only the top-ranked is used (`max_passages`). A chat without documents has no slots: the unchanged
+    base model answers it. A question with an empty list gets one slot, for "no passages". Unlike the built-in
     pipeline, this one samples only when asked to.
 
     Example:
@@ -104,7 +104,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             max_passages (`int`, *optional*):
                 Of more passages, only those that most likely answer are read, in their order: each is first asked
                 about by itself. See [`Answerer`]. What was read for this is kept, in at most 256 MiB, for asking
-                about these passages again. Default: 1, or all, uncut, where the aligner cannot tell.
+                about these passages again. Default: 1, or all, uncut, if the aligner cannot score passages.
             min_confidence (`float`, *optional*):
                 Where it is less likely, from 0 to 1, that the passages answer the question, the answer becomes the
                 processor's `no_answer`. See [`AnsweringCall`]. Not with a `streamer`, which would be told the
@@ -120,7 +120,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
 
             - **generated_text** (`str` or chat) -- The answer to a question; a chat with the answer appended, or with
               `return_full_text=False` the answer only. With `return_slots` also:
-            - **segments** (`list[dict]`) -- What each slot stands for: `document`, `start`, `end` (characters), `text`.
+            - **segments** (`list[dict]`) -- The text of each slot: `document`, `start`, `end` (characters), `text`.
             - **trajectories** (`list[list[str]]`) -- For each layer and slot the passes taken.
             - **statistics** (`dict`) -- `tokens` of the passages, `slots` and `compression_rate`, the measured tokens
               per slot; with `max_slots`, how many segments are `dropped`;

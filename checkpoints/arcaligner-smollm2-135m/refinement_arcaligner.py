@@ -1,10 +1,10 @@
-"""The sparse form of a refinement step (Eq. 6): which rows a layer computes again, what they attend to, what it costs.
+"""Sparse form of a refinement step (Eq. 6): the rows that a layer computes again, what they attend to, and the cost.
 
 A step applies layer `l` to its own output. Only slots with an open gate change, so a step needs
 
     queries           of these slots (of all slots in training, and where nearly all gates are open)
     keys and values   of the text before the last slot and of the other slots, once from the layer's output, and of the
-                      slots that change, afresh
+                      slots that change, in each step
 
 The layer gets a stand-in for the cache: it writes the slots' keys and values to it and gets all of them back. The real
 cache holds the mandatory pass only and is never touched. Where all slots are computed and there is little text before
