@@ -1,4 +1,4 @@
-"""The first token of a new question over a new combination of passages that are known, and what is kept of each.
+"""Time to the first token of a new question over a new combination of cached passages, and the cached bytes of each.
 
     python -m arcaligner.benchmarks.kept --output FOLDER [--sizes 1,5,10,20] [--tokens-per-slot 2,4,8,16,segment]
 

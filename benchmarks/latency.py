@@ -1,4 +1,4 @@
-"""Reading k passages as slots compared with reading their text: the time to the first token.
+"""Time to the first token for k passages, as slots and as text.
 
     python -m arcaligner.benchmarks.latency [--output FOLDER] [--sizes 1,20] [--tokens-per-slot 4,segment]
     python -m arcaligner.benchmarks.latency --checkpoint CHECKPOINT --device cuda --dtype bfloat16

@@ -1,4 +1,4 @@
-"""How many clients a server answers: a load generator.
+"""Load generator: throughput and latency of a server by number of clients.
 
     python -m arcaligner.benchmarks.serving --url http://127.0.0.1:8000 --questions nq.jsonl.gz --clients 1,8,32
 

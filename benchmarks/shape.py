@@ -1,4 +1,4 @@
-"""What slots cost and save on a GPU, for a model of a well-known shape with random weights, in under five minutes.
+"""Cost and savings of slots on a GPU, for a known model shape with random weights, in under five minutes.
 
     python -m arcaligner.benchmarks.shape --shape mistral-7b --device cuda --output FOLDER
     python -m arcaligner.benchmarks.shape --shape mistral-7b --device cpu       # operations, and the host's time

@@ -1,4 +1,4 @@
-"""vLLM that answers from slots, vLLM that reads the same passages' text, and the own engine, on the same cores.
+"""vLLM with slots, vLLM with the same passages as text, and our own engine, on the same cores.
 
     python -m arcaligner.benchmarks.vllm --output FOLDER [--sizes 5,20] [--clients 1,8,32]
 

@@ -1,4 +1,4 @@
-"""Judged accuracy, the paper's Acc: a chat model says of each answer of a run whether it is correct.
+"""Judged accuracy, the paper's Acc: a chat model judges whether each answer of a run is correct.
 
     vllm serve Qwen/Qwen3-30B-A3B-Instruct-2507
     python -m arcaligner.evaluation.judge --run runs/paper

@@ -1,4 +1,4 @@
-"""Retrieval as in the paper: a dense retriever finds twenty passages, a re-ranker orders them, the first is read.
+"""Retrieval as in the paper: a dense retriever finds twenty passages, a re-ranker orders them, the first is used.
 
     python -m arcaligner.evaluation.retrieval --tasks nq,squad --data FOLDER --pool FOLDER/recon_train.jsonl.gz \\
         --reranker aligner:checkpoints/arcaligner-smollm2-135m --output runs/retrieved

@@ -1,4 +1,4 @@
-"""Writes a trained aligner for others: bfloat16 weights, processor, code, model card and the recipes of its stages.
+"""Export a trained aligner: bfloat16 weights, processor, code, model card and the recipes of its stages.
 
     python -m arcaligner.share.export --stages runs/smollm2_135m --output checkpoints/arcaligner-smollm2-135m
 

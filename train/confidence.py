@@ -1,4 +1,4 @@
-"""Fits how likely it is that passages answer a question: the answerability head of an aligner.
+"""Fit the answerability head of an aligner: how likely the passages contain an answer.
 
     python -m arcaligner.train.confidence --recipe train/recipes/smollm2_135m/2_grounding.yaml --aligner FOLDER
 

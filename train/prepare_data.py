@@ -1,4 +1,4 @@
-"""Makes the training and validation files that the recipes name, of public sets.
+"""Make the training and validation files of the recipes from public data sets.
 
     python -m arcaligner.train.prepare_data                         # into `data`, where the recipes look for them
     python -m arcaligner.train.prepare_data --limit hotpotqa=20000 --limit squad=5000

@@ -1,4 +1,4 @@
-"""Trains one stage of a recipe: examples -> batches -> the loss -> the saved aligner.
+"""Train one stage of a recipe: examples -> batches -> loss -> saved aligner.
 
     python -m arcaligner.train.sft --config train/recipes/smollm2_135m/1_reconstruction.yaml
     python -m arcaligner.train.sft --config train/recipes/smollm2_135m/2_grounding.yaml --seed 2

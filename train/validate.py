@@ -1,4 +1,4 @@
-"""Validates an aligner on the articles that a recipe holds out: losses and answers.
+"""Validate an aligner on held-out articles of a recipe: losses and answers.
 
     python -m arcaligner.train.validate --recipe train/recipes/smollm2_135m/2_grounding.yaml --runs runs/mine
     python -m arcaligner.train.validate --recipe RECIPE --runs runs/a,runs/b --last 10 --answers 300 --output runs/mean

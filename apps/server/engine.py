@@ -1,4 +1,4 @@
-"""Requests to answers: those that arrive together are one batch, and each gets its answer as it is written.
+"""From requests to answers: concurrent requests share a batch, and each gets its answer as it is generated.
 
 One thread reads passages and runs the model; any number of threads may submit.
 

@@ -1,4 +1,4 @@
-"""Questions that the passages do not answer: how many are refused, at which price, and what confidence is worth.
+"""Abstention on questions that the passages do not answer: how many, at which cost, and the AUROC.
 
     python -m arcaligner evaluate --recipe smollm2_135m --tasks squad,squad_unanswerable --data FOLDER
     python -m arcaligner.evaluation.analyses.refusals --run runs/evaluation --methods arcaligner,arcaligner_x4
