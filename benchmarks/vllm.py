@@ -192,16 +192,18 @@ def measure(
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder for the report.")],
-    checkpoint: Annotated[str, typer.Option(help="An aligner of independent passages.")] = str(DEFAULT_CHECKPOINT),
-    sizes: Annotated[str, typer.Option(help="Passages of a question, separated by commas.")] = "5,20",
+    checkpoint: Annotated[str, typer.Option(help="An aligner with independent passages.")] = str(DEFAULT_CHECKPOINT),
+    sizes: Annotated[str, typer.Option(help="Numbers of passages per question, separated by commas.")] = "5,20",
     clients: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "1,8,32",
     tokens_per_slot: Annotated[int, typer.Option(help="Tokens of text per slot.")] = 4,
-    rounds: Annotated[int, typer.Option(help="Turns of each arm, of as many questions as clients, at least 4.")] = 1,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of both.")] = "float32",
-    vllm_options: Annotated[str, typer.Option(help="Options of vLLM's server, in one text.")] = "--enforce-eager",
+    rounds: Annotated[
+        int, typer.Option(help="Rounds of each arm; a round has as many questions as clients, at least 4.")
+    ] = 1,
+    dtype: Annotated[str, typer.Option(help="Precision of both engines: float32 or bfloat16.")] = "float32",
+    vllm_options: Annotated[str, typer.Option(help="Options of vLLM's server, in quotes.")] = "--enforce-eager",
     data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
 ) -> None:
-    """Measures vLLM with slots, vLLM with text, and the own engine, interleaved."""
+    """Measure vLLM with slots, vLLM with text, and our own engine, in turns."""
     if (python := find_vllm()) is None:
         raise ImportError("vLLM is not installed: `make vllm`, or name a Python that has it in ARCALIGNER_VLLM.")
     rows, measured, number = list(read_rows(data)), [], 0

@@ -60,7 +60,7 @@ def main(
     stages: Annotated[Path, typer.Option(help="Folder of the stages' output folders.", exists=True)],
     output: Annotated[Path, typer.Option(help="Folder to write.")],
 ) -> None:
-    """Writes the aligner of the last stage in `stages` to `output`."""
+    """Write the aligner of the last finished stage to a folder that can be pushed."""
     folders = sorted(path.parent for path in stages.glob("*/config.json"))
     if not folders:
         raise typer.BadParameter(f"{stages} holds no finished stage, a folder with a config.json.")
