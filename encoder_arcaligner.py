@@ -477,7 +477,7 @@ def _span_tokens(
     return np.concatenate([tokens, np.array(nearest, dtype=np.int64)]), np.concatenate([spans, lonely])
 
 
-# Slots that somebody has computed already
+# Precomputed slots
 class GivenSlots(NamedTuple):
     """Precomputed slots of one question."""
 
@@ -774,7 +774,7 @@ class SlotEncoder:
         if isinstance(passages[0], GivenSlots):
             return [self._first_slots(row, number, max_slots) for number, row in enumerate(passages)]
         segments = [self.segment_documents(row) for row in passages]
-        most = max_slots if rate == "segment" else None  # what gets no slot is not encoded
+        most = max_slots if rate == "segment" else None  # segments beyond `max_slots` are not encoded
         tokens = [
             self._tokens(row[:most], documents, rate) or [EMPTY_SEGMENT]
             for row, documents in zip(segments, passages, strict=True)

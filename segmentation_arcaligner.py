@@ -161,7 +161,7 @@ _MARKS_AT_THE_END = re.compile(r"[^\w\s]*$")
 
 _SPACE = re.compile(r"\s")
 
-# spaCy never forgets a word. After this number of new ones it is loaded again.
+# spaCy's vocabulary only grows; reload the pipeline after this many new entries.
 _MAX_NEW_WORDS = 100_000
 
 
@@ -465,5 +465,5 @@ def _tokenize_document(tokenizer, document: str | dict, number: int) -> tuple[np
 
 
 def stop_words(spacy_model: str) -> set[str]:
-    """Words that say little by themselves, in lower case."""
+    """Lower-cased stop words."""
     return _load_spacy(spacy_model)[0].Defaults.stop_words

@@ -465,7 +465,7 @@ class PassageCache:
                 # Passages are read behind the text before them, which may be kept though they are not.
                 heads = {one.units[0].head: entries.get(one.units[0].key) for one in asked}
                 entries |= self._read(missing, heads, settings, max(len(question.tail) for question in asked))
-                # Answers are right for the weights that were read; under the keys of others nothing may be kept.
+                # If the weights have changed meanwhile, return the result but do not cache it.
                 if weights is not None and self.weights(passages) == weights:
                     for unit in missing.values():
                         self._write(unit, entries[unit.key])
@@ -804,7 +804,7 @@ class RoomyLayer(DynamicLayer):
     """A cache layer that is written into room behind what it holds, so that no token copies all that came before it.
 
     Args:
-        room (`torch.Tensor` of shape `(2, batch, heads, num_positions, head_dim)`): Keys and values; only it is theirs.
+        room (`torch.Tensor` of shape `(2, batch, heads, num_positions, head_dim)`): Owned buffer for keys and values.
         length (`int`): The positions that are filled.
     """
 

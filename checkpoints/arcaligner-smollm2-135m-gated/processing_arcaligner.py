@@ -96,7 +96,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         chat_template (`str`, *optional*): Default: the tokenizer's.
 
     Raises:
-        `ValueError`: a setting of another type, an impossible `sentences_per_segment` or `tokens_per_slot`.
+        `ValueError`: a setting of the wrong type, an invalid `sentences_per_segment` or `tokens_per_slot`.
     """
 
     def __init__(

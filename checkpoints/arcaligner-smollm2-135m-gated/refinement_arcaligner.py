@@ -95,7 +95,7 @@ class SharedStepInputs:
     """
 
     def __init__(self):
-        # With what they were made of: a tensor that is gone could give its identity to another.
+        # Inputs are referenced, because `id()` of a freed tensor can be reused.
         self._made: list[tuple[torch.Tensor | None, torch.Tensor, Any]] = []
 
     def get(self, kwargs: dict[str, Any], make: Callable[[], Any]) -> Any:
@@ -415,7 +415,7 @@ class OpenSlotsSteps:
         return self.is_taken if self.depth is None else self.is_taken & self.is_open.any(dim=1, keepdim=True)
 
     def can_ask(self) -> bool:
-        """Whether a row can pay for its gates; without a budget it can."""
+        """Whether the remaining budget covers the gates of a row; always true without a budget."""
         budget = self.slots.settings.budget
         return budget is None or budget.pay_gates(self.layer.slot_cost, self._asked().sum(dim=1))
 

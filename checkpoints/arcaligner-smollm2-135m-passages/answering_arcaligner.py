@@ -355,11 +355,11 @@ def reads_more(options: dict[str, Any], config) -> bool:
     return any(options.get(name) or getattr(config, name, None) for name in READ_MORE)
 
 
-_VECTORS, _WORDS = WeakKeyDictionary(), WeakKeyDictionary()  # what encoders that search make of texts
+_VECTORS, _WORDS = WeakKeyDictionary(), WeakKeyDictionary()  # query and passage embeddings, and words, by encoder
 
 
 def search_text(title: str | None, text: str) -> str:
-    """What the encoder that searches reads of a passage."""
+    """The text of a passage that the search encoder gets."""
     return f"{title or ''} {text}".strip()
 
 
@@ -395,8 +395,7 @@ def maxsim_score(processor, question: str | list[dict], documents: Sequence[str 
 def of_texts(
     kept: WeakKeyDictionary, owner: Any, texts: Sequence[str], compute: Callable[[list[str]], Any], most: int = 2048
 ) -> list:
-    """What `compute` makes of texts, in order; for some `most`, none of more than 10,000 characters, it is kept,
-    as long as the `owner` lives."""
+    """Map `compute` over texts; cache the last `most` results per `owner`, of texts up to 10,000 characters."""
     found = kept.get(owner, {})
     if missing := [text for text in dict.fromkeys(texts) if text not in found]:
         new = dict(zip(missing, compute(missing), strict=True))

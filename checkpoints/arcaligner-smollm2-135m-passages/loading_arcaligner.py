@@ -739,7 +739,7 @@ def base_model_names(model) -> list[tuple[str, str]]:
 
 
 def share_file(path: Path) -> None:
-    """Lets others read a new file as they may read any new file there: those of safetensors are their owner's alone."""
+    """Apply the default permissions of the folder to a file that safetensors created for its owner alone."""
     usual = path.with_name(f".{path.name}.usual")
     usual.touch()
     path.chmod(usual.stat().st_mode)

@@ -107,10 +107,11 @@ class ArcAlignerPipeline(TextGenerationPipeline):
                 about these passages again. Default: 1, or all, uncut, if the aligner cannot score passages.
             min_confidence (`float`, *optional*):
                 Where it is less likely, from 0 to 1, that the passages answer the question, the answer becomes the
-                processor's `no_answer`. See [`AnsweringCall`]. Not with a `streamer`, which would be told the
-                answer, `return_tensors`, `guidance_scale`, prompt lookup or an assistant model.
-            copy_bonus (`float`, *optional*): How much answers in the words of the passages are preferred, see
-                [`PassageCopyLogitsProcessor`]; 0 writes freely. Default: the processor's.
+                processor's `no_answer`. See [`AnsweringCall`]. Incompatible with a `streamer`, which would emit
+                the answer before it can be withheld, `return_tensors`, `guidance_scale`, prompt lookup or an assistant
+                model.
+            copy_bonus (`float`, *optional*): Bias towards words of the passages, see
+                [`PassageCopyLogitsProcessor`]; 0 switches it off. Default: the processor's.
             sanitize_control_tokens (`bool`, defaults to `True`): Whether special tokens of texts are plain text.
             kwargs (`dict`): As for the built-in pipeline: `batch_size`, `return_full_text`, `streamer`, options of
                 `generate`, among them `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget`.
