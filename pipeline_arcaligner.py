@@ -1,4 +1,4 @@
-"""A question and its passages to an answer: the text-generation pipeline with context slots.
+"""Text-generation pipeline: from a question and its passages to an answer.
 
 Last of the flat files, in the order of the data flow:
 configuration -> processing (passages to slots) -> modeling (slots to logits) -> pipeline.
@@ -47,7 +47,7 @@ def _repeats_prompts(options: dict[str, Any], config: GenerationConfig) -> bool:
 
 @dataclass
 class Row:
-    """What goes with an input through the pipeline, beside its padded ids."""
+    """What accompanies an input through the pipeline, in addition to its padded ids."""
 
     is_question: bool
     slots: GivenSlots  # empty without slots
@@ -75,8 +75,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     - a string, read as a question when the call has `documents=`, else as text to continue.
 
     A document is a string or `{"title": str, "text": str}`; one of more than 360 tokens is cut into passages, and of
-    several passages the likeliest is read (`max_passages`). A chat without documents has no slots: the unchanged base
-    model answers it. A question with an empty list has the one slot that stands for "no passages". Unlike the built-in
+    several passages only the top-ranked is used (`max_passages`). A chat without documents has no slots: the unchanged
+    base model answers it. A question with an empty list gets one slot, for "no passages". Unlike the built-in
     pipeline, this one samples only when asked to.
 
     Example:
@@ -128,15 +128,16 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             max_slots (`int`, *optional*): Maximum number of slots per input, the first ones.
             max_passages (`int`, *optional*):
                 Of more passages, only those that most likely answer are read, in their order: each is first asked
-                about by itself, the most similar ones first and the others where these do not decide. See [`Answerer`].
-                What was read for this is kept, in at most 256 MiB, and read on for the answer. Default: 1, or all,
-                uncut, where the aligner cannot tell.
+                about by itself, the most similar ones first and the others if these do not decide. See [`Answerer`].
+                What was read for this is kept, in at most 256 MiB, and continued for the answer. Default: 1, or all,
+                uncut, if the aligner cannot score passages.
             min_confidence (`float`, *optional*):
                 Where it is less likely, from 0 to 1, that the passages answer the question, the answer becomes the
-                processor's `no_answer`. See [`AnsweringCall`]. Not with a `streamer`, which would be told the
-                answer, `return_tensors`, `guidance_scale`, prompt lookup or an assistant model.
-            copy_bonus (`float`, *optional*): How much answers in the words of the passages are preferred, see
-                [`PassageCopyLogitsProcessor`]; 0 writes freely. Default: the processor's.
+                processor's `no_answer`. See [`AnsweringCall`]. Incompatible with a `streamer`, which would emit
+                the answer before it can be withheld, `return_tensors`, `guidance_scale`, prompt lookup or an assistant
+                model.
+            copy_bonus (`float`, *optional*): Bias towards words of the passages, see
+                [`PassageCopyLogitsProcessor`]; 0 switches it off. Default: the processor's.
             sanitize_control_tokens (`bool`, defaults to `True`): Whether special tokens of texts are plain text.
             kwargs (`dict`): As for the built-in pipeline: `batch_size`, `return_full_text`, `streamer`, options of
                 `generate`, among them `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget`.
@@ -146,7 +147,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
 
             - **generated_text** (`str` or chat) -- The answer to a question; a chat with the answer appended, or with
               `return_full_text=False` the answer only. With `return_slots` also:
-            - **segments** (`list[dict]`) -- What each slot stands for: `document`, `start`, `end` (characters), `text`.
+            - **segments** (`list[dict]`) -- The text of each slot: `document`, `start`, `end` (characters), `text`.
             - **trajectories** (`list[list[str]]`) -- For each layer and slot the passes taken.
             - **statistics** (`dict`) -- `tokens` of the passages, `slots` and `compression_rate`, the measured tokens
               per slot; with `max_slots`, how many segments are `dropped`;

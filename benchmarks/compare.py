@@ -1,4 +1,4 @@
-"""Should I use it? Your own questions, answered from the text of your passages and from slots.
+"""Compare answers to your own questions, from the text of your passages and from slots.
 
     arcaligner compare --questions mine.jsonl --documents folder --output comparison
 

@@ -1,4 +1,4 @@
-"""vLLM that answers from slots, vLLM that reads the same passages' text, and the own engine, on the same cores.
+"""vLLM with slots, vLLM with the same passages as text, and our own engine, on the same cores.
 
     python -m arcaligner.benchmarks.vllm --output FOLDER [--sizes 5,20] [--clients 1,8,32] [--batches 5:12,20:6]
         [--arms slots,own]
@@ -258,20 +258,22 @@ def parse_batches(batches: str) -> list[tuple[int, int]]:
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder for the report.")],
-    checkpoint: Annotated[str, typer.Option(help="An aligner of independent passages.")] = str(DEFAULT_CHECKPOINT),
-    sizes: Annotated[str, typer.Option(help="Passages of a question, separated by commas.")] = "5,20",
+    checkpoint: Annotated[str, typer.Option(help="An aligner with independent passages.")] = str(DEFAULT_CHECKPOINT),
+    sizes: Annotated[str, typer.Option(help="Numbers of passages per question, separated by commas.")] = "5,20",
     clients: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "1,8,32",
     batches: Annotated[
         str, typer.Option(help="Passages and number of questions that arrive together, for first tokens alone.")
     ] = "5:12,20:6",
     names: Annotated[str, typer.Option("--arms", help="What to measure, separated by commas.")] = ",".join(ARMS),
     tokens_per_slot: Annotated[int, typer.Option(help="Tokens of text per slot.")] = 4,
-    rounds: Annotated[int, typer.Option(help="Turns of each arm, of as many questions as clients, at least 4.")] = 1,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of both.")] = "float32",
-    vllm_options: Annotated[str, typer.Option(help="Options of vLLM's server, in one text.")] = "--enforce-eager",
+    rounds: Annotated[
+        int, typer.Option(help="Rounds of each arm; a round has as many questions as clients, at least 4.")
+    ] = 1,
+    dtype: Annotated[str, typer.Option(help="Precision of both engines: float32 or bfloat16.")] = "float32",
+    vllm_options: Annotated[str, typer.Option(help="Options of vLLM's server, in quotes.")] = "--enforce-eager",
     data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
 ) -> None:
-    """Measures vLLM with slots, vLLM with text, and the own engine, interleaved."""
+    """Measure vLLM with slots, vLLM with text, and our own engine, in turns."""
     if (python := find_vllm()) is None:
         raise ImportError("vLLM is not installed: `make vllm`, or name a Python that has it in ARCALIGNER_VLLM.")
     chosen, together = parse_arms(names), parse_batches(batches)

@@ -1,4 +1,4 @@
-"""Answers the questions of tasks with methods, scores them, and writes tables: `python -m arcaligner evaluate`.
+"""Answer the questions of tasks with methods, score the answers, write tables: `python -m arcaligner evaluate`.
 
     python -m arcaligner evaluate --recipe smollm2_135m
     python -m arcaligner evaluate --checkpoint runs/mine/3_gating --tasks squad --methods naive,arcaligner -n 200 \\

@@ -1,4 +1,4 @@
-"""What commands share: options, the checkpoint that they name, and how they print."""
+"""Shared parts of the commands: options, loading of checkpoints, printing."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Documents to rows of a corpus: cut into passages, encoded, written. Documents that have not changed are left alone.
+"""From documents to rows of a corpus: cut, encode, write. Unchanged documents are skipped.
 
 read_documents -> batches -> those that are new or changed -> document_rows -> Corpus.add
 

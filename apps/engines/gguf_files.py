@@ -1,4 +1,4 @@
-"""GGUF files for llama.cpp: the slot LoRA of an aligner is written, a base model is checked.
+"""GGUF files for llama.cpp: write the slot LoRA of an aligner, check a base model.
 
 llama.cpp has names of its own for weights, and in the Llama architecture it rotates neighboring values of a head where
 transformers rotates its two halves: rows that make queries and keys are reordered (`translate`).

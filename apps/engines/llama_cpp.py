@@ -1,4 +1,4 @@
-"""Slots on llama.cpp: transformers makes them, a GGUF base model reads them and answers.
+"""Slots on llama.cpp: transformers makes them, and a GGUF base model answers from them.
 
     text before the slots -> slots as input embeddings, adapter on -> [state kept] -> question and answer, adapter off
 

@@ -1,4 +1,4 @@
-"""Requests to answers: those that arrive together are one batch, and each gets its answer as it is written.
+"""From requests to answers: concurrent requests share a batch, and each gets its answer as it is generated.
 
 One thread reads passages and runs the model; any number of threads may submit.
 
@@ -342,7 +342,8 @@ class Engine:
         request.passages = passages
 
     def _room(self, request: Request, num_passages: int) -> int:
-        """The most slots of so many passages: more where they are asked about one by one than where all are read."""
+        """Slot limit of a request with this many passages: higher if they are scored one by one than if all are
+        used."""
         return self.limits.max_slots_asked if request.wants_fewer(num_passages) else self.limits.max_slots
 
     def _encode_documents(self, documents: str, tokens_per_slot: int | str | None, room: int) -> EncodedDocuments:

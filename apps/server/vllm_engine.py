@@ -1,4 +1,4 @@
-"""vLLM behind this server: passages are found, scored and precomputed here; vLLM reads them as files, and answers.
+"""vLLM behind this server: passages are retrieved, scored and precomputed here; vLLM answers from their files.
 
     engine = VllmEngine(ask, retriever, vllm=VllmProcess(python, base_model, folder), folder=folder)
     engine = VllmEngine(ask, retriever, vllm=VllmServer("http://10.0.0.7:8000"), folder="/shared/passages")
@@ -434,8 +434,7 @@ class VllmEngine(Engine):
         )
         if not far < CLOSE:
             raise ValueError(
-                f"vLLM at {self.vllm.url} gives log-probabilities for the same passages that differ by {far:.2f} "
-                "apart; "
+                f"vLLM at {self.vllm.url} gives log-probabilities for the same passages that differ by {far:.2f}; "
                 f"expected less than {CLOSE}. Start it for the base model of the checkpoint, without quantization."
             )
 

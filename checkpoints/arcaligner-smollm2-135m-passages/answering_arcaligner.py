@@ -1,5 +1,5 @@
-"""From a question and its passages to an answer: which passages are read, how likely they hold the answer, and answers
-in their words. Pipeline, server, evaluation and engines call it; all of it is beyond the paper."""
+"""From a question and its passages to an answer: selection of passages, answerability and copy-biased decoding.
+Pipeline, server, evaluation and engines call it; all of it is beyond the paper."""
 
 import bisect
 import math
@@ -44,7 +44,7 @@ class ScoredPassage(NamedTuple):
 
     @property
     def log_odds(self) -> float:
-        """What decides between passages: the answerability, and the cosine beside it."""
+        """The score that ranks passages: answerability plus weighted cosine."""
         sure = min(max(self.answerability, 1e-9), 1 - 1e-9)
         return math.log(sure / (1 - sure)) + self.similarity_weight * self.similarity
 
@@ -290,7 +290,7 @@ READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
 
 class AnsweringCall:
     """
-    What one call of `generate` takes beside its inputs, and what it reports.
+    Further arguments of one call of `generate`, and what it reports.
 
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): Of one checkpoint.
@@ -388,7 +388,7 @@ class AnsweringCall:
 
 
 def _is_greedy(options: dict[str, Any], config) -> bool:
-    """Whether `generate` with these options, or its configuration, takes the likeliest token at each step."""
+    """Whether `generate` with these options, or its configuration, decodes greedily."""
     draws, beams = (options.get(name, getattr(config, name, None)) for name in ("do_sample", "num_beams"))
     return not draws and beams in (None, 1) and not reads_more(options, config)
 
@@ -418,12 +418,11 @@ def greedy_answers(
 
 def reads_more(options: dict[str, Any], config) -> bool:
     """Whether `generate` with these options, or its configuration, reads more than the prompt before its first scores,
-    so that no answerability can be told."""
+    so that the answerability cannot be computed."""
     return any(options.get(name) or getattr(config, name, None) for name in READ_MORE)
 
 
-# What encoders that search make of texts, and what is copied of them, each for as long as the encoder or the tokenizer
-# lives and for so many texts: `of_texts`.
+# Query and passage embeddings, and words, by encoder, and tokens to copy, by tokenizer; see `of_texts` for their limits.
 _VECTORS, _WORDS, _COPIED = WeakKeyDictionary(), WeakKeyDictionary(), WeakKeyDictionary()
 
 
@@ -435,7 +434,7 @@ def clear_text_caches() -> None:
 
 
 def search_text(title: str | None, text: str) -> str:
-    """What the encoder that searches reads of a passage."""
+    """The text of a passage that the search encoder gets."""
     return f"{title or ''} {text}".strip()
 
 
@@ -471,13 +470,12 @@ def maxsim_score(processor, question: str | list[dict], documents: Sequence[str 
 def of_texts(
     kept: WeakKeyDictionary, owner: Any, texts: Sequence[str], compute: Callable[[list[str]], Any], most: int = 2048
 ) -> list:
-    """What `compute` makes of texts, in order; for some `most`, none of more than 10,000 characters, it is kept,
-    as long as the `owner` lives."""
+    """Map `compute` over texts; cache the last `most` results per `owner`, of texts up to 10,000 characters."""
     found = kept.get(owner, {})
     if missing := [text for text in dict.fromkeys(texts) if text not in found]:
         new = dict(zip(missing, compute(missing), strict=True))
         short = {text: each for text, each in new.items() if len(text) <= 10_000}
-        kept[owner] = dict([*(found | short).items()][-most:])  # anew: other threads may read the old one
+        kept[owner] = dict([*(found | short).items()][-most:])  # a new dict: other threads may read the old one
         found = found | new
     return [found[text] for text in texts]
 
@@ -485,8 +483,8 @@ def of_texts(
 class PassageCopyLogitsProcessor(LogitsProcessor):
     """Prefers answers in the words of the passages, in one call of `generate`.
 
-    Beyond the paper: a slot tells what a text says better than how it is spelled, and whoever asks has the text. While
-    all of an answer stands in it, from the beginning of a word on, `bonus` is added to the scores of tokens that go on
+    Beyond the paper: slots preserve meaning better than spelling, and the text is available when a question is asked.
+    As long as the answer is a span of it that begins at a word, `bonus` is added to the scores of tokens that continue
     so and, where a word ends, of those that end the answer. What the model reads is the same.
 
     Args:
@@ -520,7 +518,8 @@ class LikelihoodRecorder(LogitsProcessor):
     """Keeps how likely the model finds the tokens that are taken, in one greedy call of `generate`.
 
     Args:
-        inner (`LogitsProcessor`, *optional*): What decides for the likeliest token. Its bonus is not counted, as it
+        inner (`LogitsProcessor`, *optional*): The processor that biases the choice of tokens. Its bonus is not counted,
+        as it
             says nothing about the answer.
         end_ids (`int` or `list[int]`, *optional*): Tokens that end an answer; the first one is counted.
     """
@@ -567,7 +566,7 @@ class CopiedText(NamedTuple):
     words: dict[int, list[tuple[list[int], list[bool], int]]]
 
     def follow(self, written: list[int]) -> tuple[set[int], bool]:
-        """The ids that go on with what is `written`, wherever it stands, and whether a word ends there."""
+        """The ids that continue `written` at any of its places, and whether a word ends there."""
         found, is_end, length = set(), False, len(written)
         for own, own_ends, after in self.words.get(written[0], ()):
             place = after + max(0, length - len(own))

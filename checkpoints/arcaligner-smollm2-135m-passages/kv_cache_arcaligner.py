@@ -1,13 +1,13 @@
-"""Passages that have been read are kept, so that no question reads them again.
+"""Cache of per-passage keys and values, shared across questions.
 
-    questions, passages -> fingerprints -> keys and values (in memory, in files, or read now) -> one batch -> `generate`
+    questions, passages -> fingerprints -> keys and values (in memory, in files, or computed) -> one batch -> `generate`
 
 Slots come before the question and do not depend on it, and after them every layer is that of the unmodified base model.
-What is kept is one passage, where passages are read apart, so it serves every question that retrieves it, beside any
-others; where they are read jointly, it is all passages of a question together. The text before the slots is kept once.
+An entry is one passage if passages are independent, so it serves every question that retrieves it, alongside any other
+passages; if they are joint, it is all passages of a question together. The text before the slots is cached once.
 
-A backbone that knows nothing of slots continues from the files (the text before the slots, then passages) with the same
-logits (not those kept as int8); where passages are read apart, `position_ids` go on behind the longest one:
+An unmodified backbone continues from the files (the text before the slots, then passages) with the same logits, except
+for int8; with independent passages `position_ids` continue after the longest one:
 
     parts = [load_file(path)["keys_values"] for path in paths]
     cache = DynamicCache(config=backbone.config)  # backbone = AutoModelForCausalLM.from_pretrained(base_model)
@@ -403,7 +403,7 @@ class PassageCache:
         ids = [[*question.units[0].head, *[slot_id] * sum(own)] for question, own in zip(asked, sizes, strict=True)]
         tails = [question.tail for question in asked]
         for question, own in zip(asked, sizes, strict=True):
-            num_slots = max(own) if self._is_separate else sum(own)  # passages apart share their positions
+            num_slots = max(own) if self._is_separate else sum(own)  # independent passages share their positions
             check_length(len(question.units[0].head) + num_slots + len(question.tail), "The prompt", config)
         cache = join_keys_values(parts, config)
         if any(cache.is_sliding):
@@ -452,7 +452,7 @@ class PassageCache:
     ) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
         """What was read of each unit, kept or read now, by its key, and the units that were not kept. The store owns
         the tensors: copy before use."""
-        with self._lock:  # two questions about a passage at once: the second waits, and finds what the first has read
+        with self._lock:  # concurrent questions about one passage compute it once
             passages = asked[0].units[1].passages
             weights = None  # where nothing is kept, none are watched
             if self.max_bytes or self.folder is not None:
@@ -480,7 +480,7 @@ class PassageCache:
                 # Passages are read behind the text before them, which may be kept though they are not.
                 heads = {one.units[0].head: entries.get(one.units[0].key) for one in asked}
                 entries |= self._read(missing, heads, settings, max(len(question.tail) for question in asked))
-                # Answers are right for the weights that were read; under the keys of others nothing may be kept.
+                # If the weights have changed meanwhile, return the result but do not cache it.
                 if weights is not None and self._current_weights(passages) == weights:
                     for unit in missing.values():
                         self._write(unit, entries[unit.key])
@@ -501,7 +501,7 @@ class PassageCache:
         slot_settings = {name: value for name, value in settings.items() if name not in REFINEMENT_SETTINGS}
         units = [unit for unit in missing.values() if unit.is_passage]
         longest, encoded = longest_prompt(self.model.config.text_config), []
-        if units:  # all heads' passages at once: the encoder is fastest with many texts of like length
+        if units:  # passages of all heads together: the encoder is fastest with many texts of similar length
             room = longest and [longest - len(unit.head) - tail_length for unit in units]
             named = {"room": room, "names": [unit.name for unit in units]}
             encoded = self.processor.slot_encoder.encode_batch(
@@ -512,7 +512,9 @@ class PassageCache:
             heads[head] = read_text(self.model, head) if kept is None else kept
             own = [(unit.key, slots) for unit, slots in zip(units, encoded, strict=True) if unit.head == head]
             some = read_passages(self.model, head, heads[head], [slots for _, slots in own], **gates)
-            some = some if self.dtype is None else map(to_int8, some)  # at once, so that both askings read the same
+            some = (
+                some if self.dtype is None else map(to_int8, some)
+            )  # quantized now, so that first and later uses are equal
             read |= zip((key for key, _ in own), some, strict=True)
         return {key: read[key] if unit.is_passage else heads[unit.head] for key, unit in missing.items()}
 
@@ -638,7 +640,7 @@ def _prior_of_units(asked: list[_Question], passage_prior: Sequence[Sequence[flo
 
 
 def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of slots and gates, checked, and what is left of `kwargs` for the chat template."""
+    """Settings of slots and gates, checked, and the rest of `kwargs`, for the chat template."""
     given = {name: kwargs[name] for name in SLOT_SETTINGS if kwargs.get(name) is not None}
     processor.slot_encoder.check_settings(**given)
     settings = {name: value for name, value in kwargs.items() if name in PREFIX_SETTINGS}
@@ -657,7 +659,7 @@ SLOTS_PER_ROW = 256
 
 
 # Positions, of all rows together, that the first piece of a long prompt has, and the seconds that each further one may
-# take: between two of them a forward hook of the model can end a prefill that nobody waits for any more.
+# take: between two of them a forward hook of the model can end a prefill that is no longer needed.
 PIECE_POSITIONS, PIECE_SECONDS = 1024, 0.5
 
 
@@ -710,7 +712,7 @@ def read_text(model, ids: Sequence[int]) -> torch.Tensor:
 
 @torch.no_grad()
 def read_passages(model, head_ids: Sequence[int], head: torch.Tensor, passages: Sequence, **settings) -> list:
-    """Keys and values of passages that each stand alone behind the same text.
+    """Keys and values of independent passages behind the same text.
 
     Short passages share a row, with no attention across; rows are of about the same length, so that there is little
     padding. Where nothing is refined, the rows continue from the text's own keys and values. A refinement step reads
@@ -853,7 +855,7 @@ class RoomyLayer(DynamicLayer):
     """A cache layer that is written into room behind what it holds, so that no token copies all that came before it.
 
     Args:
-        room (`torch.Tensor` of shape `(2, batch, heads, num_positions, head_dim)`): Keys and values; only it is theirs.
+        room (`torch.Tensor` of shape `(2, batch, heads, num_positions, head_dim)`): Owned buffer for keys and values.
         length (`int`): The positions that are filled.
     """
 
@@ -949,7 +951,7 @@ def save_keys_values(
     fingerprint: dict[str, Any],
     base_model: dict[str, Any] | None = None,
 ) -> None:
-    """Writes what was read of a passage as safetensors, whole or not at all.
+    """Write keys and values of a passage as safetensors, complete or not at all.
 
     Args:
         path (`str` or `Path`): File to write; its folder exists.
@@ -1125,7 +1127,7 @@ def _passages_digest(passages: Sequence) -> str:
 
 
 class UnwatchableError(ValueError):
-    """Nobody can tell when a weight changes."""
+    """Changes of a weight cannot be detected."""
 
 
 class _Read(NamedTuple):
@@ -1153,7 +1155,7 @@ class WatchedWeights:
     """Digests of a module's weights, or a mark of them, which are made again when one has moved, been replaced, or been
     written to by PyTorch: by an optimizer, an operation in place, `load_state_dict`, `to`.
 
-    Nobody tells of writes through `.data`, a NumPy array or a pointer, nor of modules and hooks that are added or
+    Not detected: writes through `.data`, a NumPy array or a pointer, nor of modules and hooks that are added or
     replaced. Which of PEFT's adapters are on, and how they are scaled, is looked up.
 
     Args:

@@ -1,4 +1,4 @@
-"""Questions that the passages do not answer: how many are refused, at which price, and what the answerability is worth.
+"""Abstention on questions that the passages do not answer: how many, at which cost, and the AUROC.
 
     python -m arcaligner evaluate --recipe smollm2_135m --tasks squad,squad_unanswerable --data FOLDER
     python -m arcaligner.evaluation.analyses.refusals --run runs/evaluation --methods arcaligner,arcaligner_x4
@@ -51,8 +51,8 @@ def refusals(
     run: Annotated[Path, typer.Option(help="Folder of a run, with answers.")] = Path("runs/evaluation"),
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "arcaligner,arcaligner_x4",
 ) -> None:
-    """How many unanswerable questions are refused, what that costs, and what the answerability is worth: shares in
-    percent with 95 % intervals, F1 and what refusals lose of it in points, and how well it tells the two apart."""
+    """Print how many unanswerable questions are refused, and what that costs: shares in percent
+    with 95 % intervals, F1, the F1 points that refusals lose, and the AUROC of the answerability."""
     rows = []
     for name in split_names(methods):
         answered, unanswered = (read_answers(run, task, name) for task in TASKS)
