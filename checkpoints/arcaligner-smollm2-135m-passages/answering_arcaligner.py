@@ -422,7 +422,7 @@ def reads_more(options: dict[str, Any], config) -> bool:
     return any(options.get(name) or getattr(config, name, None) for name in READ_MORE)
 
 
-# Query and passage embeddings, and words, by encoder, and tokens to copy, by tokenizer; see `of_texts` for their limits.
+# Embeddings and words of texts, by encoder, and tokens to copy, by tokenizer; `of_texts` has their limits.
 _VECTORS, _WORDS, _COPIED = WeakKeyDictionary(), WeakKeyDictionary(), WeakKeyDictionary()
 
 
