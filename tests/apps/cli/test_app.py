@@ -71,7 +71,7 @@ def test_answer_prints_the_pipelines_answer_and_nothing_else(answer, document, m
     assert (code, out) == (0, printable(record["generated_text"].strip()) + "\n")
     place = f"{document}:0-{len(TEXT)}"  # both were read
     *steps, check, summary = err.splitlines()
-    assert steps == ["Loading the aligner and its base model", "Reading 2 passages", place, place]
+    assert steps == ["Loading the aligner and its base model", "Encoding 2 passages", place, place]
     assert check == "The answer does not appear word for word in the passages; please check it."
     assert summary.startswith(f"{record['statistics']['tokens']} tokens of text compressed to 4 slots, x")
 
