@@ -5,6 +5,9 @@
         '{"kv_connector": "SlotsConnector", "kv_connector_module_path": "arcaligner_slots",
           "kv_role": "kv_consumer", "kv_load_failure_policy": "fail"}'
 
+Each worker keeps up to 1 GiB of the passages that it read in memory; another number of bytes is
+`"kv_connector_extra_config": {"passage_bytes": 0}`.
+
 This file needs vLLM, torch and safetensors alone: no other file of ArcAligner is imported. A request of
 `/v1/completions` has as ids the text before the slots, any id for each slot, and the text after them; and beside these
 
@@ -25,14 +28,17 @@ import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -48,6 +54,8 @@ logger = logging.getLogger("vllm.arcaligner")
 
 FOLDER = "ARCALIGNER_PASSAGES"  # the variable that names the folder of the files
 FORMAT, NAME = "arcaligner-passage-3", "keys_values"
+PASSAGE_BYTES = 2**30  # of each worker, for passages that were read; `passage_bytes` of `kv_connector_extra_config`
+READERS = 4  # threads that read files
 # Backbones whose keys can be rotated on, as several independent passages need; others may have interleaved halves, or
 # layers without positions.
 ROTATED = ("llama", "mistral", "qwen2", "qwen3")
@@ -92,6 +100,15 @@ def read_header(key: str) -> Header:
     """
     if not isinstance(key, str) or not re.fullmatch("[0-9a-f]{64}", key):
         raise ValueError(f"{key!r} names no precomputed passage; expected 64 digits of a SHA-256.")
+    return _read_header(path_of(key), *stamp_of(key))
+
+
+def stamp_of(key: str) -> tuple[int, int]:
+    """What is another after a file was written again: when that was, and its size.
+
+    Raises:
+        `ValueError`: a file that is not there.
+    """
     path = path_of(key)
     try:
         state = path.stat()
@@ -99,7 +116,7 @@ def read_header(key: str) -> Header:
         raise ValueError(
             f"The precomputed passage {path.name} is not there ({error.strerror}). Make it again."
         ) from error
-    return _read_header(path, state.st_mtime_ns, state.st_size)
+    return state.st_mtime_ns, state.st_size
 
 
 def path_of(key: str) -> Path:
@@ -129,7 +146,7 @@ def _read_header(path: Path, modified: int, size: int) -> Header:
             raise ValueError("it is not the file that it is named after")
         return Header(shape, is_int8, fingerprint, base_model, metadata["payload"])
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"The precomputed passage {path.name} cannot be used: {error}. Make it again.") from error
+        raise _unusable(path, error) from error
 
 
 def check_slots(slots: Any) -> list[Header]:
@@ -173,32 +190,81 @@ def check_slots(slots: Any) -> list[Header]:
     return headers
 
 
-_checked: dict[Path, tuple[int, int]] = {}  # files whose values were found to be those that were written
-
-
-def read_keys_values(key: str, count: int) -> torch.Tensor:
-    """The first `count` slots of a file, (num_layers, 2, heads, count, head_dim).
-
-    Raises:
-        `ValueError`: a file that is broken, or whose values are not those that were written.
+class Passages:
     """
-    header, path = read_header(key), path_of(key)
+    The keys and values of files, those that were used last in memory.
+
+    A file is looked at each time, so that one that is lost or was replaced is noticed; its values are compared with
+    their digest when they are read.
+
+    Args:
+        max_bytes (`int`): Memory for keys and values; 0 keeps none.
+        heads (`slice`): The key-value heads that are used.
+    """
+
+    def __init__(self, max_bytes: int, heads: slice):
+        self.max_bytes, self.heads, self.bytes = max_bytes, heads, 0
+        self._kept: OrderedDict[str, tuple[tuple[int, int], torch.Tensor]] = OrderedDict()  # longest unused first
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="arcaligner-passages")
+
+    def read(self, keys: Iterable[str]) -> dict[str, torch.Tensor | ValueError]:
+        """The keys and values of files, each (num_layers, 2, num_slots, heads, head_dim), or why one cannot be used."""
+        found, new = {}, {}
+        for key in dict.fromkeys(keys):
+            try:
+                header, stamp = read_header(key), stamp_of(key)
+            except ValueError as error:
+                found[key] = error
+                continue
+            if key in self._kept and self._kept[key][0] == stamp:
+                self._kept.move_to_end(key)
+                found[key] = self._kept[key][1]
+            else:
+                new[key] = header, stamp
+        # The threads wait for the disk and compute digests. What PyTorch computes would start threads of its own.
+        read = self._readers.map(_read_values, new, [header for header, _ in new.values()])
+        for (key, (header, stamp)), values in zip(new.items(), read, strict=True):
+            found[key] = values
+            if isinstance(values, torch.Tensor):
+                found[key] = self._arranged(values, header)
+                self._keep(key, stamp, found[key])
+        return found
+
+    def _arranged(self, values: torch.Tensor, header: Header) -> torch.Tensor:
+        """A file's values, as an engine's layers take them."""
+        values = values[:, :, self.heads]
+        if header.is_int8:  # steps, and in the last four bytes the float32 that a step is
+            values = values[..., :-4].float() * values[..., -4:].contiguous().view(torch.float32)
+        return values.transpose(2, 3).contiguous()
+
+    def _keep(self, key: str, stamp: tuple[int, int], values: torch.Tensor) -> None:
+        if key in self._kept:  # the file was replaced
+            self.bytes -= self._kept.pop(key)[1].nbytes
+        if values.nbytes > self.max_bytes:
+            return
+        while self.bytes + values.nbytes > self.max_bytes:
+            self.bytes -= self._kept.popitem(last=False)[1][1].nbytes
+        self._kept[key] = stamp, values
+        self.bytes += values.nbytes
+
+
+def _read_values(key: str, header: Header) -> torch.Tensor | ValueError:
+    """The tensor of a file, or why it cannot be used."""
+    path = path_of(key)
     try:
-        state = path.stat()
-        with safe_open(path, framework="pt") as file:
-            found = file.get_tensor(NAME)
-        if _checked.get(path) != (state.st_mtime_ns, state.st_size):
-            digest = hashlib.sha256(f"{NAME} {found.dtype} {tuple(found.shape)}".encode())
-            digest.update(found.contiguous().flatten().view(torch.uint8).numpy())
-            if digest.hexdigest() != header.payload:
-                raise ValueError("its keys and values are not those that were written")
-            _checked[path] = state.st_mtime_ns, state.st_size
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"The precomputed passage {path.name} cannot be used: {error}. Make it again.") from error
-    found = found[:, :, :, :count]
-    if header.is_int8:  # steps, and in the last four bytes the float32 that a step is
-        found = found[..., :-4].float() * found[..., -4:].contiguous().view(torch.float32)
-    return found
+        # Read, not mapped: a process that reads a map of a file that another one cuts is killed.
+        values = load(path.read_bytes())[NAME]
+        digest = hashlib.sha256(f"{NAME} {values.dtype} {tuple(values.shape)}".encode())
+        digest.update(values.contiguous().flatten().view(torch.uint8).numpy())
+        if digest.hexdigest() != header.payload:
+            raise ValueError("its keys and values are not those that were written")
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        return _unusable(path, error)
+    return values
+
+
+def _unusable(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"The precomputed passage {path.name} cannot be used: {error}. Make it again.")
 
 
 # The base model
@@ -240,12 +306,16 @@ def inverse_frequencies(config: Any) -> torch.Tensor:
     return rope["rope_theta"] ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
 
 
-def rotated(keys: torch.Tensor, positions: int, frequencies: torch.Tensor) -> torch.Tensor:
-    """Keys (..., head_dim) as if they stood so many positions further on."""
-    angles = positions * frequencies
-    cos, sin = (torch.cat([each, each]).to(keys.device, torch.float32) for each in (angles.cos(), angles.sin()))
+def turns(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines, each (num_slots, 1, head_dim), of moving each slot by its number of `positions`."""
+    angles = positions.double()[:, None] * frequencies
+    return tuple(torch.cat([each, each], dim=-1)[:, None].float() for each in (angles.cos(), angles.sin()))
+
+
+def rotated(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Keys (num_slots, heads, head_dim) as if they stood further on, by [`turns`]."""
     first, second = keys.float().chunk(2, dim=-1)
-    return (keys.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(keys.dtype)
+    return keys.float() * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 # The connector
@@ -294,6 +364,9 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         self._wanted: dict[str, tuple[list[list], int]] = {}
         self._broken: set[int] = set()
         self._failed: set[str] = set()
+        self._passage_bytes = given = self._kv_transfer_config.get_from_extra_config("passage_bytes", PASSAGE_BYTES)
+        if type(given) is not int or given < 0:
+            raise ValueError(f"`passage_bytes` is {given!r}; expected 0 (keep no passage in memory) or more.")
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -378,40 +451,63 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context, **kwargs: Any) -> None:
         meta = self._get_connector_metadata()
         self._failed |= meta.refused
-        for load in meta.loads:
-            try:
-                self._write(load, forward_context.no_compile_layers)
-            except ValueError as error:  # a file that was lost or damaged since the request was admitted
-                logger.error("A request fails. %s", error)
-                end = sum(count for _, count in load.slots)
-                self._broken |= set(load.blocks[load.start // self._block_size : -(-end // self._block_size)])
+        found = self._passages.read(key for load in meta.loads for key, _ in load.slots)
+        loads = []
+        for each in meta.loads:
+            broken = [found[key] for key, _ in each.slots if isinstance(found[key], ValueError)]
+            if not broken:
+                loads.append(each)
+                continue
+            # A file was lost or damaged since the request was admitted.
+            logger.error("A request fails. %s", broken[0])
+            end = sum(count for _, count in each.slots)
+            self._broken |= set(each.blocks[each.start // self._block_size : -(-end // self._block_size)])
+        if loads:
+            self._write(loads, found, forward_context.no_compile_layers)
 
-    def _write(self, load: Load, layers: dict[str, Any]) -> None:
-        """Writes keys and values to the blocks of a request, all heads and layers that this worker has."""
-        parts = [read_keys_values(key, count) for key, count in load.slots]
-        lengths = [part.shape[3] for part in parts]
-        joined = torch.cat([part.to(parts[0].dtype) for part in parts], dim=3)
-        # Independent passages share their positions, and vLLM counts on: all keys are moved to where it ends.
-        shift = sum(lengths[1:]) - max(lengths[1:], default=0)
-        if shift:
-            moved = rotated(joined[:, 0], shift, inverse_frequencies(self._config))
-            joined = torch.stack([moved, joined[:, 1]], dim=1)
-        joined = joined[:, :, :, load.start :]
-        at = torch.arange(load.start, sum(lengths))
-        mapping = torch.tensor(load.blocks)[at // self._block_size] * self._block_size + at % self._block_size
-        world, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
-        num_own = max(1, self._heads // world)
-        first = rank * num_own if self._heads >= world else rank * self._heads // world
+    def _write(self, loads: list[Load], found: dict[str, torch.Tensor], layers: dict[str, Any]) -> None:
+        """Writes keys and values of all requests to their blocks, in this worker's layers: few large operations instead
+        of many small ones."""
+        parts, shifts, places = [], [], []
+        for each in loads:
+            lengths = [count for _, count in each.slots]
+            parts += self._rows_of(each, found)
+            # Independent passages share their positions, and vLLM counts on: all keys are moved to where it ends.
+            at = torch.arange(each.start, sum(lengths))
+            shifts.append(torch.full((len(at),), sum(lengths[1:]) - max(lengths[1:], default=0)))
+            places.append(torch.tensor(each.blocks)[at // self._block_size] * self._block_size + at % self._block_size)
+        shift, place = torch.cat(shifts), torch.cat(places)  # (slots of all requests,)
+        moved = turns(shift, self._frequencies) if shift.any() else None
         for name, layer in layers.items():
             cache = getattr(layer, "kv_cache", None)
             if cache is None:
                 continue
-            number = int(re.search(r"\.layers\.(\d+)\.", name)[1])
-            keys, values = (
-                each.transpose(0, 1).to(cache.device, self._dtype).contiguous()  # (slots, own heads, head_dim)
-                for each in joined[number, :, first : first + num_own]
-            )
-            layer.impl.do_kv_cache_update(layer, keys, values, cache, mapping.to(cache.device))
+            first = 2 * int(re.search(r"\.layers\.(\d+)\.", name)[1])
+            keys, values = (torch.cat([rows[row] for rows in parts]) for row in (first, first + 1))
+            if moved is not None:
+                keys = rotated(keys, *moved)
+            own = (each.to(cache.device, self._dtype) for each in (keys, values))  # (slots, own heads, head_dim)
+            layer.impl.do_kv_cache_update(layer, *own, cache, place.to(cache.device))
+
+    @cached_property
+    def _passages(self) -> Passages:
+        """Of this worker, its key-value heads alone."""
+        world, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        first = rank * self._heads // world  # where workers are more than heads, several have the same
+        return Passages(self._passage_bytes, slice(first, first + max(1, self._heads // world)))
+
+    def _rows_of(self, load: Load, found: dict[str, torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+        """Of each file, what is written: of each layer its keys, then its values, (slots, own heads, head_dim)."""
+        rows, start = [], load.start
+        for key, count in load.slots:
+            if start < count:
+                rows.append(found[key][:, :, start:count].flatten(0, 1).unbind())
+            start = max(0, start - count)
+        return rows
+
+    @cached_property
+    def _frequencies(self) -> torch.Tensor:
+        return inverse_frequencies(self._config)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         failed, self._failed = self._failed, set()

@@ -63,7 +63,7 @@ def engine_config(model, base_model_dir, **changes):
         rope_parameters=dict(text.rope_parameters),
     )
     given = {"policy": "fail", "guard": ["arcaligner_slots:SlotsLogitsProcessor"], "spec": Spec(BLOCK)}
-    given |= {"dtype": torch.float32} | changes
+    given |= {"dtype": torch.float32, "extra": {}} | changes
     vars(config).update(given.pop("config", {}))
     model_config = SimpleNamespace(
         hf_text_config=config,
@@ -72,7 +72,7 @@ def engine_config(model, base_model_dir, **changes):
         model=str(base_model_dir),
         revision=None,
     )
-    transfer = SimpleNamespace(kv_load_failure_policy=given["policy"])
+    transfer = SimpleNamespace(kv_load_failure_policy=given["policy"], get_from_extra_config=given["extra"].get)
     groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=given["spec"])])
     return SimpleNamespace(model_config=model_config, kv_transfer_config=transfer), groups
 
@@ -144,10 +144,10 @@ def test_base_model_has_one_digest(aligner, base_model_dir, tmp_path):
 
 def test_int8_files_are_read(aligner, folder):
     (files,) = aligner[0].passage_cache(aligner[1], folder=folder, dtype="int8").prefix_files(QUESTION, [ADA])
-    kept = load_file(files.paths[1])["keys_values"]
+    kept, key = load_file(files.paths[1])["keys_values"], files.paths[1].stem
     assert kept.dtype == torch.int8
-    found = slots.read_keys_values(files.paths[1].stem, 2)
-    assert torch.equal(found, from_int8(kept, torch.float32)[:, :, :, :2])
+    found = slots.Passages(0, slice(0, 2)).read([key])[key]
+    assert torch.equal(found, from_int8(kept, torch.float32).transpose(2, 3))
 
 
 def cut(path):
@@ -190,13 +190,38 @@ def test_broken_files_are_refused_by_name(change, message, files):
     assert files.paths[1].name in str(error.value)
 
 
-def test_damaged_values_are_refused(files):
-    key = files.paths[1].stem
-    slots.read_keys_values(key, 1)
+@pytest.mark.parametrize("max_bytes", [0, 2**30])
+def test_damaged_values_are_refused(max_bytes, files):
+    """After they were read, too."""
+    passages, key = slots.Passages(max_bytes, slice(0, 2)), files.paths[1].stem
+    assert isinstance(passages.read([key])[key], torch.Tensor)
     damage(files.paths[1])
     slots.check_slots([[files.paths[0].stem, files.num_slots[0]], [key, 1]])  # the header is whole
-    with pytest.raises(ValueError, match="are not those that were written"):
-        slots.read_keys_values(key, 1)
+    assert "are not those that were written" in str(passages.read([key])[key])
+    lose(files.paths[1])
+    assert "is not there" in str(passages.read([key])[key])
+
+
+def test_passages_stay_in_memory(files, monkeypatch):
+    """Up to a number of bytes; those that were not used for longest go first, and a larger one is not kept."""
+    read, keys = [], list(dict.fromkeys(path.stem for path in files.paths))
+    monkeypatch.setattr(
+        slots, "_read_values", lambda key, header, real=slots._read_values: read.append(key) or real(key, header)
+    )
+    sizes = {key: slots.Passages(0, slice(0, 2)).read([key])[key].nbytes for key in keys}
+    head, ada, radik = keys
+    passages = slots.Passages(sizes[head] + sizes[ada], slice(0, 2))
+    for asked, expected in (([head, ada, ada], [head, ada]), ([ada, head], []), ([radik], [radik]), ([head], [])):
+        read.clear()
+        found = passages.read(asked)
+        assert read == expected and found.keys() == set(asked)
+    assert sizes[radik] < sizes[ada] and passages.bytes == sizes[head] + sizes[radik]
+    read.clear()
+    passages.read([ada])
+    assert read == [ada]
+    small = slots.Passages(sizes[head] - 1, slice(0, 2))
+    small.read([head])
+    assert small.bytes == 0
 
 
 def foreign(files, aligner, folder):
@@ -271,6 +296,7 @@ def test_lora_on_text_is_refused(processor, folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"extra": {"passage_bytes": -1}}, "`passage_bytes` is -1"),
         ({"policy": "recompute"}, '`kv_load_failure_policy` to "fail"'),
         ({"guard": None}, "Pass `--logits-processors"),
         ({"spec": Spec(BLOCK, sliding_window=64)}, "all of whose layers attend to all positions"),
@@ -378,15 +404,15 @@ class Layer:
         cache[mapping, 0], cache[mapping, 1] = keys, values
 
 
-def load(worker, load, model, heads=None, dtype=torch.float32):
-    """What a worker writes of a load: for each layer (num_blocks * BLOCK, 2, heads, head_dim)."""
+def load(worker, model, *loads, heads=None, dtype=torch.float32):
+    """What a worker writes of loads in one step: for each layer (num_blocks * BLOCK, 2, heads, head_dim)."""
     text = model.config.text_config
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     layers = {
         f"model.layers.{number}.self_attn.attn": Layer(40, heads or text.num_key_value_heads, head_dim, dtype)
         for number in range(text.num_hidden_layers)
     }
-    worker.bind(slots.SlotsMetadata(loads=[load]))
+    worker.bind(slots.SlotsMetadata(loads=list(loads)))
     worker.start_load_kv(SimpleNamespace(no_compile_layers={**layers, "mlp": SimpleNamespace()}))
     return torch.stack([layer.kv_cache for layer in layers.values()])
 
@@ -398,11 +424,11 @@ def test_base_model_answers_from_what_is_written(start, connect, cache, files, b
     expected = cache.read_question(cache.prepare(QUESTION, documents=DOCUMENTS)).logits[0, -1]
     total, blocks = sum(files.num_slots), random.Random(1).sample(range(40), -(-sum(files.num_slots) // BLOCK))
     body = slots_request(files)["kv_transfer_params"]["slots"]
-    pages = load(connect(Role.WORKER), slots.Load(body, start, blocks), aligner[0])
+    pages = load(connect(Role.WORKER), aligner[0], slots.Load(body, start, blocks))
     at = torch.arange(total)
     rows = pages[:, torch.tensor(blocks)[at // BLOCK] * BLOCK + at % BLOCK]  # (layers, total, 2, heads, head_dim)
     assert not rows[:, :start].any() and (pages.abs().sum((0, 2, 3, 4)) > 0).sum() == total - start
-    whole = load(connect(Role.WORKER), slots.Load(body, 0, blocks), aligner[0])
+    whole = load(connect(Role.WORKER), aligner[0], slots.Load(body, 0, blocks))
     rows[:, :start] = whole[:, torch.tensor(blocks)[at // BLOCK] * BLOCK + at % BLOCK][:, :start]
     base, past = AutoModelForCausalLM.from_pretrained(base_model_dir).eval(), DynamicCache()
     for number, row in enumerate(rows):
@@ -417,23 +443,41 @@ def test_workers_write_their_own_heads(connect, files, aligner, monkeypatch):
     model, body = aligner[0], slots_request(files)["kv_transfer_params"]["slots"]
     heads, blocks = model.config.text_config.num_key_value_heads, list(range(40))
     assert heads == 2
-    whole = load(connect(Role.WORKER), slots.Load(body, 0, blocks), model)
+    whole = load(connect(Role.WORKER), model, slots.Load(body, 0, blocks))
     for world, own in ((2, 1), (4, 1)):
         for rank in range(world):
             vars(slots.parallel).update(world=world, rank=rank)
-            found = load(connect(Role.WORKER), slots.Load(body, 0, blocks), model, heads=own)
+            found = load(connect(Role.WORKER), model, slots.Load(body, 0, blocks), heads=own)
             first = rank * heads // world
             assert torch.equal(found, whole[:, :, :, first : first + own])
     vars(slots.parallel).update(world=1, rank=0)
-    half = load(connect(Role.WORKER, dtype=torch.bfloat16), slots.Load(body, 0, blocks), model, dtype=torch.bfloat16)
+    half = load(connect(Role.WORKER, dtype=torch.bfloat16), model, slots.Load(body, 0, blocks), dtype=torch.bfloat16)
     assert torch.equal(half, whole.bfloat16())
 
 
-def test_file_lost_while_running_fails_its_blocks(connect, files, aligner, caplog):
+def test_requests_of_a_step_are_written_together(connect, cache, aligner):
+    """Each as it is alone, whatever it has been given before, and whatever the others need."""
+    asked = [DOCUMENTS, [RADIK], [RADIK, ADA]]
+    bodies = [slots_request(cache.prefix_files(QUESTION, each)[0])["kv_transfer_params"]["slots"] for each in asked]
+    starts, free = (0, BLOCK, sum(count for _, count in bodies[2][:2]) + 1), iter(range(40))
+    loads = []
+    for body, start in zip(bodies, starts, strict=True):
+        needed = -(-sum(count for _, count in body) // BLOCK)
+        loads.append(slots.Load(body, start, [next(free) for _ in range(needed)]))
+    together, worker = load(connect(Role.WORKER), aligner[0], *loads), connect(Role.WORKER)
+    alone = [load(worker, aligner[0], each) for each in loads]
+    assert all(each.any() for each in alone) and torch.equal(together, sum(alone))
+
+
+def test_file_lost_while_running_fails_its_blocks(connect, cache, files, aligner, caplog):
+    """And no request beside it."""
     body, worker = slots_request(files)["kv_transfer_params"]["slots"], connect(Role.WORKER)
+    (other,) = cache.prefix_files(QUESTION, [ADA])
+    beside = slots.Load(slots_request(other)["kv_transfer_params"]["slots"], 0, list(range(20, 30)))
     files.paths[2].unlink()
-    blocks = [7, 3, 11, 2, 30, 12, 13, 14, 15, 16, 17, 18]
-    load(worker, slots.Load(body, BLOCK, blocks), aligner[0])
+    blocks = [7, 3, 11, 2, 34, 12, 13, 14, 15, 16, 17, 18]
+    pages = load(worker, aligner[0], slots.Load(body, BLOCK, blocks), beside)
+    assert torch.equal(pages, load(connect(Role.WORKER), aligner[0], beside)) and pages.any()
     num_blocks = -(-sum(files.num_slots) // BLOCK)
     assert worker.get_block_ids_with_load_errors() == set(blocks[1:num_blocks])
     assert worker.get_block_ids_with_load_errors() == set() and files.paths[2].name in caplog.text
