@@ -188,13 +188,16 @@ class AlignerMixin:
         files, names, is_refused = _files_of_both(model, checkpoint_files, source, ignored, download)
         renamings = [WeightRenaming(*each) for each in names]
         load_config = replace(load_config, weight_mapping=[*renamings, *(load_config.weight_mapping or [])])
-        loaded = PreTrainedModel._load_pretrained_model(model, state_dict, files, load_config, *others)
+        info, offloaded = PreTrainedModel._load_pretrained_model(model, state_dict, files, load_config, *others)
+        for name, tied_to in model.all_tied_weights_keys.items() if offloaded else ():
+            if tied_to in offloaded:  # of the second file, which transformers has not looked at when it tied them
+                offloaded.setdefault(name, offloaded[tied_to])
         if is_refused:
-            check_base_model_loaded(model, asdict(loaded[0]), ignored, None if renamings else source)
+            check_base_model_loaded(model, asdict(info), ignored, None if renamings else source)
         model.config.digests = model.config.includes_base_model = None  # they hold for the files only
         # Kept, these renamings would be undone when the model is saved.
         model._weight_conversions = [c for c in model._weight_conversions if c not in renamings]
-        return loaded
+        return info, offloaded
 
     @classmethod
     def _load_state_dict(cls, empty, source: str, options: dict[str, Any]) -> tuple[PreTrainedModel, dict]:
