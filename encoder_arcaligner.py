@@ -243,7 +243,7 @@ class SentenceEncoder:
     @torch.no_grad()
     def encode(self, texts: Sequence[str]) -> torch.Tensor:
         """Normalized embeddings (len(texts), encoder_hidden_size), float32 on the CPU, without a gradient."""
-        return self.encode_runs(texts, (), None).cpu() if len(texts) else torch.empty(0)
+        return self.encode_runs(texts, (), None).cpu() if len(texts) else torch.empty(0, device="cpu")
 
     @property
     def text_tokenizer(self) -> "EncoderTokenizer":
@@ -506,10 +506,13 @@ def pad_slots(rows: Sequence) -> dict[str, torch.Tensor]:
         return {}
     slots = {"context_embeds": pad_sequence([row.context_embeds for row in rows], batch_first=True)}
     words, numbers = [row.context_word_ids for row in rows], [row.context_passage_ids for row in rows]
+    place = {"device": slots["context_embeds"].device}
     if any(own is not None for own in words):
-        slots["context_word_ids"] = pad_words([torch.full((0, 1), -1) if own is None else own for own in words])
+        slots["context_word_ids"] = pad_words(
+            [torch.full((0, 1), -1, **place) if own is None else own for own in words]
+        )
     if any(own is not None for own in numbers):
-        none = torch.full((0,), -1)
+        none = torch.full((0,), -1, **place)
         slots["context_passage_ids"] = pad_passage_ids([none if own is None else own for own in numbers])
     return slots
 
@@ -529,7 +532,8 @@ def _ids_of(values, name: str) -> torch.LongTensor:
 
 def _dense_tensor_of(values, name: str) -> torch.Tensor:
     try:
-        tensor = torch.as_tensor(np.asarray(values) if isinstance(values, list | tuple) else values)
+        is_tensor = isinstance(values, torch.Tensor)
+        tensor = values if is_tensor else torch.as_tensor(np.asarray(values), device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"{name} is of type {type(values).__name__}; expected a tensor of numbers ({error})."
@@ -607,7 +611,7 @@ def fastest_dtype(device_type: str) -> torch.dtype:
 
 
 def _products_per_second(dtype: torch.dtype) -> float:
-    rows, weight = torch.ones(512, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype)
+    rows, weight = (torch.ones(*size, dtype=dtype, device="cpu") for size in ((512, 576), (576, 1536)))
     rows @ weight  # the first one sets up the kernel
     count, start = 0, time.perf_counter()
     while time.perf_counter() - start < 0.1:
@@ -780,7 +784,9 @@ class SlotEncoder:
             _check_room(name, row, rate, max_slots, None if room is None else room[number], apart)
         # All questions together: the encoder sorts texts by length, so more of them means less padding.
         every = [segment for row in tokens for segment in row]
-        encoded = (torch.empty(sum(counts), 0) if only_segments else self.encode_tokens(every, rate)).split(counts)
+        encoded = (
+            torch.empty(sum(counts), 0, device="cpu") if only_segments else self.encode_tokens(every, rate)
+        ).split(counts)
         rows = []
         for documents, pieces, row_tokens, embeds in zip(passages, segments, tokens, encoded, strict=True):
             words = None
@@ -789,9 +795,10 @@ class SlotEncoder:
             pieces = in_given_text(pieces, documents)
             pieces, dropped = pieces[:max_slots], pieces[max_slots or len(pieces) :]
             if self.context_words:
-                runs = [torch.tensor(one.word_ids[a:b]) for one in row_tokens for a, b in one.runs(rate)][:max_slots]
+                runs = [one.word_ids[a:b] for one in row_tokens for a, b in one.runs(rate)][:max_slots]
+                runs = [torch.tensor(ids, device=embeds.device) for ids in runs]
                 words = pad_sequence(runs, batch_first=True, padding_value=-1).long()
-            numbers = torch.tensor([piece.document for piece in pieces] or [0])
+            numbers = torch.tensor([piece.document for piece in pieces] or [0], device=embeds.device)
             rows.append(EncodedDocuments(pieces, embeds[:max_slots], words, numbers, dropped))
         return rows
 
@@ -822,7 +829,7 @@ class SlotEncoder:
                 f"{len(embeds)} slots; expected ({len(embeds)}, max_words)."
             )
         if numbers is None:
-            numbers = torch.zeros(len(embeds), dtype=torch.long)
+            numbers = torch.zeros(len(embeds), dtype=torch.long, device=embeds.device)
         if numbers.shape != embeds.shape[:1]:
             raise ValueError(
                 f"The `context_passage_ids` of row {row} have shape {tuple(numbers.shape)} but its `context_embeds` "

@@ -51,7 +51,7 @@ class SlotPassages:
     def only(self, numbers: Collection[int]) -> "SlotPassages":
         """The same with the slots of these passages alone; `read` says of each document whether it is one of them."""
         segments, embeds, words, ids, dropped = self.encoded
-        is_in = torch.isin(ids, torch.tensor(list(numbers)))
+        is_in = torch.isin(ids, torch.tensor(list(numbers), device=ids.device))
         segments, dropped = ([each for each in some if each.document in numbers] for some in (segments, dropped))
         words = None if words is None else words[is_in]
         documents = [each | {"read": number in numbers} for number, each in enumerate(self.documents)]
@@ -136,10 +136,11 @@ def slot_passages(rows, context_words: bool) -> SlotPassages:
     ]
     slots = rows["slots"].combine_chunks().flatten()
     width = slots.type.list_size
-    embeds = torch.tensor(slots.flatten().to_numpy(zero_copy_only=False)).view(-1, width).float()
+    embeds = torch.tensor(slots.flatten().to_numpy(zero_copy_only=False), device="cpu").view(-1, width).float()
     words = None
     if context_words:
-        each = [torch.tensor(ids, dtype=torch.long) for row in rows["words"].to_pylist() for ids in row]
+        ids_of_slots = [ids for row in rows["words"].to_pylist() for ids in row]
+        each = [torch.tensor(ids, dtype=torch.long, device="cpu") for ids in ids_of_slots]
         words = pad_sequence(each, batch_first=True, padding_value=-1)
-    numbers = torch.tensor([segment.document for segment in segments])
+    numbers = torch.tensor([segment.document for segment in segments], device="cpu")
     return SlotPassages(documents, EncodedDocuments(segments, embeds, words, numbers, dropped=[]), {})

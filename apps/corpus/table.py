@@ -176,7 +176,7 @@ class Corpus:
         """
         found = slot_settings(processor) | {"tokens_per_slot": self.settings["tokens_per_slot"]} | wanted
         known = dict(self.settings)
-        probes = [torch.tensor(each.pop("probe")) for each in (found, known)]
+        probes = [torch.tensor(each.pop("probe"), device="cpu") for each in (found, known)]
         is_same = probes[0].shape == probes[1].shape and float(probes[0] @ probes[1]) >= MIN_SIMILARITY
         if not is_same:
             other = f"and this checkpoint has {found['encoder']!r}"

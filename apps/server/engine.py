@@ -121,8 +121,8 @@ class Answer:
     passages: SlotPassages | None
     kept: int
     answerability: float | None
-    answer_likelihood: float | None
     statistics: dict[str, Any]
+    answer_likelihood: float | None = None
 
     @property
     def confidence(self) -> float | None:
@@ -490,7 +490,7 @@ class RowSampler(LogitsProcessor):
 
     def __init__(self, group: list[Request]):
         self.group = group
-        self.generators = [torch.Generator() for _ in group]
+        self.generators = [torch.Generator(device="cpu") for _ in group]
         for request, generator in zip(group, self.generators, strict=True):
             generator.seed() if request.seed is None else generator.manual_seed(request.seed)
 
@@ -505,7 +505,7 @@ class RowSampler(LogitsProcessor):
                 row = TopPLogitsWarper(request.top_p)(input_ids, row)
                 if request.min_p:
                     row = MinPLogitsWarper(request.min_p)(input_ids, row)
-                draws = torch.rand(row.shape, generator=generator, dtype=torch.float64)
+                draws = torch.rand(row.shape, generator=generator, dtype=torch.float64, device="cpu")
                 rows[number] = row - torch.log(-torch.log(draws)).to(row)
         return torch.cat(rows)
 
@@ -523,7 +523,7 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
         call: AnsweringCall,
     ):
         self.group, self.prompt_tokens, self.engine, self.call = group, prompt_tokens, engine, call
-        self.eos = set(torch.tensor(engine.model.generation_config.eos_token_id).reshape(-1).tolist())
+        self.eos = set(torch.tensor(engine.model.generation_config.eos_token_id, device="cpu").reshape(-1).tolist())
         self.ids: list[list[int]] = [[] for _ in group]
         self.said = [""] * len(group)
         self.reasons: list[str | None] = [None] * len(group)

@@ -218,7 +218,7 @@ class VllmEngine(Engine):
         # By a thread that ends: each that has computed keeps a team of threads.
         with ThreadPoolExecutor(1) as probing:
             self._probe, self._expected = probing.submit(self._make_probe).result()
-        self._end_ids = torch.as_tensor(self.model.generation_config.eos_token_id).reshape(-1).tolist()
+        self._end_ids = torch.as_tensor(self.model.generation_config.eos_token_id, device="cpu").reshape(-1).tolist()
 
     @property
     def num_waiting(self) -> int:
@@ -309,13 +309,13 @@ class VllmEngine(Engine):
         scored by itself are known."""
         if group[0].passages is None or self.model.answerability_head is None:
             return [None] * len(group)
-        logits, chats = torch.zeros(len(group)), [self._chat(request) for request in group]
+        logits, chats = torch.zeros(len(group), device="cpu"), [self._chat(request) for request in group]
         scored = [
             [each["answerability"] for each in request.passages.read if "answerability" in each] for request in group
         ]
         known = [number for number, own in enumerate(scored) if len(own) == len(group[number].passages.read) == 1]
         for number in known:
-            logits[number] = torch.tensor(scored[number][0], dtype=torch.float64).logit(eps=1e-12)
+            logits[number] = torch.tensor(scored[number][0], dtype=torch.float64, device="cpu").logit(eps=1e-12)
         if rest := [number for number in range(len(group)) if number not in known]:
             rows = self._slots_of([group[number] for number in rest])
             slots = {name: [row[name] for row in rows] for name in rows[0]}

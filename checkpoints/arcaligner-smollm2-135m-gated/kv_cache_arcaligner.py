@@ -416,14 +416,15 @@ class PassageCache:
             past_key_values=cache,
         )
         if self._is_separate:
-            numbers = [torch.arange(len(own)).repeat_interleave(torch.tensor(own)) for own in sizes]
+            numbers = [[number for number, size in enumerate(own) for _ in range(size)] for own in sizes]
+            numbers = [torch.tensor(own, dtype=torch.long, device="cpu") for own in numbers]
             inputs["context_passage_ids"] = pad_passage_ids(numbers).to(self.model.device)
         return inputs
 
     def _left_padded(self, rows: Sequence[Sequence[int]], padding_value: int | None = None) -> torch.LongTensor:
         if padding_value is None:
             padding_value = self.processor.tokenizer.pad_token_id or 0  # masked, so any id does
-        rows = [torch.tensor(row) for row in rows]
+        rows = [torch.tensor(row, device="cpu") for row in rows]
         padded = pad_sequence(rows, batch_first=True, padding_value=padding_value, padding_side="left")
         return padded.to(self.model.device)
 
@@ -635,7 +636,7 @@ def _prior_of_units(asked: list[_Question], passage_prior: Sequence[Sequence[flo
                 f"`passage_prior` has {len(prior)} numbers for a question with passage {last}. Pass one each."
             )
         numbers = [float(prior[unit.number]) for unit in question.units[1:]]
-        rows.append(torch.tensor(numbers, dtype=torch.float64))
+        rows.append(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
     return pad_sequence(rows, batch_first=True)
 
 
@@ -760,14 +761,14 @@ def _read_batch(model, head_ids, head, passages, batch: list[list[int]], entries
     """Reads the rows of `batch`, each the numbers of its passages, into their places in `entries`."""
     rows, device, start = [[passages[number] for number in row] for row in batch], model.device, len(head_ids)
     continues = not model.config.refines(**settings)
-    numbers = pad_passage_ids(
-        [torch.cat([torch.full((len(own.context_embeds),), number) for number, own in enumerate(row)]) for row in rows]
-    )  # (batch, max_slots); rows are padded at the end
+    numbers = [[number for number, own in enumerate(row) for _ in own.context_embeds] for row in rows]
+    # (batch, max_slots); rows are padded at the end
+    numbers = pad_passage_ids([torch.tensor(row, dtype=torch.long, device="cpu") for row in numbers])
     is_slot = numbers >= 0
     ids = torch.where(is_slot, model.config.context_token_id, 0)  # padding may be any id: it is masked
-    mask, positions = torch.cat([torch.ones(len(rows), start).long(), is_slot.long()], dim=1), None
+    mask, positions = torch.cat([is_slot.new_ones(len(rows), start).long(), is_slot.long()], dim=1), None
     if not continues:
-        ids = torch.cat([torch.tensor([list(head_ids)]).expand(len(rows), -1).long(), ids], dim=1)
+        ids = torch.cat([ids.new_tensor([list(head_ids)]).expand(len(rows), -1), ids], dim=1)
     elif max(map(len, rows)) > 1:  # else a plain causal mask does, which all attention kernels take
         positions = (start + passage_positions(numbers, is_slot)).to(device)
         # (batch, 1, max_slots, start + max_slots): the text before is read by all

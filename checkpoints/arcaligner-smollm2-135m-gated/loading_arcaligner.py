@@ -188,13 +188,16 @@ class AlignerMixin:
         files, names, is_refused = _files_of_both(model, checkpoint_files, source, ignored, download)
         renamings = [WeightRenaming(*each) for each in names]
         load_config = replace(load_config, weight_mapping=[*renamings, *(load_config.weight_mapping or [])])
-        loaded = PreTrainedModel._load_pretrained_model(model, state_dict, files, load_config, *others)
+        info, offloaded = PreTrainedModel._load_pretrained_model(model, state_dict, files, load_config, *others)
+        for name, tied_to in model.all_tied_weights_keys.items() if offloaded else ():
+            if tied_to in offloaded:  # of the second file, which transformers has not looked at when it tied them
+                offloaded.setdefault(name, offloaded[tied_to])
         if is_refused:
-            check_base_model_loaded(model, asdict(loaded[0]), ignored, None if renamings else source)
+            check_base_model_loaded(model, asdict(info), ignored, None if renamings else source)
         model.config.digests = model.config.includes_base_model = None  # they hold for the files only
         # Kept, these renamings would be undone when the model is saved.
         model._weight_conversions = [c for c in model._weight_conversions if c not in renamings]
-        return loaded
+        return info, offloaded
 
     @classmethod
     def _load_state_dict(cls, empty, source: str, options: dict[str, Any]) -> tuple[PreTrainedModel, dict]:
@@ -440,10 +443,11 @@ def _read_answer_probe(model, source: str, download: dict[str, Any]) -> None:
     try:
         order = sorted(range(len(probe["layers"])), key=probe["layers"].__getitem__)
         model.set_answerability_layers([probe["layers"][place] for place in order])
-        weight = torch.tensor(probe["weight"], dtype=torch.float32).view(len(order), -1)[order]
+        weight = torch.tensor(probe["weight"], dtype=torch.float32, device="cpu").view(len(order), -1)[order]
         words = probe.get("words")
         match = [words[name] for name in ("scale", "weight", "bias")] if words else [1.0, 0.0, 0.0]
-        head = {"weight": weight, "bias": torch.tensor(float(probe["bias"])), "match": torch.tensor(match)}
+        head = {"weight": weight, "bias": torch.tensor(float(probe["bias"]), device="cpu")}
+        head["match"] = torch.tensor(match, device="cpu")
         model.answerability_head.load_state_dict(head, assign=True)  # on the CPU
         if (device := model.lm_head.weight.device).type != "meta":  # as where it is offloaded
             model.answerability_head.to(device)
@@ -476,7 +480,8 @@ def _sample_base_weights(model) -> dict[str, tuple[torch.Size, torch.Tensor]]:
         if model.is_aligner_key(name) or weight.is_meta or type(weight) is not Parameter:
             continue
         numbers = weight.detach().flatten()
-        places = torch.linspace(0, max(0, numbers.numel() - 1), _NUM_SAMPLES, dtype=torch.float64).long()
+        last = max(0, numbers.numel() - 1)
+        places = torch.linspace(0, last, _NUM_SAMPLES, dtype=torch.float64, device="cpu").long()
         found[name] = weight.shape, numbers[places.to(numbers.device)].cpu()
     return found
 

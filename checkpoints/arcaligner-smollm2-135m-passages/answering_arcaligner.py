@@ -462,8 +462,9 @@ def maxsim_score(processor, question: str | list[dict], documents: Sequence[str 
     if not words or not nearest:
         return math.nan
     words, common = [word.strip().lower() for word in words], stop_words(processor.spacy_model)
-    says = torch.tensor([any(map(str.isalnum, word)) and word not in common for word in words])
     highest = torch.stack(nearest).amax(dim=0)
+    says = [any(map(str.isalnum, word)) and word not in common for word in words]
+    says = torch.tensor(says, device=highest.device)
     return float((highest[says] if says.any() else highest).mean())
 
 
@@ -499,7 +500,7 @@ class PassageCopyLogitsProcessor(LogitsProcessor):
         self.bonus = [processor.copy_bonus if each is None else each for each in given]
         copied = (each if own else [] for each, own in zip(documents, self.bonus, strict=True))
         self.texts = [copied_texts(processor.tokenizer, each, processor.no_answer) for each in copied]
-        self.end_ids = set() if end_ids is None else set(torch.as_tensor(end_ids).reshape(-1).tolist())
+        self.end_ids = set() if end_ids is None else set(torch.as_tensor(end_ids, device="cpu").reshape(-1).tolist())
         self.prompt_length: int | None = None
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
@@ -525,7 +526,10 @@ class LikelihoodRecorder(LogitsProcessor):
     """
 
     def __init__(self, inner: LogitsProcessor | None, end_ids: int | list | None):
-        self.inner, self.end_ids = inner, None if end_ids is None else torch.as_tensor(end_ids).reshape(-1)
+        self.inner, self.end_ids = (
+            inner,
+            None if end_ids is None else torch.as_tensor(end_ids, device="cpu").reshape(-1),
+        )
         self.sums = self.counts = self.is_done = None  # each (batch,)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:

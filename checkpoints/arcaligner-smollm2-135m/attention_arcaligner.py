@@ -215,7 +215,9 @@ def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torc
             "There is text between the slots of a row, but independent passages all start at the same position. Put "
             "all passages before the question, or load the model with `passage_attention='joint'`."
         )
-    is_real = torch.arange(expected[1]) < slot_mask.sum(dim=1)[:, None]  # padding follows the slots
+    is_real = (
+        torch.arange(expected[1], device=slot_mask.device) < slot_mask.sum(dim=1)[:, None]
+    )  # padding follows the slots
     falls = (passage_ids[:, 1:] < passage_ids[:, :-1]) & is_real[:, 1:]
     if bool(falls.any()) or bool(((passage_ids < 0) & is_real).any()):
         raise ValueError(

@@ -1077,8 +1077,19 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         """Slots (batch, max_slots, hidden) as the first layer reads them (Eq. 1), with their words where it has any."""
         if not self.config.word_parts:
             return self.projector(context_embeds)
-        table = self.get_input_embeddings().weight
-        return self.projector(context_embeds, self.projector.average_words(context_word_ids, table))
+        embeddings, projector = self.get_input_embeddings(), self.projector
+        with _fetched(embeddings), _fetched(projector):  # this reads weights without a call of their modules
+            part_embeds = projector.average_words(context_word_ids, embeddings.weight)
+        return projector(context_embeds, part_embeds)
+
+
+def _fetched(module: nn.Module) -> contextlib.AbstractContextManager:
+    """The own weights of a module that may be offloaded, where it computes."""
+    if all(not weight.is_meta for weight in module.parameters(recurse=False)):
+        return contextlib.nullcontext()
+    from accelerate.utils import align_module_device
+
+    return align_module_device(module)
 
 
 # How likely the passages answer the question, beyond the paper
@@ -1441,6 +1452,13 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         self.set_answerability_layers(config.answerability_layers)
         self.post_init()
         self.freeze_base_model()
+
+    @property
+    def device(self) -> torch.device:
+        """As of any model; of an offloaded one where it computes, as weights that are away say "meta"."""
+        first = self.model.projector.up
+        with _fetched(first):
+            return first.weight.device if super().device.type == "meta" else super().device
 
     def set_answerability_layers(self, layers: list[int] | None) -> None:
         """Gives the model a new answerability head, which says nothing yet, for the states of these layers, or takes

@@ -230,9 +230,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
                 encoded = self._encode(asked, slots | {"return_tensors": "pt"}, template, **kwargs)
             else:
                 encoded = self._prepare_kept([kept]) | (self._trace_kept(kept) if return_slots else {})
-        slots = [encoded[name][0] if name in encoded and kept is None else None for name in GivenSlots._fields]
+        slots = [encoded[name][0].cpu() if name in encoded and kept is None else None for name in GivenSlots._fields]
         if slots[0] is None:
-            slots[0] = torch.zeros(0, self.model.config.encoder_hidden_size)
+            slots[0] = torch.zeros(0, self.model.config.encoder_hidden_size, device="cpu")
         row = Row(is_question, GivenSlots(*slots), **texts, kept=kept)
         if return_slots:
             row.trace = _trace_of(encoded, read, scores)

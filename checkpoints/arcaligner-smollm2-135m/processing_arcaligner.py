@@ -430,6 +430,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         if not rows:
             return BatchFeature(dict(features))
         slots = pad_slots(rows)
+        if return_tensors == "pt":  # the tokenizer's are on the default device
+            slots = {name: each.to(features["input_ids"].device) for name, each in slots.items()}
         if self.passage_attention == "joint":
             del slots["context_passage_ids"]
         if return_tensors != "pt":

@@ -1,0 +1,49 @@
+"""Defaults that a notebook has set for new tensors, a type or a device, change no answer."""
+
+import pytest
+import torch
+from conftest import pipeline_of
+
+from arcaligner.answering_arcaligner import clear_text_caches
+
+DOCUMENTS = ["It was written by Ada. Nobody knew how to read it aloud.", "Parkdale is in Canada.", "It is tall."]
+
+
+@pytest.fixture
+def answered(separate):
+    """Answers a question from scored passages, with nothing kept of an earlier call."""
+    model, processor = separate
+    model.generation_config.max_new_tokens = 4
+
+    def answered(**options):
+        clear_text_caches()
+        ask = pipeline_of(model.float(), processor)
+        return ask({"question": "Who wrote it?", "documents": DOCUMENTS}, max_passages=2, **options)
+
+    return answered
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_default_dtype_changes_no_answer(answered, dtype):
+    """What the aligner computes in is its own choice."""
+    expected = answered(return_slots=True)
+    torch.set_default_dtype(dtype)
+    try:
+        assert answered(return_slots=True) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_default_device_changes_no_answer(answered):
+    """Nothing is made on the default device and left there: "meta", where nothing can be read, stands for a GPU."""
+    expected = answered(min_confidence=0.0)
+    with torch.device("meta"):
+        assert answered(min_confidence=0.0) == expected
+
+
+def test_inputs_are_on_the_default_device(processor):
+    """All of them, as the tokenizer's are."""
+    processor.encode_documents(DOCUMENTS)  # loads the encoder
+    with torch.device("meta"):
+        inputs = processor(text="Who wrote it?", documents=DOCUMENTS, return_tensors="pt")
+    assert {name: each.device.type for name, each in inputs.items()} == dict.fromkeys(inputs, "meta")
