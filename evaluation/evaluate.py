@@ -43,10 +43,11 @@ def evaluate(settings: EvaluationSettings) -> dict[str, Any]:
 
 def answer_all(
     rows: dict[str, list[Row]], settings: EvaluationSettings, on_done: Callable[[int], None] = lambda number: None
-) -> None:
+) -> dict[str, str]:
     """Answers with all methods what is unanswered of the tasks' `rows` and, for the floor, the same from the passages
-    of other questions. `on_done` is told how many answers are there now that were not."""
-    runs = [(settings, rows)]
+    of other questions. `on_done` gets the number of answers after each batch. Returns the titles of the methods that
+    were skipped, each with the reason."""
+    runs, skipped = [(settings, rows)], {}
     if settings.floor:
         wrong = {name: wrong_passages(of_task, TASKS[name].title) for name, of_task in rows.items()}
         names = [name for name in settings.methods if name != "naive"]  # which reads none
@@ -58,7 +59,9 @@ def answer_all(
             except MissingMethodError as error:
                 if run is settings:  # said once
                     logger.warning("skipped %s: %s", method.title, error)
+                skipped[method.title] = str(error)
                 on_done(sum(map(len, asked.values())))
+    return skipped
 
 
 def load_rows(name: str, settings: EvaluationSettings) -> list[Row]:

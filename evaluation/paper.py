@@ -24,6 +24,7 @@ from ..common.rows import Row
 from ..pipeline_arcaligner import ArcAlignerPipeline
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.examples import open_corpus
+from ..train.stages import RECIPES
 from .analyses import categories, gates, perplexity
 from .analyses.figures import draw_bars, draw_ratios, save_figure
 from .answering import load_aligner
@@ -31,7 +32,7 @@ from .chat_endpoint import ChatEndpoint
 from .evaluate import answer_all, load_rows
 from .judge import judge_run, judged_scores, judges_of
 from .methods import MissingMethodError, find_method, fingerprint
-from .results import PAPER, evidence, footnote, method_titles, summarize, table
+from .results import PAPER, evidence, method_titles, summarize, table
 from .retrieval import RetrievalSettings, recall_table, retrieve
 from .runs import AnswerFile
 from .settings import EvaluationSettings
@@ -80,6 +81,7 @@ class Reproduction:
     settings: EvaluationSettings
     num_questions: int | None = None
     recalls: dict[str, dict[str, Any]] = field(default_factory=dict)  # of retrieval, by task
+    skipped: dict[str, str] = field(default_factory=dict)  # sets and methods of the current part, with the reason
 
     @property
     def retrieval(self) -> RetrievalSettings | None:
@@ -105,6 +107,11 @@ class Reproduction:
 
     # Steps
 
+    def skip(self, title: str, reason: object) -> None:
+        """Names what the current part goes without."""
+        logger.warning("skipped %s: %s", title, reason)
+        self.skipped[title] = str(reason)
+
     def answer(
         self, settings: EvaluationSettings, tasks: Sequence[str], methods: Sequence[str], floor: bool = False
     ) -> dict[str, Any]:
@@ -117,14 +124,14 @@ class Reproduction:
             try:
                 rows[name] = self.load(name, asked)
             except (FileNotFoundError, OSError) as error:
-                logger.warning("skipped %s: %s", TASKS[name].title, error)
+                self.skip(TASKS[name].title, error)
         if not rows:
             raise MissingPartError(f"None of {', '.join(TASKS[name].title for name in tasks)} is here; see above.")
         counts = len(methods) + (len([name for name in methods if name != "naive"]) if floor else 0)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, transient=True) as progress:
             bar = progress.add_task("all answers", total=counts * sum(map(len, rows.values())))
-            answer_all(rows, asked, lambda number: progress.advance(bar, number))
+            self.skipped |= answer_all(rows, asked, lambda number: progress.advance(bar, number))
         self.judge(settings.output)
         sets = summarize(settings.output)["sets"]
         titles = [TASKS[name].title for name in rows]
@@ -158,8 +165,10 @@ class Reproduction:
         return numbers
 
     def write(self, name: str, title: str, lines: list[str], figure: Figure | None = None) -> Path:
-        """Writes a part's page and picture, and returns the page's path."""
+        """Writes a part's page and picture, with what is missing and why, and returns the page's path."""
         picture = [] if figure is None else [f"![{title}]({name}.svg)", ""]
+        if self.skipped:
+            lines = [*lines, "", "Not measured:", "", *(f"- {each}: {why}" for each, why in self.skipped.items())]
         if figure is not None:
             save_figure(self.folder / f"{name}.svg", figure)
         write_whole(path := self.folder / f"{name}.md", "\n".join([f"# {title}", "", *picture, *lines, ""]))
@@ -176,12 +185,15 @@ class Reproduction:
     def recall(self) -> Path:
         """Recall of the retriever before and after re-ranking."""
         if self.retrieval is None:
-            raise MissingPartError("The recipe has no `retrieval` in `reproduce`: passages are those of the tasks.")
+            raise MissingPartError(
+                "The recipe has no `retrieval` in `reproduce`, so passages are those of the tasks. Name a pool and a "
+                "retriever there, as evaluation/recipes/paper.yaml does."
+            )
         for name in TASKS_OF_PAPER:
             try:
                 self.load(name, self.settings)
             except (FileNotFoundError, OSError) as error:
-                logger.warning("skipped %s: %s", TASKS[name].title, error)
+                self.skip(TASKS[name].title, error)
         if not self.recalls:
             raise MissingPartError("None of the paper's sets is here; see above.")
         lines = [*recall_table(self.recalls), "", f"Read is {self.retrieval.about}."]
@@ -219,12 +231,16 @@ class Reproduction:
             for names, each in bars.items()
         ]
         lines = markdown_table(["Backbone", f"{METRIC_NAMES[metric]}, %", *methods], rows)
+        lines += ["", *(f"{title}: {footnote_of(sets, chosen[title])}" for title, sets in found.items())]
         return self.write("backbones", TITLES["backbones"], lines, draw_bars(bars, f"{METRIC_NAMES[metric]}, %"))
 
     def perplexity(self) -> Path:
         """Figure "Reconstruction perplexity"."""
         named = self.settings.reproduce.stage_one
-        arms, wanted = {}, {title: path for title, path in named.items() if _is_there(title, path)}
+        arms, wanted = {}, {title: path for title, path in named.items() if Path(path).is_dir()}
+        for title, path in named.items():
+            if title not in wanted:
+                self.skip(title, f"there is no folder {path}; `{stage_one_command(path)}` makes one")
         if not wanted:
             raise MissingPartError(
                 "No checkpoint after stage I is here. Train one, `python -m arcaligner train --recipe smollm2_135m "
@@ -262,7 +278,7 @@ class Reproduction:
                 of_task = replace(settings, tasks={name: settings.tasks[name]})
                 rows = [row for row in self.load(name, of_task) if row["passages"]]
             except (FileNotFoundError, OSError) as error:
-                logger.warning("skipped %s: %s", TASKS[name].title, error)
+                self.skip(TASKS[name].title, error)
                 continue
             made_of = [fingerprint(settings.checkpoint), digest([[row["id"], row["passages"]] for row in rows])]
             count = (model, processor, rows, settings.batch_size, TASKS[name].title, "segment")
@@ -281,7 +297,11 @@ class Reproduction:
         if not found:
             raise MissingPartError("Naive and StandardRAG answered no set.")
         picture = categories.draw_categories(found, METRIC_NAMES[metric])
-        lines = [f"Right is what {METRIC_NAMES[metric]} says.", "", *categories.categories_table(found)]
+        about = (
+            f"Right by {METRIC_NAMES[metric]}. TT: Naive and StandardRAG are right; TF: Naive alone; FT: StandardRAG "
+            "alone; FF: neither."
+        )
+        lines = [about, "", *categories.categories_table(found), "", footnote_of(sets, self.settings)]
         return self.write("categories", TITLES["categories"], lines, picture)
 
     def ratios(self) -> Path:
@@ -372,6 +392,7 @@ def reproduce(what: str, made: Reproduction) -> list[Path]:
         raise ValueError(f"There is no part {what!r} of the paper; expected one of {', '.join(PARTS)}, or {ALL}.")
     pages = []
     for name in PARTS if what == ALL else [what]:
+        made.skipped = {}
         try:
             pages.append(PARTS[name](made))
         except (MissingPartError, MissingMethodError, ValueError, OSError) as error:
@@ -408,7 +429,7 @@ def score(numbers: dict[str, Any], metric: str) -> list[float] | None:
 
 def metric_of(found: Sequence[dict[str, Any]]) -> str:
     """Acc, the paper's, where all answers of these sets were judged, else EM."""
-    entries = [numbers for sets in found for entry in sets.values() for numbers in entry["methods"].values()]
+    entries = [numbers for sets in found for numbers in _numbers(sets)]
     return "acc" if entries and all(score(numbers, "acc") for numbers in entries) else "em"
 
 
@@ -424,10 +445,14 @@ def _only(entry: dict[str, Any], methods: Sequence[str]) -> dict[str, Any]:
     return entry | {"methods": {name: entry["methods"][name] for name in methods if name in entry["methods"]}}
 
 
-def _is_there(title: str, path: str) -> bool:
-    if not Path(path).is_dir():
-        logger.warning("skipped %s: there is no folder %s", title, path)
-    return Path(path).is_dir()
+def stage_one_command(path: str) -> str:
+    """The command that makes a checkpoint after stage I. The package's recipes write to folders of their names.
+
+    >>> stage_one_command("runs/xrag/1_reconstruction")
+    'python -m arcaligner train --recipe xrag --stage 1'
+    """
+    name = Path(path).parent.name
+    return f"python -m arcaligner train --recipe {name if (RECIPES / name).is_dir() else 'RECIPE'} --stage 1"
 
 
 # Tables
@@ -450,8 +475,8 @@ def published_table(results: dict[str, Any], tasks: Sequence[str]) -> list[str]:
 
 
 def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
-    """Markdown lines: EM / F1 / Acc of the paper and of ours side by side, a row for each method. The paper's methods
-    that were not asked stand there as well, so that each of its numbers has its place."""
+    """Markdown lines: EM / F1 / Acc of the paper and of ours side by side, a row for each method with numbers of
+    either. The paper's methods that were not asked are there as well, so that each of its numbers has its place."""
     titles = {name: find_method(name).title for name in methods}
     paper = {title: PAPER["sets"].get(title, {}) for title in sets}
     rows, shown = [], set()
@@ -462,7 +487,8 @@ def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
         cells = [
             cell for set_title in sets for cell in (_triple(paper[set_title].get(named)), _ours(sets[set_title], name))
         ]
-        rows.append([title, named or "-", *cells])
+        if set(cells) != {"-"}:
+            rows.append([title, named or "-", *cells])
     known = [name for each in paper.values() for name in each if (name in ABLATION_NAMES) == _is_ablation(methods)]
     for named in dict.fromkeys(known):
         if named not in shown:
@@ -502,16 +528,32 @@ def costs(sets: dict[str, Any]) -> list[str]:
         shown, rate = evidence(entry, method), entry["methods"].get(method, {}).get("compression_rate")
         return shown if shown is None or rate is None else f"{shown}, x{rate:.1f}"
 
+    if sets and not any("full_text_lora" in entry["methods"] for entry in sets.values()):
+        text = (
+            "text is StandardRAG, the bare base model. It answers in sentences, whose other words lower its F1, so "
+            "shares above 100 % do not mean that slots say more than text"
+        )
+    else:
+        text = "text is the fine-tuned reader where it was measured, else the bare base model"
     note = (
         "*Floor*: F1 with another question's passages. *Retained*: (F1 - closed book) / (text - closed book); closed "
-        "book is Naive, text is the fine-tuned reader where it was measured, else the bare base model. *x*: tokens of "
-        "text per position, measured."
+        f"book is Naive, {text}. *x*: tokens of text per position, measured."
     )
     return [*table("F1 (floor, retained), rate", method_titles(sets), sets, cell), note, ""]
 
 
 def footnote_of(sets: dict[str, Any], settings: EvaluationSettings) -> str:
-    """What the numbers are, and of which passages."""
-    machine = {"sets": sets, "machine": summarize(settings.output)["machine"]}
+    """What the numbers are of, and how far they may be off."""
+    widths = [max(each["f1"][2] - each["f1"][0], each["f1"][0] - each["f1"][1]) for each in _numbers(sets)]
+    counts = ", ".join(f"{title} {entry['questions']}" for title, entry in sets.items())
+    recalls = ", ".join(f"{title} {entry['recall'][0]:.0f} %" for title, entry in sets.items())
     read = "; ".join(f"{title}: {entry['passages']}" for title, entry in sets.items())
-    return f"{footnote(machine)} Passages: {read}."
+    return (
+        f"Questions: {counts}. 95 % bootstrap intervals of F1 reach up to {max(widths):.0f} points "
+        f"from the number. EM is non-strict: the answer contains a gold. The passages contain a gold: {recalls}. "
+        f"Passages: {read}. {summarize(settings.output)['machine']}."
+    )
+
+
+def _numbers(sets: dict[str, Any]) -> list[dict[str, Any]]:
+    return [numbers for entry in sets.values() for numbers in entry["methods"].values()]

@@ -33,7 +33,7 @@ from .analyses.speed import (
 from .methods import find_method, fingerprint, sort_key
 from .paper import FIRST, SECOND, published_table
 from .results import results_page, write_results
-from .runs import answer_files
+from .runs import FLOOR, answer_files
 from .tasks import TASKS
 
 DOCS = ROOT / "docs"
@@ -136,9 +136,9 @@ def write_part(page: Path, name: str, lines: list[str]) -> None:
 
 
 def check_weights(run: Path, checkpoint: Path) -> None:
-    """Raise `ValueError` for a run of another aligner."""
+    """Raise `ValueError` for a run of another aligner, or one whose floor is another aligner's."""
     expected = fingerprint(str(checkpoint))
-    for file in answer_files(run):
+    for file in [*answer_files(run), *answer_files(run / FLOOR)]:
         if find_method(file.method).reads == "checkpoint" and (found := file.settings()["weights"]) != expected:
             raise ValueError(
                 f"{file.path} was answered by weights {found}; expected those of {checkpoint}, {expected}. "

@@ -54,8 +54,8 @@ def summarize(run: Path) -> dict[str, Any]:
         `dict`: `{"machine", "questions", "sets": {title: {"passages", "questions", "recall", "methods",
         "differences"}}}`. `methods` has, by name, `[mean, low, high]` of each metric with 95 % bootstrap intervals over
         questions, `acc`, the accuracy by judge, where answers were judged, `floor`, the metrics with the passages of
-        other questions, where these were read, and the costs. `differences` has the same of ArcAligner less a method,
-        paired by question.
+        other questions and how many were asked so, and the costs. `differences` has the same of ArcAligner less a
+        method, paired by question.
     """
     files = {(file.task, file.method): file for file in answer_files(run)}
     if not files:
@@ -74,7 +74,8 @@ def summarize(run: Path) -> dict[str, Any]:
                 if acc := _judged(files[task, name]):
                     numbers["acc"] = acc
                 if floor := AnswerFile(run / FLOOR, task, name).read():
-                    numbers["floor"] = {key: percent_interval([each[key] for each in floor]) for key in METRICS}
+                    scores = {key: percent_interval([each[key] for each in floor]) for key in METRICS}
+                    numbers["floor"] = {"questions": len(floor)} | scores
     machines = sorted({file.settings()["machine"] for file in files.values()})
     return {
         "machine": "; ".join(machines),
@@ -205,10 +206,14 @@ def _difference(metric: str, entry: dict, method: str) -> str | None:
 
 
 def evidence(entry: dict, method: str) -> str | None:
-    """F1 and, in brackets, the F1 with the passages of other questions, and the retention."""
+    """F1 and, in brackets, the F1 with the passages of other questions, with their number if not all, and the
+    retention."""
     if (numbers := entry["methods"].get(method)) is None:
         return None
-    parts = [f"floor {numbers['floor']['f1'][0]:.1f}"] if "floor" in numbers else []
+    parts = []
+    if floor := numbers.get("floor"):
+        asked = f" of {floor['questions']}" if floor["questions"] < numbers["questions"] else ""
+        parts.append(f"floor {floor['f1'][0]:.1f}{asked}")
     kept = retention(entry, method)
     parts += [] if kept is None else [f"retained {kept:.0f} %"]
     return f"{numbers['f1'][0]:.1f}" + (f" ({', '.join(parts)})" if parts else "")

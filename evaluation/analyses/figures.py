@@ -121,11 +121,11 @@ def draw_ratios(sets: dict[str, dict[str, dict[str, Any]]]) -> Figure:
         rates = [each["compression_rate"] for each in points]
         for metric, name in (("em", "EM"), ("f1", "F1")):
             axes.plot(rates, [each[metric][0] for each in points], marker="o", markersize=4, label=name)
-        axes.set(xscale="log", title=title, xlabel="tokens per slot, measured", ylim=(0, None))
+        axes.set(xscale="log", title=title, xlabel="tokens per slot, measured")
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xticks(rates, [f"{rate:.0f}" for rate in rates])
-    panels[0].set_ylabel("%")
+    panels[0].set(ylabel="%", ylim=(0, None))  # of all panels: an end that is set before the last one is drawn is final
     panels[0].legend()
     return figure
 

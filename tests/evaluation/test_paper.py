@@ -9,9 +9,10 @@ from training_rows import question_rows, write_rows
 from arcaligner.evaluation import paper
 from arcaligner.evaluation.analyses import gates, perplexity
 from arcaligner.evaluation.analyses.categories import categorize
+from arcaligner.evaluation.analyses.figures import draw_ratios
 from arcaligner.evaluation.answering import load_aligner
 from arcaligner.evaluation.paper import PARTS, TASKS_OF_PAPER, Reproduction, comparison, reproduce
-from arcaligner.evaluation.results import PAPER, retention
+from arcaligner.evaluation.results import PAPER, evidence, retention
 from arcaligner.evaluation.runs import FLOOR, AnswerFile
 from arcaligner.evaluation.settings import read_settings
 from arcaligner.evaluation.tasks import wrong_passages
@@ -51,6 +52,11 @@ def test_main_table_has_both(make, caplog):
     for named in PAPER["sets"]["HotpotQA"].keys() - paper.ABLATION_NAMES:
         assert f"| {named} |" in text, named
     assert "w/o Recursion" not in text and "skipped xRAG" in caplog.text
+    assert (
+        "- xRAG (our training): name its checkpoint with `--xrag`; `python -m arcaligner train --recipe xrag`" in text
+    )
+    assert "| StandardRAG, fine-tuned |" not in text  # no number of either
+    assert "text is StandardRAG, the bare base model" in text and "Questions: 2WikiMultiHopQA 4" in text
     wrong = AnswerFile(make().settings.output / FLOOR, "nq", "arcaligner").read()
     assert len(wrong) == 4 and "floor" in text
     assert not AnswerFile(make().settings.output / FLOOR, "nq", "naive").read()
@@ -61,6 +67,15 @@ def test_second_run_asks_nothing(make, monkeypatch):
     monkeypatch.setattr("arcaligner.evaluation.evaluate.in_batches", None)
     (page,) = reproduce("ablation", make())
     assert "| w/o Gate (Max Loop) | 27.20 / 31.69 / 31.00 |" in page.read_text(encoding="utf-8")
+
+
+def test_floor_names_its_questions():
+    """A floor of fewer questions than the F1 beside it is shown with their number."""
+    scores = {"f1": [40.0] * 3, "questions": 5}
+    entry = {"methods": {"arcaligner": scores | {"floor": {"questions": 2, "f1": [3.0] * 3}}}}
+    assert evidence(entry, "arcaligner") == "40.0 (floor 3.0 of 2)"
+    entry["methods"]["arcaligner"]["floor"]["questions"] = 5
+    assert evidence(entry, "arcaligner") == "40.0 (floor 3.0)"
 
 
 def test_wrong_passages_hold_no_answer():
@@ -96,6 +111,14 @@ def test_acc_stands_beside_where_judged():
 
 
 # Figures
+
+
+def test_ratios_show_all_points():
+    """The axis that the panels share reaches the highest point of any of them."""
+    sets = {
+        title: {"one": {"compression_rate": 2.0, "em": [high], "f1": [high]}} for title, high in (("a", 20), ("b", 60))
+    }
+    assert [axes.get_ylim()[1] > 60 for axes in draw_ratios(sets).axes] == [True, True]
 
 
 def test_gates_are_counted(make, checkpoint_dir, monkeypatch):
@@ -146,7 +169,8 @@ def test_perplexity_of_text_and_slots(make, checkpoint_dir):
     made = make(reproduce={"stage_one": stages})
     (page,) = reproduce("perplexity", made)
     text = page.read_text(encoding="utf-8")
-    assert "| Base |" in text and "| ours |" in text and "xRAG" not in text
+    assert "| Base |" in text and "| ours |" in text and "| xRAG |" not in text
+    assert "- xRAG: there is no folder runs/nowhere; `python -m arcaligner train --recipe RECIPE --stage 1`" in text
     model, processor = load_aligner(str(checkpoint_dir), "cpu")
     losses = perplexity.slot_losses(model, processor, question_rows(3), "segment")
     found = perplexity.summarize_losses(losses)

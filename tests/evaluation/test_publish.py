@@ -17,6 +17,7 @@ from arcaligner.evaluation.publish import (
     with_opponents,
     write_part,
 )
+from arcaligner.evaluation.runs import FLOOR
 
 ROOT = Path(__file__).parents[2]
 PARTS = {
@@ -55,6 +56,9 @@ def test_a_page_without_both_marks_of_a_part_and_a_run_of_other_weights_are_refu
     write_answers(tmp_path, "squad", "arcaligner", [{}], weights="other")
     with pytest.raises(ValueError, match=r"arcaligner\.jsonl was answered by weights other"):
         check_weights(tmp_path, checkpoint_dir)
+    write_answers(tmp_path / "other" / FLOOR, "squad", "arcaligner", [{}], weights="other")
+    with pytest.raises(ValueError, match=rf"{FLOOR}.*was answered by weights other"):
+        check_weights(tmp_path / "other", checkpoint_dir)
 
 
 def test_opponents_of_before_stay():
