@@ -179,7 +179,7 @@ def _column(path: Path, name: str) -> list[str]:
     """A column by its name."""
     header, *lines = _read_table(path) or [[]]
     if name not in header or any(len(line) != len(header) for line in lines):
-        raise ValueError(f"{path} has columns {header}, or a line of others; {name!r} is needed. {_EXPECTED}")
+        raise ValueError(f"{path} has columns {header}, or a line with other columns; expected {name!r}. {_EXPECTED}")
     return [line[header.index(name)] for line in lines]
 
 

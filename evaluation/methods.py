@@ -164,7 +164,7 @@ class Method:
             model, processor = load_aligner(path, device)
         if self.reads in PROJECTORS and model.config.lora_r:
             raise ValueError(
-                f"{path} has a LoRA of rank {model.config.lora_r}; for `{self.option}` expected an aligner of a "
+                f"{path} has a LoRA of rank {model.config.lora_r}; for `{self.option}` expected an aligner with a "
                 "projector alone, trained with `aligner: {lora_r: 0, gate_layers: []}`."
             )
         if self.reads in LORA_POSITIONS and model.config.lora_positions != LORA_POSITIONS[self.reads]:

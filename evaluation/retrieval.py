@@ -73,7 +73,7 @@ class RetrievalSettings:
 
     def __post_init__(self):
         if not self.pool:
-            raise ValueError("`pool` names no source of passages.")
+            raise ValueError("`pool` is empty; expected at least one source of passages, such as questions.jsonl.gz.")
         if self.num_found < 1:
             raise ValueError(f"`num_found` is {self.num_found}; expected at least 1 passage.")
 

@@ -222,8 +222,8 @@ def build_dataset(recipe: CocomArguments, tokenizer, seed: int) -> datasets.Data
     logger.info("%d examples; %d longer than %d tokens left out", len(examples), num_long, recipe.max_tokens)
     if not examples:
         raise ValueError(
-            f"{recipe.train_file} has no row with a passage of at most {recipe.max_tokens} tokens and what else is "
-            "needed. Raise `max_tokens`, or name another `train_file`."
+            f"{recipe.train_file} has no usable row: expected a passage of at most {recipe.max_tokens} tokens, and a "
+            "question with an answer where `asks` is set. Raise `max_tokens`, or name another `train_file`."
         )
     return datasets.Dataset.from_list(examples)
 

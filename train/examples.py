@@ -291,8 +291,8 @@ def open_part(
         corpus = corpus.select(kept)
     if not len(corpus):
         raise ValueError(
-            f"{source}: no row is left to {'validate with' if held_out else 'train on'} with `validation_share` "
-            f"{share}. Change it, or name other files."
+            f"{source} has no row to {'validate with' if held_out else 'train on'} at a `validation_share` of "
+            f"{share}. Change the share, or name other files."
         )
     return corpus
 
@@ -632,7 +632,7 @@ class ExampleSelector:
             ) from error
         path = folder / f"{Hasher.hash((settings, groups))}.arrow"
         if path.exists() and not _is_whole(path):
-            logger.warning("%s is cut off; its examples are made again.", path)
+            logger.warning("%s is truncated; its examples are made again.", path)
             path.unlink()
         if not path.exists():
             table = makers.make(groups)

@@ -113,8 +113,8 @@ def model_config(name: str) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(found)
     except OSError as error:
         raise ValueError(
-            f"The sizes of {name} are neither on this machine nor in train/published.yaml, and the Hub does not give "
-            f"them ({str(error).splitlines()[0]}). A gated model needs its licence accepted and `hf auth login`."
+            f"The configuration of {name} is neither on this machine nor in train/published.yaml, and the Hub did not "
+            f"return it ({str(error).splitlines()[0]}). A gated model needs its licence accepted and `hf auth login`."
         ) from error
 
 

@@ -125,8 +125,8 @@ def _converted(source: Source, stream: datasets.IterableDataset) -> Iterator[Row
             rows = [_own(each, source) for each in ([read] if isinstance(read, dict) else read)]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"{source.place} has a row of another form than the one known here ({type(error).__name__}: {error}), "
-                f"with {sorted(row)}. Leave the set out with `--limit {source.name}=0`, or name another version."
+                f"{source.place} has a row in an unexpected format ({type(error).__name__}: {error}), with the fields "
+                f"{sorted(row)}. Leave the set out with `--limit {source.name}=0`, or name another version."
             ) from error
         yield from (each for each in rows if any(passage["text"].strip() for passage in each["passages"]))
 
@@ -145,8 +145,8 @@ def _reaching(source: Source) -> Iterator[None]:
         yield
     except Exception as error:  # of whichever library reads the files
         raise OSError(
-            f"{source.place} cannot be reached ({type(error).__name__}: {error}). Run the command again to go on with "
-            "it, or put a copy of the set into a folder and name that with `--copies`."
+            f"{source.place} cannot be reached ({type(error).__name__}: {error}). Run the command again to continue, "
+            "or put a copy of the set into a folder and name the folder with `--copies`."
         ) from error
 
 
@@ -184,7 +184,7 @@ def prepare(output: Path, sources: Sequence[Source], copies: Path | None = None)
         if name == HELD_OUT_FILE or not own:
             continue
         if (output / name).exists():
-            typer.echo(f"{output / name} is there and left alone; delete it to make it again.")
+            typer.echo(f"{output / name} exists and is kept; delete it to make it again.")
         else:
             _make(output, name, own, copies)
 

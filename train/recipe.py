@@ -140,11 +140,11 @@ class RecipeArguments:
         refuse_unknown("`aligner`", self.aligner, [f.name for f in dataclasses.fields(ArcAlignerConfig)])
         refuse_unknown("`processor`", self.processor, inspect.signature(ArcAlignerProcessor).parameters)
         for key in self.aligner.keys() & FROM_PROCESSOR:
-            raise ValueError(f"`{key}` is in `aligner`, but follows from the processor: set it in `processor`.")
+            raise ValueError(f"`{key}` is in `aligner`, but the processor decides it: set it in `processor`.")
         for key in self.processor.keys() & _FROM_RECIPE:
             raise ValueError(
-                f"`{key}` is in `processor`, but follows from `tokens_per_slot`, `chat_template_path`, or "
-                "`word_parts` and `passage_attention` of `aligner`: set that key of the recipe."
+                f"`{key}` is in `processor`, but the recipe's `tokens_per_slot`, `chat_template_path`, or `word_parts` "
+                "and `passage_attention` of its `aligner` decide it: set that key."
             )
         if self.has_turns and self.attn_implementation not in _MASKED_ATTENTION:
             raise ValueError(
@@ -261,8 +261,8 @@ def check_devices(needs_bfloat16: bool) -> None:
     count, local = torch.accelerator.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if count > 1 and "WORLD_SIZE" not in os.environ:
         raise ValueError(
-            f"This machine has {count} GPUs, and one process would train. Train on all of them with `--accelerate ddp` "
-            "or on one with `CUDA_VISIBLE_DEVICES=0` before the command."
+            f"This machine has {count} GPUs, but only one process would train. Train on all of them with "
+            "`--accelerate ddp` or on one with `CUDA_VISIBLE_DEVICES=0` before the command."
         )
     if 0 < count < local:
         raise ValueError(

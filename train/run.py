@@ -93,7 +93,7 @@ def check_settings(folder: Path, settings: str) -> None:
     if changed:
         differences = ", ".join(f"`{key}` was {was.get(key)!r} and is now {now.get(key)!r}" for key in changed)
         raise ValueError(
-            f"{folder} was begun with other settings: {differences}. Delete that folder to train it again, or name "
+            f"{folder} was started with other settings: {differences}. Delete that folder to train it again, or name "
             "another one with `--output` of `arcaligner train` or `output_dir` of the recipe."
         )
 
@@ -150,7 +150,7 @@ def claim_folder(output_dir: str, settings: str, is_main: bool) -> Iterator[None
         lock = FileLock(folder / LOCK_FILE).acquire(timeout=0)  # the system frees it when the process ends, in any way
     except Timeout as error:
         raise ValueError(
-            f"Another process is training in {folder}. Wait for its end or stop it, or name another `output_dir`."
+            f"Another process is training in {folder}. Wait until it ends, stop it, or name another `output_dir`."
         ) from error
     with lock:
         check_settings(folder, settings)
@@ -173,7 +173,7 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
         if fault is None:
             logger.info("resuming from %s", checkpoint)
             return str(checkpoint)
-        logger.warning("%s is not whole (%s): resuming from the one before", checkpoint, fault)
+        logger.warning("%s is incomplete (%s): resuming from the one before", checkpoint, fault)
     return None
 
 

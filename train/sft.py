@@ -215,7 +215,7 @@ class AlignerTrainer(SFTTrainer):
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError(
                 "This process loaded a model without weights. Set `fsdp_cpu_ram_efficient_loading` to false, as in "
-                "train/accelerate/fsdp2.yaml: a new aligner is in no file that it could be read from."
+                "train/accelerate/fsdp2.yaml: no file contains the weights of a new aligner."
             )
         if isinstance(kwargs.get("data_collator"), PassagesFirstCollator):
             check_passages_first(model, kwargs.get("args"))
@@ -229,10 +229,10 @@ class AlignerTrainer(SFTTrainer):
         self.add_callback(StepCallback(self))
         self.args.logging_nan_inf_filter = False  # what is not finite ends the run; the filter would wait twice a step
         if self.is_deepspeed_enabled:
-            raise ValueError("DeepSpeed is not supported. Use `--accelerate fsdp2`, which spreads the model as well.")
+            raise ValueError("DeepSpeed is not supported. Use `--accelerate fsdp2`, which shards the model as well.")
         if encoder_weights and self.is_fsdp_enabled:
             raise ValueError(
-                "The encoder can be trained jointly on one device or with DDP; FSDP would spread its weights. Leave "
+                "The encoder can be trained jointly on one device or with DDP; FSDP would shard its weights. Leave "
                 "`encoder_lora_r` out, or use DDP."
             )
         # A head that is spread over processes is gathered for its own call only.

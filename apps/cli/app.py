@@ -432,7 +432,7 @@ def train(
         int | None, typer.Option(help="Number of GPUs for a dry run. Default: those of this machine, or one.", min=1)
     ] = None,
     tokens_per_second: Annotated[
-        float | None, typer.Option(help="Tokens per second on each GPU, for the hours of a dry run.", min=1)
+        float | None, typer.Option(help="Tokens per second on each GPU, from which a dry run computes hours.", min=1)
     ] = None,
 ) -> None:
     """Train the stages of a recipe in order; finished stages are skipped."""
@@ -592,7 +592,7 @@ def compare(
     shared.silence_transformers()
     options = {"full_text_lora": full_text_lora, "top_k": top_k, "num_questions": num_questions, "device": device}
     options |= {"max_passages": max_passages, "rates": split_rates(tokens_per_slot)}
-    messages.print("Answering each question from text and from slots: on a CPU some seconds a question")
+    messages.print("Answering each question from text and from slots: a few seconds per question on a CPU")
     show("\n".join(run_compare(questions, documents or [], folder, checkpoint, **options)))
 
 

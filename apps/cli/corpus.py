@@ -30,7 +30,7 @@ Verbose = Annotated[
     bool, typer.Option("--verbose", help=f"List everything that is skipped, not only the first {MOST_NAMED}.")
 ]
 Processes = Annotated[
-    int, typer.Option(help="How many processes encode passages, each with the encoder in its own memory.", min=1)
+    int, typer.Option(help="Number of processes that encode passages; each loads its own encoder.", min=1)
 ]
 
 

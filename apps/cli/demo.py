@@ -24,7 +24,7 @@ from ...processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE
 
 NUM_QUESTIONS, NUM_PASSAGES, NUM_OTHERS = 10, 10, 4
 MAX_NEW_TOKENS = 32
-NEXT = 'Next, about a file of yours: arcaligner answer "What does it say?" --document FILE'
+NEXT = 'Next, ask about your own file: arcaligner answer "What does it say?" --document FILE'
 
 
 class Told(NamedTuple):

@@ -110,7 +110,7 @@ def build_corpus(
             on_batch(report)
         if not report.added + report.replaced + report.unchanged:
             why = f": {report.skipped[0]}" if report.skipped else "."
-            raise ValueError(f"There is no document in {', '.join(sources)}{why}")
+            raise ValueError(f"{', '.join(sources)}: found no document that can be read{why}")
         if prune and num_hidden:
             logger.warning("--prune removed nothing, because %d sources or rows could not be read", num_hidden)
         elif prune:
@@ -181,8 +181,8 @@ def _encoding(
             yield lambda documents: pool.submit(_document_rows_here, documents)
         except BrokenProcessPool as error:
             raise OSError(
-                f"A process that encodes passages has ended: of {processes}, each has an encoder in its memory. What "
-                "is written stays; run this again with fewer processes to continue."
+                f"One of {processes} encoding processes ended, probably for lack of memory: each loads an encoder. "
+                "Finished passages are kept; run the command again with fewer processes to continue."
             ) from error
         except BaseException:
             pool.shutdown(cancel_futures=True)

@@ -220,7 +220,7 @@ class LlamaCppEngine:
         if config.refines(gate_mode):
             raise ValueError(
                 f"The gates of {folder} are on (`gate_mode` {gate_mode or config.gate_mode!r}), which llama.cpp cannot "
-                'do. Read each slot once, with `gate_mode="off"` (`--gate-mode off`), or use the PyTorch model.'
+                'compute. Switch them off with `gate_mode="off"` (`--gate-mode off`), or use the PyTorch model.'
             )
         adapter = folder / ADAPTER_FILE if config.lora_r else None
         if adapter is not None and not adapter.is_file():
@@ -263,7 +263,9 @@ class LlamaCppEngine:
         decoder = DecodeStream(skip_special_tokens=True)
         for number in range(max_new_tokens):
             if mine != self._num_read:
-                raise RuntimeError("Another question was read before this answer ended. Take one answer at a time.")
+                raise RuntimeError(
+                    "A new question was started before this answer ended. Finish one answer before the next."
+                )
             logits = self.session.logits.copy()
             logits[self.config.context_token_id :][:1] = -np.inf  # as `generate`; often not among the logits
             logits[copied_next(texts, written, self._end)] += bonus
@@ -313,7 +315,7 @@ class LlamaCppEngine:
     def _check_length(self, length: int) -> None:
         if length > (most := self.session.context_length):
             raise ValueError(
-                f"Prompt and answer may have {length} positions, but the engine's context holds {most}. Raise "
+                f"Prompt and answer need up to {length} positions, but the engine's context has {most}. Raise "
                 "`context_length`, pass fewer passages, or lower `max_new_tokens`."
             )
 

@@ -33,7 +33,7 @@ def read_answers(run: Path, task: str, method: str) -> list[dict[str, Any]]:
     answers = file.read()
     if not answers or "answerability" not in answers[0]:
         raise ValueError(
-            f"{file.path} has no answers with an answerability. Ask with `python -m arcaligner evaluate "
+            f"{file.path} has no answers with an answerability. Make them with `python -m arcaligner evaluate "
             f"--recipe smollm2_135m --data FOLDER --tasks {','.join(TASKS)} --methods {method} --output {run}`."
         )
     checkpoint = file.settings()["checkpoint"]
