@@ -176,7 +176,7 @@ def test_prune_removes_what_is_in_no_source_and_keeps_what_may_be_in_one_that_ca
     assert corpus.documents() == (known if prune else known | {"letters/old/ski.md"}) and not caplog.text
     for path in letters.glob("*.txt"):
         path.unlink()
-    with pytest.raises(ValueError, match="There is no document"):
+    with pytest.raises(ValueError, match="found no document"):
         build_corpus([str(letters)], corpus, processor, prune=prune)
     (more := tmp_path / "more.txt").write_text("More.")
     (letters / "rows.jsonl").write_text("{")  # nobody knows the ids of its rows
