@@ -164,7 +164,7 @@ def answer_compressed(
     model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: None = None
 ) -> list[Answer]:
     """Answer with a model of COCOM's design, [`CompressingModel`], which compresses the passages itself."""
-    # here, as below, because it imports TRL, which is slow and needed by these methods only
+    # Here, as below, because it imports TRL, which is slow and needed by these methods only.
     from ..train.cocom import CocomCollator
 
     prompts = [apart_text(processor, row)._asdict() for row in rows]

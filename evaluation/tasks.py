@@ -27,7 +27,7 @@ class Task:
     hub_id: str  # a data set of the Hub, its configuration and split
     config: str | None
     split: str
-    # from its row to ours, with `meta` if it has any; a row that gives `None` is left out
+    # From its row to ours, with `meta` if it has any; a row that gives `None` is left out.
     to_row: Callable[[dict], Row | None]
     # The number of questions, always the same random sample. The paper's six have the numbers of its table of data
     # sets.

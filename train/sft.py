@@ -228,7 +228,7 @@ class AlignerTrainer(SFTTrainer):
         super().__init__(model, **kwargs)
         model.register_load_state_dict_post_hook(_expect_aligner_alone)
         self.add_callback(StepCallback(self))
-        # a loss that is not finite ends the run; the filter would synchronize twice a step
+        # A loss that is not finite ends the run; the filter would synchronize twice a step.
         self.args.logging_nan_inf_filter = False
         if self.is_deepspeed_enabled:
             raise ValueError("DeepSpeed is not supported. Use `--accelerate fsdp2`, which shards the model as well.")
@@ -255,7 +255,7 @@ class AlignerTrainer(SFTTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """As in the parent class, but in an order that only the seed and the epoch decide: see [`EpochOrder`]."""
         args, dataset = self.args, self.train_dataset
-        # a list, because reading a value of a column takes up to 1 ms
+        # A list, because reading a value of a column takes up to 1 ms.
         if args.train_sampling_strategy == "group_by_length":
             sampler = LengthGroupedSampler(
                 args.train_batch_size * args.gradient_accumulation_steps,
@@ -483,7 +483,7 @@ class StepCallback(TrainerCallback):
         self.trainer.check_gradients()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        # the best checkpoint is saved after an evaluation
+        # The best checkpoint is saved after an evaluation.
         if control.should_log or control.should_save or control.should_evaluate:
             self.trainer.gather_counts()
 
@@ -595,7 +595,7 @@ def make_trainer(
         **{name: getattr(processor, name) for name in FROM_PROCESSOR},
         **recipe.aligner,
     )
-    # a new aligner: initialize the weight of each word by its rarity
+    # A new aligner: initialize the weight of each word by its rarity.
     if model.config.training_stage is None and model.config.word_parts:
         some = train_dataset.select(range(min(len(train_dataset), RARITY_EXAMPLES)))
         rarity = torch.from_numpy(word_rarity(some, model.config.text_config.vocab_size)).float()  # (vocab_size,)
@@ -641,7 +641,7 @@ def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -
         trainer = make_trainer(recipe, args, processor, dtype, *examples)
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_state()
-        # called by all processes: each may have a shard
+        # Called by all processes: each may have a shard.
         state_dict = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         if trainer.is_world_process_zero():
             model = trainer.accelerator.unwrap_model(trainer.model_wrapped)

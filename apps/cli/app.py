@@ -306,7 +306,7 @@ def ask_corpus(
         engine = shared.load_engine(checkpoint, corpus, dtype, device, **options)
     settings = {"top_k": top_k, "max_new_tokens": max_new_tokens, "min_confidence": min_confidence}
     request = Request([{"role": "user", "content": question}], **settings)
-    # otherwise Python may exit while the engine's thread computes, which aborts the process
+    # Otherwise Python may exit while the engine's thread computes, which aborts the process.
     with contextlib.closing(engine):
         found = engine.submit(request).result()
     show(found.text.strip())

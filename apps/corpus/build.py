@@ -75,7 +75,7 @@ def build_corpus(
     """
     if processes < 1:
         raise ValueError(f"`processes` is {processes}; expected 1 or more.")
-    # hidden: sources and rows that could not be read, and may contain any document
+    # Hidden: sources and rows that could not be read, and may contain any document.
     report, num_hidden = BuildReport(), 0
     text_of: dict[int, int | None] = {}  # id to text, both as hashes, as there may be millions; `None` if not read
 

@@ -112,7 +112,7 @@ class Corpus:
             self.table = database.open_table(NAME)
             self.settings = json.loads(self.table.schema.metadata[METADATA])
             found = self.settings["format"]
-            # of a version that limited passages in words
+            # Of a version that limited passages in words.
             if (words := self.settings.pop("passage_words", None)) is not None:
                 self.settings["passage_tokens"] = tokens_of_words(words)
         except (ValueError, LookupError, TypeError, OSError, RuntimeError) as error:
