@@ -326,7 +326,7 @@ class PassageCache:
             if not names_base_model(path := self._path(unit.key)):
                 self._write(unit, entries[unit.key])
                 if not names_base_model(path):
-                    raise OSError(f"{path} could not be written. Make room in {self.folder}, and let this user write.")
+                    raise OSError(f"{path} could not be written. Make room in {self.folder}, and make it writable.")
         found = []
         for question in asked:
             counts = [entries[unit.key].shape[3] for unit in question.units]

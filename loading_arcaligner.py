@@ -413,8 +413,8 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
         )
     if surplus := sorted(found.keys() - expected.keys()):
         raise ValueError(
-            f"Checkpoint {source} has {len(surplus)} aligner weights that its settings have no place for, first "
-            f"`{surplus[0]}`. One of the two was changed: {settings}."
+            f"Checkpoint {source} has {len(surplus)} aligner weights that do not fit its settings, first "
+            f"`{surplus[0]}`. Weights or settings were changed: {settings}."
         )
     others = sorted(key for key in expected if found[key] != expected[key])
     if others and not ignore_mismatched_sizes:
@@ -426,8 +426,8 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
     strangers = sorted(key for key in shapes if not model.is_aligner_key(key))
     if strangers and not _includes_base_model(config, shapes):
         raise ValueError(
-            f"Checkpoint {source} has {len(strangers)} weights that are no aligner's, first `{strangers[0]}`, but was "
-            "saved without a base model. Download it again, or save it again."
+            f"Checkpoint {source} has {len(strangers)} weights that are not an aligner's, first `{strangers[0]}`, but "
+            "was saved without a base model. Download it again, or save it again."
         )
     digests = config.digests or {}
     check_values(model.is_aligner_key, files, source, digests.get(WEIGHTS_DIGEST), digests.get(HEAD_DIGEST))
@@ -505,8 +505,8 @@ def _check_base_weights(model) -> None:
             changed.append(name)
     if changed:
         logger.warning(
-            f"{len(changed)} weights of the base model are not as they were loaded, first `{changed[0]}`, and are not "
-            "written: the aligner alone is. Pass `save_base_model=True` to keep them."
+            f"{len(changed)} weights of the base model have changed since they were loaded, first `{changed[0]}`. Only "
+            "the aligner is saved. Pass `save_base_model=True` to save the base model, too."
         )
 
 
@@ -515,7 +515,7 @@ def _check_aligner_is_whole(model) -> None:
     taken = [(name, each) for name, each in model.aligner_parameters() if type(each) is not Parameter]
     if taken:
         raise ValueError(
-            f"The quantizer took {len(taken)} weights of the aligner, first `{taken[0][0]}`, now of type "
+            f"The quantizer changed {len(taken)} weights of the aligner, first `{taken[0][0]}`, now of type "
             f"{type(taken[0][1]).__name__}; expected float32 there. Leave {model._keep_in_fp32_modules} out of the "
             "quantization."
         )

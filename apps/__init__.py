@@ -1,7 +1,7 @@
-"""What is built on the model: the command line, corpora of slots, the server, and engines other than PyTorch.
+"""Applications of the model: the command line, corpora of slots, the server, and engines other than PyTorch.
 
 cli/       the command `arcaligner`, its demo, and the installation of the default models. Nothing imports it
-corpus/    passages encoded once, kept in a table and found for a question
+corpus/    passages encoded once, stored in a table and retrieved for a question
 server/    answers over HTTP
 engines/   llama.cpp
 """

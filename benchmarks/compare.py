@@ -35,9 +35,9 @@ from ..pipeline_arcaligner import ArcAlignerPipeline
 COLUMNS = ("what is read", "positions", "F1", "EM", "agreement", "first token")
 REMARKS = (
     "Positions of the prompt that the passages take, per question. F1, EM and agreement in percent. First token: "
-    "median, and the median of how many times earlier than from text it comes; in that time new passages that are read "
-    "as slots are selected, segmented and encoded. Agreement is F1 to the answer of the first row; a base model that "
-    "was not tuned answers in sentences, so it is low against short answers."
+    "median time, and the median of how many times faster it is than text; for slots the time includes selecting, "
+    "segmenting and encoding new passages. Agreement is the F1 to the answer of the first row; it is low where a base "
+    "model that was not tuned answers in sentences."
 )
 
 
@@ -50,8 +50,8 @@ def read_questions(path: Path) -> list[Row]:
     found = [row for row in rows if row["question"].strip()]
     if not found:
         raise ValueError(
-            f'{path} has no question. Expected lines such as {{"question": "Who wrote it?", "answers": ["Ada"]}}, the '
-            "answers where they are known."
+            f'{path} has no question. Expected lines such as {{"question": "Who wrote it?", "answers": ["Ada"]}}, '
+            "with `answers` where they are known."
         )
     return found
 

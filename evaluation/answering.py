@@ -1,7 +1,7 @@
-"""Prompts, and what answers them, a batch at a time.
+"""Prompts, and the models that answer them, a batch at a time.
 
-All use the same frozen backbone, chat template and greedy decoding. They differ in what replaces the passages: nothing,
-text, or slots. The prompt with text differs from the one with slots only there.
+All use the same frozen backbone, chat template and greedy decoding. They differ only in what represents the passages:
+nothing, text, or slots.
 """
 
 import functools
@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer, and what was read for it."""
+    """An answer, and the prompt that it was made from."""
 
     text: str
     prompt_ids: list[int]  # one context token per slot
-    context_tokens: int  # positions of the prompt that stand for the passages: tokens of text, or slots
+    context_tokens: int  # positions of the prompt that represent the passages: tokens of text, or slots
     passage_tokens: int  # of the passages' whole text
     answerability: float | None = None  # how likely it is that the passages answer, where that was fitted
 
@@ -54,7 +54,7 @@ class Answer:
 
 
 def apart_text(processor: ArcAlignerProcessor, row: Row) -> ApartText:
-    """The prompt with the passages' text, each tokenized by itself."""
+    """The prompt with the passages' text, each tokenized separately."""
     before, after = processor.split_prompt([{"role": "user", "content": row["question"]}], add_generation_prompt=True)
     row = row | {"passages": mark_control_tokens(processor.tokenizer, row["passages"])}
     return ApartText.of(row, before, after, processor.tokenize_prompt)
@@ -65,7 +65,7 @@ def count_tokens(tokenizer, texts: list[str]) -> list[int]:
     return [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
-# What answers
+# Ways to answer
 
 
 def answer_text(
@@ -77,9 +77,9 @@ def answer_text(
     copies: bool = False,
     **settings: Any,
 ) -> list[Answer]:
-    """A model of transformers reads prompts of text: what `context` makes of model, processor, a row and
-    `tokens_per_slot`. An aligner is its own backbone where the prompt has no slots. With `copies`, words of the whole
-    passages are preferred as the processor prefers them in answers from slots. `settings` are those of `generate`."""
+    """Answer from prompts of text, with a model of transformers: `context` makes the text from model, processor, a row
+    and `tokens_per_slot`. Without slots, an aligner acts as its backbone. `copies` switches on copy-biased decoding,
+    with the words of the whole passages, as in answers from slots. `settings` are those of `generate`."""
     contexts = [context(model, processor, row, tokens_per_slot) for row in rows]
     contents = [text_prompt(row, text) for row, text in zip(rows, contexts, strict=True)]
     inputs = text_inputs(processor, contents).to(model.device)
@@ -99,17 +99,17 @@ def answer_slots(
     **refinement: Any,
 ) -> list[Answer]:
     """
-    An aligner reads the passages as slots.
+    Answer from the passages as slots, with an aligner.
 
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): The aligner.
         rows (`list`): The questions with their passages.
         tokens_per_slot (`int` or `"segment"`, *optional*): Default: the checkpoint's.
-        use_lora (`bool`): `False` reads the slots with the projector alone.
-        max_passages (`int`, *optional*): Of more passages, only those that most likely answer are read.
-        copy_bonus (`float`, *optional*): How much answers in the words of the passages are preferred. Default: the
+        use_lora (`bool`): `False` switches the LoRA off, so that slots pass through the projector only.
+        max_passages (`int`, *optional*): Maximum number of passages to read, those most likely to contain the answer.
+        copy_bonus (`float`, *optional*): Bias of copy-biased decoding, in log-odds. Default: the
             processor's.
-        refinement (`Any`): Settings of the gates and the budget, of `generate`.
+        refinement (`Any`): Settings of gates and budget, as for `generate`.
     """
     read, layers = rows, [] if use_lora else list(slot_lora_layers(model))
     for layer in layers:
@@ -128,8 +128,8 @@ def answer_slots(
 
 
 def answer_apart(model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: None = None) -> list[Answer]:
-    """A model of transformers reads the text of passages that do not read each other: one of [`load_text_lora`], with a
-    LoRA that was trained so (`passage_attention: separate` of `train/full_text.py`)."""
+    """Answer from the text of independent passages, with a model of [`load_text_lora`] whose LoRA was trained for it
+    (`passage_attention: separate` of `train/full_text.py`)."""
     prompts = [apart_text(processor, row) for row in rows]
     num_tokens = [sum(map(len, prompt.passages)) for prompt in prompts]
     return _generate(model, processor, apart_inputs(model, prompts), rows, num_tokens)
@@ -137,7 +137,7 @@ def answer_apart(model, processor: ArcAlignerProcessor, rows: list[Row], tokens_
 
 @torch.inference_mode()
 def apart_inputs(model, prompts: list[ApartText]) -> dict[str, Any]:
-    """What `generate` goes on from: prompts (batch, seq_len), left-padded, all but the last token of which are in the
+    """Inputs that `generate` continues: prompts (batch, seq_len), left-padded, with all tokens but the last one in the
     cache."""
     check_can_separate(model.config)
     sides = {"batch_first": True, "padding_side": "left"}
@@ -163,8 +163,9 @@ def apart_inputs(model, prompts: list[ApartText]) -> dict[str, Any]:
 def answer_compressed(
     model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: None = None
 ) -> list[Answer]:
-    """A model of COCOM's design, [`CompressingModel`], reads its own compression of the passages."""
-    from ..train.cocom import CocomCollator  # here, as below: it imports TRL, which others do not wait for
+    """Answer with a model of COCOM's design, [`CompressingModel`], which compresses the passages itself."""
+    # Here, as below, because it imports TRL, which is slow and needed by these methods only.
+    from ..train.cocom import CocomCollator
 
     prompts = [apart_text(processor, row)._asdict() for row in rows]
     device, pad = model.compression_token.device, processor.tokenizer.pad_token_id or 0
@@ -173,7 +174,7 @@ def answer_compressed(
     mask = batch.pop("attention_mask")
     ids = model.model.generate(
         inputs_embeds=model.embed(**batch), attention_mask=mask, max_new_tokens=MAX_NEW_TOKENS, do_sample=False
-    )  # from embeddings: the new tokens alone
+    )  # given embeddings, `generate` returns the new tokens only
     texts = processor.batch_decode(ids, skip_special_tokens=True)
     prompt_ids = [each[is_real].tolist() for each, is_real in zip(batch["input_ids"], mask.bool(), strict=True)]
     context_tokens = batch["slot_mask"].sum(dim=1).tolist()
@@ -196,10 +197,10 @@ def _generate(model, processor, inputs, rows: list[Row], context_tokens: list[in
 # Models
 
 
-@functools.lru_cache(maxsize=1)  # the methods of one checkpoint follow each other
+@functools.lru_cache(maxsize=1)  # methods of one checkpoint are consecutive
 def load_aligner(checkpoint: str, device: str) -> tuple[ArcAlignerForCausalLM, ArcAlignerProcessor]:
     """Model and processor of an aligner, ready to generate. An encoder's dtype of `"auto"` is float32 here, so that a
-    run that goes on on another machine reads the same slots."""
+    run continued on another machine uses the same slots."""
     model = ArcAlignerForCausalLM.from_pretrained(checkpoint, dtype=default_dtype(device)).eval().to(device)
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     if processor.encoder.dtype == "auto":
@@ -233,8 +234,8 @@ def load_compressing(aligner: str, folder: str, device: str):
 
 
 def in_batches(rows: list[Row], batch_size: int, run: Callable[[list[Row]], Any], title: str) -> None:
-    """Runs a function on batches of rows, under a bar with a title. The longest passages come first: there is little
-    padding, and a lack of memory shows at once. Then batches are halved."""
+    """Run a function on batches of rows, with a progress bar. The longest passages come first, so that there is little
+    padding and a lack of memory shows immediately; batches are then halved."""
     rows = sorted(rows, key=lambda row: sum(len(passage["text"]) for passage in row["passages"]), reverse=True)
     done, tell = 0, progress_lines(title, len(rows))
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -252,7 +253,7 @@ def in_batches(rows: list[Row], batch_size: int, run: Callable[[list[Row]], Any]
                 progress.update(bar, completed=done)
                 tell(done)
                 continue
-            # After the `except` block, where nothing holds the tensors of the failed batch.
+            # After the `except` block, where no reference to the tensors of the failed batch remains.
             batch_size = len(batch) // 2
             logger.warning("out of memory: continuing with batches of %d", batch_size)
             clear_device_cache(garbage_collection=True)

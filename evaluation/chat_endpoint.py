@@ -1,5 +1,5 @@
-"""A chat model behind an OpenAI-compatible endpoint, such as that of vLLM, llama.cpp, `transformers serve` or our own:
-what judges answers and orders passages."""
+"""A chat model behind an OpenAI-compatible endpoint, such as that of vLLM, llama.cpp, `transformers serve` or our own.
+It judges answers and re-ranks passages."""
 
 import logging
 import os
@@ -18,12 +18,12 @@ RETRIES = 2
 @dataclass(frozen=True)
 class ChatEndpoint:
     """
-    A chat model that is asked greedily.
+    A chat model with greedy decoding.
 
     Args:
         model (`str`): Its name at the endpoint.
-        url (`str`): An address such as `http://localhost:8000/v1`. `$OPENAI_API_KEY` is its key if it wants one.
-        max_tokens (`int`): Of a reply.
+        url (`str`): An address such as `http://localhost:8000/v1`. `$OPENAI_API_KEY` is its key if it needs one.
+        max_tokens (`int`): Maximum length of a reply.
         timeout (`float`): Seconds to wait for one.
     """
 
@@ -33,12 +33,11 @@ class ChatEndpoint:
     timeout: float = 60.0
 
     def __call__(self, prompts: list[str]) -> Iterator[str | None]:
-        """What the model says to each prompt, in order; `None` after some attempts that time out or fail on the
-        server.
+        """The reply to each prompt, in order; `None` if several attempts time out or fail on the server.
 
         Raises:
-            `ConnectionError`: nobody listens at the address.
-            `ValueError`: no address, or an endpoint that refuses the request, with its reason.
+            `ConnectionError`: no server at the address.
+            `ValueError`: an invalid address, or a request that the endpoint rejects, with its reason.
         """
         try:
             import openai
@@ -53,7 +52,7 @@ class ChatEndpoint:
         try:
             yield from pool.map(lambda prompt: self._ask(client, prompt), prompts)
         finally:
-            pool.shutdown(cancel_futures=True)  # else an error would wait for all prompts that are left
+            pool.shutdown(cancel_futures=True)  # else an error would wait for all remaining prompts
             client.close()
 
     def _ask(self, client, prompt: str) -> str | None:

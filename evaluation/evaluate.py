@@ -5,10 +5,10 @@
         --output runs/try
     python -m arcaligner evaluate --recipe smollm2_135m --methods arcaligner_x4,arcaligner_xsegment,truncated_x4
 
-A second run does what is missing, also after a kill; several may run at once with other tasks or methods. A method
-whose weights or package are missing is skipped by name. At the end, `results.json` and `results.md` are written from
-all answers in the folder. `--floor` answers each question once more from the passages of another one: what a method
-gets right without the evidence.
+A second run, also after a kill, answers only what is missing; several processes may run with other tasks or methods at
+the same time. A method whose weights or package are missing is skipped, and named. At the end, `results.json` and
+`results.md` are written from all answers in the folder. `--floor` answers each question once more from the passages of
+another question, which shows what a method gets right without evidence.
 """
 
 import logging
@@ -32,11 +32,11 @@ from .tasks import TASKS, choose_passages, with_found, wrong_passages
 
 logger = logging.getLogger(__name__)
 
-MIN_CANDIDATES = 5  # passages that are found by vectors and by text, and joined
+MIN_CANDIDATES = 5  # found by vectors and by text each, before the two lists are merged
 
 
 def evaluate(settings: EvaluationSettings) -> dict[str, Any]:
-    """Answers what is not answered yet, writes the tables, and returns the content of `results.json`."""
+    """Answer the remaining questions, write the tables, and return the content of `results.json`."""
     answer_all({name: load_rows(name, settings) for name in settings.tasks}, settings)
     return write_results(settings.output)
 
@@ -44,20 +44,20 @@ def evaluate(settings: EvaluationSettings) -> dict[str, Any]:
 def answer_all(
     rows: dict[str, list[Row]], settings: EvaluationSettings, on_done: Callable[[int], None] = lambda number: None
 ) -> dict[str, str]:
-    """Answers with all methods what is unanswered of the tasks' `rows` and, for the floor, the same from the passages
-    of other questions. `on_done` gets the number of answers after each batch. Returns the titles of the methods that
-    were skipped, each with the reason."""
+    """Answer the unanswered `rows` of the tasks with all methods and, for the floor, the same questions from the
+    passages of others. `on_done` is called with the number of new answers. Return the titles of the methods that were
+    skipped, each with the reason."""
     runs, skipped = [(settings, rows)], {}
     if settings.floor:
         wrong = {name: wrong_passages(of_task, TASKS[name].title) for name, of_task in rows.items()}
-        names = [name for name in settings.methods if name != "naive"]  # which reads none
+        names = [name for name in settings.methods if name != "naive"]  # which uses no passages
         runs += [(replace(settings, output=settings.output / FLOOR, methods=names), wrong)] if names else []
     for run, asked in runs:
         for method in map(find_method, run.methods):
             try:
                 answer_tasks(method, asked, run, on_done)
             except MissingMethodError as error:
-                if run is settings:  # said once
+                if run is settings:  # log it once
                     logger.warning("skipped %s: %s", method.title, error)
                 skipped[method.title] = str(error)
                 on_done(sum(map(len, asked.values())))
@@ -65,7 +65,7 @@ def answer_all(
 
 
 def load_rows(name: str, settings: EvaluationSettings) -> list[Row]:
-    """The questions of a task with the passages that are read."""
+    """The questions of a task with the passages to use."""
     task = settings.tasks[name]
     rows = TASKS[name].load(settings.data, task.num_questions)
     if task.passages == "retrieved":
@@ -82,8 +82,8 @@ def load_rows(name: str, settings: EvaluationSettings) -> list[Row]:
 
 
 def retrieve(rows: list[Row], corpus: str, checkpoint: str, top_k: int) -> list[Row]:
-    """Rows with the `top_k` passages of a corpus, made by the aligner `checkpoint`, that are found for their questions,
-    the best first."""
+    """Rows with the `top_k` passages that a corpus, made by the aligner `checkpoint`, returns for their questions, the
+    best first."""
     from ..apps.corpus.retrieve import Retriever  # of the extra `corpus`
     from ..apps.corpus.table import Corpus
 
@@ -98,7 +98,7 @@ def retrieve(rows: list[Row], corpus: str, checkpoint: str, top_k: int) -> list[
 def answer_tasks(
     method: Method, rows: dict[str, list[Row]], settings: EvaluationSettings, on_done: Callable[[int], None]
 ) -> None:
-    """Answers with a method what is unanswered of the tasks' `rows`; its models are loaded only where something is."""
+    """Answer the unanswered `rows` of the tasks with a method; its models are loaded only if there are any."""
     of_method = method.answer_settings(settings)
     files = {task: AnswerFile(settings.output, task, method.name) for task in rows}
     todo = {task: file.open(of_method | task_settings(task, settings), rows[task]) for task, file in files.items()}
@@ -107,7 +107,7 @@ def answer_tasks(
     for task, unanswered in todo.items():
         if unanswered:
             title = f"{TASKS[task].title}: {method.title}"
-            logger.info("%s, %d questions", title, len(unanswered))  # stays, also where no bar can be drawn
+            logger.info("%s, %d questions", title, len(unanswered))  # a log line remains, even without a progress bar
             with files[task].claim():
                 in_batches(unanswered, settings.batch_size, partial(answer_batch, answer, files[task], on_done), title)
 
@@ -115,13 +115,13 @@ def answer_tasks(
 def answer_batch(
     answer: Callable[[list[Row]], list[Answer]], file: AnswerFile, on_done: Callable[[int], None], rows: list[Row]
 ) -> None:
-    """Answers rows, and keeps the answers in a file."""
+    """Answer rows, and append the answers to a file."""
     file.append(map(record, rows, answer(rows)))
     on_done(len(rows))
 
 
 def task_settings(task: str, settings: EvaluationSettings) -> dict[str, Any]:
-    """What the answers to a task depend on, whichever method answers."""
+    """The settings that answers to a task depend on, whatever the method."""
     chosen, machine = settings.tasks[task], describe_machine(settings.device)
     device = machine["device"] if machine["device"] != "cpu" else f"{machine['cores']} cores of {machine['cpu']}"
     keys = {

@@ -4,18 +4,18 @@
     python -m arcaligner.evaluation.judge --run runs/paper
     python -m arcaligner.evaluation.judge --agreement OpenQA-eval/data -n 200
 
-The judge is behind an OpenAI-compatible endpoint and answers greedily. It reads the question, the golds and the answer,
-and not the passages. The paper prints no prompt; this one is of OpenQA-eval (Kamalloo et al., 2023). A reply that
-begins with neither yes nor no is unreadable: counted, and scored as wrong. A question without a reply stays unjudged:
-counted, and left out of the mean.
+The judge is behind an OpenAI-compatible endpoint and answers greedily. Its prompt contains the question, the golds and
+the answer, not the passages. The paper prints no prompt; this one is from OpenQA-eval (Kamalloo et al., 2023). A reply
+that begins with neither yes nor no is unreadable: it is counted, and scored as wrong. A question without a reply is
+unjudged: it is counted, and left out of the mean.
 
     <run>/<task>/<method>.<judge>.verdicts.jsonl   id, digest of the prompt, verdict, reply: one line per verdict
 
-Verdicts are appended as they come. A second run, also after a kill, asks only for those that are missing or that belong
-to answers that have changed; with `--again` for unreadable ones, too.
+Verdicts are appended as they come. A second run, also after a kill, asks only for missing verdicts and for those of
+changed answers; with `--again` also for unreadable ones.
 
-`--agreement` says how far a judge agrees with people: on NQ301 of OpenQA-eval (MIT), 1,490 answers to questions of
-NQ-open, each found acceptable or not. Do not use a judge that agrees less than EM does.
+`--agreement` measures how far a judge agrees with people, on NQ301 of OpenQA-eval (MIT): 1,490 answers to questions of
+NQ-open, each labeled acceptable or not. Do not use a judge that agrees less than EM does.
 """
 
 import csv
@@ -43,12 +43,12 @@ YES, UNREADABLE = "yes", "unreadable"
 VERDICTS = ".verdicts"
 _FIRST_WORD = re.compile(r"\W*(yes|no)\b", re.IGNORECASE)
 
-# Prompts to what the judge says of each, in order; `None` where it says nothing.
+# From prompts to the replies of the judge, in order; `None` without a reply.
 Judge = Callable[[list[str]], Iterator[str | None]]
 
 
 def judge_prompt(row: Row) -> str:
-    """What the judge is asked about an answer of a run, whose questions all have a gold."""
+    """The prompt of the judge for an answer of a run, whose questions all have a gold."""
     question = row["question"].strip()
     question += "" if question.endswith("?") else "?"
     candidate = " ".join(row["prediction"].split())
@@ -68,33 +68,33 @@ def parse_verdict(reply: str) -> str:
 
 
 def verdict_file(file: AnswerFile, judge: str) -> AnswerFile:
-    """Where the verdicts of a judge, named as in the command, on a file of answers are."""
+    """The file of the verdicts of a judge, named as in the command, on a file of answers."""
     slug = re.sub(r"[^\w.-]+", "--", judge.strip("/"))
     return dataclasses.replace(file, method=f"{file.method}.{slug}{VERDICTS}")
 
 
 def judges_of(file: AnswerFile) -> list[str]:
-    """The judges of a file's answers, as they stand in names of files."""
+    """The judges of a file's answers, as their file names spell them."""
     ending = f"{VERDICTS}.jsonl"
     paths = sorted(file.path.parent.glob(f"{file.method}.*{ending}"))
     return [path.name.removeprefix(f"{file.method}.").removesuffix(ending) for path in paths]
 
 
 def read_verdicts(file: AnswerFile, rows: Sequence[Row]) -> dict[str, str | None]:
-    """By id, what a judge said of the answers as they are now: `"yes"`, `"no"`, `"unreadable"`, or `None`."""
+    """By id, the verdict of a judge on each current answer: `"yes"`, `"no"`, `"unreadable"`, or `None`."""
     found = {line["prompt"]: line["verdict"] for line in file.read()}  # the last one counts
     return {row["id"]: found.get(digest(judge_prompt(row))) for row in rows}
 
 
 def judged_scores(file: AnswerFile, judge: str) -> dict[str, float]:
-    """By id, 1.0 for each answer that the judge finds correct, and 0.0 for the others that it judged."""
+    """By id, 1.0 for each answer that the judge finds correct, and 0.0 for each other one that it judged."""
     verdicts = read_verdicts(verdict_file(file, judge), file.read())
     return {key: float(verdict == YES) for key, verdict in verdicts.items() if verdict is not None}
 
 
 def judge_answers(judge: Judge, rows: Sequence[Row], file: AnswerFile, again: bool = False) -> None:
-    """Asks for the verdicts on answers that are missing in a file, of [`verdict_file`], and appends them; `again` asks
-    for unreadable ones, too."""
+    """Ask for the verdicts that are missing in a file of [`verdict_file`], and append them; `again` also asks for
+    unreadable ones."""
     known, missing = read_verdicts(file, rows), (None, UNREADABLE) if again else (None,)
     todo = [(row["id"], judge_prompt(row)) for row in rows if known[row["id"]] in missing]
     if not todo:
@@ -131,7 +131,7 @@ def judge_run(run: Path, endpoint: ChatEndpoint, again: bool = False) -> list[st
 
 HUMAN_FILE, GOLD_FILE = "NQ301_human.tsv", "NQ301_BEM.tsv"
 OTHER_JUDGES = {"GPT-4": "NQ301_gpt-4.tsv", "BEM": "NQ301_BEM.tsv", "text-davinci-003": "NQ301_text-davinci-003.tsv"}
-STRING_METRICS = {"EM": contains_match, "F1 of at least 0.5": token_f1}  # yes from 0.5 on
+STRING_METRICS = {"EM": contains_match, "F1 of at least 0.5": token_f1}  # a score of 0.5 or more means yes
 _EXPECTED = "Expected the files of the folder `data` of https://github.com/ehsk/OpenQA-eval."
 
 
@@ -140,10 +140,10 @@ def read_judgements(folder: Path) -> tuple[list[Row], list[bool]]:
     The answers that people judged.
 
     Returns:
-        `tuple`: Rows with `id`, `question`, `answers` and `prediction`, and for each whether people accept it.
+        `tuple`: Rows with `id`, `question`, `answers` and `prediction`, and for each, whether people accept it.
 
     Raises:
-        `ValueError`: a file that is missing or other than expected.
+        `ValueError`: a file that is missing, or has another format.
     """
     questions, predictions = (_column(folder / HUMAN_FILE, name) for name in ("Question", "Model answer"))
     golds = _column(folder / GOLD_FILE, "Gold answers")
@@ -156,12 +156,12 @@ def read_judgements(folder: Path) -> tuple[list[Row], list[bool]]:
 
 
 def other_verdicts(folder: Path, questions: list[str]) -> dict[str, list[bool]]:
-    """What the other judges said whose files are in the folder."""
+    """Verdicts of the other judges whose files are in the folder."""
     found = {}
     for judge, name in OTHER_JUDGES.items():
         if (folder / name).exists():
             _check_questions(folder / name, questions)
-            # The last column but one; one file lacks the tab between question and answer, so that names do not fit.
+            # By position, not by name: one file lacks the tab between question and answer, so its columns are shifted.
             found[judge] = [line[-2] == "Yes" for line in _read_table(folder / name)[1:]]
     return found
 
@@ -179,12 +179,12 @@ def _column(path: Path, name: str) -> list[str]:
     """A column by its name."""
     header, *lines = _read_table(path) or [[]]
     if name not in header or any(len(line) != len(header) for line in lines):
-        raise ValueError(f"{path} has columns {header}, or a line of others; {name!r} is needed. {_EXPECTED}")
+        raise ValueError(f"{path} has columns {header}, or a line with other columns; expected {name!r}. {_EXPECTED}")
     return [line[header.index(name)] for line in lines]
 
 
 def _check_questions(path: Path, questions: list[str]) -> None:
-    """Refuses a table that is not about these questions in this order."""
+    """Raise for a table that is not about these questions in this order."""
     lines = _read_table(path)[1:]
     if len(lines) != len(questions) or not all(
         line[1].startswith(question) for line, question in zip(lines, questions, strict=True)
@@ -194,13 +194,13 @@ def _check_questions(path: Path, questions: list[str]) -> None:
 
 def agreement(verdicts: list[bool], human: list[bool]) -> dict[str, Any]:
     """Percent of the judgements that agree, `[mean, low, high]` with a 95 % bootstrap interval, and Cohen's kappa."""
-    from sklearn.metrics import cohen_kappa_score  # here, as tables of results do not need it
+    from sklearn.metrics import cohen_kappa_score  # here, because tables of results do not need it
 
     hits = [float(verdict == accepted) for verdict, accepted in zip(verdicts, human, strict=True)]
     return {
         "judgements": len(hits),
         "agreement": percent_interval(hits) if hits else None,
-        # Without both a yes and a no there is no chance to correct for.
+        # Kappa is undefined unless both a yes and a no occur.
         "kappa": float(cohen_kappa_score(verdicts, human)) if len({*verdicts, *human}) == 2 else None,
     }
 
@@ -208,8 +208,8 @@ def agreement(verdicts: list[bool], human: list[bool]) -> dict[str, Any]:
 def judge_people(
     folder: Path, output: Path, judge: Judge, name: str, number: int | None = None, again: bool = False
 ) -> list[str]:
-    """Asks a judge about the first `number` answers that people judged, keeps the verdicts in `output`, and returns the
-    lines of a Markdown table of how far the judge, other judges and string metrics agree with people."""
+    """Ask a judge about the first `number` answers that people judged, save the verdicts in `output`, and return a
+    Markdown table of the agreement of the judge, other judges and string metrics with people."""
     rows, human = read_judgements(folder)
     others = other_verdicts(folder, [row["question"] for row in rows])
     rows, human = rows[:number], human[:number]

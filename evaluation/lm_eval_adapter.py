@@ -1,8 +1,8 @@
-"""An aligner as a model of lm-evaluation-harness, with our sets of questions as its tasks.
+"""An aligner as a model of lm-evaluation-harness, with our question sets as tasks.
 
     python -m arcaligner.evaluation.lm_eval_adapter --model_args pretrained=CHECKPOINT --tasks arcaligner_squad
 
-This is the command line of `lm_eval` with `--model arcaligner` and the tasks of `lm_eval_tasks` known to it. In Python,
+This is the command line of `lm_eval` with `--model arcaligner` and the tasks of `lm_eval_tasks`. In Python,
 importing this module registers the model.
 """
 
@@ -28,11 +28,11 @@ DECODING = {"do_sample": False, "max_gen_toks": MAX_NEW_TOKENS, "until": []}
 @register_model("arcaligner")
 class ArcAlignerLM(LM):
     """
-    Answers prompts that are JSON with a question and documents.
+    Answers prompts in JSON, with a question and documents.
 
     Args:
         pretrained (`str`): An aligner's folder or Hub id.
-        batch_size (`int`): Questions that are read together.
+        batch_size (`int`): Questions per batch.
         device (`str`, *optional*): Where the model runs. Default: a CUDA device if there is one.
     """
 
@@ -44,12 +44,12 @@ class ArcAlignerLM(LM):
         self.aligner = load_aligner(pretrained, device or default_device())
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """An answer to each request, whose arguments are a prompt and how to decode."""
+        """An answer to each request, whose arguments are a prompt and decoding settings."""
         for request in requests:
             if request.args[1] != DECODING:
                 raise ValueError(
                     f"Got generation settings {request.args[1]}; the aligner answers as in `arcaligner evaluate`, with "
-                    f"{DECODING}. Leave out `--gen_kwargs`, and take a task of {TASKS_DIRECTORY.name}."
+                    f"{DECODING}. Leave out `--gen_kwargs`, and name a task of {TASKS_DIRECTORY.name}."
                 )
         rows = [{"number": number, **parse_prompt(request.args[0])} for number, request in enumerate(requests)]
         answers = [""] * len(rows)
@@ -87,12 +87,12 @@ def parse_prompt(prompt: str) -> Row:
 
 
 def default_device() -> str:
-    """Where a model runs unless a device is named; the harness alone would say `cuda:0` everywhere."""
+    """The device of a model unless one is named; the harness would assume `cuda:0` everywhere."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main() -> None:
-    """The command line of `lm_eval`; what is given overrides what is put before it here."""
+    """The command line of `lm_eval`; arguments of the user override the defaults set here."""
     defaults = {"--model": "arcaligner", "--include_path": str(TASKS_DIRECTORY), "--device": default_device()}
     sys.argv[1:] = ["run", *itertools.chain(*defaults.items()), *sys.argv[1:]]
     cli_evaluate()

@@ -1,11 +1,11 @@
 """Methods to compare: the paper's baselines, its method, its ablations, and upper and lower bounds.
 
-A method says which checkpoint it reads with and how it is loaded. If its weights or package are not on the machine, it
-raises `MissingMethodError`: it is skipped by name, never replaced.
+A method names its checkpoint and how to load it. If its weights or package are not on the machine, it raises
+`MissingMethodError`; it is then skipped and named, never replaced.
 
-A name with a rate, such as `arcaligner_x4` or `truncated_xsegment`, reads with that number of tokens per slot; methods
-that read part of the text, its beginning or what LLMLingua keeps of it, keep as many tokens as there are slots then. So
-one run compares several rates of one checkpoint.
+A name with a rate, such as `arcaligner_x4` or `truncated_xsegment`, uses that number of tokens per slot. Methods that
+keep part of the text (its beginning, or the selection of LLMLingua) keep as many tokens as there are slots at this
+rate, so that one run compares several rates of one checkpoint.
 """
 
 import dataclasses
@@ -48,12 +48,12 @@ _CONFIGS = ("config.json", "adapter_config.json", "processor_config.json")
 LLMLINGUA2 = "microsoft/llmlingua-2-xlm-roberta-large-meetingbank"
 CHECKPOINT_FILES = ("*.safetensors", *_CONFIGS, "chat_template.jinja")
 RATE = 1 / 3  # the share of tokens that LLMLingua keeps, as in the paper
-LORA_POSITIONS = {"all_positions": "all", "slot_positions": "slots"}  # of what these fields name
+LORA_POSITIONS = {"all_positions": "all", "slot_positions": "slots"}  # expected of the checkpoints in these fields
 COMPRESSORS = ("cocom_x4", "cocom_x16")  # fields of `Checkpoints`
 TEXT_READERS, PROJECTORS = ("full_text_lora", "text_apart"), ("xrag", "projector_only")  # fields of `Checkpoints`
 LIKELIEST = partial(answer_slots, gate_mode="off", max_passages=1)
 _NO_LLMLINGUA = "the package llmlingua is not installed; `pip install llmlingua==0.2.2` gets it"
-PART_SIZE = 200  # tokens that LLMLingua looks at together, the package's default
+PART_SIZE = 200  # tokens that LLMLingua scores together, the package's default
 
 
 def rate_title(tokens_per_slot: int | str) -> str:
@@ -71,15 +71,15 @@ class MissingMethodError(Exception):
 
 @dataclass
 class Checkpoints:
-    """The checkpoints that methods read with, folders or Hub ids, and where models run."""
+    """The checkpoints of the methods, folders or Hub ids, and the device of the models."""
 
     checkpoint: str  # the aligner: all methods use its backbone, chat template and segmentation
-    xrag: str | None = None  # an aligner of a projector alone, one slot per passage
+    xrag: str | None = None  # an aligner with a projector only, one slot per passage
     projector_only: str | None = None  # one with the slots of `checkpoint`
     all_positions: str | None = None  # the control: an ordinary LoRA, of the recipe `all_positions`
     slot_positions: str | None = None  # what it is compared with, of the recipe `slot_positions`
     full_text_lora: str | None = None  # a LoRA of the backbone that reads text, of `train/full_text.py`
-    text_apart: str | None = None  # one that reads passages apart, of the same script
+    text_apart: str | None = None  # one for independent passages, of the same script
     cocom_x4: str | None = None  # of `train/cocom.py`, four tokens to a compression token
     cocom_x16: str | None = None  # sixteen
     device: str = "cpu"
@@ -92,7 +92,7 @@ def fingerprint(checkpoint: str) -> str:
         return digest_files([path for pattern in CHECKPOINT_FILES for path in sorted(folder.glob(pattern))])[:16]
     if folder.is_dir() or checkpoint.count("/") != 1:
         raise ValueError(f"There is no checkpoint in {checkpoint}: no weights (*.safetensors). Name a finished folder.")
-    ArcAlignerConfig.from_pretrained(checkpoint)  # in the cache from now on
+    ArcAlignerConfig.from_pretrained(checkpoint)  # downloads it, so that the cache has its commit
     commit = Path(try_to_load_from_cache(checkpoint, CONFIG_NAME)).parent.name
     return f"{checkpoint}@{commit}"
 
@@ -110,16 +110,16 @@ class Method:
 
     name: str  # in commands and of files
     title: str  # in tables
-    answer: Callable[..., list[Answer]]  # of model, processor, rows and `tokens_per_slot`
+    answer: Callable[..., list[Answer]]  # called with model, processor, rows and `tokens_per_slot`
     reads: str | None = None  # the field of `Checkpoints` that decides the answers, if not the backbone alone
     made_by: str | None = None  # the command that makes such a checkpoint
-    has_rates: bool = False  # whether it can be asked for with a rate
+    has_rates: bool = False  # whether its name may end in a rate
     tokens_per_slot: int | str | None = None  # the rate, if not the checkpoint's own
-    needs: Callable[[], Any] | None = None  # loads what else it needs, or raises `MissingMethodError`
+    needs: Callable[[], Any] | None = None  # loads further requirements, or raises `MissingMethodError`
 
     @property
     def option(self) -> str:
-        """Where its checkpoint is named on the command line."""
+        """The option of the command line that names its checkpoint."""
         return f"--{self.reads}".replace("_", "-")
 
     def at_rate(self, tokens_per_slot: int | str) -> "Method":
@@ -128,12 +128,12 @@ class Method:
             self,
             name=f"{self.name}_x{tokens_per_slot}",
             title=f"{self.title}, {rate_title(tokens_per_slot)}",
-            reads=self.reads or "checkpoint",  # its segments and tokens decide how many slots there are
+            reads=self.reads or "checkpoint",  # its segments and tokens decide the number of slots
             tokens_per_slot=tokens_per_slot,
         )
 
     def answer_settings(self, checkpoints: Checkpoints) -> dict[str, Any]:
-        """What the answers of this method depend on."""
+        """The settings that the answers of this method depend on."""
         path = getattr(checkpoints, self.reads or "checkpoint")
         if path is None:
             raise MissingMethodError(f"name its checkpoint with `{self.option}`; `{self.made_by}` makes one")
@@ -148,11 +148,11 @@ class Method:
         if self.tokens_per_slot is not None:
             found["tokens_per_slot"] = self.tokens_per_slot
             if self.reads in TEXT_READERS:
-                found["slots_of"] = fingerprint(checkpoints.checkpoint)  # decides how many positions there are
+                found["slots_of"] = fingerprint(checkpoints.checkpoint)  # decides the number of positions
         return found
 
     def load(self, checkpoints: Checkpoints) -> Callable[[list[Row]], list[Answer]]:
-        """What answers rows."""
+        """A function that answers rows."""
         if self.needs is not None:
             self.needs()
         path, device = getattr(checkpoints, self.reads or "checkpoint"), checkpoints.device
@@ -164,7 +164,7 @@ class Method:
             model, processor = load_aligner(path, device)
         if self.reads in PROJECTORS and model.config.lora_r:
             raise ValueError(
-                f"{path} has a LoRA of rank {model.config.lora_r}; for `{self.option}` expected an aligner of a "
+                f"{path} has a LoRA of rank {model.config.lora_r}; for `{self.option}` expected an aligner with a "
                 "projector alone, trained with `aligner: {lora_r: 0, gate_layers: []}`."
             )
         if self.reads in LORA_POSITIONS and model.config.lora_positions != LORA_POSITIONS[self.reads]:
@@ -180,12 +180,12 @@ class Method:
         return partial(self.answer, model, processor, tokens_per_slot=self.tokens_per_slot)
 
 
-# Texts in place of a row's passages. `model` scores where they are compressed; at a rate no text has more tokens than
-# the aligner has slots.
+# Texts in place of a row's passages. `model` scores tokens for compression; at a rate no text has more tokens than the
+# aligner has slots.
 
 
 def no_text(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot: None) -> str:
-    """Nothing of the passages."""
+    """No text."""
     return ""
 
 
@@ -195,13 +195,13 @@ def whole_text(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot:
 
 
 def truncated(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot: int | str | None) -> str:
-    """As many tokens of the passages as the aligner has slots."""
+    """The first tokens of the passages, as many as the aligner has slots."""
     return first_tokens(processor, passages_text(row), count_slots(processor, row, tokens_per_slot))
 
 
 def compressed(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot: int | str | None) -> str:
-    """What LLMLingua leaves of the passages: what a language model, here the backbone itself, finds surprising. That is
-    a third, or with `tokens_per_slot` no more tokens than slots."""
+    """The passages compressed by LLMLingua, which keeps the tokens that a language model, here the backbone, finds
+    surprising: a third of them, or with `tokens_per_slot` no more tokens than slots."""
     compress, text = llmlingua_compressor(model, processor.tokenizer), passages_text(row)
     if tokens_per_slot is None:
         return compress(text, RATE)
@@ -210,7 +210,7 @@ def compressed(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot:
 
 
 def count_slots(processor: ArcAlignerProcessor, row: Row, tokens_per_slot: int | str | None) -> int:
-    """The slots of a row's passages, without encoding them; the processor's rate where none is given."""
+    """The slots of a row's passages, without encoding them; by default at the processor's rate."""
     rate = tokens_per_slot or processor.tokens_per_slot
     segments = processor.slot_encoder.segment_documents(row["passages"])
     if rate == "segment":
@@ -239,8 +239,8 @@ class PairCacheModel:
 
 
 def llmlingua_compressor(model, tokenizer) -> Callable[[str, float], str]:
-    """LLMLingua whose scores come from `model`, a causal language model of transformers, with its `tokenizer`: from a
-    text and the share of its tokens to keep to what is kept."""
+    """LLMLingua whose scores come from `model`, a causal language model of transformers, with its `tokenizer`: a
+    function from a text and the share of tokens to keep to the compressed text."""
     try:
         from llmlingua import PromptCompressor
     except ModuleNotFoundError as error:
@@ -255,9 +255,9 @@ def llmlingua_compressor(model, tokenizer) -> Callable[[str, float], str]:
 
     def compress(text: str, rate: float) -> str:
         num_tokens = compressor.get_token_length(text, add_special_tokens=False)
-        if num_tokens < 2:  # nothing to predict one from
+        if num_tokens < 2:  # a single token has no context to predict it from
             return text
-        # In equal parts: the package leaves a last part that is shorter than the others as it is.
+        # Equal parts, because the package does not compress a shorter last part.
         part_size = num_tokens // math.ceil(num_tokens / PART_SIZE)
         return compressor.compress_prompt([text], rate=rate, iterative_size=part_size)["compressed_prompt"]
 
@@ -265,9 +265,9 @@ def llmlingua_compressor(model, tokenizer) -> Callable[[str, float], str]:
 
 
 def classified(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot: int | str | None) -> str:
-    """What LLMLingua-2 leaves of the passages: a third, the words that its classifier finds needed."""
+    """The passages compressed by LLMLingua-2: the third of the words that its classifier finds necessary."""
     compressor, text = llmlingua2_compressor(), passages_text(row)
-    compressor.oai_tokenizer = processor.tokenizer  # counts how much a word weighs; the package's is downloaded
+    compressor.oai_tokenizer = processor.tokenizer  # counts tokens of a word; the package would download its own
     return compressor.compress_prompt_llmlingua2([text], rate=RATE)["compressed_prompt"] if text.strip() else text
 
 
@@ -276,7 +276,7 @@ def llmlingua2_compressor():
     """LLMLingua-2 of the package `llmlingua`, with its own classifier, on the CPU.
 
     Raises:
-        `MissingMethodError`: a package or model that is not here.
+        `MissingMethodError`: the package or the model is missing.
     """
     try:
         from llmlingua import PromptCompressor
@@ -344,7 +344,7 @@ METHODS = {
         Method("no_recursion", "w/o Recursion", _ONE_PASS, **_OURS),
         Method("max_loop", "w/o Gate (Max Loop)", partial(answer_slots, gate_mode="always"), **_OURS),
         Method("no_lora", "w/o LoRA & Recursion", partial(_ONE_PASS, use_lora=False), **_OURS),
-        # Not in the paper: an ordinary LoRA, and the same few rows for the selective one.
+        # Not in the paper: an ordinary LoRA, and the selective LoRA trained on the same few rows.
         Method("all_positions", "LoRA on all positions", _ONE_PASS, **_control("all_positions")),
         Method("slot_positions", "LoRA on slots, trained as much", _ONE_PASS, **_control("slot_positions")),
     )

@@ -1,7 +1,7 @@
 """Metrics of question answering and their bootstrap intervals.
 
-EM and F1 are in `rows.py`, for training as well. The bootstrap is ours and not SciPy's: it takes a single score, and
-its seed belongs to the published intervals.
+EM and F1 are in `rows.py`, for training as well. The bootstrap is not SciPy's: ours accepts a single score, and its
+seed reproduces the published intervals.
 """
 
 import functools
@@ -13,15 +13,15 @@ from ..common.rows import contains_match, token_f1
 
 METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {"em": contains_match, "f1": token_f1}
 
-# Of all bootstrap intervals, which are 95 % percentile intervals.
+# For all bootstrap intervals, which are 95 % percentile intervals.
 RESAMPLES, TAILS, SEED = 10_000, ((1 - 0.95) / 2, (1 + 0.95) / 2), 0
 
 
-@functools.lru_cache(maxsize=1)  # most of a run's intervals are of as many questions
+@functools.lru_cache(maxsize=1)  # most intervals of a run are over equally many questions
 def resample_counts(size: int) -> np.ndarray:
     """How often each of `size` rows is drawn in each resample, (RESAMPLES, size)."""
     generator = np.random.default_rng(SEED)
-    # Counts in place of drawn rows: all resamples of a sum are one product with them.
+    # Counts rather than indices, so that the sums of all resamples are one matrix product.
     counts = np.empty((RESAMPLES, size))
     for row in counts:
         row[:] = np.bincount(generator.integers(size, size=size), minlength=size)

@@ -25,12 +25,12 @@ TOKENS_PER_NUMBER = 8  # of a reply, for "[12] > "
 _NUMBER = re.compile(r"\[(\d+)\]")
 KINDS = ("listwise", "cross_encoder", "aligner")
 
-# Questions and their passages, to the numbers of the passages of each, the best first, or why there is no order.
+# From questions and their passages to the order of the passages, best first, or the reason why there is none.
 Reranker = Callable[[list[str], list[list[dict[str, str]]]], Iterator["list[int] | WrongListError"]]
 
 
 class WrongListError(ValueError):
-    """What a listwise re-ranker wrote is not an order of its passages; the message says why."""
+    """The reply of a listwise re-ranker is not an order of its passages; the message says why."""
 
 
 def listwise_prompt(question: str, passages: list[dict[str, str]]) -> str:
@@ -79,8 +79,8 @@ def load_reranker(name: str, endpoint: str | None = None, device: str = "cpu") -
     The re-ranker of a name, `kind:model`.
 
     Raises:
-        `ValueError`: no known kind, or no model.
-        `OSError`: a model that is neither on this machine nor to be had from the Hub.
+        `ValueError`: an unknown kind, or no model.
+        `OSError`: a model that is neither on this machine nor on the Hub.
     """
     kind, _, model = name.partition(":")
     if kind not in KINDS or not model:
@@ -94,7 +94,7 @@ def load_reranker(name: str, endpoint: str | None = None, device: str = "cpu") -
 
 
 def listwise(endpoint: ChatEndpoint) -> Reranker:
-    """A chat model reads all passages of a question and writes their order."""
+    """Re-rank with a chat model, which gets all passages of a question and writes their order."""
 
     def rank(questions: list[str], passages: list[list[dict[str, str]]]) -> Iterator[list[int] | WrongListError]:
         longest = max(map(len, passages), default=1)
@@ -110,7 +110,7 @@ def listwise(endpoint: ChatEndpoint) -> Reranker:
 
 
 def by_scores(score: Callable[[str, list[dict[str, str]]], Any]) -> Reranker:
-    """Orders passages by a score (num_passages,) for each; equal ones stay in the retriever's order."""
+    """Re-rank by a score (num_passages,) for each passage; equal scores keep the retriever's order."""
 
     def rank(questions: list[str], passages: list[list[dict[str, str]]]) -> Iterator[list[int]]:
         for question, own in zip(questions, passages, strict=True):
@@ -120,7 +120,7 @@ def by_scores(score: Callable[[str, list[dict[str, str]]], Any]) -> Reranker:
 
 
 def cross_encoder(name: str, device: str) -> Callable[[str, list[dict[str, str]]], Any]:
-    """Scores of a CrossEncoder, which reads a question with a passage at a time."""
+    """Scores of a CrossEncoder, which reads a question with one passage at a time."""
     from sentence_transformers import CrossEncoder
 
     try:

@@ -48,14 +48,14 @@ def write_results(run: Path) -> dict[str, Any]:
 
 def summarize(run: Path) -> dict[str, Any]:
     """
-    Numbers of a run, in percent, for tasks whose passages answer the questions.
+    Scores of a run, in percent, for tasks whose passages answer the questions.
 
     Returns:
         `dict`: `{"machine", "questions", "sets": {title: {"passages", "questions", "recall", "methods",
         "differences"}}}`. `methods` has, by name, `[mean, low, high]` of each metric with 95 % bootstrap intervals over
-        questions, `acc`, the accuracy by judge, where answers were judged, `floor`, the metrics with the passages of
-        other questions and how many were asked so, and the costs. `differences` has the same of ArcAligner less a
-        method, paired by question.
+        questions, `acc`, the accuracy by judge if answers were judged, `floor`, the metrics with the passages of other
+        questions and the number of these questions, and the costs. `differences` has the metrics of ArcAligner minus
+        those of a method, paired by question.
     """
     files = {(file.task, file.method): file for file in answer_files(run)}
     if not files:
@@ -85,7 +85,7 @@ def summarize(run: Path) -> dict[str, Any]:
 
 
 def _judged(file: AnswerFile) -> dict[str, list[float]]:
-    """The accuracy of a file's answers by each judge that judged some."""
+    """The accuracy of a file's answers according to each judge."""
     scores = {judge: [*judged_scores(file, judge).values()] for judge in judges_of(file)}
     return {judge: percent_interval(of_judge) for judge, of_judge in scores.items() if of_judge}
 
@@ -120,7 +120,7 @@ def _summarize_method(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     totals = {key: sum(row[key] for row in rows) for key in ("context_tokens", "prompt_tokens", "passage_tokens")}
     numbers = {"questions": len(rows)} | {key: totals[key] / len(rows) for key in ("context_tokens", "prompt_tokens")}
     if name not in NOT_COMPRESSED and totals["context_tokens"]:
-        # Tokens of the passages per position of the prompt that stands for them.
+        # Tokens of the passages per position of the prompt that represents them.
         numbers["compression_rate"] = totals["passage_tokens"] / totals["context_tokens"]
     return numbers | {metric: percent_interval([row[metric] for row in rows]) for metric in METRICS}
 
@@ -139,7 +139,8 @@ def compare(ours: Answers, other: Answers) -> dict[str, Any]:
 
 
 def results_page(results: dict[str, Any]) -> str:
-    """All tables of a run. Times are left to the benchmarks, since answers of a run may come from several machines."""
+    """All tables of a run. Times are reported by the benchmarks, because answers of a run may come from several
+    machines."""
     sets = results["sets"]
     titles = method_titles(sets)
     main = {name: title for name, title in titles.items() if name in MAIN_ROWS}
@@ -170,17 +171,18 @@ def _with_floors(sets: dict) -> dict:
 
 
 def method_titles(sets: dict) -> dict[str, str]:
-    """Titles of all methods in `sets` by their names, in the order of `METHODS`, each followed by its rates."""
+    """Titles of all methods in `sets` by their names, in the order of `METHODS`, each followed by its variants with a
+    rate."""
     names = sorted({name for entry in sets.values() for name in entry["methods"]}, key=sort_key)
     return {name: find_method(name).title for name in names}
 
 
 def _folded(title: str, lines: list[str]) -> list[str]:
-    """Lines that a reader unfolds by their title; nothing without lines."""
+    """Lines folded under a title; empty without lines."""
     return [f"<details><summary>{title}</summary>", "", *lines, "</details>", ""] if lines else []
 
 
-# Cells, of a set's entry and a method that it has or not.
+# Cells, from the entry of a set and a method, which the entry may lack.
 
 
 def _score(metric: str, entry: dict, method: str) -> str | None:
@@ -221,8 +223,8 @@ def evidence(entry: dict, method: str) -> str | None:
 
 def retention(entry: dict, method: str) -> float | None:
     """The share of the text's gain that a method retains, in percent: (F1 - closed book) / (text - closed book).
-    Text is the fine-tuned reader's where it was measured, else the bare base model's; `None` where one of the three is
-    missing, or where text gains nothing."""
+    Text is the fine-tuned reader's if it was measured, else the bare base model's. `None` if one of the three is
+    missing, or if text gains nothing."""
     f1 = {name: numbers["f1"][0] for name, numbers in entry["methods"].items()}
     text = f1.get("full_text_lora", f1.get("standard_rag"))
     if text is None or "naive" not in f1 or method in ("naive", *NOT_COMPRESSED) or text <= f1["naive"]:
@@ -253,8 +255,8 @@ def footnote(results: dict) -> str:
 
 
 def table(title: str, rows: dict[str, str], sets: dict, show: Callable[[dict, str], str | None]) -> list[str]:
-    """Lines of a Markdown table without empty rows; `rows` has their titles, `show` makes a cell of a set's entry and a
-    row's name."""
+    """Lines of a Markdown table without empty rows; `rows` maps names to titles, `show` makes a cell from the entry of
+    a set and the name of a row."""
     shown = []
     for name, row in rows.items():
         cells = [show(entry, name) for entry in sets.values()]

@@ -1,17 +1,17 @@
-"""Retrieval as in the paper: a dense retriever finds twenty passages, a re-ranker orders them, the first is used.
+"""Retrieval as in the paper: a dense retriever finds twenty passages, a re-ranker orders them, and the first is used.
 
     python -m arcaligner.evaluation.retrieval --tasks nq,squad --data FOLDER --pool FOLDER/recon_train.jsonl.gz \\
         --reranker aligner:checkpoints/arcaligner-smollm2-135m --output runs/retrieved
     python -m arcaligner evaluate --recipe smollm2_135m --data runs/retrieved --tasks nq --top-k 1 --output runs/read
 
     <output>/<task>.jsonl.gz           the task's questions with the passages that were found, in the re-ranker's order
-    <output>/orders/<task>/...jsonl    of each question which passages of the pool were found, and their order
-    <output>/embeddings/               of the pool's passages, by the retriever
+    <output>/orders/<task>/...jsonl    for each question, the passages of the pool that were found, and their order
+    <output>/embeddings/               embeddings of the pool's passages
     <output>/recall.md                 recall before and after
 
-The pool is the passages of files of rows or of texts; `--pool` names several, separated by commas. Recall@k is the
-share of questions for which a gold answer stands in the first k passages. A second run encodes and orders what is
-missing. A re-ranker that writes a wrong list is counted, and leaves its question in the retriever's order.
+The pool contains the passages of files of rows or texts; `--pool` takes several, separated by commas. Recall@k is the
+share of questions for which one of the first k passages contains a gold answer. A second run encodes and orders only
+what is missing. If a re-ranker writes a wrong list, it is counted, and the question keeps the retriever's order.
 """
 
 import logging
@@ -48,21 +48,21 @@ logger = logging.getLogger(__name__)
 
 NUM_FOUND = 20  # passages that are re-ranked, the paper's
 KS = (1, 5, 20)
-SHARD = 2048  # passages whose embeddings are kept together
+SHARD = 2048  # passages whose embeddings share a file
 RETRIEVER = "facebook/contriever"  # the paper's
 
 
 @dataclass(frozen=True)
 class RetrievalSettings:
     """
-    What passages are found with.
+    Settings of the retrieval.
 
     Args:
         pool (`list[str]`): Sources of passages, as in `common/rows.py`.
         retriever (`str`): A SentenceTransformer or, as Contriever, an encoder whose token states are averaged.
-        reranker (`str`, *optional*): See `rerankers.py`. Default: the retriever's order stays.
+        reranker (`str`, *optional*): See `rerankers.py`. Default: none, the retriever's order remains.
         endpoint (`str`, *optional*): Of a listwise re-ranker.
-        num_found (`int`): How many passages are found, and re-ranked.
+        num_found (`int`): Number of passages to retrieve and re-rank.
     """
 
     pool: list[str]
@@ -73,13 +73,13 @@ class RetrievalSettings:
 
     def __post_init__(self):
         if not self.pool:
-            raise ValueError("`pool` names no source of passages.")
+            raise ValueError("`pool` is empty; expected at least one source of passages, such as questions.jsonl.gz.")
         if self.num_found < 1:
             raise ValueError(f"`num_found` is {self.num_found}; expected at least 1 passage.")
 
     @property
     def about(self) -> str:
-        """What these passages are, in words for tables."""
+        """A description of the passages, for tables."""
         order = f", re-ranked by {self.reranker}" if self.reranker else ""
         return f"the first of {self.num_found} found by {self.retriever}{order}"
 
@@ -88,7 +88,7 @@ class RetrievalSettings:
 
 
 def open_pool(sources: Sequence[str], data_dir: str = "") -> datasets.Dataset:
-    """The passages of sources, `title` and `text`, each once, in their order, memory-mapped.
+    """The passages of sources, `title` and `text`, without duplicates, in order, memory-mapped.
 
     Raises:
         `ValueError`: no passage with a text.
@@ -103,7 +103,7 @@ def open_pool(sources: Sequence[str], data_dir: str = "") -> datasets.Dataset:
 
 
 def _unique_passages(sources: list[str], data_dir: str, versions: list[str]) -> Iterator[dict[str, str]]:
-    """`versions` make changed sources another pool."""
+    """`versions` invalidate the cache when sources change."""
     seen = set()
     for source in sources:
         for row in open_corpus(source, data_dir=data_dir).select_columns("passages"):
@@ -116,12 +116,12 @@ def _unique_passages(sources: list[str], data_dir: str, versions: list[str]) -> 
 
 class DensePool:
     """
-    A pool of passages by their embeddings, which are kept in a folder, shard by shard, and searched exactly.
+    A pool of passages with exact search by embedding. The embeddings are saved in a folder, shard by shard.
 
     Args:
         pool (`datasets.Dataset`): Of [`open_pool`].
         retriever (`str`): Its name.
-        folder (`Path`): For embeddings: a shard is found by the digest of its texts, so that a killed run goes on.
+        folder (`Path`): For embeddings: a shard is named by the digest of its texts, so that a killed run can continue.
         device (`str`): Where the retriever runs.
     """
 
@@ -133,8 +133,8 @@ class DensePool:
         self.pool, self.folder = pool, folder / re.sub(r"[^\w.-]+", "--", retriever.strip("/"))
 
     def shards(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The number of the first passage of each shard, and its embeddings (num_passages, width), made where they are
-        not kept."""
+        """The number of the first passage of each shard, and its embeddings (num_passages, width), computed if they are
+        not saved."""
         starts = range(0, len(self.pool), SHARD)
         for start in track(starts, "embeddings of passages", transient=True):
             texts = [search_text(each["title"], each["text"]) for each in self._part(start)]
@@ -162,14 +162,14 @@ class DensePool:
         return [[place for _, place in own] for own in best]
 
 
-# Found and ordered
+# Retrieval and re-ranking
 
 
 def retrieve(
     settings: RetrievalSettings, name: str, rows: list[Row], output: Path, data_dir: str = "", device: str = "cpu"
 ) -> tuple[list[Row], dict[str, Any]]:
     """
-    Finds passages for the questions of a task, orders them, and writes them to `output`.
+    Find passages for the questions of a task, re-rank them, and write them to `output`.
 
     Returns:
         `tuple`: The rows with the passages that were found, in the re-ranker's order, and `{"before", "after": {k:
@@ -225,13 +225,14 @@ def _orders(
 
 
 def _plain(row: Row) -> Row:
-    """A row of a file: the numbers of gold passages are of others."""
+    """A row of a file, without the numbers of gold passages, which refer to the passages that are replaced."""
     meta = {key: value for key, value in (row.get("meta") or {}).items() if key != "gold"}
     return {key: row[key] for key in ("id", "question", "answers", "passages")} | ({"meta": meta} if meta else {})
 
 
 def recall_at_k(rows: list[Row]) -> dict[int, list[float]]:
-    """For each of `KS` the share of rows, in percent with its interval, in whose first k passages a gold stands."""
+    """For each of `KS`, the share of rows, in percent with its interval, whose first k passages contain a gold
+    answer."""
     found = {}
     for k in KS:
         texts = (" ".join(passage["text"] for passage in row["passages"][:k]) for row in rows)

@@ -1,7 +1,7 @@
-"""A run's folder: what each method answered to each question, one JSON line per question.
+"""A run's folder: the answers of each method, one JSON line per question.
 
     <run>/<task>/<method>.jsonl   id, question, answers, prediction, scores, tokens, prompt and row digests
-    <run>/<task>/<method>.json    what they were made with; another configuration is refused
+    <run>/<task>/<method>.json    their settings; a run with other settings is refused
     <run>/wrong_passages/...      the same, from the passages of other questions: the floor
 
 Answers are appended batch by batch: a killed run continues where it stopped, and several processes may fill different
@@ -22,9 +22,9 @@ from ..common.files import digest, write_whole
 from ..common.rows import Row
 
 FLOOR = "wrong_passages"
-# What may be different when a run continues.
+# Settings that may change when a run continues.
 FREE_SETTINGS = {"machine", "checkpoint", "corpus", "batch_size", "about"}
-# What lines of 0.2 call by another name.
+# Keys that version 0.2 wrote under another name.
 _NEW_NAMES = {"confidence": "answerability"}
 
 
@@ -50,16 +50,16 @@ class AnswerFile:
         return self.path.with_suffix(".json")
 
     def read(self) -> list[dict[str, Any]]:
-        """All answers; the last line is left out where a kill has cut it."""
+        """All answers, without a last line that a kill has truncated."""
         lines = self.path.read_bytes().split(b"\n")[:-1] if self.path.exists() else []
         return [{_NEW_NAMES.get(name, name): each for name, each in json.loads(line).items()} for line in lines]
 
     def settings(self) -> dict[str, Any]:
-        """What the answers were made with."""
+        """The settings that the answers were made with."""
         return json.loads(self.settings_path.read_text(encoding="utf-8"))
 
     def open(self, settings: dict[str, Any], rows: list[Row]) -> list[Row]:
-        """Prepares the file for the rows that are not answered yet, and returns these."""
+        """Prepare the file for the rows that are not answered yet, and return these."""
         known = {answer["id"]: answer["row"] for answer in self.read()}
         if known:
             self._check(settings, rows, known)
@@ -70,7 +70,7 @@ class AnswerFile:
 
     @contextlib.contextmanager
     def claim(self) -> Iterator[None]:
-        """Inside, only this process appends; a last line that was cut is removed."""
+        """Inside, only this process appends; a truncated last line is removed."""
         try:
             with FileLock(self.path.with_suffix(".lock"), timeout=0):
                 if self.path.exists():
@@ -83,7 +83,7 @@ class AnswerFile:
             ) from error
 
     def append(self, records: Iterable[dict[str, Any]]) -> None:
-        """Adds answers, all of them on disk when it returns."""
+        """Append answers; all of them are on disk when it returns."""
         with open(self.path, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
             file.flush()

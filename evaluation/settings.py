@@ -18,12 +18,12 @@ PASSAGES = ("given", "gold", "retrieved")
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """How a task is asked."""
+    """Settings of one task."""
 
-    passages: str = "given"  # those of its rows; "gold": those that the answer needs; "retrieved": from a corpus
-    top_k: int | None = None  # only the first ones; else all, or one of those that are retrieved
-    num_questions: int | None = None  # at most; else the task's own number
-    about: str | None = None  # what these passages are, in words for tables
+    passages: str = "given"  # from its rows; "gold": only those that the answer needs; "retrieved": from a corpus
+    top_k: int | None = None  # number of passages to use. Default: all, or one if they are retrieved
+    num_questions: int | None = None  # maximum. Default: the task's own number
+    about: str | None = None  # a description of the passages, for tables
 
     def __post_init__(self):
         if self.passages not in PASSAGES:
@@ -36,7 +36,8 @@ class TaskSettings:
 
 @dataclass(frozen=True)
 class PaperSettings:
-    """What `arcaligner reproduce` needs beside an evaluation; its fields are the keys of `reproduce` in a recipe."""
+    """What `arcaligner reproduce` needs in addition to an evaluation; its fields are the keys of `reproduce` in a
+    recipe."""
 
     tasks: dict[str, dict] = field(default_factory=dict)  # settings of tasks that are not among the recipe's
     judge: str = JUDGE
@@ -52,7 +53,7 @@ class PaperSettings:
 
     @classmethod
     def of(cls, keys: dict[str, Any] | None) -> "PaperSettings":
-        """Settings of the keys of a recipe, with paths of this package where they are there and nowhere else."""
+        """Settings from the keys of a recipe. Paths that exist only in this package are resolved there."""
         refuse_unknown("`reproduce`", keys or {}, _fields(cls))
         made = cls(**keys or {})
         places = {
@@ -72,7 +73,7 @@ class EvaluationSettings(Checkpoints):
     data: Path | None = None  # a folder with local files of the tasks
     corpus: str | None = None  # a folder that the aligner made, for retrieved passages
     batch_size: int = 16
-    floor: bool = False  # whether each question is also answered from the passages of another
+    floor: bool = False  # whether to also answer each question from the passages of another
     reproduce: PaperSettings | dict | None = None
 
     def __post_init__(self):

@@ -15,7 +15,7 @@ from ..common.rows import JSON_LINES, Row, contains_match, read_rows, usable_gol
 logger = logging.getLogger(__name__)
 
 SAMPLE_SEED = 0
-MOST_PAGE_VIEWS = 100  # a month, of a subject in the long tail
+MOST_PAGE_VIEWS = 100  # per month, for a subject in the long tail
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,16 @@ class Task:
     hub_id: str  # a data set of the Hub, its configuration and split
     config: str | None
     split: str
-    to_row: Callable[[dict], Row | None]  # a row of it to ours, with `meta` if it has any; `None` is left out
-    # How many are asked, always the same random sample. The paper's six have the numbers of its table of data sets.
+    # From its row to ours, with `meta` if it has any; a row that gives `None` is left out.
+    to_row: Callable[[dict], Row | None]
+    # The number of questions, always the same random sample. The paper's six have the numbers of its table of data
+    # sets.
     num_questions: int | None = None
-    is_answered: bool = True  # whether the passages answer the questions; else the right answer is to refuse
+    is_answered: bool = True  # whether the passages contain the answers; else the right answer is to abstain
 
     def load(self, data: Path | None = None, num_questions: int | None = None) -> list[Row]:
-        """Rows with a question and a gold that can be compared, or with none where the passages do not answer; others
-        are counted and left out.
+        """Rows with a question and a gold that can be compared, or without a gold if the passages do not answer; other
+        rows are counted and left out.
 
         Args:
             data (`Path`, *optional*): Folder with a file `<name>.jsonl.gz` or `<name>.jsonl` that replaces the Hub.
@@ -77,8 +79,8 @@ class Task:
 
 
 def choose_passages(rows: list[Row], passages: str, top_k: int | None) -> list[Row]:
-    """Rows with the first `top_k` of the passages that are read: `"given"`, those of the row, or `"gold"`, those that
-    the answer needs where the row says which (`meta.gold`, their numbers)."""
+    """Rows with the first `top_k` of the passages to use: `"given"`, those of the row, or `"gold"`, those that the
+    answer needs if the row says which (`meta.gold`, their numbers)."""
     chosen = []
     for row in rows:
         found = row["passages"]
@@ -90,8 +92,8 @@ def choose_passages(rows: list[Row], passages: str, top_k: int | None) -> list[R
 
 
 def wrong_passages(rows: list[Row], title: str) -> list[Row]:
-    """Each row with the passages of another question: of the nearest row before it, else behind it, that shares no
-    passage with it and whose passages do not hold an answer to it. What is still answered is a method's floor.
+    """Each row with the passages of another question: of the nearest row before it, else after it, that shares no
+    passage with it and whose passages do not contain an answer to it. The score on these rows is the floor of a method.
 
     Raises:
         `ValueError`: a question for which no other row has such passages.
@@ -117,7 +119,7 @@ def _is_wrong(row: Row, own: set[str], other: Row) -> bool:
 
 
 def with_found(row: Row, documents: list[dict]) -> Row:
-    """A row with the passages that a search found."""
+    """A row with the passages that a search returned."""
     return row | {"passages": [{"title": each["title"], "text": each["text"]} for each in documents]}
 
 

@@ -63,7 +63,10 @@ def main(
     """Write the aligner of the last finished stage to a folder that can be pushed."""
     folders = sorted(path.parent for path in stages.glob("*/config.json"))
     if not folders:
-        raise typer.BadParameter(f"{stages} holds no finished stage, a folder with a config.json.")
+        raise typer.BadParameter(
+            f"{stages} contains no finished stage, a folder with a config.json. Name the folder that `train --output` "
+            "wrote."
+        )
     model = ArcAlignerForCausalLM.from_pretrained(folders[-1])
     for _, parameter in model.aligner_parameters():
         parameter.data = parameter.data.to(torch.bfloat16)

@@ -264,8 +264,8 @@ def _translate_hub_errors(repo_id: str, endpoint: str) -> Iterator[None]:
         status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
         if status in (401, 403, 404):
             raise PermissionError(
-                f"The token may not write to `{repo_id}` ({status}). It needs write permission, and its owner to be "
-                f"`{repo_id.split('/')[0]}` or a member of it: see {endpoint}/settings/tokens, then run `hf auth "
+                f"The token may not write to `{repo_id}` ({status}). It needs write permission, and its owner must "
+                f"be `{repo_id.split('/')[0]}` or a member of it: see {endpoint}/settings/tokens, then run `hf auth "
                 "login` or set HF_TOKEN."
             ) from error
         raise ConnectionError(

@@ -258,7 +258,7 @@ TWO = torch.tensor([[0, 0, 1, 1]])
 
 def test_numbers_of_passages_that_do_not_fit_the_slots_are_refused(model):
     for numbers, message in [
-        (torch.tensor([[0, 1, 0, 1]]), "never fall"),
+        (torch.tensor([[0, 1, 0, 1]]), "never decrease"),
         (-TWO, "of at least 0"),
         (TWO[:, :2], "of shape \\(1, 4\\)"),
         (TWO.float(), "expected whole numbers"),

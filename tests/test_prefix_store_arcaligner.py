@@ -220,7 +220,7 @@ def test_gates_for_slots_that_are_read_already_are_warned_of(model, processor, c
     answer = model.generate(**inputs, **FIVE_TOKENS, gate_mode="off", max_refinement_steps=0)
     assert torch.equal(answer, plain)
     (message,) = caplog.messages
-    assert message.startswith("`gate_mode`, `max_refinement_steps` of `generate` changes no slot that is in")
+    assert message.startswith("`gate_mode`, `max_refinement_steps` of `generate` does not change slots")
     fresh = processor(text="Who?", documents=ADA, return_tensors="pt")
     model.generate(**fresh, **FIVE_TOKENS, gate_mode="always")
     assert caplog.messages == [message]

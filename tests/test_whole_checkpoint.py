@@ -261,7 +261,7 @@ def test_changed_base_weights_are_warned_of(folder, tmp_path, caplog):
     model.save_pretrained(tmp_path / "whole", save_base_model=True)
     assert "base model are not" not in caplog.text
     model.save_pretrained(tmp_path / "alone")
-    assert f"1 weights of the base model are not as they were loaded, first `{name}`" in caplog.text
+    assert f"1 weights of the base model have changed since they were loaded, first `{name}`" in caplog.text
 
 
 def test_resized_embeddings_are_refused(folder, tmp_path):

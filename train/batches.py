@@ -13,7 +13,8 @@ from ..segmentation_arcaligner import run_ends
 
 
 def drawn_rate(row_ids: Sequence[str], rates: Sequence[int | str]) -> int | str:
-    """One rate for a batch, so that its rows are about as long; drawn by ids, as no generator has to be kept then."""
+    """Draw one rate for a batch, so that its rows have similar lengths. The ids of the rows decide it, so a resumed run
+    needs no generator state."""
     return rates[stable_number("rate:" + ":".join(row_ids), len(rates))]
 
 
@@ -33,7 +34,7 @@ def encoder_inputs(
     places: torch.LongTensor,
     num_places: int,
 ) -> EncoderInputs:
-    """What the encoder reads of segments, whose slots get the `places` (num_slots,) of `num_places`."""
+    """Encoder inputs of segments, whose slots go to the `places` (num_slots,) among `num_places`."""
     texts, starts = ([segment[name] for segment in segments] for name in ("encoder_text", "encoder_start"))
     ends = None
     if rate != "segment":
@@ -42,7 +43,7 @@ def encoder_inputs(
 
 
 def placed_words(words: list[list[int]], places: torch.LongTensor, shape: Sequence[int]) -> torch.LongTensor:
-    """The words of each slot at its place, (*shape, max_words), -1 elsewhere; `shape` (rows, max_slots)."""
+    """The word ids of each slot at its place, (*shape, max_words), -1 elsewhere; `shape` (rows, max_slots)."""
     own = padded(words, -1)  # (num_slots, max_words)
     placed = torch.full((shape[0] * shape[1], own.shape[1]), -1)
     placed[places] = own

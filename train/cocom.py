@@ -4,14 +4,14 @@
     python -m arcaligner.train.cocom --config train/recipes/smollm2_135m/cocom.yaml
     python -m arcaligner.train.cocom --config ... --tokens_per_slot 16 --output_dir runs/smollm2_135m/cocom_x16
 
-Rau et al., 2025 (https://huggingface.co/papers/2407.09252): behind the tokens of a passage, cut to runs of 128, stand
-compression tokens, one for every 4 or 16; what the model makes of these is what it reads in place of the passage. One
-LoRA, on all positions, serves for compressing and for answering. First it learns to give passages back (`start_from`
-names nothing), then to answer. A run resumes from the last checkpoint in its `output_dir`; a finished one is left
-alone. `arcaligner evaluate --cocom-x4 FOLDER --cocom-x16 FOLDER` compares.
+Rau et al., 2025 (https://huggingface.co/papers/2407.09252): a passage is cut into spans of 128 tokens, and compression
+tokens are appended to each, one for every 4 or 16 tokens. Their last hidden states replace the passage in the prompt.
+One LoRA, on all positions, compresses and answers. It is trained first to reconstruct passages (without `start_from`),
+then to answer. A run resumes from the last checkpoint in its `output_dir`; a finished one is not trained again.
+`arcaligner evaluate --cocom-x4 FOLDER --cocom-x16 FOLDER` compares.
 
-Other than in the paper, vectors are scaled to the norm of word embeddings, as a small model with few steps otherwise
-repeats them; and the compression tokens share one embedding, told apart by their positions.
+Unlike in the paper, the vectors are scaled to the norm of word embeddings, because a small model trained for few steps
+otherwise repeats them, and the compression tokens share one embedding and differ in position only.
 """
 
 import json
@@ -44,7 +44,7 @@ from .run import claim_folder, last_checkpoint
 logger = logging.getLogger(__name__)
 
 RUN = 128  # tokens of a passage that are compressed together, the paper's
-SETTINGS, TOKENS = "cocom.json", "compression_tokens.safetensors"  # beside PEFT's files
+SETTINGS, TOKENS = "cocom.json", "compression_tokens.safetensors"  # next to PEFT's files
 
 
 @dataclass
@@ -55,9 +55,9 @@ class CocomArguments:
     Args:
         model_name_or_path (`str`): The base model.
         train_file (`str`): Rows of questions, or of passages without `asks`; a source as in `common/rows.py`.
-        max_train_samples (`int`): How many of the shuffled rows are trained on.
-        start_from (`str`, *optional*): Folder of a finished run whose weights this one goes on with.
-        asks (`bool`): Whether questions are answered; else passages are given back.
+        max_train_samples (`int`): Number of shuffled rows to train on.
+        start_from (`str`, *optional*): Folder of a finished run to start from.
+        asks (`bool`): Whether the target is an answer; else it is the text of the passages.
         tokens_per_slot (`int`): Tokens for each compression token.
         data_dir (`str`): Folder of a data file with a relative path.
         max_tokens (`int`): Rows with longer passages are left out.
@@ -91,7 +91,7 @@ KINDS = (CocomArguments, SFTConfig)
 
 class CompressingModel(nn.Module):
     """
-    A causal language model that reads passages as its own compression of them.
+    A causal language model that compresses passages itself, and reads the compressed vectors.
 
     Args:
         model ([`PeftModel`]): The base model with its LoRA.
@@ -110,7 +110,7 @@ class CompressingModel(nn.Module):
 
     @classmethod
     def new(cls, base, recipe: CocomArguments) -> "CompressingModel":
-        """Around a base model, untrained."""
+        """A new, untrained one around a base model."""
         sizes = {"r": recipe.lora_r, "lora_alpha": recipe.lora_alpha}
         lora = LoraConfig(**sizes, target_modules="all-linear", task_type="CAUSAL_LM")
         return cls(get_peft_model(base, lora), recipe.tokens_per_slot)
@@ -124,19 +124,19 @@ class CompressingModel(nn.Module):
         return model
 
     def save(self, folder: str | Path) -> None:
-        """Writes the LoRA as PEFT does, and beside it the compression token and the rate."""
+        """Writes the LoRA as PEFT does, and next to it the compression token and the rate."""
         tokens = {"compression_token": self.compression_token, "norm": self.norm}
         save_file({name: each.detach().cpu().contiguous() for name, each in tokens.items()}, Path(folder, TOKENS))
         write_whole(Path(folder, SETTINGS), json.dumps({"tokens_per_slot": self.tokens_per_slot}) + "\n")
         self.model.save_pretrained(str(folder))
 
     def num_slots(self, ids: Sequence[int]) -> int:
-        """The compression tokens of a passage."""
+        """The number of compression tokens of a passage."""
         return sum(math.ceil(len(part) / self.tokens_per_slot) for part in runs(ids))
 
     def compress(self, ids: torch.LongTensor, mask: torch.BoolTensor) -> torch.Tensor:
-        """What the model makes of the compression tokens behind runs `ids` (num_runs, longest), left-padded, `mask`
-        where they are: (num_slots, hidden), run by run."""
+        """Last hidden states of the compression tokens appended to the spans `ids` (num_runs, longest), left-padded,
+        `mask` where they are: (num_slots, hidden), run by run."""
         counts = (mask.sum(dim=1) + self.tokens_per_slot - 1) // self.tokens_per_slot  # (num_runs,)
         embeds = self.model.get_input_embeddings()(ids)  # (num_runs, longest, hidden)
         places = torch.arange(int(counts.max()), device=ids.device)
@@ -170,7 +170,7 @@ class CompressingModel(nn.Module):
 
 
 def _trained_alone(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: dict) -> None:
-    """Checkpoints hold what is trained: the base model is where it was."""
+    """Weights of the checkpoint: only those that are trained, without the base model."""
     trained = {f"{prefix}{name}" for name, parameter in module.named_parameters() if parameter.requires_grad}
     for name in [name for name in state if name not in trained]:
         del state[name]
@@ -180,12 +180,13 @@ def _trained_alone(module: nn.Module, state: dict[str, torch.Tensor], prefix: st
 
 
 def runs(ids: Sequence[int]) -> Iterator[Sequence[int]]:
-    """The parts of a passage that are compressed together."""
+    """The spans of a passage that are compressed together."""
     return (ids[start : start + RUN] for start in range(0, len(ids), RUN))
 
 
 def tokenize(row: Row, tokenizer, asks: bool) -> dict[str, Any]:
-    """The prompt around the passages, each by itself, and the target: an answer, or the text of the passages."""
+    """The prompt around the passages, each tokenized separately, and the target: an answer, or the text of the
+    passages."""
     mark = uuid.uuid4().hex
     before, after = choose_template(row["id"])
     content = text_prompt(row, mark) if asks else before + mark + after
@@ -207,7 +208,7 @@ def tokenize(row: Row, tokenizer, asks: bool) -> dict[str, Any]:
 
 
 def build_dataset(recipe: CocomArguments, tokenizer, seed: int) -> datasets.Dataset:
-    """The first of the shuffled rows that fit."""
+    """The first shuffled rows that fit into `max_tokens`."""
     examples, num_long = [], 0
     for row in open_corpus(recipe.train_file, data_dir=recipe.data_dir).shuffle(seed=seed):
         if missing_part(row, asks=recipe.asks):
@@ -222,8 +223,8 @@ def build_dataset(recipe: CocomArguments, tokenizer, seed: int) -> datasets.Data
     logger.info("%d examples; %d longer than %d tokens left out", len(examples), num_long, recipe.max_tokens)
     if not examples:
         raise ValueError(
-            f"{recipe.train_file} has no row with a passage of at most {recipe.max_tokens} tokens and what else is "
-            "needed. Raise `max_tokens`, or name another `train_file`."
+            f"{recipe.train_file} has no usable row: expected a passage of at most {recipe.max_tokens} tokens, and a "
+            "question with an answer where `asks` is set. Raise `max_tokens`, or name another `train_file`."
         )
     return datasets.Dataset.from_list(examples)
 
@@ -232,7 +233,7 @@ def build_dataset(recipe: CocomArguments, tokenizer, seed: int) -> datasets.Data
 class CocomCollator:
     """
     Makes a padded batch: `input_ids`, `slot_mask`, `attention_mask` and, with targets, `labels` (batch, seq_len);
-    `run_ids`, `run_mask` (num_runs, longest), left-padded, the runs of all passages in order.
+    `run_ids`, `run_mask` (num_runs, longest), left-padded, the spans of all passages in order.
     """
 
     pad_token_id: int
@@ -264,7 +265,7 @@ class CocomCollator:
 
 
 def train(recipe: CocomArguments, args: SFTConfig, settings: str) -> None:
-    """Trains, alone in its folder, and writes what [`CompressingModel.load`] reads; `settings` are of
+    """Trains while it holds the lock of its folder, and writes what [`CompressingModel.load`] reads; `settings` are of
     `run_settings`."""
     with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
         if Path(args.output_dir, CONFIG_NAME).exists():
@@ -290,10 +291,10 @@ def train(recipe: CocomArguments, args: SFTConfig, settings: str) -> None:
 
 
 def start_model(recipe: CocomArguments, base) -> CompressingModel:
-    """The model that a run begins with.
+    """The model that a run starts from.
 
     Raises:
-        `ValueError`: a `start_from` that is not finished, or of another rate.
+        `ValueError`: a `start_from` that is not finished, or was trained with another rate.
     """
     if recipe.start_from is None:
         return CompressingModel.new(base, recipe)

@@ -2,14 +2,14 @@
 
     python -m arcaligner.train.confidence --recipe train/recipes/smollm2_135m/2_grounding.yaml --aligner FOLDER
 
-The aligner reads questions of the recipe's training articles, half of them with passages that do not answer them (the
-nearest of all, or of the same article), at its rates in turn. A logistic regression tells the two apart by the states
-of the prompt's last token; its strength is chosen by cross-validation. Then the questions of the held-out articles, a
-fifth of them unanswerable, give scale and offset, what the late-interaction score of the question's words is worth
-beside it (`maxsim_score`) and, at the aligner's own rate, the threshold: the answerability below which 6 % of the
-answerable questions fall, which lose 5 % of the F1. Last, it answers these questions, and a second logistic regression
-tells right answers (half of the words) from wrong ones by their likelihood and the answerability. All of it is written
-to the folder's model. No test set is read.
+The aligner reads questions of the recipe's training articles, half of them with passages that do not contain the answer
+(the nearest of all, or of the same article), at each of its rates. A logistic regression separates the two by the
+hidden states of the prompt's last token; cross-validation chooses its regularization. Questions of held-out articles, a
+fifth of them unanswerable, then calibrate it: they give scale and offset, the weight of the late-interaction score of
+the question's words (`maxsim_score`) and, at the aligner's own rate, the threshold. 6 % of the answerable questions,
+which carry 5 % of the F1, lie below it. Finally the aligner answers these questions, and a second logistic regression
+separates right answers (an F1 of at least a half) from wrong ones by their likelihood and the answerability. The result
+is saved in the folder's model. No test set is read.
 """
 
 import json
@@ -40,20 +40,20 @@ from .prompts import slot_inputs
 from .recipe import RecipeArguments
 from .validate import BATCH, asked_rows, load_mean, read_recipe
 
-# From and to which of the backbone's layers: where the answer has been looked for, and not yet been turned into words.
+# First and last of the backbone's layers: by then it has located the answer, and has not yet turned it into words.
 DEPTHS = (0.45, 0.8)
 STRENGTHS = (1e-3, 3e-3, 1e-2, 3e-2)
-IN_ARTICLE = 0.5  # of the passages that do not answer
+IN_ARTICLE = 0.5  # share of the passages without an answer that are of the same article
 WRONGLY_REFUSED = 0.06  # share of answerable questions below the threshold
 RATES = (2, 4, 8, 16, "segment")
 RIGHT = 0.5  # F1 from which an answer is right
-SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # of answers that are left where the others are refused
-NO_ANSWER = "not in the text"  # what is said below the threshold, where the processor has no sentence for it
+SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # of the answers that remain when the others are refused
+NO_ANSWER = "not in the text"  # the answer below the threshold, if the processor has no sentence for it
 
 
 def partly_unanswerable(recipe: RecipeArguments, number: int, share: float, held_out: bool = True) -> list[Row]:
-    """The rows of `asked_rows`, a `share` of them with the nearest passage that does not answer in place of their own,
-    and some of these with the nearest one of the same article, which is harder to tell. `is_answered` says which."""
+    """The rows of `asked_rows`. In a `share` of them, the nearest passage without the answer replaces their own; some
+    of these are of the same article, which is harder. `is_answered` marks the others."""
     nearest = {source: NearestPassages(open_part(recipe, source, held_out)) for source in recipe.train_files}
     rows = []
     for row in asked_rows(recipe, number, held_out):
@@ -96,7 +96,7 @@ def fit_probe(states: np.ndarray, is_answered: np.ndarray) -> tuple[np.ndarray, 
 
 
 def calibrate(is_answered: np.ndarray, *evidence: np.ndarray) -> tuple[float, ...]:
-    """What each piece of evidence (rows,) is worth, and an offset, so that the sum is the log-odds of the share that is
+    """The weight of each score (rows,) and an offset, so that the weighted sum is the log-odds that a question is
     answered."""
     regression = LogisticRegression(C=1e6).fit(np.stack(evidence, axis=1), is_answered)
     return *regression.coef_[0].tolist(), float(regression.intercept_[0])
@@ -110,7 +110,7 @@ def fit_confidence(
     number_held_out: int,
     rates: tuple[int | str, ...],
 ) -> dict[str, dict[str, float]]:
-    """Gives `model` a fitted answerability head. Returns how well it does on the held-out questions at each rate."""
+    """Gives `model` a fitted answerability head. Returns its accuracy on the held-out questions at each rate."""
     num_layers, width = model.config.text_config.num_hidden_layers, model.config.text_config.hidden_size
     layers = list(range(math.floor(DEPTHS[0] * num_layers), math.ceil(DEPTHS[1] * num_layers)))
     rows = partly_unanswerable(recipe, number, share=0.5, held_out=False)
@@ -151,11 +151,11 @@ def fit_confidence(
 def graded_answers(
     model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of greedy answers to `rows` the mean log-likelihood, the log-odds of the answerability, and the F1, each (rows,);
-    0 for an answer to a question that its passages do not answer."""
+    """Mean log-likelihood, log-odds of the answerability and F1 of greedy answers to `rows`, each (rows,). The F1 is 0
+    for a question that its passages do not answer."""
     order = sorted(range(len(rows)), key=lambda number: sum(len(each["text"]) for each in rows[number]["passages"]))
     found = np.zeros((3, len(rows)))
-    model.config.answer_calibration = [1.0, 0.0, 0.0]  # any: so that the likelihood is recorded
+    model.config.answer_calibration = [1.0, 0.0, 0.0]  # any values, so that `generate` records the likelihood
     for start in tqdm(range(0, len(order), BATCH), desc="answering", leave=False):
         numbers = order[start : start + BATCH]
         some = [rows[number] for number in numbers]
@@ -171,14 +171,14 @@ def graded_answers(
 def fit_likelihood(
     model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, recipe: RecipeArguments, number: int
 ) -> list[list[str]]:
-    """Gives `model` what tells right answers from wrong ones. Returns rows of a table: of each share of the answers
-    that is left, the F1 of those with the highest answerability and with the highest likelihood, the latter fitted on
-    the other half of the questions each time; none where no answer is right, or all are."""
+    """Gives `model` the regression that separates right answers from wrong ones. Returns rows of a table: for each
+    share of the answers, the F1 of those with the highest answerability and of those with the highest likelihood, the
+    latter fitted on the other half of the questions. It is empty if no answer is right, or all are."""
     *evidence, f1 = graded_answers(model, processor, partly_unanswerable(recipe, number, share=0.2))
     features, is_right = np.stack(evidence, axis=1), f1 >= RIGHT
     likelihood, halves = np.zeros(len(f1)), np.arange(len(f1)) % 2
     model.config.answer_calibration = None
-    if any(len(set(is_right[halves == half])) < 2 for half in (0, 1)):  # nothing to tell apart
+    if any(len(set(is_right[halves == half])) < 2 for half in (0, 1)):  # a single class cannot be fitted
         return []
     for half in (0, 1):
         *weights, offset = calibrate(is_right[halves != half], *features[halves != half].T)

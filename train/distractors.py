@@ -13,14 +13,14 @@ from ..common.rows import Row
 
 bm25s = import_bm25s()
 
-# Distractors are drawn from so many of the nearest passages.
+# How many of the nearest passages distractors are drawn from.
 MOST_DISTRACTORS = 12
-# The nearest passages without an answer are found among so many of the nearest ones.
+# How many of the nearest passages are searched for those without an answer.
 CANDIDATES = 60
 
 
 def contains_answer(passage: dict[str, str], answers: list[str]) -> bool:
-    """Whether title or text hold an answer as whole words, in capitals or not: "no" is not in "known"."""
+    """Whether title or text contain an answer as whole words, in any case: "no" is not in "known"."""
     return bool(answers) and answer_pattern(answers).search(_folded(passage)) is not None
 
 
@@ -35,7 +35,7 @@ def _folded(passage: dict[str, str]) -> str:
 
 
 def own_passages(row: Row) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """The passages that the answer needs, and the row's others; all are needed where the row does not say."""
+    """The passages that the answer needs, and the row's others. All are needed if the row does not say which."""
     gold = row["gold"] or range(len(row["passages"]))
     own = [each for number, each in enumerate(row["passages"]) if number in gold]
     return own, [each for number, each in enumerate(row["passages"]) if number not in gold]
@@ -49,7 +49,7 @@ class NearestPassages:
     """Finds, among the passages of `rows`, those nearest to a question that do not answer it (BM25)."""
 
     def __init__(self, rows: Iterable[Row]):
-        unique, self.questions = {}, defaultdict(list)  # passages, and numbers of the rows asked about each alone
+        unique, self.questions = {}, defaultdict(list)  # passages, and the rows whose question needs this passage only
         for number, row in enumerate(rows):
             unique |= {passage_key(each): each for each in row["passages"] if each["text"]}
             if len(own := own_passages(row)[0]) == 1 and row["question"].strip() and row["answers"]:
@@ -64,7 +64,7 @@ class NearestPassages:
     def without_answer(
         self, question: str, answers: list[str], others: Sequence[dict], number: int, in_article: bool = False
     ) -> list[dict]:
-        """The `number` nearest passages, nearest first, that hold none of `answers` and are none of `others`; with
+        """The `number` nearest passages, nearest first, that contain none of `answers` and are not among `others`; with
         `in_article` only those of the articles of `others`."""
         words = bm25s.tokenize([question], stopwords="en", show_progress=False, return_ids=False)
         depth = min(len(self.passages), CANDIDATES)
@@ -89,7 +89,7 @@ class NearestPassages:
     def mixed(self, rows: list[Row], share: float, seed: int, most: int = 4) -> list[dict[str, str]]:
         """The passages that `rows` share, for a `share` of rows with 1 to `most` of the nearest ones, in random order.
 
-        None of the added ones holds an answer to any of the rows; fewer are added where there are no more. The draw
+        None of the added ones holds an answer to any of the rows; fewer are added if there are not enough. The draw
         depends on the seed and the first row's id only, so a row has the same passages in each run and process.
         """
         own, others = own_passages(rows[0])
@@ -99,14 +99,15 @@ class NearestPassages:
         number = draw.randint(1, most)
         question = " ".join(row["question"] for row in rows)
         answers = [answer for row in rows for answer in row["answers"]]
-        near = [each for each in others if not contains_answer(each, answers)]  # a retriever chose them already
+        near = [each for each in others if not contains_answer(each, answers)]  # the retriever's own come first
         near = near or self.without_answer(question, answers, own, MOST_DISTRACTORS)
         passages = [*own, *draw.sample(near, min(number, len(near)))]
         draw.shuffle(passages)
         return passages
 
     def questions_about(self, passages: list[dict[str, str]], row: Row, seed: int) -> list[int]:
-        """The numbers of rows asked about those of `passages` that are not the row's own, at most one about each."""
+        """Numbers of the rows whose question is about one of `passages` other than the row's own, at most one for each
+        passage."""
         own = own_passages(row)[0]
         draw = stable_number(f"joined:{seed}:{row['id']}", 2**32)
         asked = [self.questions.get(passage_key(each)) for each in passages if each not in own]

@@ -1,17 +1,17 @@
-"""From sources to examples: rows are read, selected and tokenized, a block at a time.
+"""From sources to examples: read, select and tokenize rows, a block at a time.
 
 A source is a JSON Lines or Parquet file or a data set of the Hub; a row is that of `common/rows.py`. A row of texts
-becomes an example for every few consecutive segments of its passages (stage I): the slots, then a turn that gives their
-text back and, if asked for, one that continues with the text that follows. In stages II and III, the questions about
-the same passages become one example: the slots of all segments, and after them a turn for each question with its first
-answer. Questions that do not fit into `max_tokens` become a further example.
+becomes an example for every few consecutive segments of its passages (stage I): the slots, then a turn that
+reconstructs their text and, with `continues`, one that continues with the text that follows. In stages II and III, the
+questions about the same passages become one example: the slots of all segments, and after them a turn for each question
+with its first answer. Questions that do not fit into `max_tokens` become a further example.
 
-How many slots a segment has is decided later: the collator draws the rate of each batch (`sft.py`). So an example
-keeps its segments' tokens, and the prompt before and after the slots.
+The number of slots of a segment is decided later, when the collator draws the rate of each batch (`sft.py`). An example
+therefore contains the tokens of its segments, and the prompt before and after the slots.
 
-The examples of a block of rows are made by several processes and kept as an Arrow file under a fingerprint of the data,
-the rows, the tokenizer, the segmenter, all settings and the code. So a block is made once, and a run that was killed
-continues with its next block.
+Several processes make the examples of a block of rows. A block is cached as an Arrow file under a fingerprint of the
+data, the rows, the tokenizer, the segmenter, all settings and the code, so it is made once, and a killed run continues
+with the next block.
 """
 
 import ast
@@ -65,7 +65,7 @@ ROW_FEATURES = Features(
     gold=List(Value("int32")),
 )
 # The paper's Table "Stage-I instruction templates", in its order. A template there reads "... [B] ... [T]": the slots
-# stand for [B], and [T] is what the assistant says. Here are the user's words before and after the slots; the full
+# stand for [B], and [T] is what the assistant says. These are the user's words before and after the slots; the full
 # stop after [T] is the target's own. The prompt of stages II and III is the processor's, the same as at inference.
 RECONSTRUCTION_TEMPLATES = (
     ("Background: ", ". This is equivalent to:"),
@@ -75,10 +75,10 @@ RECONSTRUCTION_TEMPLATES = (
     ("These two expressions convey the same meaning: (1) ", " (2)"),
     ("Restate ", " using a single sentence. Output only"),
 )
-# Not in the paper: what follows the slots in a turn that continues with the text after theirs.
+# Not in the paper: the user's words after the slots in a turn that continues with the text after theirs.
 CONTINUATION = " Continue:"
-# An example: the ids before the slots, the turns after them, and the text of the slots. Turns stand side by side: each
-# reads the slots and itself, and no other turn. Labels are what the assistant says, -100 elsewhere. `length` counts
+# An example: the ids before the slots, the turns after them, and the text of the slots. Turns are packed: each attends
+# to the slots and itself, and to no other turn. Labels are what the assistant says, -100 elsewhere. `length` counts
 # tokens at the rate with the most slots.
 EXAMPLE_FEATURES = Features(
     row_id=Value("string"),
@@ -97,12 +97,12 @@ EXAMPLE_FEATURES = Features(
 )
 _BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
 ROWS_PER_BLOCK = 2048
-MOST_PASSAGES, MOST_QUESTIONS = 2**14, 2**15  # that a process remembers, of 10 and 3 KB
-SPECIAL_TOKENS = 8  # at most, that an encoder's tokenizer adds to a text
+MOST_PASSAGES, MOST_QUESTIONS = 2**14, 2**15  # that a process caches, 10 and 3 KB each
+SPECIAL_TOKENS = 8  # upper bound of what an encoder's tokenizer adds to a text
 NAMED_ROWS = 5  # ids in a report
-# Passages to stream for each example that is wanted: a passage becomes one or several, unless it is too long or empty.
+# Passages to stream per example: a passage becomes one or several examples, or none if it is too long or empty.
 SPARE_PASSAGES = 1.2
-# The code that decides what an example is: another version of it, comments aside, makes other blocks.
+# The code that decides what an example is: a change in it, comments aside, invalidates cached blocks.
 _MODULES = (
     distractors, rows, encoder_arcaligner, processing_arcaligner, segmentation_arcaligner, tokenization_arcaligner,
 )  # fmt: skip
@@ -125,17 +125,15 @@ def open_corpus(
     Reads a source, or finds it in the cache of 🤗 Datasets.
 
     Args:
-        source (`str`): See the top of this file.
-        passage_words (`int`): Words of a passage that a longer text is cut into; the last one may be shorter. Texts
-            are cut between words, wherever a sentence ends: passages of a fixed length, as in the paper.
-        num_proc (`int`, *optional*): Processes that cut or convert.
-        data_dir (`str`): Folder of files with a relative path; the working directory by default.
-        asks (`bool`): Whether questions are needed.
-        at_least (`int`, *optional*): Passages that are enough of texts on the Hub. These are streamed, as many of each
-            of the set's files, so that no more is downloaded. Default: all.
+        source (`str`): See the top of this file. passage_words (`int`): Words of a passage that a longer text is cut
+        into; the last one may be shorter. Texts are cut between words, regardless of sentences: passages have a fixed
+        length, as in the paper. num_proc (`int`, *optional*): Processes that cut or convert. data_dir (`str`): Folder
+        of files with a relative path; the working directory by default. asks (`bool`): Whether questions are needed.
+        at_least (`int`, *optional*): How many passages are needed of texts on the Hub. They are streamed, equally many
+        from each file of the set, so that no more is downloaded. Default: all.
 
     Returns:
-        `datasets.Dataset`: Rows of our schema; what is missing or null in a row is empty.
+        `datasets.Dataset`: Rows of our schema; a missing or null field is empty.
     """
     path, options = parse_source(source)
     path = find_file(path, data_dir)
@@ -183,7 +181,7 @@ def open_corpus(
 
 
 def data_fingerprint(dataset: datasets.Dataset) -> str:
-    """What 🤗 Datasets knows a data set by: what it was made of, and all that was done to it since."""
+    """The fingerprint of a data set in 🤗 Datasets: it covers the origin, and all changes since."""
     return dataset._fingerprint
 
 
@@ -204,7 +202,7 @@ def _check_columns(source: str, columns: Collection[str], options: dict[str, str
 def _stream_passages(
     path: str, name: str | None, split: str, text: str, title: str | None, words: int, at_least: int
 ) -> Iterator[Row]:
-    """The passages of the first texts of each of a set's files, about as many of each, `at_least` in all."""
+    """Passages of the first texts of each file of a set, about equally many from each, `at_least` in all."""
     stream = datasets.load_dataset(path, name, split=split, streaming=True)
     index = taken = 0
     for number in range(files := stream.num_shards):
@@ -243,7 +241,7 @@ def _rows_of_texts(batch: dict, indices: list[int], *, text: str, title: str | N
     ids = batch.get("id", indices)
     titles = batch[title] if title else [""] * len(indices)
     for index, row_id, row_title, row_text in zip(indices, ids, titles, batch[text], strict=True):
-        split = (row_text or "").split() or [""]  # an empty text stays a row, to be counted
+        split = (row_text or "").split() or [""]  # an empty text remains a row, so that it is counted
         for number, start in enumerate(range(0, len(split), words)):
             rows["id"].append(f"{id_or_number(row_id, index)}-{number}")
             rows["question"].append("")
@@ -254,13 +252,13 @@ def _rows_of_texts(batch: dict, indices: list[int], *, text: str, title: str | N
 
 
 def iterate_rows(corpus: datasets.Dataset, *columns: str) -> Iterator[Row]:
-    """The `columns` of all rows in order, ten times as fast as by an iteration over a corpus."""
+    """The `columns` of all rows in order, ten times as fast as iterating over the data set."""
     for table in corpus.select_columns([*columns]).with_format("arrow").iter(ROWS_PER_BLOCK):
         yield from table.to_pylist()
 
 
 def missing_part(row: Row, asks: bool) -> str:
-    """What a row is without, questions and answers where they are asked for; empty when it is whole."""
+    """The part that a row lacks, questions and answers included if they are needed; empty if it is complete."""
     if asks and not row["question"].strip():
         return "without a question"
     if asks and not row["answers"]:
@@ -271,9 +269,9 @@ def missing_part(row: Row, asks: bool) -> str:
 def open_part(
     recipe: RecipeArguments, source: str, held_out: bool, num_proc: int | None = None, quota: int | None = None
 ) -> datasets.Dataset:
-    """The rows of a source that may be used: those of its validation part, or the others. A row belongs to that part
-    where one of its articles does, by title or, without one, by text. Of texts on the Hub these are enough rows for
-    `quota` examples."""
+    """The rows of a source that may be used: those of its validation part, or the others. A row belongs to that part if
+    one of its articles does, identified by title or, without one, by text. Of texts on the Hub, only enough rows for
+    `quota` examples are read."""
     share = recipe.validation_share
     kept = share if held_out and share and source in recipe.training_sources else 1 - share
     at_least = None if quota is None else math.ceil(SPARE_PASSAGES * quota / kept)
@@ -291,8 +289,8 @@ def open_part(
         corpus = corpus.select(kept)
     if not len(corpus):
         raise ValueError(
-            f"{source}: no row is left to {'validate with' if held_out else 'train on'} with `validation_share` "
-            f"{share}. Change it, or name other files."
+            f"{source} has no row to {'validate with' if held_out else 'train on'} at a `validation_share` of "
+            f"{share}. Change the share, or name other files."
         )
     return corpus
 
@@ -325,7 +323,7 @@ class ExampleBuilder:
     max_tokens: int | None = None
 
     def remembering(self) -> "ExampleBuilder":
-        """A builder of the same examples that makes segments of a passage, and a turn of a question, once. Its
+        """A builder of the same examples that caches the segments of a passage, and the turn of a question. Its
         processor must not change meanwhile."""
         builder = copy.copy(self)
         builder._head_ids = functools.lru_cache(self._head_ids)
@@ -335,8 +333,7 @@ class ExampleBuilder:
         return builder
 
     def load(self) -> None:
-        """Loads what is otherwise loaded by the first example, such as spaCy: processes that are forked later share
-        it."""
+        """Load spaCy and the like now rather than with the first example, so that processes forked later share it."""
         self._passage_tokens("", "A sentence.")
 
     def reconstruction_examples(self, rows: list[Row]) -> Iterator[Example]:
@@ -367,7 +364,7 @@ class ExampleBuilder:
         head, turn = self._turn(before, after, text[first.start : last.end].strip(), row_id)
         turns = [turn]
         if self.continues and following:
-            # The words before the slots are shared: only what comes after them tells the two turns apart.
+            # The words before the slots are shared: the two turns differ only in what follows the slots.
             _, turn = self._turn(before, CONTINUATION, following[0].segment.text.strip(), row_id)
             turns.append(turn)
         return self._example(row_id, head, turns, [(document, each) for each in chunk])
@@ -382,7 +379,7 @@ class ExampleBuilder:
         example = None
         for row in rows:
             head, turn = self._question_turn(row["id"], row["question"], row["answers"][0])
-            # The slots are paid for once: a further question adds its turn only.
+            # The slots count once: a further question adds only its turn.
             added = len(turn["input_ids"])
             if example and (self.max_tokens is None or example["length"] + added <= self.max_tokens):
                 example["turns"].append(turn)
@@ -399,7 +396,7 @@ class ExampleBuilder:
         encoder, limit = self.processor.encoder, self.processor.encoder.tokenizer.model_max_length
 
         def num_reads(text: str) -> int:
-            # No tokenizer makes more tokens than characters of ASCII, special ones aside. To tokenize takes longer.
+            # ASCII text has at most one token per character, special ones aside: cheaper to check than to tokenize.
             fits = limit is None or (text.isascii() and len(text) + SPECIAL_TOKENS <= limit)
             return 1 if fits else encoder.num_reads(text)
 
@@ -415,8 +412,8 @@ class ExampleBuilder:
         return self._split(row_id, prompt, whole)
 
     def _example(self, row_id, head, turns, tokens: list[tuple[int, SegmentTokens]]) -> Example:
-        """An example of segments and the numbers of their documents; without any it has one slot, the encoding of the
-        empty string."""
+        """An example of segments and the numbers of their documents. Without segments it has one slot, the encoding of
+        the empty string."""
         segments = [
             {
                 "document": document,
@@ -441,7 +438,8 @@ class ExampleBuilder:
         return self._split(row_id, prompt.split(mark), whole.split(mark))
 
     def _split(self, row_id: str, prompt: Sequence[str], whole: Sequence[str]) -> tuple[list[int], Turn]:
-        """Labels on what the assistant says and the token that ends its turn, nothing else."""
+        """Split a conversation into prompt and target. Labels are on what the assistant says and the token that ends
+        its turn."""
         tokenize = self.processor.tokenize_prompt
         head, asked, said = self._head_ids(prompt[0]), tokenize(prompt[1]), tokenize(whole[1])
         if prompt[0] != whole[0] or said[: len(asked)] != asked:
@@ -477,7 +475,7 @@ class ExampleBuilder:
 @dataclass
 class ExampleSelector:
     """
-    Takes examples from sources, as a recipe says.
+    Selects examples from sources, as a recipe says.
 
     Args:
         recipe ([`RecipeArguments`]): Its stage decides what a row needs and becomes.
@@ -493,8 +491,8 @@ class ExampleSelector:
     num_proc: int | None = None
 
     def training_examples(self) -> datasets.Dataset:
-        """The stage's examples, with reconstruction examples mixed in when the recipe says so.
-        None is about an article that is held out.
+        """The stage's examples, with reconstruction examples mixed in if the recipe says so. None is about a held-out
+        article.
         """
         share, limit = self.recipe.reconstruction_share, self.recipe.max_train_samples
         examples = self.select(self.recipe.train_files, None if limit is None else round(limit * (1 - share)))
@@ -507,8 +505,8 @@ class ExampleSelector:
         return examples
 
     def eval_examples(self) -> datasets.Dataset | None:
-        """The stage's held-out examples; none without `eval_files`. Of a file that is trained on as well, these are
-        the ones about held-out articles."""
+        """The stage's held-out examples; none without `eval_files`. Of a file that is also trained on, these are the
+        examples about held-out articles."""
         if not self.recipe.eval_files:
             return None
         return self.select(self.recipe.eval_files, self.recipe.max_eval_samples, held_out=True)
@@ -521,9 +519,9 @@ class ExampleSelector:
         Args:
             sources (`dict[str, float]`): Each source and its weight: its share of the mixture is weight / sum of
                 weights.
-            max_examples (`int`, *optional*): Size of the mixture. Nothing is repeated: when a source holds less than
-                its share, the mixture gets smaller and keeps its shares. Default: as many as that allows.
-            held_out (`bool`): Whether rows of the validation part are taken, rather than the others.
+            max_examples (`int`, *optional*): Size of the mixture. Nothing is repeated: if a source has fewer examples
+            than its share, the mixture shrinks and keeps its shares. Default: as many as the sources allow. held_out
+            (`bool`): Whether rows of the validation part are taken, rather than the others.
         """
         if not sources or any(weight <= 0 for weight in sources.values()):
             raise ValueError(f"Got files and weights {sources}; expected files with positive weights.")
@@ -548,7 +546,7 @@ class ExampleSelector:
         return datasets.concatenate_datasets([taken[source].select(range(counts[source])) for source in sources])
 
     def _why_empty(self, source: str, left_out: dict[str, list[str]]) -> str:
-        """What is wrong with all rows of a source, and which keys the first one has."""
+        """Why all rows of a source were left out, and which keys the first one has."""
         problems = ", ".join(f"{len(ids)} {problem}" for problem, ids in left_out.items())
         path = find_file(parse_source(source)[0], self.recipe.data_dir)
         if not (path.endswith(JSON_LINES) and any(problem.startswith("without") for problem in left_out)):
@@ -557,7 +555,7 @@ class ExampleSelector:
         return f"No examples in {source}: {problems}. Its first row has the keys {keys}; expected {list(ROW_FIELDS)}."
 
     def preview(self, source: str) -> tuple[int, list[int]]:
-        """About how many examples a source's rows become, and the lengths of those of its first block."""
+        """Estimate the number of examples of a source; also the lengths of those in its first block."""
         settings, maker, order = self._prepare(source, None, held_out=False)
         with _Makers(maker, self.num_proc) as makers:
             block = self._block(makers, settings, order[:ROWS_PER_BLOCK])
@@ -565,9 +563,9 @@ class ExampleSelector:
         return round(len(lengths) * max(1.0, len(order) / ROWS_PER_BLOCK)), lengths
 
     def _prepare(self, source: str, quota: int | None, held_out: bool) -> tuple[str, "_ExampleMaker", list[list[int]]]:
-        """What names a source's blocks in the cache, what makes them, and the rows of each example in random order."""
+        """The cache key of a source's blocks, the maker of the blocks, and the rows of each example in random order."""
         recipe = self.recipe
-        # Distractors are of the same part: no held-out passage is trained on.
+        # Distractors come from the same part, so that no held-out passage is trained on.
         corpus = open_part(recipe, source, held_out, self.num_proc, quota)
         columns = ("question", "answers", "passages", "gold")
         nearest = NearestPassages(iterate_rows(corpus, *columns)) if recipe.distractors else None
@@ -577,10 +575,10 @@ class ExampleSelector:
         return settings, _ExampleMaker(corpus, nearest, self.builder, recipe, self.seed), self._order(corpus)
 
     def _take(self, source: str, quota: int | None, held_out: bool) -> tuple[datasets.Dataset, dict[str, list[str]]]:
-        """The first `quota` examples of a source that are not too long, its rows in random order, and the ids of those
-        that were left out, by what is wrong with them."""
+        """The first `quota` examples of a source that are not too long, in random order of its rows, and the ids of the
+        rows that were left out, by reason."""
         settings, maker, order = self._prepare(source, quota, held_out)
-        left_out: dict[str, list[str]] = defaultdict(list)  # ids of rows, by what is wrong with them
+        left_out: dict[str, list[str]] = defaultdict(list)  # ids of rows, by reason
         taken = [datasets.Dataset.from_dict({name: [] for name in EXAMPLE_FEATURES}, features=EXAMPLE_FEATURES)]
         with _Makers(maker, self.num_proc) as makers, tqdm(total=len(order), desc="making examples", unit="row") as bar:
             for start in range(0, len(order), ROWS_PER_BLOCK):
@@ -602,7 +600,7 @@ class ExampleSelector:
         return examples, left_out
 
     def _order(self, corpus: datasets.Dataset) -> list[list[int]]:
-        """Numbers of the rows in random order, grouped by the example that they become."""
+        """Numbers of the rows in random order, grouped by example."""
         draw = random.Random(self.seed)
         size = self.recipe.max_questions if self.recipe.asks_questions else 1
         if size == 1:
@@ -611,7 +609,7 @@ class ExampleSelector:
             groups = defaultdict(list)
             for number, row in enumerate(iterate_rows(corpus, "passages")):
                 groups[tuple(map(passage_key, row["passages"]))].append(number)
-            keys = sorted(groups)  # so that the draw depends on the seed and not on the order of the file
+            keys = sorted(groups)  # the draw must depend on the seed, not on the order of the file
             draw.shuffle(keys)
             order = []
             for numbers in (groups[key] for key in keys):
@@ -621,7 +619,7 @@ class ExampleSelector:
         return order
 
     def _block(self, makers: "_Makers", settings: str, groups: list[list[int]]) -> datasets.Dataset:
-        """Examples of some rows, and a line for each row that lacks a part; from the cache if they were made before."""
+        """Examples of some rows, and a line for each row that lacks a part; cached."""
         folder = Path(self.recipe.examples_cache_dir).expanduser()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -632,7 +630,7 @@ class ExampleSelector:
             ) from error
         path = folder / f"{Hasher.hash((settings, groups))}.arrow"
         if path.exists() and not _is_whole(path):
-            logger.warning("%s is cut off; its examples are made again.", path)
+            logger.warning("%s is truncated; its examples are made again.", path)
             path.unlink()
         if not path.exists():
             table = makers.make(groups)
@@ -645,12 +643,12 @@ class ExampleSelector:
         return datasets.Dataset.from_file(str(path))
 
 
-# What a stream of Arrow ends with.
+# The last bytes of an Arrow stream.
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file of a block was written to its end, which a full disk or a broken copy may have cut off."""
+    """Whether a file of a block is complete: a full disk or a broken copy may have truncated it."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - len(_END_OF_STREAM)))
         return file.read() == _END_OF_STREAM
@@ -658,7 +656,7 @@ def _is_whole(path: Path) -> bool:
 
 @dataclass
 class _ExampleMaker:
-    """Makes the examples of rows of a corpus, which it reads by their numbers."""
+    """Makes the examples of the rows with the given numbers in a data set."""
 
     corpus: datasets.Dataset
     nearest: NearestPassages | None
@@ -706,13 +704,13 @@ class _ExampleMaker:
         recipe, nearest = self.recipe, self.nearest
         if nearest is None:
             return own_passages(rows[0])[0], []
-        # One draw: none may hold an answer to any of the questions.
+        # One draw for all questions: no distractor may contain an answer to any of them.
         passages = nearest.mixed(rows, recipe.distractors, self.seed, recipe.max_distractors)
-        # A further question costs its turn, and no slot.
+        # A further question adds its turn and no slot.
         return passages, nearest.questions_about(passages, rows[0], self.seed) if recipe.max_questions > 1 else []
 
     def _examples(self, rows: list[Row]) -> Iterator[Example]:
-        """The examples of whole rows; those that are too long have a `problem`."""
+        """The examples of complete rows; those that are too long have a `problem`."""
         builder, limit = self.builder, self.builder.max_tokens or math.inf
         asks = self.recipe.asks_questions
         for example in builder.question_examples(rows) if asks else builder.reconstruction_examples(rows):
@@ -721,10 +719,8 @@ class _ExampleMaker:
 
 
 class _Makers:
-    """A context in which an [`_ExampleMaker`] works in several processes, which begin with the first rows.
-
-    Each of them makes the examples of one part of the corpus in all blocks. Neighbouring rows are about the same
-    articles, so that a process has met most passages before.
+    """Runs an [`_ExampleMaker`] in several processes. Each process makes the examples of the same part of the corpus in
+    all blocks: neighbouring rows are about the same articles, so that most of its passages are in its cache.
     """
 
     def __init__(self, maker: _ExampleMaker, num_proc: int | None):
@@ -747,7 +743,7 @@ class _Makers:
             self.maker.builder.load()
             begin = {"initializer": _set_maker, "initargs": (self.maker,)}
             self.workers = [ProcessPoolExecutor(1, **begin) for _ in range(self.num_proc)]
-        places = [[] for _ in self.workers]  # in `groups`, of those of each process
+        places = [[] for _ in self.workers]  # of each process, indices into `groups`
         for place, numbers in enumerate(groups):
             places[numbers[0] * self.num_proc // len(self.maker.corpus)].append(place)
         made = [
@@ -759,13 +755,13 @@ class _Makers:
         return pa.concat_tables(tables).take(np.argsort(place_of_example, kind="stable")).combine_chunks()
 
 
-_maker: _ExampleMaker | None = None  # of a process of `_Makers`
+_maker: _ExampleMaker | None = None  # one for each process of `_Makers`
 
 
 def _set_maker(maker: _ExampleMaker) -> None:
     global _maker
-    gc.freeze()  # what forked processes share would be copied where the collector looks through it
-    _maker = maker.remembering()  # here, as what is remembered cannot be sent to another process
+    gc.freeze()  # the garbage collector would write to memory that forked processes share, and so copy it
+    _maker = maker.remembering()  # here, because caches cannot be sent to another process
 
 
 def _make_part(groups: list[list[int]]) -> tuple[pa.Table, list[int]]:
@@ -774,7 +770,7 @@ def _make_part(groups: list[list[int]]) -> tuple[pa.Table, list[int]]:
 
 # Words
 
-# Minimum weight of a word, so that a slot of frequent words only has a weight as well.
+# Minimum weight of a word, so that a slot of frequent words alone has a weight as well.
 MIN_RARITY = 0.02
 
 

@@ -1,14 +1,14 @@
-"""The full-text baseline: the base model, fine-tuned with plain LoRA to answer from the passages' whole text.
+"""The full-text baseline: fine-tune the base model with plain LoRA to answer from the whole text of the passages.
 
     python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml
 
-Same questions, prompt, template and targets as stage II, with the text where the slots would be; LoRA on every row, by
-PEFT and TRL. `arcaligner evaluate --full-text-lora` compares its answers with those from slots. A run
-resumes from the last checkpoint in its `output_dir`, unless its settings have changed. A finished one is left alone.
+Same questions, prompt, template and targets as stage II, with the text in place of the slots; LoRA on every position,
+by PEFT and TRL. `arcaligner evaluate --full-text-lora` compares its answers with those from slots. A run resumes from
+the last checkpoint in its `output_dir`, unless its settings have changed. A finished one is not trained again.
 
-With `passage_attention: separate` (`full_text_apart.yaml`) passages do not read each other, at the positions that slots
-have then, so that keys and values of a passage's text can be kept and joined as those of its slots are
-(`kv_cache_arcaligner.py`). `arcaligner evaluate --text-apart` reads with it.
+With `passage_attention: separate` (`full_text_apart.yaml`) passages do not attend to each other and all start at the
+same position, like independent slots, so that the keys and values of a passage's text can be cached and joined in the
+same way (`kv_cache_arcaligner.py`). `arcaligner evaluate --text-apart` uses it.
 """
 
 import logging
@@ -46,12 +46,12 @@ class FullTextArguments:
     Args:
         model_name_or_path (`str`): The base model.
         train_file (`str`): Rows of questions, passages and answers, a source as in `common/rows.py`.
-        max_train_samples (`int`): How many of the shuffled rows are trained on.
+        max_train_samples (`int`): Number of shuffled rows to train on.
         data_dir (`str`): Folder of a data file with a relative path.
         max_tokens (`int`): Longer examples are left out.
         lora_r (`int`), lora_alpha (`int`): Rank and scale of the LoRA on all linears.
-        passage_attention (`str`): `"separate"` keeps the passages of a prompt from reading each other.
-        distractors (`float`): Share of rows that get 1 to 4 of the nearest passages that do not answer.
+        passage_attention (`str`): With `"separate"`, the passages of a prompt do not attend to each other.
+        distractors (`float`): Share of rows that get 1 to 4 of the nearest passages without the answer.
     """
 
     model_name_or_path: str
@@ -83,7 +83,7 @@ KINDS = (FullTextArguments, SFTConfig)
 
 
 def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.Dataset:
-    """The first of the shuffled rows that fit, as `input_ids` and `labels`."""
+    """The first shuffled rows that fit, as `input_ids` and `labels`."""
     examples, num_long = [], 0
     corpus = open_corpus(recipe.train_file, data_dir=recipe.data_dir)
     nearest = NearestPassages(corpus) if recipe.distractors else None
@@ -109,8 +109,8 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
 
 
 def tokenize(row: Row, tokenizer, is_separate: bool = False) -> dict[str, list[int]]:
-    """Ids of the prompt and the answer; labels on the answer and the end of its turn. Where passages are read apart,
-    also `passage_ids`, the number of each id's passage, -1 on other text."""
+    """Ids of the prompt and the answer; labels on the answer and the end of its turn. With independent passages also
+    `passage_ids`, the number of each id's passage, -1 on other text."""
     mark = uuid.uuid4().hex if is_separate else None
     content = full_text(row) if mark is None else text_prompt(row, mark)
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": row["answers"][0]}]
@@ -125,7 +125,7 @@ def tokenize(row: Row, tokenizer, is_separate: bool = False) -> dict[str, list[i
     def ids_of(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    # Not in one piece: the prompt has to be the very ids that an answer is asked for with.
+    # Tokenized separately, because the prompt must have exactly the ids that it has at inference.
     target_ids = ids_of(whole.removeprefix(prompt).rstrip())
     if mark is None:
         prompt_ids, passage_ids = ids_of(prompt), {}
@@ -141,8 +141,8 @@ def tokenize(row: Row, tokenizer, is_separate: bool = False) -> dict[str, list[i
 
 @dataclass
 class ApartCollator:
-    """Makes a right-padded batch of examples whose passages are read apart: `input_ids`, `labels` and `position_ids`
-    (batch, seq_len), and which token reads which, `attention_mask` (batch, 1, seq_len, seq_len)."""
+    """Makes a right-padded batch of examples with independent passages: `input_ids`, `labels` and `position_ids`
+    (batch, seq_len), and `attention_mask` (batch, 1, seq_len, seq_len), which token attends to which."""
 
     pad_token_id: int
 
@@ -154,13 +154,14 @@ class ApartCollator:
             "input_ids": padded(ids, self.pad_token_id),
             "labels": padded(labels, -100),
             "position_ids": passage_positions(passage_ids, is_real),
-            # Boolean, since the largest number of float32 has no place in the bfloat16 of autocast.
+            # Boolean, because the lowest float32 would overflow in the bfloat16 of autocast.
             "attention_mask": separate_passages(seen, passage_ids, torch.float32),
         }
 
 
 def train(recipe: FullTextArguments, args: SFTConfig, settings: str) -> None:
-    """Trains the LoRA, alone in its folder, and writes it there as PEFT does; `settings` are of `run_settings`."""
+    """Trains the LoRA while it holds the lock of its folder, and saves it there as PEFT does; `settings` are of
+    `run_settings`."""
     with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
         if Path(args.output_dir, CONFIG_NAME).exists():
             logger.info("%s is finished; delete it to train it again", args.output_dir)

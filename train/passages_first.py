@@ -1,13 +1,14 @@
 """A training step in two phases for independent passages: first their slots, then the turns that attend to them.
 
-A slot of an independent passage reads the beginning of the prompt and its own passage, never a turn or another passage.
-So the passages of a batch run through the aligner first, each in a row of its own, and then the turns of each example
-run through the frozen layers, on the keys and values of its slots. No row is as long as all passages of a question
-together, no mask hides most of what is computed, and turns are never slots. The loss is the one of one phase
-(`tests/train/test_passages_first.py`).
+A slot of an independent passage attends to the beginning of the prompt and to its own passage, never to a turn or
+another passage. The passages of a batch therefore run through the aligner first, one passage per row, and then the
+turns of each example run through the frozen layers, over the keys and values of its slots. No row is as long as all
+passages of a question together, no mask hides most of the computation, and turns never pass through the LoRA. The loss
+equals that of a step in one phase (`tests/train/test_passages_first.py`).
 
-Beyond the paper, the *attention loss* says at each layer what the NLL says at the end only: of what a position that
-predicts the answer reads in slots, `-log` of the share in the passages that hold the answer, summed over heads.
+Beyond the paper, the *attention loss* trains layers directly, where the NLL acts on the last layer only: of the
+attention that a position predicting the answer pays to slots, `-log` of the share on passages with the answer, heads
+summed.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from ..modeling_arcaligner import ArcAlignerCausalLMOutputWithPast, ArcAlignerFo
 from ..segmentation_arcaligner import equal_runs
 from .batches import drawn_rate, encoder_inputs, padded, placed_words
 
-NO_SHARE = 1e-4  # added to what is read, so that the logarithm is finite
+NO_SHARE = 1e-4  # added to attention, so that the logarithm is finite
 
 
 @dataclass
@@ -34,18 +35,18 @@ class PassagesFirstCollator:
     Makes a batch of examples in two parts. Arguments are those of `ContextCollator`, and
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The backbone's: which passages hold an answer is
-            searched in their text.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The backbone's; passages with an answer are found in its
+        text.
 
     Returns a dictionary of
 
     - `passage_ids`, `passage_mask`: `torch.LongTensor` (passages, longest): the beginning of the prompt and a context
       token for each slot of one passage;
     - `encoder_inputs`, `context_word_ids`: the slots of these rows;
-    - `input_ids`, `labels`, `turn_ids`, `position_ids`: `torch.LongTensor` (batch, seq_len): the turns of each example
-      side by side; `turn_ids` is -1 in padding;
-    - `kept`: `torch.LongTensor` (batch, num_kept), which of the passages' positions, counted over all rows, the turns
-      of an example read: those of the beginning once, then all slots; -1 in padding;
+    - `input_ids`, `labels`, `turn_ids`, `position_ids`: `torch.LongTensor` (batch, seq_len): the packed turns of each
+    example; `turn_ids` is -1 in padding;
+    - `kept`: `torch.LongTensor` (batch, num_kept), the positions of passages, counted over all rows, that the turns of
+    an example attend to: those of the beginning once, then all slots; -1 in padding;
     - `is_slot`: `torch.BoolTensor` (batch, num_kept);
     - `holds_answer`: `torch.BoolTensor` (batch, max_turns, num_kept), the slots of passages with the turn's answer;
       none where no passage has it, or each one;
@@ -64,7 +65,7 @@ class PassagesFirstCollator:
         segments = [segment for row in rows for segment in row["segments"]]
         runs = [equal_runs(len(segment["word_ids"]), rate) for segment in segments]
         words = [own["word_ids"][start:end] for own, ends in zip(segments, runs, strict=True) for start, end in ends]
-        # Slots of a segment stand together, and so do segments of a passage.
+        # Slots of a segment are adjacent, and so are segments of a passage.
         slots_of_segment = iter(map(len, runs))
         heads, sizes, passages_of_row = [], [], []
         for row in rows:
@@ -95,7 +96,7 @@ class PassagesFirstCollator:
         """The second phase; `sizes` are the slots of each passage, `width` the length of a row of the first."""
         names = ("input_ids", "labels", "turn_ids", "position_ids", "kept", "is_slot")
         found: dict[str, list[list[int]]] = {name: [] for name in names}
-        held, first = [], 0  # for each turn of each row, of each kept position whether it stands where the answer is
+        held, first = [], 0  # by row and turn: which kept positions are of a passage with the answer
         for row, passages in zip(rows, passages_of_row, strict=True):
             own, length = sizes[first : first + len(passages)], len(row["head"])
             numbers = [*range(first, first + len(passages))]
@@ -106,14 +107,14 @@ class PassagesFirstCollator:
                 found[name].append([each for turn in row["turns"] for each in turn[name]])
             counts = [len(turn["input_ids"]) for turn in row["turns"]]
             found["turn_ids"].append([number for number, count in enumerate(counts) for _ in range(count)])
-            begin = length + max(own)  # a turn goes on behind the longest passage
+            begin = length + max(own)  # positions of a turn continue after the longest passage
             found["position_ids"].append([begin + at for count in counts for at in range(count)])
             texts = self._texts(row, passages)
             held.append([])
             for turn in row["turns"]:
                 answer = self._plain([each for each in turn["labels"] if each >= 0])
                 holds = [bool(answer) and answer in text for text in texts]
-                if all(holds):  # nothing to choose
+                if all(holds):  # all passages contain it: no preference to learn
                     holds = [False] * len(holds)
                 held[-1].append([0] * length + np.repeat(holds, own).tolist())
             first += len(passages)
@@ -126,7 +127,7 @@ class PassagesFirstCollator:
         return batch | {"holds_answer": holds_answer}
 
     def _texts(self, row: dict[str, Any], passages: list[int]) -> list[str]:
-        """What the passages of an example say."""
+        """The texts of the passages of an example."""
         words: dict[int, list[int]] = {number: [] for number in passages}
         for segment in row["segments"]:
             words[segment["document"]] += segment["word_ids"]
@@ -137,7 +138,7 @@ class PassagesFirstCollator:
 
 
 def check_passages_first(model: ArcAlignerForCausalLM, args: TrainingArguments | None) -> None:
-    """Raises `ValueError` for a model or arguments that a step in two phases cannot have."""
+    """Raises `ValueError` for a model or arguments that exclude a step in two phases."""
     if model.config.passage_attention != "separate":
         raise ValueError(
             f"`passage_attention` is {model.config.passage_attention!r}, so that slots read other passages; "
@@ -164,13 +165,13 @@ def run_passages_first(
         model ([`ArcAlignerForCausalLM`]): With independent passages (`passage_attention="separate"`).
         batch: Of [`PassagesFirstCollator`], on the model's device.
         slots: `context_embeds` (passages, max_slots, encoder_hidden_size) and `context_word_ids` of the batch.
-        num_items_in_batch: What the NLL is divided by; the number of targets without it.
+        num_items_in_batch: Divisor of the NLL. Default: the number of targets.
         attention_layers: Layers of the attention loss, which need the attention kernel `"eager"`.
         with_logits: Whether the output has `logits` (batch, seq_len, vocab_size) of the turns. The loss needs none.
 
     Returns:
         The output, with the NLL as its `loss` and the `recursion_depth` (passages, num_layers, max_slots) of the slots;
-        and the attention loss, `None` without `attention_layers` and where no passage can be preferred.
+        and the attention loss, `None` without `attention_layers` and if no passage can be preferred.
     """
     text_config, cache = model.config.text_config, DynamicCache()
     read = model.model(
@@ -201,7 +202,8 @@ def run_passages_first(
 
 
 def kept_positions(cache: Cache, kept: torch.LongTensor, num_layers: int) -> DynamicCache:
-    """Of the keys and values of all rows those at the positions `kept` (batch, num_kept), whatever stands at -1."""
+    """Select the keys and values at the positions `kept` (batch, num_kept), counted over all rows; at -1 they are
+    arbitrary."""
     taken, (batch, num_kept) = DynamicCache(), kept.shape
     flat = kept.clamp(min=0).flatten()
     for number, layer in zip(range(num_layers), cache.layers, strict=True):
@@ -214,9 +216,9 @@ def kept_positions(cache: Cache, kept: torch.LongTensor, num_layers: int) -> Dyn
 
 
 def turns_mask(turn_ids: torch.LongTensor, kept: torch.LongTensor, dtype: torch.dtype) -> torch.Tensor:
-    """What each position of the turns reads: what is kept, and its own turn up to itself. 0 where it reads and the
-    lowest number where not, (batch, 1, seq_len, num_kept + seq_len); `turn_ids` (batch, seq_len), `kept` -1 in
-    padding."""
+    """Additive mask of the turns: a position attends to all kept positions, and to its own turn up to itself. 0 where
+    it attends and the lowest number elsewhere, (batch, 1, seq_len, num_kept + seq_len); `turn_ids` (batch, seq_len),
+    `kept` -1 in padding."""
     (batch, seq_len), index = turn_ids.shape, torch.arange(turn_ids.shape[1], device=turn_ids.device)
     before = (kept >= 0)[:, None, :].expand(batch, seq_len, -1)
     own = (turn_ids[:, :, None] == turn_ids[:, None, :]) & (index[None, :] <= index[:, None])
@@ -225,8 +227,8 @@ def turns_mask(turn_ids: torch.LongTensor, kept: torch.LongTensor, dtype: torch.
 
 
 def attention_loss(attentions: Sequence[torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """The mean, over layers and positions that predict an answer which some passages hold and others do not, of `-log`
-    of the share of what is read in slots that is read in these passages. `attentions` are of each layer
+    """Mean of `-log` of the share of slot attention that goes to passages with the answer, over layers and over
+    positions that predict an answer which some passages contain and others do not. `attentions` are of each layer
     (batch, heads, seq_len, num_kept + seq_len)."""
     turns = batch["turn_ids"]  # (batch, seq_len)
     predicts = torch.nn.functional.pad(batch["labels"][:, 1:] >= 0, (0, 1))

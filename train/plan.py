@@ -1,8 +1,8 @@
 """Requirements of a recipe without loading anything: `arcaligner train --recipe mistral_7b --dry-run`.
 
-Parameters are counted on the meta device, of the sizes in `published.yaml` where neither the model nor the Hub can be
-reached. Examples are counted and measured where the data are files: those of a first block are made. The memory of
-activations is an estimate, within a fifth of what was measured on one H200 with a 7B backbone.
+Parameters are counted on the meta device; if neither the model nor the Hub can be reached, `published.yaml` gives the
+sizes. If the data are files, a first block of examples is made and measured. The memory of activations is an estimate,
+within a fifth of the memory measured on one H200 with a 7B backbone.
 """
 
 import logging
@@ -28,15 +28,15 @@ from .stages import Stage
 PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
 GIB, GB = 2**30, 1e9
 # Mean tokens of an example, slots included: of Wikipedia's paragraphs in passages of 100 words, and of questions of
-# HotpotQA with the paragraphs that answer them, by a tokenizer of Mistral's with a slot for a sentence.
+# HotpotQA with the paragraphs that answer them, with Mistral's tokenizer and a slot per sentence.
 TYPICAL_TOKENS = {"reconstruction": 104, "grounding": 54, "gating": 54}
-# Share of a row's positions that are slots: with several tokens to a slot, and with a slot for each sentence.
+# Share of a row's positions that are slots: with several tokens per slot, and with one slot per sentence.
 SLOT_SHARE, SENTENCE_SLOT_SHARE = 0.9, 0.2
 TOKENS_OF_A_SENTENCE = 30
-# What stage III keeps of a layer's passes, to what stage II keeps.
+# Activations that stage III keeps for backward, relative to stage II, because it runs layers several times.
 GATING_FACTOR = 1.7
 BYTES_OF_A_WORD = 6
-# Settings of a checkpoint that decide how large its aligner is.
+# Settings of a checkpoint that decide the size of its aligner.
 OF_CHECKPOINTS = ("lora_r", "lora_target_modules", "gate_layers", "gate_hidden_size", "word_parts")
 
 
@@ -58,7 +58,7 @@ class Memory:
     encoder: int
     aligner: int  # float32 weights, gradients and Adam's two moments: 16 bytes each
     activations: int
-    with_checkpointing: int  # activations, where layers are computed again backward
+    with_checkpointing: int  # activations with gradient checkpointing
 
     @property
     def fixed(self) -> int:
@@ -67,7 +67,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one stage takes on `num_gpus`."""
+    """Requirements of one stage on `num_gpus`."""
 
     name: str
     start: str
@@ -91,7 +91,7 @@ class StagePlan:
         return memory.fixed + (memory.with_checkpointing if self.activation_checkpointing else memory.activations)
 
     def hours(self, tokens_per_second: float) -> float | None:
-        """With so many tokens a second on each GPU."""
+        """Hours at a speed in tokens per second on each GPU."""
         if self.steps is None:
             return None
         return self.steps * self.global_batch * self.examples.mean / (tokens_per_second * self.num_gpus) / 3600
@@ -101,7 +101,7 @@ class StagePlan:
 
 
 def model_config(name: str) -> PreTrainedConfig:
-    """A model's configuration: of this machine, as published, or from the Hub.
+    """A model's configuration: from this machine, from `published.yaml`, or from the Hub.
 
     Raises:
         `ValueError`: a model whose sizes are not known here.
@@ -113,8 +113,8 @@ def model_config(name: str) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(found)
     except OSError as error:
         raise ValueError(
-            f"The sizes of {name} are neither on this machine nor in train/published.yaml, and the Hub does not give "
-            f"them ({str(error).splitlines()[0]}). A gated model needs its licence accepted and `hf auth login`."
+            f"The configuration of {name} is neither on this machine nor in train/published.yaml, and the Hub did not "
+            f"return it ({str(error).splitlines()[0]}). A gated model needs its licence accepted and `hf auth login`."
         ) from error
 
 
@@ -140,8 +140,8 @@ def empty_aligner(text_config: PreTrainedConfig, stage: str, **settings: Any) ->
 
 
 def activation_bytes(config: PreTrainedConfig, positions: int, slots: int, itemsize: int, layers: int) -> int:
-    """What a frozen decoder or encoder keeps for the backward pass: two norms that compute in float32, queries, keys,
-    values and three products of the MLP for each position, and the float32 inputs of LoRA for each slot."""
+    """Bytes that a frozen decoder or encoder keeps for the backward pass: two norms that compute in float32, queries,
+    keys, values and three products of the MLP for each position, and the float32 inputs of LoRA for each slot."""
     hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     of_position = (6 * hidden + 3 * inner) * itemsize
@@ -192,7 +192,8 @@ def _itemsize(recipe: RecipeArguments) -> int:
 
 
 def stage_examples(recipe: RecipeArguments, args: AlignerTrainingConfig, base: str, settings: dict) -> Examples:
-    """A stage's examples, measured where all of its sources are files and the base model's tokenizer is here."""
+    """A stage's examples, measured if all of its sources are files and the base model's tokenizer is on this
+    machine."""
     config = model_config(base)
     longest = min(filter(None, (recipe.max_tokens, getattr(config, "max_position_embeddings", None))))
     here = all(parse_source(source)[0].endswith(FILES) for source in recipe.train_files)
@@ -220,7 +221,7 @@ def stage_examples(recipe: RecipeArguments, args: AlignerTrainingConfig, base: s
 
 
 def plan_stages(stages: list[Stage], only: int | None, num_gpus: int) -> list[StagePlan]:
-    """What the stages of a recipe take, or one of them.
+    """Requirements of the stages of a recipe, or of one of them.
 
     Args:
         stages (`list[Stage]`): All stages of the recipe, of `read_stages`; one has the aligner of those before it.
@@ -231,11 +232,11 @@ def plan_stages(stages: list[Stage], only: int | None, num_gpus: int) -> list[St
         `FileNotFoundError`: data that are not there.
         `ValueError`: a global batch that does not divide; a model whose sizes are not known.
     """
-    logging.getLogger(parse_recipe.__module__).setLevel(logging.WARNING)  # accumulation is said for `num_gpus`
+    logging.getLogger(parse_recipe.__module__).setLevel(logging.WARNING)  # else it logs this machine's accumulation
     plans, base, settings = [], "", {}
     for stage in stages:
         kinds = (RecipeArguments, AlignerTrainingConfig)
-        # Nothing runs, so nothing is asked of this machine's accelerators.
+        # Nothing runs, so this machine's accelerators are not checked.
         recipe, args, _ = parse_recipe(SCRIPT, kinds, [*stage.arguments, "--use_cpu", "true"])
         if stage.start is None:
             base, settings = _start(recipe.model_name_or_path)
@@ -249,7 +250,8 @@ def plan_stages(stages: list[Stage], only: int | None, num_gpus: int) -> list[St
 
 
 def _start(name: str) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The base model of what a stage starts from, with the settings of aligner and processor that a checkpoint has."""
+    """The base model that a stage starts from, with the settings of aligner and processor if the start is a
+    checkpoint."""
     folder = resolve_model(name)
     if not Path(folder, "config.json").is_file():
         return name, {"aligner": {}, "processor": {}}
@@ -304,7 +306,7 @@ def _disk(recipe, args, memory: Memory, num_trained: int, examples: Examples, st
         if sizes is None or path.endswith(FILES):
             continue
         texts = math.inf
-        if recipe.max_train_samples is not None and not recipe.asks_questions:  # what is streamed
+        if recipe.max_train_samples is not None and not recipe.asks_questions:  # streamed from the Hub
             texts = recipe.max_train_samples * recipe.passage_words * BYTES_OF_A_WORD / GB
         downloaded = max(downloaded, min(sizes["download"], texts))
     if downloaded:
@@ -314,7 +316,7 @@ def _disk(recipe, args, memory: Memory, num_trained: int, examples: Examples, st
     saved = 0 if args.save_strategy == "no" else (args.save_total_limit or 0)
     if not saved and steps is not None and args.save_strategy == "steps":
         saved = max(1, steps // max(1, int(args.save_steps)))
-    found["checkpoints"] = (12 * saved + 4) * num_trained / GB  # weights and Adam's moments; the result without these
+    found["checkpoints"] = (12 * saved + 4) * num_trained / GB  # weights and Adam's moments; a result: weights
     return found
 
 
@@ -353,7 +355,7 @@ def lines_of(plans: list[StagePlan], tokens_per_second: float | None = None) -> 
 
 
 def _of_this_machine(plans: list[StagePlan]) -> list[str]:
-    """Whether the stages fit into what is free on this machine's GPU."""
+    """Whether the stages fit into the free memory of this machine's GPU."""
     if not torch.cuda.is_available():
         return ["This machine has no GPU, so nothing is compared with its memory."]
     free, total = torch.cuda.mem_get_info()

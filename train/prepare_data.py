@@ -6,12 +6,12 @@
 
     train_qa        SQuAD, NaturalQuestions by way of QED, HotpotQA with its ten paragraphs, MuSiQue with its twenty
     train_extra     QAMR: questions about one sentence
-    recon_train     a paragraph of each of many articles of Wikipedia
+    recon_train     one paragraph from each of many articles of Wikipedia
     recon_heldout   the same, of further articles that are not in train_qa
 
 By default there are about as many rows of each as the shipped aligner was trained on. The sets are streamed: a limit
-also limits what is downloaded. A finished file is left alone, so a run that broke off goes on with the next.
-`README.md` beside the files says what they hold, and the licences.
+also limits what is downloaded. A finished file is kept, so an interrupted run continues with the next one. `README.md`
+next to the files describes their content and licences.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ from ..common.files import markdown_table, read_json_lines, refuse_unknown, run_
 from ..common.rows import Row, own_row
 
 HELD_OUT = 2000  # paragraphs
-HELD_OUT_FILE = "recon_heldout.jsonl.gz"  # made with that for training
+HELD_OUT_FILE = "recon_heldout.jsonl.gz"  # made together with the one for training
 DESCRIPTION = """\
 # Training data
 
@@ -65,10 +65,10 @@ files, or a model trained on them, names the sets and keeps their licences.
 class Source:
     """A public set."""
 
-    name: str  # in `--limit`, and what the ids of its rows begin with
+    name: str  # in `--limit`, and prefix of the ids of its rows
     place: str  # a data set of the Hub or, with `files`, a repository of GitHub
     to_rows: Callable[[dict], Row | Iterable[Row] | None]
-    limit: int | None = None  # rows that are taken, the first ones
+    limit: int | None = None  # number of rows to take, from the beginning
     config: str | None = None  # on the Hub
     commit: str | None = None  # of the repository
     files: tuple[str, ...] = ()  # text files of the repository, whose lines or paragraphs are its rows
@@ -102,8 +102,8 @@ SOURCES = (
 
 
 def _limited(source: Source, stream: datasets.IterableDataset) -> Iterator[Row]:
-    """The first rows of a set. With a limit, each of its files gives as many as the others; later ones give what
-    earlier ones lack."""
+    """The first rows of a set. With a limit, each of its files contributes equally; if one has too few, later ones
+    contribute more."""
     taken = 0
     for file in range(stream.num_shards):
         most = None if source.limit is None else source.limit * (file + 1) // stream.num_shards - taken
@@ -113,7 +113,7 @@ def _limited(source: Source, stream: datasets.IterableDataset) -> Iterator[Row]:
 
 
 def _converted(source: Source, stream: datasets.IterableDataset) -> Iterator[Row]:
-    """The rows of ours that those of a stream become."""
+    """Convert the rows of a stream to our schema."""
     stored = iter(stream)
     while True:
         with _reaching(source):
@@ -125,8 +125,8 @@ def _converted(source: Source, stream: datasets.IterableDataset) -> Iterator[Row
             rows = [_own(each, source) for each in ([read] if isinstance(read, dict) else read)]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"{source.place} has a row of another form than the one known here ({type(error).__name__}: {error}), "
-                f"with {sorted(row)}. Leave the set out with `--limit {source.name}=0`, or name another version."
+                f"{source.place} has a row in an unexpected format ({type(error).__name__}: {error}), with the fields "
+                f"{sorted(row)}. Leave the set out with `--limit {source.name}=0`, or name another version."
             ) from error
         yield from (each for each in rows if any(passage["text"].strip() for passage in each["passages"]))
 
@@ -140,13 +140,13 @@ def _own(row: Row, source: Source) -> Row:
 
 @contextlib.contextmanager
 def _reaching(source: Source) -> Iterator[None]:
-    """Says of an error in reading a set what it means and what to do."""
+    """Turn an error in reading a set into one that says what to do."""
     try:
         yield
     except Exception as error:  # of whichever library reads the files
         raise OSError(
-            f"{source.place} cannot be reached ({type(error).__name__}: {error}). Run the command again to go on with "
-            "it, or put a copy of the set into a folder and name that with `--copies`."
+            f"{source.place} cannot be reached ({type(error).__name__}: {error}). Run the command again to continue, "
+            "or put a copy of the set into a folder and name the folder with `--copies`."
         ) from error
 
 
@@ -154,7 +154,7 @@ def _reaching(source: Source) -> Iterator[None]:
 
 
 def write_file(path: Path, rows: Iterable[Row]) -> None:
-    """Writes rows to a gzipped file, whole or not at all; the same rows give the same bytes."""
+    """Writes rows to a gzipped file atomically; equal rows give equal bytes."""
 
     def write(file: BinaryIO) -> None:
         with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed:
@@ -165,8 +165,8 @@ def write_file(path: Path, rows: Iterable[Row]) -> None:
 
 
 def split_paragraphs(rows: Iterable[Row], known_titles: set[str]) -> tuple[list[Row], list[Row]]:
-    """Paragraphs for training and held-out ones, in random order, each text once. The titles of held-out ones are not
-    in `known_titles`."""
+    """Paragraphs for training and held-out ones, in random order, without duplicates. No held-out one has a title in
+    `known_titles`."""
     unique = list({row["passages"][0]["text"]: row for row in rows}.values())
     random.Random(0).shuffle(unique)
     others = [number for number, row in enumerate(unique) if row["passages"][0]["title"] not in known_titles]
@@ -176,7 +176,7 @@ def split_paragraphs(rows: Iterable[Row], known_titles: set[str]) -> tuple[list[
 
 
 def prepare(output: Path, sources: Sequence[Source], copies: Path | None = None) -> None:
-    """Makes the files of `TRAINING_FILES` in `output`, and its `README.md`; what is finished is left alone."""
+    """Makes the files of `TRAINING_FILES` in `output`, and its `README.md`; finished files are kept."""
     if not (output / "README.md").exists():
         write_whole(output / "README.md", DESCRIPTION)
     for name in TRAINING_FILES:
@@ -184,14 +184,14 @@ def prepare(output: Path, sources: Sequence[Source], copies: Path | None = None)
         if name == HELD_OUT_FILE or not own:
             continue
         if (output / name).exists():
-            typer.echo(f"{output / name} is there and left alone; delete it to make it again.")
+            typer.echo(f"{output / name} exists and is kept; delete it to make it again.")
         else:
             _make(output, name, own, copies)
 
 
 def _make(output: Path, name: str, sources: list[Source], copies: Path | None) -> None:
-    """Makes a file of its sets, with a part of `README.md` on where they are from and under which licence; with the
-    file for training on paragraphs, the one of held-out paragraphs."""
+    """Makes a file from its sets, and the part of `README.md` on their origin and licences. The file of training
+    paragraphs comes with the file of held-out paragraphs."""
     revisions, numbers = {}, Counter()
 
     def read() -> Iterator[Row]:

@@ -1,5 +1,5 @@
-"""Prompts of questions about passages, as text or as slots, and greedy answers to them: what validation, evaluation and
-benchmarks share."""
+"""Prompts of questions about passages, as text or as slots, and greedy answers to them. Validation, evaluation and
+benchmarks share this module."""
 
 import itertools
 from collections.abc import Callable
@@ -44,14 +44,14 @@ def slot_inputs(processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot
 
 
 def text_ids(processor: ArcAlignerProcessor, row: Row) -> tuple[list[int], list[int]]:
-    """The prompt with the passages' text, cut where the question begins: what is before it can be kept."""
+    """The prompt with the passages' text, cut where the question begins, so that the first part can be cached."""
     before, after = processor.split_prompt([{"role": "user", "content": row["question"]}], add_generation_prompt=True)
     return processor.tokenize_prompt(before + passages_text(row)), processor.tokenize_prompt(after)
 
 
 class ApartText(NamedTuple):
-    """Ids of a prompt of text whose passages do not read each other, as the slots of `passage_attention` "separate":
-    the text before the passages, each passage, and the text after them."""
+    """Ids of a prompt of text whose passages do not attend to each other, like the slots of `passage_attention`
+    "separate": the text before the passages, each passage, and the text after them."""
 
     head: list[int]
     passages: list[list[int]]
@@ -59,7 +59,7 @@ class ApartText(NamedTuple):
 
     @classmethod
     def of(cls, row: Row, before: str, after: str, tokenize: Callable[[str], list[int]]) -> "ApartText":
-        """The passages of `row` between the parts of its prompt, each tokenized by itself."""
+        """The passages of `row` between the parts of its prompt, each tokenized separately."""
         passages = [tokenize(passages_text({"passages": [passage]})) for passage in row["passages"]]
         return cls(tokenize(before), passages, tokenize(after))
 
@@ -77,7 +77,7 @@ class ApartText(NamedTuple):
 
 @torch.inference_mode()
 def with_selected(answerer: Answerer, rows: list[Row], max_passages: int, **settings: Any) -> list[Row]:
-    """The rows, each with the top-ranked of its passages, where it has more than `max_passages`; `settings` as for
+    """The rows with at most `max_passages` passages each, the top-ranked ones; `settings` as for
     `Answerer.score`."""
     selected = []
     for row in tqdm(rows, desc="scoring passages", leave=False, disable=len(rows) == 1):

@@ -1,4 +1,4 @@
-"""The keys of a recipe: stage, model and data, then TRL's training arguments; and how a script reads them."""
+"""The keys of a recipe: stage, model and data, then TRL's training arguments; and how a script parses them."""
 
 import contextlib
 import dataclasses
@@ -36,7 +36,7 @@ def _examples_cache() -> str:
     return str(Path(os.environ.get("ARCALIGNER_CACHE") or Path(of_user, "arcaligner"), "examples"))
 
 
-# What a stage may start from. It may also continue from itself, on other data.
+# The stages that a stage may start from; the same stage means to continue on other data.
 STARTS = {
     "reconstruction": (BASE_MODEL, "reconstruction"),
     "grounding": ("reconstruction", "grounding", BASE_MODEL),
@@ -44,12 +44,12 @@ STARTS = {
 }
 # Fields of `ArcAlignerConfig` that the processor decides.
 FROM_PROCESSOR = {"encoder_name_or_path", "encoder_hidden_size", "context_token", "context_token_id"}
-# Settings of a processor that other keys of the recipe decide.
+# Settings of a processor that other keys of the recipe set.
 _FROM_RECIPE = {
     *("tokens_per_slot", "trained_tokens_per_slot", "context_words", "trained_encoder", "chat_template"),
     "passage_attention",
 }
-# Turns side by side need a custom mask, which other attention kernels do not take.
+# Packed turns need a custom mask, which other attention kernels do not take.
 _MASKED_ATTENTION = (None, "eager", "sdpa")
 
 
@@ -69,35 +69,34 @@ class RecipeArguments:
             float32 and bfloat16.
         aligner (`dict`): Fields of `ArcAlignerConfig` to set, such as `lora_r`.
         processor (`dict`): Settings of a new processor, such as `sentences_per_segment`; for a base model only.
-        encoder_lora_r (`int`): Rank of LoRA for the sentence encoder, which is then trained, too; 0 leaves it frozen.
+        encoder_lora_r (`int`): Rank of the LoRA that trains the sentence encoder jointly; 0 leaves it frozen.
         max_train_samples (`int`, *optional*): Examples to train on.
         eval_files, max_eval_samples: The same for the held-out loss.
         max_segments (`int`): Maximum number of segments of a reconstruction example.
         continues (`bool`): Whether reconstruction examples have a second turn, which continues with the next segment.
-        max_tokens (`int`, *optional*): Longer examples are left out, as are those that the base model cannot read.
+        max_tokens (`int`, *optional*): Longer examples are left out, as are those beyond the context of the base model.
             Questions that share their passages become several examples rather than one that is too long.
         passage_words (`int`): Words of a passage that the texts of a corpus are cut into.
         distractors (`float`): Share of question examples that get 1 to `max_distractors` of the passages nearest to
-            their questions (BM25) which do not hold the answer, in random order with their own. With `max_questions`
-            above 1, a question about each of these joins.
-        validation_share (`float`), validation_seed (`int`): Share of articles (titles) that is not trained on, and
-            which: of a file that is in `eval_files` as well, they are what is evaluated.
-        max_questions (`int`): Maximum number of questions about the same passages in one example, beside those about
-            its distractors. They share the slots, so a passage is computed once for all of them; each reads the slots
-            and itself.
-        reconstruction_files (`dict[str, float]`), reconstruction_share (`float`): Share of reconstruction examples in a
-            later stage's training set, and where they come from.
-        tokens_per_slot (`list`): Rates of slots, whole numbers of tokens or `"segment"`; each batch draws one, and one
-            that is named twice twice as often. They may differ from those of the stage before.
+            their questions (BM25) without the answer, in random order with their own. With `max_questions` above 1, a
+            question about each of these is added.
+        validation_share (`float`), validation_seed (`int`): Share of articles (titles) that are held out, and the seed
+        that selects them. If a file is also in `eval_files`, these are evaluated. max_questions (`int`): Maximum number
+        of questions about the same passages in one example, in addition to those about its distractors. They share the
+        slots, so a passage is computed once for all of them; each attends to the slots and itself. reconstruction_files
+        (`dict[str, float]`), reconstruction_share (`float`): Share of reconstruction examples in a
+            later stage's training set, and the files they come from.
+        tokens_per_slot (`list`): Rates of slots, whole numbers of tokens or `"segment"`; each batch draws one; a rate
+        that is listed twice is drawn twice as often. They may differ from those of the stage before.
         attn_implementation (`str`, *optional*): transformers' name of an attention kernel. On CPUs, `"eager"` is two to
             three times as fast backward as `"sdpa"` for rows of a few hundred tokens.
         compile_layers (`bool`): Whether the decoder layers are compiled, which takes a minute once and saves time in
             long runs.
-        passages_first (`bool`): Whether a step runs the slots of all passages first and then the turns that read them:
-            fewer and shorter rows. For independent passages (`passage_attention: separate`) and one process.
+        passages_first (`bool`): Whether a step computes the slots of all passages first and then the turns that attend
+        to them: fewer and shorter rows. For independent passages (`passage_attention: separate`) and one process.
         attention_loss_weight (`float`), attention_loss_layers (`list[int]`): With `passages_first`, the weight of the
-            loss on where the answer is read, and the layers it is taken in; see `train/passages_first.py`.
-        examples_cache_dir (`str`): Where tokenized examples are kept, for all stages.
+        attention loss, and the layers that it applies to; see `train/passages_first.py`. examples_cache_dir (`str`):
+        Folder that caches tokenized examples, for all stages.
     """
 
     stage: Literal["reconstruction", "grounding", "gating"]
@@ -131,7 +130,7 @@ class RecipeArguments:
     examples_cache_dir: str = field(default_factory=_examples_cache)
 
     def __post_init__(self):
-        # A command line gives text, a recipe numbers.
+        # Values of a command line are text, those of a recipe numbers.
         self.tokens_per_slot = [int(rate) if str(rate).isdecimal() else rate for rate in self.tokens_per_slot]
         if not self.tokens_per_slot:
             raise ValueError('`tokens_per_slot` is empty; expected at least one rate, such as ["segment"].')
@@ -140,11 +139,11 @@ class RecipeArguments:
         refuse_unknown("`aligner`", self.aligner, [f.name for f in dataclasses.fields(ArcAlignerConfig)])
         refuse_unknown("`processor`", self.processor, inspect.signature(ArcAlignerProcessor).parameters)
         for key in self.aligner.keys() & FROM_PROCESSOR:
-            raise ValueError(f"`{key}` is in `aligner`, but follows from the processor: set it in `processor`.")
+            raise ValueError(f"`{key}` is in `aligner`, but the processor decides it: set it in `processor`.")
         for key in self.processor.keys() & _FROM_RECIPE:
             raise ValueError(
-                f"`{key}` is in `processor`, but follows from `tokens_per_slot`, `chat_template_path`, or "
-                "`word_parts` and `passage_attention` of `aligner`: set that key of the recipe."
+                f"`{key}` is in `processor`, but the recipe's `tokens_per_slot`, `chat_template_path`, or `word_parts` "
+                "and `passage_attention` of its `aligner` decide it: set that key."
             )
         if self.has_turns and self.attn_implementation not in _MASKED_ATTENTION:
             raise ValueError(
@@ -206,17 +205,17 @@ class RecipeArguments:
 
     @property
     def asks_questions(self) -> bool:
-        """Whether the stage's examples are questions; else texts to read back."""
+        """Whether the stage's examples are questions; else texts to reconstruct."""
         return self.stage in ("grounding", "gating")
 
     def token_limit(self) -> int:
-        """Maximum number of tokens of an example: the recipe's, and never more than the base model reads."""
+        """Maximum number of tokens of an example: the recipe's, at most the context of the base model."""
         config = ArcAlignerConfig.from_pretrained(resolve_model(self.model_name_or_path)).text_config
         limits = [config.max_position_embeddings]
         if self.max_tokens is not None:
             limits.append(self.max_tokens)
         if self.has_turns and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-            limits.append(config.sliding_window)  # the mask of turns side by side has no window
+            limits.append(config.sliding_window)  # the mask of packed turns has no window
         return min(limits)
 
 
@@ -232,7 +231,7 @@ def accumulation_steps(global_batch_size: int, per_device: int, processes: int) 
     8
 
     Raises:
-        `ValueError`: numbers that do not divide `global_batch_size`, with some that do.
+        `ValueError`: numbers that do not divide `global_batch_size`; the message lists some that do.
     """
     if global_batch_size > 0 and per_device > 0 and global_batch_size % (per_device * processes) == 0:
         return global_batch_size // (per_device * processes)
@@ -253,7 +252,7 @@ def _listed(numbers: list[int]) -> str:
 
 
 def check_devices(needs_bfloat16: bool) -> None:
-    """Refuses what a machine's accelerators do not do: work for one process together, for two at once, or in bfloat16.
+    """Check that each process has one accelerator of its own, and that it computes in bfloat16 if needed.
 
     Raises:
         `ValueError`: with what to do.
@@ -261,8 +260,8 @@ def check_devices(needs_bfloat16: bool) -> None:
     count, local = torch.accelerator.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if count > 1 and "WORLD_SIZE" not in os.environ:
         raise ValueError(
-            f"This machine has {count} GPUs, and one process would train. Train on all of them with `--accelerate ddp` "
-            "or on one with `CUDA_VISIBLE_DEVICES=0` before the command."
+            f"This machine has {count} GPUs, but only one process would train. Train on all of them with "
+            "`--accelerate ddp` or on one with `CUDA_VISIBLE_DEVICES=0` before the command."
         )
     if 0 < count < local:
         raise ValueError(
@@ -287,22 +286,22 @@ class AlignerTrainingConfig(SFTConfig):
     """
     `SFTConfig` with the few values that context slots need.
 
-    Defaults that differ from [`~trl.SFTConfig`]: `max_length=None` and `remove_unused_columns=False` (a cut row or a
-    dropped column loses slots), `dataset_kwargs={"skip_prepare_dataset": True}` (rows come tokenized),
+    Defaults that differ from [`~trl.SFTConfig`]: `max_length=None` and `remove_unused_columns=False` (truncated rows
+    and dropped columns lose slots), `dataset_kwargs={"skip_prepare_dataset": True}` (rows come tokenized),
     `gradient_checkpointing=None` (off), `ddp_find_unused_parameters=False`,
     `train_sampling_strategy="group_by_length"`, `ddp_timeout` of a day (the first process tokenizes while the others
     wait).
 
     Args:
-        global_batch_size (`int`, *optional*): Examples that make a step, whatever the number of processes:
-            `gradient_accumulation_steps` follows from it. Default: what `per_device_train_batch_size`, that and the
-            processes make.
-        gate_learning_rate (`float`, *optional*): For the gates, which start untrained in stage III. Default:
+        global_batch_size (`int`, *optional*): Examples per optimizer step, whatever the number of processes;
+        `gradient_accumulation_steps` follows from it. Default: the product of `per_device_train_batch_size`,
+        `gradient_accumulation_steps` and processes. gate_learning_rate (`float`, *optional*): For the gates, which
+        start untrained in stage III. Default:
             `learning_rate`.
         encoder_learning_rate (`float`, *optional*): For an encoder that is trained jointly. Default: `learning_rate`.
         average_checkpoints (`int`): The stage ends with the mean of the weights of its last checkpoints, this many
-            (latest weight averaging, https://huggingface.co/papers/2209.14981). After a constant learning rate that is
-            worth a falling one, and training can go on. 0: with the weights of the last step.
+            (latest weight averaging, https://huggingface.co/papers/2209.14981). After a constant learning rate this
+            replaces a decay, and training can continue. 0: with the weights of the last step.
         eval_slot_gap (`bool`): Also evaluate with the slots of other rows, for `eval_slot_gap`.
     """
 
@@ -364,7 +363,7 @@ class AlignerTrainingConfig(SFTConfig):
 
 
 class RecipeParser(TrlParser):
-    """`TrlParser` that says what an unknown key may have meant."""
+    """`TrlParser` that suggests the known key for a misspelled one."""
 
     @property
     def keys(self) -> list[str]:
@@ -396,12 +395,13 @@ def parse_recipe(script: str, kinds: tuple[type, type], arguments: list[str]) ->
 
 
 class PreparationError(ValueError):
-    """Training cannot begin with the start and the data that it was given."""
+    """The start or the data of a recipe cannot be used."""
 
 
 @contextlib.contextmanager
 def preparation() -> Iterator[None]:
-    """Inside, a start or data that cannot be used raise a [`PreparationError`], which `run_script` ends in a line."""
+    """Inside, errors about the start or the data become a [`PreparationError`], which `run_script` reports in one
+    line."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -409,9 +409,9 @@ def preparation() -> Iterator[None]:
 
 
 def run_script(script: str, kinds: tuple[type, type], main: Callable) -> None:
-    """Runs a training script with what [`parse_recipe`] makes of the command line. A mistake in the recipe or in the
-    data ends in one clear line before training begins, a missing file before anything is loaded, an error in training
-    in a traceback."""
+    """Runs a training script with the arguments that [`parse_recipe`] reads from the command line. A mistake in the
+    recipe or in the data ends in one clear line before training begins, a missing file before anything is loaded, an
+    error in training in a traceback."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     with exit_on_user_error():
         recipe, args, settings = parse_recipe(script, kinds, sys.argv[1:])
@@ -438,8 +438,8 @@ def resolve_dtype(name: str, device: torch.device, checkpoint: str | None = None
 
 
 def check_start(recipe: RecipeArguments, processor: ArcAlignerProcessor, start: ArcAlignerConfig | None) -> None:
-    """Refuses a stage out of order, and a start, `None` for a base model, with another encoder or segmentation than the
-    recipe says.
+    """Raises for a stage out of order, and for a start (`None` for a base model) with another encoder or segmentation
+    than the recipe.
     """
     name = recipe.model_name_or_path
     found = BASE_MODEL if start is None else start.training_stage

@@ -1,7 +1,7 @@
-"""The folder of a run: its settings, one trainer at a time, the checkpoint to resume from, and its final files.
+"""The folder of a run: its settings, its lock, the checkpoint to resume from, and its final files.
 
-The settings are the keys of the recipe with those of the command line over them. They are kept in `recipe.yaml`: the
-command as a comment, then the unchanged recipe file or, where the command line sets keys, all keys together.
+The settings are the keys of the recipe, overridden by those of the command line. They are saved in `recipe.yaml`: the
+command as a comment, then the unchanged recipe file or, if the command line sets keys, all keys together.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ from ..share.hub import RECIPE_FILE
 
 logger = logging.getLogger(__name__)
 
-SCRIPT = "arcaligner.train.sft"  # what trains one stage
+SCRIPT = "arcaligner.train.sft"  # the script that trains one stage
 LOCK_FILE = ".lock"
-# `torch.save` writes a zip file, whose table of contents stands at the end.
+# `torch.save` writes a zip file, whose table of contents is at the end.
 ZIP_SUFFIXES = (".pt", ".pth", ".bin")
-# Settings of logging, place and speed.
+# Settings of logging, location and speed, which do not change the result.
 MAY_CHANGE_ON_RESUME = {
     *("disable_tqdm", "eval_steps", "eval_strategy", "logging_steps", "report_to", "run_name"),
     *("eval_files", "eval_slot_gap", "max_eval_samples", "per_device_eval_batch_size"),
@@ -70,12 +70,12 @@ def read_keys(settings: str) -> dict[str, Any]:
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a run has left a checkpoint or its result."""
+    """Whether the folder contains a checkpoint or a result."""
     return any(folder.glob("checkpoint-*")) or any(folder.glob("*config.json"))  # PEFT's is adapter_config.json
 
 
 def check_settings(folder: Path, settings: str) -> None:
-    """Refuses a run that has begun with other settings than `settings`, except for `MAY_CHANGE_ON_RESUME`."""
+    """Raises if the run was started with other settings than `settings`, except for `MAY_CHANGE_ON_RESUME`."""
     if not has_begun(folder):
         return
     if not (folder / RECIPE_FILE).exists():
@@ -84,7 +84,7 @@ def check_settings(folder: Path, settings: str) -> None:
             "another folder with `--output` of `arcaligner train` or `output_dir` of the recipe."
         )
     was, now = read_keys((folder / RECIPE_FILE).read_text(encoding="utf-8")), read_keys(settings)
-    # With a mean of checkpoints the result depends on which there are.
+    # The mean of the last checkpoints depends on when they were saved.
     decides = {"save_steps", "save_total_limit"} if was.get("average_checkpoints") else set()
     may_change = MAY_CHANGE_ON_RESUME - decides | (set() if was.get("unanswerable") else {"unanswerable"})
     starts = {os.path.relpath(str(keys.get("model_name_or_path")), str(keys.get("output_dir"))) for keys in (was, now)}
@@ -93,7 +93,7 @@ def check_settings(folder: Path, settings: str) -> None:
     if changed:
         differences = ", ".join(f"`{key}` was {was.get(key)!r} and is now {now.get(key)!r}" for key in changed)
         raise ValueError(
-            f"{folder} was begun with other settings: {differences}. Delete that folder to train it again, or name "
+            f"{folder} was started with other settings: {differences}. Delete that folder to train it again, or name "
             "another one with `--output` of `arcaligner train` or `output_dir` of the recipe."
         )
 
@@ -112,7 +112,7 @@ def _command_keys(arguments: list[str]) -> dict[str, Any]:
         if values:
             loaded = [_value(value) for value in values]
             keys[name] = loaded[0] if len(loaded) == 1 else loaded
-        else:  # a flag, or its opposite
+        else:  # a flag such as --bf16 or --no_bf16
             keys[name.removeprefix("no_")] = not name.startswith("no_")
     keys.pop("config", None)
     return keys
@@ -138,8 +138,8 @@ def _as_number(value: Any) -> Any:
 
 @contextlib.contextmanager
 def claim_folder(output_dir: str, settings: str, is_main: bool) -> Iterator[None]:
-    """Keeps other trainers out of a folder, and writes its `settings`, of [`run_settings`], before anything else is
-    there. Only the first of a run's processes, `is_main`, does so.
+    """Locks a folder against other trainers, and writes `settings` of [`run_settings`] before anything else. Only the
+    first of a run's processes, `is_main`, does so.
     """
     if not is_main:
         yield
@@ -147,10 +147,10 @@ def claim_folder(output_dir: str, settings: str, is_main: bool) -> Iterator[None
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        lock = FileLock(folder / LOCK_FILE).acquire(timeout=0)  # the system frees it when the process ends, in any way
+        lock = FileLock(folder / LOCK_FILE).acquire(timeout=0)  # the system releases it however the process ends
     except Timeout as error:
         raise ValueError(
-            f"Another process is training in {folder}. Wait for its end or stop it, or name another `output_dir`."
+            f"Another process is training in {folder}. Wait until it ends, stop it, or name another `output_dir`."
         ) from error
     with lock:
         check_settings(folder, settings)
@@ -162,18 +162,18 @@ def claim_folder(output_dir: str, settings: str, is_main: bool) -> Iterator[None
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
-    """The last whole checkpoint in `output_dir`, if there is one. Broken ones stay where they are, and are logged.
+    """The last complete checkpoint in `output_dir`, or `None`. Broken ones are logged and not removed.
 
-    A full disk or a killed process leaves a checkpoint with files that are missing or cut. `trainer_state.json` is
-    written last, when the weights of all processes are there. Their generators' states may not be: a process that lacks
-    its own draws other dropout than it would have, and `Trainer` says so.
+    A full disk or a killed process leaves a checkpoint with files that are missing or truncated. `trainer_state.json`
+    is written last, when the weights of all processes are there. The states of their random generators may be missing:
+    such a process draws other dropout, and `Trainer` warns.
     """
     for checkpoint in _checkpoints(output_dir):
         fault = _find_fault(checkpoint)
         if fault is None:
             logger.info("resuming from %s", checkpoint)
             return str(checkpoint)
-        logger.warning("%s is not whole (%s): resuming from the one before", checkpoint, fault)
+        logger.warning("%s is incomplete (%s): resuming from the one before", checkpoint, fault)
     return None
 
 
@@ -207,7 +207,7 @@ def _find_fault(checkpoint: Path) -> str | None:
 
 
 def last_checkpoints(output_dir: str | Path, number: int) -> list[Path]:
-    """The last `number` whole checkpoints of a run, or all there are, the last one first."""
+    """The last `number` complete checkpoints of a run, or all if there are fewer, the last one first."""
     whole = (each for each in _checkpoints(output_dir) if _find_fault(each) is None)
     folders = [each for each in whole if (each / SAFE_WEIGHTS_NAME).exists()][:number]
     if not folders:
@@ -228,11 +228,11 @@ def mean_of_checkpoints(folders: Sequence[Path], processor: ArcAlignerProcessor)
             shutil.copytree(folders[0] / ENCODER_FOLDER, Path(folder, ENCODER_FOLDER))
             save_file(_mean_weights(folders, adapter), Path(folder, adapter), metadata={"format": "pt"})
             processor.load_trained_encoder(folder)
-            assert processor.encoder.model is not None  # reads the folder while it is there
+            assert processor.encoder.model is not None  # load it now, before the folder can be removed
     return _mean_weights(folders, SAFE_WEIGHTS_NAME)
 
 
 def _mean_weights(folders: Sequence[Path], name: str | Path) -> dict[str, torch.Tensor]:
     weights = [load_file(folder / name) for folder in folders]
-    names = (key for key in weights[0] if not AlignerMixin.is_head_key(key))  # the mean of states is another one
+    names = (key for key in weights[0] if not AlignerMixin.is_head_key(key))  # fitted to other weights
     return {key: torch.stack([each[key] for each in weights]).mean(dim=0) for key in names}

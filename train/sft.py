@@ -5,11 +5,11 @@
     accelerate launch --num_processes 4 -m arcaligner.train.sft --config ...
 
 Any key of the recipe (`recipe.py`) can be given on the command line. A run resumes from the last checkpoint in its
-`output_dir`, if its settings are those that it was begun with.
+`output_dir`, if its settings are unchanged.
 
-The encoder runs inside the training step, so no embeddings need to be stored.
-The loss is the model's own, of the labeled positions only. Where there is no Triton, TRL's fused head scores the prompt
-as well, which on a CPU costs more than all decoder layers of a small model.
+The encoder runs inside the training step, so no embeddings need to be stored. The loss is the model's own, of the
+labeled positions only. Without Triton, TRL's fused head also computes logits of the prompt, which on a CPU costs more
+than all decoder layers of a small model.
 """
 
 import logging
@@ -53,7 +53,7 @@ from .run import SCRIPT, claim_folder, last_checkpoint, last_checkpoints, mean_o
 logger = logging.getLogger(__name__)
 
 KINDS = (RecipeArguments, AlignerTrainingConfig)
-# Enough to know which words are frequent.
+# Enough examples to know which words are frequent.
 RARITY_EXAMPLES = 50_000
 
 
@@ -63,15 +63,15 @@ RARITY_EXAMPLES = 50_000
 @dataclass
 class ContextCollator:
     """
-    Makes a padded batch of examples. A rate drawn for it decides how many slots they have.
+    Makes a padded batch of examples. The rate that is drawn for the batch decides how many slots they have.
 
     Args:
         context_token_id (`int`): The id that marks a slot.
         pad_token_id (`int`): Fills `input_ids`.
-        encoder_tokenizer ([`EncoderTokenizer`]): The encoder's: what it reads is tokenized here, in workers.
+        encoder_tokenizer ([`EncoderTokenizer`]): The encoder's; its inputs are tokenized here, in workers.
         tokens_per_slot (`Sequence`): The rates. The ids of a batch's rows choose its rate, so that a resumed run draws
             the same ones.
-        context_words (`bool`): Whether the slots' words are in the batch.
+        context_words (`bool`): Whether the batch contains the words of the slots.
 
     Returns a dictionary of
 
@@ -84,7 +84,8 @@ class ContextCollator:
     - `context_passage_ids`: `torch.LongTensor` (batch, max_slots), the number of each slot's passage, -1 in padding;
     - `row_ids`: `list[str]`, for error messages.
 
-    But for `row_ids` nothing is nested: what moves a batch to a device would walk through it, number by number.
+    Except for `row_ids` nothing is nested, because moving a batch to a device walks through nested lists, number by
+    number.
     """
 
     context_token_id: int
@@ -133,9 +134,9 @@ class ContextCollator:
 def encode_slots(
     config: ArcAlignerConfig, processor: ArcAlignerProcessor, batch: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """What a model of `config` reads in the slots of a batch of a collator, as its keyword arguments: `context_embeds`
-    (batch or passages, max_slots, encoder_hidden_size), with a gradient where the encoder's weights ask for one,
-    and what else it takes."""
+    """Encode the slots of a batch, as keyword arguments of a model of `config`: `context_embeds` (batch or passages,
+    max_slots, encoder_hidden_size), with a gradient if the encoder is trained, and the words and passages of the slots
+    if the model uses them."""
     embeds = processor.encoder.encode_inputs(batch["encoder_inputs"])
     rows = batch["passage_ids" if "passage_ids" in batch else "context_passage_ids"]
     slots = {"context_embeds": embeds.view(len(rows), -1, embeds.shape[-1])}
@@ -149,17 +150,17 @@ def encode_slots(
 def turn_mask(
     turn_ids: torch.LongTensor, passage_ids: torch.LongTensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.LongTensor]:
-    """What each position of a batch may read, and its position: turns stand side by side after the slots.
+    """The attention mask and the positions of a batch: packed turns follow the slots, and do not attend to each other.
 
     Args:
         turn_ids (`torch.LongTensor` of shape `(batch, seq_len)`): From [`ContextCollator`].
         passage_ids (`torch.LongTensor` of shape `(batch, seq_len)`): The number of the passage that a slot's position
-            is counted in, -1 on text; one number for all slots of a row where they are read jointly.
+            is counted in, -1 on text; one number for all slots of a row if passages are joint.
         dtype (`torch.dtype`): The mask's dtype.
 
     Returns:
-        The mask (batch, 1, seq_len, seq_len), 0 where a position reads another and the lowest number where not, and
-        `position_ids` (batch, seq_len).
+        The mask (batch, 1, seq_len, seq_len), 0 where a position attends to another and the lowest number elsewhere,
+        and `position_ids` (batch, seq_len).
     """
     seq_len = turn_ids.shape[1]
     key, query = turn_ids[:, None, :], turn_ids[:, :, None]
@@ -183,7 +184,7 @@ class AlignerTrainer(SFTTrainer):
     Trains projector, LoRA and, in the gating stage, the gates of an [`ArcAlignerForCausalLM`].
 
     Args:
-        model ([`ArcAlignerForCausalLM`]): Loaded; what it trains is set here, by the stage.
+        model ([`ArcAlignerForCausalLM`]): A loaded model; the stage decides here which of its parameters are trained.
         stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`.
         encoder_weights (`Sequence[nn.Parameter]`): The encoder's trained weights.
         attention_loss_weight (`float`), attention_loss_layers (`Sequence[int]`): Of the attention loss, for batches of
@@ -192,12 +193,12 @@ class AlignerTrainer(SFTTrainer):
 
     Added to the logs:
 
-    - `num_tokens`, real ones of all processes, padding not counted;
-    - `attention_loss`, its mean, with a weight of it;
+    - `num_tokens` of all processes, without padding;
+    - `attention_loss`, its mean, if it has a weight;
     - in the gating stage `refinement_steps` (mean steps of a slot at a layer) and `open_gates` (share of slots and
       layers with a step);
     - at evaluations `eval_perplexity` of the targets; with `eval_slot_gap`, how much the loss grows with the slots of
-      other rows (a slot also teaches the style of the answers; the gap is what it says).
+    other rows (slots also convey the style of answers; the gap measures their content).
     """
 
     _tag_names = ["trl", "sft", "arcaligner"]
@@ -215,32 +216,33 @@ class AlignerTrainer(SFTTrainer):
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError(
                 "This process loaded a model without weights. Set `fsdp_cpu_ram_efficient_loading` to false, as in "
-                "train/accelerate/fsdp2.yaml: a new aligner is in no file that it could be read from."
+                "train/accelerate/fsdp2.yaml: no file contains the weights of a new aligner."
             )
         if isinstance(kwargs.get("data_collator"), PassagesFirstCollator):
             check_passages_first(model, kwargs.get("args"))
         model.set_stage(stage)
-        model.set_answerability_layers(None)  # other weights have other states
-        # Among the model's parameters they are optimized, clipped and averaged over processes like the others. They are
+        model.set_answerability_layers(None)  # the head was fitted to states of other weights
+        # As parameters of the model they are optimized, clipped and averaged over processes like the others. They are
         # saved with the processor.
         model.encoder_weights = torch.nn.ParameterList(encoder_weights)
         super().__init__(model, **kwargs)
         model.register_load_state_dict_post_hook(_expect_aligner_alone)
         self.add_callback(StepCallback(self))
-        self.args.logging_nan_inf_filter = False  # what is not finite ends the run; the filter would wait twice a step
+        # A loss that is not finite ends the run; the filter would synchronize twice a step.
+        self.args.logging_nan_inf_filter = False
         if self.is_deepspeed_enabled:
-            raise ValueError("DeepSpeed is not supported. Use `--accelerate fsdp2`, which spreads the model as well.")
+            raise ValueError("DeepSpeed is not supported. Use `--accelerate fsdp2`, which shards the model as well.")
         if encoder_weights and self.is_fsdp_enabled:
             raise ValueError(
-                "The encoder can be trained jointly on one device or with DDP; FSDP would spread its weights. Leave "
+                "The encoder can be trained jointly on one device or with DDP; FSDP would shard its weights. Leave "
                 "`encoder_lora_r` out, or use DDP."
             )
-        # A head that is spread over processes is gathered for its own call only.
+        # A sharded head is gathered during its own call only.
         self.skip_logits = not self.is_fsdp_enabled
-        # Of this process, on its device: tokens, refinement steps, open gates, all gates. They are brought to the host
-        # when something is logged or saved, since each time it would wait for the device.
+        # Of this process, on its device: tokens, refinement steps, open gates, all gates. They are copied to the host
+        # only when something is logged or saved, because each copy waits for the device.
         self._counts = torch.zeros(4, dtype=torch.long, device=self.args.device)
-        self._gates = [0, 0, 0]  # since the last log, of all processes: the same without tokens
+        self._gates = [0, 0, 0]  # since the last log, of all processes: steps, open gates, all gates
         self._eval_losses: list[torch.Tensor] = []  # of each batch: summed over targets, number of targets
         self._losses_of_step: list[tuple[torch.Tensor, list[str]]] = []  # with the ids of their rows
         self.attention_loss_weight = attention_loss_weight
@@ -248,12 +250,13 @@ class AlignerTrainer(SFTTrainer):
         self._attention_losses: list[torch.Tensor] = []  # since the last log
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Writes none, as TRL's names no base model: `save_stage` writes our own."""
+        """Write no card: TRL's names no base model, and `save_stage` writes ours."""
 
     def get_train_dataloader(self) -> DataLoader:
         """As in the parent class, but in an order that only the seed and the epoch decide: see [`EpochOrder`]."""
         args, dataset = self.args, self.train_dataset
-        if args.train_sampling_strategy == "group_by_length":  # a list: a look into a column takes up to 1 ms
+        # A list, because reading a value of a column takes up to 1 ms.
+        if args.train_sampling_strategy == "group_by_length":
             sampler = LengthGroupedSampler(
                 args.train_batch_size * args.gradient_accumulation_steps,
                 lengths=list(dataset[args.length_column_name]),
@@ -267,7 +270,7 @@ class AlignerTrainer(SFTTrainer):
             dataset,
             batch_size=args.train_batch_size,
             sampler=EpochOrder(sampler, seed, state=lambda: self.state),
-            collate_fn=self.data_collator,  # draws nothing, so its workers need no seed
+            collate_fn=self.data_collator,  # uses no random numbers, so its workers need no seed
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
@@ -278,7 +281,7 @@ class AlignerTrainer(SFTTrainer):
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """As in the parent class, with separate learning rates for gates and encoder if they are set."""
-        # Its groups are parted and not made anew, so that what has weight decay stays as `Trainer` decides.
+        # Split the groups of `Trainer` rather than build new ones, so that its choice of weight decay remains.
         optimizer = super().create_optimizer(model)
         rates = {".slot_gate.": self.args.gate_learning_rate, "encoder_weights.": self.args.encoder_learning_rate}
         for part, rate in rates.items():
@@ -297,7 +300,7 @@ class AlignerTrainer(SFTTrainer):
         else:
             loss, outputs = self._joint_loss(model, inputs, num_items_in_batch)
         self._losses_of_step.append((loss.detach(), inputs["row_ids"]))
-        if not self.model.training:  # in training once a step, with the gradients
+        if not self.model.training:  # in training the check is once a step, with the gradients
             self.check_finite()
         self._keep_metrics(inputs, outputs)
         return (loss, outputs) if return_outputs else loss
@@ -334,7 +337,7 @@ class AlignerTrainer(SFTTrainer):
             numbers = inputs["context_passage_ids"] if config.passage_attention == "separate" else None
             passage_ids = place_passage_ids(inputs["input_ids"] == config.context_token_id, numbers)
             mask, position_ids = turn_mask(inputs["turn_ids"], passage_ids, self.model.dtype)
-        else:  # a plain mask, which all attention kernels and sliding windows take
+        else:  # a plain mask works with all attention kernels and sliding windows
             mask, position_ids = (inputs["turn_ids"] >= 0).long(), None
         try:
             slots = self._encode(inputs)
@@ -351,29 +354,29 @@ class AlignerTrainer(SFTTrainer):
         except ValueError as error:
             error.add_note(f"At step {self.state.global_step}, in the batch of the rows {row_ids}.")
             raise
-        # The loss is divided by the targets of all processes, and the gradients are averaged over these once more.
+        # The loss is divided by the targets of all processes, and gradients are averaged over processes again.
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             outputs.loss = outputs.loss * self.accelerator.num_processes
         return outputs.loss, outputs
 
     def check_gradients(self) -> None:
-        """Before the optimizer's step, so that no checkpoint has weights that a gradient made NaN."""
+        """Check gradients before the optimizer's step, so that no checkpoint contains NaN weights."""
         norm = None
-        if not self.args.fp16:  # the loss scaling of fp16 leaves such steps out
+        if not self.args.fp16:  # the loss scaling of fp16 skips such steps
             gradients = [each.grad for each in self.model_wrapped.parameters() if each.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of weights that are spread
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of sharded weights
         self.check_finite(norm)
 
     def check_finite(self, norm: torch.Tensor | None = None) -> None:
-        """Stops all processes when a loss since the last check, or the gradients' `norm`, is not finite in one; the
-        others would wait for it otherwise. The host waits for the device once."""
+        """Stop all processes if a loss since the last check, or the gradients' `norm`, is not finite in one; otherwise
+        the others would wait for it. The host waits for the device once."""
         losses, self._losses_of_step = self._losses_of_step, []
         values = [value.float() for value, _ in losses] + ([] if norm is None else [norm.to(self.args.device).float()])
         if self.accelerator.gather(torch.stack(values).isfinite().all().int()[None]).all():
             return
         step, rows = self.state.global_step, [row for _, ids in losses for row in ids]
-        # The loss first: one that is not finite makes all processes' gradients so.
+        # The loss first: if it is not finite in one process, the gradients of all processes are not.
         for name, found in (("loss", losses), ("gradient norm", [] if norm is None else [(norm, rows)])):
             values = [(value.item(), ids) for value, ids in found]
             own = [f"{value} at step {step} for the rows {ids}" for value, ids in values if not math.isfinite(value)]
@@ -399,15 +402,15 @@ class AlignerTrainer(SFTTrainer):
         self._counts += torch.stack(counts)
 
     def gather_counts(self) -> None:
-        """Brings the counts of all processes to the host."""
+        """Copy the counts of all processes to the host."""
         num_tokens, *gates = self.accelerator.gather(self._counts[None]).sum(dim=0).tolist()
-        self.state.num_input_tokens_seen += num_tokens  # kept in checkpoints
+        self.state.num_input_tokens_seen += num_tokens  # part of checkpoints
         self._gates = [count + new for count, new in zip(self._gates, gates, strict=True)]
         self._counts.zero_()
 
     def _mean_eval_loss(self) -> float:
         """The loss of all targets of all processes since the last call."""
-        pairs = self.accelerator.gather(torch.stack(self._eval_losses)).cpu().double()  # not each device has float64
+        pairs = self.accelerator.gather(torch.stack(self._eval_losses)).cpu().double()  # some devices lack float64
         self._eval_losses = []
         return _mean(pairs.sum(dim=0))
 
@@ -424,7 +427,7 @@ class AlignerTrainer(SFTTrainer):
         super().log(logs, start_time)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Held-out loss; perplexity over all targets; if asked for, the gap."""
+        """Held-out loss, perplexity over all targets and, with `eval_slot_gap`, the gap."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         self._eval_losses = []
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
@@ -443,9 +446,9 @@ class AlignerTrainer(SFTTrainer):
         return metrics | added
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """The loss and, where somebody reads them (`compute_metrics`, `predict`), logits (batch, seq_len, vocab_size)
-        and labels (batch, seq_len); of the turns alone with a [`PassagesFirstCollator`]. The frozen head computes no
-        logits otherwise."""
+        """The loss and, for `compute_metrics` or `predict`, logits (batch, seq_len, vocab_size) and labels (batch,
+        seq_len); with a [`PassagesFirstCollator`] those of the turns only. Otherwise the frozen head computes no
+        logits."""
         inputs, skip_logits = send_to_device(inputs, self.args.device), self.skip_logits
         self.skip_logits = skip_logits and prediction_loss_only
         try:
@@ -459,8 +462,8 @@ class AlignerTrainer(SFTTrainer):
 
 
 def swapped_slots(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each row of a batch with the passages of the next one that has others. The loss that this adds is what the slots
-    say."""
+    """Give each row of a batch the passages of the next row that has others. The added loss measures the content of the
+    slots."""
     segments = [row["segments"] for row in rows]
     swapped = []
     for number, row in enumerate(rows):
@@ -470,7 +473,7 @@ def swapped_slots(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class StepCallback(TrainerCallback):
-    """Has a trainer check its losses and gradients before each step of the optimizer, and count before it logs or
+    """Make a trainer check its losses and gradients before each optimizer step, and gather counts before it logs or
     saves."""
 
     def __init__(self, trainer: AlignerTrainer):
@@ -480,7 +483,8 @@ class StepCallback(TrainerCallback):
         self.trainer.check_gradients()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        if control.should_log or control.should_save or control.should_evaluate:  # after which the best is saved
+        # The best checkpoint is saved after an evaluation.
+        if control.should_log or control.should_save or control.should_evaluate:
             self.trainer.gather_counts()
 
     def on_epoch_end(self, args, state, control, **kwargs) -> None:
@@ -491,7 +495,7 @@ class StepCallback(TrainerCallback):
 
 
 def _expect_aligner_alone(model: ArcAlignerForCausalLM, keys) -> None:
-    """A checkpoint holds the aligner; the base model's weights are not missing from it."""
+    """Hook: a checkpoint contains the aligner only, so missing weights of the base model are no error."""
     keys.missing_keys[:] = [key for key in keys.missing_keys if model.is_aligner_key(key)]
 
 
@@ -499,15 +503,14 @@ class EpochOrder(Sampler[int]):
     """
     A sampler whose order depends only on a seed and the number of the epoch.
 
-    transformers' own samplers draw it from the global generator, which dropout moves differently in each process. From
-    the second epoch on they would read different orders, some rows twice and others never, and a run that is resumed in
-    the second epoch would read another order than before.
+    transformers' own samplers use the global generator, which dropout advances differently in each process. From the
+    second epoch on, processes would use different orders, see some rows twice and others never, and a run resumed in
+    the second epoch would use another order than before.
 
     Args:
-        sampler (`Sampler`): With a `generator` attribute that it draws from, as torch's and transformers' have.
-        seed (`int`): The run's seed.
-        state (`Callable`): Gives the trainer's state. Where it is at its last step, nothing is drawn: resumed there,
-            `Trainer` would take one more.
+        sampler (`Sampler`): With a `generator` attribute that it draws from, like those of torch and transformers. seed
+        (`int`): The run's seed. state (`Callable`): Returns the trainer's state. At its last step the sampler is empty;
+        otherwise `Trainer`, resumed there, would take one more step.
     """
 
     def __init__(self, sampler: Sampler[int], seed: int, state: Callable[[], TrainerState]):
@@ -573,11 +576,11 @@ def make_trainer(
     train_dataset: Dataset,
     eval_dataset: Dataset | None,
 ) -> AlignerTrainer:
-    """The model of a recipe and what trains it."""
+    """The trainer of a recipe, with its model."""
     set_seed(args.seed)  # new LoRA, of encoder and backbone, starts from random weights
     processor.encoder.device = str(args.device)
     encoder_weights = processor.train_encoder(recipe.encoder_lora_r) if recipe.encoder_lora_r else []
-    if encoder_weights:  # an encoder that is trained gets the backbone's attention kernel and compilation
+    if encoder_weights:  # a trained encoder uses the backbone's attention kernel and compilation
         encoder = processor.encoder.model[0].model
         if recipe.attn_implementation is not None:
             encoder.set_attn_implementation(recipe.attn_implementation)
@@ -592,7 +595,8 @@ def make_trainer(
         **{name: getattr(processor, name) for name in FROM_PROCESSOR},
         **recipe.aligner,
     )
-    if model.config.training_stage is None and model.config.word_parts:  # a new aligner: a word counts by its rarity
+    # A new aligner: initialize the weight of each word by its rarity.
+    if model.config.training_stage is None and model.config.word_parts:
         some = train_dataset.select(range(min(len(train_dataset), RARITY_EXAMPLES)))
         rarity = torch.from_numpy(word_rarity(some, model.config.text_config.vocab_size)).float()  # (vocab_size,)
         set_word_statistics(model.model.projector, model.get_input_embeddings().weight, rarity)
@@ -619,7 +623,8 @@ def make_trainer(
 
 
 def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -> None:
-    """Data, model, training, saving, alone in the stage's folder; `settings`, of `run_settings`, are kept there."""
+    """Load data and model, train and save, while holding the lock of the stage's folder; `settings` of `run_settings`
+    are saved there."""
     with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
         checkpoint = last_checkpoint(args.output_dir)
         dtype = resolve_dtype(recipe.dtype, args.device, checkpoint)
@@ -636,7 +641,8 @@ def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -
         trainer = make_trainer(recipe, args, processor, dtype, *examples)
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_state()
-        state_dict = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # by all processes: each may have a part
+        # Called by all processes: each may have a shard.
+        state_dict = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         if trainer.is_world_process_zero():
             model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
             if args.average_checkpoints:

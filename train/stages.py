@@ -9,7 +9,7 @@
 
 A recipe is a folder of `train/recipes`, or any folder, with a file for each stage: `1_reconstruction.yaml`,
 `2_grounding.yaml`, `3_gating.yaml`. A finished stage is skipped, an interrupted one continues from its last checkpoint,
-and one that was begun with other settings is refused. Each stage is a separate process, which ends with this one.
+and one that was started with other settings is an error. Each stage is a separate process, which ends with this one.
 """
 
 import logging
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 RECIPES = Path(__file__).parent / "recipes"
 ACCELERATE_CONFIGS = Path(__file__).parent / "accelerate"
 STAGE_FILES = "[1-3]_*.yaml"
-# Keys that would write all stages to one folder, or start them all from one model, and what to do instead.
+# Keys that would write all stages to one folder, or start all of them from one model, and what to do instead.
 _OF_ALL_STAGES = {
     "--config": "Copy the recipe's folder and name the copy with `--recipe`",
     "--output_dir": "Name a folder for all stages with `--output`",
@@ -78,12 +78,10 @@ def read_stages(
     """The stages of a recipe in order.
 
     Args:
-        folder (`Path`): The recipe's folder.
-        output (`str`, *optional*): Folder for the stages' results in place of the one in the recipe; later stages
-            start from what is there.
-        overrides (`list[str]`, *optional*): Keys and values for every stage, such as `["--seed", "2"]`.
-        only (`int`, *optional*): Number of the one stage that is wanted.
-        device (`str`, *optional*): `"gpu"` for the keys of the recipe's `gpu.yaml`, over those of its stages.
+        folder (`Path`): The recipe's folder. output (`str`, *optional*): Folder for the stages' results in place of the
+        one in the recipe; later stages start from these results. overrides (`list[str]`, *optional*): Keys and values
+        for every stage, such as `["--seed", "2"]`. only (`int`, *optional*): Number of the only stage to read.
+        device (`str`, *optional*): `"gpu"` to override the keys of its stages with those of its `gpu.yaml`.
     """
     overrides = overrides or []
     given = {argument.split("=")[0] for argument in overrides}
@@ -118,7 +116,7 @@ def read_stages(
 
 
 def _read_device_keys(folder: Path, device: str | None) -> dict[str, dict[str, Any]]:
-    """Keys of `every_stage` and of single stages that a recipe sets for a device."""
+    """The keys that a recipe sets for a device, in `every_stage` and for single stages."""
     if device is None:
         return {}
     path = folder / f"{device}.yaml"
@@ -133,7 +131,7 @@ def _read_device_keys(folder: Path, device: str | None) -> dict[str, dict[str, A
 
 
 def run_stages(stages: list[Stage], accelerate: str | None = None) -> None:
-    """Runs what is not finished, after a check of what is.
+    """Check finished stages, and run the others.
 
     Args:
         stages (`list[Stage]`): From `read_stages`.
@@ -167,14 +165,14 @@ def run_stages(stages: list[Stage], accelerate: str | None = None) -> None:
 
 
 def run_to_end(command: list[str]) -> int:
-    """The exit code of a command, which is stopped when this process is."""
+    """Run a command, and return its exit code. If this process is stopped, so is the command."""
     process = subprocess.Popen(command)
     former = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
         return process.wait()
     finally:
         signal.signal(signal.SIGTERM, former)
-        process.terminate()  # after an interrupt; does nothing when it has ended
+        process.terminate()  # after an interrupt; no effect if it has ended
         process.wait()
 
 
@@ -186,6 +184,6 @@ def _launcher(accelerate: str | None) -> list[str]:
     if not path.is_file():
         raise ValueError(f"There is no accelerate config {accelerate!r}; name {', '.join(known)} or a file.")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
-    if accelerate in known and torch.accelerator.device_count():  # ours name the paper's number of GPUs
+    if accelerate in known and torch.accelerator.device_count():  # our configs contain the paper's number of GPUs
         command += ["--num_processes", str(torch.accelerator.device_count())]
     return command

@@ -3,12 +3,12 @@
     python -m arcaligner.train.validate --recipe train/recipes/smollm2_135m/2_grounding.yaml --runs runs/mine
     python -m arcaligner.train.validate --recipe RECIPE --runs runs/a,runs/b --last 10 --answers 300 --output runs/mean
 
-All decisions (which checkpoints to average, rates, learning rates, when to stop) are taken on these numbers; the test
-sets are asked for a finished aligner only. The held-out rows are the same for each aligner: those of the recipe's
-`train_files` and `reconstruction_files` whose articles it does not train on.
+Decide everything by these numbers (checkpoints to average, rates, learning rates, when to stop); use the test sets for
+a finished aligner only. The held-out rows are the same for each aligner: those rows of the recipe's `train_files` and
+`reconstruction_files` whose articles are held out.
 
 Losses come with their standard errors. With `--output`, the mean of the checkpoints is written there;
-`train/confidence.py` then fits its confidence.
+`train/confidence.py` then fits its answerability.
 """
 
 import json
@@ -41,25 +41,25 @@ BATCH = 16
 
 
 def read_recipe(path: Path, data_dir: str | None) -> RecipeArguments:
-    """The keys of a recipe's file that are ours, with the folder of the data where one is given."""
+    """Our keys of a recipe's file, with the folder of the data if one is given."""
     names = {each.name for each in fields(RecipeArguments)}
     keys = {name: value for name, value in read_keys(path.read_text(encoding="utf-8")).items() if name in names}
     return RecipeArguments(**keys | ({} if data_dir is None else {"data_dir": data_dir}))
 
 
 def kind_of(row: Row) -> str:
-    """The set of questions that a row comes from: what its id begins with."""
+    """The set that a row comes from: the prefix of its id."""
     return row["id"].partition("_")[0]
 
 
 def _drawn(row: Row) -> int:
-    """Sorts rows at random, always the same way."""
+    """Shuffle rows in a fixed random order."""
     return stable_number(f"validate:{row['id']}", 2**60)
 
 
 def asked_rows(recipe: RecipeArguments, number: int, held_out: bool = True) -> list[Row]:
-    """About `number` questions of the held-out articles, or of the others, as many of each set as of the others where
-    there are enough. `source` is what each is from."""
+    """About `number` questions of the held-out articles, or of the others, equally many from each set if there are
+    enough. `source` is the set of each."""
     by_kind: dict[str, list[Row]] = defaultdict(list)
     for source in recipe.train_files:
         for row in open_part(recipe, source, held_out):
@@ -77,8 +77,8 @@ def asked_rows(recipe: RecipeArguments, number: int, held_out: bool = True) -> l
 def target_losses(
     model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, examples: Sequence[dict], rate: int | str
 ) -> np.ndarray:
-    """From slots at a rate the NLL of each example's target tokens (Eq. 10), summed, and their number:
-    (num_examples, 2)."""
+    """Summed NLL of each example's target tokens (Eq. 10), from slots at a rate, and their number: (num_examples,
+    2)."""
     collator = ContextCollator(
         processor.context_token_id,
         processor.tokenizer.pad_token_id or 0,
@@ -103,8 +103,8 @@ def target_losses(
 
 
 def means_and_errors(losses: np.ndarray, kinds: list[str], articles: list[str]) -> dict[str, tuple[float, float]]:
-    """By kind the mean of `losses` (num_examples, 2) per target token, and its standard error, of drawing articles,
-    since questions about one are alike (infinite for one alone).
+    """Mean of `losses` (num_examples, 2) per target token, by kind, and its standard error over articles, because
+    questions about one article are alike (infinite for a single article).
 
     >>> means_and_errors(np.array([[1.0, 1], [3.0, 1], [4.0, 2]]), ["squad"] * 3, ["a", "b", "c"])
     {'squad': (2.0, 0.4330127018922193)}
@@ -124,7 +124,7 @@ def means_and_errors(losses: np.ndarray, kinds: list[str], articles: list[str]) 
 def answers(
     model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row], rate: int | str
 ) -> dict[str, float]:
-    """By kind the mean F1, in percent, of greedy answers to `rows`."""
+    """Mean F1 of greedy answers to `rows`, in percent, by kind."""
     scores = defaultdict(list)
     rows = sorted(rows, key=lambda row: sum(len(each["text"]) for each in row["passages"]))
     for start in tqdm(range(0, len(rows), BATCH), desc=f"answers, rate {rate}", leave=False):
@@ -145,7 +145,7 @@ def validate(
     number: int,
     num_answers: int,
 ) -> dict[str, dict]:
-    """Everything, by rate. Losses are pairs of a mean and its standard error."""
+    """Losses and answers, by rate. A loss is a pair of the mean and its standard error."""
     rows = [row | {"passages": own_passages(row)[0]} for row in asked_rows(recipe, number)]
     texts = [row for source in recipe.reconstruction_files for row in open_part(recipe, source, held_out=True)]
     texts = sorted(texts, key=_drawn)[: number // 4]
@@ -160,7 +160,7 @@ def validate(
 
 
 def _examples(processor: ArcAlignerProcessor, rows: list[Row], texts: list[Row]) -> list[tuple[str, str, dict]]:
-    """Kind, article and example of each question, then of each part of a text to read back."""
+    """Kind, article and example of each question, then of each part of a text to reconstruct."""
     builder = ExampleBuilder(processor, max_segments=8, tokens_per_slot=(2,))
     made = [(kind_of(row), row, builder.question_examples([row])) for row in rows]
     made += [("read back", row, builder.reconstruction_examples([row])) for row in texts]

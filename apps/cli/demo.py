@@ -1,9 +1,9 @@
 """`make demo`: fourteen questions, answered from slots, and from text by the bare base model.
 
-The first ten questions of the SQuAD sample in `tests/data` with its first ten passages, as a search would return them;
+The first ten questions of the SQuAD sample in `tests/data` with its first ten passages, like the results of a search;
 the first of these questions with four passages that do not answer it; and the three case studies of the paper's
-appendix, with their sentences as printed there, noise included. None was selected by its answer. If the aligner can
-score passages, it uses the top-ranked one, and the base model gets the text of the same passage; otherwise both use
+appendix, with their sentences as printed there, noise included. No question was selected by its answer. If the aligner
+can score passages, it uses the top-ranked one, and the base model gets the text of the same passage; otherwise both use
 all.
 """
 
@@ -24,7 +24,7 @@ from ...processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE
 
 NUM_QUESTIONS, NUM_PASSAGES, NUM_OTHERS = 10, 10, 4
 MAX_NEW_TOKENS = 32
-NEXT = 'Next, about a file of yours: arcaligner answer "What does it say?" --document FILE'
+NEXT = 'Next, ask about your own file: arcaligner answer "What does it say?" --document FILE'
 
 
 class Told(NamedTuple):
@@ -37,7 +37,7 @@ class Told(NamedTuple):
 
 
 def demo_questions(no_answer: str | None = None) -> dict[str, list[Row]]:
-    """Groups of questions by title; with a `no_answer` also a question that its passages do not answer."""
+    """Groups of questions by title; with a `no_answer`, also a question that its passages do not answer."""
     squad = list(islice(read_json_lines(SQUAD_SAMPLE), NUM_PASSAGES + NUM_OTHERS))
     passages, others = (
         [each for row in rows for each in row["passages"]] for rows in (squad[:NUM_PASSAGES], squad[NUM_PASSAGES:])
@@ -51,7 +51,7 @@ def demo_questions(no_answer: str | None = None) -> dict[str, list[Row]]:
 
 
 def from_slots(ask: ArcAlignerPipeline, row: Row, **settings: Any) -> tuple[Told, list[dict[str, str]]]:
-    """The answer from slots, and the passages that it was read from."""
+    """The answer from slots, and the passages that it is based on."""
     began = time.perf_counter()
     record = ask({"question": row["question"], "documents": row["passages"]}, return_slots=True, **settings)[0]
     seconds, statistics = time.perf_counter() - began, record["statistics"]
@@ -73,7 +73,7 @@ def from_text(ask: ArcAlignerPipeline, row: Row) -> Told:
 
 
 def answer_cell(row: Row, told: Told) -> str:
-    """An answer with what it took, in rich markup."""
+    """An answer with its cost, in rich markup."""
     is_right = contains_match(told.text, row["answers"])
     sure = "" if told.sure is None else f", answerability {told.sure:.2f}"
     took = f"{'right' if is_right else 'wrong'}, {told.positions} positions, {told.seconds:.1f} s{sure}"
@@ -81,7 +81,7 @@ def answer_cell(row: Row, told: Told) -> str:
 
 
 def table_row(*cells: str) -> Table:
-    """A row that is printed by itself, in columns as wide as those of all others."""
+    """A row that is printed alone, in columns of the same widths as all others."""
     table = Table.grid(expand=True, padding=(0, 2, 0, 0))
     for ratio in (5, 4, 4):
         table.add_column(ratio=ratio)
@@ -98,7 +98,7 @@ def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: int | s
     asked = demo_questions(threshold and ask.processor.no_answer)
     found: list[tuple[Row, Told, Told]] = []
     with torch.inference_mode():
-        from_text(ask, {"question": "?", "passages": [{"title": "", "text": "."}]})  # what is loaded on first use
+        from_text(ask, {"question": "?", "passages": [{"title": "", "text": "."}]})  # warm-up: loads everything
         for title, rows in asked.items():
             console.print(f"\n[bold]{title}[/]")
             console.print(table_row("[dim]Question[/]", "[dim]From slots[/]", "[dim]Bare base model, from text[/]"))

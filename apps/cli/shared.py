@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ...common.files import printable
 
-# How long the Hub may take to say whether it has a checkpoint; behind a proxy it takes some.
+# Time limit for asking the Hub whether it has a checkpoint; a proxy slows it down.
 HUB_SECONDS = 10
 
 output = Console()
@@ -66,7 +66,7 @@ CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of the corp
 
 
 def check_there(checkpoint: str) -> None:
-    """Raise if there is no such folder, or no such Hub id in the cache or on the Hub: transformers would retry each
+    """Raise if there is no such folder, and no such Hub id in the cache or on the Hub: transformers would retry each
     file six times, for minutes."""
     if not checkpoint:
         raise ValueError(
@@ -114,7 +114,7 @@ def load_pipeline(checkpoint: str, dtype: str | None = None, device: str | None 
     """The pipeline of a checkpoint, from this package's own code, in the precision of the option [`Dtype`] and on the
     device of [`Device`]."""
     check_there(checkpoint)
-    # Here, so that `--help` and mistakes in the options do not wait for them.
+    # Imported here, so that `--help` and errors in options do not wait.
     import torch
 
     from ...encoder_arcaligner import fastest_dtype
@@ -137,10 +137,9 @@ def load_pipeline(checkpoint: str, dtype: str | None = None, device: str | None 
 
 
 def load_engine(checkpoint: str, corpus: Path | None, dtype: str | None = None, device: str | None = None, **settings):
-    """Load an engine and answer one request, so that no user waits for what is loaded on first use.
-
-    The model is loaded by a thread that ends. PyTorch keeps a team of threads for each thread that has computed, and
-    with two teams on the same cores the engine is up to a quarter slower.
+    """Load an engine and answer one request, so that no user waits for lazy loading. The model is loaded in a thread
+    that ends: PyTorch keeps a pool of threads for each thread that has computed, and two pools on the same cores make
+    the engine up to a quarter slower.
     """
     from ..server.engine import Engine
 
@@ -172,8 +171,7 @@ def load_vllm_engine(
     folder: Path | None,
     **settings,
 ):
-    """The same with a vLLM at `url`, or with one that is started with further `options`; it reads passages of
-    `folder`."""
+    """The same with a vLLM at `url`, or with one that is started with `options`; it reads passages from `folder`."""
     import atexit
     import shlex
     import shutil
@@ -194,7 +192,7 @@ def load_vllm_engine(
         raise ImportError("vLLM is not installed. Run `make vllm`, or set ARCALIGNER_VLLM to a Python that has it.")
     check_there(checkpoint)
     config = ArcAlignerConfig.from_pretrained(checkpoint)
-    check_lora_positions(config)  # before anything is started
+    check_lora_positions(config)  # before vLLM is started
     ask, retriever = _load_parts(checkpoint, corpus, dtype, device)
     if folder is None and retriever is not None:
         folder = retriever.corpus.kept_folder

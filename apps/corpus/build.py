@@ -1,6 +1,6 @@
 """From documents to rows of a corpus: cut, encode, write. Unchanged documents are skipped.
 
-read_documents -> batches -> those that are new or changed -> document_rows -> Corpus.add
+read_documents -> batches -> new or changed documents -> document_rows -> Corpus.add
 
 With several processes, `document_rows` runs in them, a batch each; this one reads and writes, in the same order.
 """
@@ -28,16 +28,16 @@ from .table import Corpus, passage_checksums
 
 logger = logging.getLogger(__name__)
 
-# What is written at a time, some hundred passages; a document is never parted.
+# Written in one step: some hundred passages; a document is never split.
 BATCH_DOCUMENTS = 512
 BATCH_CHARACTERS = 300_000
-# What is encoded at a time, of a large document.
+# Passages of a large document that are encoded together.
 PART_PASSAGES = 256
 
 
 @dataclass
 class BuildReport:
-    """What a build has done so far. `skipped` says what could not be read, and why."""
+    """Progress of a build. `skipped` lists what could not be read, and why."""
 
     added: int = 0
     replaced: int = 0
@@ -61,22 +61,23 @@ def build_corpus(
 
     Args:
         sources (`list[str]`): See `sources.py`.
-        corpus ([`Corpus`]): Where to.
-        processor ([`ArcAlignerProcessor`]): Makes the slots; its settings are the corpus's.
+        corpus ([`Corpus`]): The corpus to write.
+        processor ([`ArcAlignerProcessor`]): Makes the slots; its settings must be those of the corpus.
         prune (`bool`): At the end, remove documents that are in none of the sources. A file that cannot be read keeps
             its document; a data set that cannot be read to its end keeps all.
-        on_batch (`Callable`): Is told what was done, after each batch.
-        processes (`int`, defaults to 1): How many encode passages at the same time, each with the encoder in its own
-            memory. The table is the same as of one. A script that asks for several needs `if __name__ == "__main__":`.
+        on_batch (`Callable`): Called with the report after each batch. processes (`int`, defaults to 1): Number of
+        processes that encode passages, each with its own encoder. The table is the same as with one. A script that uses
+        several needs `if __name__ == "__main__":`.
 
     Raises:
-        `ValueError`: no document at all; another process writes; fewer than one process.
-        `OSError`: a disk that is full; a process that has ended, as for lack of memory.
+        `ValueError`: no document; another process that writes; fewer than one process.
+        `OSError`: a full disk; a process that has died, for example for lack of memory.
     """
     if processes < 1:
         raise ValueError(f"`processes` is {processes}; expected 1 or more.")
-    report, num_hidden = BuildReport(), 0  # sources and rows that could not be read, and may hold any document
-    text_of: dict[int, int | None] = {}  # by id, both as hashes: there may be millions; `None` where it is not read
+    # Hidden: sources and rows that could not be read, and may contain any document.
+    report, num_hidden = BuildReport(), 0
+    text_of: dict[int, int | None] = {}  # id to text, both as hashes, as there may be millions; `None` if not read
 
     def skip(what: str, may_hold_documents: bool = True, id: str | None = None) -> None:
         nonlocal num_hidden
@@ -87,7 +88,7 @@ def build_corpus(
             num_hidden += may_hold_documents
 
     def is_first(document: Document) -> bool:
-        """Whether no document before had its id. Another text under one id is skipped."""
+        """Whether its id is new. Another text under the same id is skipped."""
         text, before = hash((document.title, document.text)), text_of.get(hash(document.id))
         if before is None:
             text_of[hash(document.id)] = text
@@ -110,7 +111,7 @@ def build_corpus(
             on_batch(report)
         if not report.added + report.replaced + report.unchanged:
             why = f": {report.skipped[0]}" if report.skipped else "."
-            raise ValueError(f"There is no document in {', '.join(sources)}{why}")
+            raise ValueError(f"{', '.join(sources)}: found no document that can be read{why}")
         if prune and num_hidden:
             logger.warning("--prune removed nothing, because %d sources or rows could not be read", num_hidden)
         elif prune:
@@ -134,7 +135,8 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 class _Batch(NamedTuple):
-    """Documents that are written in one step: their rows, once these are made, and the ids of those that change."""
+    """Documents that are written in one step: their rows, once they are made, and the ids of the documents that they
+    replace."""
 
     rows: "Future[pa.Table | None]"
     replaced: list[str]
@@ -148,7 +150,7 @@ def _encoded(
     encode: Callable[[list[Document]], "Future[pa.Table | None]"],
     ahead: int,
 ) -> Iterator[_Batch]:
-    """Batches in their order, with at most so many `ahead` of the one that is written."""
+    """Batches in order, with at most `ahead` of them submitted before the one that is written."""
     waiting: deque[_Batch] = deque()
     for documents in batches:
         known = corpus.digests(document.id for document in documents)
@@ -164,7 +166,7 @@ def _encoded(
 def _encoding(
     corpus: Corpus, processor, processes: int
 ) -> Iterator[Callable[[list[Document]], "Future[pa.Table | None]"]]:
-    """What makes rows of documents: this process, or several of their own, which share its threads."""
+    """A function that makes rows of documents: in this process, or in several, which share its threads."""
     if processes == 1:
 
         def encode(documents: list[Document]) -> "Future[pa.Table | None]":
@@ -173,7 +175,7 @@ def _encoding(
 
         yield encode
         return
-    # Not forked: a child has locks of the parent's threads, those of PyTorch among them.
+    # Not forked: a child would inherit locks that the parent's threads hold, such as PyTorch's.
     context, threads = multiprocessing.get_context("spawn"), max(1, torch.get_num_threads() // processes)
     started = (corpus.path, processor, threads)
     with ProcessPoolExecutor(processes, context, initializer=_start_process, initargs=started) as pool:
@@ -181,15 +183,15 @@ def _encoding(
             yield lambda documents: pool.submit(_document_rows_here, documents)
         except BrokenProcessPool as error:
             raise OSError(
-                f"A process that encodes passages has ended: of {processes}, each has an encoder in its memory. What "
-                "is written stays; run this again with fewer processes to continue."
+                f"One of {processes} encoding processes ended, probably for lack of memory: each loads an encoder. "
+                "Finished passages are kept; run the command again with fewer processes to continue."
             ) from error
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
 
 
-_here: tuple[Any, Corpus] | None = None  # what a process that encodes has
+_here: tuple[Any, Corpus] | None = None  # processor and corpus of an encoding process
 
 
 def _start_process(path: Path, processor, threads: int) -> None:
@@ -205,7 +207,7 @@ def _document_rows_here(documents: list[Document]) -> pa.Table | None:
 
 
 def summary(report: BuildReport, info: dict[str, Any]) -> str:
-    """What a build has done, and the size of the corpus."""
+    """A summary of a build, and the size of the corpus."""
     return (
         f"{counted(report.added, 'document')} added, {report.replaced} replaced, {report.removed} removed, "
         f"{report.unchanged} unchanged, {len(report.skipped)} skipped.\n{counted(info['passages'], 'passage')} of "
@@ -214,7 +216,7 @@ def summary(report: BuildReport, info: dict[str, Any]) -> str:
 
 
 def document_rows(documents: list[Document], processor, corpus: Corpus) -> pa.Table | None:
-    """The passages of documents with their slots, as rows of a corpus; `None` where there is none."""
+    """The passages of documents with their slots, as rows of a corpus; `None` without passages."""
     cut = corpus.settings["passage_tokens"], corpus.settings["spacy_model"], processor.tokenizer
     passages = passages_of(documents, *cut)
     starts = range(0, len(passages), PART_PASSAGES)
@@ -244,14 +246,14 @@ def passage_rows(passages: list[Passage], processor, corpus: Corpus) -> pa.Table
         columns["words"] = [
             [[word for word in words if word >= 0] for words in each.context_word_ids.tolist()] for each in encoded
         ]
-    schema = corpus.table.schema  # its last column is made of the others
+    schema = corpus.table.schema  # its last column is computed from the others
     rows = pa.table(columns, schema=pa.schema([*schema][:-1], schema.metadata))
     return rows.append_column(schema.field("checksum"), [passage_checksums(rows)])
 
 
 def _search_vectors(read: list[list[dict]], encoded: list, processor) -> torch.Tensor:
-    """What each passage is found by, (num_passages, encoder_hidden_size): the mean of its slots or, where the encoder
-    was trained jointly and has become another, what it was before makes of the passage."""
+    """The search vector of each passage, (num_passages, encoder_hidden_size): the mean of its slots or, for a jointly
+    trained encoder, the embedding by the base encoder."""
     if processor.trained_encoder:
         return processor.encoder.untrained.encode([search_text(each["title"], each["text"]) for (each,) in read])
     means = [each.context_embeds.mean(dim=0) for each in encoded]
@@ -259,6 +261,6 @@ def _search_vectors(read: list[list[dict]], encoded: list, processor) -> torch.T
 
 
 def _vectors(rows: list[torch.Tensor], width: int) -> pa.FixedSizeListArray:
-    """Rows of (number, width) one below the other, in float16."""
+    """Concatenate arrays (number, width), in float16."""
     values = torch.cat([torch.empty(0, width), *rows]).half().numpy().ravel()
     return pa.FixedSizeListArray.from_arrays(pa.array(values), width)

@@ -1,9 +1,9 @@
-"""Precompute keys and values of the passages of a corpus, so that questions find them cached.
+"""Precompute keys and values of the passages of a corpus, so that questions use them from the cache.
 
-    read_corpus(corpus, model, processor)    # a file for each passage in `corpus.kept_folder`, which stores find there
+    read_corpus(corpus, model, processor)    # a file for each passage in `corpus.kept_folder`, where caches look
 
-The files are those of any `PassageCache`, under a digest of all that decides them: a passage whose text, slots or
-aligner has changed is read again, and the former file removed.
+The files are those of any `PassageCache`, under a digest of everything they depend on: if text, slots or aligner of a
+passage have changed, it is computed again, and the former file is removed.
 """
 
 import math
@@ -17,17 +17,17 @@ from ...kv_cache_arcaligner import entry_shape
 from .retrieve import slot_passages
 from .table import Corpus
 
-# Passages that are read together; their keys and values are in memory meanwhile.
+# Passages that are computed together; their keys and values are in memory meanwhile.
 BATCH_PASSAGES = 32
 
 
 def read_corpus(corpus: Corpus, model, processor, tell: Callable[[str], Any] = lambda said: None) -> str:
-    """Reads all passages of a corpus that are not kept yet, behind the text that a question without a system message
-    has before its slots; says how many. A killed reading continues where it stopped. `tell` is told what it will take
-    on disk, then after each batch what was done.
+    """Precompute all passages of a corpus that are not cached yet, after the text that precedes the slots in a prompt
+    without a system message; return their number. A killed run continues where it stopped. `tell` is called with the
+    size on disk, then with the progress after each batch.
 
     Raises:
-        `ValueError`: an aligner that reads passages jointly, or that makes other slots; another process writes.
+        `ValueError`: an aligner with joint passages, or with other slots; another process that writes.
         `OSError`: a disk that is full.
     """
     if processor.passage_attention != "separate":

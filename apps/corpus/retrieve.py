@@ -22,13 +22,13 @@ from ...segmentation_arcaligner import Segment
 from ...tokenization_arcaligner import check_question
 from .table import Corpus, passage_checksums
 
-# The constant of reciprocal rank fusion. Smaller than the usual 60, for few passages are read: the first ones count.
+# The constant of reciprocal rank fusion. Smaller than the usual 60, because few passages are used and the first count.
 FUSION = 10
 
 
 @dataclass
 class SlotPassages:
-    """Passages of a question as slots, whether from a corpus or from the question's own documents."""
+    """Passages of a question as slots, from a corpus or from the question's own documents."""
 
     # With `title` and `text`; those from a corpus, best first, also with `document` (its id), `start` and `end`
     # (characters of the passage in it), `page` (or `None`), `score`, and `similarity`, the cosine to the question.
@@ -38,18 +38,18 @@ class SlotPassages:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What processor, prefix store and `generate` take."""
+        """Arguments for the processor, the passage cache and `generate`."""
         slots = self.encoded
         inputs = {"context_embeds": slots.context_embeds, "context_passage_ids": slots.context_passage_ids}
         return inputs if slots.context_word_ids is None else inputs | {"context_word_ids": slots.context_word_ids}
 
     @property
     def read(self) -> list[dict[str, Any]]:
-        """The documents that are read."""
+        """The documents that are used."""
         return [each for each in self.documents if each.get("read", True)]
 
     def only(self, numbers: Collection[int]) -> "SlotPassages":
-        """The same with the slots of these passages alone; `read` says of each document whether it is one of them."""
+        """The same with the slots of these passages only; `read` marks their documents."""
         segments, embeds, words, ids, dropped = self.encoded
         is_in = torch.isin(ids, torch.tensor(list(numbers), device=ids.device))
         segments, dropped = ([each for each in some if each.document in numbers] for some in (segments, dropped))
@@ -61,14 +61,14 @@ class SlotPassages:
 
 class Retriever:
     """
-    Finds passages of a corpus.
+    Retrieves passages of a corpus.
 
     Args:
         corpus ([`Corpus`]): With at least one passage.
-        processor ([`ArcAlignerProcessor`]): Encodes questions, as it encoded the passages.
+        processor ([`ArcAlignerProcessor`]): Encodes questions like the passages.
 
     Raises:
-        `ValueError`: a corpus that another encoder, segmenter or rate made, or an empty one.
+        `ValueError`: an empty corpus, or one made with another encoder, segmenter or rate.
     """
 
     def __init__(self, corpus: Corpus, processor):
@@ -79,11 +79,11 @@ class Retriever:
         self.columns = [name for name in corpus.table.schema.names if name not in ("id", "digest")]
 
     def __call__(self, question: str, top_k: int = 5) -> SlotPassages:
-        """The `top_k` passages for a question, the best first; fewer where the corpus has fewer.
+        """The `top_k` passages for a question, the best first; fewer if the corpus has fewer.
 
         Raises:
             `ValueError`: an empty question, or `top_k` below 1.
-            `OSError`: a corpus that is not there any more.
+            `OSError`: a corpus that has been removed.
         """
         check_question(question)
         if not (isinstance(top_k, int) and top_k >= 1):
@@ -93,7 +93,7 @@ class Retriever:
         try:
             try:
                 rows = self._query(question, vector, top_k).to_arrow()
-            except (RuntimeError, ValueError):  # a writer has just removed the version that was read
+            except (RuntimeError, ValueError):  # a writer has just removed the version that we read
                 rows = self._query(question, vector, top_k).to_arrow()
         except (RuntimeError, ValueError) as error:  # raised by Lance
             raise OSError(f"The corpus {self.corpus.path} cannot be searched: {error}") from error
@@ -123,10 +123,10 @@ class Retriever:
 
 
 def slot_passages(rows, context_words: bool) -> SlotPassages:
-    """Rows of a corpus as passages with slots, with their words where those are read."""
+    """Rows of a corpus as passages with slots, with words if the aligner uses them."""
     fields = ("document", "title", "text", "start", "end", "page")
     documents = rows.select([name for name in fields if name in rows.column_names]).to_pylist()
-    if "_relevance_score" in rows.column_names:  # which were searched for
+    if "_relevance_score" in rows.column_names:  # rows of a search
         for document, score in zip(documents, rows["_relevance_score"].to_pylist(), strict=True):
             document["score"] = score
     segments = [

@@ -5,7 +5,7 @@ or a data set of the Hub. Columns are named as in `rows.py`:
 
     letters/                                          every file below, by its suffix
     paragraphs.jsonl.gz                               rows of {"title", "text"}, or of our schema with `passages`
-    letters.parquet?text=body                         a text a row
+    letters.parquet?text=body                         one text per row
     wikimedia/wikipedia?name=20231101.en&title=title  a data set of the Hub
 """
 
@@ -25,20 +25,19 @@ from ...common.rows import JSON_LINES, parse_source
 
 TEXTS = (*PLAIN, *MARKDOWN, *CONVERTED)
 FILES = (*filter(None, TEXTS), *JSON_LINES, ".parquet")
-_NO_SOURCE = re.compile(r"^\.|\.lance$")  # what is hidden, and the table of a corpus that stands beside its texts
+_NO_SOURCE = re.compile(r"^\.|\.lance$")  # hidden files, and the table of a corpus next to its texts
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def read_documents(sources: Iterable[str], skip: Callable[..., None], home: Path = Path()) -> Iterator[Document]:
-    """The documents of sources, one after the other.
+    """Yield the documents of sources.
 
     Args:
-        sources (`Iterable[str]`): See the top of this file.
-        home (`Path`): The folder that the corpus is in. A file has the same id however it is named: its path from
-            there, or the whole path of a file that is elsewhere.
-        skip (`Callable`): Is told what cannot be read, and why: a file, a row, with the `id` of its one document, if
-            that is known; with `may_hold_documents=False` also what is read and gives none: a document without a text,
-            a file of another kind.
+        sources (`Iterable[str]`): See the top of this file. home (`Path`): The folder that contains the corpus. The id
+        of a file does not depend on how it is named: it is the path relative to this folder, or the absolute path of a
+        file outside it. skip (`Callable`): Called with what cannot be read, and why: a file or a row, with the `id` of
+        its only document if that is known; with `may_hold_documents=False` for sources that give no document, such as
+        one without a text or a file of another kind.
     """
     for source in sources:
         for document in _read_source(source, skip, home):
@@ -53,9 +52,9 @@ def read_documents(sources: Iterable[str], skip: Callable[..., None], home: Path
 
 
 def check_source(source: str) -> None:
-    """Refuses a source that is neither on this machine nor may be the name of a data set of the Hub."""
+    """Raise for a source that is neither on this machine nor a possible id of a data set on the Hub."""
     path, _ = parse_source(source)
-    if not path.strip():  # such as a variable that is not set; else it would be this folder
+    if not path.strip():  # for example an unset variable; it would mean the current folder
         raise ValueError(f"A source is {source!r}; expected a file, a folder or a data set of the Hub.")
     is_hub_id = _HUB_ID.fullmatch(path) and not path.endswith(FILES) and not Path(path).parent.is_dir()
     if not is_hub_id and not Path(path).exists():
@@ -79,11 +78,11 @@ def _read_source(source: str, skip: Callable[..., None], home: Path) -> Iterator
         yield from _read_file(local, _id_of(local, home), options, skip)
     else:
         rows = enumerate(datasets.load_dataset(path, options["name"], split=options["split"], streaming=True), start=1)
-        yield from _documents_of_rows(source, rows, options, skip)  # the parts of a data set count their rows alike
+        yield from _documents_of_rows(source, rows, options, skip)  # the splits of a data set have equal row numbers
 
 
 def _id_of(file: Path, home: Path) -> str:
-    path, folder = file.parent.resolve() / file.name, home.resolve()  # links of folders are followed
+    path, folder = file.parent.resolve() / file.name, home.resolve()  # resolve links of folders, not of files
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
 
 
@@ -100,7 +99,7 @@ def _read_file(path: Path, name: str, options: dict[str, Any], skip: Callable[..
             yield from _read_json_lines(path, name, options, skip)
         elif path.suffix == ".parquet":
             with pyarrow.parquet.ParquetFile(path) as file:
-                columns = [options["text"], options["title"] or "title", "id", "passages"]  # those that are there
+                columns = [options["text"], options["title"] or "title", "id", "passages"]  # those that exist
                 rows = (row for batch in file.iter_batches(1024, columns=columns) for row in batch.to_pylist())
                 yield from _documents_of_rows(name, enumerate(rows, start=1), options, skip)
         else:
@@ -110,8 +109,8 @@ def _read_file(path: Path, name: str, options: dict[str, Any], skip: Callable[..
 
 
 def _read_json_lines(path: Path, name: str, options: dict[str, Any], skip: Callable[..., None]) -> Iterator[Document]:
-    """Documents of the rows of a file. A broken line costs its own document alone, where all rows of the file are known
-    by their lines; else it may be any document."""
+    """Documents of the rows of a file. A broken line loses only its own document if rows are identified by their lines;
+    otherwise it may be any document."""
     broken: list[tuple[int, str]] = []
     num_rows = num_by_line = 0
     try:
@@ -131,14 +130,14 @@ def _id_of_row(place: str, number: int) -> str:
 def _documents_of_rows(
     place: str, rows: Iterable[tuple[int, dict[str, Any]]], options: dict[str, Any], skip: Callable[..., None]
 ) -> Iterator[Document]:
-    """Documents of rows, each with its number or line, which it is known by where it has no `id`."""
+    """Documents of rows, each with its number or line, which identifies it if it has no `id`."""
     for number, row in rows:
         where, text, passages = _id_of_row(place, number), row.get(options["text"]), row.get("passages")
         title, known = row.get(options["title"] or "title"), where if row.get("id") is None else str(row["id"])
         if isinstance(text, str) and isinstance(title, str | None):
             yield Document(known, title or "", text)
         elif isinstance(passages, list) and all(_is_passage(each) for each in passages):
-            # Questions share passages; each is one document, by its content.
+            # Questions share passages, so each passage is a document, identified by its content.
             for each in passages:
                 title, text = each.get("title") or "", each["text"]
                 yield Document(digest([title, text]), title, text)

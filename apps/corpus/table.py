@@ -3,14 +3,14 @@
     id         the document's id and the number of the passage in it
     document   the document's id; `digest` changes with its text
     title, text, start, end   the passage, and its characters in the document
-    segments   characters of the passage that each slot stands for
+    segments   characters of the passage that each slot represents
     slots      embeddings, float16 (num_slots, encoder_hidden_size)
-    words      ids of the words of each slot, where the aligner reads them
-    page       where the document has pages
-    checksum   of text and slots; rows that have changed on the disk are not read
-    vector     what is searched: the mean of the slots, or an embedding by the encoder before it was trained jointly
+    words      word ids of each slot, if the aligner uses them
+    page       if the document has pages
+    checksum   of text and slots; rows that have changed on disk are rejected
+    vector     the search vector: the mean of the slots, or an embedding by the base encoder
 
-The metadata of the schema say what the slots were made with; only a processor that makes the same slots may write or
+The metadata of the schema contain the settings of the slots; only a processor that makes the same slots may write or
 read.
 """
 
@@ -37,13 +37,13 @@ from ...segmentation_arcaligner import Segment, SegmentTokens, check_num_tokens
 FORMAT = 2
 NAME = "passages"
 LOCK = ".writer.lock"
-KEPT = "read"  # the folder of passages that were read ahead, see `kept.py`
+KEPT = "read"  # the folder of precomputed passages, see `kept.py`
 METADATA = b"arcaligner"
-# What an encoder makes of it tells it from another one of the same name.
+# Its embedding distinguishes encoders of the same name.
 _TEXT = "It was written by Ada, and nobody else knew how to read it aloud."
 PROBE = SegmentTokens(Segment(0, 0, len(_TEXT), _TEXT), _TEXT, (), ())
 MIN_SIMILARITY = 0.999
-# Below, every vector is compared: exact, and fast enough.
+# Below this number of rows, search compares every vector: exact, and fast enough.
 MIN_INDEXED_ROWS = 100_000
 
 
@@ -71,7 +71,7 @@ def passage_checksums(rows: pa.Table) -> list[int]:
 
 
 def slot_settings(processor, tokens_per_slot: int | str | None = None) -> dict[str, Any]:
-    """All that decides the slots that a processor makes, as JSON."""
+    """All settings that the slots of a processor depend on, as JSON."""
     tokenizer = json.loads(processor.tokenizer.backend_tokenizer.to_str())
     tokenizer = {name: value for name, value in tokenizer.items() if name not in ("padding", "truncation")}
     return {
@@ -94,11 +94,11 @@ class Corpus:
     Args:
         path (`str` or `Path`): Its folder.
 
-    Attributes: `settings` are what it was made with.
+    Attributes: `settings`, those that it was made with.
 
     Raises:
         `FileNotFoundError`: there is no corpus.
-        `ValueError`: a folder that is no corpus, or one of another version.
+        `ValueError`: a folder that is not a corpus, or a corpus of another version.
     """
 
     def __init__(self, path: str | Path):
@@ -112,7 +112,8 @@ class Corpus:
             self.table = database.open_table(NAME)
             self.settings = json.loads(self.table.schema.metadata[METADATA])
             found = self.settings["format"]
-            if (words := self.settings.pop("passage_words", None)) is not None:  # of a version that counted words
+            # Of a version that limited passages in words.
+            if (words := self.settings.pop("passage_words", None)) is not None:
                 self.settings["passage_tokens"] = tokens_of_words(words)
         except (ValueError, LookupError, TypeError, OSError, RuntimeError) as error:
             raise ValueError(
@@ -137,14 +138,13 @@ class Corpus:
         """A new, empty corpus, or an existing one that was made with the same settings.
 
         Args:
-            path (`str` or `Path`): Its folder.
-            processor ([`ArcAlignerProcessor`]): Makes the slots.
-            passage_words (`int`, *optional*): Deprecated; the same as `passage_tokens` in English words.
-            tokens_per_slot (`int` or `"segment"`, *optional*), passage_tokens (`int`, *optional*): The rate, and how
-                many tokens a passage has at most. Default: those of an existing corpus, else the processor's.
+            path (`str` or `Path`): Its folder. processor ([`ArcAlignerProcessor`]): Makes the slots. passage_words
+            (`int`, *optional*): Deprecated; the same as `passage_tokens` in English words. tokens_per_slot (`int` or
+            `"segment"`, *optional*), passage_tokens (`int`, *optional*): The rate, and the maximum number of tokens of
+            a passage. Default: those of an existing corpus, else the processor's.
 
         Raises:
-            `ValueError`: the folder holds a corpus with other settings, or something else.
+            `ValueError`: the folder contains a corpus with other settings, or something else.
         """
         if passage_words is not None:
             check_num_tokens("passage_words", passage_words)
@@ -169,7 +169,7 @@ class Corpus:
         return corpus
 
     def check(self, processor, **wanted: Any) -> None:
-        """Refuses a processor that makes other slots, or `wanted` settings that differ.
+        """Raise for a processor that makes other slots, or for `wanted` settings that differ.
 
         Raises:
             `ValueError`: the first setting that differs, with both values.
@@ -186,7 +186,7 @@ class Corpus:
                 f"The corpus {self.path} was made with the encoder {known['encoder']!r}, {other}. Build another corpus "
                 "with this checkpoint, or name the checkpoint that made this one: `--checkpoint`."
             )
-        if not found["context_words"]:  # then words that are there are not read
+        if not found["context_words"]:  # then existing words are ignored
             found.pop("context_words")
             if found["tokens_per_slot"] == "segment":
                 found.pop("tokenizer")
@@ -202,15 +202,15 @@ class Corpus:
 
     @property
     def kept_folder(self) -> Path:
-        """Where passages are kept that were read ahead (`kept.py`)."""
+        """The folder of precomputed passages (`kept.py`)."""
         return self.path / KEPT
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Inside, this process is the only one that writes.
+        """A lock: inside, only this process writes.
 
         Raises:
-            `ValueError`: another one does.
+            `ValueError`: another process holds the lock.
             `OSError`: a disk that is full, or that cannot be written to.
         """
         try:
@@ -231,7 +231,7 @@ class Corpus:
         return dict(zip(rows["document"].to_pylist(), rows["digest"].to_pylist(), strict=True))
 
     def add(self, rows: pa.Table, replaced: list[str]) -> None:
-        """Adds whole documents, in one step, in the place of those that are `replaced`."""
+        """Adds complete documents and removes the `replaced` ones, in one step."""
         if replaced:
             merge = self.table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
             merge.when_not_matched_by_source_delete(_is_one_of(replaced)).execute(rows)
@@ -242,7 +242,7 @@ class Corpus:
         """Removes documents with all their passages.
 
         Raises:
-            `ValueError`: a document that is not there; then none is removed.
+            `ValueError`: an unknown document; then none is removed.
         """
         with self.writing():
             known = self.digests(documents)
@@ -256,7 +256,7 @@ class Corpus:
             self.optimize()
 
     def delete(self, documents: list[str]) -> None:
-        """Removes those of some documents that are there, while this process is [`writing`]."""
+        """Removes the given documents, if they exist, while this process is [`writing`]."""
         self.table.delete(_is_one_of(documents))
 
     def documents(self) -> set[str]:
@@ -265,7 +265,7 @@ class Corpus:
         return {each for batch in batches for each in batch["document"].to_pylist()}
 
     def optimize(self) -> None:
-        """Makes the indices that are missing, brings those that are there up to date, joins small files."""
+        """Creates missing indices, updates existing ones, and merges small files."""
         indexed = {column for index in self.table.list_indices() for column in index.columns}
         wanted = {"document": BTree(), "text": FTS(), "title": FTS()}
         if len(self) >= MIN_INDEXED_ROWS:
@@ -273,7 +273,7 @@ class Corpus:
         for column, config in wanted.items():
             if column not in indexed and len(self):
                 self.table.create_index(column, config=config)
-        with warnings.catch_warnings(action="ignore"):  # that other versions go: readers take the newest one
+        with warnings.catch_warnings(action="ignore"):  # of removed versions: readers use the newest one
             self.table.optimize(cleanup_older_than=timedelta(0))
 
     def info(self) -> dict[str, Any]:

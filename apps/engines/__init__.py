@@ -1,4 +1,4 @@
-"""Other engines than PyTorch for the base model: llama.cpp.
+"""Engines for the base model other than PyTorch: llama.cpp.
 
 from arcaligner.apps.engines.llama_cpp import LlamaCppEngine
 

@@ -17,7 +17,7 @@ from ...modeling_arcaligner import ADAPTER_NAME, ArcAlignerForCausalLM, slot_lor
 from ...processing_arcaligner import ArcAlignerProcessor
 
 ADAPTER_FILE = "adapter.gguf"
-# Of transformers and of llama.cpp.
+# Names of architectures, of transformers and of llama.cpp.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 SIZES = {  # in GGUF metadata, after the architecture's name, and in the backbone's configuration
     "block_count": "num_hidden_layers",
@@ -44,7 +44,7 @@ def head_dim_of(config: PreTrainedConfig) -> int:
 
 def export_gguf(checkpoint: str, output: str | Path) -> None:
     """Writes an aligner, a folder or a Hub id, for llama.cpp: the checkpoint, and its slot LoRA as `adapter.gguf`. Each
-    file of `output` appears whole.
+    file of `output` is written atomically.
     """
     model = ArcAlignerForCausalLM.from_pretrained(checkpoint)
     architecture_of(model.config.text_config)
@@ -58,7 +58,7 @@ def export_gguf(checkpoint: str, output: str | Path) -> None:
 
 
 def check_lora_positions(config: ArcAlignerConfig, checkpoint: str | Path) -> None:
-    """Raises `ValueError` for an aligner whose LoRA is on text, too."""
+    """Raises `ValueError` for an aligner whose LoRA also applies to text."""
     if config.lora_positions != "slots":
         raise ValueError(
             f"{checkpoint} has `lora_positions` {config.lora_positions!r}, but llama.cpp reads text with the base "
@@ -94,7 +94,7 @@ def gguf_name(name: str, config: PreTrainedConfig) -> str:
 
 
 def translate(name: str, weight: torch.Tensor, config: PreTrainedConfig) -> np.ndarray:
-    """A weight by llama.cpp's `name`, its rows in llama.cpp's order."""
+    """A weight with its rows in llama.cpp's order; `name` is llama.cpp's."""
     rows = weight.detach().float().numpy()
     if architecture_of(config) == "llama" and (".attn_q." in name or ".attn_k." in name):
         halves = rows.reshape(-1, 2, head_dim_of(config) // 2, *rows.shape[1:])
@@ -115,7 +115,7 @@ def check_base_model(reader: gguf.GGUFReader, config: PreTrainedConfig, tokenize
     architecture = architecture_of(config)
     expected = {"general.architecture": architecture}
     expected |= {f"{architecture}.{key}": config.to_dict()[name] for key, name in SIZES.items()}
-    # SmolLM and SmolLM2 have the same sizes and tokens, and other positions.
+    # SmolLM and SmolLM2 have the same sizes and tokens, and differ in the base of RoPE.
     expected[f"{architecture}.rope.freq_base"] = float(config.rope_parameters["rope_theta"])
     for key, value in expected.items():
         field = reader.get_field(key)

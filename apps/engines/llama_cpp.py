@@ -2,9 +2,8 @@
 
     text before the slots -> slots as input embeddings, adapter on -> [state kept] -> question and answer, adapter off
 
-Passages that are read apart are a sequence each, behind the same text, and then become one with that of the question.
-
-Gates decide within a layer, which llama.cpp cannot: they have to be off.
+Each independent passage is a sequence of its own after the same text; then all are merged into the sequence of the
+question. Gates decide within a layer, which llama.cpp cannot do: they must be off.
 """
 
 import ctypes
@@ -33,8 +32,8 @@ from .gguf_files import ADAPTER_FILE, check_base_model, check_lora_positions
 
 TESTED_VERSION = "0.3.36"
 CACHE_TYPES = {"f16": 1, "f32": 0}  # GGML's numbers
-KEPT_STATES = 8  # of passages that were asked about, for further questions about them
-# GGML's levels of what it logs, in pieces; a `CONTINUED` piece is of the message before it.
+KEPT_STATES = 8  # cached states of passages, for further questions about them
+# GGML's log levels. It logs in pieces; a `CONTINUED` piece belongs to the message before it.
 WARNING, ERROR, CONTINUED = 3, 4, 5
 
 _warnings: list[str] = []  # from llama.cpp, since the last call that was checked
@@ -68,7 +67,8 @@ def import_llama_cpp() -> Any:
 
 
 class State(NamedTuple):
-    """What was read, and how many cells of the context it takes: positions, but for passages that share them."""
+    """A state of the context, and the cells that it occupies: its positions, where independent passages count
+    separately."""
 
     data: bytes
     used: int
@@ -76,7 +76,7 @@ class State(NamedTuple):
 
 class Session:
     """
-    One sequence of a GGUF model in llama.cpp, read piece by piece.
+    One sequence of a GGUF model in llama.cpp, filled piece by piece.
 
     Args:
         path (`Path`): The GGUF file.
@@ -87,7 +87,7 @@ class Session:
 
     def __init__(self, path: Path, adapter: Path | None, context_length: int, cache_type: str = "f16"):
         self._api = api = import_llama_cpp()
-        self.context_length, self.used = context_length, 0  # cells of the context, and those that were read into
+        self.context_length, self.used = context_length, 0  # cells of the context, and used ones
         params = api.llama_model_default_params()
         params.use_extra_bufts = False  # its AMX kernels crash on some virtual machines
         self._model = api.llama_model_load_from_file(str(path).encode(), params)
@@ -95,13 +95,15 @@ class Session:
         weakref.finalize(self, api.llama_model_free, self._model)
         params = api.llama_context_default_params()
         params.n_ctx = params.n_batch = context_length
-        params.n_seq_max, params.kv_unified = 2, True  # the question's, and that of a passage while it is read apart
+        # The question's, and that of an independent passage while it is computed.
+        params.n_seq_max, params.kv_unified = 2, True
         params.n_threads = params.n_threads_batch = torch.get_num_threads()
         params.type_k = params.type_v = CACHE_TYPES[cache_type]
         params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED  # on the CPU it computes in half precision
         self._context = api.llama_init_from_model(self._model, params)
         self._check(self._context, f"no context of {context_length} positions")
-        weakref.finalize(self, api.llama_free, self._context)  # before the model: the last one made is called first
+        # Runs before the model is freed: finalizers run in reverse order.
+        weakref.finalize(self, api.llama_free, self._context)
         self._adapters = (api.llama_adapter_lora_p_ctypes * 1)()
         if adapter is not None:
             self._adapters[0] = api.llama_adapter_lora_init(self._model, str(adapter).encode())
@@ -115,17 +117,17 @@ class Session:
             raise ValueError(f"llama.cpp: {what} ({said}).")
 
     def clear(self) -> None:
-        """Forgets what was read."""
+        """Empty the context."""
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), False)
         self.used = 0
 
     def read_apart(self, passages: Sequence[np.ndarray]) -> None:
-        """Reads the slots of passages, each (num_slots, hidden), with the adapter: each behind what was read so far,
-        and none behind another. What follows reads all, and counts on from the longest."""
+        """Prefill the slots of independent passages, each (num_slots, hidden), with the adapter: each attends to the
+        context so far and to no other passage. Later positions attend to all, and continue after the longest."""
         api, memory = self._api, self._api.llama_get_memory(self._context)
         start = api.llama_memory_seq_pos_max(memory, 0) + 1
         for slots in passages:
-            api.llama_memory_seq_cp(memory, 0, 1, 0, start)  # not the passages before: they stand from `start` on
+            api.llama_memory_seq_cp(memory, 0, 1, 0, start)  # without earlier passages, which begin at `start`
             self.read(slots, adapter=True, has_logits=False, sequence=1)
             api.llama_memory_seq_cp(memory, 1, 0, start, -1)
             api.llama_memory_seq_rm(memory, 1, -1, -1)
@@ -133,7 +135,8 @@ class Session:
     def read(
         self, what: Sequence[int] | np.ndarray, adapter: bool = False, has_logits: bool = True, sequence: int = 0
     ) -> None:
-        """Reads on: ids, or embeddings (num_slots, hidden); the logits of the last position are computed if asked."""
+        """Prefill ids, or embeddings (num_slots, hidden); with `has_logits`, compute the logits of the last
+        position."""
         api, length = self._api, len(what)
         scale = (ctypes.c_float * 1)(1.0)
         if adapter and self._adapters[0]:
@@ -156,12 +159,12 @@ class Session:
 
     @property
     def logits(self) -> np.ndarray:
-        """Logits of the position read last, (vocab_size,); overwritten by the next `read`."""
+        """Logits of the last position, (vocab_size,); overwritten by the next `read`."""
         vocab_size = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
         return np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, -1), (vocab_size,))
 
     def state(self) -> State:
-        """All that was read, for `restore`."""
+        """The context, for `restore`."""
         size = self._api.llama_state_seq_get_size(self._context, 0)
         buffer = (ctypes.c_uint8 * size)()
         self._check(self._api.llama_state_seq_get_data(self._context, buffer, size, 0) == size, "no state was given")
@@ -177,7 +180,7 @@ class Session:
         self.used = state.used
 
 
-# Settings of a processor that decide which slots passages become.
+# Settings of a processor that the slots of a passage depend on.
 _SEGMENTING = ("tokens_per_slot", "sentences_per_segment", "spacy_model")
 
 
@@ -186,7 +189,7 @@ class LlamaCppEngine:
     Answers questions about passages with llama.cpp, greedily. For one thread.
 
     Args:
-        folder (`str` or `Path`): What `arcaligner export-gguf` has written.
+        folder (`str` or `Path`): The output of `arcaligner export-gguf`.
         base_model (`str` or `Path`, *optional*): GGUF file of the base model. Default: that of the default base model.
         gate_mode (`str`, *optional*): Default: the checkpoint's. `"off"` is the only one that llama.cpp can do.
         context_length (`int`): Positions of prompt and answer.
@@ -220,7 +223,7 @@ class LlamaCppEngine:
         if config.refines(gate_mode):
             raise ValueError(
                 f"The gates of {folder} are on (`gate_mode` {gate_mode or config.gate_mode!r}), which llama.cpp cannot "
-                'do. Read each slot once, with `gate_mode="off"` (`--gate-mode off`), or use the PyTorch model.'
+                'compute. Switch them off with `gate_mode="off"` (`--gate-mode off`), or use the PyTorch model.'
             )
         adapter = folder / ADAPTER_FILE if config.lora_r else None
         if adapter is not None and not adapter.is_file():
@@ -239,7 +242,7 @@ class LlamaCppEngine:
         end = GenerationConfig.from_pretrained(folder).eos_token_id
         self._end = {end} if isinstance(end, int) else set(end or ())
         self._kept: dict[str, State] = {}  # least recently used first
-        self._num_read = 0  # prompts; an answer ends where another is read
+        self._num_read = 0  # number of prompts; a new prompt ends the answer to the one before
 
     def answer(self, question: str | list[dict], documents: Any, max_new_tokens: int = 256, **slots: Any) -> str:
         """The answer to a question; arguments as of `stream`."""
@@ -252,8 +255,8 @@ class LlamaCppEngine:
         """The answer to a question or chat, piece by piece; `documents` and `slots` as the processor takes them.
 
         Raises:
-            `ValueError`: as the processor; a prompt that the context does not hold.
-            `RuntimeError`: another question was read before the answer ended.
+            `ValueError`: as the processor; a prompt that is longer than the context.
+            `RuntimeError`: a new question was started before the answer ended.
         """
         documents = documents_of(documents, "`documents`")
         self.read(question, documents, max_new_tokens, **slots)
@@ -263,9 +266,11 @@ class LlamaCppEngine:
         decoder = DecodeStream(skip_special_tokens=True)
         for number in range(max_new_tokens):
             if mine != self._num_read:
-                raise RuntimeError("Another question was read before this answer ended. Take one answer at a time.")
+                raise RuntimeError(
+                    "A new question was started before this answer ended. Finish one answer before the next."
+                )
             logits = self.session.logits.copy()
-            logits[self.config.context_token_id :][:1] = -np.inf  # as `generate`; often not among the logits
+            logits[self.config.context_token_id :][:1] = -np.inf  # as in `generate`; often the token has no logit
             logits[copied_next(texts, written, self._end)] += bonus
             written.append(token := int(logits.argmax()))
             if token in self._end:
@@ -297,7 +302,7 @@ class LlamaCppEngine:
         return self.session.logits
 
     def _read_slots(self, before: list[int], documents: list, slots: dict[str, Any], num_after: int) -> State:
-        """Reads text and slots of a prompt; the state after the last slot."""
+        """Prefill text and slots of a prompt; return the state after the last slot."""
         encoded = self.processor.encode_documents(documents, **slots)
         self._check_length(len(before) + len(encoded.context_embeds) + num_after)
         words = encoded.context_word_ids
@@ -313,7 +318,7 @@ class LlamaCppEngine:
     def _check_length(self, length: int) -> None:
         if length > (most := self.session.context_length):
             raise ValueError(
-                f"Prompt and answer may have {length} positions, but the engine's context holds {most}. Raise "
+                f"Prompt and answer need up to {length} positions, but the engine's context has {most}. Raise "
                 "`context_length`, pass fewer passages, or lower `max_new_tokens`."
             )
 
@@ -335,7 +340,7 @@ def _open_gguf(path: Path) -> gguf.GGUFReader:
 def _load_projector(
     folder: Path, config: ArcAlignerConfig, reader: gguf.GGUFReader
 ) -> tuple[ContextProjector, torch.Tensor | None]:
-    """The projector of a checkpoint and, where it reads words, the base model's embeddings (vocab_size, hidden)."""
+    """The projector of a checkpoint and, if it uses words, the base model's embeddings (vocab_size, hidden)."""
     text = config.text_config
     projector = ContextProjector(config.encoder_hidden_size, text.hidden_size, config.word_parts, text.vocab_size)
     prefix = "model.projector."

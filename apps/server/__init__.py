@@ -1,8 +1,8 @@
-"""Answers over HTTP, as the clients of OpenAI speak it.
+"""Answers over HTTP, for clients of OpenAI's API.
 
-listen.py         connections, and the way to end
-app.py            the addresses, what an answer looks like, key, limits and metrics
-chat_request.py   what a request may hold, as clients send it
-engine.py         requests that arrive together -> one batch -> answers, token by token
+listen.py         connections and shutdown
+app.py            routes, format of answers, key, limits and metrics
+chat_request.py   fields of a request, in the forms that clients send
+engine.py         concurrent requests -> one batch -> answers, token by token
 page.html         a page to ask from
 """

@@ -1,14 +1,15 @@
 """HTTP application around an [`Engine`]: routes, format of answers, key, limits and metrics.
 
-/v1/chat/completions                as the clients of OpenAI speak it; `chat_request.py` has what a request may hold
+/v1/chat/completions                OpenAI's API; `chat_request.py` defines the fields of a request
 /v1/models, /v1/models/NAME         the one model
-/openapi.json                       all of this for machines
-/health, /metrics                   for whoever watches it; metrics in the format of Prometheus
+/openapi.json                       description of the API
+/health, /metrics                   for monitoring; metrics in the format of Prometheus
 /                                   a page to ask from
-/about, /passages                   what the page shows of the server; the passages of a file that is dropped into it
+/about, /passages                   for the page: facts about the server; the passages of a file that is dropped into it
 
-Beyond OpenAI's fields a request has `documents`, `num_passages`, `tokens_per_slot`, `min_confidence`, `max_passages`
-and `copy_bonus`; an answer has `arcaligner`, with its sources, answerability, segments, statistics and seconds.
+In addition to OpenAI's fields, a request has `documents`, `num_passages`, `tokens_per_slot`, `min_confidence`,
+`max_passages` and `copy_bonus`; an answer has `arcaligner`, with its sources, answerability, segments, statistics and
+seconds.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ try:
     from fastapi import Depends, FastAPI, Request
     from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
     from pydantic import ValidationError
-    from starlette.exceptions import HTTPException  # also of an unknown address
+    from starlette.exceptions import HTTPException  # also raised for unknown addresses
     from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.requests import ClientDisconnect
 except ImportError as error:
@@ -48,17 +49,17 @@ from .engine import Request as EngineRequest
 logger = logging.getLogger(__name__)
 
 PAGE = Path(__file__).parent / "page.html"
-# The page is whole: nothing is loaded from elsewhere, and no other page may frame it.
+# The page is self-contained: nothing is loaded from elsewhere, and no other page may frame it.
 PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
 PAGE_POLICY += "img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MAX_BODY_BYTES, BODY_SECONDS = 2**20, 30.0  # of a request
-# Of a file that is dropped into the page, and of its text: about 1,800 passages of 100 words. A corpus has room for
-# more. So many files are read at a time, each by a process.
+# Of a file that is dropped into the page, and of its text: about 1,800 passages of 100 words. Longer files belong in a
+# corpus. So many files are converted at a time, each in a process.
 MAX_FILE_BYTES, MAX_CHARACTERS, MAX_FILES = 16 * 2**20, 2**20, 2
-# OpenAI's codes of errors, which clients tell them by.
+# OpenAI's error codes, by which clients distinguish errors.
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
-# What goes wrong, and the status that says so. 499, which only the metrics show, is nginx's of a client that has left.
+# Errors and their status. 499, nginx's code for a client that has disconnected, appears in the metrics only.
 STATUSES = ((TimeoutError, 408), (ClientDisconnect, 499), (BusyError, 429), (ValueError, 400), (TypeError, 400))
 STATUSES += ((OSError, 503), (RequestCancelledError, 499))
 
@@ -80,7 +81,7 @@ class ServerSettings:
             )
 
 
-# What is read of a request
+# Reading requests
 
 
 async def read_body(request: Request, kind: str, most: int) -> bytes:
@@ -102,16 +103,17 @@ async def read_body(request: Request, kind: str, most: int) -> bytes:
 
 
 def read_passages(name: str, data: bytes, passage_tokens: int, processor) -> dict[str, Any]:
-    """The passages of a file, as a corpus would cut it. They are not kept; `name` is data, never a path, but its suffix
-    says how `data` is read.
+    """The passages of a file, as a corpus would cut it. They are not stored. `name` is never used as a path; its suffix
+    decides how `data` is converted.
 
     Returns:
-        `dict`: The `name` without folders, `passages` with `title`, `text` and `page` (or `None`), the `characters` of
-        the text, and how many of these were `read`.
+        `dict`: The `name` without folders, `passages` with `title`, `text` and `page` (or `None`), the number of
+        `characters` of the text, and how many of them were `read`.
     """
     name = name.replace("\\", "/").rstrip("/").rpartition("/")[2][-255:] or "file"
     title, text, sections = read_file(name, data)
-    title, text = (each.encode("utf-8", "replace").decode() for each in (title, text))  # a PDF may have halves
+    # Text of a PDF may contain lone surrogates.
+    title, text = (each.encode("utf-8", "replace").decode() for each in (title, text))
     if not text.strip():
         raise ValueError(f"{no_text(name)}.")
     document = Document(name, title, text[:MAX_CHARACTERS], sections)
@@ -120,12 +122,12 @@ def read_passages(name: str, data: bytes, passage_tokens: int, processor) -> dic
     return {"name": name, "passages": passages, "characters": len(text), "read": min(len(text), MAX_CHARACTERS)}
 
 
-# What an answer looks like
+# Format of answers
 
 
 def describe_answer(answer: Answer, body: ChatRequest) -> dict[str, Any]:
-    """Tokens read, a slot counts as one, and written; where the answer comes from, and what reading it has cost. Of a
-    request's own documents the sources have what its client knows them by."""
+    """The answer with its usage (a slot counts as one token), sources and statistics. Sources from a request's own
+    documents contain the id and metadata that the client sent."""
     read, written = answer.prompt_tokens, answer.completion_tokens
     segments = [] if answer.passages is None else answer.passages.encoded.segments
     names = ("sources", "kept", "answerability", "answer_likelihood", "statistics", "seconds", "batch_size")
@@ -144,15 +146,15 @@ def event(body: dict[str, Any]) -> str:
 
 
 def describe_error(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """Status and body of an error: of the client's mistakes 4xx, of ours 5xx. What is not expected is logged, and the
-    client is told its kind only."""
+    """Status and body of an error: 4xx for mistakes of the client, 5xx for ours. An unexpected error is logged, and the
+    client gets its type only."""
     if isinstance(error, HTTPException):
         status, text = error.status_code, error.detail
     else:
         status, text = next((status for kind, status in STATUSES if isinstance(error, kind)), 500), str(error)
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False)[0]
-        told = first.get("ctx", {}).get("error")  # as it was raised by us
+        told = first.get("ctx", {}).get("error")  # the error that we raised
         place = ".".join(map(str, first["loc"])) or "The body"
         text = str(told) if isinstance(told, ValueError) else f"{place}: {first['msg']}"
     if status == 500:
@@ -165,7 +167,7 @@ def describe_error(error: BaseException) -> tuple[int, dict[str, Any]]:
 
 
 def refuse(request: Request, error: Exception) -> JSONResponse:
-    """An error as an answer; what is away for some seconds says for how many."""
+    """An error as a response; if the cause is temporary, with `Retry-After`."""
     status, body = describe_error(error)
     headers = {"Retry-After": str(error.retry_after)} if isinstance(error, UnavailableError) else None
     return JSONResponse(body, status, headers)
@@ -175,7 +177,7 @@ def refuse(request: Request, error: Exception) -> JSONResponse:
 
 
 class UnknownModelError(HTTPException):
-    """The server has one model, of another name."""
+    """The requested model is not the one of this server."""
 
     def __init__(self, given: str, expected: str):
         super().__init__(404, f"There is no model {given!r}; expected {expected!r}.")
@@ -202,7 +204,7 @@ class Metrics:
             prometheus_client.Gauge(name, text, **own).set_function(value)
 
     def count(self, answer: Answer) -> None:
-        """Counts an answer that was given."""
+        """Count a completed answer."""
         self.tokens.labels("read").inc(answer.prompt_tokens)
         self.tokens.labels("written").inc(answer.completion_tokens)
         self.slots.inc(answer.statistics["slots"])
@@ -211,7 +213,7 @@ class Metrics:
             self.seconds.labels(part).observe(seconds)
 
     def counted(self, app: Callable) -> Callable:
-        """An application that counts its answers by status."""
+        """Wrap an application to count its responses by status."""
 
         async def counting(scope, receive, send) -> None:
             async def count(message) -> None:
@@ -225,15 +227,15 @@ class Metrics:
 
 
 class Routes:
-    """What the server answers at each address."""
+    """The handlers of the routes."""
 
     def __init__(self, engine: Engine, settings: ServerSettings):
         self.engine, self.settings, self.metrics = engine, settings, Metrics(engine)
         self.started, self.files = int(time.time()), asyncio.Semaphore(MAX_FILES)
 
     def check_key(self, request: Request) -> None:
-        """Refuses a request without the key, if there is one. Headers are bytes: clients write letters beyond ASCII in
-        UTF-8 or in Latin-1."""
+        """Reject a request without the key, if one is set. Headers are bytes: clients encode non-ASCII letters in UTF-8
+        or in Latin-1."""
         if not self.settings.api_key:
             return
         header = request.headers.get("authorization", "").strip()
@@ -322,7 +324,7 @@ class Routes:
             future.add_done_callback(lambda future: put(None))
             first = await while_connected(request, self.in_time(pieces.get(), asked))
             if first is None:
-                future.result()  # or what was wrong, before an answer begins
+                future.result()  # raises if the request failed before its answer began
         except BaseException as error:
             asked.cancelled = True
             if isinstance(error, Exception):
@@ -358,7 +360,7 @@ class Routes:
         except Exception as error:
             yield event(describe_error(error)[1])
         finally:
-            asked.cancelled = True  # where the client has left
+            asked.cancelled = True  # the client has disconnected
 
 
 async def while_connected(request: Request, result: Awaitable[Any]) -> Any:
@@ -380,7 +382,7 @@ async def while_connected(request: Request, result: Awaitable[Any]) -> Any:
 
 
 def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
-    """The application of an engine, which is closed with it."""
+    """The application around an engine; closing it closes the engine."""
     routes = Routes(engine, settings)
 
     @contextlib.asynccontextmanager
@@ -389,7 +391,8 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
         await asyncio.to_thread(engine.close)
 
     app = FastAPI(title="ArcAligner", lifespan=lifespan, docs_url=None, redoc_url=None)
-    if not settings.api_key:  # a name that was pointed here is a page that asks from somebody's browser
+    # A foreign host name means DNS rebinding: a web page that sends requests from a user's browser.
+    if not settings.api_key:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=(*LOOPBACK, "[::1]"), www_redirect=False)
     app.add_middleware(routes.metrics.counted)
     for kind in (HTTPException, *(kind for kind, _ in STATUSES), Exception):
@@ -404,7 +407,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
         ("/v1/models/{name:path}", routes.model, keyed),
     ):
         app.get(path, **settings_of)(answer)
-        app.head(path, **settings_of, include_in_schema=False)(answer)  # as load balancers ask
+        app.head(path, **settings_of, include_in_schema=False)(answer)  # used by load balancers
     app.post("/passages", **keyed)(routes.passages)
     schema = ChatRequest.model_json_schema(ref_template="#/components/schemas/{model}")
     parts, content = schema.pop("$defs"), {"application/json": {"schema": schema}}

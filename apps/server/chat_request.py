@@ -1,7 +1,7 @@
 """Requests of `/v1/chat/completions` as clients of OpenAI, vLLM, llama.cpp and others send them.
 
-Fields that ask for nothing are taken. A field that would change the answer and cannot be done is refused by its name,
-and so is a name that nobody knows: a typo never passes for a setting.
+Fields that have no effect are accepted. A field that would change the answer but is not supported is rejected by name,
+and so is an unknown field, so that a typo is never silently ignored.
 """
 
 import json
@@ -16,13 +16,13 @@ from ...common.reading import LONGEST_TITLE
 from .engine import Limits
 from .engine import Request as EngineRequest
 
-# Tokens of an answer, where a client names no number.
+# Maximum tokens of an answer, unless the client sets a limit.
 MAX_TOKENS = 256
-# Bounds of what is looked at before any work: turns of a chat, parts of a turn, texts that stop an answer.
+# Limits that are checked before any work: turns of a chat, parts of a turn, stop strings.
 MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_STOP_CHARACTERS = 1000, 1000, 16, 256
 
-# Fields that change no answer here: of accounts and caches, of how a model thinks that does not, of how a server works,
-# and numbers of a switch that NOT_DONE or NOT_DRAWN has, which is off.
+# Fields without effect here: about accounts and caches, reasoning (this model has none) and the server, and parameters
+# of features in NOT_DONE or NOT_DRAWN that are switched off.
 HINTS = frozenset(
     """
     user metadata store service_tier safety_identifier prediction verbosity priority timeout extra_headers extra_query
@@ -35,7 +35,7 @@ HINTS = frozenset(
     samplers min_keep xtc_threshold dynatemp_exponent mirostat_tau mirostat_eta
     """.split()
 )
-# Fields that would change the answer whatever its temperature, with the values that ask for nothing.
+# Fields that would change the answer at any temperature, with the values that have no effect.
 NOT_DONE: dict[str, tuple] = {
     "n": (1,),
     "best_of": (1,),
@@ -86,7 +86,7 @@ NOT_DONE: dict[str, tuple] = {
     "guided_grammar": (),
     "chat_template": (),
 }
-# Fields that would change which tokens are drawn, and nothing where none are: at temperature 0.
+# Fields that would change which tokens are sampled; without effect at temperature 0.
 NOT_DRAWN: dict[str, tuple] = {
     "top_a": (0,),
     "typical_p": (1, 0),
@@ -100,28 +100,28 @@ NOT_DRAWN: dict[str, tuple] = {
     "mirostat_mode": (0,),
 }
 TOOLS = {"tools": "tool_choice", "functions": "function_call"}
-# Without a temperature, `top_k` is read as the number of passages that it once was, where sampling has no such value:
-# there 0 and 1 are common, and 20 or more.
+# Without a temperature, `top_k` once was the number of passages. It is still read so for values that are unusual in
+# sampling, where 0, 1, and 20 or more are common.
 PASSAGES_TOP_K = range(2, 20)
 
 
 def without_nulls(given: Any) -> Any:
-    """What is null is as if it were left out."""
+    """Drop fields that are null."""
     return {name: each for name, each in given.items() if each is not None} if isinstance(given, dict) else given
 
 
 def as_list(given: Any) -> Any:
-    """A string is read as a list of one."""
+    """Turn a string into a list of one."""
     return [given] if isinstance(given, str) else given
 
 
 def without_empty(given: Any) -> Any:
-    """A list without its empty strings: a text of no length stops nothing."""
+    """Drop empty strings of a list: an empty stop string stops nothing."""
     given = as_list(given)
     return [each for each in given if each != ""] if isinstance(given, list) else given
 
 
-# Documents and messages in the forms that libraries give them
+# Documents and messages in the forms that libraries send
 
 
 def as_passage(given: Any) -> Any:
@@ -138,7 +138,7 @@ def as_passage(given: Any) -> Any:
     metadata = next(
         (given[name] for name in ("metadata", "meta", "attributes") if isinstance(given.get(name), dict)), None
     )
-    id = given.get("id_", given.get("id"))  # `dumpd` writes the name of a class in its place
+    id = given.get("id_", given.get("id"))  # in a `dumpd`, `id` is the name of a class
     found: dict[str, Any] = {"id": id if isinstance(id, str | int) else None, "metadata": metadata}
     resource = given.get("text_resource")  # of LlamaIndex's Document
     texts = [given.get(name) for name in ("text", "page_content", "content", "snippet")]
@@ -153,7 +153,7 @@ def as_passage(given: Any) -> Any:
 
 
 def text_of_part(part: Any) -> str:
-    """The text of a part of a document; nothing where it has none."""
+    """The text of a part of a document; empty if it has none."""
     text = part.get("text") if isinstance(part, dict) else part
     return text if isinstance(text, str) else ""
 
@@ -168,7 +168,7 @@ def as_part(given: Any) -> Any:
 
 
 def as_parts(given: Any) -> Any:
-    """The content of a message as a list of its parts, without what a model has thought."""
+    """The content of a message as a list of its parts, without reasoning."""
     given = as_list(given)
     if not isinstance(given, list):
         return given
@@ -177,7 +177,7 @@ def as_parts(given: Any) -> Any:
 
 
 class Text(BaseModel):
-    """A part of a message; images and sound are refused. Further fields, such as `cache_control`, say nothing."""
+    """A part of a message; images and sound are rejected. Further fields, such as `cache_control`, are ignored."""
 
     type: Literal["text", "input_text", "output_text"] = "text"
     text: str
@@ -185,7 +185,7 @@ class Text(BaseModel):
 
 class Message(BaseModel):
     """A turn of the chat, as it was sent or as an answer came back. Further fields (`annotations`, `id`,
-    `reasoning_content`, ...) say nothing; those that would bring more than text are refused."""
+    `reasoning_content`, ...) are ignored; those with content other than text are rejected."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[
@@ -217,11 +217,11 @@ class Message(BaseModel):
 
 
 def turns_of(messages: list[Message]) -> list[dict[str, str]]:
-    """Messages as a chat template takes them. Templates of small models know no tools: what a tool has returned stands
-    before the question that it was called for, and the turn that called it is left out."""
+    """Messages in the form of chat templates. Templates of small models have no tools, so the result of a tool is put
+    before the question that it was called for, and the turn that called it is dropped."""
     turns: list[dict[str, str]] = []
     results: list[str] = []
-    question = None  # the turn of the user that tools were called for, and its text
+    question = None  # the user turn that tools were called for, and its text
 
     for number, message in enumerate(messages):
         if message.role in ("tool", "function"):
@@ -238,8 +238,8 @@ def turns_of(messages: list[Message]) -> list[dict[str, str]]:
 
 
 class Passage(BaseModel):
-    """A passage that comes with the request. `id` and `metadata` come back with the sources; further fields, such as
-    `score`, say nothing."""
+    """A passage of the request. `id` and `metadata` are returned with the sources; further fields, such as `score`, are
+    ignored."""
 
     title: Annotated[str, Field(max_length=LONGEST_TITLE)] = ""
     text: str
@@ -248,13 +248,13 @@ class Passage(BaseModel):
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What the client knows the passage by."""
+        """The id and metadata that the client sent with the passage."""
         return without_nulls({"id": self.id, "metadata": self.metadata})
 
 
 class ChatRequest(BaseModel):
-    """The body of `/v1/chat/completions`. What the engine checks is not checked here. Where it is validated with the
-    `limits` of an engine as context, too many documents are refused before any is looked at."""
+    """The body of `/v1/chat/completions`. The engine checks the rest. If it is validated with the `limits` of an engine
+    as context, too many documents are rejected before any is parsed."""
 
     model: str
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -286,7 +286,7 @@ class ChatRequest(BaseModel):
         given = without_nulls(given)
         if not isinstance(given, dict):
             return given
-        if isinstance(given.get("extra_body"), dict):  # as clients that know no such argument send it
+        if isinstance(given.get("extra_body"), dict):  # sent by clients without such an argument
             given = without_nulls(given.pop("extra_body")) | given
         unknown = given.keys() - cls.model_fields.keys() - HINTS - NOT_DONE.keys() - NOT_DRAWN.keys()
         refuse_unknown("the request", unknown, cls.model_fields)
@@ -298,7 +298,7 @@ class ChatRequest(BaseModel):
 
     @property
     def note(self) -> str | None:
-        """What the client is told about `top_k`, which was the number of passages once."""
+        """A note for the client about `top_k`, which once was the number of passages."""
         if self.top_k is None or self.num_passages is not None or self.temperature:
             return None
         if self.top_k in PASSAGES_TOP_K:
@@ -309,17 +309,17 @@ class ChatRequest(BaseModel):
         return "`top_k` is a setting of the draw of tokens; `num_passages` is how many passages are found."
 
     def num_tokens(self, limits: Limits) -> int:
-        """The most tokens of the answer. A client's own default may be more than the limit, and -1 is all that it can
-        have: an answer that ends early is no error."""
+        """Maximum tokens of the answer. A client's default may exceed the limit, and -1 means the limit: an answer that
+        ends early is no error."""
         asked = next((each for each in (self.max_completion_tokens, self.max_tokens) if each is not None), MAX_TOKENS)
         if asked == 0:
             raise ValueError("`max_tokens` is 0; expected at least 1.")
         return limits.max_new_tokens if asked == -1 else min(asked, limits.max_new_tokens)
 
     def engine_request(self, on_text: Callable[[str], Any], limits: Limits) -> EngineRequest:
-        """For the engine, which has most fields by the same names."""
-        one_token = self.top_k == 1 or self.top_p == 0  # is left to draw from: the likeliest
-        temperature = 0.0 if one_token else round(self.temperature, 4)  # logits divided by less than that may overflow
+        """The request for the engine, which has most fields under the same names."""
+        one_token = self.top_k == 1 or self.top_p == 0  # sampling from one token is greedy
+        temperature = 0.0 if one_token else round(self.temperature, 4)  # a smaller temperature may make logits overflow
         num_passages = self.num_passages
         if self.note is not None:
             warnings.warn(self.note, FutureWarning, stacklevel=2)
@@ -333,16 +333,16 @@ class ChatRequest(BaseModel):
             min_p=self.min_p,
             sampling_top_k=max(0, self.top_k or 0) if temperature else 0,
             top_k=num_passages,
-            seed=None if self.seed == -1 else self.seed,  # -1 is a random one for llama.cpp
+            seed=None if self.seed == -1 else self.seed,  # for llama.cpp, -1 means a random seed
             on_text=on_text,
             **self.model_dump(include=same),
         )
 
 
 def refuse_what_is_not_done(given: dict[str, Any]) -> None:
-    """Raises `ValueError` for the first field whose value would change the answer, and cannot be done."""
+    """Raises `ValueError` for the first field whose value would change the answer and is not supported."""
     for tools, choice in TOOLS.items():
-        if given.get(choice) == "none":  # the model may call none of them
+        if given.get(choice) == "none":  # tools that the model may not call have no effect
             given.pop(tools, None)
     draws = bool(given.get("temperature"))
     for name, value in given.items():

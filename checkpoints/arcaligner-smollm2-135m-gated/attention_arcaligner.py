@@ -221,8 +221,8 @@ def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torc
     falls = (passage_ids[:, 1:] < passage_ids[:, :-1]) & is_real[:, 1:]
     if bool(falls.any()) or bool(((passage_ids < 0) & is_real).any()):
         raise ValueError(
-            f"`context_passage_ids` is {passage_ids.tolist()}; expected numbers of at least 0 that never fall along "
-            "the slots of a row, because the slots of a passage are adjacent."
+            f"`context_passage_ids` is {passage_ids.tolist()}; expected numbers of at least 0 that never decrease "
+            "along the slots of a row, because the slots of a passage are adjacent."
         )
 
 
@@ -311,7 +311,7 @@ def check_passage_prior(passage_prior, passage_ids: torch.Tensor | None, config:
     attention that takes it."""
     if (kernel := config._attn_implementation) not in ROW_KERNELS:
         raise ValueError(
-            f"`passage_prior` is set, but attention `{kernel}` takes no number for each key. Load the model with "
+            f"`passage_prior` is set, but attention `{kernel}` takes no bias for each key. Load the model with "
             f"`attn_implementation` {' or '.join(ROW_KERNELS)}, or leave it out."
         )
     check_can_separate(config)

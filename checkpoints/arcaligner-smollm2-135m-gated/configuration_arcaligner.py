@@ -216,7 +216,7 @@ class ArcAlignerConfig(PreTrainedConfig):
         if "vocab_size" not in self.text_config.to_dict():
             raise ValueError(
                 f"Backbone `{self.text_config.model_type}` is not supported: it has no vocabulary of its own, so "
-                "it is not a causal language model. Choose a decoder-only one; of a model with pictures, the text part."
+                "it is not a causal language model. Choose a decoder-only one; of a multimodal model, its text model."
             )
         if self.context_token_id is None:
             self.context_token_id = self.text_config.vocab_size

@@ -96,8 +96,8 @@ def _check_encoder_classes(folder: Path) -> None:
             for name in chain.from_iterable(each.values() if isinstance(each, dict) else [each] for each in named):
                 if name is not None and not str(name).startswith("sentence_transformers."):
                     raise ValueError(
-                        f"{path} names the class {name!r}; expected one of sentence_transformers, as no other code of "
-                        "an encoder is run. Take an encoder that needs none of its own."
+                        f"{path} names the class {name!r}; expected one of sentence_transformers, because an encoder's "
+                        "own code is never run. Choose an encoder without custom code."
                     )
 
 
@@ -594,7 +594,7 @@ def passages_apart(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
     words = [None] * len(sizes) if words is None else [own[:, (own >= 0).any(dim=0)] for own in words.split(sizes)]
     if len(set(numbers)) < len(numbers):
         raise ValueError(
-            f"`context_passage_ids` has runs of {numbers}; expected the slots of a passage to be adjacent."
+            f"`context_passage_ids` is {numbers}, repeats left out; expected the slots of a passage to be adjacent."
         )
     apart = map(GivenSlots, embeds.split(sizes), words)
     return dict(zip(numbers, apart, strict=True))

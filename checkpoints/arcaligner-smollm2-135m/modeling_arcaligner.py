@@ -991,7 +991,9 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                     "Pass the embeddings of the slots, as the processor returns them."
                 )
         if inputs_embeds is not None:
-            raise ValueError("Got `inputs_embeds` and `input_ids`. Pass one of them, with slots `input_ids`.")
+            raise ValueError(
+                "Got `inputs_embeds` and `input_ids`. Pass one of them; a prompt with slots needs `input_ids`."
+            )
 
     def _prepare_slots(
         self,
@@ -1352,8 +1354,8 @@ class SlotGenerationMixin(GenerationMixin):
         check_gates(**settings)
         if settings and self._has_read_slots(input_ids, cache):
             logger.warning_once(
-                f"{', '.join(f'`{name}`' for name in settings)} of `generate` changes no slot that is in "
-                "`past_key_values` already. For other gates, pass them to `prepare` of the cache."
+                f"{', '.join(f'`{name}`' for name in settings)} of `generate` does not change slots that are already "
+                "in `past_key_values`. Pass gate settings to `prepare` of the passage cache instead."
             )
         generation_config = kwargs.get("generation_config") or self.generation_config
         if kwargs.get("prefill_chunk_size", generation_config.prefill_chunk_size) is not None:

@@ -1,7 +1,7 @@
 """Where compressed passages help: right answers by whether Naive and StandardRAG succeed, the paper's 4-way analysis.
 
-TT: both are right; TF: Naive alone; FT: StandardRAG alone; FF: neither. FT shows what survives compression, TF how far
-misleading passages are resisted. The answers of a run are read, no model runs.
+TT: both are right; TF: Naive alone; FT: StandardRAG alone; FF: neither. FT shows which evidence survives compression,
+TF how well a method resists misleading passages. The answers come from a run; no model is loaded.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ def _shares(keys: list[str], right: dict[str, dict[str, bool]]) -> dict[str, lis
 
 
 def categories_table(sets: dict[str, dict[str, Any]]) -> list[str]:
-    """Markdown lines: a row for each set and method, a column for each category; sizes stand beside the shares."""
+    """Markdown lines: a row for each set and method, a column for each category; sizes are next to the shares."""
     rows = []
     for title, parts in sets.items():
         rows.append([f"**{title}**, questions", *(parts[category]["questions"] for category in CATEGORIES)])
@@ -66,7 +66,7 @@ def categories_table(sets: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def draw_categories(sets: dict[str, dict[str, Any]], metric: str) -> Figure:
-    """Bars of each method in each category, a panel for each set; the sizes stand under the categories."""
+    """Bars of each method in each category, a panel for each set; the sizes are below the categories."""
     figure, (panels,) = new_figure(3.2 * len(sets) + 0.6, 3.4, ncols=len(sets), sharey=True, squeeze=False)
     for axes, (title, parts) in zip(panels, sets.items(), strict=True):
         methods = list(dict.fromkeys(method for part in parts.values() for method in part["methods"]))

@@ -1,7 +1,7 @@
 """The figures of the pages: F1 against the compression rate, and against the time to the first token.
 
-In the first a point is a method at a rate (`arcaligner_x4`): its F1 across the tokens of the passages that one position
-of the prompt stands for. In the second a point is a way to read twenty passages, at a rate where it has one.
+In the first, a point is a method at a rate (`arcaligner_x4`): F1 by tokens of the passages per position of the prompt.
+In the second, a point is a way to read twenty passages, at each of its rates.
 """
 
 import io
@@ -34,11 +34,11 @@ STYLE = {
     "grid.color": "#dddddd",
     "font.size": 10,
     "legend.frameon": False,
-    "svg.hashsalt": "arcaligner",  # the same picture is the same file
+    "svg.hashsalt": "arcaligner",  # equal figures give equal files
     "savefig.bbox": "tight",
 }
 BOUNDS = {"naive": ":", "full_text_lora": "--"}  # the ends of what can be reached, drawn as horizontal lines
-PASSAGES = 20  # that are read in the time to the first token
+PASSAGES = 20  # in the time to the first token
 
 
 def new_figure(width: float, height: float, **subplots: Any):
@@ -57,8 +57,8 @@ def save_figure(path: Path, figure: Figure) -> None:
 
 
 def rate_curves(entry: dict[str, Any]) -> dict[str, list[tuple[float, list[float]]]]:
-    """Of a set of the results, the points of each method that was asked at several rates, by its title: tokens of the
-    passages per position, and F1 with its interval."""
+    """Points of each method that was evaluated at several rates, by its title: tokens of the passages per position, and
+    F1 with its interval."""
     curves: dict[str, list[tuple[float, list[float]]]] = {}
     for name in method_titles({"": entry}):
         numbers, (method, rate) = entry["methods"][name], split_name(name)
@@ -132,7 +132,7 @@ def draw_ratios(sets: dict[str, dict[str, dict[str, Any]]]) -> Figure:
 
 def speed_curves(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[tuple[float, float, int | str]]]:
     """Points of each way to read `PASSAGES`, by a `report` on latency and the `sets` of an evaluation at its rates:
-    milliseconds to the first token, mean F1 of the sets, and the rate; none where a set was not asked."""
+    milliseconds to the first token, mean F1 of the sets, and the rate. A method that lacks a set has no points."""
     own = report["own_tokens_per_slot"]
     curves: dict[str, list[tuple[float, float, int | str]]] = {}
 

@@ -21,7 +21,7 @@ from ...train.prompts import slot_inputs
 from ..answering import in_batches
 from .figures import new_figure
 
-TEXT_WIDTH = 60  # characters of a slot's text beside its row
+TEXT_WIDTH = 60  # characters of a slot's text next to its row
 TITLE_WIDTH = 100
 
 
@@ -133,7 +133,7 @@ def draw_trace(case: dict[str, Any], max_loops: int) -> Figure:
 
 
 def trace_lines(case: dict[str, Any]) -> list[str]:
-    """Markdown lines: what each slot stands for, and the `traj` of each layer that loops, as in the paper."""
+    """Markdown lines: the text of each slot, and the `traj` of each layer that loops, as in the paper."""
     lines = [f"**Question.** {one_line(case['question'], TITLE_WIDTH)}", ""]
     lines += [f"{number}. {one_line(each['text'], 300)}" for number, each in enumerate(case["segments"], start=1)]
     lines += ["", f"**Answer.** {one_line(case['answer'], TITLE_WIDTH)} (gold: {' / '.join(case['gold'])})", ""]
@@ -146,5 +146,5 @@ def trace_lines(case: dict[str, Any]) -> list[str]:
 
 
 def one_line(text: str, width: int) -> str:
-    """The beginning of a text, with visible escapes for control characters, which no picture may hold."""
+    """The beginning of a text, with visible escapes for control characters, which an SVG cannot contain."""
     return textwrap.shorten(printable(text), width, placeholder=" …")

@@ -1,7 +1,7 @@
 """Reconstruction perplexity after stage I: how well the text can be reconstructed from its slots.
 
-*Base* is the backbone that repeats the text from the text, the limit. Beside it the paper has xRAG (a projector alone,
-one slot per passage), w/o LoRA (a projector alone) and its own model.
+*Base*, the upper bound, is the backbone that repeats a text it is given. The paper compares it with xRAG (a projector
+alone, one slot per passage), w/o LoRA (a projector alone) and its own model.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from ...train.validate import target_losses
 from ..metrics import resample_counts
 from .figures import COLORS, new_figure
 
-BASE = "Base"  # which recites the text from the text
+BASE = "Base"  # the backbone repeats the text that it is given
 
 
 def text_examples(processor: ArcAlignerProcessor, rows: list[Row]) -> list[Example]:
@@ -34,14 +34,14 @@ def text_examples(processor: ArcAlignerProcessor, rows: list[Row]) -> list[Examp
 def slot_losses(
     model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row], rate: int | str
 ) -> np.ndarray:
-    """Of each passage the NLL of its text read back from slots, in nats, summed over its tokens, and these tokens:
-    (num_passages, 2)."""
+    """NLL of each passage's text, reconstructed from its slots, in nats, summed over its tokens, and the number of
+    tokens: (num_passages, 2)."""
     return target_losses(model, processor, text_examples(processor, rows), rate)
 
 
 @torch.inference_mode()
 def base_losses(model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row]) -> np.ndarray:
-    """The same of the backbone that reads the text itself in place of the slots: (num_passages, 2)."""
+    """The same for the backbone, given the text itself in place of the slots: (num_passages, 2)."""
     examples = text_examples(processor, rows)
     losses = np.zeros((len(examples), 2))
     for number, example in enumerate(track(examples, f"losses, {BASE}", transient=True)):

@@ -3,8 +3,8 @@
     python -m arcaligner evaluate --recipe smollm2_135m --tasks squad,squad_unanswerable --data FOLDER
     python -m arcaligner.evaluation.analyses.refusals --run runs/evaluation --methods arcaligner,arcaligner_x4
 
-From the answers of a run; no model runs. An answer is refused where it is the aligner's `no_answer`, or where its
-answerability is below the threshold that was fitted on validation questions. The price is the F1 of the answers to
+The answers come from a run; no model is loaded. An answer counts as refused if it is the aligner's `no_answer`, or if
+its answerability is below the threshold that was fitted on validation questions. The cost is the F1 of answers to
 answerable questions that are refused.
 """
 
@@ -23,7 +23,7 @@ from ..metrics import percent_interval, shown_interval
 from ..runs import AnswerFile
 from ..settings import split_names
 
-TASKS = "squad", "squad_unanswerable"  # whose passages answer, and do not
+TASKS = "squad", "squad_unanswerable"  # with the answer in the passages, and without
 COLUMNS = "", "refused, %", "wrongly refused, %", "F1", "F1 lost", "AUROC"
 
 
@@ -33,7 +33,7 @@ def read_answers(run: Path, task: str, method: str) -> list[dict[str, Any]]:
     answers = file.read()
     if not answers or "answerability" not in answers[0]:
         raise ValueError(
-            f"{file.path} has no answers with an answerability. Ask with `python -m arcaligner evaluate "
+            f"{file.path} has no answers with an answerability. Make them with `python -m arcaligner evaluate "
             f"--recipe smollm2_135m --data FOLDER --tasks {','.join(TASKS)} --methods {method} --output {run}`."
         )
     checkpoint = file.settings()["checkpoint"]

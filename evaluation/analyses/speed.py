@@ -16,8 +16,8 @@ SHORT_PASSAGES = 5, 20  # of the README's table
 
 
 def first_token_table(report: dict[str, Any]) -> list[str]:
-    """Markdown lines: milliseconds to the first token of one question, and times faster than text without and, where
-    slots are made first, with encoding; a row for each size."""
+    """Markdown lines: milliseconds to the first token of one question, and times faster than text, without and, if
+    slots are made online, with encoding; a row for each size."""
     rows = []
     for size in report["sizes"]:
         arms, cells = size["arms"], []
@@ -59,7 +59,7 @@ def first_token_ms(size: dict[str, Any], arm: str) -> float:
 
 # Cached passages
 
-LIKELIEST = "_likeliest"  # ends the name of an arm that scores each passage first
+LIKELIEST = "_likeliest"  # suffix of an arm that scores each passage first
 _KEPT_TITLES = {
     "text": "text, nothing cached",
     "text_same_set": "text, the same passages in the same order cached",
@@ -69,7 +69,7 @@ _HOW = {"_folder": ", from disk", LIKELIEST: ", each passage scored, the top-ran
 
 
 def _kept_arm(name: str) -> tuple[str, str]:
-    """What an arm of `kept.py` caches, and its title."""
+    """The title of an arm of `kept.py`, with what it caches."""
     end = next(end for end in _HOW if name.endswith(end))
     kept = name.removesuffix(end)
     title = _KEPT_TITLES.get(kept) or "**slots**, cached: " + rate_title(kept.removeprefix("slots_x"))

@@ -1,6 +1,6 @@
-"""Our sets of questions as tasks of lm-evaluation-harness: what the YAML files here name.
+"""Our question sets as tasks of lm-evaluation-harness: functions that the YAML files here name.
 
-A prompt is JSON, so that the model gets question and documents apart: `{"question": str, "documents": [...]}`.
+A prompt is JSON, so that the model gets question and documents separately: `{"question": str, "documents": [...]}`.
 """
 
 from pathlib import Path

@@ -74,7 +74,7 @@ def test_passages_are_found_in_a_folder(ask, tmp_path):
         ([{"question": " "}], None, "has no question"),
         ([{"question": 3}], None, "mine.jsonl, line 1: `question` is 3 (int); expected a text."),
         ([{"question": "Who?"}], None, "The question 'Who?' and 0 others have no `passages`, and no documents are"),
-        ([{"question": "Who?"}], "--documents", "There is no document in "),
+        ([{"question": "Who?"}], "--documents", "found no document that can be read"),
         ([ROWS[0]], "--full-text-lora", "empty"),
     ],
 )

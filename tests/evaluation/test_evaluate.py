@@ -130,7 +130,7 @@ def test_a_method_that_is_not_here_is_skipped_by_name_and_never_replaced(setting
     assert "`python -m arcaligner train --recipe xrag` makes one" in caplog.text
     assert "skipped StandardRAG, fine-tuned: name its checkpoint with `--full-text-lora`" in caplog.text
     assert f"skipped projector only: there is no {place}, named with `--projector-only`" in caplog.text
-    with pytest.raises(ValueError, match="LoRA of rank 4; for `--xrag` expected an aligner of a projector alone"):
+    with pytest.raises(ValueError, match="LoRA of rank 4; for `--xrag` expected an aligner with a projector alone"):
         evaluate(settings(methods=["xrag"], xrag=str(checkpoint_dir)))
     with pytest.raises(ValueError, match="`lora_positions` 'slots'; for `--all-positions` expected 'all'"):
         evaluate(settings(methods=["all_positions"], all_positions=str(checkpoint_dir)))

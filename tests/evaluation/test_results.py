@@ -124,5 +124,5 @@ def test_the_table_has_what_is_below_the_threshold_or_said_to_be_refused(model, 
     assert refused == "66.7 [0.0, 100.0]" and wrongly.startswith("25.0 [0.0, ")
     assert others == ["43.8", "6.2", "0.583"]  # in five of 4 x 3 pairs the unanswerable one is surer
     write_answers(tmp_path, TASKS[0], "naive", [{}])
-    with pytest.raises(ValueError, match="no answers with an answerability. Ask with `python -m"):
+    with pytest.raises(ValueError, match="no answers with an answerability. .*`python -m"):
         refusals(tmp_path, "naive")

@@ -111,5 +111,5 @@ def test_results_are_gone_before_other_weights_are_there(stages, measured, monke
 
 def test_a_folder_without_a_finished_stage_is_refused(stages, tmp_path):
     result = export_to(tmp_path / "exported", stages / "4_broken")
-    assert result.exit_code == 2 and "holds no finished stage" in " ".join(result.output.replace("│", "").split())
+    assert result.exit_code == 2 and "contains no finished stage" in " ".join(result.output.replace("│", "").split())
     assert not (tmp_path / "exported").exists()

@@ -323,7 +323,7 @@ def test_held_out_articles_are_validated_with_and_never_trained_on(selector, tmp
     assert trained | validated == {f"Town {number}" for number in range(60)} and not trained & validated
     assert 4 <= len(validated) <= 24
     assert parts() == (trained, validated) != parts(validation_seed=1)
-    with pytest.raises(ValueError, match="no row is left to train on with `validation_share` 0.9999"):
+    with pytest.raises(ValueError, match="no row to train on at a `validation_share` of 0.9999"):
         parts(validation_share=0.9999)
     assert selector(path).eval_examples() is None
     assert len(selector("unused", eval_files={path: 1.0}, max_eval_samples=4).eval_examples()) == 4
@@ -421,7 +421,7 @@ def test_cut_cache_is_made_again(select, tmp_path, caplog, part):
     (block,) = cache.glob("*.arrow")
     block.write_bytes(block.read_bytes()[: int(part * block.stat().st_size)])
     assert list(select(path, examples_cache_dir=str(cache))) == expected
-    assert f"{block} is cut off; its examples are made again." in caplog.text
+    assert f"{block} is truncated; its examples are made again." in caplog.text
 
 
 def test_no_examples_says_why(select, tmp_path):

@@ -106,7 +106,7 @@ def test_data_that_are_not_there(offline, tmp_path):
 def test_models_of_unknown_size(offline, tmp_path, monkeypatch):
     """A model that is not published and cannot be reached is named, with what a gated one needs."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ValueError, match="sizes of org/gated are neither on this machine .*`hf auth login`"):
+    with pytest.raises(ValueError, match="configuration of org/gated is neither on this machine .*`hf auth login`"):
         model_config("org/gated")
 
 

@@ -169,13 +169,13 @@ def test_licences_stand_beside_the_files_and_what_is_finished_is_left_alone(copi
     monkeypatch.setattr(prepare_data, "_make", None)
     prepare(data, SOURCES[:1], copies)
     assert {path: path.read_bytes() for path in data.iterdir()} == before
-    assert "train_qa.jsonl.gz is there and left alone; delete it to make it again" in capsys.readouterr().out
+    assert "train_qa.jsonl.gz exists and is kept; delete it to make it again" in capsys.readouterr().out
 
 
 def test_a_set_that_is_not_there_and_a_row_of_another_form_are_said(copies, data, tmp_path):
     with pytest.raises(OSError, match=r"rajpurkar/squad cannot be reached.*--copies"):
         prepare(data, [source_of("squad")], tmp_path / "nothing")
-    with pytest.raises(ValueError, match=r"rajpurkar/squad has a row of another form .*KeyError: 'paragraphs'"):
+    with pytest.raises(ValueError, match=r"rajpurkar/squad has a row in an unexpected format .*KeyError: 'paragraphs'"):
         prepare(data, [source_of("squad", to_rows=lambda row: [row["paragraphs"]])], copies)
     for given, message in (("squat=3", "Did you mean `squad`"), ("squad=all", "expected a whole number of rows")):
         with pytest.raises(ValueError, match=message):

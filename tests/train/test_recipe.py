@@ -73,7 +73,7 @@ def test_unknown_keys_and_settings_that_lose_slots_are_refused(tmp_path, setting
         ({"passage_words": 0}, "`passage_words` is 0; expected at least 1"),
         ({"tokens_per_slot": ["4.5"]}, "`tokens_per_slot` is .*expected a whole number"),
         ({"tokens_per_slot": []}, "`tokens_per_slot` is empty"),
-        ({"processor": {"context_words": True}}, "`context_words` is in `processor`, but follows from"),
+        ({"processor": {"context_words": True}}, "`context_words` is in `processor`, but the recipe's"),
         ({"aligner": {"encoder_hidden_size": 7}}, "`encoder_hidden_size` is in `aligner`.*set it in `processor`"),
         ({"aligner": {"lora_rank": 1}}, "Unknown key `lora_rank` in `aligner`. Did you mean `lora_r`?"),
         ({"processor": {"spacy": 1}}, "Unknown key `spacy` in `processor`. Did you mean `spacy_model`?"),
@@ -142,7 +142,7 @@ def test_accumulation_is_given_once():
 @pytest.mark.parametrize(
     "count, started, message",
     [
-        (4, {}, "has 4 GPUs, and one process would train. Train on all of them with `--accelerate ddp` or"),
+        (4, {}, "has 4 GPUs, but only one process would train. Train on all of them with `--accelerate ddp` or"),
         (1, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "2 processes were started on a machine with 1 GPU, and"),
         (2, {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3"}, "3 processes were started on a machine with 2 GPUs.*Start 2"),
         (0, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, None),

@@ -66,7 +66,7 @@ def test_a_run_resumes_with_its_own_settings_and_other_ways_to_watch_and_run_it(
 @pytest.mark.parametrize("left", ["checkpoint-2", "config.json", "adapter_config.json"])
 def test_other_settings_are_refused_with_all_that_changed(begun, config, left):
     (begun / "checkpoint-2").rename(begun / left)
-    message = "run was begun with .*: `seed` was 1 and is now 2, `train_files` was None and is now .*Delete that folder"
+    message = "run was started with .*: `seed` was 1 and is now 2, `train_files` was None and is now .*Delete"
     other = run_settings(SCRIPT, [*config, "--seed", "2", "--train_files", "{a: 1}"])
     with pytest.raises(ValueError, match=message):
         check_settings(begun, other)
@@ -89,7 +89,7 @@ def test_one_trainer_at_a_time_writes_its_settings_first(tmp_path):
     with claim(settings):
         assert (folder / "recipe.yaml").read_text() == settings
         assert {path.name for path in folder.iterdir()} == {"recipe.yaml", ".lock"}
-        with pytest.raises(ValueError, match=f"Another process is training in {folder}. Wait for its end"):
+        with pytest.raises(ValueError, match=f"Another process is training in {folder}"):
             claim(settings).__enter__()
     other = settings.replace("1", "2")
     with claim(other):  # nothing was left to go on from
@@ -119,7 +119,7 @@ def test_a_checkpoint_with_a_cut_file_is_passed_over_and_logged(tmp_path, caplog
     for kept in (0.99, 0.5, 0.0):
         path.write_bytes(data[: int(kept * len(data))])
         assert last_checkpoint(checkpoints) == str(checkpoints / "checkpoint-8")
-    assert caplog.text.count(f"checkpoint-10 is not whole ({name} is cut)") == 3
+    assert caplog.text.count(f"checkpoint-10 is incomplete ({name} is cut)") == 3
     (checkpoints / "checkpoint-8" / "trainer_state.json").unlink()
     assert last_checkpoint(checkpoints) == str(checkpoints / "checkpoint-2")
     assert "no trainer_state.json, which is written last" in caplog.text

@@ -72,11 +72,11 @@ def test_finished_stages_are_skipped_or_refused_and_one_is_trained_again_with_it
     shutil.rmtree("runs/3_gating")
     run_stages(read_stages(recipe, overrides=["--seed", "2"], only=3))
     assert trained(calls)[4:] == ["3_gating"] and calls[-1][-2:] == ["--seed", "2"]
-    with pytest.raises(ValueError, match="runs/1_reconstruction was begun .* `seed` was 1 and is now 2"):
+    with pytest.raises(ValueError, match="runs/1_reconstruction was started .* `seed` was 1 and is now 2"):
         run_stages(read_stages(recipe, overrides=["--seed=2"]))
     (recipe / "2_grounding.yaml").write_text("output_dir: runs/2_grounding\nlearning_rate: 0.5\nseed: 1\n")
     shutil.rmtree("runs/3_gating")
-    message = "runs/2_grounding was begun with other settings: `learning_rate` was 0.001 and is now 0.5.*--output"
+    message = "runs/2_grounding was started with other settings: `learning_rate` was 0.001 and is now 0.5.*--output"
     with pytest.raises(ValueError, match=message):
         run_stages(read_stages(recipe))
     shutil.rmtree("runs/1_reconstruction")

@@ -105,7 +105,7 @@ def test_process_that_ends_leaves_what_is_written(tmp_path, monkeypatch, process
 
     threads = torch.get_num_threads()
     monkeypatch.setattr(build, "ProcessPoolExecutor", Pool)
-    with pytest.raises(OSError, match="A process that encodes passages has ended: of 2,.*fewer processes"):
+    with pytest.raises(OSError, match="One of 2 encoding processes ended.*fewer processes"):
         build_corpus([str(source)], corpus, processor, processes=2)
     torch.set_num_threads(threads)
     report = build_corpus([str(source)], corpus, processor)
@@ -176,7 +176,7 @@ def test_prune_removes_what_is_in_no_source_and_keeps_what_may_be_in_one_that_ca
     assert corpus.documents() == (known if prune else known | {"letters/old/ski.md"}) and not caplog.text
     for path in letters.glob("*.txt"):
         path.unlink()
-    with pytest.raises(ValueError, match="There is no document"):
+    with pytest.raises(ValueError, match="found no document"):
         build_corpus([str(letters)], corpus, processor, prune=prune)
     (more := tmp_path / "more.txt").write_text("More.")
     (letters / "rows.jsonl").write_text("{")  # nobody knows the ids of its rows
@@ -335,7 +335,7 @@ def test_sources_that_give_no_document_are_refused(tmp_path, make_corpus, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     for source, error, message in (
-        ("empty", ValueError, "There is no document in empty: empty is an empty folder"),
+        ("empty", ValueError, "empty: found no document that can be read: empty is an empty folder"),
         (" ", ValueError, "A source is ' '; expected"),  # not this folder
         *((name, FileNotFoundError, "There is no file or folder") for name in ("none", "none.txt", "empty/none")),
     ):

@@ -109,7 +109,7 @@ def test_passages_are_read_and_answered_from_as_by_pytorch(passage_attention, bo
         # A character whose bytes are not all there is no piece yet.
         assert "".join(pieces) == processor.decode(answer, skip_special_tokens=True).rstrip("\ufffd")
         assert len(pieces) > 1
-    with pytest.raises(ValueError, match="may have 257 positions, but the engine's context holds 256"):
+    with pytest.raises(ValueError, match="257 positions, but the engine's context has 256"):
         engine.read(QUESTION, DOCUMENTS, max_new_tokens=257 - length)
 
 
@@ -192,7 +192,7 @@ def test_what_misfits_is_refused(exported, base_model, base_model_dir, tokenizer
         llama_cpp.Session(base_model, tmp_path / "adapter.gguf", 64)
     engine = make_engine()
     for documents, settings, message in (
-        (DOCUMENTS * 20, {}, "may have [0-9]+ positions, but the engine's context holds 256"),
+        (DOCUMENTS * 20, {}, "[0-9]+ positions, but the engine's context has 256"),
         ([{"title": "Ada"}], {}, r"\['title'\], `text` of type NoneType; expected"),
         (DOCUMENTS, {"refinement_budget": 0.1}, "Unknown key `refinement_budget` in the settings of an answer"),
     ):
