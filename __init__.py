@@ -52,7 +52,7 @@ class _MovedPackages(MetaPathFinder, Loader):
 
     def create_module(self, spec):
         now = spec.name.replace(__name__, f"{__name__}.apps", 1)
-        warnings.warn(f"{spec.name} is now {now}; the old name will go.", FutureWarning, stacklevel=2)
+        warnings.warn(f"{spec.name} is now {now}; the old name will be removed.", FutureWarning, stacklevel=2)
         module = import_module(now)
         self.specs[spec.name] = module.__spec__
         return module

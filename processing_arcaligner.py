@@ -200,8 +200,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         settings, kwargs = super().get_processor_dict(pretrained_model_name_or_path, **kwargs)
         if "encoder_name_or_path" not in settings:
             raise ValueError(
-                f"{pretrained_model_name_or_path} has no processor_config.json, which says how passages become slots. "
-                "Write it there with `processor.save_pretrained`."
+                f"{pretrained_model_name_or_path} has no processor_config.json, with the settings for making slots. "
+                "Write it with `processor.save_pretrained`."
             )
         settings.pop("answer_probe", None)  # of checkpoints of 0.2, which the model reads
         return settings, kwargs

@@ -34,9 +34,9 @@ from ..pipeline_arcaligner import ArcAlignerPipeline
 
 COLUMNS = ("what is read", "positions", "F1", "EM", "agreement", "first token")
 REMARKS = (
-    "Positions of the prompt that stand for the passages, per question. F1, EM and agreement in percent. First token: "
+    "Positions of the prompt that the passages take, per question. F1, EM and agreement in percent. First token: "
     "median; passages that are read as slots are segmented and encoded in that time. Agreement is F1 to the answer of "
-    "the first row; a base model that was not tuned answers in sentences, so it is low beside short answers."
+    "the first row; a base model that was not tuned answers in sentences, so it is low against short answers."
 )
 
 

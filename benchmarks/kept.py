@@ -195,7 +195,7 @@ class Known:
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Folder for the report; what is kept lies beside it meanwhile.")],
+    output: Annotated[Path, typer.Option(help="Folder for the report, and for cached passages while it runs.")],
     checkpoint: Annotated[str, typer.Option(help="An aligner: a folder or a Hub id.")] = str(DEFAULT_CHECKPOINT),
     sizes: Annotated[str, typer.Option(help="Passages of a question, separated by commas.")] = "1,5,10,20",
     tokens_per_slot: Annotated[str, typer.Option(help="Numbers or `segment`, by commas.")] = "2,4,8,16,segment",
@@ -204,7 +204,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="Seconds of a size after which no further round begins.")] = 60.0,
     data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
 ) -> None:
-    """Measures the time to the first token of a new question over known passages, kept as slots and as text."""
+    """Measure the time to the first token of a new question over cached passages, as slots and as text."""
     asked = parse_sizes(sizes)
     models = load_models(checkpoint, getattr(torch, dtype), device, passage_attention="separate")
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)

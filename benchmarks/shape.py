@@ -476,7 +476,7 @@ def main(
     ] = None,
     passages: Annotated[str, typer.Option(help="Of a question, by commas, what matters most first.")] = "5,20,1",
     batches: Annotated[
-        str | None, typer.Option(help="Questions at once, by commas.", show_default="1,16,32, on a CPU 1")
+        str | None, typer.Option(help="Batch sizes, separated by commas.", show_default="1,16,32, on a CPU 1")
     ] = None,
     seconds: Annotated[float, typer.Option(help="After which what was not begun is left out.")] = 240.0,
     passage_attention: Annotated[

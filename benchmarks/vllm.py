@@ -1,6 +1,6 @@
 """vLLM that answers from slots, vLLM that reads the same passages' text, and the own engine, on the same cores.
 
-    python -m arcaligner.benchmarks.vllm --output FOLDER [--sizes 5,20] [--clients 1,8,32]
+    python -m arcaligner.benchmarks.vllm --output FOLDER [--sizes 5,20] [--clients 1,8,32] [--batches 5:12,20:6]
 
     slots      vLLM from precomputed passages, asked directly
     front      the same behind the project's server engine, which finds the files and asks how likely they answer
@@ -11,11 +11,15 @@ Each question has its own combination of known passages, among them the one that
 questions, in turns; of each the seconds to the first token, the answers per second, and the processor's seconds for an
 answer, which say more where others work on the machine: set OMP_NUM_THREADS=1, for threads that wait count as well.
 Copying is off and all passages are read, so that `slots`, `front` and `own` write the same answers.
+
+Before these, batches of questions that arrive together and want one token each: the seconds until all of them have it.
+There no text finds a prefix in vLLM's cache, the beginning of the prompt included.
 """
 
 import asyncio
 import json
 import random
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -53,8 +57,8 @@ LIMITS = Limits(max_slots=8192, seconds=3600.0)
 
 
 class Arms:
-    """The four ways to an answer. Each takes questions with their passages and a number of clients, and gives, for each
-    question, seconds to the first token, and the answer."""
+    """The four ways to an answer. Each takes questions with their passages, a number of clients and the longest answer,
+    and gives, for each question, seconds to the first token, and the answer."""
 
     def __init__(self, checkpoint: str, python: str, folder: Path, rate: int | str, options: list[str], dtype: str):
         model = ArcAlignerForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
@@ -69,10 +73,10 @@ class Arms:
         self.front.warm_up()
         self.end = torch.as_tensor(model.generation_config.eos_token_id).reshape(-1).tolist()
         self.by_name: dict[str, Callable] = {
-            "slots": lambda rows, clients: self._ask_vllm([self.slots_body(row) for row in rows], clients),
-            "front": lambda rows, clients: self._ask_engine(self.front, rows, clients),
-            "text": lambda rows, clients: self._ask_vllm([self.text_body(row) for row in rows], clients),
-            "own": lambda rows, clients: self._ask_engine(self.own, rows, clients),
+            "slots": lambda rows, *how: self._ask_vllm([self.slots_body(row) for row in rows], *how),
+            "front": lambda rows, *how: self._ask_engine(self.front, rows, *how),
+            "text": lambda rows, *how: self._ask_vllm([self.text_body(row) for row in rows], *how),
+            "own": lambda rows, *how: self._ask_engine(self.own, rows, *how),
         }
 
     def processor_seconds(self, name: str) -> float:
@@ -102,16 +106,19 @@ class Arms:
 
     def text_body(self, row: Row) -> dict[str, Any]:
         before, after = text_ids(self.processor, row)
-        return {"prompt": before + after}
+        salt = {"cache_salt": row["salt"]} if "salt" in row else {}
+        return {"prompt": before + after} | salt
 
-    def _ask_vllm(self, bodies: list[dict[str, Any]], clients: int) -> list[tuple[float, str]]:
+    def _ask_vllm(
+        self, bodies: list[dict[str, Any]], clients: int, new_tokens: int = NEW_TOKENS
+    ) -> list[tuple[float, str]]:
         async def ask_all() -> list[tuple[float, str]]:
             found, waiting = [(0.0, "")] * len(bodies), list(enumerate(bodies))[::-1]
 
             async def one(client: httpx.AsyncClient) -> None:
                 while waiting:
                     number, body = waiting.pop()
-                    body = body | {"model": self.front.model_name, "max_tokens": NEW_TOKENS, "temperature": 0}
+                    body = body | {"model": self.front.model_name, "max_tokens": new_tokens, "temperature": 0}
                     body |= {"stream": True, "stop_token_ids": self.end}
                     began, first, text = time.perf_counter(), 0.0, ""
                     async with client.stream("POST", "/v1/completions", json=body) as response:
@@ -129,7 +136,9 @@ class Arms:
 
         return asyncio.run(ask_all())
 
-    def _ask_engine(self, engine: Engine, rows: list[Row], clients: int) -> list[tuple[float, str]]:
+    def _ask_engine(
+        self, engine: Engine, rows: list[Row], clients: int, new_tokens: int = NEW_TOKENS
+    ) -> list[tuple[float, str]]:
         """Clients that each ask again when they have their answer."""
 
         async def ask_all() -> list[tuple[float, str]]:
@@ -139,7 +148,7 @@ class Arms:
                 while waiting:
                     number, row = waiting.pop()
                     chat = [{"role": "user", "content": row["question"]}]
-                    request = Request(chat, row["passages"], max_new_tokens=NEW_TOKENS, copy_bonus=0.0)
+                    request = Request(chat, row["passages"], max_new_tokens=new_tokens, copy_bonus=0.0)
                     answer = await asyncio.wrap_future(engine.submit(request))
                     found[number] = answer.seconds["first_token"], answer.text.strip()
 
@@ -190,11 +199,42 @@ def measure(
     return {"passages": size, "clients": clients, "requests": requests * rounds, "arms": report}
 
 
+def measure_first_tokens(
+    arms: Arms, rows: list[Row], size: int, questions: int, rounds: int, first: int
+) -> dict[str, Any]:
+    """Seconds until each of some questions that arrive together has its first token, of each arm, in turns: the median
+    of the rounds. No text finds a prefix in vLLM's cache, as its salt is its own."""
+    found: dict[str, list[float]] = {name: [] for name in arms.by_name}
+    for turn in range(rounds):
+        numbers = range(first + turn * questions, first + (turn + 1) * questions)
+        asked = [draw(rows, size, number) | {"salt": f"{size} {number}"} for number in numbers]
+        for row in asked:
+            arms.precompute(row)
+        for name, arm in arms.by_name.items():
+            found[name].append(max(seconds for seconds, _ in arm(asked, questions, 1)))
+    arms_seconds = {name: float(np.median(each)) for name, each in found.items()}
+    return {"passages": size, "questions": questions, "rounds": rounds, "seconds": arms_seconds}
+
+
+def parse_batches(batches: str) -> list[tuple[int, int]]:
+    """
+    >>> parse_batches("5:12,20:6")
+    [(5, 12), (20, 6)]
+    """
+    found = [re.fullmatch(r"([1-9]\d*):([1-9]\d*)", each.strip()) for each in batches.split(",") if each.strip()]
+    if None in found:
+        raise ValueError(f'`--batches` is {batches!r}; expected "passages:questions", as "5:12,20:6".')
+    return [(int(each[1]), int(each[2])) for each in found]
+
+
 def main(
     output: Annotated[Path, typer.Option(help="Folder for the report.")],
     checkpoint: Annotated[str, typer.Option(help="An aligner of independent passages.")] = str(DEFAULT_CHECKPOINT),
     sizes: Annotated[str, typer.Option(help="Passages of a question, separated by commas.")] = "5,20",
     clients: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "1,8,32",
+    batches: Annotated[
+        str, typer.Option(help="Passages and number of questions that arrive together, for first tokens alone.")
+    ] = "5:12,20:6",
     tokens_per_slot: Annotated[int, typer.Option(help="Tokens of text per slot.")] = 4,
     rounds: Annotated[int, typer.Option(help="Turns of each arm, of as many questions as clients, at least 4.")] = 1,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of both.")] = "float32",
@@ -204,7 +244,7 @@ def main(
     """Measures vLLM with slots, vLLM with text, and the own engine, interleaved."""
     if (python := find_vllm()) is None:
         raise ImportError("vLLM is not installed: `make vllm`, or name a Python that has it in ARCALIGNER_VLLM.")
-    rows, measured, number = list(read_rows(data)), [], 0
+    together, rows, measured, first_tokens, number = parse_batches(batches), list(read_rows(data)), [], [], 0
     output.mkdir(parents=True, exist_ok=True)
     columns = ["Passages", "Clients", "Arm", "First token, s", "Answers/s", "Processor s/answer", "Same as own"]
     with tempfile.TemporaryDirectory(dir=output, prefix=".passages-") as folder:
@@ -212,6 +252,11 @@ def main(
         try:
             for arm in arms.by_name.values():
                 arm([draw(rows, 2, 0), draw(rows, 2, 1)], 2)  # what is loaded on first use
+            for size, questions in together:
+                first_tokens.append(measure_first_tokens(arms, rows, size, questions, rounds, number))
+                number += questions * rounds
+                lines = [[size, questions, name, f"{each:.2f}"] for name, each in first_tokens[-1]["seconds"].items()]
+                typer.echo("\n".join(markdown_table(["Passages", "Questions", "Arm", "All first tokens, s"], lines)))
             for size in parse_sizes(sizes):
                 for count in parse_sizes(clients):
                     asked = max(4, count)
@@ -226,7 +271,13 @@ def main(
         finally:
             arms.close()
     per_position = torch.Size(entry_shape(arms.model.config.text_config, 1)).numel() * arms.model.dtype.itemsize
-    report = {"measured": measured, "tokens_per_slot": tokens_per_slot, "dtype": dtype, "vllm_options": vllm_options}
+    report = {
+        "first_tokens": first_tokens,
+        "measured": measured,
+        "tokens_per_slot": tokens_per_slot,
+        "dtype": dtype,
+        "vllm_options": vllm_options,
+    }
     report |= {"bytes_per_position": per_position, "machine": describe_machine()}
     write_whole(output / "vllm.json", json.dumps(report, indent=1) + "\n")
 

@@ -147,7 +147,7 @@ def read_numbered_lines(
     def warn(number: int, what: str) -> None:
         broken.append(what)
         if len(broken) <= MOST_BROKEN_NAMED:
-            logger.warning("%s The line is left out.", what)
+            logger.warning("%s The line was skipped.", what)
 
     num_rows = 0
     for number, line in enumerate(_text_lines(path), start=1):
@@ -166,7 +166,7 @@ def read_numbered_lines(
     if broken and not num_rows:
         raise ValueError(broken[0])
     if (others := len(broken) - MOST_BROKEN_NAMED) > 0:
-        logger.warning("%s: %s more are left out.", path, counted(others, "broken line"))
+        logger.warning("%s: %s more were skipped.", path, counted(others, "broken line"))
 
 
 def _text_lines(path: str | Path) -> Iterator[bytes | str]:

@@ -67,7 +67,7 @@ def find_file(path: str, data_dir: str) -> str:
     """
     if not path.endswith(FILES):
         if os.path.isfile(os.path.join(data_dir, path)) or path.endswith(OTHER_FILES):
-            raise ValueError(f"{path} is a file of another kind; expected one that ends with {', '.join(FILES)}.")
+            raise ValueError(f"{path} has an unknown suffix; expected a file that ends with {', '.join(FILES)}.")
         return path
     found = str(find_path(os.path.join(data_dir, path)))
     if not os.path.exists(found):
@@ -125,7 +125,7 @@ def own_row(row: dict, index: int, *, where: str) -> Row:
     meta = given("meta", row.get("meta"), dict, 'an object such as {"gold": [0]}')
     gold = given("meta.gold", meta.get("gold"), list, "numbers of passages, from 0")
     if not all(number in range(len(passages)) for number in gold):
-        raise ValueError(f"{where}: `meta.gold` {gold} names passages that are not there; it has {len(passages)}.")
+        raise ValueError(f"{where}: `meta.gold` {gold} names passages that do not exist; the row has {len(passages)}.")
     answers = [answer.strip() for answer in answers if answer.strip()]
     return {
         "id": id_or_number(row.get("id"), index),

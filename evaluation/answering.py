@@ -254,5 +254,5 @@ def in_batches(rows: list[Row], batch_size: int, run: Callable[[list[Row]], Any]
                 continue
             # After the `except` block, where nothing holds the tensors of the failed batch.
             batch_size = len(batch) // 2
-            logger.warning("out of memory: going on with batches of %d", batch_size)
+            logger.warning("out of memory: continuing with batches of %d", batch_size)
             clear_device_cache(garbage_collection=True)

@@ -67,8 +67,8 @@ class ChatEndpoint:
             problem = f"no reply within {self.timeout:g} seconds"
         except openai.APIConnectionError as error:
             raise ConnectionError(
-                f"There is no endpoint at {self.url} that can be reached ({error.__cause__}). Start the server, or "
-                "name another with `--endpoint`; replies so far are kept, and the same command goes on."
+                f"No endpoint can be reached at {self.url} ({error.__cause__}). Start the server, or "
+                "name another with `--endpoint`; the same command continues with the replies so far."
             ) from error
         except (openai.InternalServerError, openai.RateLimitError) as error:
             problem = f"status {error.status_code}"

@@ -116,7 +116,7 @@ def judge_run(run: Path, endpoint: ChatEndpoint, again: bool = False) -> list[st
     rows = {file: [row for row in file.read() if usable_golds(row["answers"])] for file in answer_files(run)}
     rows = {file: found for file, found in rows.items() if found}
     if not rows:
-        raise ValueError(f"{run} holds no answers. `python -m arcaligner evaluate` writes them.")
+        raise ValueError(f"{run} contains no answers. Run `python -m arcaligner evaluate` first.")
     cells = []
     for file, found in rows.items():
         judge_answers(endpoint, found, verdicts := verdict_file(file, endpoint.model), again)
@@ -246,7 +246,7 @@ def main(
 ) -> None:
     """Judges all answers of a run, or compares a judge with people. The same command asks again for unjudged ones."""
     if (run is None) == (people is None):
-        raise ValueError("Name a run with `--run` or judgements of people with `--agreement`: one of the two.")
+        raise ValueError("Expected exactly one of `--run` (a run to judge) and `--agreement` (judgements of people).")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     judge = ChatEndpoint(model, endpoint, timeout=timeout)

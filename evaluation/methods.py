@@ -1,4 +1,4 @@
-"""The methods that are compared: the paper's baselines, its method, its ablations, and upper and lower bounds.
+"""Methods to compare: the paper's baselines, its method, its ablations, and upper and lower bounds.
 
 A method says which checkpoint it reads with and how it is loaded. If its weights or package are not on the machine, it
 raises `MissingMethodError`: it is skipped by name, never replaced.
@@ -321,13 +321,13 @@ METHODS = {
         Method("naive", "Naive", partial(answer_text, no_text)),
         Method("standard_rag", "StandardRAG", _WHOLE),
         Method("full_text_lora", "StandardRAG, fine-tuned", _WHOLE, **_READER),
-        Method("full_text_copying", "StandardRAG, fine-tuned, copying", partial(_WHOLE, copies=True), **_READER),
-        Method("text_apart", "StandardRAG, fine-tuned, passages apart", answer_apart, **_APART),
+        Method("full_text_copying", "StandardRAG, fine-tuned, copy-biased", partial(_WHOLE, copies=True), **_READER),
+        Method("text_apart", "StandardRAG, fine-tuned, independent passages", answer_apart, **_APART),
         Method("truncated", "truncated text", _TRUNCATED, **_OURS),
         Method("truncated_lora", "truncated text, fine-tuned", _TRUNCATED, has_rates=True, **_READER),
         Method(
             "truncated_copying",
-            "truncated text, fine-tuned, copying",
+            "truncated text, fine-tuned, copy-biased",
             partial(_TRUNCATED, copies=True),
             has_rates=True,
             **_READER,
@@ -339,8 +339,8 @@ METHODS = {
         Method("cocom_x16", "COCOM x16 (our training)", answer_compressed, reads="cocom_x16", made_by=_COCOM_16),
         Method("projector_only", "projector only", _ONE_PASS, has_rates=True, **_PROJECTOR),
         Method("arcaligner", "ArcAligner", answer_slots, **_OURS),
-        Method("one_passage", "ArcAligner, the likeliest passage", LIKELIEST, **_OURS),
-        Method("no_copying", "ArcAligner, w/o copying", partial(_ONE_PASS, copy_bonus=0.0), **_OURS),
+        Method("one_passage", "ArcAligner, top-ranked passage only", LIKELIEST, **_OURS),
+        Method("no_copying", "ArcAligner, without copy bias", partial(_ONE_PASS, copy_bonus=0.0), **_OURS),
         Method("no_recursion", "w/o Recursion", _ONE_PASS, **_OURS),
         Method("max_loop", "w/o Gate (Max Loop)", partial(answer_slots, gate_mode="always"), **_OURS),
         Method("no_lora", "w/o LoRA & Recursion", partial(_ONE_PASS, use_lora=False), **_OURS),

@@ -379,7 +379,7 @@ def reproduce(what: str, made: Reproduction) -> list[Path]:
                 raise ValueError(f"{name}: {error}") from error
             logger.warning("left out %s: %s", name, error)
     if not pages:
-        raise ValueError("Nothing of the paper can be made here; see above.")
+        raise ValueError("No part of the paper could be made. The warnings above say what is missing.")
     return pages
 
 
@@ -503,15 +503,15 @@ def costs(sets: dict[str, Any]) -> list[str]:
         return shown if shown is None or rate is None else f"{shown}, x{rate:.1f}"
 
     note = (
-        "*Floor*: F1 with another question's passages. *Kept*: (F1 - closed book) / (text - closed book); the closed "
-        "book is Naive, the text is read by the fine-tuned reader where it is here, else by the bare base model. "
-        "*x*: tokens of text per position, measured."
+        "*Floor*: F1 with another question's passages. *Retained*: (F1 - closed book) / (text - closed book); closed "
+        "book is Naive, text is the fine-tuned reader where it was measured, else the bare base model. *x*: tokens of "
+        "text per position, measured."
     )
-    return [*table("F1 (floor, kept), rate", method_titles(sets), sets, cell), note, ""]
+    return [*table("F1 (floor, retained), rate", method_titles(sets), sets, cell), note, ""]
 
 
 def footnote_of(sets: dict[str, Any], settings: EvaluationSettings) -> str:
     """What the numbers are, and of which passages."""
     machine = {"sets": sets, "machine": summarize(settings.output)["machine"]}
     read = "; ".join(f"{title}: {entry['passages']}" for title, entry in sets.items())
-    return f"{footnote(machine)} Passages read: {read}."
+    return f"{footnote(machine)} Passages: {read}."

@@ -1,11 +1,10 @@
-"""Publishes what was measured: results and card of the checkpoint, the pages of results, answers and speed, and the
-README's table; draws the figures.
+"""Publish measurements: results and card of the checkpoint, tables of the README, pages, figures.
 
     python -m arcaligner.evaluation.publish --run runs/evaluation --figures runs/figures
-    python -m arcaligner.evaluation.publish     # the same pages again, from what is published
+    python -m arcaligner.evaluation.publish     # writes the same pages again from the published numbers
 
-No number in these is typed by hand: each comes from the run's answers, the checkpoint's `results.json`, or the reports
-of `python -m arcaligner.benchmarks.latency` and `kept`.
+No number between the marks is typed by hand: each comes from the run's answers, the checkpoint's `results.json`, or the
+reports of `python -m arcaligner.benchmarks.latency` and `kept`.
 """
 
 import json
@@ -24,6 +23,7 @@ from .analyses.figures import draw_rates, draw_speed, save_figure
 from .analyses.speed import (
     KEPT_REPORT,
     LATENCY_REPORT,
+    LIKELIEST,
     SHORT_PASSAGES,
     find_size,
     first_token_ms,
@@ -37,19 +37,32 @@ from .runs import answer_files
 from .tasks import TASKS
 
 DOCS = ROOT / "docs"
-README_SETS = ("SQuAD", "NaturalQA", "HotpotQA", "PopQA_longtail")
-# Of the README's table, by rate: what is read, tokens per position, the method, and the rate that was timed. The words
-# of the passages are preferred where that answers better, which is everywhere but with the whole text.
+# Sets of the README's tables, with the names that readers know.
+README_SETS = {
+    "SQuAD": "SQuAD",
+    "NaturalQA": "Natural Questions",
+    "HotpotQA": "HotpotQA",
+    "PopQA_longtail": "PopQA",
+}
+# Of the README's first table: what the model is given, and the method.
+COMPARED = (
+    ("the whole text, as it is", "standard_rag"),
+    ("**slots, two tokens each**", "arcaligner"),
+    ("the whole text, after fine-tuning on such questions", "full_text_lora"),
+)
+# Of the README's table, by rate: what the model is given, tokens per position, the method, and the timed arms of
+# `latency.json` and `kept.json`. Copy-biased decoding is on where it helps, which is everywhere except for whole text.
 README_ROWS = (
-    ("whole text, fine-tuned", "1", "full_text_lora", "text"),
-    ("text cut to a half, fine-tuned", "2", "truncated_copying_x2", None),
-    ("**slots** of the likeliest passage (default)", "2", "one_passage", None),
-    ("**slots**", "2", "arcaligner", 2),
-    ("text cut to a quarter, fine-tuned", "4", "truncated_copying_x4", None),
-    ("**slots**", "4", "arcaligner_x4", 4),
-    ("text cut to an eighth, fine-tuned", "8", "truncated_copying_x8", None),
-    ("**slots**", "8", "arcaligner_x8", 8),
-    ("**slots**", "a sentence", "arcaligner_xsegment", "segment"),
+    ("whole text, base model as it is", "1", "standard_rag", "text", "text_same_set"),
+    ("whole text, fine-tuned", "1", "full_text_lora", "text", "text_same_set"),
+    ("text cut to a half, fine-tuned", "2", "truncated_copying_x2", None, None),
+    ("**slots** of the top-ranked passage (default)", "2", "one_passage", None, "slots_x2_likeliest"),
+    ("**slots** of all passages", "2", "arcaligner", 2, "slots_x2"),
+    ("text cut to a quarter, fine-tuned", "4", "truncated_copying_x4", None, None),
+    ("**slots** of all passages", "4", "arcaligner_x4", 4, "slots_x4"),
+    ("text cut to an eighth, fine-tuned", "8", "truncated_copying_x8", None, None),
+    ("**slots** of all passages", "8", "arcaligner_x8", 8, "slots_x8"),
+    ("**slots** of all passages", "a sentence", "arcaligner_xsegment", "segment", "slots_xsegment"),
 )
 ANSWERS_PER_SET = 13
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&])")  # what could become structure of a page
@@ -57,11 +70,13 @@ MARKS = "<!-- {}: evaluation/publish.py -->", "<!-- end of {} -->"  # of a part 
 
 
 def publish(
-    run: Annotated[Path | None, typer.Option(help="Folder of an evaluation. Default: what is published.")] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Folder of an evaluation. By default the published numbers are used.")
+    ] = None,
     checkpoint: Annotated[Path, typer.Option(help="The aligner that was measured.")] = DEFAULT_CHECKPOINT,
-    figures: Annotated[Path, typer.Option(help="Folder of latency.json and kept.json.")] = DOCS / "figures",
+    figures: Annotated[Path, typer.Option(help="Folder with latency.json and kept.json.")] = DOCS / "figures",
 ) -> None:
-    """Writes the pages and the README's table from a run and the timings."""
+    """Write the pages and the README's tables from a run and the timings."""
     if run is not None:
         check_weights(run, checkpoint)
         config = ArcAlignerConfig.from_pretrained(checkpoint)
@@ -75,7 +90,7 @@ def publish(
         write_whole(DOCS / "answers.md", answers)
     results = read_json(checkpoint / RESULTS_FILE)
     published = DOCS / "figures"
-    for name in (LATENCY_REPORT, KEPT_REPORT):  # what was not measured again stays
+    for name in (LATENCY_REPORT, KEPT_REPORT):  # a report that was not made again stays
         if (figures / name).exists():
             write_whole(published / name, (figures / name).read_bytes())
     latency = read_json(published / LATENCY_REPORT)
@@ -83,12 +98,14 @@ def publish(
     save_figure(
         published / "f1_of_speed.svg", draw_speed(latency, {name: results["sets"][name] for name in README_SETS})
     )
+    kept = read_json(published / KEPT_REPORT)
     write_part(DOCS / "results.md", "results", results_page(results).splitlines())
     write_part(DOCS / "speed.md", "first token", first_token_table(latency))
-    write_part(DOCS / "speed.md", "known passages", kept_lines(read_json(published / KEPT_REPORT)))
+    write_part(DOCS / "speed.md", "known passages", kept_lines(kept))
     for number, tasks in enumerate((FIRST, SECOND), start=1):
         write_part(DOCS / "paper.md", f"table {number}", published_table(results, tasks))
-    write_part(ROOT / "README.md", "results", readme_table(results, latency))
+    write_part(ROOT / "README.md", "comparison", comparison_table(results))
+    write_part(ROOT / "README.md", "results", readme_table(results, latency, kept))
 
 
 def with_opponents(found: dict[str, Any], published: dict[str, Any]) -> dict[str, Any]:
@@ -110,31 +127,35 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_part(page: Path, name: str, lines: list[str]) -> None:
-    """Replaces the part of a page between the marks of a name; what stands around it is written by hand."""
+    """Replace the part of a page between the marks of a name; the rest of the page is written by hand."""
     text, (start, end) = page.read_text(encoding="utf-8"), (mark.format(name) for mark in MARKS)
     if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
-        raise ValueError(f"Expected {start!r} and after it {end!r} in {page}, each once, to know where the tables go.")
+        raise ValueError(f"{page} lacks {start!r} followed by {end!r}, each once. Put both where the table belongs.")
     block = "\n".join(lines).strip()
     write_whole(page, f"{text.partition(start)[0]}{start}\n{block}\n{end}{text.partition(end)[2]}")
 
 
 def check_weights(run: Path, checkpoint: Path) -> None:
-    """Refuses a run of another aligner."""
+    """Raise `ValueError` for a run of another aligner."""
     expected = fingerprint(str(checkpoint))
     for file in answer_files(run):
         if find_method(file.method).reads == "checkpoint" and (found := file.settings()["weights"]) != expected:
-            raise ValueError(f"{file.path} was answered by weights {found}, {checkpoint} has {expected}.")
+            raise ValueError(
+                f"{file.path} was answered by weights {found}; expected those of {checkpoint}, {expected}. "
+                "Evaluate it again."
+            )
 
 
 def answers_page(run: Path, threshold: float, no_answer: str) -> str:
-    """The answers of the aligner to the first questions of each set, by their ids, and how sure it is of each:
-    `no_answer` is said below the threshold."""
+    """The aligner's answers to the first questions of each set, by id, with their answerability; below the
+    threshold `no_answer` is said instead."""
     lines = [
         "# Answers",
         "",
-        "What the shipped aligner answers, at its finest rate and with greedy decoding: the first",
-        f"{ANSWERS_PER_SET} questions of each set by their ids, none left out, of the run of [results.md](results.md).",
-        f'With `min_confidence={threshold}`, those marked as refused become "{no_answer}".',
+        f"The shipped aligner's answers to the first {ANSWERS_PER_SET} questions of each set, ordered by id, none left",
+        "out: at two tokens per slot, with greedy decoding, from the run of [results.md](results.md).",
+        "*Answerability*: how likely the passages contain an answer. It is not the chance that the answer is right.",
+        f'With `min_confidence={threshold}`, the rows marked "abstains" become "{no_answer}".',
     ]
     for file in answer_files(run):
         if file.method == "arcaligner" and file.task in TASKS:
@@ -142,49 +163,64 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
             for row in sorted(file.read(), key=lambda row: row["id"])[:ANSWERS_PER_SET]:
                 texts = row["question"], (row["answers"] or ["(not in the passages)"])[0], row["prediction"]
                 shown = (_MARKDOWN.sub(r"\\\1", printable(" ".join(text.split()))) for text in texts)
-                said = ("refused, " if row["confidence"] < threshold else "") + f"{row['confidence']:.2f}"
+                said = ("abstains, " if row["confidence"] < threshold else "") + f"{row['confidence']:.2f}"
                 cells.append([*shown, f"{100 * row['f1']:.0f}" if row["answers"] else "-", said])
-            table = markdown_table(["Question", "Expected", "Answer", "F1", "Confidence"], cells)
+            table = markdown_table(["Question", "Expected", "Answer", "F1", "Answerability"], cells)
             lines += ["", f"## {TASKS[file.task].title}", "", *table]
     return "\n".join([*lines, ""])
 
 
-def readme_table(results: dict[str, Any], latency: dict[str, Any]) -> list[str]:
-    """F1 of the README's sets, and the time to the first token, in one table with a row for each of `README_ROWS`."""
+def comparison_table(results: dict[str, Any]) -> list[str]:
+    """The same base model given text and slots of one set, and positions of the prompt that the passage takes."""
+    entry = results["sets"]["SQuAD"]
+    rows = []
+    for given, method in COMPARED:
+        numbers = entry["methods"][method]
+        cells = numbers["context_tokens"], numbers["f1"][0], numbers["em"][0]
+        rows.append([given, *(f"{cell:.0f}" for cell in cells)])
+    return markdown_table(["SmolLM2-135M-Instruct is given", "positions", "F1", "contains the answer, %"], rows)
+
+
+def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[str, Any]) -> list[str]:
+    """F1 of the README's sets, times to the first token and cached bytes: a row for each of `README_ROWS`."""
     sets = {name: results["sets"][name] for name in README_SETS}
 
     def f1(method: str) -> list[float]:
-        # A set of one passage a question was not asked again about the likeliest of them.
-        each_set = (each["methods"] for each in sets.values())
-        return [each.get(method, each["arcaligner"])["f1"][0] for each in each_set]
+        # Where a question has one passage, the top-ranked passage is all passages, and was not measured again.
+        methods = (entry["methods"] for entry in sets.values())
+        return [of_set.get(method, of_set["arcaligner"])["f1"][0] for of_set in methods]
 
     def loss_without_copying(rate: str) -> str:
         lost = [own - free for own, free in zip(f1(f"arcaligner{rate}"), f1(f"no_copying{rate}"), strict=True)]
         return f"{min(lost):.0f} to {max(lost):.0f}"
 
+    own_rate = latency["own_tokens_per_slot"]
+    cached_sizes = [size for k in SHORT_PASSAGES for size in kept["sizes"] if size["k"] == k]
     rows = []
-    for read, tokens, method, timed in README_ROWS:
-        cells = ["-", "-", "-"]
+    for given, tokens, method, timed, cached in README_ROWS:
+        new, again, memory = "-", "-", "-"
         if timed is not None:
-            arms = ("standard_rag", "standard_rag_cached") if timed == "text" else ("off", "slots_cached")
-            rate = latency["own_tokens_per_slot"] if timed == "text" else timed
-            sizes = [find_size(latency, k, rate) for k in SHORT_PASSAGES]
-            cells = [" / ".join(f"{first_token_ms(size, arm):,.0f}" for size in sizes) for arm in arms]
-            cells.append(" / ".join(f"{size['arms'][arms[1]]['cache_bytes'] / 2**20:.0f}" for size in sizes))
-        rows.append([read, tokens, *(f"{each:.1f}" for each in f1(method)), *cells])
-    passages = " / ".join(map(str, SHORT_PASSAGES))
-    columns = ["The model reads", "Rate", *sets, "First token, ms", "Kept, ms", "Kept, MiB"]
-    counts = " to ".join(map(str, sorted({each["questions"] for each in sets.values()})))
-    own = [find_size(latency, k, latency["own_tokens_per_slot"]) for k in SHORT_PASSAGES]
-    tokens = " / ".join(f"{size['text_tokens']:,.0f}" for size in own)
-    lengths = [each["methods"]["full_text_lora"]["context_tokens"] for each in sets.values()]
+            rate, arm = (own_rate, "standard_rag") if timed == "text" else (timed, "off")
+            new = " / ".join(f"{first_token_ms(find_size(latency, k, rate), arm):,.0f}" for k in SHORT_PASSAGES)
+        if cached is not None:
+            again = " / ".join(f"{first_token_ms(size, cached):,.0f}" for size in cached_sizes)
+            stored = kept["kept_bytes"]["text_apart" if timed == "text" else cached.removesuffix(LIKELIEST)]
+            memory = " / ".join(f"{k * stored / 2**20:.0f}" for k in SHORT_PASSAGES)
+        rows.append([given, tokens, *(f"{each:.1f}" for each in f1(method)), new, again, memory])
+    columns = ["The model is given", "Tokens per position", *README_SETS.values()]
+    columns += ["First token, ms", "the same, cached", "Cache, MiB"]
+    counts = " to ".join(map(str, sorted({entry["questions"] for entry in sets.values()})))
+    lengths = [entry["methods"]["full_text_lora"]["context_tokens"] for entry in sets.values()]
+    new_tokens = " / ".join(f"{find_size(latency, k, own_rate)['text_tokens']:,.0f}" for k in SHORT_PASSAGES)
     note = (
-        f"F1 in percent, {counts} questions per set, about passages of {min(lengths):.0f} to {max(lengths):.0f} tokens "
-        f"(means). Times: {passages} passages, {tokens} tokens, in float32 on {latency['machine']['cores']} CPU cores. "
-        "*Rate*: tokens of text per position. *Fine-tuned*: the same model, taught on 4,000 questions to answer from "
-        "text. A slot holds what a text says better than its spelling, so answers from slots, and from cut text, "
-        "prefer the passages' own words (`copy_bonus`); without that, slots lose "
-        f"{loss_without_copying('')} points at 2, {loss_without_copying('_x4')} at 4."
+        f"F1 in percent, {counts} questions of each set; their passages have {min(lengths):.0f} to {max(lengths):.0f} "
+        f"tokens on average. *Fine-tuned*: the same model with a LoRA trained on 4,000 questions with their text. "
+        f"*First token*: {' / '.join(map(str, SHORT_PASSAGES))} passages ({new_tokens} tokens) in float32 on "
+        f"{latency['machine']['cores']} CPU cores; slots were encoded beforehand. *Cached*: keys and values are there, "
+        f"too, of text for the same passages in the same order, of slots for each passage ({latency['machine']['cpu']} "
+        f"and {kept['machine']['cpu']}, so compare within a column). Answers from slots, and from cut text, are biased "
+        "towards the passages' own words (`copy_bonus`): without it slots lose "
+        f"{loss_without_copying('')} points at 2 tokens per slot, {loss_without_copying('_x4')} at 4."
     )
     return [*markdown_table(columns, rows), "", *textwrap.wrap(note, 120)]
 

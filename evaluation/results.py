@@ -1,4 +1,4 @@
-"""Makes `results.json` and tables of the answers of a run: means with intervals, paired differences."""
+"""Summarize the answers of a run: `results.json`, and tables of means with intervals and paired differences."""
 
 import json
 from collections.abc import Callable
@@ -17,6 +17,17 @@ from .tasks import TASKS
 METRIC_TITLES = {"f1": "F1", "em": "EM (non-strict)"}  # in the order of tables
 MAIN = "arcaligner"
 MAIN_TITLE = METHODS[MAIN].title
+# Rows that the page shows; others are folded.
+MAIN_ROWS = (
+    "naive",
+    "standard_rag",
+    "full_text_lora",
+    "truncated_copying_x2",
+    "llmlingua",
+    "xrag",
+    MAIN,
+    f"{MAIN}_x4",
+)
 # Methods that read all of the text, or nothing of it.
 NOT_COMPRESSED = ("standard_rag", "full_text_lora", "full_text_copying", "text_apart")
 PAPER = json.loads((Path(__file__).parent / "paper_results.json").read_text(encoding="utf-8"))
@@ -37,7 +48,7 @@ def write_results(run: Path) -> dict[str, Any]:
 
 def summarize(run: Path) -> dict[str, Any]:
     """
-    What a run found, in percent, of the questions that their passages answer.
+    Numbers of a run, in percent, for tasks whose passages answer the questions.
 
     Returns:
         `dict`: `{"machine", "questions", "sets": {title: {"passages", "questions", "recall", "methods",
@@ -48,7 +59,7 @@ def summarize(run: Path) -> dict[str, Any]:
     """
     files = {(file.task, file.method): file for file in answer_files(run)}
     if not files:
-        raise ValueError(f"{run} holds no answers. `python -m arcaligner evaluate` writes them.")
+        raise ValueError(f"{run} contains no answers. Run `python -m arcaligner evaluate` first.")
     sets = {}
     for task in (name for name, each in TASKS.items() if each.is_answered):
         names = sorted((method for name, method in files if name == task), key=sort_key)
@@ -79,7 +90,7 @@ def _judged(file: AnswerFile) -> dict[str, list[float]]:
 
 
 def _check_pairs(run: Path, task: str, of_task: dict[str, Answers]) -> None:
-    """Refuses answers of two methods to questions of the same id with other passages or golds."""
+    """Raise `ValueError` if two methods answered one question id with different passages or golds."""
     rows: dict[str, tuple[str, str]] = {}
     for method, answers in of_task.items():
         for key, answer in answers.items():
@@ -87,7 +98,7 @@ def _check_pairs(run: Path, task: str, of_task: dict[str, Answers]) -> None:
             if row != answer["row"]:
                 raise ValueError(
                     f"{run / task}: {other} and {method} answered question {key} with other passages or golds, so they "
-                    "cannot be compared. Delete the files of one of them and answer again, or use another folder."
+                    "cannot be compared. Delete the files of one of them and evaluate it again, or use another folder."
                 )
 
 
@@ -127,29 +138,33 @@ def compare(ours: Answers, other: Answers) -> dict[str, Any]:
 
 
 def results_page(results: dict[str, Any]) -> str:
-    """All tables of a run. How long methods take is for benchmarks: answers of a run come from several machines."""
+    """All tables of a run. Times are left to the benchmarks, since answers of a run may come from several machines."""
     sets = results["sets"]
     titles = method_titles(sets)
+    main = {name: title for name, title in titles.items() if name in MAIN_ROWS}
     lines: list[str] = []
+    everything: list[str] = []
     differences: list[str] = []
     for metric, title in METRIC_TITLES.items():
-        lines += table(title, titles, sets, partial(_score, metric))
+        lines += table(title, main, sets, partial(_score, metric))
+        everything += table(title, titles, sets, partial(_score, metric)) if len(titles) > len(main) else []
         differences += table(f"{title}, {MAIN_TITLE} less", titles, sets, partial(_difference, metric))
     for judge in sorted(
         {judge for entry in sets.values() for each in entry["methods"].values() for judge in _accs(each)}
     ):
         lines += table(f"Acc, judged by {judge}", titles, sets, partial(_acc, judge))
-    lines += _section(f"{MAIN_TITLE} less another method, on the same questions", differences)
-    lines += _section("Without the evidence", table("F1 (floor, kept)", titles, _with_floors(sets), evidence))
-    lines += _section("Positions", table("positions for the passages, rate", titles, sets, _positions))
+    lines += _folded(f"All {len(titles)} methods", everything)
+    lines += _folded(f"{MAIN_TITLE} less another method, on the same questions", differences)
+    lines += _folded("Without the evidence", table("F1 (floor, retained)", titles, _with_floors(sets), evidence))
+    lines += _folded("Positions of the prompt", table("positions, tokens per position", titles, sets, _positions))
     shared = {name: PAPER["sets"][name] for name in sets if name in PAPER["sets"]}
     of_paper = {method: method for numbers in shared.values() for method in numbers}
-    lines += _section("The paper's numbers", table("EM / F1 / Acc, Mistral 7B", of_paper, shared, _paper))
+    lines += _folded("The paper's numbers", table("EM / F1 / Acc, Mistral 7B", of_paper, shared, _paper))
     return "\n".join([*lines, footnote(results), ""])
 
 
 def _with_floors(sets: dict) -> dict:
-    """The sets of which some method was asked with the passages of other questions."""
+    """The sets on which a method was also measured with the passages of other questions."""
     return {name: entry for name, entry in sets.items() if any("floor" in each for each in entry["methods"].values())}
 
 
@@ -159,9 +174,9 @@ def method_titles(sets: dict) -> dict[str, str]:
     return {name: find_method(name).title for name in names}
 
 
-def _section(title: str, lines: list[str]) -> list[str]:
-    """Lines under a heading; no heading without lines."""
-    return [f"## {title}", "", *lines] if lines else []
+def _folded(title: str, lines: list[str]) -> list[str]:
+    """Lines that a reader unfolds by their title; nothing without lines."""
+    return [f"<details><summary>{title}</summary>", "", *lines, "</details>", ""] if lines else []
 
 
 # Cells, of a set's entry and a method that it has or not.
@@ -190,19 +205,19 @@ def _difference(metric: str, entry: dict, method: str) -> str | None:
 
 
 def evidence(entry: dict, method: str) -> str | None:
-    """F1 and, in brackets, what of it is there with the passages of other questions, and the retention."""
+    """F1 and, in brackets, the F1 with the passages of other questions, and the retention."""
     if (numbers := entry["methods"].get(method)) is None:
         return None
     parts = [f"floor {numbers['floor']['f1'][0]:.1f}"] if "floor" in numbers else []
     kept = retention(entry, method)
-    parts += [] if kept is None else [f"kept {kept:.0f} %"]
+    parts += [] if kept is None else [f"retained {kept:.0f} %"]
     return f"{numbers['f1'][0]:.1f}" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def retention(entry: dict, method: str) -> float | None:
-    """The share, in percent, of what the text is worth that a method keeps: its F1 less the closed book's, of the
-    text's less the closed book's. The text is read by the fine-tuned reader where it was asked, else by the bare base
-    model; `None` where one of them was not, or where text is worth nothing."""
+    """The share of the text's gain that a method retains, in percent: (F1 - closed book) / (text - closed book).
+    Text is the fine-tuned reader's where it was measured, else the bare base model's; `None` where one of the three is
+    missing, or where text gains nothing."""
     f1 = {name: numbers["f1"][0] for name, numbers in entry["methods"].items()}
     text = f1.get("full_text_lora", f1.get("standard_rag"))
     if text is None or "naive" not in f1 or method in ("naive", *NOT_COMPRESSED) or text <= f1["naive"]:
@@ -222,12 +237,12 @@ def _paper(numbers: dict, method: str) -> str | None:
 
 
 def footnote(results: dict) -> str:
-    """What the numbers are."""
+    """Number of questions, and how the numbers were made."""
     counts = ", ".join(f"{name} {entry['questions']}" for name, entry in results["sets"].items())
     recalls = ", ".join(f"{name} {entry['recall'][0]:.0f} %" for name, entry in results["sets"].items())
     return (
         f"Questions: {counts}. Percent, with 95 % bootstrap intervals over questions; differences are paired. "
-        f"EM is non-strict: the answer contains a gold. A gold stands in the passages read: {recalls}. "
+        f"EM is non-strict: the answer contains a gold. The passages contain a gold: {recalls}. "
         f"{results['machine']}."
     )
 

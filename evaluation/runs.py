@@ -75,7 +75,8 @@ class AnswerFile:
                 yield
         except Timeout as error:
             raise ValueError(
-                f"Another process answers into {self.path}. Let it finish, or choose other `--tasks` or `--methods`."
+                f"Another process is already writing answers to {self.path}. Let it finish, or choose other `--tasks` "
+                "or `--methods`."
             ) from error
 
     def append(self, records: Iterable[dict[str, Any]]) -> None:
@@ -97,7 +98,7 @@ class AnswerFile:
         ]
         if changed:
             raise ValueError(
-                f"{self.path} holds {len(known)} answers made with other settings: {', '.join(changed[:3])}. Name "
+                f"{self.path} holds {len(known)} answers made with different settings: {', '.join(changed[:3])}. Name "
                 "another folder with `--output`, or delete the file to answer again."
             )
 

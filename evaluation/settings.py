@@ -82,7 +82,7 @@ class EvaluationSettings(Checkpoints):
         self.output, self.data = Path(self.output), self.data and Path(self.data)
         for kind, names in (("task", self.tasks), ("method", self.methods)):
             if not names:
-                raise ValueError(f"No {kind} is named.")
+                raise ValueError(f"No {kind} were given. Name some with `--{kind}`, or in the recipe.")
         refuse_unknown("the tasks", self.tasks, TASKS)
         for name in self.methods:
             find_method(name)
@@ -112,9 +112,9 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
     keys |= {key: value for key, value in given.items() if value is not None}
     refuse_unknown("the evaluation's settings", keys, _fields(EvaluationSettings))
     if "checkpoint" not in keys:
-        raise ValueError("No aligner is named. Name one with `--checkpoint`.")
+        raise ValueError("No aligner was given. Name one with `--checkpoint`.")
     if "output" not in keys:
-        raise ValueError("Name a folder for the answers with `--output`.")
+        raise ValueError("No folder was given for the answers. Name one with `--output`.")
     over, tasks = {key: value for key, value in of_tasks.items() if value is not None}, {}
     for name in keys.get("tasks", TASKS):
         own = (of_recipe.get(name) if isinstance(of_recipe, dict) else None) or {}

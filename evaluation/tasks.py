@@ -104,7 +104,7 @@ def wrong_passages(rows: list[Row], title: str) -> list[Row]:
         if other is None:
             raise ValueError(
                 f"{title}: no other of the {len(rows)} questions has passages without an answer to {row['question']!r}."
-                " Ask more questions (`-n`), or leave the floor out."
+                " Ask more questions (`-n`), or leave out `--floor`."
             )
         changed.append(row | {"passages": other})
     return changed

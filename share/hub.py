@@ -41,7 +41,7 @@ RESULTS_FILE = "results.json"
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 # Stands in each card that is written here. A card without this line was edited, and is not overwritten.
 GENERATED = (
-    "<!-- Written from the files beside it, and again when they change. Remove this line to edit it yourself. -->"
+    "<!-- Generated from the other files of this folder whenever they change. Remove this line to edit it yourself. -->"
 )
 
 _MAIN = "arcaligner"  # the method of results whose answers are the aligner's at its own rate
@@ -153,9 +153,9 @@ def _read_results(folder: Path, processor: dict[str, Any]) -> dict[str, Any] | N
             scores = [each["methods"][name]["f1"][0] if name in each["methods"] else None for each in sets.values()]
             if any(score is not None for score in scores):
                 rows.append([what, rate, *("-" if score is None else f"{score:.1f}" for score in scores)])
-        rows.append(["passages that are read", "", *(each.get("passages", "given") for each in sets.values())])
+        rows.append(["passages", "", *(each.get("passages", "given") for each in sets.values())])
         recalls = (f"{each['recall'][0]:.0f} %" if "recall" in each else "-" for each in sets.values())
-        rows.append(["with an expected answer in them", "", *recalls])
+        rows.append(["that contain an expected answer", "", *recalls])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} does not hold results of an evaluation ({error!r}). Expected "
@@ -242,7 +242,8 @@ def push_checkpoint(repo_id: str, checkpoint: str | Path, *, private: bool = Fal
         repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
         if private and not api.model_info(repo_id).private:
             raise ValueError(
-                f"{repo_id} is there already and is public; nothing was uploaded. Make it private in its settings, "
+                f"{repo_id} is there already and is public; expected a private repository. Nothing was uploaded. Make "
+                "it private in its settings, "
                 "choose another name, or push without asking for a private one."
             )
         former = [name for name in api.list_repo_files(repo_id) if _FORMER_FILE.fullmatch(name) and name not in files]

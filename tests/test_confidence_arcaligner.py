@@ -127,11 +127,11 @@ def test_a_refusal_needs_its_words_and_a_probe_and_no_stream(ask, model, process
     row = ROW | {"question": QUESTION * 2}
     for option in ({"prompt_lookup_num_tokens": 4}, {"guidance_scale": 1.5}):  # which read more than the prompt
         assert "confidence" not in ask(row, return_slots=True, **option)[0]["statistics"]
-        refused("not possible with any of guidance_scale, prompt_lookup", **option)
-    refused("not possible with `streamer`", streamer="any")
-    refused("not possible with `return_tensors`", return_tensors=True)
+        refused("`min_confidence` cannot be combined with any of guidance_scale, prompt_lookup", **option)
+    refused("cannot be combined with `streamer`", streamer="any")
+    refused("cannot be combined with `return_tensors`", return_tensors=True)
     ask.processor.no_answer = None
-    refused("`no_answer` is None; expected what is answered instead")
+    refused("`no_answer` is None; expected the text to say instead")
     ask.processor = processor
     model.set_answerability_layers(None)
     assert "confidence" not in ask(ROW, return_slots=True)[0]["statistics"]
@@ -282,5 +282,5 @@ def test_what_cannot_be_ranked_is_refused(model, fitted, apart, ask, ask_apart):
         ask(ROW, max_passages=1)
     embeds, numbers = torch.ones(3, fitted.encoder_hidden_size), torch.tensor([0, 1, 0])
     for use in (score_passages, type(apart).prepare):
-        with pytest.raises(ValueError, match="expected the slots of a passage to stand together"):
+        with pytest.raises(ValueError, match="expected the slots of a passage to be adjacent"):
             use(apart, ["Who?"], context_embeds=[embeds], context_passage_ids=[numbers])

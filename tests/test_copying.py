@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from arcaligner.answering_arcaligner import (
     YES_NO,
     PassageCopyLogitsProcessor,
+    clear_text_caches,
     copied_next,
     copied_texts,
     similarities_of,
@@ -194,7 +195,8 @@ def test_passages_are_ranked_by_these_cosines(separate):
     assert [ranked[0].similarity] == similarities_of(fitted.encoder, QUESTION, ["Ada wrote it."])
 
 
-def test_vectors_are_kept_as_long_as_their_encoder(encoder_dir):
+def test_vectors_are_cached_by_encoder(encoder_dir):
+    """As long as it lives, or until the caches are cleared."""
     encoder, plain, asked = SentenceEncoder(str(encoder_dir)), SentenceEncoder(str(encoder_dir)), []
     encoder.encode = lambda texts: asked.extend(texts) or plain.encode(texts)
     for documents in (["Ada.", "Bob."], ["Bob.", "Eve."], ["a" * 20_000], ["a" * 20_000]):
@@ -202,6 +204,9 @@ def test_vectors_are_kept_as_long_as_their_encoder(encoder_dir):
         vectors = plain.encode([QUESTION, *documents])
         torch.testing.assert_close(torch.tensor(found), vectors[1:] @ vectors[0], rtol=0, atol=1e-5)
     assert asked == [QUESTION, "Ada.", "Bob.", "Eve.", "a" * 20_000, "a" * 20_000]
+    clear_text_caches()
+    similarities_of(encoder, QUESTION, ["Eve."])
+    assert asked[6:] == [QUESTION, "Eve."]
     seen = weakref.ref(encoder)
     del encoder
     gc.collect()

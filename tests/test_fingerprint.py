@@ -48,6 +48,14 @@ def test_what_changes_slots_changes_its_field(model, processor, monkeypatch):
     assert fingerprint()["backbone_weights"] != before["backbone_weights"]
 
 
+def test_how_passages_are_selected_is_no_part(model, processor):
+    """What was cached with another weight of the cosine is read."""
+    store = model.passage_cache(processor)
+    before = shared_fingerprint(model, processor, store.weights([]))
+    model.config.similarity_weight = 3.0
+    assert shared_fingerprint(model, processor, store.weights([])) == before
+
+
 def test_a_tokenizer_that_was_used_is_the_same(model, processor):
     passages = ["Ada wrote it."]
     before = model.passage_cache(processor).weights(passages)
@@ -130,5 +138,5 @@ def test_no_change_of_a_weight_goes_unseen(write, part):
 def test_a_weight_that_cannot_be_watched_is_refused_by_name(weight):
     model = torch.nn.Linear(2, 2)
     model.weight = torch.nn.Parameter(weight)
-    with pytest.raises(ValueError, match="The weight `weight` is of type Parameter on .*nobody can tell"):
+    with pytest.raises(ValueError, match="The weight `weight` is of type Parameter on .*cannot be detected"):
         WatchedWeights(model, str).digests()

@@ -1,6 +1,7 @@
 """Passages apart: each slot reads its own passage, so what was read of a passage serves any question."""
 
 import copy
+import math
 import random
 from unittest import mock
 
@@ -15,7 +16,7 @@ from test_prefix_store_arcaligner import FIVE_TOKENS, assert_answers
 from tiny_models import collate, for_generate, random_rows, tiny_aligner
 from transformers import StaticCache
 
-from arcaligner.kv_cache_arcaligner import PassageCache, SlotPrefixStore, read_passages, read_text
+from arcaligner.kv_cache_arcaligner import PassageCache, SlotPrefixStore, prefill_beginning, read_passages, read_text
 
 pytestmark = pytest.mark.usefixtures("float64_model_code")
 PASSAGES = [
@@ -238,7 +239,7 @@ def test_a_disk_that_fills_up_costs_no_answer(apart, model, tmp_path, monkeypatc
     monkeypatch.setattr("arcaligner.kv_cache_arcaligner.save_file", save)
     store = model.passage_cache(apart, max_bytes=0, folder=tmp_path)
     assert_answers(store, ["Who?"], documents=[PASSAGES])
-    assert "No space left on device" in caplog.text and "will be read again" in caplog.text
+    assert "No space left on device" in caplog.text and "will be computed again" in caplog.text
     assert len(list(tmp_path.iterdir())) == 2
     store.prepare("Who?", PASSAGES)
     assert (store.loads, store.misses) == (1, 5)
@@ -300,7 +301,7 @@ def test_a_question_too_long_for_the_longest_kept_passage_is_refused_and_nothing
     store.prepare("Who?", PASSAGES)
     with pytest.raises(ValueError, match="The prompt has .* positions but the backbone llama reads 300"):
         store.prepare("Who? " * 150, PASSAGES)
-    with pytest.raises(ValueError, match=r"^Passage 4 is \d+ slots, but there is room for \d+ beside the question"):
+    with pytest.raises(ValueError, match=r"^Passage 4 is \d+ slots, but there is only room for \d+ with the question"):
         store.prepare("Who?", [*PASSAGES, " ", "He is tall. " * 300])
     with pytest.raises(ValueError, match="^Passage 1 of question 1 is 300 slots"):
         store.prepare(["Who?", "When?"], [PASSAGES, ["Short.", "He is tall. " * 300]])
@@ -334,3 +335,80 @@ def test_old_names_of_the_cache_warn(apart, model, tmp_path):
         assert isinstance(SlotPrefixStore(model, apart), PassageCache)
     with pytest.warns(FutureWarning, match="num_cached"):
         assert store.prepare("Who?", ["Ada wrote it."]).num_kept == [1]
+
+
+# Passages that are weighed
+
+
+def weighed(model, inputs, **options):
+    """The scores of five new tokens, and their ids."""
+    said = model.generate(**inputs, **FIVE_TOKENS, output_logits=True, return_dict_in_generate=True, **options)
+    return torch.stack(said.logits, dim=1), said.sequences
+
+
+def test_twice_a_passage_is_a_prior_of_log_two(model, store):
+    """Two equal passages at the same positions give each key twice the weight in the softmax."""
+    twice, _ = weighed(model, store.prepare("Who?", [PASSAGES[0]] * 2))
+    once, _ = weighed(model, store.prepare("Who?", PASSAGES[:1], passage_prior=[[math.log(2)]]))
+    torch.testing.assert_close(once, twice, **EXACT)
+    assert (once - weighed(model, store.prepare("Who?", PASSAGES[:1]))[0]).abs().max() > 1e-3
+
+
+def test_a_prior_hides_a_passage(model, store):
+    """With a large negative number a passage is as if it were not there; the longest one keeps the positions."""
+    hidden, _ = weighed(model, store.prepare("Who?", PASSAGES, passage_prior=[[-1e9, 0.0, -1e9]]))
+    alone, _ = weighed(model, store.prepare("Who?", PASSAGES[1:2]))
+    torch.testing.assert_close(hidden, alone, **EXACT)
+
+
+def test_a_prior_in_a_prompt_is_that_of_kept_passages(apart, model, store):
+    """Of slots that are read with the prompt, too, which read each other as without it."""
+    prior = torch.tensor([[0.0, -1.0, -2.5]], dtype=torch.float64)
+    kept, ids = weighed(model, store.prepare("Who?", PASSAGES, passage_prior=prior.tolist()))
+    whole, same = weighed(model, chat_inputs(apart, "Who?", PASSAGES), passage_prior=prior)
+    torch.testing.assert_close(whole, kept, **EXACT)
+    assert torch.equal(ids, same)
+
+
+def test_priors_of_a_batch_are_each_its_own(model, store):
+    """Padding, of prompts and of priors, changes nothing; passages without text have a number as well."""
+    questions, documents = ["Who wrote it, and why?", "When?"], [PASSAGES, ["", PASSAGES[2]]]
+    priors = [[0.0, -1.0, -2.0], [5.0, -0.5]]
+    both, _ = weighed(model, store.prepare(questions, documents, passage_prior=priors))
+    for row in range(2):
+        one, _ = weighed(model, store.prepare(questions[row], documents[row], passage_prior=priors[row : row + 1]))
+        torch.testing.assert_close(both[row : row + 1], one, **EXACT)
+
+
+def test_a_question_in_pieces_keeps_the_prior(model, store, monkeypatch):
+    prepared = [store.prepare("Who wrote it?", PASSAGES, passage_prior=[[0.0, -1.0, -2.0]]) for _ in range(3)]
+    expected, _ = weighed(model, prepared[0])
+    monkeypatch.setattr("arcaligner.kv_cache_arcaligner.PIECE_POSITIONS", 2)
+    found, _ = weighed(model, prefill_beginning(model, prepared[1]))
+    torch.testing.assert_close(found, expected, **EXACT)
+    torch.testing.assert_close(store.read_question(prepared[2]).logits[:, 0], expected[:, 0], **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("prior", "message"),
+    [
+        (torch.zeros(1, 2), "expected floating-point numbers of shape"),
+        (torch.zeros(2, 3), "expected floating-point numbers of shape"),
+        (torch.zeros(1, 3, dtype=torch.long), "Tensor; expected floating-point"),
+        (torch.tensor([[0.0, float("nan"), 0.0]]), "not finite"),
+    ],
+)
+def test_priors_that_do_not_fit_are_refused(apart, model, prior, message):
+    inputs = chat_inputs(apart, "Who?", PASSAGES)
+    with pytest.raises(ValueError, match=message):
+        model.generate(**inputs, **FIVE_TOKENS, passage_prior=prior)
+    del inputs["context_passage_ids"]
+    with pytest.raises(ValueError, match="needs `context_passage_ids`"):
+        model.generate(**inputs, **FIVE_TOKENS, passage_prior=torch.zeros(1, 3))
+
+
+def test_a_prior_for_too_few_passages_is_refused(store):
+    with pytest.raises(ValueError, match="2 numbers for a question with passage 2"):
+        store.prepare("Who?", PASSAGES, passage_prior=[[0.0, 0.0]])
+    with pytest.raises(ValueError, match="for 2 questions; expected 1"):
+        store.prepare("Who?", PASSAGES, passage_prior=[[0.0] * 3] * 2)

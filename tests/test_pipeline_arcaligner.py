@@ -131,7 +131,7 @@ def test_backbone_without_chat_template_gets_the_plain_prompt(ask, model, proces
         ({"question": 3, "documents": DOCUMENTS}, {}, "`question` of type int"),
         ({"query": "Who?"}, {}, "`query` of type str"),
         ({"messages": CHAT, "context": "It was Ada.", "id": 1}, {}, "no `documents` but `context`, `id`"),
-        ({"question": QUESTION}, {}, r"no `documents`\. Passages go in .*; an empty list asks without any"),
+        ({"question": QUESTION}, {}, r"no `documents`\. Passages go in .*; pass an empty list"),
         ([ROWS[0], {"question": QUESTION, "documents": 5}], {"batch_size": 2}, r"`documents` of row \d is 5; expected"),
         ([ROWS[0], 7], {"batch_size": 2}, "got int"),
         ({"question": "Who? " * 600, "documents": ["One."]}, {}, "are 1 slots, but there is room for 0 .* a shorter"),

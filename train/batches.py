@@ -17,11 +17,12 @@ def drawn_rate(row_ids: Sequence[str], rates: Sequence[int | str]) -> int | str:
     return rates[stable_number("rate:" + ":".join(row_ids), len(rates))]
 
 
-def padded(rows: list[list[int]], value: int) -> torch.LongTensor:
-    """Lists as the rows of a tensor (rows, longest)."""
+def padded(rows: Sequence[Sequence[int]], value: int, side: str = "right") -> torch.LongTensor:
+    """Lists as the rows of a tensor (rows, longest), with `value` at one `side`."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     filled = np.full((len(rows), lengths.max()), value)
-    filled[np.arange(filled.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(rows), np.int64)
+    is_own = np.arange(filled.shape[1]) < lengths[:, None]
+    filled[is_own if side == "right" else is_own[:, ::-1]] = np.fromiter(chain.from_iterable(rows), np.int64)
     return torch.from_numpy(filled)
 
 

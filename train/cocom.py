@@ -29,13 +29,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import CONFIG_NAME
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
 from trl import SFTConfig
 
 from ..common.files import write_whole
 from ..common.rows import Row
 from ..loading_arcaligner import resolve_model, written_whole
+from .batches import padded
 from .examples import choose_template, missing_part, open_corpus
 from .prompts import ApartText, passages_text, text_prompt
 from .recipe import run_script
@@ -196,7 +196,7 @@ def tokenize(row: Row, tokenizer, asks: bool) -> dict[str, Any]:
     if not whole.startswith(prompt):
         raise ValueError(
             f"Row {row['id']}: the prompt {prompt!r} is not how the whole conversation {whole!r} begins, so the answer "
-            "cannot be told from the prompt. Name another `chat_template_path`."
+            "cannot be separated from the prompt. Name another `chat_template_path`."
         )
 
     def ids_of(text: str) -> list[int]:
@@ -250,20 +250,14 @@ class CocomCollator:
             slots.append([0] * len(row["head"]) + [1] * count + [0] * (len(row["tail"]) + len(target)))
             labels.append([-100] * len(around) + target)
         all_runs = [part for own in parts for part in own] or [[self.pad_token_id]]
-        batch = {
-            "input_ids": self._padded(ids, self.pad_token_id),
-            "slot_mask": self._padded(slots, 0).bool(),
-            "attention_mask": self._padded([[1] * len(each) for each in ids], 0),
-            "labels": self._padded(labels, -100),
+        return {
+            "input_ids": padded(ids, self.pad_token_id, self.padding_side),
+            "slot_mask": padded(slots, 0, self.padding_side).bool(),
+            "attention_mask": padded([[1] * len(each) for each in ids], 0, self.padding_side),
+            "labels": padded(labels, -100, self.padding_side),
+            "run_ids": padded(all_runs, self.pad_token_id, "left"),
+            "run_mask": padded([[1] * len(each) for each in all_runs], 0, "left").bool(),
         }
-        batch["run_ids"] = self._padded(all_runs, self.pad_token_id, "left")
-        batch["run_mask"] = self._padded([[1] * len(each) for each in all_runs], 0, "left").bool()
-        return batch
-
-    def _padded(self, rows: list[Sequence[int]], value: int, side: str | None = None) -> torch.LongTensor:
-        tensors = [torch.tensor(list(row)) for row in rows]
-        side = side or self.padding_side
-        return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side).long()
 
 
 # Training

@@ -442,7 +442,7 @@ class ExampleBuilder:
         if prompt[0] != whole[0] or said[: len(asked)] != asked:
             raise ValueError(
                 f"Row {row_id}: the prompt {prompt!r} is not how the whole conversation {whole!r} begins, so the "
-                "target cannot be told from the prompt. Name another `chat_template_path`."
+                "target cannot be separated from the prompt. Name another `chat_template_path`."
             )
         target = self._end_of_turn(said[len(asked) :])
         return head, {"input_ids": asked + target, "labels": [-100] * len(asked) + target}

@@ -21,7 +21,6 @@ import datasets
 import torch
 from peft import LoraConfig
 from peft.utils import CONFIG_NAME
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
@@ -29,6 +28,7 @@ from ..attention_arcaligner import passage_positions, separate_passages
 from ..common.rows import Row
 from ..configuration_arcaligner import PASSAGE_ATTENTIONS
 from ..loading_arcaligner import resolve_model, written_whole
+from .batches import padded
 from .distractors import NearestPassages
 from .examples import missing_part, open_corpus
 from .prompts import ApartText, full_text, text_prompt
@@ -119,7 +119,7 @@ def tokenize(row: Row, tokenizer, is_separate: bool = False) -> dict[str, list[i
     if not whole.startswith(prompt):
         raise ValueError(
             f"Row {row['id']}: the prompt {prompt!r} is not how the whole conversation {whole!r} begins, so the answer "
-            "cannot be told from the prompt. Name another `chat_template_path`."
+            "cannot be separated from the prompt. Name another `chat_template_path`."
         )
 
     def ids_of(text: str) -> list[int]:
@@ -147,15 +147,12 @@ class ApartCollator:
     pad_token_id: int
 
     def __call__(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        def padded(key: str, value: int) -> torch.LongTensor:
-            return pad_sequence([torch.tensor(row[key]) for row in rows], batch_first=True, padding_value=value)
-
-        passage_ids = padded("passage_ids", -1)
-        is_real = padded("passage_ids", -2) > -2
+        ids, labels, passages = ([row[key] for row in rows] for key in ("input_ids", "labels", "passage_ids"))
+        passage_ids, is_real = padded(passages, -1), padded(passages, -2) > -2
         seen = is_real[:, None, None, :].expand(-1, -1, is_real.shape[1], -1).tril()
         return {
-            "input_ids": padded("input_ids", self.pad_token_id),
-            "labels": padded("labels", -100),
+            "input_ids": padded(ids, self.pad_token_id),
+            "labels": padded(labels, -100),
             "position_ids": passage_positions(passage_ids, is_real),
             # Boolean, since the largest number of float32 has no place in the bfloat16 of autocast.
             "attention_mask": separate_passages(seen, passage_ids, torch.float32),

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from ..attention_arcaligner import CACHE
 from ..encoder_arcaligner import EncoderTokenizer
-from ..modeling_arcaligner import ArcAlignerCausalLMOutputWithPast, ArcAlignerForCausalLM
+from ..modeling_arcaligner import ArcAlignerCausalLMOutputWithPast, ArcAlignerForCausalLM, postprocess_logits
 from ..segmentation_arcaligner import equal_runs
 from .batches import drawn_rate, encoder_inputs, padded, placed_words
 
@@ -156,6 +156,7 @@ def run_passages_first(
     slots: dict[str, torch.Tensor],
     num_items_in_batch: torch.Tensor | int | None = None,
     attention_layers: Sequence[int] = (),
+    with_logits: bool = False,
 ) -> tuple[ArcAlignerCausalLMOutputWithPast, torch.Tensor | None]:
     """Both phases of a step.
 
@@ -165,6 +166,7 @@ def run_passages_first(
         slots: `context_embeds` (passages, max_slots, encoder_hidden_size) and `context_word_ids` of the batch.
         num_items_in_batch: What the NLL is divided by; the number of targets without it.
         attention_layers: Layers of the attention loss, which need the attention kernel `"eager"`.
+        with_logits: Whether the output has `logits` (batch, seq_len, vocab_size) of the turns. The loss needs none.
 
     Returns:
         The output, with the NLL as its `loss` and the `recursion_depth` (passages, num_layers, max_slots) of the slots;
@@ -191,7 +193,11 @@ def run_passages_first(
     attention = None
     if attention_layers:
         attention = attention_loss([outputs.attentions[layer] for layer in attention_layers], batch)
-    return ArcAlignerCausalLMOutputWithPast(loss=loss, recursion_depth=read.recursion_depth), attention
+    logits = None
+    if with_logits:
+        logits = postprocess_logits(model.lm_head(outputs.last_hidden_state), text_config)
+    found = ArcAlignerCausalLMOutputWithPast(loss=loss, logits=logits, recursion_depth=read.recursion_depth)
+    return found, attention
 
 
 def kept_positions(cache: Cache, kept: torch.LongTensor, num_layers: int) -> DynamicCache:

@@ -148,7 +148,7 @@ class RecipeArguments:
             )
         if self.has_turns and self.attn_implementation not in _MASKED_ATTENTION:
             raise ValueError(
-                f"`attn_implementation` is {self.attn_implementation!r}, which cannot read several turns side by side. "
+                f"`attn_implementation` is {self.attn_implementation!r}, which does not support packed questions. "
                 "Set it to `eager` or `sdpa`, or leave `continues` and `max_questions` out."
             )
         for key in ("max_questions", "max_segments", "passage_words"):
@@ -163,7 +163,9 @@ class RecipeArguments:
                 raise ValueError(f"`{key}` is {getattr(self, key)}; expected a share of at least 0 and less than 1.")
         self._check_passages_first()
         if self.distractors and not self.asks_questions:
-            raise ValueError(f"`distractors` is for questions, and stage `{self.stage}` asks none. Leave the key out.")
+            raise ValueError(
+                f"`distractors` applies to questions, and stage `{self.stage}` asks none. Leave the key out."
+            )
         if self.reconstruction_share and not self.reconstruction_files:
             raise ValueError(
                 f"`reconstruction_share` is {self.reconstruction_share} but `reconstruction_files` "

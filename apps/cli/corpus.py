@@ -1,4 +1,4 @@
-"""The commands `arcaligner corpus`: build, change, read ahead and describe passages that are encoded once."""
+"""The commands `arcaligner corpus`: build, change, precompute and describe passages that are encoded once."""
 
 import shutil
 from pathlib import Path
@@ -14,18 +14,20 @@ from .shared import Checkpoint, CorpusFolder, Dtype, TokensPerSlot, busy, messag
 # How many files and rows that were skipped are named; a column of another name would name each row.
 MOST_NAMED = 20
 
-corpus_app = typer.Typer(help="Builds, changes and describes a corpus: passages encoded once.", no_args_is_help=True)
+corpus_app = typer.Typer(
+    help="Build, change and describe a corpus: passages that are encoded once.", no_args_is_help=True
+)
 
 
 Sources = Annotated[
     list[str],
     typer.Argument(
-        metavar="SOURCE...", help="Text, Markdown, HTML, PDF, DOCX, JSON Lines, Parquet; folders; data sets."
+        metavar="SOURCE...", help="Files (text, Markdown, HTML, PDF, DOCX, JSON Lines, Parquet), folders, data sets."
     ),
 ]
-Strict = Annotated[bool, typer.Option("--strict", help="End with an error where anything could not be read.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Fail if anything could not be read.")]
 Verbose = Annotated[
-    bool, typer.Option("--verbose", help=f"Name everything that is skipped, not only the first {MOST_NAMED}.")
+    bool, typer.Option("--verbose", help=f"List everything that is skipped, not only the first {MOST_NAMED}.")
 ]
 
 
@@ -43,7 +45,7 @@ def build(
     strict: Strict = False,
     verbose: Verbose = False,
 ) -> None:
-    """Makes a corpus from texts, or updates one: new documents are added, changed ones replaced."""
+    """Make a corpus from texts, or update one: new documents are added, changed ones replaced."""
     shared.check_there(checkpoint)
     from ..corpus.build import build_corpus, summary
     from ..corpus.sources import check_source
@@ -53,9 +55,11 @@ def build(
         check_source(source)
     if passage_words is not None:
         if passage_tokens is not None:
-            raise ValueError("`--passage-words` and `--passage-tokens` say the same. Leave the first one out.")
+            raise ValueError(
+                "`--passage-words` and `--passage-tokens` set the same limit. Leave `--passage-words` out."
+            )
         passage_tokens = tokens_of_words(passage_words)
-        messages.print(f"`--passage-words` will go: `--passage-tokens {passage_tokens}` says the same.", soft_wrap=True)
+        messages.print(f"`--passage-words` is deprecated; use `--passage-tokens {passage_tokens}`.", soft_wrap=True)
     processor, is_new = shared.load_processor(checkpoint), not folder.exists()
     corpus = Corpus.create(folder, processor, tokens_per_slot=tokens_per_slot, passage_tokens=passage_tokens)
     try:
@@ -75,12 +79,12 @@ def build(
     for each in named:
         messages.print(one_line(f"Skipped: {each}"), markup=False, soft_wrap=True)
     if others := len(report.skipped) - len(named):
-        messages.print(f"Skipped: {others:,} more, which --verbose names", soft_wrap=True)
+        messages.print(f"Skipped: {others:,} more (--verbose lists them)", soft_wrap=True)
     show(summary(report, corpus.info()))
     if strict and report.skipped:
         raise ValueError(
-            f"{len(report.skipped)} of what the sources hold could not be read, first: {one_line(report.skipped[0])}. "
-            "All else is in the corpus. Fix it or leave it out, or run without `--strict`."
+            f"{len(report.skipped)} items of the sources could not be read, first: {one_line(report.skipped[0])}. "
+            "The rest is in the corpus. Fix them, leave them out, or run without `--strict`."
         )
 
 
@@ -92,34 +96,35 @@ def add(
     strict: Strict = False,
     verbose: Verbose = False,
 ) -> None:
-    """Adds documents to a corpus that is there, and replaces those that have changed; else as `build`."""
+    """Add documents to an existing corpus, and replace those that have changed. Otherwise like `build`."""
     from ..corpus.table import Corpus
 
-    Corpus(corpus)  # which says so where there is none
+    Corpus(corpus)  # raises if there is none
     build(sources, corpus, checkpoint, None, None, strict=strict, verbose=verbose)
 
 
 @corpus_app.command("read")
 def read(corpus: CorpusFolder, checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), dtype: Dtype = None) -> None:
-    """Reads all passages of a corpus ahead, and keeps their keys and values, so that no question has to: of `ask` and
-    `serve` in the same precision."""
+    """Precompute keys and values of all passages of a corpus, for `ask` and `serve` in the same precision."""
     from ..corpus.kept import read_corpus
     from ..corpus.table import Corpus
 
     opened = Corpus(corpus)
     with busy("Loading the aligner and its base model"):
         ask = shared.load_pipeline(checkpoint, dtype)
-    with busy("Reading passages"):
+    with busy("Precomputing passages"):
         done = read_corpus(opened, ask.model, ask.processor, lambda said: messages.print(f"[dim]{said}[/]"))
     show(done)
 
 
 @corpus_app.command("remove")
 def remove(
-    documents: Annotated[list[str], typer.Argument(metavar="DOCUMENT...", help="Ids of documents, see `ask`.")],
+    documents: Annotated[
+        list[str], typer.Argument(metavar="DOCUMENT...", help="Ids of documents, as `ask` prints them.")
+    ],
     corpus: CorpusFolder,
 ) -> None:
-    """Removes documents from a corpus."""
+    """Remove documents from a corpus."""
     from ..corpus.table import Corpus
 
     Corpus(corpus).remove(documents)
@@ -128,7 +133,7 @@ def remove(
 
 @corpus_app.command("info")
 def info(corpus: CorpusFolder) -> None:
-    """Shows what is in a corpus, what it was made with and how large it is."""
+    """Show what is in a corpus, the settings that it was made with, and its size."""
     from ..corpus.table import Corpus
 
     found = Corpus(corpus).info()

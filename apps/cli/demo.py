@@ -1,10 +1,10 @@
-"""`make demo`: fourteen questions answered from compressed passages, and by the bare base model from their text.
+"""`make demo`: fourteen questions, answered from slots, and from text by the bare base model.
 
-The first ten questions of the SQuAD sample in `tests/data`, about its first ten passages, as a search would find
-several; the first of these about four passages that do not answer it; and the three case studies of the paper's
-appendix, with their sentences as printed there, noise included. None was chosen by how it is answered. Where the
-answerability was fitted, the passage of several that most likely answers is read, and the base model beside reads the
-text of the same one; else both read all.
+The first ten questions of the SQuAD sample in `tests/data` with its first ten passages, as a search would return them;
+the first of these questions with four passages that do not answer it; and the three case studies of the paper's
+appendix, with their sentences as printed there, noise included. None was selected by its answer. If the aligner can
+score passages, it uses the top-ranked one, and the base model gets the text of the same passage; otherwise both use
+all.
 """
 
 import time
@@ -37,7 +37,7 @@ class Told(NamedTuple):
 
 
 def demo_questions(no_answer: str | None = None) -> dict[str, list[Row]]:
-    """What is asked together, by its title; with a `no_answer` also a question that its passages do not answer."""
+    """Groups of questions by title; with a `no_answer` also a question that its passages do not answer."""
     squad = list(islice(read_json_lines(SQUAD_SAMPLE), NUM_PASSAGES + NUM_OTHERS))
     passages, others = (
         [each for row in rows for each in row["passages"]] for rows in (squad[:NUM_PASSAGES], squad[NUM_PASSAGES:])
@@ -90,7 +90,7 @@ def table_row(*cells: str) -> Table:
 
 
 def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: int | str | None = None) -> None:
-    """Answers the questions, prints each answer when it is there, and says what was gained."""
+    """Answer the questions, print each answer as soon as it is known, and summarize."""
     config = ask.model.config
     settings = {"max_new_tokens": MAX_NEW_TOKENS, "tokens_per_slot": tokens_per_slot}
     if threshold := config.answerability_threshold:  # fitted on other questions
@@ -114,7 +114,7 @@ def run_demo(ask: ArcAlignerPipeline, console: Console, tokens_per_slot: int | s
 
 
 def show_summary(console: Console, config: Any, found: list[tuple[Row, Told, Told]]) -> None:
-    """What was gained, and what to do next."""
+    """Print the summary, and the next command to try."""
     rows, *told = zip(*found, strict=True)
     right, positions, seconds = [], [], []
     for own in told:
@@ -123,14 +123,15 @@ def show_summary(console: Console, config: Any, found: list[tuple[Row, Told, Tol
         seconds.append(sum(each.seconds for each in own))
     console.print(
         f"\nBase model {config.base_model_name_or_path}, frozen; sentence encoder {config.encoder_name_or_path}. The "
-        "seconds of slots include the choice of a passage and its encoding, which are kept for further questions.",
+        "time of slots includes encoding and scoring the passages, which is cached for further questions.",
         style="dim",
         highlight=False,
     )
     console.print(
-        f"Gained: {right[0]:.0f} of {len(found)} right from slots, {right[1]:.0f} from text (right: contains a gold "
-        f"answer), with {positions[1] / max(1, positions[0]):.1f} times fewer positions to read; {seconds[0]:.0f} s, "
-        f"and {seconds[1]:.0f} s from text.",
+        f"Result: {right[0]:.0f} of {len(found)} right from slots, {right[1]:.0f} from text (right: contains a gold "
+        f"answer), with {positions[1] / max(1, positions[0]):.1f} times fewer positions; {seconds[0]:.0f} s from "
+        "slots, "
+        f"{seconds[1]:.0f} s from text.",
         highlight=False,
     )
     console.print(NEXT, markup=False, highlight=False, soft_wrap=True)

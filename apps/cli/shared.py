@@ -22,9 +22,11 @@ Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a
 
 
 def parse_tokens_per_slot(value: str) -> int | str:
-    """A rate from the command line: a whole number, or `"segment"`."""
+    """Parse tokens per slot: a whole number, or `"segment"`."""
     if value != "segment" and not value.isdecimal():
-        raise typer.BadParameter(f"{value!r} is neither a whole number nor `segment`.")
+        raise typer.BadParameter(
+            f"{value!r} is neither a whole number nor `segment`; expected 2, 4, 8, ... or `segment`."
+        )
     return value if value == "segment" else int(value)
 
 
@@ -38,36 +40,38 @@ TokensPerSlot = Annotated[
 ]
 MinConfidence = Annotated[
     float | None,
-    typer.Option(help="An answer with a lower answerability becomes the aligner's refusal.", min=0, max=1),
+    typer.Option(help="Abstain if the answerability is below this value.", min=0, max=1),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Maximum number of tokens of the answer.", min=1, max=1024)]
 MaxPassages = Annotated[
     int | None,
     typer.Option(
-        help="How many of the passages are read, those that most likely answer. "
-        "Default: 1, or all where the aligner cannot tell.",
+        help="Maximum number of passages to use, those most likely to contain the answer. "
+        "Default: 1, or all if the aligner cannot score passages.",
         min=1,
     ),
 ]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "auto"] | None,
     typer.Option(
-        help="Precision of the base model; `auto` is bfloat16 where products are much faster in it. "
+        help="Precision of the base model; `auto` is bfloat16 if this machine multiplies matrices much faster in it. "
         "Default: float32 on a CPU, the checkpoint's on an accelerator."
     ),
 ]
 Device = Annotated[
     str | None,
-    typer.Option(help="Device of the models: cpu, cuda, cuda:1, ... Default: the accelerator, if there is one."),
+    typer.Option(help="Device of the models: cpu, cuda, cuda:1, ... Default: an accelerator, if available."),
 ]
 CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of the corpus.")]
 
 
 def check_there(checkpoint: str) -> None:
-    """Refuses an empty name, a folder that is not there, and a Hub id that is neither in the cache nor on a Hub that
-    answers: transformers would ask for each of its files six times, for minutes."""
+    """Raise if there is no such folder, or no such Hub id in the cache or on the Hub: transformers would retry each
+    file six times, for minutes."""
     if not checkpoint:
-        raise ValueError("`--checkpoint` is empty; expected a folder or a Hub id, or nothing for the shipped aligner.")
+        raise ValueError(
+            "`--checkpoint` is empty; expected a folder or a Hub id. Leave it out for the shipped aligner."
+        )
     path = Path(checkpoint)
     is_folder = path.is_absolute() or len(path.parts) > 2 or checkpoint.startswith(".") or Path(path.parts[0]).is_dir()
     if path.exists():
@@ -90,7 +94,7 @@ def check_there(checkpoint: str) -> None:
 
 
 def silence_transformers() -> None:
-    """Keeps progress bars and notes of transformers out of what a command says."""
+    """Hide progress bars and notes of transformers."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -98,8 +102,8 @@ def silence_transformers() -> None:
 
 
 def limit_threads() -> None:
-    """As many threads as cores are free: on a busy machine, threads that share a core wait for each other. Who sets
-    `OMP_NUM_THREADS` decides."""
+    """Use as many threads as cores are idle: on a busy machine, threads that share a core wait for each other. An
+    `OMP_NUM_THREADS` that is set wins."""
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ and sys.platform != "win32":
@@ -133,7 +137,7 @@ def load_pipeline(checkpoint: str, dtype: str | None = None, device: str | None 
 
 
 def load_engine(checkpoint: str, corpus: Path | None, dtype: str | None = None, device: str | None = None, **settings):
-    """An engine that has answered a request, so that nobody waits for what is loaded on first use.
+    """Load an engine and answer one request, so that no user waits for what is loaded on first use.
 
     The model is loaded by a thread that ends. PyTorch keeps a team of threads for each thread that has computed, and
     with two teams on the same cores the engine is up to a quarter slower.
@@ -168,7 +172,8 @@ def load_vllm_engine(
     folder: Path | None,
     **settings,
 ):
-    """The same by a vLLM at `url`, or one that is started with further `options`, which reads passages of `folder`."""
+    """The same with a vLLM at `url`, or with one that is started with further `options`; it reads passages of
+    `folder`."""
     import atexit
     import shlex
     import shutil
@@ -179,11 +184,14 @@ def load_vllm_engine(
     from ..server.vllm_engine import VllmEngine, VllmProcess, VllmServer, find_vllm
 
     if url and options:
-        raise ValueError("`--vllm-options` are for a vLLM that is started here; the one at `--vllm-url` has its own.")
+        raise ValueError(
+            "`--vllm-options` apply to a vLLM that this command starts, not to the one at `--vllm-url`. Leave one of "
+            "them out."
+        )
     if url and folder is None and corpus is None:
-        raise ValueError("Name the folder of passages that the vLLM at `--vllm-url` reads: `--passages FOLDER`.")
+        raise ValueError("`--vllm-url` needs the folder of passages that this vLLM reads: add `--passages FOLDER`.")
     if not url and (python := find_vllm()) is None:
-        raise ImportError("vLLM is not installed: `make vllm`, or name a Python that has it in ARCALIGNER_VLLM.")
+        raise ImportError("vLLM is not installed. Run `make vllm`, or set ARCALIGNER_VLLM to a Python that has it.")
     check_there(checkpoint)
     ask, retriever = _load_parts(checkpoint, corpus, dtype, device)
     if folder is None and retriever is not None:
@@ -217,7 +225,7 @@ def load_processor(checkpoint: str):
 
 
 def show(text: str) -> None:
-    """Prints text as it is, long lines whole, except for control characters."""
+    """Print text unwrapped, with control characters escaped."""
     output.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -227,7 +235,7 @@ def one_line(text: str) -> str:
 
 
 def busy(what: str) -> AbstractContextManager:
-    """Says what is being done, with a spinner on a terminal and in one line elsewhere."""
+    """Show progress: a spinner on a terminal, one line elsewhere."""
     if messages.is_terminal:
         return messages.status(what)
     messages.print(what, soft_wrap=True)

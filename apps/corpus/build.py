@@ -103,7 +103,7 @@ def build_corpus(
             why = f": {report.skipped[0]}" if report.skipped else "."
             raise ValueError(f"There is no document in {', '.join(sources)}{why}")
         if prune and num_hidden:
-            logger.warning("no document was removed, since %d sources or rows could not be read", num_hidden)
+            logger.warning("--prune removed nothing, because %d sources or rows could not be read", num_hidden)
         elif prune:
             gone = [each for each in corpus.documents() if hash(each) not in text_of]
             for first in range(0, len(gone), BATCH_DOCUMENTS):

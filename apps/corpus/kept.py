@@ -32,8 +32,8 @@ def read_corpus(corpus: Corpus, model, processor, tell: Callable[[str], Any] = l
     """
     if processor.passage_attention != "separate":
         raise ValueError(
-            "This checkpoint reads the passages of a question jointly (`passage_attention`), so none can be read "
-            "ahead. Name one that was trained to read them apart."
+            "This checkpoint has joint passages (`passage_attention`), which cannot be precomputed. Name one that was "
+            "trained with independent passages."
         )
     corpus.check(processor)
     found, per_slot = corpus.info(), math.prod(entry_shape(model.config.text_config, 1)) * model.dtype.itemsize

@@ -74,7 +74,7 @@ class Retriever:
     def __init__(self, corpus: Corpus, processor):
         corpus.check(processor)
         if len(corpus) == 0:
-            raise ValueError(f"The corpus {corpus.path} is empty. Add documents: `arcaligner corpus build`.")
+            raise ValueError(f"The corpus {corpus.path} is empty. Add documents with `arcaligner corpus build`.")
         self.corpus, self.processor = corpus, processor
         self.columns = [name for name in corpus.table.schema.names if name not in ("id", "digest")]
 
@@ -112,8 +112,8 @@ class Retriever:
         ):
             if known != found:
                 raise OSError(
-                    f"The corpus {self.corpus.path} is damaged: a passage of {document} is not what was written. "
-                    "Remove that document and add it again, or build the corpus anew."
+                    f"The corpus {self.corpus.path} is damaged: a passage of {document} differs from what was written. "
+                    "Remove that document and add it again, or build the corpus again."
                 )
 
     def _query(self, question: str, vector, top_k: int):

@@ -60,7 +60,7 @@ def check_source(source: str) -> None:
     is_hub_id = _HUB_ID.fullmatch(path) and not path.endswith(FILES) and not Path(path).parent.is_dir()
     if not is_hub_id and not Path(path).exists():
         raise FileNotFoundError(
-            f"There is no file or folder {path}. Expected one, or a data set of the Hub, user/name."
+            f"There is no file or folder {path}; expected one, or a data set of the Hub, user/name."
         )
 
 

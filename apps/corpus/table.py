@@ -106,7 +106,7 @@ class Corpus:
         self.path = Path(path)
         if not self.path.is_dir():
             raise FileNotFoundError(
-                f"There is no corpus {path}. Make one: `arcaligner corpus build SOURCE --output {path}`."
+                f"There is no corpus {path}. Make one with `arcaligner corpus build SOURCE --output {path}`."
             )
         database = lancedb.connect(self.path, read_consistency_interval=timedelta(0))
         try:
@@ -117,11 +117,14 @@ class Corpus:
                 self.settings["passage_tokens"] = tokens_of_words(words)
         except (ValueError, LookupError, TypeError, OSError, RuntimeError) as error:
             raise ValueError(
-                f"{path} is not a corpus of ArcAligner, or a broken one: {error}. Name another folder; a broken "
-                "corpus has to be built anew."
+                f"{path} is not a corpus of ArcAligner, or is damaged: {error}. Name another folder, or build the "
+                "corpus again."
             ) from error
         if found != FORMAT:
-            raise ValueError(f"The corpus {path} has format {found}; this version reads {FORMAT}. Build it anew.")
+            raise ValueError(
+                f"The corpus {path} has format {found}; this version needs {FORMAT}. Build it again with `arcaligner "
+                "corpus build`."
+            )
 
     @classmethod
     def create(
@@ -148,7 +151,8 @@ class Corpus:
             check_num_tokens("passage_words", passage_words)
             passage_tokens = tokens_of_words(passage_words)
             warnings.warn(
-                f"`passage_words` will go in the next version. Pass `passage_tokens={passage_tokens}`.",
+                "`passage_words` is deprecated and will be removed in the next version; pass "
+                f"`passage_tokens={passage_tokens}`.",
                 FutureWarning,
                 stacklevel=2,
             )
@@ -214,9 +218,11 @@ class Corpus:
             with FileLock(self.path / LOCK, timeout=0):
                 yield
         except Timeout as error:
-            raise ValueError(f"Another process writes to the corpus {self.path}. Wait until it has ended.") from error
+            raise ValueError(
+                f"Another process is writing to the corpus {self.path}. Wait until it has finished."
+            ) from error
         except RuntimeError as error:  # raised by Lance
-            raise OSError(f"The corpus {self.path} cannot be written: {error}. What was there before stays.") from error
+            raise OSError(f"The corpus {self.path} cannot be written: {error}. Its content is unchanged.") from error
 
     def digests(self, documents: Iterable[str]) -> dict[str, str]:
         """The digest of those documents that the corpus has, by their ids."""
@@ -281,7 +287,9 @@ class Corpus:
             batches = self.table.search().select(["segments"]).to_batches()
             num_slots = sum(len(batch["segments"].flatten()) for batch in batches)
         except RuntimeError as error:  # raised by Lance
-            raise OSError(f"The corpus {self.path} cannot be read: {error}. Build it anew.") from error
+            raise OSError(
+                f"The corpus {self.path} cannot be read: {error}. Build it again with `arcaligner corpus build`."
+            ) from error
         num_bytes, kept_bytes = (
             sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             for folder in (self.path, self.kept_folder)

@@ -35,7 +35,7 @@ try:
     from starlette.requests import ClientDisconnect
 except ImportError as error:
     raise ImportError(
-        "The server needs FastAPI, uvicorn and prometheus-client: `pip install 'arcaligner[server]'`."
+        "The server needs FastAPI, uvicorn and prometheus-client. Run `pip install 'arcaligner[server]'`."
     ) from error
 
 from ...common.files import CASE_STUDIES, read_json_lines
@@ -75,7 +75,7 @@ class ServerSettings:
     def __post_init__(self):
         if not self.api_key and self.host not in LOOPBACK:
             raise ValueError(
-                f"`--host` is {self.host!r} and there is no API key, so that anybody could ask. Set "
+                f"`--host` is {self.host!r} but no API key is set, so anyone could use the server. Set "
                 "`ARCALIGNER_API_KEY`, or bind to 127.0.0.1."
             )
 
@@ -296,7 +296,7 @@ class Routes:
         try:
             return await asyncio.wait_for(result, max(0, asked.arrived + seconds - time.monotonic()))
         except TimeoutError as error:
-            raise TimeoutError(str(error) or f"The answer was not done within {seconds:g} seconds.") from error
+            raise TimeoutError(str(error) or f"The answer was not finished within {seconds:g} seconds.") from error
 
     async def chat(self, request: Request) -> Response:
         data = await read_body(request, "application/json", MAX_BODY_BYTES)
@@ -372,7 +372,7 @@ async def while_connected(request: Request, result: Awaitable[Any]) -> Any:
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if not waiting[0].done():
-            raise ClientDisconnect("The client has left.")
+            raise ClientDisconnect("The client disconnected.")
         return waiting[0].result()
     finally:
         for each in waiting:

@@ -128,7 +128,7 @@ class Answer:
     def confidence(self) -> float | None:
         """The name of `answerability` in version 0.2."""
         warnings.warn(
-            "`confidence` is called `answerability` now; the old name goes in the next release.",
+            "`confidence` is now called `answerability`; the old name will be removed in the next release.",
             FutureWarning,
             stacklevel=2,
         )
@@ -237,7 +237,7 @@ class Engine:
             if self._closed:
                 raise BusyError("The server is closing.")
             if self.num_waiting >= self.limits.waiting:
-                raise BusyError("Too many requests wait. Try again later.")
+                raise BusyError("Too many requests are waiting. Try again later.")
             self._waiting.append(request)
             self._arrival.notify()
         return request.future
@@ -412,8 +412,8 @@ class Engine:
         for row in rows:
             if (num_slots := len(row["context_embeds"])) > self.limits.max_slots:
                 raise ValueError(
-                    f"The passages to read have {num_slots} slots; expected at most {self.limits.max_slots}. Pass "
-                    "fewer of them, a lower `max_passages`, or make a slot stand for more text (`tokens_per_slot`)."
+                    f"The passages have {num_slots} slots; expected at most {self.limits.max_slots}. Pass fewer "
+                    "passages, a lower `max_passages`, or put more text into a slot (`tokens_per_slot`)."
                 )
         return rows
 
@@ -422,7 +422,7 @@ class Engine:
         if self.processor.chat_template is not None:
             return request.messages
         if len(request.messages) > 1:
-            raise ValueError("This base model has no chat template; expected one user message.")
+            raise ValueError("This base model has no chat template; expected exactly one user message.")
         return request.messages[0]["content"]
 
     @torch.inference_mode()

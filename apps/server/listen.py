@@ -106,7 +106,7 @@ def check_port(host: str, port: int) -> None:
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
-        raise OSError(f"Nobody can listen on {host}, port {port} ({error}). Choose another with `--port`.") from error
+        raise OSError(f"Cannot listen on {host}, port {port} ({error}). Choose another port with `--port`.") from error
 
 
 def serve(engine: Engine, settings: ServerSettings) -> None:

@@ -142,7 +142,7 @@ class VllmProcess(VllmServer):
             if self._closed.wait(waited):
                 return
             waited = min(60.0, waited * 2)  # one that cannot start is not tried all the time
-            logger.warning("vLLM has ended with %s. It is started again.", self.process.returncode)
+            logger.warning("vLLM exited with %s. Starting it again.", self.process.returncode)
             self.process = self._start()
 
     def _end_group(self) -> None:
@@ -345,7 +345,7 @@ class VllmEngine(Engine):
                         raise TimeoutError
                     part = json.loads(line.removeprefix("data: "))
                     if "error" in part:
-                        raise UnavailableError(f"vLLM gave up this answer: {part['error'].get('message')}")
+                        raise UnavailableError(f"vLLM failed on this answer: {part['error'].get('message')}")
                     usage = part.get("usage") or usage
                     for choice in part["choices"]:
                         first_token = first_token or time.monotonic()
@@ -358,7 +358,7 @@ class VllmEngine(Engine):
             raise self._gone(error) from error
         if reason not in ("stop", "length"):
             self._is_checked = False
-            raise UnavailableError(f"vLLM ended this answer with {reason!r}: its log says why.")
+            raise UnavailableError(f"vLLM ended this answer with {reason!r}; see its log.")
         read, written = len(body["prompt"]), usage.get("completion_tokens", 0)
         self._finish(request, text, reason, read, written, sure, batch_size, began, first_token)
 
@@ -420,7 +420,8 @@ class VllmEngine(Engine):
         )
         if not far < CLOSE:
             raise ValueError(
-                f"vLLM at {self.vllm.url} answers from the same passages with log-probabilities {far:.2f} apart; "
+                f"vLLM at {self.vllm.url} gives log-probabilities for the same passages that differ by {far:.2f} "
+                "apart; "
                 f"expected less than {CLOSE}. Start it for the base model of the checkpoint, without quantization."
             )
 

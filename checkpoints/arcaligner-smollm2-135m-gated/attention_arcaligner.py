@@ -180,7 +180,7 @@ def check_can_separate(config: PreTrainedConfig, in_one_row: bool = True) -> Non
     they cannot be `in_one_row`; kept passages are joined without a mask."""
     if in_one_row and (kernel := config._attn_implementation) not in ROW_KERNELS:
         raise ValueError(
-            f"`passage_attention` is 'separate', but attention `{kernel}` takes no mask that keeps passages apart. "
+            f"`passage_attention` is 'separate', but attention `{kernel}` takes no mask that separates passages. "
             f"Load the model with `attn_implementation` {' or '.join(ROW_KERNELS)}, or pass one passage."
         )
     if any(DynamicCache(config=config).is_sliding):
@@ -212,15 +212,15 @@ def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torc
         return  # reading them would make the host wait for the device
     if bool(((slot_mask[:, 1:] & ~slot_mask[:, :-1]).sum(dim=1) + slot_mask[:, 0] > 1).any()):
         raise ValueError(
-            "There is text between the slots of a row, but passages that are read apart count their positions from one "
-            "place. Put all passages before the question, or load the model with `passage_attention='joint'`."
+            "There is text between the slots of a row, but independent passages all start at the same position. Put "
+            "all passages before the question, or load the model with `passage_attention='joint'`."
         )
     is_real = torch.arange(expected[1]) < slot_mask.sum(dim=1)[:, None]  # padding stands behind the slots
     falls = (passage_ids[:, 1:] < passage_ids[:, :-1]) & is_real[:, 1:]
     if bool(falls.any()) or bool(((passage_ids < 0) & is_real).any()):
         raise ValueError(
             f"`context_passage_ids` is {passage_ids.tolist()}; expected numbers of at least 0 that never fall along "
-            "the slots of a row, since the slots of a passage stand together."
+            "the slots of a row, because the slots of a passage are adjacent."
         )
 
 
@@ -288,3 +288,77 @@ def separate_passages(
     if attention_mask.dtype == torch.bool:
         return attention_mask & ~is_other
     return attention_mask.masked_fill(is_other, torch.finfo(attention_mask.dtype).min)
+
+
+def prior_of_positions(passage_ids: torch.Tensor, passage_prior: torch.Tensor) -> torch.Tensor:
+    """What is added to the attention logits with which text reads each position (batch, seq_len), 0 on text.
+
+    Args:
+        passage_ids (`torch.Tensor` of shape `(batch, seq_len)`): From [`place_passage_ids`].
+        passage_prior (`torch.Tensor` of shape `(batch, num_passages)`): What is added for each passage.
+
+    >>> prior_of_positions(torch.tensor([[-1, 0, 1, 1, -1]]), torch.tensor([[0.0, -2.0]]))
+    tensor([[ 0.,  0., -2., -2.,  0.]])
+    """
+    of_passage = passage_prior.gather(1, passage_ids.clamp(min=0))
+    return torch.where(passage_ids >= 0, of_passage, 0.0)
+
+
+def check_passage_prior(passage_prior, passage_ids: torch.Tensor | None, config: PreTrainedConfig) -> None:
+    """Raises `ValueError` unless there is a finite number for each passage of `passage_ids` (batch, max_slots), and
+    attention that takes it."""
+    if (kernel := config._attn_implementation) not in ROW_KERNELS:
+        raise ValueError(
+            f"`passage_prior` is set, but attention `{kernel}` takes no number for each key. Load the model with "
+            f"`attn_implementation` {' or '.join(ROW_KERNELS)}, or leave it out."
+        )
+    check_can_separate(config)
+    if passage_ids is None:
+        raise ValueError("`passage_prior` needs `context_passage_ids`, which say where each passage is. Pass both.")
+    is_numbers = isinstance(passage_prior, torch.Tensor) and passage_prior.is_floating_point()
+    least = (len(passage_ids), int(passage_ids.max()) + 1 if passage_ids.numel() else 0)
+    shape = tuple(passage_prior.shape) if is_numbers else type(passage_prior).__name__
+    if not is_numbers or len(shape) != 2 or shape[0] != least[0] or shape[1] < least[1]:
+        raise ValueError(f"`passage_prior` is {shape}; expected floating-point numbers of shape {least}.")
+    if not bool(passage_prior.isfinite().all()):
+        raise ValueError("`passage_prior` has numbers that are not finite. A large negative one hides a passage.")
+
+
+def with_slot_bias(
+    attention_mask: torch.Tensor | None,
+    slot_bias: torch.Tensor,
+    slot_mask: torch.Tensor | None,
+    num_queries: int,
+    cache: Cache | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """A mask with a bias on slots, for text that reads them; slots read each other as without it.
+
+    Args:
+        attention_mask: (batch, num_keys) or (batch, 1, num_queries, num_keys), boolean or additive; or `None`.
+        slot_bias (`torch.Tensor` of shape `(batch, prompt_len)`): From [`prior_of_positions`]; columns that the cache
+            has behind these have none.
+        slot_mask (`torch.Tensor` of shape `(batch, num_queries)`, *optional*): Queries that are slots.
+        num_queries (`int`), cache: Queries stand behind what is cached.
+        dtype (`torch.dtype`): Of the hidden states.
+
+    Returns:
+        `torch.Tensor` of shape `(batch, 1, num_queries, num_keys)`, additive.
+    """
+    num_cached = 0 if cache is None else int(cache.get_seq_length())
+    num_keys = num_queries if cache is None else cache.get_mask_sizes(num_queries, 0)[0]
+    if attention_mask is None or attention_mask.dim() == 2:
+        keys = torch.arange(num_keys, device=slot_bias.device)
+        is_read = (keys <= torch.arange(num_cached, num_cached + num_queries, device=keys.device)[:, None])[None]
+        if attention_mask is not None:
+            seen = attention_mask[:, :num_keys].bool()
+            is_read = is_read & pad(seen, (0, num_keys - seen.shape[1]))[:, None]
+        attention_mask = is_read[:, None]
+    if attention_mask.dtype == torch.bool:
+        hidden = torch.zeros(attention_mask.shape, dtype=dtype, device=attention_mask.device)
+        attention_mask = hidden.masked_fill(~attention_mask, torch.finfo(dtype).min)
+    bias = slot_bias[:, : attention_mask.shape[-1]].to(attention_mask.dtype)
+    bias = pad(bias, (0, attention_mask.shape[-1] - bias.shape[1]))[:, None, None]  # (batch, 1, 1, num_keys)
+    if slot_mask is not None:
+        bias = bias * ~slot_mask[:, None, :, None]
+    return attention_mask + bias

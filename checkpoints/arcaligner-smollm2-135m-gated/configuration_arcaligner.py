@@ -157,6 +157,9 @@ class ArcAlignerConfig(PreTrainedConfig):
             Whether the head's `match` was fitted: how well the words of the question are found in the passages counts.
         answerability_threshold (`float`, *optional*):
             Below it an answer is better refused, as `train/confidence.py` found; what `min_confidence` may be set to.
+        similarity_weight (`float`, defaults to 10):
+            What the cosine of question and passage is worth beside the answerability of the passage, in log-odds, where
+            passages are selected. Fitted on held-out questions of the shipped aligner.
         answer_calibration (`list[float]`, *optional*):
             How likely an answer is right: what its mean log-likelihood and the log-odds of the answerability are worth,
             and an offset, in log-odds, as `train/confidence.py` found. Default: it is not told.
@@ -196,6 +199,7 @@ class ArcAlignerConfig(PreTrainedConfig):
     answerability_layers: list[int] | None = None
     answerability_uses_match: bool = False
     answerability_threshold: float | int | None = None
+    similarity_weight: float | int = 10.0
     answer_calibration: list[float] | None = None
     training_stage: Literal["reconstruction", "grounding", "gating"] | None = None
     initializer_range: float = 0.02
@@ -221,7 +225,9 @@ class ArcAlignerConfig(PreTrainedConfig):
         if self.lora_r < 0:
             raise ValueError(f"`lora_r` is {self.lora_r}; expected a rank, or 0 for an aligner without LoRA.")
         if self.word_parts < 0:
-            raise ValueError(f"`word_parts` is {self.word_parts}; expected a number of parts, or 0 to read no words.")
+            raise ValueError(
+                f"`word_parts` is {self.word_parts}; expected a number of parts, or 0 to leave token embeddings out."
+            )
         num_layers = self.text_config.num_hidden_layers
         if isinstance(self.gate_layers, str):
             if self.gate_layers != "all":
@@ -290,7 +296,7 @@ class ArcAlignerConfig(PreTrainedConfig):
         if config_dict.get("training_stage") and wanted in PASSAGE_ATTENTIONS and wanted != trained:
             logger.warning_once(
                 f"{pretrained_model_name_or_path} was trained with `passage_attention` {trained!r} and is loaded with "
-                f"{wanted!r}: answers from several passages get worse until it is trained so."
+                f"{wanted!r}: expect worse answers from several passages until it is trained that way."
             )
         if model_type is not None and model_type != cls.model_type:
             config_dict = {
@@ -321,7 +327,7 @@ def check_length(length: int, what: str, config: PreTrainedConfig, position_ids=
     if longest is not None and length > longest:
         raise ValueError(
             f"{what} has {length} positions but the backbone {config.model_type} reads {longest}. Pass fewer or "
-            "shorter passages, make a slot stand for more text (`tokens_per_slot`), or shorten the question."
+            "shorter passages, put more text into a slot (`tokens_per_slot`), or shorten the question."
         )
 
 

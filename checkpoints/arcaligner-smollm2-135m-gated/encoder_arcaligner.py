@@ -215,7 +215,7 @@ class SentenceEncoder:
             if layer.merged:
                 layer.unmerge()
             if (found := layer.r["default"]) != lora_r:
-                raise ValueError(f"The encoder has LoRA of rank {found}; got {lora_r}. Go on with the rank it has.")
+                raise ValueError(f"The encoder has LoRA of rank {found}; got {lora_r}. Continue with that rank.")
             layer.cast_input_dtype_enabled = False  # autocast does it, and does not cast all of the input
         self.model.requires_grad_(False)
         weights = self.lora_weights()
@@ -572,7 +572,7 @@ def passages_of_questions(
         words = _rows_of(_ids_of, context_word_ids, "`context_word_ids`", is_single, num_rows)
     elif has_words:
         raise ValueError(
-            "Got `context_embeds` without `context_word_ids`, which this aligner reads beside them: the tokens of "
+            "Got `context_embeds` without `context_word_ids`, which this aligner needs with them: the tokens of "
             "each slot, (num_slots, max_words), -1 after them."
         )
     if context_passage_ids is not None:
@@ -592,7 +592,7 @@ def passages_apart(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
     words = [None] * len(sizes) if words is None else [own[:, (own >= 0).any(dim=0)] for own in words.split(sizes)]
     if len(set(numbers)) < len(numbers):
         raise ValueError(
-            f"`context_passage_ids` has runs of {numbers}; expected the slots of a passage to stand together."
+            f"`context_passage_ids` has runs of {numbers}; expected the slots of a passage to be adjacent."
         )
     apart = map(GivenSlots, embeds.split(sizes), words)
     return dict(zip(numbers, apart, strict=True))
@@ -713,7 +713,8 @@ class SlotEncoder:
         check_tokens_per_slot(rate)
         if (known := self.trained_tokens_per_slot) and rate not in known:
             logger.warning_once(
-                f"`tokens_per_slot` is {rate!r}, but this aligner has learned {', '.join(map(str, known))}. Expect "
+                f"`tokens_per_slot` is {rate!r}, but this aligner was trained with {', '.join(map(str, known))}. "
+                "Expect "
                 "worse answers."
             )
         return rate
@@ -865,7 +866,7 @@ def _check_room(
         fitting = sum(size <= room for size in (sizes.values() if apart else accumulate(sizes.values())))
         fits = f": {fitting} of {len(sizes)} passages fit" if apart else f": the first {fitting} of {len(sizes)} fit"
         raise ValueError(
-            f"{name} {sum(sizes.values())} slots{longest}, but there is room for {max(0, room)} "
-            f"{'each ' * apart}beside the question{fits * (len(sizes) > 1)}. Pass a shorter question, fewer or shorter "
-            "passages, or make a slot stand for more text (`tokens_per_slot`)."
+            f"{name} {sum(sizes.values())} slots{longest}, but there is only room for {max(0, room)} "
+            f"{'each ' * apart}with the question{fits * (len(sizes) > 1)}. Pass a shorter question, fewer or shorter "
+            "passages, or put more text into a slot (`tokens_per_slot`)."
         )

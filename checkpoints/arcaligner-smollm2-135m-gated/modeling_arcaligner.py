@@ -48,12 +48,15 @@ from .attention_arcaligner import (
     cache_of,
     check_can_separate,
     check_passage_ids,
+    check_passage_prior,
     find_slot_rows,
     passage_positions,
     place_passage_ids,
+    prior_of_positions,
     separate_passages,
     take_rows,
     to_numpy_in_one_sync,
+    with_slot_bias,
 )
 from .configuration_arcaligner import (
     REFINEMENT_SETTINGS,
@@ -892,6 +895,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         gate_threshold: float | None = None,
         max_refinement_steps: int | None = None,
         refinement_budget: float | None = None,
+        slot_bias: torch.FloatTensor | None = None,
         is_generated: bool = False,
         cache: Cache | None = None,
         **kwargs,
@@ -911,6 +915,9 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             refinement_budget (`float`, *optional*):
                 Maximum number of operations of a row's refinement, as a share of those of the prefill up to its last
                 slot; see [`RefinementBudget`]. 0 is no refinement, infinity is no limit.
+            slot_bias (`torch.FloatTensor` of shape `(batch, prompt_len)`, *optional*):
+                Beyond the paper: added to the attention logits with which text reads each position of the prompt, such
+                as what `generate` makes of `passage_prior`. Slots read each other as without it.
             is_generated (`bool`, defaults to `False`): Set by `generate` for new tokens, which are never slots.
 
         Raises:
@@ -940,6 +947,9 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             settings = resolve_settings(self.config, self.layer_costs, rows, self.training, *wanted)
             check_slots_after_cache(self.config, rows, cache, context_passage_ids, *wanted)
             kwargs["slots"] = slots = Slots(rows, settings, RecordedDepths(), SharedStepInputs())
+        if slot_bias is not None:
+            num_queries = (inputs_embeds if input_ids is None else input_ids).shape[1]
+            attention_mask = with_slot_bias(attention_mask, slot_bias, slot_mask, num_queries, cache, self.dtype)
         outputs = self.backbone(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -1194,6 +1204,20 @@ class SlotGenerationMixin(GenerationMixin):
         is_slot = input_ids == self.config.context_token_id
         return passage_positions(place_passage_ids(is_slot, context_passage_ids), is_real)
 
+    def slot_bias(
+        self,
+        input_ids: torch.LongTensor,
+        context_passage_ids: torch.LongTensor | None,
+        passage_prior: torch.FloatTensor | None,
+    ) -> torch.FloatTensor | None:
+        """The `slot_bias` (batch, seq_len) of `forward` for a prompt whose passages have the `passage_prior` (batch,
+        num_passages) of `generate`; `None` without one."""
+        if passage_prior is None:
+            return None
+        check_passage_prior(passage_prior, context_passage_ids, self.config.text_config)
+        placed = place_passage_ids(input_ids == self.config.context_token_id, context_passage_ids)
+        return prior_of_positions(placed, passage_prior.to(placed.device))
+
     def passage_cache(self, processor, **options):
         """A cache of per-passage keys and values, shared across questions: a [`PassageCache`], with its options."""
         return processor.passage_cache(self, **options)  # the processor's code: only it reads passages
@@ -1217,6 +1241,7 @@ class SlotGenerationMixin(GenerationMixin):
         max_refinement_steps=None,
         refinement_budget=None,
         cache=None,
+        slot_bias=None,
         prefill=None,  # no input of the model
         **kwargs,
     ):
@@ -1233,6 +1258,8 @@ class SlotGenerationMixin(GenerationMixin):
         )
         # Slots are read once, with the prompt. A generated token is not searched for slots: the host would wait.
         new_ids = model_inputs.get("input_ids")
+        if slot_bias is not None:
+            model_inputs["slot_bias"] = slot_bias
         is_one = new_ids is not None and new_ids.shape[1] == 1
         if is_one and cache is not None and not is_first_iteration:
             model_inputs["is_generated"] = True
@@ -1262,9 +1289,12 @@ class SlotGenerationMixin(GenerationMixin):
         the configuration's, and `refinement_budget`, the maximum number of operations as a share of the prefill up to
         the last slot. Slots that are already in the cache are not changed; a warning says so.
 
+        Several independent passages can be weighed: `passage_prior` (batch, num_passages) is added to the attention
+        logits with which the text after the slots reads those of each passage.
+
         Raises:
             `ValueError`: `prefill_chunk_size`, since slots are refined together with all text before them; an invalid
-                setting of the gates or budget.
+                setting of the gates or budget; a `passage_prior` that does not fit the passages or the attention.
         """
         input_ids, mask = kwargs.get("input_ids", inputs), kwargs.get("attention_mask")
         cache = one_cache(kwargs.pop("past_key_values", None), kwargs.pop("cache", None))
@@ -1283,7 +1313,7 @@ class SlotGenerationMixin(GenerationMixin):
         if settings and self._has_read_slots(input_ids, cache):
             logger.warning_once(
                 f"{', '.join(f'`{name}`' for name in settings)} of `generate` changes no slot that is in "
-                "`past_key_values` already. For other gates, give them to `store.prepare`."
+                "`past_key_values` already. For other gates, pass them to `prepare` of the cache."
             )
         generation_config = kwargs.get("generation_config") or self.generation_config
         if kwargs.get("prefill_chunk_size", generation_config.prefill_chunk_size) is not None:
@@ -1291,6 +1321,8 @@ class SlotGenerationMixin(GenerationMixin):
                 "`prefill_chunk_size` is set, but slots are refined together with all text before them and cannot be "
                 "read in chunks. Leave it unset: a compressed prompt is short."
             )
+        if (passage_prior := kwargs.pop("passage_prior", None)) is not None:
+            kwargs["slot_bias"] = self.slot_bias(input_ids, kwargs.get("context_passage_ids"), passage_prior)
         return super().generate(inputs, *args, **kwargs)
 
     def _has_read_slots(self, input_ids: torch.LongTensor | None, cache: Cache | None) -> bool:

@@ -27,29 +27,28 @@ from .segmentation_arcaligner import (
 )
 from .tokenization_arcaligner import control_token_ids, with_plain_texts
 
-# What the cosine of question and passage is worth beside the answerability, in log-odds: fitted on held-out questions.
-SIMILARITY_WEIGHT = 10.0
-
 
 class ScoredPassage(NamedTuple):
     """How likely a passage by itself holds the answer to a question, the cosine of both (0 where neither texts nor a
-    search tell), and whether the passage was cached, so that it was not computed again."""
+    search tell), whether the passage was cached, so that it was not computed again, and the configuration's
+    `similarity_weight`."""
 
     answerability: float
     similarity: float
     is_cached: bool
+    similarity_weight: float
 
     @property
     def log_odds(self) -> float:
         """What decides between passages: the answerability, and the cosine beside it."""
         sure = min(max(self.answerability, 1e-9), 1 - 1e-9)
-        return math.log(sure / (1 - sure)) + SIMILARITY_WEIGHT * self.similarity
+        return math.log(sure / (1 - sure)) + self.similarity_weight * self.similarity
 
 
 def select_top(scores: Mapping[int, ScoredPassage], most: int) -> list[int]:
     """The numbers of the top-ranked passages, at most `most` of them, in the order of the passages.
 
-    >>> select_top({0: ScoredPassage(0.6, 0.8, False), 1: ScoredPassage(0.7, 0.4, False)}, most=1)
+    >>> select_top({0: ScoredPassage(0.6, 0.8, False, 10), 1: ScoredPassage(0.7, 0.4, False, 10)}, most=1)
     [0]
     """
     return sorted(sorted(scores, key=lambda number: scores[number].log_odds, reverse=True)[:most])
@@ -114,13 +113,15 @@ class Answerer:
                 raise ValueError(f"`min_confidence` is {min_confidence!r}; expected a number from 0 to 1.")
             self._check_answerability("`min_confidence`")
             if not isinstance(own := self.processor.no_answer, str):
-                raise ValueError(f"The processor's `no_answer` is {own!r}; expected what is answered instead.")
+                raise ValueError(
+                    f"The processor's `no_answer` is {own!r}; expected the text to say instead of an answer."
+                )
 
     def _check_answerability(self, what: str) -> None:
         if self.model.answerability_head is None:
             raise ValueError(
                 f"{what} needs an aligner whose answerability was fitted, and this one's `answerability_layers` is "
-                "None. Fit it with `python -m arcaligner.train.confidence`, or leave it out."
+                "None. Fit it with `python -m arcaligner.train.confidence`, or leave the argument out."
             )
 
     def _check_can_score(self, what: str) -> None:
@@ -183,12 +184,12 @@ class Answerer:
             documents = [documents_of(each, "`documents`") for each in documents]
             encoder = self.processor.encoder
             similarities = [similarities_of(encoder, *each) for each in zip(questions, documents, strict=True)]
-        scores = [{} for _ in questions]
+        scores, weight = [{} for _ in questions], self.model.config.similarity_weight
         for rows, inputs in self.cache.iter_single_passages(questions, documents, **kwargs):
             logits = self.cache.read_question(inputs, only_answerability=True).answerability_logits
             for (question, passage, is_cached), sure in zip(rows, torch.sigmoid(logits).tolist(), strict=True):
                 similarity = similarities[question][passage] if similarities else 0.0
-                scores[question][passage] = ScoredPassage(sure, similarity, is_cached)
+                scores[question][passage] = ScoredPassage(sure, similarity, is_cached, weight)
         return [dict(sorted(each.items())) for each in scores]
 
     # Answers
@@ -353,7 +354,16 @@ def reads_more(options: dict[str, Any], config) -> bool:
     return any(options.get(name) or getattr(config, name, None) for name in READ_MORE)
 
 
-_VECTORS, _WORDS = WeakKeyDictionary(), WeakKeyDictionary()  # what encoders that search make of texts
+# What encoders that search make of texts, and what is copied of them, each for as long as the encoder or the tokenizer
+# lives and for so many texts: `of_texts`.
+_VECTORS, _WORDS, _COPIED = WeakKeyDictionary(), WeakKeyDictionary(), WeakKeyDictionary()
+
+
+def clear_text_caches() -> None:
+    """Drops what is cached of texts: their embeddings and tokens, of all encoders and tokenizers. They are computed
+    again when they are needed."""
+    for each in (_VECTORS, _WORDS, _COPIED):
+        each.clear()
 
 
 def search_text(title: str | None, text: str) -> str:
@@ -470,8 +480,6 @@ class LikelihoodRecorder(LogitsProcessor):
         """The mean log-likelihood of each answer's tokens, (batch,)."""
         return self.sums / self.counts
 
-
-_COPIED = WeakKeyDictionary()  # of each tokenizer, what is copied of texts
 
 _WORD_START = re.compile(r"(?<![^\W_])[^\W_]|(?<!\S)\S")
 

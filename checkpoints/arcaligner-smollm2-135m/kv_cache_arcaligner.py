@@ -49,6 +49,7 @@ from .attention_arcaligner import (
     cache_of,
     can_separate,
     check_can_separate,
+    check_passage_prior,
     passage_positions,
     separate_passages,
 )
@@ -78,7 +79,9 @@ PASSAGES_AT_ONCE, ROWS_AT_ONCE = 32, 16
 
 
 def _warn_of(old: str, new: str) -> None:
-    warnings.warn(f"`{old}` is called `{new}` now; the old name goes in the next release.", FutureWarning, stacklevel=3)
+    warnings.warn(
+        f"`{old}` is now called `{new}`; the old name will be removed in the next release.", FutureWarning, stacklevel=3
+    )
 
 
 @dataclass
@@ -175,7 +178,7 @@ class PassageCache:
         if dtype not in (None, "int8"):
             raise ValueError(f'`dtype` is {dtype!r}; expected "int8", or `None` for the dtype of the backbone.')
         if max_bytes < 0:
-            raise ValueError(f"`max_bytes` is {max_bytes}; expected 0 (keep nothing in memory) or more.")
+            raise ValueError(f"`max_bytes` is {max_bytes}; expected 0 (cache nothing in memory) or more.")
         if model.config.passage_attention != processor.passage_attention:
             raise ValueError(
                 f"`passage_attention` is {model.config.passage_attention!r} of the model and "
@@ -213,6 +216,7 @@ class PassageCache:
         context_embeds=None,
         context_word_ids=None,
         context_passage_ids=None,
+        passage_prior: Sequence[Sequence[float]] | None = None,
         **kwargs,
     ) -> Prepared:
         """The inputs of `generate` for questions about passages. What is not kept yet is read, equal passages once.
@@ -223,6 +227,8 @@ class PassageCache:
             context_embeds (tensor or a list, *optional*): Instead, embeddings (num_slots, encoder_hidden_size).
             context_word_ids (tensor or a list, *optional*): Their words (num_slots, max_words), where they are read.
             context_passage_ids (tensor or a list, *optional*): Their passages (num_slots,).
+            passage_prior (`list[list[float]]`, *optional*): Of each question, what is added to the attention logits of
+                each of its passages, those without text included; `passage_prior` of `generate`.
             kwargs: How slots are chosen and refined, as for the processor and `generate`: `max_slots`,
                 `tokens_per_slot`, `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget`; each
                 combination but `max_slots` is kept by itself where passages are read apart. The rest is for the chat
@@ -230,7 +236,8 @@ class PassageCache:
 
         Returns:
             [`Prepared`], a `dict` with `input_ids`, `attention_mask` (batch, seq_len) and `past_key_values`, and
-            `context_passage_ids` (batch, max_slots) where passages are read apart. For beams or several answers to a
+            `context_passage_ids` (batch, max_slots) where passages are read apart, and `passage_prior` (batch,
+            num_passages) where it is given. For beams or several answers to a
             question, call `past_key_values.batch_repeat_interleave(n)` first.
 
         Raises:
@@ -246,6 +253,11 @@ class PassageCache:
         inputs = self._batch(
             asked, [first_slots([entries[unit.key] for unit in question.units], most) for question in asked]
         )
+        if passage_prior is not None:
+            inputs["passage_prior"] = _prior_of_units(asked, passage_prior).to(self.model.device, self.model.dtype)
+            check_passage_prior(
+                inputs["passage_prior"], inputs.get("context_passage_ids"), self.model.config.text_config
+            )
         inputs.num_passages = [len(question.units) - 1 for question in asked]
         inputs.num_cached = [sum(unit.key not in missing for unit in question.units[1:]) for question in asked]
         return inputs
@@ -300,7 +312,7 @@ class PassageCache:
             `OSError`: a file that could not be written.
         """
         if self.folder is None:
-            raise ValueError("This cache has no `folder`, so there are no files for other engines. Name one.")
+            raise ValueError("This cache has no `folder`, so it writes no files for other engines. Pass `folder=`.")
         asked, settings = self._ask(questions, documents, **kwargs)
         self.weights(asked[0].units[1].passages)
         most = settings.pop("max_slots", None) if self._is_separate else None
@@ -343,6 +355,7 @@ class PassageCache:
         positions = self.model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
         new = slice(cache.get_seq_length(), None)
         read = {"attention_mask": mask, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        read["slot_bias"] = self.model.slot_bias(ids, inputs.get("context_passage_ids"), inputs.get("passage_prior"))
         read["only_answerability"] = only_answerability
         return self.model(input_ids=ids[:, new], position_ids=positions[:, new], **read)
 
@@ -351,7 +364,7 @@ class PassageCache:
     ) -> tuple[list[_Question], dict[str, Any]]:
         """The questions of a batch with what is read for each, and settings of slots and gates."""
         if not isinstance(questions, str | list | tuple) or not questions:
-            raise ValueError(f"There is no question in {questions!r}. Pass one, or a list of some.")
+            raise ValueError(f"`questions` is {questions!r}; expected a question, or a list of at least one.")
         is_single = isinstance(questions, str) or isinstance(questions[0], dict)
         questions = [questions] if is_single else list(questions)
         given = (documents, context_embeds, context_word_ids, context_passage_ids)
@@ -540,7 +553,7 @@ class PassageCache:
         try:
             entry = load_keys_values(path, unit.fingerprint, self.model.config.text_config, self.model.device)
         except ValueError as error:
-            logger.warning(f"{error} The passage is read again.")
+            logger.warning(f"{error} The passage is computed again.")
             return None
         self.loads += unit.is_passage
         self._keep(unit.key, entry)
@@ -554,7 +567,7 @@ class PassageCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_keys_values(self._path(unit.key), entry, unit.fingerprint, self._describe_base_model())
         except (OSError, SafetensorError) as error:
-            logger.warning_once(f"Passages cannot be kept in {self.folder} ({error}). They will be read again.")
+            logger.warning_once(f"Passages cannot be cached in {self.folder} ({error}). They will be computed again.")
 
     def _describe_base_model(self) -> dict[str, Any]:
         """What other engines know the base model by, computed once for its weights."""
@@ -586,6 +599,24 @@ class SlotPrefixStore(PassageCache):
     def __init__(self, *args, **kwargs):
         _warn_of("SlotPrefixStore", "PassageCache")
         super().__init__(*args, **kwargs)
+
+
+def _prior_of_units(asked: list[_Question], passage_prior: Sequence[Sequence[float]]) -> torch.Tensor:
+    """What each question's passages that have slots were given, (batch, num_passages), padded with 0."""
+    if len(passage_prior) != len(asked):
+        raise ValueError(
+            f"`passage_prior` is for {len(passage_prior)} questions; expected {len(asked)}, a list for each."
+        )
+    rows = []
+    for question, prior in zip(asked, passage_prior, strict=True):
+        last = max((unit.number for unit in question.units), default=0)
+        if len(prior) <= last:
+            raise ValueError(
+                f"`passage_prior` has {len(prior)} numbers for a question with passage {last}. Pass one each."
+            )
+        numbers = [float(prior[unit.number]) for unit in question.units[1:]]
+        rows.append(torch.tensor(numbers, dtype=torch.float64))
+    return pad_sequence(rows, batch_first=True)
 
 
 def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -631,7 +662,10 @@ def prefill_beginning(model, inputs: dict[str, Any]) -> dict[str, Any]:
     if (ids.shape[1] - start) * len(ids) <= PIECE_POSITIONS:
         return inputs
     cache = DynamicCache(config=model.config.text_config) if cache is None else cache
-    positions = model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
+    numbers = inputs.get("context_passage_ids")
+    positions, bias = model.prompt_positions(ids, mask, numbers), None
+    if inputs.get("passage_prior") is not None:
+        bias = model.slot_bias(ids, numbers, inputs["passage_prior"])
     for part in in_pieces(ids.shape[1] - start, len(ids)):
         first, end = start + part.start, start + part.stop
         if end == ids.shape[1]:
@@ -642,6 +676,7 @@ def prefill_beginning(model, inputs: dict[str, Any]) -> dict[str, Any]:
             position_ids=positions[:, first:end],
             past_key_values=cache,
             use_cache=True,
+            **({} if bias is None else {"slot_bias": bias}),
         )
     return {**inputs, "past_key_values": cache}
 
@@ -950,7 +985,7 @@ def load_keys_values(
     for name in [*fingerprint, *found]:
         if found.get(name) != fingerprint.get(name):
             raise ValueError(
-                f"The kept passage {path} was made with `{name}` {found.get(name)!r}; expected "
+                f"The cached passage {path} was made with `{name}` {found.get(name)!r}; expected "
                 f"{fingerprint.get(name)!r}. {advice}"
             )
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -960,7 +995,7 @@ def load_keys_values(
             f"{path} holds tensors of shapes {shapes}; the backbone {config.model_type} needs `{_NAME}` of shape "
             f"{entry_shape(config, 1)}, for a slot. Load it with the backbone it was made for."
         )
-    check_length(shape[3], f"The kept passage {path}", config)
+    check_length(shape[3], f"The cached passage {path}", config)
     return tensors[_NAME].to(device)
 
 
@@ -987,6 +1022,7 @@ _IRRELEVANT_SETTINGS = (
     "includes_base_model",
     "initializer_range",
     "lora_dropout",
+    "similarity_weight",
     "tie_word_embeddings",
     "training_stage",
 )
@@ -1147,6 +1183,6 @@ class WatchedWeights:
 def _check_watchable(name: str, weight: torch.Tensor) -> None:
     if type(weight) not in (torch.Tensor, nn.Parameter) or weight.is_meta or weight.layout != torch.strided:
         raise UnwatchableError(
-            f"The weight `{name}` is of type {type(weight).__name__} on {weight.device}; nobody can tell when such a "
-            "weight changes, so what is read of passages is not kept. Load the model whole and without quantization."
+            f"The weight `{name}` is of type {type(weight).__name__} on {weight.device}; changes to it cannot be "
+            "detected, so passages are not cached. Load the model whole and without quantization."
         )

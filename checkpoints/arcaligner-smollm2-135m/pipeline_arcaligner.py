@@ -153,7 +153,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         preprocess |= {name: kwargs[name] for name in REFINEMENT_SETTINGS if name in kwargs}  # to ask about passages
         if min_confidence is not None:
             if given := [name for name in ("streamer", "return_tensors") if kwargs.get(name)]:
-                raise ValueError(f"`min_confidence` is set, but not possible with `{given[0]}`. Leave one out.")
+                raise ValueError(f"`min_confidence` cannot be combined with `{given[0]}`. Leave one of them out.")
             forward["min_confidence"] = postprocess["min_confidence"] = min_confidence
         return preprocess, forward, postprocess
 
@@ -237,7 +237,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         config = generate_kwargs.get("generation_config") or self.model.generation_config
         may_score = not reads_more(generate_kwargs, config)
         if min_confidence is not None and not may_score:
-            raise ValueError(f"`min_confidence` is set, but not possible with any of {', '.join(READ_MORE)}.")
+            raise ValueError(f"`min_confidence` cannot be combined with any of {', '.join(READ_MORE)}.")
         scores = bool(slots) and may_score and (min_confidence is not None or return_slots)
         call = self.answerer.answer(
             [each.question for each in rows],
@@ -330,7 +330,7 @@ def _read_input(given: Any, documents: list | None) -> tuple[str | Chat, list | 
         if documents is None and ("question" in given or (others and "messages" in given)):
             raise ValueError(  # passages under another name would be ignored
                 f"A row has no `documents`{others and f' but {others}'}. Passages go in `documents`, a list of strings "
-                'or {"title", "text"}; an empty list asks without any.'
+                'or {"title", "text"}; pass an empty list to ask without passages.'
             )
     if isinstance(given, dict) and "messages" in given:
         if not isinstance(given["messages"], list | tuple):

@@ -335,7 +335,7 @@ def resolve_settings(
         if (kernel := config.text_config._attn_implementation) not in ROW_KERNELS:
             raise ValueError(
                 f"`refinement_budget` is {refinement_budget}, but attention `{kernel}` can only refine the whole "
-                f"prefix at once. Load the model with `attn_implementation` {' or '.join(ROW_KERNELS)}."
+                f"prefix together. Load the model with `attn_implementation` {' or '.join(ROW_KERNELS)}."
             )
         budget = RefinementBudget(refinement_budget, costs, rows, asks_gates=gate_mode != "always")
     steps = config.max_refinement_steps if max_refinement_steps is None else max_refinement_steps

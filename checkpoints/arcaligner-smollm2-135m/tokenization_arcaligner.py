@@ -30,7 +30,7 @@ def check_question(question) -> None:
         raise ValueError(f"A question is of type {type(question).__name__}; expected a string.")
     check_text(question, "The question")
     if not question.strip():
-        raise ValueError("The question is empty; expected a text. Passages alone ask nothing.")
+        raise ValueError("The question is empty; expected a text.")
 
 
 def check_conversation(given: Any) -> None:

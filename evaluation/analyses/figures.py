@@ -142,11 +142,11 @@ def speed_curves(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list
 
     for rate in dict.fromkeys(size["tokens_per_slot"] for size in report["sizes"]):
         size, method = find_size(report, PASSAGES, rate), MAIN if rate == own else f"{MAIN}_x{rate}"
-        add("slots, encoded before", "off", size, method, rate)
-        add("slots, kept", "slots_cached", size, method, rate)
+        add("slots, encoded beforehand", "off", size, method, rate)
+        add("slots, cached", "slots_cached", size, method, rate)
     size = find_size(report, PASSAGES, own)
     add("text, fine-tuned", "standard_rag", size, "full_text_lora", "text")
-    add("text, fine-tuned, kept", "standard_rag_cached", size, "full_text_lora", "text")
+    add("text, fine-tuned, cached", "standard_rag_cached", size, "full_text_lora", "text")
     return curves
 
 

@@ -39,7 +39,10 @@ def read_answers(run: Path, task: str, method: str) -> list[dict[str, Any]]:
     checkpoint = file.settings()["checkpoint"]
     least = ArcAlignerConfig.from_pretrained(checkpoint).answerability_threshold
     if least is None:
-        raise ValueError(f"{checkpoint} has no answerability head any more. Fit it, and ask again.")
+        raise ValueError(
+            f"{checkpoint} has no answerability head. Fit it with `python -m arcaligner.train.confidence`, and "
+            "evaluate again."
+        )
     no_answer = ArcAlignerProcessor.from_pretrained(checkpoint).no_answer
     return [row | {"is_refused": row["confidence"] < least or row["prediction"] == no_answer} for row in answers]
 

@@ -1,4 +1,4 @@
-"""Tables of the reports of `benchmarks/latency.py` and `kept.py`: how soon an answer begins."""
+"""Tables of time to first token, from the reports of `benchmarks/latency.py` and `kept.py`."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from ..methods import rate_title
 
 ARM_TITLES = {
     "standard_rag": "text",
-    "standard_rag_cached": "text, kept",
+    "standard_rag_cached": "text, cached",
     "off": "slots",
-    "slots_cached": "**slots, kept**",
+    "slots_cached": "**slots, cached**",
 }
 LATENCY_REPORT, KEPT_REPORT = "latency.json", "kept.json"  # of the benchmarks
 SHORT_PASSAGES = 5, 20  # of the README's table
@@ -31,12 +31,12 @@ def first_token_table(report: dict[str, Any]) -> list[str]:
             cells.append(f"{1000 * first:.0f}" + (f" ({times})" if times else ""))
         rows.append([size["k"], f"{size['text_tokens']:.0f}", size["tokens_per_slot"], f"{size['slots']:.0f}", *cells])
     lines = markdown_table(["Passages", "Tokens", "Rate", "Slots", *ARM_TITLES.values()], rows)
-    notes = f"Milliseconds (times faster than text; the same with encoding, in {report['encoder_dtype']})"
+    notes = f"Milliseconds (times faster than text; the same including encoding, in {report['encoder_dtype']})"
     return [*lines, "", f"{notes}; {report['model']}, one question; {machine_line(report['machine'])}."]
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """What `describe_machine` found."""
+    """One line from `describe_machine`."""
     line = f"{machine['device']}, {machine['cpu']}, {machine['threads']} threads, load {machine['load']:.1f}; "
     return line + f"torch {machine['torch']}, transformers {machine['transformers']}"
 
@@ -47,7 +47,7 @@ def find_size(report: dict[str, Any], k: int, rate: int | str) -> dict[str, Any]
         if (size["k"], size["tokens_per_slot"]) == (k, rate):
             return size
     raise ValueError(
-        f"The report on latency has no {k} passages at the rate {rate}. Measure again: "
+        f"The latency report has no {k} passages at {rate} tokens per slot. Measure again: "
         f"`python -m arcaligner.benchmarks.latency --sizes {k} --tokens-per-slot {rate}`, with its other sizes."
     )
 
@@ -57,28 +57,28 @@ def first_token_ms(size: dict[str, Any], arm: str) -> float:
     return 1000 * size["arms"][arm]["first_token"]["median"]
 
 
-# Passages that are known
+# Cached passages
 
-LIKELIEST = "_likeliest"  # ends the name of an arm that asks about each passage first
+LIKELIEST = "_likeliest"  # ends the name of an arm that scores each passage first
 _KEPT_TITLES = {
-    "text": "text, nothing kept",
-    "text_same_set": "text, the same passages asked about before",
-    "text_apart": "text apart, kept",
+    "text": "text, nothing cached",
+    "text_same_set": "text, the same passages in the same order cached",
+    "text_apart": "text of independent passages, cached",
 }
-_HOW = {"_folder": ", from disk", LIKELIEST: ", each asked, the likeliest read", "": ""}
+_HOW = {"_folder": ", from disk", LIKELIEST: ", each passage scored, the top-ranked read", "": ""}
 
 
 def _kept_arm(name: str) -> tuple[str, str]:
-    """What an arm of `kept.py` keeps, and its title."""
+    """What an arm of `kept.py` caches, and its title."""
     end = next(end for end in _HOW if name.endswith(end))
     kept = name.removesuffix(end)
-    title = _KEPT_TITLES.get(kept) or "**slots**, kept: " + rate_title(kept.removeprefix("slots_x"))
+    title = _KEPT_TITLES.get(kept) or "**slots**, cached: " + rate_title(kept.removeprefix("slots_x"))
     return kept, title + _HOW[end]
 
 
 def kept_lines(report: dict[str, Any]) -> list[str]:
-    """Markdown lines: milliseconds to the first token and times sooner than from text, a row for each arm, a column
-    for each number of passages, and what is kept of a passage."""
+    """Markdown lines: milliseconds to the first token and how many times faster than text, a row for each arm, a
+    column for each number of passages, and the cached bytes of a passage."""
     sizes = report["sizes"]
     rows = []
     for name in sizes[0]["arms"]:
@@ -89,7 +89,7 @@ def kept_lines(report: dict[str, Any]) -> list[str]:
             times = "" if name == "text" else f" (x{arm['speed_up']['median']:.1f})"
             cells.append(f"{1000 * arm['first_token']['median']:.0f}{times}")
         rows.append([title, *cells])
-    columns = ["First token, ms (times sooner than text)", "kept of a passage"]
+    columns = ["First token, ms (times faster than text)", "cached per passage"]
     counts = [counted(size["k"], "passage") for size in sizes]
     note = f"A passage has {report['tokens_per_passage']:.0f} tokens; medians of {sizes[-1]['rounds']} rounds or more"
     note += f"; {report['model']}, {report['dtype']}, one question; {machine_line(report['machine'])}."

@@ -101,4 +101,4 @@ def test_the_command_writes_a_report_and_prints_its_table(tmp_path, checkpoint_d
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["kept.json"]
     found = json.loads((tmp_path / "out" / "kept.json").read_text("utf-8"))
     assert [size["k"] for size in found["sizes"]] == [1, 2] and found["known_passages"] == 6
-    assert "| **slots**, kept: one slot per segment, from disk |" in capsys.readouterr().out
+    assert "| **slots**, cached: one slot per segment, from disk |" in capsys.readouterr().out

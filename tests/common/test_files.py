@@ -52,7 +52,7 @@ def test_file_of_broken_lines_is_refused(tmp_path, caplog):
         list(read_json_lines(path))
     assert caplog.text.count("is not a JSON object") == MOST_BROKEN_NAMED
     path.write_text("no\n" * (MOST_BROKEN_NAMED + 2) + LINES[0])
-    assert list(read_json_lines(path)) == ROWS[:1] and "2 broken lines more are left out" in caplog.text
+    assert list(read_json_lines(path)) == ROWS[:1] and "2 broken lines more were skipped" in caplog.text
     path.write_text("\n\n")
     assert list(read_json_lines(path)) == []
 

@@ -187,7 +187,7 @@ def test_a_line_that_a_kill_cut_off_is_answered_anew(file, kept):
     file.path.write_bytes(whole + json.dumps(LINES[2], ensure_ascii=False).encode()[:kept])
     assert file.read() == LINES[:2] and file.open(SETTINGS, ROWS) == ROWS[2:]
     with file.claim():
-        with pytest.raises(ValueError, match=r"Another process answers into .*naive\.jsonl"):
+        with pytest.raises(ValueError, match=r"Another process is already writing answers to .*naive\.jsonl"):
             with AnswerFile(file.run, file.task, file.method).claim():
                 pass
         file.append(LINES[2:3])
@@ -210,7 +210,7 @@ def test_a_run_goes_on_with_the_same_settings_and_rows_alone(file, changed, row,
         assert file.open(other, rows) == [] and file.settings() == SETTINGS  # nothing was left to answer
         assert file.open(other, ROWS) == ROWS[2:] and file.settings() == other
     else:
-        with pytest.raises(ValueError, match=f"2 answers made with other settings: {message}"):
+        with pytest.raises(ValueError, match=f"2 answers made with different settings: {message}"):
             file.open(other, rows)
         assert file.settings() == SETTINGS
     assert file.path.read_bytes() == before

@@ -51,7 +51,7 @@ def test_recipes_read_as_they_are_meant_and_an_unknown_one_names_those_there_are
         ({"tasks": ["squad"]}, {"top_k": 0}, "`top_k` is 0; expected a whole number of at least 1"),
         ({"tasks": ["squad"]}, {"passages": "retrieved"}, "squad: `passages` is retrieved, but no corpus is named"),
         ({"batch_size": 0}, {}, "`batch_size` is 0"),
-        ({"checkpoint": None}, {}, "No aligner is named"),
+        ({"checkpoint": None}, {}, "No aligner was given"),
         ({"output": None}, {}, "Name a folder"),
     ],
 )

@@ -172,7 +172,7 @@ def test_run_is_judged_once(tmp_path, endpoint, caplog):
     assert right_by("acc")(naive) == {"q0": True, "q1": False, "q2": False}
     asked = len(requests)
     assert judge_run(tmp_path, judge) == lines and len(requests) == asked + 1 + RETRIES  # what had no reply
-    with pytest.raises(ValueError, match="holds no answers.*evaluate"):
+    with pytest.raises(ValueError, match="contains no answers.*evaluate"):
         judge_run(tmp_path / "none", judge)
 
 
@@ -299,7 +299,7 @@ def test_refused_request_is_an_error(status, endpoint, monkeypatch):
 def test_unreachable_endpoint_is_an_error():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # not listening
-        with pytest.raises(ConnectionError, match="no endpoint at http://127.0.0.1"):
+        with pytest.raises(ConnectionError, match="No endpoint can be reached at http://127.0.0.1"):
             list(ChatEndpoint("judge", f"http://127.0.0.1:{free.getsockname()[1]}/v1")(PROMPTS * 100))
     with pytest.raises(ValueError, match="'localhost:8000'; expected an address"):
         list(ChatEndpoint("judge", "localhost:8000")(["Is it?"]))

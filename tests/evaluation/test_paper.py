@@ -72,7 +72,7 @@ def test_wrong_passages_hold_no_answer():
     texts = [row["passages"][0]["text"] for row in wrong_passages(rows, "SQuAD")]
     assert texts == ["b2", "c3", "b2", "c3"]
     assert wrong_passages(rows[:3], "SQuAD") == wrong_passages(rows, "SQuAD")[:3]
-    with pytest.raises(ValueError, match="SQuAD: no other of the 1 questions.*leave the floor out"):
+    with pytest.raises(ValueError, match="SQuAD: no other of the 1 questions.*leave out `--floor`"):
         wrong_passages(rows[:1], "SQuAD")
 
 

@@ -77,7 +77,7 @@ def test_numbers_are_those_of_the_answers_with_differences_over_questions_that_b
 
 
 def test_a_page_has_no_heading_without_anything_below_and_no_set_of_questions_without_an_answer(tmp_path):
-    with pytest.raises(ValueError, match="holds no answers"):
+    with pytest.raises(ValueError, match="contains no answers"):
         summarize(tmp_path)
     write_answers(tmp_path, "squad_unanswerable", "arcaligner", [{}])
     assert write_results(tmp_path)["sets"] == {}
@@ -86,8 +86,8 @@ def test_a_page_has_no_heading_without_anything_below_and_no_set_of_questions_wi
     page = results_page(results := summarize(tmp_path))
     assert {name: entry["passages"] for name, entry in results["sets"].items()} == {"AdversarialQA": "given"}
     assert results["machine"] == "here"
-    headings = [line for line in page.splitlines() if line.startswith("## ")]
-    assert headings == ["## Positions"] and "\n\n\n" not in page
+    folded = [line for line in page.splitlines() if line.startswith("<details>")]
+    assert folded == ["<details><summary>Positions of the prompt</summary>"] and "\n\n\n" not in page
 
 
 def test_results_are_written_for_machines_people_and_the_model_card(run, model):
@@ -99,11 +99,11 @@ def test_results_are_written_for_machines_people_and_the_model_card(run, model):
     _, low, high = percent_interval([1.0, 0.0, 0.0, 0.5])
     assert f"| Naive | +37.5 [{low:+.1f}, {high:+.1f}] |" in page
     assert "| StandardRAG | 60.0 |" in page and "| **ArcAligner** | 2.0, x30.0 |" in page
-    assert "## The paper's numbers" in page and "| **ArcAligner** | 26.6 / 34.9 / 33.4 |" in page
-    assert "Questions: HotpotQA 4." in page and "A gold stands in the passages read: HotpotQA 100 %." in page
+    assert "<summary>The paper's numbers</summary>" in page and "| **ArcAligner** | 26.6 / 34.9 / 33.4 |" in page
+    assert "Questions: HotpotQA 4." in page and "The passages contain a gold: HotpotQA 100 %." in page
     write_model_card(model.config, run)
     card = (run / "README.md").read_text("utf-8")
-    assert "| **slots** | - | 50.0 |" in card and "| with an expected answer in them |  | 100 % |" in card
+    assert "| **slots** | - | 50.0 |" in card and "| that contain an expected answer |  | 100 % |" in card
 
 
 # Refusals

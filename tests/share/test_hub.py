@@ -178,7 +178,7 @@ def test_a_private_push_makes_a_private_repository_and_refuses_a_public_one(fake
     assert push("--private")[0] == 0 and fake_hub.private
     fake_hub.private, fake_hub.files = False, {}
     code, _, err = push("--private")
-    assert code == 1 and "is public; nothing was uploaded" in err and fake_hub.files == {}
+    assert code == 1 and "is public; expected a private repository" in err and fake_hub.files == {}
 
 
 def drop_a_weight(folder: Path) -> None:

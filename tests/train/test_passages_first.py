@@ -3,13 +3,14 @@
 import pytest
 import torch
 from conftest import random_aligner
+from datasets import Dataset
 from training_recipes import logs, run
 from training_rows import PASSAGES, question_rows
 
 from arcaligner.attention_arcaligner import place_passage_ids
-from arcaligner.train.examples import ExampleBuilder
+from arcaligner.train.examples import EXAMPLE_FEATURES, ExampleBuilder
 from arcaligner.train.passages_first import PassagesFirstCollator, attention_loss, run_passages_first, turns_mask
-from arcaligner.train.sft import ContextCollator, encode_slots, turn_mask
+from arcaligner.train.sft import AlignerTrainer, AlignerTrainingConfig, ContextCollator, encode_slots, turn_mask
 
 
 def examples(processor, count=4):
@@ -78,6 +79,37 @@ def test_items_divide_the_loss(aligner, processor):
     batch, outputs, _ = two_phases(aligner, processor, rows, 2, num_items_in_batch=100)
     _, expected, _ = two_phases(aligner, processor, rows, 2)
     torch.testing.assert_close(outputs.loss * 100, expected.loss * (batch["labels"][:, 1:] >= 0).sum())
+
+
+def test_turns_have_logits(aligner, processor):
+    """Those of one phase, at the positions of the turns."""
+    rows = examples(processor)
+    batch, outputs, _ = two_phases(aligner, processor, rows, 2, with_logits=True)
+    one, expected = one_phase(aligner, processor, rows, 2)
+    is_turn = batch["turn_ids"] >= 0  # 0, 1, ... here, and from 1 on behind the slots of a row
+    assert outputs.logits.shape == (*is_turn.shape, aligner.config.text_config.vocab_size)
+    torch.testing.assert_close(outputs.logits[is_turn], expected.logits[one["turn_ids"] > 0], rtol=1e-7, atol=1e-9)
+
+
+def test_predictions_are_logits_of_turns(tmp_path, aligner, processor):
+    """`predict` of a trainer gives logits and labels of all rows."""
+    rows = examples(processor)
+    settings = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_eval_batch_size": 4}
+    trainer = AlignerTrainer(
+        aligner,
+        stage="grounding",
+        args=AlignerTrainingConfig(str(tmp_path), **settings),
+        data_collator=PassagesFirstCollator(
+            processor.context_token_id, processor.tokenizer, processor.encoder.text_tokenizer, (2,), True
+        ),
+        train_dataset=Dataset.from_list(rows, features=EXAMPLE_FEATURES),
+        processing_class=processor,
+    )
+    found = trainer.predict(trainer.train_dataset)
+    logits, labels = torch.tensor(found.predictions)[:, :-1], torch.tensor(found.label_ids)[:, 1:]
+    assert len(logits) == len(labels) == len(rows)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    assert loss.item() == pytest.approx(found.metrics["test_loss"], abs=1e-4)
 
 
 def test_slots_of_the_answer_are_marked(processor):

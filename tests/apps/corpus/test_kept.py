@@ -104,7 +104,7 @@ def test_passages_serve_commands_in_the_precision_they_were_read_in(
     for options, own in ((("--dtype", "bfloat16"), 2), (("--dtype", "float32"), 4), ((), 4)):
         code, _, err = run_cli(*ask, *options)
         found = 2 if own == width else 0
-        assert code == 0 and f"{found} of 2 passages had been read before" in re.sub(r"\s+", " ", err)
+        assert code == 0 and f"{found} of 2 passages cached" in re.sub(r"\s+", " ", err)
     assert run_cli(*ask, "--dtype", "int8")[0] != 0
 
 
@@ -116,8 +116,8 @@ def test_the_command_reads_the_likeliest_passage_or_refuses_and_leaves_no_thread
         code, out, err = run_cli(*ask, *options.split())
         err = re.sub(r"\s+", " ", err)
         assert code == 0 and len(re.findall(r":\d+-\d+", out)) == read
-        assert f"0 of {counted(read, 'passage')} had been read before" in err
-        assert (f"{3 - read} more found, less likely to answer" in err) == (read < 3)
+        assert f"0 of {counted(read, 'passage')} cached" in err
+        assert (f"{3 - read} more retrieved but not used" in err) == (read < 3)
         is_refused = "--min-confidence" in options
         assert out.startswith("not in the text\n") == is_refused == ("word for word" not in err)
     assert not [each for each in set(threading.enumerate()) - before if each.name == "arcaligner-engine"]
@@ -126,7 +126,7 @@ def test_the_command_reads_the_likeliest_passage_or_refuses_and_leaves_no_thread
 def test_what_cannot_be_read_ahead_is_refused(run_cli, corpus, apart, checkpoint_dir, monkeypatch):
     code, out, err = run_cli("corpus", "read", "--corpus", corpus.path, "--checkpoint", checkpoint_dir)
     assert code == 1 and out == "" and "reads the passages of a question jointly" in err
-    with corpus.writing(), pytest.raises(ValueError, match="Another process writes"):
+    with corpus.writing(), pytest.raises(ValueError, match="Another process is writing"):
         read_corpus(corpus, *apart)
     assert not corpus.kept_folder.exists()
     full = Mock(side_effect=SafetensorError("No space left on device"))

@@ -65,7 +65,7 @@ def test_a_slot_that_has_changed_on_the_disk_is_not_read(corpus, processor):
     assert paths
     for path in paths:
         path.write_bytes(path.read_bytes().replace(slots, bytes(8) + slots[8:]))
-    with pytest.raises(OSError, match="is damaged: a passage of .*letter.txt is not what was written"):
+    with pytest.raises(OSError, match="is damaged: a passage of .*letter.txt differs from what was written"):
         Retriever(Corpus(corpus.path), processor)("Toronto", top_k=1)
 
 

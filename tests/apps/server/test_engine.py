@@ -11,7 +11,7 @@ from conftest import pipeline_of
 from tiny_models import random_head
 from training_rows import write_rows
 
-from arcaligner import answering_arcaligner, kv_cache_arcaligner
+from arcaligner import kv_cache_arcaligner
 from arcaligner.answering_arcaligner import similarities_of
 from arcaligner.apps.corpus.build import build_corpus
 from arcaligner.apps.corpus.retrieve import Retriever
@@ -76,7 +76,7 @@ def test_a_request_that_takes_too_long_ends_and_the_next_is_answered(engine_of):
 
     late = engine.submit(asked(on_text=slow, max_new_tokens=64)).exception(), engine.submit(asked()).exception()
     assert [describe_error(error)[0] for error in late] == [408, 408] and len(written) == 2
-    assert all("was not done within 0 seconds" in str(error) for error in late)
+    assert all("was not finished within 0 seconds" in str(error) for error in late)
     engine.limits = Limits()
     assert answer(engine, None, max_new_tokens=2).completion_tokens <= 2
 
@@ -318,10 +318,11 @@ def test_settings_that_cannot_be_are_refused(engine_of):
             engine_of(**{name: value})
 
 
-def test_the_similarity_to_the_question_counts(apart, engine_of, tmp_path, monkeypatch):
+def test_similarity_selects_passages(apart, engine_of, tmp_path, monkeypatch):
+    """With a `similarity_weight` beside which the answerability does not count."""
     corpus = corpus_of(tmp_path, apart.processor, "ada", "bob")
     engine = engine_of(Retriever(corpus, apart.processor), apart, max_passages=1)
-    monkeypatch.setattr(answering_arcaligner, "SIMILARITY_WEIGHT", 1e6)
+    monkeypatch.setattr(apart.model.config, "similarity_weight", 1e6)
     of_corpus = answer(engine, None).sources
     similar = [each["similarity"] for each in of_corpus]
     assert similar[0] != pytest.approx(similar[1])

@@ -215,7 +215,7 @@ def test_the_command_serves_a_checkpoint_and_a_corpus(run_cli, monkeypatch, chec
     monkeypatch.setenv("ARCALIGNER_API_KEY", "")
     command = ("serve", "--checkpoint", checkpoint_dir, "--corpus", retriever.corpus.path, "--port", 8001)
     code, _, err = run_cli(*command, "--host", "0.0.0.0")
-    assert code == 1 and "there is no API key" in err and not served
+    assert code == 1 and "no API key is set" in err and not served
     assert run_cli(*command)[0] == 0
     ((served_app, settings),) = served
     assert {"host": "127.0.0.1", "port": 8001, "http": TimedConnection}.items() <= settings.items()
@@ -239,4 +239,4 @@ def test_the_command_ends_when_it_is_told_to_and_where_others_listen(run_cli, mo
     assert code == 0 and f"http://127.0.0.1:{ports[0]} " in err and checkpoint_dir.name in err
     with socket.create_server(("127.0.0.1", 0)) as other:
         code, _, err = run_cli(*command, other.getsockname()[1])  # before anything is loaded
-        assert code != 0 and "Choose another with `--port`" in err and "Loading" not in err and len(ports) == 1
+        assert code != 0 and "Choose another port with `--port`" in err and "Loading" not in err and len(ports) == 1

@@ -60,19 +60,19 @@ def test_a_question_is_asked_by_keyboard_alone_and_what_was_kept_is_told(browser
     browser.type(TEXT + " By hand.")
     browser.press("Enter", modifiers=2)
     browser.wait_for("!running && $('report').checkVisibility()")
-    assert " ms; 0 of 2 passages had been read before." in browser.seen("#cost")
+    assert " ms; 0 of 2 passages were cached." in browser.seen("#cost")
     messages = [{"role": "user", "content": QUESTION}]
     documents = (TEXT + " By hand.").split("\n\n")
     expected = client.chat.completions.create(model="tiny", messages=messages, extra_body={"documents": documents})
     assert expected.choices[0].finish_reason == "length"  # which is seen
     assert browser.evaluate("$('answer').textContent") == expected.choices[0].message.content + " …"
-    assert "A small model: check it." in browser.seen("#check")
+    assert "This is a small model" in browser.seen("#check")
     places = {url.split("/", 3)[2] for url in browser.opened if not url.startswith("data:")}
     assert places == {client.base_url.netloc.decode()}
     ask(browser, TEXT + " By hand.")
     slots = expected.model_extra["arcaligner"]["statistics"]["slots"]
-    assert f" tokens of text read as {slots} slots, the first token after " in browser.seen("#cost")
-    assert " ms; 2 of 2 passages had been read before." in browser.seen("#cost")
+    assert f" tokens of text compressed to {slots} slots, first token after " in browser.seen("#cost")
+    assert " ms; 2 of 2 passages were cached." in browser.seen("#cost")
 
 
 def test_the_text_is_shown_as_it_is_written_and_no_letter_is_moved_by_slots(browser):
@@ -96,10 +96,10 @@ def test_the_place_of_the_answer_is_seen_in_the_passage(browser, monkeypatch):
     assert marks == ["jumper.", "\n", "He has competed"]
     yellow = [(np.asarray(browser.picture(part)) == (253, 224, 71)).all(-1).mean() for part in ("mark", "#answer")]
     assert yellow[0] > 0.5 and yellow[1] == 0
-    assert "none of these passages" not in browser.seen("#check")
+    assert "word for word in these passages" not in browser.seen("#check")
     monkeypatch.setattr(find_answer, lambda answer, text: None)
     ask(browser, text)
-    assert "Word for word it stands in none of these passages." in browser.seen("#check")
+    assert "It does not appear word for word in these passages." in browser.seen("#check")
     assert browser.evaluate("document.querySelectorAll('mark').length") == 0
 
 

@@ -191,8 +191,8 @@ def test_options_of_the_command_line(run_cli, checkpoint_dir, monkeypatch):
     monkeypatch.setattr(vllm_engine, "find_vllm", lambda: None)
     serve = ("serve", "--checkpoint", checkpoint_dir, "--port", "0")
     for options, message in (
-        (("--vllm-url", "http://x"), "are for `--engine vllm`"),
-        (("--engine", "vllm"), "vLLM is not installed: `make vllm`"),
+        (("--vllm-url", "http://x"), "work with `--engine vllm`"),
+        (("--engine", "vllm"), "vLLM is not installed. Run `make vllm`"),
         (("--engine", "vllm", "--vllm-url", "http://x"), "`--passages FOLDER`"),
         (("--engine", "vllm", "--vllm-url", "http://x", "--vllm-options", "-x"), "has its own"),
     ):
