@@ -1,5 +1,5 @@
-"""From a question and its passages to an answer: which passages are read, how likely they hold the answer, and answers
-in their words. Pipeline, server, evaluation and engines call it; all of it is beyond the paper."""
+"""From a question and its passages to an answer: selection of passages, answerability and copy-biased decoding.
+Pipeline, server, evaluation and engines call it; all of it is beyond the paper."""
 
 import bisect
 import math
@@ -27,6 +27,10 @@ from .segmentation_arcaligner import (
 )
 from .tokenization_arcaligner import control_token_ids, with_plain_texts
 
+# New passages are scored in the order of the search: this share of them, and no more than the first where a further one
+# would need more than this answerability to be read. Each that is scored takes as long as it takes to read its text.
+SCORED_SHARE, MOST_ANSWERABILITY = 0.5, 0.98
+
 
 class ScoredPassage(NamedTuple):
     """How likely a passage by itself holds the answer to a question, the cosine of both (0 where neither texts nor a
@@ -40,7 +44,7 @@ class ScoredPassage(NamedTuple):
 
     @property
     def log_odds(self) -> float:
-        """What decides between passages: the answerability, and the cosine beside it."""
+        """The score that ranks passages: answerability plus weighted cosine."""
         sure = min(max(self.answerability, 1e-9), 1 - 1e-9)
         return math.log(sure / (1 - sure)) + self.similarity_weight * self.similarity
 
@@ -54,11 +58,34 @@ def select_top(scores: Mapping[int, ScoredPassage], most: int) -> list[int]:
     return sorted(sorted(scores, key=lambda number: scores[number].log_odds, reverse=True)[:most])
 
 
+def candidates_of(similarities: Mapping[int, float], most: int) -> list[int]:
+    """The numbers of the passages that are scored to select `most` of them, the most similar one first.
+
+    >>> candidates_of({0: 0.1, 1: 0.7, 2: 0.3, 3: 0.2, 4: 0.5}, most=1)
+    [1, 4, 2]
+    """
+    order = sorted(similarities, key=similarities.__getitem__, reverse=True)
+    return order[: max(most + 1, math.ceil(SCORED_SHARE * len(order)))]
+
+
+def are_sure(scores: Mapping[int, ScoredPassage], most: int, similarity: float) -> bool:
+    """Whether a further passage, of which the cosine alone is known, would hardly be among the `most` top-ranked.
+
+    >>> are_sure({0: ScoredPassage(0.98, 0.7, False, 10.0)}, 1, similarity=0.6)
+    True
+    """
+    ranked = sorted(scores.values(), key=lambda each: each.log_odds)[-most:]
+    if len(ranked) < most:
+        return False
+    return ranked[0].log_odds >= ranked[0]._replace(answerability=MOST_ANSWERABILITY, similarity=similarity).log_odds
+
+
 class Selection(NamedTuple):
     """The passages of a question that are read."""
 
     numbers: Sequence[int]  # in the order of the passages
-    scores: dict[int, ScoredPassage] | None  # by the passage's number; `None` where all are read, unscored
+    # By the passage's number, of those that were scored; `None` where all are read, unscored.
+    scores: dict[int, ScoredPassage] | None
 
 
 class Answerer:
@@ -150,17 +177,59 @@ class Answerer:
         self, questions: list, documents: list[list], max_passages: int | None = None, **kwargs: Any
     ) -> list[Selection]:
         """Which passages of each question are read: of more than `max_passages`, those with the highest scores. Without
-        `max_passages` the top-ranked one, or all where passages cannot be scored. `kwargs` are those of `score`."""
+        `max_passages` the top-ranked one, or all where passages cannot be scored. `kwargs` are those of
+        `score_candidates`."""
         most = max_passages or self.max_passages
         chosen = [place for place, own in enumerate(documents) if self.selects(len(own), most)]
         selected = [Selection(range(len(own)), None) for own in documents]
         if chosen:
-            scores = self.score(
-                [questions[place] for place in chosen], [documents[place] for place in chosen], **kwargs
+            scores = self.score_candidates(
+                [questions[place] for place in chosen], [documents[place] for place in chosen], most=most, **kwargs
             )
             for place, own in zip(chosen, scores, strict=True):
                 selected[place] = Selection(select_top(own, most), own)
         return selected
+
+    def score_candidates(
+        self,
+        questions: list,
+        documents: list[list] | None = None,
+        similarities: list | None = None,
+        *,
+        most: int | Sequence[int],
+        **kwargs: Any,
+    ) -> list[dict[int, ScoredPassage]]:
+        """As `score`, of as few passages as it takes to select `most` of each question: the most similar ones first,
+        the further candidates where these do not decide, and no others. Without cosines all are scored."""
+        self._check_can_score("Scoring passages")
+        if documents is not None:
+            documents = [documents_of(each, "`documents`") for each in documents]
+            similarities = similarities or self._similarities(questions, documents)
+        if similarities is None:
+            return self.score(questions, **kwargs)
+        wanted = [most] * len(questions) if isinstance(most, int) else most
+        waiting = [
+            candidates_of({number: own[number] for number in numbers}, each)
+            for own, numbers, each in zip(similarities, self._numbers(documents, kwargs), wanted, strict=True)
+        ]
+        scores: list[dict[int, ScoredPassage]] = [{} for _ in questions]
+        for is_first in (True, False):  # a call for each passage would read the model's weights as often
+            only = [own[: each if is_first else None] for own, each in zip(waiting, wanted, strict=True)]
+            found = self.score(questions, documents, similarities, only=only, **kwargs) if any(only) else scores
+            scores = [dict(sorted((old | new).items())) for old, new in zip(scores, found, strict=True)]
+            waiting = [own[len(done) :] for own, done in zip(waiting, only, strict=True)]
+            decided = zip(waiting, scores, wanted, similarities, strict=True)
+            waiting = [[] if not own or are_sure(had, each, near[own[0]]) else own for own, had, each, near in decided]
+        return scores
+
+    def _similarities(self, questions: list, documents: list[list]) -> list[list[float]]:
+        return [similarities_of(self.processor.encoder, *each) for each in zip(questions, documents, strict=True)]
+
+    def _numbers(self, documents: list[list] | None, slots: Mapping[str, Any]) -> list[list[int]]:
+        """The passages of each question that have a text."""
+        if documents is None:
+            return [ids.unique().tolist() for ids in slots["context_passage_ids"]]
+        return [[number for number, each in enumerate(own) if text_of(each, number).strip()] for own in documents]
 
     @torch.no_grad()
     def score(
@@ -172,7 +241,7 @@ class Answerer:
         finds it.
 
         Args:
-            questions, documents, kwargs: As for `PassageCache.prepare`, of several questions.
+            questions, documents, kwargs: As for `PassageCache.iter_single_passages`, of several questions.
             similarities (`list[list[float]]`, *optional*): Of each question, its cosines with the passages where a
                 search has them. Default: computed, for `documents`.
 
@@ -182,8 +251,7 @@ class Answerer:
         self._check_can_score("Scoring passages")
         if similarities is None and documents is not None:
             documents = [documents_of(each, "`documents`") for each in documents]
-            encoder = self.processor.encoder
-            similarities = [similarities_of(encoder, *each) for each in zip(questions, documents, strict=True)]
+            similarities = self._similarities(questions, documents)
         scores, weight = [{} for _ in questions], self.model.config.similarity_weight
         for rows, inputs in self.cache.iter_single_passages(questions, documents, **kwargs):
             logits = self.cache.read_question(inputs, only_answerability=True).answerability_logits
@@ -222,7 +290,7 @@ READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
 
 class AnsweringCall:
     """
-    What one call of `generate` takes beside its inputs, and what it reports.
+    Further arguments of one call of `generate`, and what it reports.
 
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): Of one checkpoint.
@@ -320,7 +388,7 @@ class AnsweringCall:
 
 
 def _is_greedy(options: dict[str, Any], config) -> bool:
-    """Whether `generate` with these options, or its configuration, takes the likeliest token at each step."""
+    """Whether `generate` with these options, or its configuration, decodes greedily."""
     draws, beams = (options.get(name, getattr(config, name, None)) for name in ("do_sample", "num_beams"))
     return not draws and beams in (None, 1) and not reads_more(options, config)
 
@@ -350,12 +418,11 @@ def greedy_answers(
 
 def reads_more(options: dict[str, Any], config) -> bool:
     """Whether `generate` with these options, or its configuration, reads more than the prompt before its first scores,
-    so that no answerability can be told."""
+    so that the answerability cannot be computed."""
     return any(options.get(name) or getattr(config, name, None) for name in READ_MORE)
 
 
-# What encoders that search make of texts, and what is copied of them, each for as long as the encoder or the tokenizer
-# lives and for so many texts: `of_texts`.
+# Embeddings and words of texts, by encoder, and tokens to copy, by tokenizer; `of_texts` has their limits.
 _VECTORS, _WORDS, _COPIED = WeakKeyDictionary(), WeakKeyDictionary(), WeakKeyDictionary()
 
 
@@ -367,7 +434,7 @@ def clear_text_caches() -> None:
 
 
 def search_text(title: str | None, text: str) -> str:
-    """What the encoder that searches reads of a passage."""
+    """The text of a passage that the search encoder gets."""
     return f"{title or ''} {text}".strip()
 
 
@@ -403,13 +470,12 @@ def maxsim_score(processor, question: str | list[dict], documents: Sequence[str 
 def of_texts(
     kept: WeakKeyDictionary, owner: Any, texts: Sequence[str], compute: Callable[[list[str]], Any], most: int = 2048
 ) -> list:
-    """What `compute` makes of texts, in order; for some `most`, none of more than 10,000 characters, it is kept,
-    as long as the `owner` lives."""
+    """Map `compute` over texts; cache the last `most` results per `owner`, of texts up to 10,000 characters."""
     found = kept.get(owner, {})
     if missing := [text for text in dict.fromkeys(texts) if text not in found]:
         new = dict(zip(missing, compute(missing), strict=True))
         short = {text: each for text, each in new.items() if len(text) <= 10_000}
-        kept[owner] = dict([*(found | short).items()][-most:])  # anew: other threads may read the old one
+        kept[owner] = dict([*(found | short).items()][-most:])  # a new dict: other threads may read the old one
         found = found | new
     return [found[text] for text in texts]
 
@@ -417,8 +483,8 @@ def of_texts(
 class PassageCopyLogitsProcessor(LogitsProcessor):
     """Prefers answers in the words of the passages, in one call of `generate`.
 
-    Beyond the paper: a slot tells what a text says better than how it is spelled, and whoever asks has the text. While
-    all of an answer stands in it, from the beginning of a word on, `bonus` is added to the scores of tokens that go on
+    Beyond the paper: slots preserve meaning better than spelling, and the text is available when a question is asked.
+    As long as the answer is a span of it that begins at a word, `bonus` is added to the scores of tokens that continue
     so and, where a word ends, of those that end the answer. What the model reads is the same.
 
     Args:
@@ -452,7 +518,8 @@ class LikelihoodRecorder(LogitsProcessor):
     """Keeps how likely the model finds the tokens that are taken, in one greedy call of `generate`.
 
     Args:
-        inner (`LogitsProcessor`, *optional*): What decides for the likeliest token. Its bonus is not counted, as it
+        inner (`LogitsProcessor`, *optional*): The processor that biases the choice of tokens. Its bonus is not counted,
+        as it
             says nothing about the answer.
         end_ids (`int` or `list[int]`, *optional*): Tokens that end an answer; the first one is counted.
     """
@@ -499,7 +566,7 @@ class CopiedText(NamedTuple):
     words: dict[int, list[tuple[list[int], list[bool], int]]]
 
     def follow(self, written: list[int]) -> tuple[set[int], bool]:
-        """The ids that go on with what is `written`, wherever it stands, and whether a word ends there."""
+        """The ids that continue `written` at any of its places, and whether a word ends there."""
         found, is_end, length = set(), False, len(written)
         for own, own_ends, after in self.words.get(written[0], ()):
             place = after + max(0, length - len(own))

@@ -1,4 +1,4 @@
-"""Where the slots of a batch are, and what each position attends to: joint and independent passages.
+"""Positions and attention masks of slots, for joint and independent passages.
 
 Beyond the paper, passages may be independent: a slot attends to the text before the slots and to the slots of its own
 passage. What is computed for a passage then depends on nothing else of the prompt, so it can be cached and joined with
@@ -7,7 +7,7 @@ any other:
     prefix        passage 0      passage 1          question
     0 1 2 3 4     5 6 7 8        5 6 7 8 9 10       11 12 13 ...      positions
 
-The slots of all passages count from the same position, and the text after them goes on behind the longest passage, so
+The slots of all passages count from the same position, and the text after them continues after the longest passage, so
 no key has to be rotated when passages are joined. With one passage, the paper's case, nothing changes.
 
 Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
@@ -47,7 +47,7 @@ class SlotRows(NamedTuple):
     slot_rows: torch.Tensor  # (num_slots,), flat indices into (batch * seq_len)
     slot_cells: torch.Tensor  # (num_slots,), flat indices into (batch * max_slots)
     is_slot: torch.Tensor  # (batch, max_slots), False where a row has fewer slots
-    slot_span: tuple[int, int] | None  # first and end of `slot_rows` where all stand together, as in one prompt
+    slot_span: tuple[int, int] | None  # first and end of `slot_rows` if all are adjacent, as in one prompt
     ends_in_slot: torch.Tensor | None  # (batch,), rows whose last slot decides a token; None where there is none
     prefix_length: int | None  # positions up to the last slot of all rows; None where code is compiled for any
 
@@ -60,7 +60,7 @@ class SlotRows(NamedTuple):
     @property
     def has_little_text(self) -> bool:
         """Whether the text before the slots is so short that it is cheaper to compute it again in each step than to
-        keep its keys and values apart."""
+        store its keys and values separately."""
         return MOST_TEXT_PER_SLOT * self.slot_positions.shape[1] >= self.text_positions.shape[1]
 
     def for_any_length(self) -> "SlotRows":
@@ -72,7 +72,7 @@ class SlotRows(NamedTuple):
         return (self.text_positions >= 0).sum(dim=1), (self.slot_positions >= 0).sum(dim=1)
 
     def row_index(self) -> torch.Tensor | slice:
-        """The slots among flat rows, as a slice where they stand together: their rows need no copy then."""
+        """The slots among flat rows, as a slice if they are adjacent, which needs no copy."""
         return self.slot_rows if self.slot_span is None else slice(*self.slot_span)
 
 
@@ -134,7 +134,7 @@ def take_rows(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 class SlotStates:
     """The slots among the hidden states (batch, seq_len, hidden) of a layer.
 
-    Where all stand together in one prompt they are parted from the text before and after them, without an index.
+    If all are adjacent in one prompt, they are split from the text before and after them without an index.
     """
 
     def __init__(self, hidden_states: torch.Tensor, rows: SlotRows):
@@ -176,8 +176,8 @@ class SlotStates:
 
 
 def check_can_separate(config: PreTrainedConfig, in_one_row: bool = True) -> None:
-    """Raises `ValueError` for a backbone with which passages cannot be read apart, or an attention kernel with which
-    they cannot be `in_one_row`; kept passages are joined without a mask."""
+    """Raises `ValueError` for a backbone that cannot have independent passages, or an attention kernel with which
+    they cannot be `in_one_row`; cached passages are joined without a mask."""
     if in_one_row and (kernel := config._attn_implementation) not in ROW_KERNELS:
         raise ValueError(
             f"`passage_attention` is 'separate', but attention `{kernel}` takes no mask that separates passages. "
@@ -191,12 +191,12 @@ def check_can_separate(config: PreTrainedConfig, in_one_row: bool = True) -> Non
 
 
 def can_separate(config: PreTrainedConfig) -> bool:
-    """Whether passages can be read apart in one row."""
+    """Whether independent passages can share a row."""
     return config._attn_implementation in ROW_KERNELS and not any(DynamicCache(config=config).is_sliding)
 
 
 def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torch.Tensor) -> None:
-    """Raises `ValueError` unless `passage_ids` number the passages of a row's slots in order, and these stand together.
+    """Raises `ValueError` unless `passage_ids` number the passages of a row's slots in order, each in one run.
 
     Args:
         passage_ids: What was given, to be (batch, max_slots).
@@ -215,7 +215,7 @@ def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torc
             "There is text between the slots of a row, but independent passages all start at the same position. Put "
             "all passages before the question, or load the model with `passage_attention='joint'`."
         )
-    is_real = torch.arange(expected[1]) < slot_mask.sum(dim=1)[:, None]  # padding stands behind the slots
+    is_real = torch.arange(expected[1]) < slot_mask.sum(dim=1)[:, None]  # padding follows the slots
     falls = (passage_ids[:, 1:] < passage_ids[:, :-1]) & is_real[:, 1:]
     if bool(falls.any()) or bool(((passage_ids < 0) & is_real).any()):
         raise ValueError(
@@ -253,7 +253,7 @@ def passage_positions(passage_ids: torch.Tensor, is_real: torch.Tensor) -> torch
     in_passage = index - torch.where(begins, index, 0).cummax(dim=1).values  # of a slot: its place in its passage
     is_slot = passage_ids >= 0
     is_text = is_real.bool() & ~is_slot
-    longest = torch.where(is_slot, in_passage + 1, 0).amax(dim=1, keepdim=True)  # (batch, 1); text goes on behind it
+    longest = torch.where(is_slot, in_passage + 1, 0).amax(dim=1, keepdim=True)  # (batch, 1); text continues after it
     text_before = is_text.long().cumsum(dim=1)  # text up to a position, itself included
     follows = is_slot.long().cumsum(dim=1) > 0
     return torch.where(is_slot, text_before + in_passage, (text_before - 1).clamp(min=0) + longest * follows)

@@ -1,5 +1,5 @@
-"""Passages to slots: each segment is read once by the sentence encoder and becomes one embedding or, with
-`tokens_per_slot`, one for each run of its tokens.
+"""Passages to slots: the sentence encoder encodes each segment once, to one embedding or, with `tokens_per_slot`, one
+for each run of its tokens.
 
     documents -> segments (`segmentation_arcaligner.py`) -> tokens -> context_embeds, context_word_ids
 """
@@ -366,7 +366,7 @@ class EncoderTokenizer:
 
     Args:
         tokenizer (`PreTrainedTokenizerFast`): The encoder's.
-        prompt (`str`): Stands before each text.
+        prompt (`str`): Put before each text.
         limit (`int`, *optional*): The number of tokens after which a text is cut.
         batch_tokens (`int`): The maximum number of tokens, padding included, of a batch of several texts.
     """
@@ -477,7 +477,7 @@ def _span_tokens(
     return np.concatenate([tokens, np.array(nearest, dtype=np.int64)]), np.concatenate([spans, lonely])
 
 
-# Slots that somebody has computed already
+# Precomputed slots
 class GivenSlots(NamedTuple):
     """Precomputed slots of one question."""
 
@@ -682,7 +682,7 @@ def _lora_tensors(transformer) -> dict[str, torch.Tensor]:
 class EncodedDocuments(NamedTuple):
     """The passages of one question as slots."""
 
-    segments: list[Segment]  # what each slot stands for; none where there is nothing but white space
+    segments: list[Segment]  # the text of each slot; none if there is only white space
     context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
     context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 after a slot's tokens
     context_passage_ids: torch.LongTensor  # (num_slots,), the number of each slot's document
@@ -766,15 +766,17 @@ class SlotEncoder:
         room: Sequence[int] | None = None,
         apart: bool = False,
         names: Sequence[str] | None = None,
+        only_segments: bool = False,
     ) -> list[EncodedDocuments]:
         """The passages of several questions, all documents or all precomputed slots, as slots. `room` is the
         maximum number of slots of each or, `apart`, of each of its passages; more raise an error before anything is
-        encoded, which calls them by one of `names`."""
+        encoded, which calls them by one of `names`. With `only_segments` the encoder reads nothing, and embeddings are
+        (num_slots, 0)."""
         rate = self.check_settings(max_slots, tokens_per_slot)
         if isinstance(passages[0], GivenSlots):
             return [self._first_slots(row, number, max_slots) for number, row in enumerate(passages)]
         segments = [self.segment_documents(row) for row in passages]
-        most = max_slots if rate == "segment" else None  # what gets no slot is not encoded
+        most = max_slots if rate == "segment" else None  # segments beyond `max_slots` are not encoded
         tokens = [
             self._tokens(row[:most], documents, rate) or [EMPTY_SEGMENT]
             for row, documents in zip(segments, passages, strict=True)
@@ -784,12 +786,13 @@ class SlotEncoder:
             name = "The passages are" if len(passages) == 1 else f"The passages of question {number} are"
             name = name if names is None else names[number]
             _check_room(name, row, rate, max_slots, None if room is None else room[number], apart)
-        # All questions at once: the encoder sorts texts by length, so more of them means less padding.
-        encoded = self.encode_tokens([segment for row in tokens for segment in row], rate).split(counts)
+        # All questions together: the encoder sorts texts by length, so more of them means less padding.
+        every = [segment for row in tokens for segment in row]
+        encoded = (torch.empty(sum(counts), 0) if only_segments else self.encode_tokens(every, rate)).split(counts)
         rows = []
         for documents, pieces, row_tokens, embeds in zip(passages, segments, tokens, encoded, strict=True):
             words = None
-            if rate != "segment" and pieces:  # several slots of a segment: each stands for a part of it
+            if rate != "segment" and pieces:  # several slots of a segment: each represents a part of it
                 pieces = [piece for segment in row_tokens for piece in segment.pieces(rate)]
             pieces = in_given_text(pieces, documents)
             pieces, dropped = pieces[:max_slots], pieces[max_slots or len(pieces) :]

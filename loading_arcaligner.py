@@ -1,12 +1,12 @@
-"""The aligner apart from its base model: which parameters are its, and its checkpoints, which are whole or refused.
+"""Loading and saving: parameters of the aligner, its checkpoints without a base model, and where models are found.
 
 `save_pretrained` writes projector, LoRA and gates (tens of MB), the configuration and the code;
 `from_pretrained` also loads the base model's own files, through transformers' loader, so that dtype, device map and
-quantization work as for any model. A base model's own name or folder can be given to `from_pretrained` too: a
-fresh aligner is put around it.
+quantization work as for any model. `from_pretrained` of a base model's name or folder puts a new
+aligner around it.
 
-`digests` in `config.json` binds what belongs to one training: the aligner's weights, the tokenizer and the encoder that
-was trained along. `save_pretrained` of model and of processor keep it true. Settings may be edited.
+`digests` in `config.json` bind the parts of one training: the aligner's weights, the tokenizer and the encoder that was
+trained with it. `save_pretrained` of model and of processor update them. Settings may be edited.
 
 A model that a checkpoint names, its base model or sentence encoder, is looked for as a folder, in the folder
 `$ARCALIGNER_MODELS`, and on the Hub.
@@ -739,7 +739,7 @@ def base_model_names(model) -> list[tuple[str, str]]:
 
 
 def share_file(path: Path) -> None:
-    """Lets others read a new file as they may read any new file there: those of safetensors are their owner's alone."""
+    """Apply the default permissions of the folder to a file that safetensors created for its owner alone."""
     usual = path.with_name(f".{path.name}.usual")
     usual.touch()
     path.chmod(usual.stat().st_mode)

@@ -1,4 +1,4 @@
-"""ArcAligner on any decoder-only backbone (huggingface.co/papers/2601.05038), bottom-up, in the order of the data flow:
+"""ArcAligner on a decoder-only backbone (huggingface.co/papers/2601.05038), bottom-up, in the order of the data flow:
 
     context_embeds -> ContextProjector (Eq. 1) -> rows of the prompt's slots (Eq. 2) -> decoder layers, each with
     LoRA on slot rows (Eq. 3-4) and, where gated, refinement of the slots its gate opens (Eq. 5-9) -> logits
@@ -118,8 +118,9 @@ class ArcAlignerCausalLMOutputWithPast(CausalLMOutputWithPast):
 
 @dataclass
 class PrefillOutputs:
-    """What the prompt's prefill tells beside the scores of the first token. `generate(..., prefill=PrefillOutputs())`
-    fills it before logits processors and streamers see the first token; rows are repeated for beams and samples.
+    """Outputs of the prompt's prefill other than the scores of the first token. `generate(...,
+    prefill=PrefillOutputs())` fills it before logits processors and streamers see the first token; rows are repeated
+    for beams and samples.
 
     Args:
         recursion_depth (`torch.LongTensor` of shape `(batch * num_beams, num_layers, max_slots)`, *optional*):
@@ -189,7 +190,7 @@ ADAPTER_NAME = "slot"
 
 ALL_ROWS = ...
 
-# Of flat rows (batch * seq_len, features): indices (num_slots,), where slots stand together a slice, or all rows.
+# Of flat rows (batch * seq_len, features): indices (num_slots,), a slice if slots are adjacent, or all rows.
 RowIndex = torch.Tensor | slice | EllipsisType
 
 
@@ -218,7 +219,7 @@ def lora_on(rows: RowIndex | None):
 
 
 def _slots_of(x: torch.Tensor, rows: RowIndex) -> torch.Tensor:
-    """The slot rows (num_slots, features) of `x` (batch, seq_len, features); a view where they stand together."""
+    """The slot rows (num_slots, features) of `x` (batch, seq_len, features); a view if they are adjacent."""
     x = x.contiguous()
     if isinstance(rows, torch.Tensor):
         return x.view(-1, x.shape[-1]).index_select(0, rows)
@@ -246,7 +247,7 @@ def _add_residual_(
     hidden = torch.mm(slots, down)  # (num_slots, r)
     if isinstance(rows, torch.Tensor):
         result.view(-1, result.shape[-1]).index_add_(0, rows, torch.mm(hidden, up), alpha=scaling)
-    else:  # one prompt: its slots stand together, so the sum is written where it belongs
+    else:  # one prompt: its slots are adjacent, so the sum is written in place
         _slots_of(result, rows).addmm_(hidden, up, alpha=scaling)
     return hidden
 
@@ -567,7 +568,7 @@ class SlotDecoderLayer(InPlaceMixin):
             hidden_states = super().forward(hidden_states, **kwargs)  # Eq. 4: the mandatory pass, LoRA on slots (Eq. 3)
         if not self._may_refine(slots):
             return self._with_unused_gate(hidden_states, slots.settings), None
-        # They differ in which rows a step computes, not in what is read of the slots (`tests/test_algorithm.py`).
+        # They differ in which rows a step computes, not in the result for the slots (`tests/test_algorithm.py`).
         takes_all_slots = self.training or torch.compiler.is_compiling()
         hidden = SlotStates(hidden_states, slots.rows)
         slot_pass = functools.partial(self._slot_pass, hidden, slots, kwargs)
@@ -906,7 +907,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`, *optional*):
                 The embeddings `E` of the slots, in the order of the context tokens of a row, padded at the end.
             context_word_ids (`torch.LongTensor` of shape `(batch, max_slots, max_words)`, *optional*):
-                With `config.word_parts`: the tokens that a slot stands for, in order, padded with -1.
+                With `config.word_parts`: the tokens of a slot's text, in order, padded with -1.
             context_passage_ids (`torch.LongTensor` of shape `(batch, max_slots)`, *optional*):
                 With `config.passage_attention` `"separate"`: the number of each slot's passage, never falling along a
                 row. Without it, all slots of a row are of one passage.
@@ -1057,7 +1058,7 @@ NO_MATCH = (1.0, 0.0, 0.0)
 
 
 class AnswerabilityHead(nn.Module):
-    """A logistic regression that tells from the states of a prompt's last token how likely its passages answer: the
+    """Logistic regression on states of a prompt's last token: how likely its passages contain an answer: the
     middle layers of a frozen model show whether it has found an answer. `train/confidence.py` fits it; it is not
     trained with the aligner, and in float32 as it is.
 
@@ -1171,7 +1172,7 @@ def text_for_slots(input_ids: torch.LongTensor, context_token_id: int) -> torch.
 
 
 def check_slots_after_cache(config, rows: SlotRows, cache: Cache | None, context_passage_ids, *wanted) -> None:
-    """Raises `ValueError` for slots after cached text where that is not the same as reading both at once; `wanted` are
+    """Raises `ValueError` for slots after cached text if that differs from one prefill of both; `wanted` are
     the `REFINEMENT_SETTINGS` of the call."""
     if rows.slot_rows.shape[0] == 0 or cache is None or cache.get_seq_length() == 0:
         return
@@ -1197,7 +1198,7 @@ class SlotGenerationMixin(GenerationMixin):
         context_passage_ids: torch.LongTensor | None = None,
     ) -> torch.LongTensor:
         """The position of each token of a prompt (batch, seq_len): counted after the padding, and behind the longest
-        passage where passages are read apart, `context_passage_ids` (batch, max_slots)."""
+        passage with independent passages, `context_passage_ids` (batch, max_slots)."""
         is_real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         if context_passage_ids is None or self.config.passage_attention == "joint":
             return (is_real.long().cumsum(dim=1) - 1).clamp(min=0)
@@ -1591,8 +1592,8 @@ def check_word_ids(config, context_embeds: torch.Tensor, context_word_ids) -> No
         return
     if context_word_ids is None:
         raise ValueError(
-            f"`context_word_ids` is missing: with `config.word_parts` {config.word_parts} a slot's words are "
-            "read beside its embedding. Pass what the processor of this checkpoint returns."
+            f"`context_word_ids` is missing: with `config.word_parts` {config.word_parts} a slot also needs the token "
+            "ids of its text. Pass what the processor of this checkpoint returns."
         )
     expected = f"({context_embeds.shape[0]}, {context_embeds.shape[1]}, max_words)"
     check_ids(context_word_ids, "`context_word_ids`", config.text_config.vocab_size, (-1,), expected)

@@ -1,4 +1,4 @@
-"""A question and its passages to an answer: the text-generation pipeline with context slots.
+"""Text-generation pipeline: from a question and its passages to an answer.
 
 Last of the flat files, in the order of the data flow:
 configuration -> processing (passages to slots) -> modeling (slots to logits) -> pipeline.
@@ -15,17 +15,39 @@ from transformers.utils.chat_template_utils import Chat
 
 from .answering_arcaligner import READ_MORE, Answerer, reads_more
 from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, longest_prompt
-from .encoder_arcaligner import GivenSlots, pad_slots
+from .encoder_arcaligner import EncodedDocuments, GivenSlots, pad_slots
 from .segmentation_arcaligner import LOADING, Segment, documents_of
 from .tokenization_arcaligner import check_conversation
 
 # Options of a call that go to the processor.
 _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
 
+# Options of a call that pad or cut a prompt.
+_PROMPT_OPTIONS = ("truncation", "padding", "max_length", "tokenizer_encode_kwargs")
+
+# What differs between rows in `Row.kept`.
+_ASKED = ("questions", "documents")
+
+
+def _options_of(kept: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kept.items() if name not in _ASKED}
+
+
+def _repeats_prompts_of_call(options: dict[str, Any]) -> bool:
+    config = options.get("generation_config") or GenerationConfig()
+    return _repeats_prompts(options, config) or _repeats_prompts(config.to_dict(), config)
+
+
+def _repeats_prompts(options: dict[str, Any], config: GenerationConfig) -> bool:
+    """Whether `generate` with these options needs more than a cache that holds each prompt once."""
+    has_copies = any(options.get(name) not in (None, 1) for name in ("num_beams", "num_return_sequences"))
+    has_cache = any(options.get(name) is not None for name in ("cache_implementation", "past_key_values", "cache"))
+    return has_copies or has_cache or options.get("use_cache") is False or reads_more(options, config)
+
 
 @dataclass
 class Row:
-    """What goes with an input through the pipeline, beside its padded ids."""
+    """What accompanies an input through the pipeline, in addition to its padded ids."""
 
     is_question: bool
     slots: GivenSlots  # empty without slots
@@ -33,10 +55,12 @@ class Row:
     passages: list = field(default_factory=list)  # those that are read, where they are known as texts
     copied: list = field(default_factory=list)  # those that the answer may copy
     trace: dict[str, Any] | None = None  # with `return_slots`: `segments` and `statistics`
+    # Where the passages were scored, how they are read, for `PassageCache.prepare`, which has them; no `slots` then.
+    kept: dict[str, Any] | None = None
 
     @property
     def has_slots(self) -> bool:
-        return len(self.slots.context_embeds) > 0
+        return self.kept is not None or len(self.slots.context_embeds) > 0
 
 
 class ArcAlignerPipeline(TextGenerationPipeline):
@@ -51,8 +75,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     - a string, read as a question when the call has `documents=`, else as text to continue.
 
     A document is a string or `{"title": str, "text": str}`; one of more than 360 tokens is cut into passages, and of
-    several passages the likeliest is read (`max_passages`). A chat without documents has no slots: the unchanged base
-    model answers it. A question with an empty list has the one slot that stands for "no passages". Unlike the built-in
+    several passages only the top-ranked is used (`max_passages`). A chat without documents has no slots: the unchanged
+    base model answers it. A question with an empty list gets one slot, for "no passages". Unlike the built-in
     pipeline, this one samples only when asked to.
 
     Example:
@@ -73,6 +97,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     def __init__(self, model, processor, tokenizer=None, **kwargs):
         if processor.max_prompt_length is None:  # the checkpoint does not say
             processor.max_prompt_length = longest_prompt(model.config.text_config)
+        self._repeats = _repeats_prompts_of_call(kwargs)  # for every call
         super().__init__(model=model, processor=processor, tokenizer=tokenizer or processor.tokenizer, **kwargs)
 
     @property
@@ -103,14 +128,16 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             max_slots (`int`, *optional*): Maximum number of slots per input, the first ones.
             max_passages (`int`, *optional*):
                 Of more passages, only those that most likely answer are read, in their order: each is first asked
-                about by itself. See [`Answerer`]. What was read for this is kept, in at most 256 MiB, for asking
-                about these passages again. Default: 1, or all, uncut, where the aligner cannot tell.
+                about by itself, the most similar ones first and the others if these do not decide. See [`Answerer`].
+                What was read for this is kept, in at most 256 MiB, and continued for the answer. Default: 1, or all,
+                uncut, if the aligner cannot score passages.
             min_confidence (`float`, *optional*):
                 Where it is less likely, from 0 to 1, that the passages answer the question, the answer becomes the
-                processor's `no_answer`. See [`AnsweringCall`]. Not with a `streamer`, which would be told the
-                answer, `return_tensors`, `guidance_scale`, prompt lookup or an assistant model.
-            copy_bonus (`float`, *optional*): How much answers in the words of the passages are preferred, see
-                [`PassageCopyLogitsProcessor`]; 0 writes freely. Default: the processor's.
+                processor's `no_answer`. See [`AnsweringCall`]. Incompatible with a `streamer`, which would emit
+                the answer before it can be withheld, `return_tensors`, `guidance_scale`, prompt lookup or an assistant
+                model.
+            copy_bonus (`float`, *optional*): Bias towards words of the passages, see
+                [`PassageCopyLogitsProcessor`]; 0 switches it off. Default: the processor's.
             sanitize_control_tokens (`bool`, defaults to `True`): Whether special tokens of texts are plain text.
             kwargs (`dict`): As for the built-in pipeline: `batch_size`, `return_full_text`, `streamer`, options of
                 `generate`, among them `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget`.
@@ -120,14 +147,14 @@ class ArcAlignerPipeline(TextGenerationPipeline):
 
             - **generated_text** (`str` or chat) -- The answer to a question; a chat with the answer appended, or with
               `return_full_text=False` the answer only. With `return_slots` also:
-            - **segments** (`list[dict]`) -- What each slot stands for: `document`, `start`, `end` (characters), `text`.
+            - **segments** (`list[dict]`) -- The text of each slot: `document`, `start`, `end` (characters), `text`.
             - **trajectories** (`list[list[str]]`) -- For each layer and slot the passes taken.
             - **statistics** (`dict`) -- `tokens` of the passages, `slots` and `compression_rate`, the measured tokens
               per slot; with `max_slots`, how many segments are `dropped`;
               `answerability`, how likely it is that the passages answer, and `answer_likelihood`, how likely the
               answer is right, where these were fitted, the second one of a greedy answer that was not refused; where
-              `max_passages` left some out, `passage_answerabilities`, that of each document with a text, by its
-              number. `confidence` and `passage_confidences` are their names in 0.2, which go in the next release.
+              `max_passages` left some out, `passage_answerabilities`, that of each document that was asked about, by
+              its number. `confidence` and `passage_confidences` are their names in 0.2, which go in the next release.
         """
         if isinstance(text_inputs, list | tuple) and not text_inputs:
             raise ValueError("The list of inputs is empty; expected a chat, a string or a question with its passages.")
@@ -150,6 +177,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         forward |= {name: value for name, value in given.items() if value is not None}
         if max_passages is not None:
             preprocess["max_passages"] = max_passages
+        if _repeats_prompts_of_call(kwargs):
+            preprocess["reads_anew"] = True
         preprocess |= {name: kwargs[name] for name in REFINEMENT_SETTINGS if name in kwargs}  # to ask about passages
         if min_confidence is not None:
             if given := [name for name in ("streamer", "return_tensors") if kwargs.get(name)]:
@@ -163,6 +192,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         documents: list | None = None,
         return_slots: bool = False,
         max_passages: int | None = None,
+        reads_anew: bool = False,
         **kwargs,
     ) -> dict[str, Any]:
         """`input_ids`, `attention_mask` (1, seq_len) and, in `row`, what is not padded."""
@@ -174,7 +204,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         passages, read = answerer.cut(given)
         if isinstance(prompt, Chat):
             check_conversation(prompt.messages)
-        scores, texts = None, {}
+        scores, texts, kept = None, {}, None
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
         else:
@@ -188,20 +218,51 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             options = slots | template | gates
             numbers, scores = _choose(answerer, messages, passages, read, max_passages, options)
             read, passages = [read[number] for number in numbers], [passages[number] for number in numbers]
+            if scores is not None and not self._reads_anew(reads_anew, return_slots, gates, kwargs):
+                kept = {"questions": messages, "documents": passages, **options}
             texts = {
                 "question": messages,
                 "passages": passages if slots.get("max_slots") is None else [],  # else some texts may not be read
                 "copied": [] if template["continue_final_message"] else passages,  # else an answer has begun
             }
-            slots |= {"documents": None if documents is None else passages, "return_segments": return_slots}
-            encoded = self._encode(asked, slots | {"return_tensors": "pt"}, template, **kwargs)
-        slots = [encoded[name][0] if name in encoded else None for name in GivenSlots._fields]
+            if kept is None:
+                slots |= {"documents": None if documents is None else passages, "return_segments": return_slots}
+                encoded = self._encode(asked, slots | {"return_tensors": "pt"}, template, **kwargs)
+            else:
+                encoded = self._prepare_kept([kept]) | (self._trace_kept(kept) if return_slots else {})
+        slots = [encoded[name][0] if name in encoded and kept is None else None for name in GivenSlots._fields]
         if slots[0] is None:
             slots[0] = torch.zeros(0, self.model.config.encoder_hidden_size)
-        row = Row(is_question, GivenSlots(*slots), **texts)
+        row = Row(is_question, GivenSlots(*slots), **texts, kept=kept)
         if return_slots:
             row.trace = _trace_of(encoded, read, scores)
         return {name: encoded[name] for name in ("input_ids", "attention_mask")} | {"row": row, "prompt_text": chat}
+
+    def _reads_anew(self, is_asked: bool, return_slots: bool, gates: dict, options: dict) -> bool:
+        """Whether passages that were scored are read a second time, with the prompt: for what a cache cannot give."""
+        has_steps = return_slots and self.model.config.refines(**gates)  # which are told of slots that are read now
+        is_cut = any(options.get(name) is not None for name in _PROMPT_OPTIONS)
+        config = self.model.generation_config
+        return is_asked or self._repeats or has_steps or is_cut or _repeats_prompts(config.to_dict(), config)
+
+    def _prepare_kept(self, kept: list[dict[str, Any]]) -> dict[str, Any]:
+        """The inputs of `generate` for rows whose passages were scored, with the same options."""
+        asked = ([each[name] for each in kept] for name in _ASKED)
+        return self._scored.prepare(*asked, **_options_of(kept[0]))
+
+    def _trace_kept(self, kept: dict[str, Any]) -> dict[str, Any]:
+        """As the processor's `return_segments`, of a row whose passages were scored."""
+        settings, encoder = {name: kept.get(name) for name in SLOT_SETTINGS}, self.processor.slot_encoder
+        (row,) = encoder.encode_batch([kept["documents"]], **settings, only_segments=True)
+        statistics = encoder.statistics(kept["documents"], row, settings["max_slots"] is not None)
+        return {"segments": [row.segments], "statistics": [statistics]}
+
+    def _slots_of(self, row: Row) -> GivenSlots | EncodedDocuments:
+        """The slots of a row, encoded again where they were scored and rows beside it were not."""
+        if row.kept is None:
+            return row.slots
+        settings = {name: row.kept.get(name) for name in SLOT_SETTINGS}
+        return self.processor.encode_documents(row.kept["documents"], **settings)
 
     def _encode(
         self,
@@ -233,7 +294,13 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     ) -> dict:
         row = model_inputs.pop("row")
         rows = row if isinstance(row, list) else [row]  # a list when it comes from a batch
-        slots = {name: each.to(self.model.device) for name, each in pad_slots([each.slots for each in rows]).items()}
+        kept = [each.kept for each in rows]
+        if all(kept) and all(_options_of(each) == _options_of(kept[0]) for each in kept):
+            slots = self._prepare_kept(kept)
+            model_inputs |= {name: slots.pop(name) for name in ("input_ids", "attention_mask")}
+        else:
+            slots = pad_slots([self._slots_of(each) for each in rows])
+            slots = {name: each.to(self.model.device) for name, each in slots.items()}
         config = generate_kwargs.get("generation_config") or self.model.generation_config
         may_score = not reads_more(generate_kwargs, config)
         if min_confidence is not None and not may_score:
@@ -284,6 +351,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             statistics = statistics | {"answerability": sure.item(), "confidence": sure.item()}
             if likelihood is not None and not is_refused:
                 statistics["answer_likelihood"] = likelihood.item()
+        if depth is None:  # the slots were read before, without a step
+            depth = torch.zeros(1, self.model.config.text_config.num_hidden_layers, num_slots).long()
         layers = depth[0, :, :num_slots].tolist() if num_slots else []
         trajectories = [[format_trajectory(each) for each in layer] for layer in layers]
         trace = {"segments": row.trace["segments"], "trajectories": trajectories, "statistics": statistics}

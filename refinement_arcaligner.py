@@ -1,10 +1,10 @@
-"""The sparse form of a refinement step (Eq. 6): which rows a layer computes again, what they attend to, what it costs.
+"""Sparse form of a refinement step (Eq. 6): the rows that a layer computes again, what they attend to, and the cost.
 
 A step applies layer `l` to its own output. Only slots with an open gate change, so a step needs
 
     queries           of these slots (of all slots in training, and where nearly all gates are open)
     keys and values   of the text before the last slot and of the other slots, once from the layer's output, and of the
-                      slots that change, afresh
+                      slots that change, in each step
 
 The layer gets a stand-in for the cache: it writes the slots' keys and values to it and gets all of them back. The real
 cache holds the mandatory pass only and is never touched. Where all slots are computed and there is little text before
@@ -95,7 +95,7 @@ class SharedStepInputs:
     """
 
     def __init__(self):
-        # With what they were made of: a tensor that is gone could give its identity to another.
+        # Inputs are referenced, because `id()` of a freed tensor can be reused.
         self._made: list[tuple[torch.Tensor | None, torch.Tensor, Any]] = []
 
     def get(self, kwargs: dict[str, Any], make: Callable[[], Any]) -> Any:
@@ -415,7 +415,7 @@ class OpenSlotsSteps:
         return self.is_taken if self.depth is None else self.is_taken & self.is_open.any(dim=1, keepdim=True)
 
     def can_ask(self) -> bool:
-        """Whether a row can pay for its gates; without a budget it can."""
+        """Whether the remaining budget covers the gates of a row; always true without a budget."""
         budget = self.slots.settings.budget
         return budget is None or budget.pay_gates(self.layer.slot_cost, self._asked().sum(dim=1))
 

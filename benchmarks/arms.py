@@ -1,4 +1,4 @@
-"""The ways to read k passages that the latency benchmark compares, from the same prompts of one question.
+"""The alternatives that the latency benchmark compares for k passages, from the same prompts.
 
 standard_rag           the passages' text, read by the bare base model of transformers
 standard_rag_cached    the same, with cached keys and values of everything before the question

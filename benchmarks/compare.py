@@ -1,4 +1,4 @@
-"""Should I use it? Your own questions, answered from the text of your passages and from slots.
+"""Compare answers to your own questions, from the text of your passages and from slots.
 
     arcaligner compare --questions mine.jsonl --documents folder --output comparison
 
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..answering_arcaligner import MAX_NEW_TOKENS, Answerer
+from ..answering_arcaligner import MAX_NEW_TOKENS, Answerer, clear_text_caches
 from ..common.files import counted, describe_machine, markdown_table, read_numbered_lines, tracked, write_whole
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
 from ..evaluation.analyses.speed import machine_line
@@ -35,8 +35,9 @@ from ..pipeline_arcaligner import ArcAlignerPipeline
 COLUMNS = ("what is read", "positions", "F1", "EM", "agreement", "first token")
 REMARKS = (
     "Positions of the prompt that the passages take, per question. F1, EM and agreement in percent. First token: "
-    "median; passages that are read as slots are segmented and encoded in that time. Agreement is F1 to the answer of "
-    "the first row; a base model that was not tuned answers in sentences, so it is low against short answers."
+    "median, and the median of how many times sooner than from text it comes; in that time new passages that are read "
+    "as slots are selected, segmented and encoded. Agreement is F1 to the answer of the first row; a base model that "
+    "was not tuned answers in sentences, so it is low against short answers."
 )
 
 
@@ -107,6 +108,7 @@ class Reader:
             asked = {"question": row["question"], "documents": row["passages"]}
             settings = {"tokens_per_slot": self.rate, "max_passages": self.max_passages, "return_slots": True}
             read = partial(ask, asked, **settings)
+        clear_text_caches()  # which readers share
         begin = time.perf_counter()
         read(max_new_tokens=1)
         seconds = time.perf_counter() - begin
@@ -136,6 +138,8 @@ def cells_of(title: str, found: list[Asked], text: list[Asked], rows: list[Row])
     pairs = ((one.answer, other.answer) for one, other in zip(found, text, strict=True))
     agreement = [token_f1(one, [other]) if usable_golds([other]) else float(one == other) for one, other in pairs]
 
+    sooner = [one.seconds / other.seconds for one, other in zip(text, found, strict=True)]
+
     def percent(scores: Iterable[float]) -> str:
         scores = list(scores)
         return f"{100 * statistics.mean(scores):.1f}" if scores else "-"
@@ -146,7 +150,8 @@ def cells_of(title: str, found: list[Asked], text: list[Asked], rows: list[Row])
         percent(token_f1(*each) for each in known),
         percent(contains_match(*each) for each in known),
         percent(agreement),
-        f"{1000 * statistics.median(each.seconds for each in found):.0f} ms",
+        f"{1000 * statistics.median(each.seconds for each in found):.0f} ms"
+        + ("" if found is text else f" (x{statistics.median(sooner):.1f})"),
     ]
 
 
@@ -187,7 +192,7 @@ def run_compare(
     about += f"Base model {aligner.config.base_model_name_or_path}."
     remarks = [REMARKS]
     if max_passages is not None and any(len(row["passages"]) > max_passages for row in rows):
-        remarks += [f"Of more passages slots read the {max_passages} likeliest to answer; asking each takes time, too."]
+        remarks += [f"Of more passages slots read the {max_passages} likeliest to answer, which takes time."]
     lines = [*markdown_table(COLUMNS, cells), "", " ".join(remarks), "", about]
     write_whole(output / "comparison.md", "\n".join(["# Text and slots", "", *lines, ""]))
     answers = [

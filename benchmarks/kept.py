@@ -1,4 +1,4 @@
-"""The first token of a new question over a new combination of passages that are known, and what is kept of each.
+"""Time to the first token of a new question over a new combination of cached passages, and the cached bytes of each.
 
     python -m arcaligner.benchmarks.kept --output FOLDER [--sizes 1,5,10,20] [--tokens-per-slot 2,4,8,16,segment]
 
@@ -197,11 +197,13 @@ class Known:
 def main(
     output: Annotated[Path, typer.Option(help="Folder for the report, and for cached passages while it runs.")],
     checkpoint: Annotated[str, typer.Option(help="An aligner: a folder or a Hub id.")] = str(DEFAULT_CHECKPOINT),
-    sizes: Annotated[str, typer.Option(help="Passages of a question, separated by commas.")] = "1,5,10,20",
-    tokens_per_slot: Annotated[str, typer.Option(help="Numbers or `segment`, by commas.")] = "2,4,8,16,segment",
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the models.")] = "float32",
-    device: Annotated[str, typer.Option(help="Where the models run: cpu, cuda.")] = "cpu",
-    seconds: Annotated[float, typer.Option(help="Seconds of a size after which no further round begins.")] = 60.0,
+    sizes: Annotated[str, typer.Option(help="Numbers of passages per question, separated by commas.")] = "1,5,10,20",
+    tokens_per_slot: Annotated[
+        str, typer.Option(help="Tokens per slot: numbers or `segment`, separated by commas.")
+    ] = "2,4,8,16,segment",
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Precision of the models.")] = "float32",
+    device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
+    seconds: Annotated[float, typer.Option(help="Time limit per size, in seconds; no round starts after it.")] = 60.0,
     data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
 ) -> None:
     """Measure the time to the first token of a new question over cached passages, as slots and as text."""

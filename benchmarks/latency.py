@@ -1,4 +1,4 @@
-"""Reading k passages as slots compared with reading their text: the time to the first token.
+"""Time to the first token for k passages, as slots and as text.
 
     python -m arcaligner.benchmarks.latency [--output FOLDER] [--sizes 1,20] [--tokens-per-slot 4,segment]
     python -m arcaligner.benchmarks.latency --checkpoint CHECKPOINT --device cuda --dtype bfloat16
@@ -90,17 +90,17 @@ def parse_sizes(text: str, option: str = "--sizes") -> list[int]:
 
 def main(
     checkpoint: Annotated[str, typer.Option(help="An aligner: a folder or a Hub id.")] = str(DEFAULT_CHECKPOINT),
-    sizes: Annotated[str, typer.Option(help="Passages of a question, separated by commas.")] = "1,5,10,20",
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the models.")] = "float32",
+    sizes: Annotated[str, typer.Option(help="Numbers of passages per question, separated by commas.")] = "1,5,10,20",
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Precision of the models.")] = "float32",
     tokens_per_slot: Annotated[
-        str | None, typer.Option(help="Numbers or `segment`, separated by commas.", show_default="own")
+        str | None, typer.Option(help="Tokens per slot: numbers or `segment`, separated by commas.", show_default="own")
     ] = None,
-    device: Annotated[str, typer.Option(help="Where the models run: cpu, cuda.")] = "cpu",
-    seconds: Annotated[float, typer.Option(help="Seconds of a size after which no further round begins.")] = 30.0,
+    device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
+    seconds: Annotated[float, typer.Option(help="Time limit per size, in seconds; no round starts after it.")] = 30.0,
     data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
     output: Annotated[Path | None, typer.Option(help="Folder for the report.")] = None,
 ) -> None:
-    """Measures the time to the first token of slots and of text."""
+    """Measure the time to the first token, for slots and for text."""
     asked = parse_sizes(sizes)
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     rates = split_rates(tokens_per_slot) if tokens_per_slot else [processor.tokens_per_slot]

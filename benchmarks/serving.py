@@ -1,4 +1,4 @@
-"""How many clients a server answers: a load generator.
+"""Load generator: throughput and latency of a server by number of clients.
 
     python -m arcaligner.benchmarks.serving --url http://127.0.0.1:8000 --questions nq.jsonl.gz --clients 1,8,32
 
@@ -65,17 +65,19 @@ async def ask_all(url: str, key: str, questions: list[str], clients: int) -> lis
 
 
 def main(
-    questions: Annotated[Path, typer.Option(help="Rows with questions, JSON Lines.")],
-    url: Annotated[str, typer.Option(help="A server that runs.")] = "http://127.0.0.1:8000",
+    questions: Annotated[Path, typer.Option(help="JSON Lines with questions.")],
+    url: Annotated[str, typer.Option(help="Address of a running server.")] = "http://127.0.0.1:8000",
     clients: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "1,8,32",
-    requests: Annotated[int, typer.Option(help="Requests of each number of clients.", min=1)] = 64,
+    requests: Annotated[int, typer.Option(help="Number of requests for each number of clients.", min=1)] = 64,
     distinct: Annotated[
         int | None,
-        typer.Option(help="Ask so many questions only, once before. Default: all, from the first on.", min=1),
+        typer.Option(
+            help="Repeat only this many questions, each asked once beforehand. Default: use all questions.", min=1
+        ),
     ] = None,
-    api_key: Annotated[str, typer.Option(envvar="ARCALIGNER_API_KEY", help="The server's key.")] = "",
+    api_key: Annotated[str, typer.Option(envvar="ARCALIGNER_API_KEY", help="The server's API key.")] = "",
 ) -> None:
-    """Prints answers per second and the quantiles of their time, and a JSON line."""
+    """Print throughput and latency quantiles as a table and as a JSON line."""
     texts = [row["question"] for row in read_rows(questions)][:distinct]
     memory(url, api_key)  # which names a server that is not there
     if distinct is not None:

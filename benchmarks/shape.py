@@ -1,4 +1,4 @@
-"""What slots cost and save on a GPU, for a model of a well-known shape with random weights, in under five minutes.
+"""Cost and savings of slots on a GPU, for a known model shape with random weights, in under five minutes.
 
     python -m arcaligner.benchmarks.shape --shape mistral-7b --device cuda --output FOLDER
     python -m arcaligner.benchmarks.shape --shape mistral-7b --device cpu       # operations, and the host's time
@@ -468,23 +468,28 @@ def find_device(name: str, dtype: torch.dtype) -> torch.device:
 
 
 def main(
-    shape: Annotated[Literal[*SHAPES], typer.Option(help="Sizes of the model.")] = "mistral-7b",
-    device: Annotated[str, typer.Option(help="Where it runs: cpu, cuda.")] = "cuda",
+    shape: Annotated[Literal[*SHAPES], typer.Option(help="Shape of the model.")] = "mistral-7b",
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda, cuda:1, ...")] = "cuda",
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
-        typer.Option(help="Of the backbone.", show_default="bfloat16, on a CPU float32"),
+        typer.Option(help="Precision of the backbone.", show_default="bfloat16, on a CPU float32"),
     ] = None,
-    passages: Annotated[str, typer.Option(help="Of a question, by commas, what matters most first.")] = "5,20,1",
+    passages: Annotated[
+        str, typer.Option(help="Numbers of passages per question, separated by commas, the most important first.")
+    ] = "5,20,1",
     batches: Annotated[
         str | None, typer.Option(help="Batch sizes, separated by commas.", show_default="1,16,32, on a CPU 1")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="After which what was not begun is left out.")] = 240.0,
+    seconds: Annotated[
+        float, typer.Option(help="Time limit in seconds; measurements that have not started by then are left out.")
+    ] = 240.0,
     passage_attention: Annotated[
-        Literal["joint", "separate"], typer.Option(help="Whether a slot attends to the passages before its own.")
+        Literal["joint", "separate"],
+        typer.Option(help="joint: slots attend to earlier passages; separate: independent passages."),
     ] = "joint",
-    output: Annotated[Path | None, typer.Option(help="Folder for the report, and the table by itself.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for the report and its table.")] = None,
 ) -> None:
-    """Measures operations, first token, generated token, training steps and memory of a shape with random weights."""
+    """Measure operations, first token, generated token, training steps and memory of a shape with random weights."""
     start = time.perf_counter()
     is_cpu = device.partition(":")[0] == "cpu"
     backbone_dtype = getattr(torch, dtype or ("float32" if is_cpu else "bfloat16"))

@@ -1,6 +1,7 @@
-"""vLLM that answers from slots, vLLM that reads the same passages' text, and the own engine, on the same cores.
+"""vLLM with slots, vLLM with the same passages as text, and our own engine, on the same cores.
 
     python -m arcaligner.benchmarks.vllm --output FOLDER [--sizes 5,20] [--clients 1,8,32] [--batches 5:12,20:6]
+        [--arms slots,own]
 
     slots      vLLM from precomputed passages, asked directly
     front      the same behind the project's server engine, which finds the files and asks how likely they answer
@@ -52,6 +53,7 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.prompts import text_ids
 from .latency import parse_sizes
 
+ARMS = ("slots", "front", "text", "own")
 NEW_TOKENS = 16
 LIMITS = Limits(max_slots=8192, seconds=3600.0)
 
@@ -60,7 +62,16 @@ class Arms:
     """The four ways to an answer. Each takes questions with their passages, a number of clients and the longest answer,
     and gives, for each question, seconds to the first token, and the answer."""
 
-    def __init__(self, checkpoint: str, python: str, folder: Path, rate: int | str, options: list[str], dtype: str):
+    def __init__(
+        self,
+        checkpoint: str,
+        python: str,
+        folder: Path,
+        rate: int | str,
+        options: list[str],
+        dtype: str,
+        names: list[str],
+    ):
         model = ArcAlignerForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
         self.processor = ArcAlignerProcessor.from_pretrained(checkpoint)
         self.model, self.rate = model, rate
@@ -72,12 +83,13 @@ class Arms:
         self.front = VllmEngine(ask, vllm=self.vllm, folder=folder, **settings)
         self.front.warm_up()
         self.end = torch.as_tensor(model.generation_config.eos_token_id).reshape(-1).tolist()
-        self.by_name: dict[str, Callable] = {
+        known: dict[str, Callable] = {
             "slots": lambda rows, *how: self._ask_vllm([self.slots_body(row) for row in rows], *how),
             "front": lambda rows, *how: self._ask_engine(self.front, rows, *how),
             "text": lambda rows, *how: self._ask_vllm([self.text_body(row) for row in rows], *how),
             "own": lambda rows, *how: self._ask_engine(self.own, rows, *how),
         }
+        self.by_name = {name: known[name] for name in names}
 
     def processor_seconds(self, name: str) -> float:
         """The processor's seconds so far of what an arm runs in: vLLM's processes, or this one, or both."""
@@ -186,13 +198,13 @@ def measure(
             found[name]["used"].append(arms.processor_seconds(name) - used)
             found[name]["first"] += [seconds for seconds, _ in answers]
             found[name]["answers"] += [text for _, text in answers]
-    own = found["own"]["answers"]
+    own = found["own"]["answers"] if "own" in found else None
     report = {
         name: {
             "answers_per_second": requests * rounds / sum(each["seconds"]),
             "processor_seconds": sum(each["used"]) / (requests * rounds),
             "first_token": float(np.median(each["first"])),
-            "same_as_own": float(np.mean([text == other for text, other in zip(each["answers"], own, strict=True)])),
+            "same_as_own": None if own is None else float(np.mean(np.array(each["answers"]) == np.array(own))),
         }
         for name, each in found.items()
     }
@@ -202,18 +214,35 @@ def measure(
 def measure_first_tokens(
     arms: Arms, rows: list[Row], size: int, questions: int, rounds: int, first: int
 ) -> dict[str, Any]:
-    """Seconds until each of some questions that arrive together has its first token, of each arm, in turns: the median
-    of the rounds. No text finds a prefix in vLLM's cache, as its salt is its own."""
+    """Seconds until each of some questions that arrive together has its first token, and those of the processor, of
+    each arm, in turns: the median of the rounds. No text finds a prefix in vLLM's cache, as its salt is its own."""
     found: dict[str, list[float]] = {name: [] for name in arms.by_name}
+    used: dict[str, list[float]] = {name: [] for name in arms.by_name}
     for turn in range(rounds):
         numbers = range(first + turn * questions, first + (turn + 1) * questions)
         asked = [draw(rows, size, number) | {"salt": f"{size} {number}"} for number in numbers]
         for row in asked:
             arms.precompute(row)
         for name, arm in arms.by_name.items():
+            before = arms.processor_seconds(name)
             found[name].append(max(seconds for seconds, _ in arm(asked, questions, 1)))
-    arms_seconds = {name: float(np.median(each)) for name, each in found.items()}
-    return {"passages": size, "questions": questions, "rounds": rounds, "seconds": arms_seconds}
+            used[name].append(arms.processor_seconds(name) - before)
+    report = {
+        name: {"first_tokens": float(np.median(found[name])), "processor_seconds": float(np.median(used[name]))}
+        for name in found
+    }
+    return {"passages": size, "questions": questions, "rounds": rounds, "arms": report}
+
+
+def parse_arms(names: str) -> list[str]:
+    """
+    >>> parse_arms("slots, own")
+    ['slots', 'own']
+    """
+    found = [each.strip() for each in names.split(",")]
+    if unknown := [each for each in found if each not in ARMS]:
+        raise ValueError(f"`--arms` has {unknown[0]!r}; expected some of {', '.join(ARMS)}, separated by commas.")
+    return found
 
 
 def parse_batches(batches: str) -> list[tuple[int, int]]:
@@ -229,34 +258,42 @@ def parse_batches(batches: str) -> list[tuple[int, int]]:
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder for the report.")],
-    checkpoint: Annotated[str, typer.Option(help="An aligner of independent passages.")] = str(DEFAULT_CHECKPOINT),
-    sizes: Annotated[str, typer.Option(help="Passages of a question, separated by commas.")] = "5,20",
+    checkpoint: Annotated[str, typer.Option(help="An aligner with independent passages.")] = str(DEFAULT_CHECKPOINT),
+    sizes: Annotated[str, typer.Option(help="Numbers of passages per question, separated by commas.")] = "5,20",
     clients: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "1,8,32",
     batches: Annotated[
         str, typer.Option(help="Passages and number of questions that arrive together, for first tokens alone.")
     ] = "5:12,20:6",
+    names: Annotated[str, typer.Option("--arms", help="What to measure, separated by commas.")] = ",".join(ARMS),
     tokens_per_slot: Annotated[int, typer.Option(help="Tokens of text per slot.")] = 4,
-    rounds: Annotated[int, typer.Option(help="Turns of each arm, of as many questions as clients, at least 4.")] = 1,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of both.")] = "float32",
-    vllm_options: Annotated[str, typer.Option(help="Options of vLLM's server, in one text.")] = "--enforce-eager",
+    rounds: Annotated[
+        int, typer.Option(help="Rounds of each arm; a round has as many questions as clients, at least 4.")
+    ] = 1,
+    dtype: Annotated[str, typer.Option(help="Precision of both engines: float32 or bfloat16.")] = "float32",
+    vllm_options: Annotated[str, typer.Option(help="Options of vLLM's server, in quotes.")] = "--enforce-eager",
     data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
 ) -> None:
-    """Measures vLLM with slots, vLLM with text, and the own engine, interleaved."""
+    """Measure vLLM with slots, vLLM with text, and our own engine, in turns."""
     if (python := find_vllm()) is None:
         raise ImportError("vLLM is not installed: `make vllm`, or name a Python that has it in ARCALIGNER_VLLM.")
-    together, rows, measured, first_tokens, number = parse_batches(batches), list(read_rows(data)), [], [], 0
+    chosen, together = parse_arms(names), parse_batches(batches)
+    rows, measured, first_tokens, number = list(read_rows(data)), [], [], 0
     output.mkdir(parents=True, exist_ok=True)
     columns = ["Passages", "Clients", "Arm", "First token, s", "Answers/s", "Processor s/answer", "Same as own"]
     with tempfile.TemporaryDirectory(dir=output, prefix=".passages-") as folder:
-        arms = Arms(checkpoint, python, Path(folder), tokens_per_slot, vllm_options.split(), dtype)
+        arms = Arms(checkpoint, python, Path(folder), tokens_per_slot, vllm_options.split(), dtype, chosen)
         try:
             for arm in arms.by_name.values():
                 arm([draw(rows, 2, 0), draw(rows, 2, 1)], 2)  # what is loaded on first use
             for size, questions in together:
                 first_tokens.append(measure_first_tokens(arms, rows, size, questions, rounds, number))
                 number += questions * rounds
-                lines = [[size, questions, name, f"{each:.2f}"] for name, each in first_tokens[-1]["seconds"].items()]
-                typer.echo("\n".join(markdown_table(["Passages", "Questions", "Arm", "All first tokens, s"], lines)))
+                lines = [
+                    [size, questions, name, f"{each['first_tokens']:.2f}", f"{each['processor_seconds']:.2f}"]
+                    for name, each in first_tokens[-1]["arms"].items()
+                ]
+                columns_of_batches = ["Passages", "Questions", "Arm", "All first tokens, s", "Processor s"]
+                typer.echo("\n".join(markdown_table(columns_of_batches, lines)))
             for size in parse_sizes(sizes):
                 for count in parse_sizes(clients):
                     asked = max(4, count)
@@ -264,7 +301,8 @@ def main(
                     number += asked * rounds
                     lines = [
                         [size, count, name, f"{each['first_token']:.2f}", f"{each['answers_per_second']:.2f}"]
-                        + [f"{each['processor_seconds']:.2f}", f"{each['same_as_own']:.0%}"]
+                        + [f"{each['processor_seconds']:.2f}"]
+                        + ["" if each["same_as_own"] is None else f"{each['same_as_own']:.0%}"]
                         for name, each in measured[-1]["arms"].items()
                     ]
                     typer.echo("\n".join(markdown_table(columns, lines)))

@@ -1,2 +1,2 @@
-"""The floor: files, rows, public data sets, texts of people's files. At its top it imports nothing else of this
-package."""
+"""Base layer: files, rows, public data sets, conversion of files to text. At the top of its files it imports nothing
+else of this package."""

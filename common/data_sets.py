@@ -1,4 +1,4 @@
-"""Public sets of questions and texts: their licences, and their rows as rows of our schema (`rows.py`).
+"""Public data sets of questions and texts: their licences, and conversion of their rows to our schema (`rows.py`).
 
 Training and evaluation read the same sets, so both take the rows from here. `train/prepare_data.py` makes the files of
 `TRAINING_FILES`, which the recipes name. Like `rows.py`, it needs the standard library only.

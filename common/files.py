@@ -1,4 +1,4 @@
-"""What training, evaluation and benchmarks share: whole writes, digests, JSON Lines, the machine, clear errors.
+"""Helpers of training, evaluation and benchmarks: atomic writes, digests, JSON Lines, the machine, user errors.
 
 At its top it imports the standard library only, and of this package what does so, too.
 """

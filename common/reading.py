@@ -1,4 +1,4 @@
-"""Files that people have, to text: plain text in any encoding, Markdown, HTML, PDF and DOCX.
+"""Convert users' files to text: plain text in any encoding, Markdown, HTML, PDF and DOCX.
 
     found = read_file("report.pdf")
     found.title, found.text, found.sections    # "", "Our year\n...", [(0, 1), (5120, 2)]

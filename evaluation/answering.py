@@ -47,7 +47,7 @@ class Answer:
     prompt_ids: list[int]  # one context token per slot
     context_tokens: int  # positions of the prompt that stand for the passages: tokens of text, or slots
     passage_tokens: int  # of the passages' whole text
-    confidence: float | None = None  # how likely it is that the passages answer, where that was fitted
+    answerability: float | None = None  # how likely it is that the passages answer, where that was fitted
 
 
 # Prompts

@@ -1,4 +1,4 @@
-"""Answers the questions of tasks with methods, scores them, and writes tables: `python -m arcaligner evaluate`.
+"""Answer the questions of tasks with methods, score the answers, write tables: `python -m arcaligner evaluate`.
 
     python -m arcaligner evaluate --recipe smollm2_135m
     python -m arcaligner evaluate --checkpoint runs/mine/3_gating --tasks squad --methods naive,arcaligner -n 200 \\
@@ -148,7 +148,7 @@ def record(row: Row, answer: Answer) -> dict[str, Any]:
         "prompt_tokens": len(answer.prompt_ids),
         "context_tokens": answer.context_tokens,
         "passage_tokens": answer.passage_tokens,
-        **({} if answer.confidence is None else {"confidence": answer.confidence}),
+        **({} if answer.answerability is None else {"answerability": answer.answerability}),
         "prompt": digest(answer.prompt_ids),
         "row": row_digest(row),
     }

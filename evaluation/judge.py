@@ -1,4 +1,4 @@
-"""Judged accuracy, the paper's Acc: a chat model says of each answer of a run whether it is correct.
+"""Judged accuracy, the paper's Acc: a chat model judges whether each answer of a run is correct.
 
     vllm serve Qwen/Qwen3-30B-A3B-Instruct-2507
     python -m arcaligner.evaluation.judge --run runs/paper
@@ -233,18 +233,23 @@ def judge_people(
 
 
 def main(
-    run: Annotated[Path | None, typer.Option(help="Folder of a run, whose answers are judged.")] = None,
+    run: Annotated[Path | None, typer.Option(help="Folder of the run to judge.")] = None,
     people: Annotated[
-        Path | None, typer.Option("--agreement", help="Folder `data` of OpenQA-eval: does the judge agree with people?")
+        Path | None,
+        typer.Option(
+            "--agreement", help="Folder `data` of OpenQA-eval, to measure how well the judge agrees with people."
+        ),
     ] = None,
-    model: Annotated[str, typer.Option(help="The judge: its name at the endpoint.")] = JUDGE,
-    endpoint: Annotated[str, typer.Option(help="OpenAI-compatible address; its key is $OPENAI_API_KEY.")] = ENDPOINT,
+    model: Annotated[str, typer.Option(help="Name of the judge at the endpoint.")] = JUDGE,
+    endpoint: Annotated[
+        str, typer.Option(help="OpenAI-compatible address; the key is taken from $OPENAI_API_KEY.")
+    ] = ENDPOINT,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait for a reply.")] = 60.0,
     number: Annotated[int | None, typer.Option("-n", min=1, help="Judgements of people to compare with.")] = None,
-    output: Annotated[Path, typer.Option(help="Folder for verdicts on what people judged.")] = Path("runs/judges"),
-    again: Annotated[bool, typer.Option("--again", help="Ask again where a reply was neither yes nor no.")] = False,
+    output: Annotated[Path, typer.Option(help="Folder for the verdicts of `--agreement`.")] = Path("runs/judges"),
+    again: Annotated[bool, typer.Option("--again", help="Repeat replies that were neither yes nor no.")] = False,
 ) -> None:
-    """Judges all answers of a run, or compares a judge with people. The same command asks again for unjudged ones."""
+    """Judge all answers of a run, or compare a judge with people. A second run judges only what is missing."""
     if (run is None) == (people is None):
         raise ValueError("Expected exactly one of `--run` (a run to judge) and `--agreement` (judgements of people).")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

@@ -1,4 +1,4 @@
-"""Re-rankers: the second look at the passages that a retriever found.
+"""Re-rankers of the passages that a retriever found.
 
 One is named by its kind and its model, `kind:model`:
 

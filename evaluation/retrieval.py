@@ -1,4 +1,4 @@
-"""Retrieval as in the paper: a dense retriever finds twenty passages, a re-ranker orders them, the first is read.
+"""Retrieval as in the paper: a dense retriever finds twenty passages, a re-ranker orders them, the first is used.
 
     python -m arcaligner.evaluation.retrieval --tasks nq,squad --data FOLDER --pool FOLDER/recon_train.jsonl.gz \\
         --reranker aligner:checkpoints/arcaligner-smollm2-135m --output runs/retrieved
@@ -268,10 +268,10 @@ def main(
     num_questions: Annotated[
         int | None, typer.Option("-n", min=1, help="Maximum number of questions per task.")
     ] = None,
-    num_found: Annotated[int, typer.Option(min=1, help="Passages to find and re-rank.")] = NUM_FOUND,
-    device: Annotated[str, typer.Option(help="Where models run: cpu, cuda.")] = "cpu",
+    num_found: Annotated[int, typer.Option(min=1, help="Number of passages to retrieve and re-rank.")] = NUM_FOUND,
+    device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
 ) -> None:
-    """Finds and re-ranks passages for the questions of tasks, and prints Recall@k before and after."""
+    """Retrieve and re-rank passages for the questions of tasks, and print Recall@k before and after."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     settings = RetrievalSettings(split_names(pool), retriever, reranker, endpoint, num_found)
     found = {}

@@ -24,6 +24,8 @@ from ..common.rows import Row
 FLOOR = "wrong_passages"
 # What may be different when a run continues.
 FREE_SETTINGS = {"machine", "checkpoint", "corpus", "batch_size", "about"}
+# What lines of 0.2 call by another name.
+_NEW_NAMES = {"confidence": "answerability"}
 
 
 def row_digest(row: Row) -> str:
@@ -49,7 +51,8 @@ class AnswerFile:
 
     def read(self) -> list[dict[str, Any]]:
         """All answers; the last line is left out where a kill has cut it."""
-        return [json.loads(line) for line in self.path.read_bytes().split(b"\n")[:-1]] if self.path.exists() else []
+        lines = self.path.read_bytes().split(b"\n")[:-1] if self.path.exists() else []
+        return [{_NEW_NAMES.get(name, name): each for name, each in json.loads(line).items()} for line in lines]
 
     def settings(self) -> dict[str, Any]:
         """What the answers were made with."""

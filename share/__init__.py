@@ -1,1 +1,1 @@
-"""An aligner for others: written as one folder with its model card, and uploaded to the Hub."""
+"""Publish an aligner: one folder with its model card, and its upload to the Hub."""

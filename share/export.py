@@ -1,4 +1,4 @@
-"""Writes a trained aligner for others: bfloat16 weights, processor, code, model card and the recipes of its stages.
+"""Export a trained aligner: bfloat16 weights, processor, code, model card and the recipes of its stages.
 
     python -m arcaligner.share.export --stages runs/smollm2_135m --output checkpoints/arcaligner-smollm2-135m
 
@@ -60,7 +60,7 @@ def main(
     stages: Annotated[Path, typer.Option(help="Folder of the stages' output folders.", exists=True)],
     output: Annotated[Path, typer.Option(help="Folder to write.")],
 ) -> None:
-    """Writes the aligner of the last stage in `stages` to `output`."""
+    """Write the aligner of the last finished stage to a folder that can be pushed."""
     folders = sorted(path.parent for path in stages.glob("*/config.json"))
     if not folders:
         raise typer.BadParameter(f"{stages} holds no finished stage, a folder with a config.json.")

@@ -1,4 +1,4 @@
-"""A checkpoint for others: its model card, and its upload to the Hub.
+"""Model card of a checkpoint, and its upload to the Hub.
 
 The card (`model_card.md.jinja`) says what the configuration, `recipe.yaml` and `results.json` beside it say. Results
 are those of an evaluation, in percent with 95 % intervals:

@@ -52,6 +52,11 @@ class SmallVllm:
         self.server.should_exit = True
         self.thread.join()
 
+    def kill(self):
+        """Ends without an end to the answers that it writes."""
+        self.server.force_exit = True
+        self.stop()
+
     async def models(self):
         return {"data": [{"id": "base", "max_model_len": self.max_model_len}]}
 

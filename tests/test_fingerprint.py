@@ -129,8 +129,10 @@ def test_no_change_of_a_weight_goes_unseen(write, part):
     before = watch.digests()
     model.generate(torch.arange(9)[None], max_new_tokens=2)
     assert watch.digests() is before == watched(copy.deepcopy(model)).digests()  # nothing was read again
+    marked = watch.mark()
+    assert watch.mark() == marked != watched(model).mark()  # which another process or cache cannot know
     WRITES[write](model, next(each for name, each in model.named_parameters() if part in name))
-    assert watch.digests() != before
+    assert watch.mark() != marked and watch.digests() != before
     assert watched(model).digests() == watch.digests()
 
 

@@ -230,7 +230,7 @@ def test_what_cannot_be_prepared_is_refused(processor):
     model = aligner_for(processor)
     for call, message in [
         ({}, "Got no `documents` and `context_embeds`; expected one of the two"),
-        ({"questions": [], "documents": []}, "There is no question"),
+        ({"questions": [], "documents": []}, "`questions` is"),
         ({"documents": [ADA], "gate_mode": "sometimes"}, "`gate_mode`"),
         ({"documents": [ADA], "refinement_budget": -1.0}, "`refinement_budget` is -1.0"),
         ({"documents": [ADA], "max_slots": 0}, "`max_slots` is 0"),

@@ -125,7 +125,9 @@ def test_special_token_in_a_question_without_template_or_in_a_documents_words_is
 
 def test_more_slots_than_the_backbone_reads_are_refused_before_the_encoder_is_asked(processor, monkeypatch):
     text = len(processor.tokenizer(PROMPT.format(slots="", question=QUESTION))["input_ids"])
-    message = rf"question 1 are 603 slots \(the longest, passage 1, is 600\), but there is room for {512 - text} beside"
+    message = (
+        rf"question 1 are 603 slots \(the longest, passage 1, is 600\), but there is only room for {512 - text} with"
+    )
     message += " the question: the first 1 of 2 fit"
     with monkeypatch.context() as patch:
         patch.setattr(SlotEncoder, "encode_tokens", None)

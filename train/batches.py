@@ -1,4 +1,4 @@
-"""What collators of examples do alike: the rate of a batch, the inputs of the encoder, the words of its slots."""
+"""Shared parts of the collators: the compression of a batch, the encoder's inputs, the tokens of slots."""
 
 from collections.abc import Sequence
 from itertools import chain

@@ -1,4 +1,4 @@
-"""Fits how likely it is that passages answer a question: the answerability head of an aligner.
+"""Fit the answerability head of an aligner: how likely the passages contain an answer.
 
     python -m arcaligner.train.confidence --recipe train/recipes/smollm2_135m/2_grounding.yaml --aligner FOLDER
 
@@ -195,15 +195,15 @@ def fit_likelihood(
 def main(
     recipe: Annotated[Path, typer.Option(help="The recipe of the stage: its data, and what is held out.")],
     aligner: Annotated[Path, typer.Option(help="Folder of the aligner, which gets the head.")],
-    number: Annotated[int, typer.Option("-n", help="Training questions.")] = 20_000,
-    held_out: Annotated[int, typer.Option(help="Held-out questions.")] = 1000,
+    number: Annotated[int, typer.Option("-n", help="Number of training questions.")] = 20_000,
+    held_out: Annotated[int, typer.Option(help="Number of held-out questions.")] = 1000,
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
     keep_head: Annotated[
-        bool, typer.Option("--keep-head", help="Keep the answerability as it is; fit how likely answers are right.")
+        bool, typer.Option("--keep-head", help="Keep the answerability head; fit only how likely answers are right.")
     ] = False,
 ) -> None:
-    """Fits how likely passages answer and how likely answers are right, and prints what both are worth on held-out
-    questions."""
+    """Fit how likely passages contain an answer and how likely answers are right, and print the accuracy of both on
+    held-out questions."""
     model, processor = load_mean([aligner])
     data = read_recipe(recipe, data_dir)
     rates = tuple(dict.fromkeys([processor.tokens_per_slot, *(processor.trained_tokens_per_slot or RATES)]))

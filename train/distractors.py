@@ -1,4 +1,4 @@
-"""Passages that stand beside those that answer: the nearest to a question that do not answer it (BM25)."""
+"""Distractors: the passages nearest to a question (BM25) that do not answer it."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""From a source to examples: rows are read, chosen and tokenized, a block at a time.
+"""From sources to examples: rows are read, selected and tokenized, a block at a time.
 
 A source is a JSON Lines or Parquet file or a data set of the Hub; a row is that of `common/rows.py`. A row of texts
 becomes an example for every few consecutive segments of its passages (stage I): the slots, then a turn that gives their

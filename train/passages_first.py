@@ -1,4 +1,4 @@
-"""A training step in two phases, which independent passages allow: first their slots, then the turns that read them.
+"""A training step in two phases for independent passages: first their slots, then the turns that attend to them.
 
 A slot of an independent passage reads the beginning of the prompt and its own passage, never a turn or another passage.
 So the passages of a batch run through the aligner first, each in a row of its own, and then the turns of each example

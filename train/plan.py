@@ -1,4 +1,4 @@
-"""What a recipe takes, said before anything is loaded: `arcaligner train --recipe mistral_7b --dry-run`.
+"""Requirements of a recipe without loading anything: `arcaligner train --recipe mistral_7b --dry-run`.
 
 Parameters are counted on the meta device, of the sizes in `published.yaml` where neither the model nor the Hub can be
 reached. Examples are counted and measured where the data are files: those of a first block are made. The memory of

@@ -1,4 +1,4 @@
-"""Makes the training and validation files that the recipes name, of public sets.
+"""Make the training and validation files of the recipes from public data sets.
 
     python -m arcaligner.train.prepare_data                         # into `data`, where the recipes look for them
     python -m arcaligner.train.prepare_data --limit hotpotqa=20000 --limit squad=5000
@@ -235,13 +235,15 @@ def read_limits(given: Iterable[str]) -> list[Source]:
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder to write.")] = Path("data"),
-    limit: Annotated[list[str] | None, typer.Option(help="Rows of a set, as in squad=5000; can be repeated.")] = None,
+    limit: Annotated[
+        list[str] | None, typer.Option(help="Maximum number of rows of a set, as in squad=5000; can be repeated.")
+    ] = None,
     copies: Annotated[
         Path | None,
         typer.Option(help="Folder with a copy of each set under its name, instead of the Hub.", exists=True),
     ] = None,
 ) -> None:
-    """Makes the training and validation files that the recipes name, of public sets."""
+    """Make the training and validation files of the recipes from public data sets."""
     sources = read_limits(limit or [])
     prepare(output, sources, copies)
     typer.echo((output / "README.md").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Trains one stage of a recipe: examples -> batches -> the loss -> the saved aligner.
+"""Train one stage of a recipe: examples -> batches -> loss -> saved aligner.
 
     python -m arcaligner.train.sft --config train/recipes/smollm2_135m/1_reconstruction.yaml
     python -m arcaligner.train.sft --config train/recipes/smollm2_135m/2_grounding.yaml --seed 2
@@ -7,7 +7,7 @@
 Any key of the recipe (`recipe.py`) can be given on the command line. A run resumes from the last checkpoint in its
 `output_dir`, if its settings are those that it was begun with.
 
-The encoder runs in the training step: it is small beside the backbone, and no embeddings of a corpus have to be kept.
+The encoder runs inside the training step, so no embeddings need to be stored.
 The loss is the model's own, of the labeled positions only. Where there is no Triton, TRL's fused head scores the prompt
 as well, which on a CPU costs more than all decoder layers of a small model.
 """

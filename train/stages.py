@@ -1,4 +1,4 @@
-"""All stages of a recipe, one after another, each from the end of the one before.
+"""Run all stages of a recipe, each from the result of the one before.
 
     python -m arcaligner train --recipe smollm2_135m
     python -m arcaligner train --recipe smollm2_135m --stage 2

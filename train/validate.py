@@ -1,4 +1,4 @@
-"""Validates an aligner on the articles that a recipe holds out: losses and answers.
+"""Validate an aligner on held-out articles of a recipe: losses and answers.
 
     python -m arcaligner.train.validate --recipe train/recipes/smollm2_135m/2_grounding.yaml --runs runs/mine
     python -m arcaligner.train.validate --recipe RECIPE --runs runs/a,runs/b --last 10 --answers 300 --output runs/mean
@@ -197,14 +197,18 @@ def load_mean(folders: list[Path]) -> tuple[ArcAlignerForCausalLM, ArcAlignerPro
 def main(
     recipe: Annotated[Path, typer.Option(help="The recipe of the stage: its data, and what is held out.")],
     runs: Annotated[str, typer.Option(help="Folders of runs or of aligners, separated by commas.")],
-    last: Annotated[int, typer.Option(help="Last checkpoints of each run to average; 0 for the folders' own.")] = 0,
-    rates: Annotated[str, typer.Option(help="Rates, separated by commas.")] = "2,4",
-    number: Annotated[int, typer.Option("-n", help="Questions; a quarter as many texts.")] = 1000,
-    num_answers: Annotated[int, typer.Option("--answers", help="Questions to answer as well; 0 for none.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Folder for the mean.")] = None,
+    last: Annotated[
+        int, typer.Option(help="Number of last checkpoints of each run to average; 0 for the final weights.")
+    ] = 0,
+    rates: Annotated[str, typer.Option(help="Tokens per slot, separated by commas.")] = "2,4",
+    number: Annotated[int, typer.Option("-n", help="Number of questions; a quarter as many texts.")] = 1000,
+    num_answers: Annotated[
+        int, typer.Option("--answers", help="Number of questions to answer as well; 0 for none.")
+    ] = 0,
+    output: Annotated[Path | None, typer.Option(help="Folder for the averaged weights.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
 ) -> None:
-    """Prints losses and answers on held-out articles."""
+    """Print losses and answers on held-out articles."""
     data = read_recipe(recipe, data_dir)
     folders = [Path(each) for each in runs.split(",")]
     if last:

@@ -29,6 +29,9 @@ Strict = Annotated[bool, typer.Option("--strict", help="Fail if anything could n
 Verbose = Annotated[
     bool, typer.Option("--verbose", help=f"List everything that is skipped, not only the first {MOST_NAMED}.")
 ]
+Processes = Annotated[
+    int, typer.Option(help="How many processes encode passages, each with the encoder in its own memory.", min=1)
+]
 
 
 @corpus_app.command("build")
@@ -44,6 +47,7 @@ def build(
     prune: Annotated[bool, typer.Option("--prune", help="Remove documents that are in none of the sources.")] = False,
     strict: Strict = False,
     verbose: Verbose = False,
+    processes: Processes = 1,
 ) -> None:
     """Make a corpus from texts, or update one: new documents are added, changed ones replaced."""
     shared.check_there(checkpoint)
@@ -69,6 +73,7 @@ def build(
                 corpus,
                 processor,
                 prune=prune,
+                processes=processes,
                 on_batch=lambda report: messages.print(f"[dim]{counted(report.passages, 'passage')}[/]"),
             )
     except (ValueError, OSError):
@@ -95,12 +100,13 @@ def add(
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     strict: Strict = False,
     verbose: Verbose = False,
+    processes: Processes = 1,
 ) -> None:
     """Add documents to an existing corpus, and replace those that have changed. Otherwise like `build`."""
     from ..corpus.table import Corpus
 
     Corpus(corpus)  # raises if there is none
-    build(sources, corpus, checkpoint, None, None, strict=strict, verbose=verbose)
+    build(sources, corpus, checkpoint, None, None, strict=strict, verbose=verbose, processes=processes)
 
 
 @corpus_app.command("read")

@@ -1,4 +1,4 @@
-"""What commands share: options, the checkpoint that they name, and how they print."""
+"""Shared parts of the commands: options, loading of checkpoints, printing."""
 
 import os
 import sys
@@ -181,7 +181,7 @@ def load_vllm_engine(
 
     from ...configuration_arcaligner import ArcAlignerConfig
     from ...loading_arcaligner import resolve_model
-    from ..server.vllm_engine import VllmEngine, VllmProcess, VllmServer, find_vllm
+    from ..server.vllm_engine import VllmEngine, VllmProcess, VllmServer, check_lora_positions, find_vllm
 
     if url and options:
         raise ValueError(
@@ -193,6 +193,8 @@ def load_vllm_engine(
     if not url and (python := find_vllm()) is None:
         raise ImportError("vLLM is not installed. Run `make vllm`, or set ARCALIGNER_VLLM to a Python that has it.")
     check_there(checkpoint)
+    config = ArcAlignerConfig.from_pretrained(checkpoint)
+    check_lora_positions(config)  # before anything is started
     ask, retriever = _load_parts(checkpoint, corpus, dtype, device)
     if folder is None and retriever is not None:
         folder = retriever.corpus.kept_folder
@@ -203,7 +205,7 @@ def load_vllm_engine(
     if url:
         vllm = VllmServer(url)
     else:
-        base_model = resolve_model(ArcAlignerConfig.from_pretrained(checkpoint).base_model_name_or_path)
+        base_model = resolve_model(config.base_model_name_or_path)
         own = ["--dtype", str(ask.model.dtype).removeprefix("torch."), *shlex.split(options)]
         vllm = VllmProcess(python, base_model, folder, own)
     engine = VllmEngine(ask, retriever, vllm=vllm, folder=folder, **settings)

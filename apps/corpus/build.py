@@ -1,12 +1,20 @@
-"""Documents to rows of a corpus: cut into passages, encoded, written. Documents that have not changed are left alone.
+"""From documents to rows of a corpus: cut, encode, write. Unchanged documents are skipped.
 
-read_documents -> batches -> those that are new or changed -> passage_rows -> Corpus.add
+read_documents -> batches -> those that are new or changed -> document_rows -> Corpus.add
+
+With several processes, `document_rows` runs in them, a batch each; this one reads and writes, in the same order.
 """
 
 import logging
+import multiprocessing
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -46,6 +54,7 @@ def build_corpus(
     *,
     prune: bool = False,
     on_batch: Callable[[BuildReport], Any] = lambda report: None,
+    processes: int = 1,
 ) -> BuildReport:
     """
     Adds the documents of sources, and replaces those that have changed. A killed build continues where it stopped.
@@ -57,10 +66,15 @@ def build_corpus(
         prune (`bool`): At the end, remove documents that are in none of the sources. A file that cannot be read keeps
             its document; a data set that cannot be read to its end keeps all.
         on_batch (`Callable`): Is told what was done, after each batch.
+        processes (`int`, defaults to 1): How many encode passages at the same time, each with the encoder in its own
+            memory. The table is the same as of one. A script that asks for several needs `if __name__ == "__main__":`.
 
     Raises:
-        `ValueError`: no document at all; another process writes.
+        `ValueError`: no document at all; another process writes; fewer than one process.
+        `OSError`: a disk that is full; a process that has ended, as for lack of memory.
     """
+    if processes < 1:
+        raise ValueError(f"`processes` is {processes}; expected 1 or more.")
     report, num_hidden = BuildReport(), 0  # sources and rows that could not be read, and may hold any document
     text_of: dict[int, int | None] = {}  # by id, both as hashes: there may be millions; `None` where it is not read
 
@@ -83,21 +97,16 @@ def build_corpus(
             skip(f"{document.id} is the id of an earlier document with another text", may_hold_documents=False)
         return before is None
 
-    with corpus.writing():
-        for documents in _batches(filter(is_first, read_documents(sources, skip, corpus.path.parent))):
-            known = corpus.digests(document.id for document in documents)
-            new = [document for document in documents if known.get(document.id) != document.digest]
-            replaced = [document.id for document in new if document.id in known]
-            cut = corpus.settings["passage_tokens"], corpus.settings["spacy_model"], processor.tokenizer
-            passages = passages_of(new, *cut)
-            starts = range(0, len(passages), PART_PASSAGES)
-            parts = [passage_rows(passages[start : start + PART_PASSAGES], processor, corpus) for start in starts]
-            if parts:
-                corpus.add(pa.concat_tables(parts), replaced)
-            report.added += len(new) - len(replaced)
-            report.replaced += len(replaced)
-            report.unchanged += len(documents) - len(new)
-            report.passages += len(passages)
+    with corpus.writing(), _encoding(corpus, processor, processes) as encode:
+        batches = _batches(filter(is_first, read_documents(sources, skip, corpus.path.parent)))
+        for batch in _encoded(batches, corpus, encode, ahead=2 * processes if processes > 1 else 0):
+            rows = batch.rows.result()
+            if rows is not None:
+                corpus.add(rows, batch.replaced)
+            report.added += batch.num_new - len(batch.replaced)
+            report.replaced += len(batch.replaced)
+            report.unchanged += batch.num_unchanged
+            report.passages += 0 if rows is None else len(rows)
             on_batch(report)
         if not report.added + report.replaced + report.unchanged:
             why = f": {report.skipped[0]}" if report.skipped else "."
@@ -124,6 +133,77 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     yield batch
 
 
+class _Batch(NamedTuple):
+    """Documents that are written in one step: their rows, once these are made, and the ids of those that change."""
+
+    rows: "Future[pa.Table | None]"
+    replaced: list[str]
+    num_new: int
+    num_unchanged: int
+
+
+def _encoded(
+    batches: Iterable[list[Document]],
+    corpus: Corpus,
+    encode: Callable[[list[Document]], "Future[pa.Table | None]"],
+    ahead: int,
+) -> Iterator[_Batch]:
+    """Batches in their order, with at most so many `ahead` of the one that is written."""
+    waiting: deque[_Batch] = deque()
+    for documents in batches:
+        known = corpus.digests(document.id for document in documents)
+        new = [document for document in documents if known.get(document.id) != document.digest]
+        replaced = [document.id for document in new if document.id in known]
+        waiting.append(_Batch(encode(new), replaced, len(new), len(documents) - len(new)))
+        if len(waiting) > ahead:
+            yield waiting.popleft()
+    yield from waiting
+
+
+@contextmanager
+def _encoding(
+    corpus: Corpus, processor, processes: int
+) -> Iterator[Callable[[list[Document]], "Future[pa.Table | None]"]]:
+    """What makes rows of documents: this process, or several of their own, which share its threads."""
+    if processes == 1:
+
+        def encode(documents: list[Document]) -> "Future[pa.Table | None]":
+            (rows := Future()).set_result(document_rows(documents, processor, corpus))
+            return rows
+
+        yield encode
+        return
+    # Not forked: a child has locks of the parent's threads, those of PyTorch among them.
+    context, threads = multiprocessing.get_context("spawn"), max(1, torch.get_num_threads() // processes)
+    started = (corpus.path, processor, threads)
+    with ProcessPoolExecutor(processes, context, initializer=_start_process, initargs=started) as pool:
+        try:
+            yield lambda documents: pool.submit(_document_rows_here, documents)
+        except BrokenProcessPool as error:
+            raise OSError(
+                f"A process that encodes passages has ended: of {processes}, each has an encoder in its memory. What "
+                "is written stays; run this again with fewer processes to continue."
+            ) from error
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+_here: tuple[Any, Corpus] | None = None  # what a process that encodes has
+
+
+def _start_process(path: Path, processor, threads: int) -> None:
+    global _here
+    torch.set_num_threads(threads)
+    corpus = Corpus(path)
+    corpus.check(processor)  # it loads the encoder from where the processor has it from
+    _here = processor, corpus
+
+
+def _document_rows_here(documents: list[Document]) -> pa.Table | None:
+    return document_rows(documents, *_here)
+
+
 def summary(report: BuildReport, info: dict[str, Any]) -> str:
     """What a build has done, and the size of the corpus."""
     return (
@@ -131,6 +211,15 @@ def summary(report: BuildReport, info: dict[str, Any]) -> str:
         f"{report.unchanged} unchanged, {len(report.skipped)} skipped.\n{counted(info['passages'], 'passage')} of "
         f"{counted(info['documents'], 'document')}, {counted(info['slots'], 'slot')}: {info['bytes']:,} bytes."
     )
+
+
+def document_rows(documents: list[Document], processor, corpus: Corpus) -> pa.Table | None:
+    """The passages of documents with their slots, as rows of a corpus; `None` where there is none."""
+    cut = corpus.settings["passage_tokens"], corpus.settings["spacy_model"], processor.tokenizer
+    passages = passages_of(documents, *cut)
+    starts = range(0, len(passages), PART_PASSAGES)
+    parts = [passage_rows(passages[start : start + PART_PASSAGES], processor, corpus) for start in starts]
+    return pa.concat_tables(parts) if parts else None
 
 
 def passage_rows(passages: list[Passage], processor, corpus: Corpus) -> pa.Table:

@@ -1,4 +1,4 @@
-"""Passages of a corpus read ahead: keys and values beside their slots, so that no question has to read them.
+"""Precompute keys and values of the passages of a corpus, so that questions find them cached.
 
     read_corpus(corpus, model, processor)    # a file for each passage in `corpus.kept_folder`, which stores find there
 

@@ -1,4 +1,4 @@
-"""A question to the passages of a corpus that answer it, with their stored slots: nothing but the question is encoded.
+"""Retrieve passages of a corpus, with their stored slots, for a question; only the question is encoded.
 
     retriever = Retriever(Corpus("letters.lance"), processor)
     found = retriever("Who wrote it?", top_k=5)

@@ -1,4 +1,4 @@
-"""Documents of a corpus, from the sources that people have.
+"""Documents of a corpus from files, folders and data sets.
 
 A source is a file of text (`PLAIN`), Markdown, HTML, PDF or DOCX, a JSON Lines or Parquet file, a folder of such files,
 or a data set of the Hub. Columns are named as in `rows.py`:

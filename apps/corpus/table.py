@@ -61,8 +61,7 @@ def table_schema(settings: dict[str, Any]) -> pa.Schema:
 
 
 def passage_checksums(rows: pa.Table) -> list[int]:
-    """The CRC-32 of text, slots and what they stand for, of each row: against a disk that breaks, not against anybody
-    who writes to it."""
+    """CRC-32 of each row's text, slots and their characters. Detects disk corruption, not tampering."""
     slots = rows["slots"].combine_chunks()
     ends = np.cumsum(slots.value_lengths().to_numpy())
     values = slots.flatten().flatten().to_numpy().reshape(-1, slots.type.value_type.list_size)

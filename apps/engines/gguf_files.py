@@ -1,4 +1,4 @@
-"""GGUF files for llama.cpp: the slot LoRA of an aligner is written, a base model is checked.
+"""GGUF files for llama.cpp: write the slot LoRA of an aligner, check a base model.
 
 llama.cpp has names of its own for weights, and in the Llama architecture it rotates neighboring values of a head where
 transformers rotates its two halves: rows that make queries and keys are reordered (`translate`).
@@ -48,17 +48,22 @@ def export_gguf(checkpoint: str, output: str | Path) -> None:
     """
     model = ArcAlignerForCausalLM.from_pretrained(checkpoint)
     architecture_of(model.config.text_config)
-    if model.config.lora_positions != "slots":
-        raise ValueError(
-            f"{checkpoint} has `lora_positions` {model.config.lora_positions!r}, but llama.cpp reads text with the "
-            "base model alone. Export an aligner whose LoRA is on its slots."
-        )
+    check_lora_positions(model.config, checkpoint)
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     with written_whole(output) as folder:
         if model.config.lora_r:
             write_adapter(model, folder / ADAPTER_FILE)
         processor.save_pretrained(folder)
         model.save_pretrained(folder)
+
+
+def check_lora_positions(config: ArcAlignerConfig, checkpoint: str | Path) -> None:
+    """Raises `ValueError` for an aligner whose LoRA is on text, too."""
+    if config.lora_positions != "slots":
+        raise ValueError(
+            f"{checkpoint} has `lora_positions` {config.lora_positions!r}, but llama.cpp reads text with the base "
+            "model alone. Name an aligner whose LoRA is on its slots, or use the PyTorch model."
+        )
 
 
 def write_adapter(model: ArcAlignerForCausalLM, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Slots on llama.cpp: transformers makes them, a GGUF base model reads them and answers.
+"""Slots on llama.cpp: transformers makes them, and a GGUF base model answers from them.
 
     text before the slots -> slots as input embeddings, adapter on -> [state kept] -> question and answer, adapter off
 
@@ -29,7 +29,7 @@ from ...loading_arcaligner import WEIGHTS_DIGEST, AlignerMixin, check_values
 from ...modeling_arcaligner import ContextProjector
 from ...processing_arcaligner import ArcAlignerProcessor
 from ...segmentation_arcaligner import documents_of, text_of, title_of
-from .gguf_files import ADAPTER_FILE, check_base_model
+from .gguf_files import ADAPTER_FILE, check_base_model, check_lora_positions
 
 TESTED_VERSION = "0.3.36"
 CACHE_TYPES = {"f16": 1, "f32": 0}  # GGML's numbers
@@ -195,7 +195,7 @@ class LlamaCppEngine:
     Raises:
         `ImportError`: llama.cpp is not installed.
         `OSError`: a file that is not there.
-        `ValueError`: a base model, tokenizer or adapter that does not fit; gates that are on.
+        `ValueError`: a base model, tokenizer or adapter that does not fit; gates that are on; a LoRA on text.
     """
 
     def __init__(
@@ -216,6 +216,7 @@ class LlamaCppEngine:
         import_llama_cpp()
         folder = Path(folder)
         self.config = config = ArcAlignerConfig.from_pretrained(folder)
+        check_lora_positions(config, folder)
         if config.refines(gate_mode):
             raise ValueError(
                 f"The gates of {folder} are on (`gate_mode` {gate_mode or config.gate_mode!r}), which llama.cpp cannot "

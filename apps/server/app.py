@@ -1,4 +1,4 @@
-"""The server around an [`Engine`]: its addresses, what an answer looks like, key, limits and metrics.
+"""HTTP application around an [`Engine`]: routes, format of answers, key, limits and metrics.
 
 /v1/chat/completions                as the clients of OpenAI speak it; `chat_request.py` has what a request may hold
 /v1/models, /v1/models/NAME         the one model

@@ -1,4 +1,4 @@
-"""What a request of `/v1/chat/completions` may hold, as the clients of OpenAI, vLLM, llama.cpp and others send it.
+"""Requests of `/v1/chat/completions` as clients of OpenAI, vLLM, llama.cpp and others send them.
 
 Fields that ask for nothing are taken. A field that would change the answer and cannot be done is refused by its name,
 and so is a name that nobody knows: a typo never passes for a setting.

@@ -1,4 +1,4 @@
-"""Requests to answers: those that arrive together are one batch, and each gets its answer as it is written.
+"""From requests to answers: concurrent requests share a batch, and each gets its answer as it is generated.
 
 One thread reads passages and runs the model; any number of threads may submit.
 
@@ -342,7 +342,8 @@ class Engine:
         request.passages = passages
 
     def _room(self, request: Request, num_passages: int) -> int:
-        """The most slots of so many passages: more where they are asked about one by one than where all are read."""
+        """Slot limit of a request with this many passages: higher if they are scored one by one than if all are
+        used."""
         return self.limits.max_slots_asked if request.wants_fewer(num_passages) else self.limits.max_slots
 
     def _encode_documents(self, documents: str, tokens_per_slot: int | str | None, room: int) -> EncodedDocuments:
@@ -365,16 +366,17 @@ class Engine:
             for request, chat in zip(group, chats, strict=True)
         ]
         slots = {name: [row[name] for row in rows] for name in rows[0]}
-        scores = self.answerer.score(chats, similarities=similar, **slots)
+        most = [request.max_passages for request in group]
+        scores = self.answerer.score_candidates(chats, similarities=similar, most=most, **slots)
         seconds = time.perf_counter() - began
         for request, own in zip(group, scores, strict=True):
             numbers = select_top(own, request.max_passages)
             request.kept = sum(own[number].is_cached for number in numbers)
             request.passages = request.passages.only(numbers)
             request.passages.seconds["choosing"] = seconds
-            for number, scored in own.items():
-                both = dict.fromkeys(("answerability", "confidence"), scored.answerability)  # the second one is of 0.2
-                request.passages.documents[number] |= both
+            for number, document in enumerate(request.passages.documents):  # `None` where others had decided
+                sure = own[number].answerability if number in own else None
+                document |= dict.fromkeys(("answerability", "confidence"), sure)  # the second one is of 0.2
 
     def _answer(self, group: list[Request]) -> None:
         began = time.monotonic()

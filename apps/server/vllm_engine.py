@@ -1,4 +1,4 @@
-"""vLLM behind this server: passages are found, scored and precomputed here; vLLM reads them as files, and answers.
+"""vLLM behind this server: passages are retrieved, scored and precomputed here; vLLM answers from their files.
 
     engine = VllmEngine(ask, retriever, vllm=VllmProcess(python, base_model, folder), folder=folder)
     engine = VllmEngine(ask, retriever, vllm=VllmServer("http://10.0.0.7:8000"), folder="/shared/passages")
@@ -30,7 +30,7 @@ import torch
 
 from ...answering_arcaligner import chat_inputs, copied_texts
 from ...common.files import ROOT
-from ...configuration_arcaligner import check_length
+from ...configuration_arcaligner import ArcAlignerConfig, check_length
 from ...kv_cache_arcaligner import PrefixFiles, json_digest
 from ...pipeline_arcaligner import ArcAlignerPipeline
 from ..corpus.retrieve import Retriever
@@ -84,6 +84,16 @@ def copying(processor, documents: list, bonus: float | None, end_ids: list[int])
         return None
     packed = [[each.ids, each.ends_word, [word for own in each.words.values() for word in own]] for each in texts]
     return {"bonus": bonus, "texts": packed, "end_ids": end_ids}
+
+
+def check_lora_positions(config: ArcAlignerConfig) -> None:
+    """Raises `ValueError` for an aligner whose LoRA is on text, too. Gates are on slots alone, and their passes are in
+    the precomputed keys and values."""
+    if config.lora_positions != "slots":
+        raise ValueError(
+            f"This checkpoint has `lora_positions` {config.lora_positions!r}, but vLLM reads text with the base model "
+            "alone. Name an aligner whose LoRA is on its slots, or leave out `--engine vllm`."
+        )
 
 
 class VllmServer:
@@ -174,6 +184,9 @@ class VllmEngine(Engine):
     Args:
         vllm ([`VllmServer`]): Where it is.
         folder (`str` or `Path`): Of the passages, which vLLM reads. With a corpus, that of its passages by default.
+
+    Raises:
+        `ValueError`: an aligner whose LoRA is on text, too.
     """
 
     def __init__(
@@ -196,6 +209,7 @@ class VllmEngine(Engine):
         )
         self._checking = asyncio.Lock()
         try:
+            check_lora_positions(ask.model.config)
             super().__init__(ask, retriever, folder=folder, **settings)
         except BaseException:
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -420,8 +434,7 @@ class VllmEngine(Engine):
         )
         if not far < CLOSE:
             raise ValueError(
-                f"vLLM at {self.vllm.url} gives log-probabilities for the same passages that differ by {far:.2f} "
-                "apart; "
+                f"vLLM at {self.vllm.url} gives log-probabilities for the same passages that differ by {far:.2f}; "
                 f"expected less than {CLOSE}. Start it for the base model of the checkpoint, without quantization."
             )
 

@@ -1,10 +1,10 @@
-"""Questions and passages to model inputs: the prompt with its slots, and what the slots hold.
+"""Questions and passages to model inputs: the prompt with its slots, and the embeddings of the slots.
 
     passages -> segments (spaCy) -> context_embeds (sentence encoder), one row per slot
     question -> "Refer to the background document: [B] [B] ... [B]" + "Question: ..." with one [B] per slot
 
 The context token is never part of the tokenizer: its id is written into `input_ids` here and nowhere else, so the same
-characters in somebody's text are text.
+characters in a user's text are text.
 """
 
 import math
@@ -86,7 +86,7 @@ class ArcAlignerProcessor(ProcessorMixin):
             most likely answer are read; files of a corpus are cut into such passages, too. About 250 and 180 English
             words, which was fitted for the shipped aligner.
         passage_attention (`"joint"` or `"separate"`, defaults to `"joint"`):
-            As in [`ArcAlignerConfig`]; with `"separate"` the model is told which slot belongs to which passage.
+            As in [`ArcAlignerConfig`]; with `"separate"` the model also gets the passage of each slot.
         no_answer (`str`, *optional*):
             What is answered where the passages do not say: learned by the aligner, or put in the place of an answer
             with less than `min_confidence`.
@@ -96,7 +96,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         chat_template (`str`, *optional*): Default: the tokenizer's.
 
     Raises:
-        `ValueError`: a setting of another type, an impossible `sentences_per_segment` or `tokens_per_slot`.
+        `ValueError`: a setting of the wrong type, an invalid `sentences_per_segment` or `tokens_per_slot`.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ class ArcAlignerProcessor(ProcessorMixin):
             context_word_ids (tensor of shape `(num_slots, max_words)`, or a list of them, *optional*):
                 The tokens of the slots of `context_embeds`, -1 after them, where the aligner reads them.
             context_passage_ids (tensor of shape `(num_slots,)`, or a list of them, *optional*):
-                The number of the passage of each slot of `context_embeds`, where passages are read apart. Default: all
+                The number of the passage of each slot of `context_embeds`, with independent passages. Default: all
                 are of one passage.
             return_segments (`bool`, *optional*):
                 Adds `segments` (a list of [`Segment`] per row) and `statistics` (per row: `tokens` of the passages,

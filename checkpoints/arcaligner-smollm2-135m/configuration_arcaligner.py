@@ -1,4 +1,4 @@
-"""Configuration of ArcAligner: its fields, and what settings of the gates are valid."""
+"""Configuration of ArcAligner: its fields, and validation of the gates' settings."""
 
 import math
 from numbers import Integral, Real
@@ -142,7 +142,7 @@ class ArcAlignerConfig(PreTrainedConfig):
             This, the threshold and the number of steps may be changed on a loaded model, or for one call: `generate`
             and `forward` take them as arguments.
         word_parts (`int`, defaults to 0):
-            Beyond the paper: the slot's own words are read beside its context embedding, from the backbone's frozen
+            Beyond the paper: a slot also gets the embeddings of its tokens, from the backbone's frozen
             embedding table. A slot's tokens are cut into this many equal parts, in order, each averaged and passed
             through a linear map of its own, so that some of the word order survives. 0 reads no words.
         passage_attention (`"joint"` or `"separate"`, defaults to `"joint"`):
@@ -151,7 +151,7 @@ class ArcAlignerConfig(PreTrainedConfig):
             passage serves every question that retrieves it. Training and use have to agree: a checkpoint's file says
             what it was trained for, and another value at loading is warned of.
         answerability_layers (`list[int]`, *optional*):
-            Beyond the paper: the layers, in order, whose states of the prompt's last token tell how likely the passages
+            Beyond the paper: the layers, in order, whose states of the prompt's last token give how likely the passages
             answer the question. Default: the aligner has no [`AnswerabilityHead`].
         answerability_uses_match (`bool`, defaults to `False`):
             Whether the head's `match` was fitted: how well the words of the question are found in the passages counts.
@@ -162,7 +162,7 @@ class ArcAlignerConfig(PreTrainedConfig):
             passages are selected. Fitted on held-out questions of the shipped aligner.
         answer_calibration (`list[float]`, *optional*):
             How likely an answer is right: what its mean log-likelihood and the log-odds of the answerability are worth,
-            and an offset, in log-odds, as `train/confidence.py` found. Default: it is not told.
+            and an offset, in log-odds, as `train/confidence.py` found. Default: it is not reported.
         training_stage (`"reconstruction"`, `"grounding"` or `"gating"`, *optional*):
             The last stage it was trained in, which the next one checks. Set by `set_stage`.
         digests (`dict`, *optional*), includes_base_model (`bool`, *optional*):

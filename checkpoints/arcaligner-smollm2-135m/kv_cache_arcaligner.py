@@ -1,13 +1,13 @@
-"""Passages that have been read are kept, so that no question reads them again.
+"""Cache of per-passage keys and values, shared across questions.
 
-    questions, passages -> fingerprints -> keys and values (in memory, in files, or read now) -> one batch -> `generate`
+    questions, passages -> fingerprints -> keys and values (in memory, in files, or computed) -> one batch -> `generate`
 
 Slots come before the question and do not depend on it, and after them every layer is that of the unmodified base model.
-What is kept is one passage, where passages are read apart, so it serves every question that retrieves it, beside any
-others; where they are read jointly, it is all passages of a question together. The text before the slots is kept once.
+An entry is one passage if passages are independent, so it serves every question that retrieves it, alongside any other
+passages; if they are joint, it is all passages of a question together. The text before the slots is cached once.
 
-A backbone that knows nothing of slots continues from the files (the text before the slots, then passages) with the same
-logits (not those kept as int8); where passages are read apart, `position_ids` go on behind the longest one:
+An unmodified backbone continues from the files (the text before the slots, then passages) with the same logits, except
+for int8; with independent passages `position_ids` continue after the longest one:
 
     parts = [load_file(path)["keys_values"] for path in paths]
     cache = DynamicCache(config=backbone.config)  # backbone = AutoModelForCausalLM.from_pretrained(base_model)
@@ -264,17 +264,21 @@ class PassageCache:
 
     @torch.no_grad()
     def iter_single_passages(
-        self, questions, documents=None, **kwargs
+        self, questions, documents=None, only: Sequence[Sequence[int]] | None = None, **kwargs
     ) -> Iterator[tuple[list[tuple[int, int, bool]], Prepared]]:
         """Each question with each of its passages by itself, some rows at a time: the numbers of question and passage,
         whether it was kept, and what `prepare` would return for these rows. Passages without text have no row.
 
         Args:
             questions, documents, kwargs: As for `prepare`.
+            only (`Sequence[Sequence[int]]`, *optional*): Of each question the numbers of its passages that are read;
+                others are not even encoded. Default: all.
         """
         asked, settings = self._ask(questions, documents, **kwargs)
         most = settings.pop("max_slots", None)
-        units = ((place, own, unit) for place, own in enumerate(asked) for unit in own.units[1:] if unit.passages != [])
+        units = [(place, own, unit) for place, own in enumerate(asked) for unit in own.units[1:] if unit.passages != []]
+        if only is not None:
+            units = [each for each in units if each[2].number in only[each[0]]]
         alone = [(place, _Question([own.units[0], unit], own.tail)) for place, own, unit in units]
         for rows in (alone[first : first + PASSAGES_AT_ONCE] for first in range(0, len(alone), PASSAGES_AT_ONCE)):
             entries, missing = self._fetch([each for _, each in rows], settings)
@@ -399,7 +403,7 @@ class PassageCache:
         ids = [[*question.units[0].head, *[slot_id] * sum(own)] for question, own in zip(asked, sizes, strict=True)]
         tails = [question.tail for question in asked]
         for question, own in zip(asked, sizes, strict=True):
-            num_slots = max(own) if self._is_separate else sum(own)  # passages apart share their positions
+            num_slots = max(own) if self._is_separate else sum(own)  # independent passages share their positions
             check_length(len(question.units[0].head) + num_slots + len(question.tail), "The prompt", config)
         cache = join_keys_values(parts, config)
         if any(cache.is_sliding):
@@ -448,12 +452,12 @@ class PassageCache:
     ) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
         """What was read of each unit, kept or read now, by its key, and the units that were not kept. The store owns
         the tensors: copy before use."""
-        with self._lock:  # two questions about a passage at once: the second waits, and finds what the first has read
+        with self._lock:  # concurrent questions about one passage compute it once
             passages = asked[0].units[1].passages
             weights = None  # where nothing is kept, none are watched
             if self.max_bytes or self.folder is not None:
                 try:
-                    weights = self.weights(passages)
+                    weights = self._current_weights(passages)
                 except UnwatchableError as error:  # a quantized model answers as any other
                     logger.warning_once(str(error))
             # What all passages have in common, the weights among it, is digested once.
@@ -476,8 +480,8 @@ class PassageCache:
                 # Passages are read behind the text before them, which may be kept though they are not.
                 heads = {one.units[0].head: entries.get(one.units[0].key) for one in asked}
                 entries |= self._read(missing, heads, settings, max(len(question.tail) for question in asked))
-                # Answers are right for the weights that were read; under the keys of others nothing may be kept.
-                if weights is not None and self.weights(passages) == weights:
+                # If the weights have changed meanwhile, return the result but do not cache it.
+                if weights is not None and self._current_weights(passages) == weights:
                     for unit in missing.values():
                         self._write(unit, entries[unit.key])
                         self._keep(unit.key, entries[unit.key])
@@ -497,7 +501,7 @@ class PassageCache:
         slot_settings = {name: value for name, value in settings.items() if name not in REFINEMENT_SETTINGS}
         units = [unit for unit in missing.values() if unit.is_passage]
         longest, encoded = longest_prompt(self.model.config.text_config), []
-        if units:  # all heads' passages at once: the encoder is fastest with many texts of like length
+        if units:  # passages of all heads together: the encoder is fastest with many texts of similar length
             room = longest and [longest - len(unit.head) - tail_length for unit in units]
             named = {"room": room, "names": [unit.name for unit in units]}
             encoded = self.processor.slot_encoder.encode_batch(
@@ -508,26 +512,42 @@ class PassageCache:
             heads[head] = read_text(self.model, head) if kept is None else kept
             own = [(unit.key, slots) for unit, slots in zip(units, encoded, strict=True) if unit.head == head]
             some = read_passages(self.model, head, heads[head], [slots for _, slots in own], **gates)
-            some = some if self.dtype is None else map(to_int8, some)  # at once, so that both askings read the same
+            some = (
+                some if self.dtype is None else map(to_int8, some)
+            )  # quantized now, so that first and later uses are equal
             read |= zip((key for key, _ in own), some, strict=True)
         return {key: read[key] if unit.is_passage else heads[unit.head] for key, unit in missing.items()}
 
     def weights(self, passages: Sequence | tuple) -> dict[str, Any]:
         """Digests of the model and, unless `passages` are embeddings, of encoder and tokenizers."""
+        return self._weights(passages, WatchedWeights.digests, self._tokenizer_digest)
+
+    def _current_weights(self, passages: Sequence | tuple) -> dict[str, Any]:
+        """What stands for them in a key. Files outlive the process and need the digests, which take a second; memory
+        is asked by this process alone."""
+        if self.folder is not None:
+            return self.weights(passages)
+        return self._weights(passages, WatchedWeights.mark, self._tokenizer_mark)
+
+    def _weights(self, passages, read: Callable, read_tokenizer: Callable) -> dict[str, Any]:
         with self._lock:
-            weights, processor = self._watched.digests(), self.processor
+            weights, processor = read(self._watched), self.processor
             if isinstance(passages, GivenSlots):
                 return weights
             encoder = processor.encoder.model
             if self._encoder is None or self._encoder.module is not encoder:
-                self._encoder = WatchedWeights(encoder, lambda name: "encoder_weights")
+                self._encoder = WatchedWeights(encoder, lambda name: "weights")
             return {
                 **weights,
-                **self._encoder.digests(),
+                **{f"encoder_{name}": each for name, each in read(self._encoder).items()},
                 "encoder_reads": [encoder.max_seq_length, encoder.prompts, encoder.default_prompt_name],
-                "tokenizers": [self._tokenizer_digest(each) for each in (encoder.tokenizer, processor.tokenizer)],
+                "tokenizers": [read_tokenizer(each) for each in (encoder.tokenizer, processor.tokenizer)],
                 "spacy": spacy_version(),
             }
+
+    def _tokenizer_mark(self, tokenizer) -> tuple[int, int]:
+        self._tokenizers.setdefault(id(tokenizer), (tokenizer, 0, ""))  # as long as it lives, its id is its own
+        return id(tokenizer), len(tokenizer)
 
     def _tokenizer_digest(self, tokenizer) -> str:
         # Written out it is megabytes. Tokens that are added show in its length.
@@ -620,7 +640,7 @@ def _prior_of_units(asked: list[_Question], passage_prior: Sequence[Sequence[flo
 
 
 def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of slots and gates, checked, and what is left of `kwargs` for the chat template."""
+    """Settings of slots and gates, checked, and the rest of `kwargs`, for the chat template."""
     given = {name: kwargs[name] for name in SLOT_SETTINGS if kwargs.get(name) is not None}
     processor.slot_encoder.check_settings(**given)
     settings = {name: value for name, value in kwargs.items() if name in PREFIX_SETTINGS}
@@ -639,7 +659,7 @@ SLOTS_PER_ROW = 256
 
 
 # Positions, of all rows together, that the first piece of a long prompt has, and the seconds that each further one may
-# take: between two of them a forward hook of the model can end a prefill that nobody waits for any more.
+# take: between two of them a forward hook of the model can end a prefill that is no longer needed.
 PIECE_POSITIONS, PIECE_SECONDS = 1024, 0.5
 
 
@@ -692,7 +712,7 @@ def read_text(model, ids: Sequence[int]) -> torch.Tensor:
 
 @torch.no_grad()
 def read_passages(model, head_ids: Sequence[int], head: torch.Tensor, passages: Sequence, **settings) -> list:
-    """Keys and values of passages that each stand alone behind the same text.
+    """Keys and values of independent passages behind the same text.
 
     Short passages share a row, with no attention across; rows are of about the same length, so that there is little
     padding. Where nothing is refined, the rows continue from the text's own keys and values. A refinement step reads
@@ -835,7 +855,7 @@ class RoomyLayer(DynamicLayer):
     """A cache layer that is written into room behind what it holds, so that no token copies all that came before it.
 
     Args:
-        room (`torch.Tensor` of shape `(2, batch, heads, num_positions, head_dim)`): Keys and values; only it is theirs.
+        room (`torch.Tensor` of shape `(2, batch, heads, num_positions, head_dim)`): Owned buffer for keys and values.
         length (`int`): The positions that are filled.
     """
 
@@ -931,7 +951,7 @@ def save_keys_values(
     fingerprint: dict[str, Any],
     base_model: dict[str, Any] | None = None,
 ) -> None:
-    """Writes what was read of a passage as safetensors, whole or not at all.
+    """Write keys and values of a passage as safetensors, complete or not at all.
 
     Args:
         path (`str` or `Path`): File to write; its folder exists.
@@ -1107,12 +1127,13 @@ def _passages_digest(passages: Sequence) -> str:
 
 
 class UnwatchableError(ValueError):
-    """Nobody can tell when a weight changes."""
+    """Changes of a weight cannot be detected."""
 
 
 class _Read(NamedTuple):
-    """A weight as it was read."""
+    """A weight as it was read, by its name in the model."""
 
+    name: str
     owner: nn.Module
     attribute: str
     weight: torch.Tensor
@@ -1131,10 +1152,10 @@ def _version(weight: torch.Tensor) -> int:
 
 
 class WatchedWeights:
-    """Digests of a module's weights. They are read again when one has moved, been replaced, or been written to by
-    PyTorch: by an optimizer, an operation in place, `load_state_dict`, `to`.
+    """Digests of a module's weights, or a mark of them, which are made again when one has moved, been replaced, or been
+    written to by PyTorch: by an optimizer, an operation in place, `load_state_dict`, `to`.
 
-    Nobody tells of writes through `.data`, a NumPy array or a pointer, nor of modules and hooks that are added or
+    Not detected: writes through `.data`, a NumPy array or a pointer, nor of modules and hooks that are added or
     replaced. Which of PEFT's adapters are on, and how they are scaled, is looked up.
 
     Args:
@@ -1146,7 +1167,17 @@ class WatchedWeights:
         self.module, self._part_of = module, part_of
         self._layers = [each for each in module.modules() if isinstance(each, BaseTunerLayer)]
         self._read: list[_Read] = []
-        self._adapters, self._digests = [], {}
+        self._adapters, self._modules, self._mark, self._digests = [], [], "", {}
+
+    def mark(self) -> dict[str, str]:
+        """A word for the weights as they are, in this process: after any change there is another one. No value is
+        read.
+
+        Raises:
+            `UnwatchableError`: a weight that cannot be watched, by its name.
+        """
+        self._look()
+        return {"weights": self._mark}
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of each part's names, types, shapes and values.
@@ -1154,30 +1185,35 @@ class WatchedWeights:
         Raises:
             `UnwatchableError`: a weight that cannot be watched, by its name.
         """
+        self._look()
+        if not self._digests:
+            # The same weights in other classes, or with another adapter on, compute something else.
+            first, parts = hashlib.sha256(repr((self._adapters, self._modules)).encode()), {}
+            for name, _, _, weight, *_ in self._read:
+                digest = hashlib.sha256(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).digest()
+                part = parts.setdefault(self._part_of(name), first.copy())
+                part.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode() + digest)
+            self._digests = {part: digest.hexdigest() for part, digest in parts.items()}
+        return self._digests
+
+    def _look(self) -> None:
+        """Looks for all weights, unless they are those of the last time, unchanged."""
         adapters = [
             (m.active_adapter, m.disable_adapters, *m.merged_adapters, *m.scaling.items()) for m in self._layers
         ]
-        if self._digests and adapters == self._adapters and all(each.is_current() for each in self._read):
-            return self._digests
-        modules, found, parts, read = [], {}, {}, []
+        if self._mark and adapters == self._adapters and all(each.is_current() for each in self._read):
+            return
+        modules, found = [], {}
         for prefix, module in self.module.named_modules():
             if prefix == HEAD:  # it only reads: a new one changes nothing that is kept
                 continue
             modules.append((prefix, type(module).__qualname__))
             for name, weight in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
                 found.setdefault(id(weight), (f"{prefix}.{name}".lstrip("."), module, name, weight))  # tied ones once
-        for whole_name, _, _, weight in found.values():  # all of them before any is read
-            _check_watchable(whole_name, weight)
-        # The same weights in other classes, or with another adapter on, compute something else.
-        first = hashlib.sha256(repr((adapters, modules)).encode())
-        for whole_name, owner, name, weight in found.values():
-            read.append(_Read(owner, name, weight, weight.detach(), _version(weight)))
-            digest = hashlib.sha256(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).digest()
-            part = parts.setdefault(self._part_of(whole_name), first.copy())
-            part.update(f"{whole_name} {weight.dtype} {tuple(weight.shape)}".encode() + digest)
-        self._adapters, self._read = adapters, read
-        self._digests = {part: digest.hexdigest() for part, digest in parts.items()}
-        return self._digests
+        for name, _, _, weight in found.values():
+            _check_watchable(name, weight)
+        self._read = [_Read(*each, each[3].detach(), _version(each[3])) for each in found.values()]
+        self._adapters, self._modules, self._mark, self._digests = adapters, modules, uuid.uuid4().hex, {}
 
 
 def _check_watchable(name: str, weight: torch.Tensor) -> None:

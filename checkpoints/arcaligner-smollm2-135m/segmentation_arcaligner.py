@@ -1,8 +1,8 @@
 """Passages to segments and their tokens. A segment is a sentence, half of one, or several, and becomes one slot;
 with `tokens_per_slot`, a slot is a run of a segment's tokens.
 
-spaCy finds the sentences. Documents are read as people see them (`readable`), and segments count characters of what is
-read; `in_given_text` says where these stand in the text that was given, so an answer can be traced back to it.
+spaCy finds the sentences. Documents are normalized to what people see (`readable`), and segments count characters of
+the normalized text; `in_given_text` maps them to the given text, so that an answer can be traced back to it.
 """
 
 import functools
@@ -56,7 +56,7 @@ class SegmentTokens:
         return equal_runs(len(self.word_ids), tokens_per_slot)
 
     def pieces(self, tokens_per_slot: int | str) -> list[Segment]:
-        """The part of the segment's text that each slot stands for, with its characters in the document."""
+        """The part of the segment's text that each slot represents, with its characters in the document."""
         pieces, start = [], 0
         for _, last in self.runs(tokens_per_slot):
             end = self.word_ends[last - 1] if last < len(self.word_ids) else len(self.segment.text)
@@ -66,7 +66,7 @@ class SegmentTokens:
         return pieces
 
 
-# What "no passages" is: one slot that stands for the empty string.
+# Placeholder segment for "no passages": one slot for the empty string.
 EMPTY_SEGMENT = SegmentTokens(Segment(0, 0, 0, ""), "", (), ())
 
 
@@ -142,7 +142,7 @@ def given_text(document, number: int) -> str:
 
 
 def in_given_text(segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[Segment]:
-    """Segments of what is read of documents as segments of the texts that were given."""
+    """Map segments of normalized documents to segments of the given texts."""
     texts = [given_text(document, number) for number, document in enumerate(documents)]
     read = list(map(readable, texts))
     found = []
@@ -161,7 +161,7 @@ _MARKS_AT_THE_END = re.compile(r"[^\w\s]*$")
 
 _SPACE = re.compile(r"\s")
 
-# spaCy never forgets a word. After this number of new ones it is loaded again.
+# spaCy's vocabulary only grows; reload the pipeline after this many new entries.
 _MAX_NEW_WORDS = 100_000
 
 
@@ -238,7 +238,7 @@ def fitting_pieces(text: str, start: int, end: int, num_reads: Callable[[str], i
     pieces, reads = [(start, end)], num_reads(text[start:end])
     if reads <= 1 or end - start <= 1:
         return pieces
-    for _ in range(1 if reads < 5 else (reads - 1).bit_length()):  # several cuts at once: to ask takes time
+    for _ in range(1 if reads < 5 else (reads - 1).bit_length()):  # several cuts together, because each test takes time
         pieces = [half for piece in pieces for half in _halves(text, *piece, anywhere=True)]
     return [small for piece in pieces for small in fitting_pieces(text, *piece, num_reads)]
 
@@ -465,5 +465,5 @@ def _tokenize_document(tokenizer, document: str | dict, number: int) -> tuple[np
 
 
 def stop_words(spacy_model: str) -> set[str]:
-    """Words that say little by themselves, in lower case."""
+    """Lower-cased stop words."""
     return _load_spacy(spacy_model)[0].Defaults.stop_words

@@ -1,5 +1,5 @@
-"""Texts as the backbone may read them: what nobody sees is left out of documents, control tokens that people write are
-text, and messages are checked."""
+"""Input texts: invisible characters are removed from documents, control tokens in them stay text, messages are
+checked."""
 
 import functools
 import html
@@ -75,7 +75,7 @@ def has_empty_message(conversation: Sequence) -> bool:
     return any(has_empty_message(each) if isinstance(each, list) else each["content"] == "" for each in conversation)
 
 
-# Text as people see it. Files from the web, from PDFs and from machines hold characters that nobody sees: a word with
+# Text as people see it. Files from the web, from PDFs and from programs contain invisible characters: a word with
 # one has other tokens, and an answer that copies it is wrong.
 _SPACES = "\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000"  # of other widths, or without a break
 _BREAKS = "\x0b\x0c\x1c-\x1e\x85\u2028\u2029"  # of lines, pages and records
@@ -109,7 +109,7 @@ _MAY_BE_ODD = re.compile(
 
 
 class _Edits(NamedTuple):
-    """Pieces of a text that were replaced, in order: where each stands in the new text and stood in the old one."""
+    """Pieces of a text that were replaced, in order: the place of each in the new and in the old text."""
 
     new_starts: list[int]
     new_ends: list[int]
@@ -175,7 +175,7 @@ def readable(text: str) -> ReadableText:
 
 
 def _odd_edits(text: str) -> list[tuple[int, int, str]]:
-    """Pieces that nobody sees as they are, each with what is seen."""
+    """Pieces that are displayed differently, each with what is displayed."""
     edits: list[tuple[int, int, str]] = []
     if not _MAY_BE_ODD.search(text):
         return edits
@@ -255,7 +255,7 @@ def _edited(text: str, edits: Sequence[tuple[int, int, str]]) -> tuple[str, _Edi
     return "".join([*parts, text[done:]]), made
 
 
-# Control tokens in what people write. Characters for private use stand around each, so that a chat template passes them
+# Control tokens in users' texts. Private-use characters surround each, so that a chat template passes them
 # on and they can still be told from those that the template writes.
 _START, _END = "\ue0c0", "\ue0c1"
 

@@ -1,4 +1,4 @@
-"""How many loops the gates trigger at each layer, the paper's analysis of gate behavior, and traces of questions.
+"""Loops per layer, the paper's analysis of gate behavior, and traces of single questions.
 
 A slot takes one loop, the mandatory pass, and one more for each refinement step: `L0.` is one, `LL` two, `LLL` three.
 """

@@ -1,4 +1,4 @@
-"""Reconstruction perplexity after stage I: how well slots are read back as the text that they stand for.
+"""Reconstruction perplexity after stage I: how well the text can be reconstructed from its slots.
 
 *Base* is the backbone that repeats the text from the text, the limit. Beside it the paper has xRAG (a projector alone,
 one slot per passage), w/o LoRA (a projector alone) and its own model.

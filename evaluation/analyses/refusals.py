@@ -1,10 +1,10 @@
-"""Questions that the passages do not answer: how many are refused, at which price, and what confidence is worth.
+"""Abstention on questions that the passages do not answer: how many, at which cost, and the AUROC.
 
     python -m arcaligner evaluate --recipe smollm2_135m --tasks squad,squad_unanswerable --data FOLDER
     python -m arcaligner.evaluation.analyses.refusals --run runs/evaluation --methods arcaligner,arcaligner_x4
 
 From the answers of a run; no model runs. An answer is refused where it is the aligner's `no_answer`, or where its
-confidence is below the threshold that was fitted on validation questions. The price is the F1 of the answers to
+answerability is below the threshold that was fitted on validation questions. The price is the F1 of the answers to
 answerable questions that are refused.
 """
 
@@ -31,9 +31,9 @@ def read_answers(run: Path, task: str, method: str) -> list[dict[str, Any]]:
     """The answers of a method to a task, each with `is_refused`."""
     file = AnswerFile(run, task, method)
     answers = file.read()
-    if not answers or "confidence" not in answers[0]:
+    if not answers or "answerability" not in answers[0]:
         raise ValueError(
-            f"{file.path} has no answers with a confidence. Ask with `python -m arcaligner evaluate "
+            f"{file.path} has no answers with an answerability. Ask with `python -m arcaligner evaluate "
             f"--recipe smollm2_135m --data FOLDER --tasks {','.join(TASKS)} --methods {method} --output {run}`."
         )
     checkpoint = file.settings()["checkpoint"]
@@ -44,21 +44,21 @@ def read_answers(run: Path, task: str, method: str) -> list[dict[str, Any]]:
             "evaluate again."
         )
     no_answer = ArcAlignerProcessor.from_pretrained(checkpoint).no_answer
-    return [row | {"is_refused": row["confidence"] < least or row["prediction"] == no_answer} for row in answers]
+    return [row | {"is_refused": row["answerability"] < least or row["prediction"] == no_answer} for row in answers]
 
 
 def refusals(
     run: Annotated[Path, typer.Option(help="Folder of a run, with answers.")] = Path("runs/evaluation"),
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "arcaligner,arcaligner_x4",
 ) -> None:
-    """How many unanswerable questions are refused, what that costs, and what confidence is worth: shares in percent
-    with 95 % intervals, F1 and what refusals lose of it in points, and how well confidence tells the two apart."""
+    """Print how many unanswerable questions are refused, and what that costs: shares in percent
+    with 95 % intervals, F1, the F1 points that refusals lose, and the AUROC of the answerability."""
     rows = []
     for name in split_names(methods):
         answered, unanswered = (read_answers(run, task, name) for task in TASKS)
         wrongly, rightly = ([float(each["is_refused"]) for each in some] for some in (answered, unanswered))
         f1 = 100 * np.array([each["f1"] for each in answered])
-        sure = [each["confidence"] for each in answered + unanswered]
+        sure = [each["answerability"] for each in answered + unanswered]
         auroc = roc_auc_score([True] * len(answered) + [False] * len(unanswered), sure)
         shares = [shown_interval(percent_interval(some)) for some in (rightly, wrongly)]
         lost = (f1 * wrongly).mean()

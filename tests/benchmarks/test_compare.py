@@ -87,10 +87,11 @@ def test_what_cannot_be_compared_ends_in_one_line(ask, tmp_path, rows, option, m
 
 def test_scores_are_of_the_questions_with_answers_and_agreement_of_all():
     text = [Asked("by Ada", 8, 0.2), Asked("June", 4, 0.4)]
-    slots = [Asked("Ada", 8, 0.2), Asked("May", 4, 0.4)]
+    slots = [Asked("Ada", 8, 0.1), Asked("May", 4, 0.5)]
     rows = [{"answers": ["Ada"]}, {"answers": []}]
     agreement = f"{50 * token_f1('Ada', ['by Ada']):.1f}"
-    assert cells_of("slots", slots, text, rows) == ["slots", "6", "100.0", "100.0", agreement, "300 ms"]
+    assert cells_of("slots", slots, text, rows)[:5] == ["slots", "6", "100.0", "100.0", agreement]
+    assert [cells_of("any", each, text, rows)[5] for each in (text, slots)] == ["300 ms", "300 ms (x1.4)"]
 
 
 def test_of_more_passages_slots_are_read_of_the_likeliest(separate):

@@ -40,6 +40,37 @@ def test_arms_answer_in_turns(monkeypatch):
     assert report["arms"]["text"]["same_as_own"] == 0.0 and report["requests"] == 8
 
 
+def test_first_tokens_of_questions_together(monkeypatch):
+    """All questions of a batch at once, the last one counts, and each text has a salt of its own."""
+    asked, used = [], iter(range(1000))
+
+    def arm(name, seconds):
+        return lambda rows, *how: asked.append((name, how, rows)) or [(each, "A") for each in seconds]
+
+    by_name = {"slots": arm("slots", [0.5, 1.0, 0.25]), "text": arm("text", [9.0, 25.0, 8.0])}
+    arms = SimpleNamespace(by_name=by_name, precompute=lambda row: None, processor_seconds=lambda name: next(used))
+    report = vllm.measure_first_tokens(arms, ROWS, size=2, questions=3, rounds=2, first=4)
+    assert report["arms"] == {
+        "slots": {"first_tokens": 1.0, "processor_seconds": 1.0},
+        "text": {"first_tokens": 25.0, "processor_seconds": 1.0},
+    }
+    assert [(name, how) for name, how, _ in asked] == [("slots", (3, 1)), ("text", (3, 1))] * 2
+    assert len({row["salt"] for _, _, rows in asked[::2] for row in rows}) == 6 and asked[0][2] == asked[1][2]
+
+
+@pytest.mark.parametrize(
+    ("parse", "given", "message"),
+    [
+        (vllm.parse_batches, "5:0", "`--batches` is '5:0'; expected"),
+        (vllm.parse_batches, "5", "`--batches` is '5'; expected"),
+        (vllm.parse_arms, "slots,files", "`--arms` has 'files'; expected some of slots, front, text, own"),
+    ],
+)
+def test_wrong_arms_and_batches_are_named(parse, given, message):
+    with pytest.raises(ValueError, match=message):
+        parse(given)
+
+
 def test_missing_vllm_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(vllm, "find_vllm", lambda: None)
     with pytest.raises(ImportError, match="make vllm"):

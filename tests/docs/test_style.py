@@ -38,7 +38,8 @@ INSTEAD = {
 }
 # Of a file, phrases that are right there.
 ALLOWED = {
-    "docs/decisions.md": {"apart"},  # a heading that links name
+    "docs/decisions.md": {"apart"},  # links to headings of the log
+    "apps/corpus/table.py": {"nobody"},  # the sentence that the fingerprint of an encoder is made of
 }
 PHRASE = re.compile("|".join(rf"(?<![\w-])(?:{phrase})(?![\w-])" for phrase in INSTEAD), flags=re.IGNORECASE)
 # Whose arguments users see.
@@ -59,7 +60,8 @@ NO_SOURCES = ("tests", "checkpoints", "runs", "data")
 
 
 def phrases_in(text: str) -> list[str]:
-    return [found[0] for found in PHRASE.finditer(text)]
+    """Phrases of the list in a text, outside of code."""
+    return [found[0] for found in PHRASE.finditer(re.sub(r"`[^`\n]*`", "``", text))]
 
 
 def literal(node: ast.AST) -> str:
@@ -126,7 +128,7 @@ def test_messages_are_plain():
         f"{path.relative_to(ROOT)}: {words} in {message[:100]!r}"
         for path in sources()
         for message in messages(path)
-        if (words := phrases_in(message))
+        if (words := {*phrases_in(message)} - ALLOWED.get(path.relative_to(ROOT).as_posix(), set()))
     ]
     assert found == []
 

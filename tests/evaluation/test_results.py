@@ -113,8 +113,8 @@ def test_the_table_has_what_is_below_the_threshold_or_said_to_be_refused(model, 
     random_head(model, threshold=0.5)
     for each in (model, processor_with(processor, no_answer="not in the text")):
         each.save_pretrained(checkpoint := tmp_path / "aligner")
-    known = [{"f1": f1, "confidence": sure} for f1, sure in ((1.0, 0.9), (0.5, 0.8), (0.25, 0.3), (0.0, 0.6))]
-    unknown = [{"prediction": "not in the text", "confidence": 0.85}, {"confidence": 0.7}, {"confidence": 0.1}]
+    known = [{"f1": f1, "answerability": sure} for f1, sure in ((1.0, 0.9), (0.5, 0.8), (0.25, 0.3), (0.0, 0.6))]
+    unknown = [{"prediction": "not in the text", "answerability": 0.85}, {"answerability": 0.7}, {"answerability": 0.1}]
     for task, answers in zip(TASKS, (known, unknown), strict=True):
         write_answers(tmp_path, task, "arcaligner_x4", answers, checkpoint=str(checkpoint))
     refusals(tmp_path, "arcaligner_x4")
@@ -124,5 +124,5 @@ def test_the_table_has_what_is_below_the_threshold_or_said_to_be_refused(model, 
     assert refused == "66.7 [0.0, 100.0]" and wrongly.startswith("25.0 [0.0, ")
     assert others == ["43.8", "6.2", "0.583"]  # in five of 4 x 3 pairs the unanswerable one is surer
     write_answers(tmp_path, TASKS[0], "naive", [{}])
-    with pytest.raises(ValueError, match="no answers with a confidence. Ask with `python -m"):
+    with pytest.raises(ValueError, match="no answers with an answerability. Ask with `python -m"):
         refusals(tmp_path, "naive")

@@ -156,7 +156,7 @@ def test_the_command_says_it(offline, capsys, monkeypatch):
     monkeypatch.setattr("arcaligner.train.stages.run_stages", lambda *args: pytest.fail("training began"))
     app(["train", "--recipe", "mistral_7b", "--dry-run", "--gpus", "2", "--stage", "2"], standalone_mode=False)
     assert "64 examples: 2 GPUs x 8 x 4 accumulated" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="are for `--dry-run`"):
+    with pytest.raises(ValueError, match="work with `--dry-run`"):
         app(["train", "--recipe", "mistral_7b", "--gpus", "2"], standalone_mode=False)
 
 

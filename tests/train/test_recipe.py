@@ -77,8 +77,8 @@ def test_unknown_keys_and_settings_that_lose_slots_are_refused(tmp_path, setting
         ({"aligner": {"encoder_hidden_size": 7}}, "`encoder_hidden_size` is in `aligner`.*set it in `processor`"),
         ({"aligner": {"lora_rank": 1}}, "Unknown key `lora_rank` in `aligner`. Did you mean `lora_r`?"),
         ({"processor": {"spacy": 1}}, "Unknown key `spacy` in `processor`. Did you mean `spacy_model`?"),
-        ({"attn_implementation": "flash_attention_2", "continues": True}, "which cannot read several turns"),
-        ({"attn_implementation": "flash_attention_2", "max_questions": 2}, "which cannot read several turns"),
+        ({"attn_implementation": "flash_attention_2", "continues": True}, "packed questions"),
+        ({"attn_implementation": "flash_attention_2", "max_questions": 2}, "packed questions"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(changes, message):

@@ -145,10 +145,19 @@ def check_slots(slots: Any) -> list[Header]:
         )
     headers = [read_header(key) for key, _ in slots]
     first = headers[0]
+    if (positions := first.fingerprint.get("lora_positions", "slots")) != "slots":
+        raise ValueError(f"The aligner of these passages has a LoRA on {positions} positions, vLLM reads text without.")
     for number, ((key, count), header) in enumerate(zip(slots, headers, strict=True)):
         if count > header.num_slots:
             raise ValueError(f"{count} slots are asked of the passage {key}, which has {header.num_slots}.")
-        for name in ("prompt", "backbone", "backbone_weights", "aligner_weights", "passage_attention"):
+        for name in (
+            "prompt",
+            "backbone",
+            "backbone_weights",
+            "aligner_weights",
+            "passage_attention",
+            "lora_positions",
+        ):
             if header.fingerprint.get(name) != first.fingerprint.get(name):
                 raise ValueError(
                     f"The passages {slots[0][0]} and {key} do not belong together: their `{name}` differs."

@@ -2,12 +2,15 @@
 
 import gzip
 import json
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from unittest.mock import Mock
 
 import lancedb
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import torch
 from conftest import new_processor
 from pdf_files import line, pdf
 from training_rows import write_rows
@@ -49,6 +52,65 @@ def test_a_killed_build_goes_on_where_it_was(tmp_path, monkeypatch, processor, m
     assert (report.added, report.unchanged, report.passages) == (3, 4, 3)
     assert rows_of(corpus).equals(rows_of(make_corpus(source, name="whole")))
     assert corpus.info()["documents"] == corpus.info()["passages"] == 7 and corpus.info()["slots"] == 14
+
+
+def numbered_rows(tmp_path, monkeypatch):
+    """Rows of a document each, some of several passages, in four batches."""
+    monkeypatch.setattr(build, "BATCH_DOCUMENTS", 2)
+    texts = [f"Sentence {number} stands here. It ends. " * (1 + number % 3) for number in range(7)]
+    return write_rows(tmp_path / "rows.jsonl", [{"id": number, "text": text} for number, text in enumerate(texts)])
+
+
+@pytest.mark.slow
+def test_processes_make_the_same_table(tmp_path, monkeypatch, processor, make_corpus):
+    """Rows, their order and the report: of what is new, what has changed and what is left alone."""
+    source = numbered_rows(tmp_path, monkeypatch)
+    whole, changed = source.read_text(), source.read_text().replace("2 stands", "2 is")
+    source.write_text("".join(changed.splitlines(keepends=True)[:3]))
+    made = [make_corpus(source, name=name, passage_tokens=24) for name in ("one", "several")]
+    source.write_text(whole)
+    reports = [
+        build_corpus([str(source)], corpus, processor, processes=number)
+        for number, corpus in zip((1, 2), made, strict=True)
+    ]
+    assert reports[0] == reports[1]
+    assert (reports[0].added, reports[0].replaced, reports[0].unchanged) == (4, 1, 2) and reports[0].passages > 5
+    assert made[0].table.search().to_arrow().equals(made[1].table.search().to_arrow())
+
+
+def test_process_that_ends_leaves_what_is_written(tmp_path, monkeypatch, processor, make_corpus):
+    """As for lack of memory: an error says so, and the next build goes on."""
+    source, corpus, given = numbered_rows(tmp_path, monkeypatch), make_corpus(), []
+
+    class Pool:
+        """One whose second batch ends its process."""
+
+        def __init__(self, processes, context, initializer, initargs):
+            initializer(*initargs)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *raised):
+            return False
+
+        def submit(self, work, documents):
+            given.append(documents)
+            if len(given) == 2:
+                (broken := Future()).set_exception(BrokenProcessPool())
+                return broken
+            (done := Future()).set_result(work(documents))
+            return done
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(build, "ProcessPoolExecutor", Pool)
+    with pytest.raises(OSError, match="A process that encodes passages has ended: of 2,.*fewer processes"):
+        build_corpus([str(source)], corpus, processor, processes=2)
+    torch.set_num_threads(threads)
+    report = build_corpus([str(source)], corpus, processor)
+    assert (report.unchanged, report.added) == (2, 5)
+    with pytest.raises(ValueError, match="`processes` is 0; expected 1 or more"):
+        build_corpus([str(source)], corpus, processor, processes=0)
 
 
 @pytest.mark.parametrize("before", ["", "Short."])

@@ -125,7 +125,7 @@ def test_the_command_reads_the_likeliest_passage_or_refuses_and_leaves_no_thread
 
 def test_what_cannot_be_read_ahead_is_refused(run_cli, corpus, apart, checkpoint_dir, monkeypatch):
     code, out, err = run_cli("corpus", "read", "--corpus", corpus.path, "--checkpoint", checkpoint_dir)
-    assert code == 1 and out == "" and "reads the passages of a question jointly" in err
+    assert code == 1 and out == "" and "`passage_attention`" in err
     with corpus.writing(), pytest.raises(ValueError, match="Another process is writing"):
         read_corpus(corpus, *apart)
     assert not corpus.kept_folder.exists()

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import chat_inputs, new_processor, random_aligner
+from conftest import chat_inputs, edit_json, new_processor, random_aligner
 from gguf_base_model import write_base_model
 from tiny_models import ENCODER_HIDDEN_SIZE, backbone_config, tiny_aligner
 from transformers import AutoModelForCausalLM
@@ -182,6 +182,11 @@ def test_what_misfits_is_refused(exported, base_model, base_model_dir, tokenizer
     for gate_mode, named in ((None, "adaptive"), ("always", "always")):
         refused(rf"The gates of .* are on \(`gate_mode` '{named}'\).*`--gate-mode off`", gate_mode=gate_mode)
     refused("`gate_mode` is 'on'; expected one of", gate_mode="on")
+    shutil.copytree(exported["joint"], tmp_path / "all")
+    edit_json(tmp_path / "all" / "config.json", lora_positions="all")
+    refused("has `lora_positions` 'all', but llama.cpp reads text with the base model", folder=tmp_path / "all")
+    with pytest.raises(ValueError, match="has `lora_positions` 'all'"):
+        gguf_files.export_gguf(str(tmp_path / "all"), tmp_path / "none")
     gguf_files.write_adapter(tiny_aligner(dtype=torch.float32), tmp_path / "adapter.gguf")
     with pytest.raises(ValueError, match="the adapter .* does not fit .*incorrect shape"):
         llama_cpp.Session(base_model, tmp_path / "adapter.gguf", 64)

@@ -7,7 +7,10 @@ They need vLLM's environment (`make vllm`, or `ARCALIGNER_VLLM` names a Python t
 import json
 import os
 import random
+import signal
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,10 +19,18 @@ from transformers import LogitsProcessorList
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.answering_arcaligner import PassageCopyLogitsProcessor
-from arcaligner.apps.server.vllm_engine import IN_VLLM, copying, find_vllm, slots_request
+from arcaligner.apps.server.vllm_engine import (
+    IN_VLLM,
+    VllmEngine,
+    VllmProcess,
+    copying,
+    find_vllm,
+    slots_request,
+)
 from arcaligner.common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, read_json_lines
 from arcaligner.configuration_arcaligner import DEFAULT_BASE_MODEL
 from arcaligner.loading_arcaligner import models_directory
+from arcaligner.pipeline_arcaligner import ArcAlignerPipeline
 
 VLLM = find_vllm()
 pytestmark = [
@@ -158,6 +169,52 @@ def test_other_precisions_answer_nearly_the_same(reference, run_vllm):
     (answers,) = run_vllm([[request for request, _, _ in int8]])
     other, largest = differences(int8, answers)
     assert not other and largest < 1e-3
+
+
+def test_killed_vllm_loses_no_answer(reference, monkeypatch):
+    """It is killed while eight clients of the server ask, and started again: each refusal is 503 with `Retry-After`,
+    and all answers are those of before."""
+    pytest.importorskip("fastapi")
+    from starlette.testclient import TestClient
+
+    from arcaligner.apps.server.app import ServerSettings, create_app
+
+    for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}.items():
+        monkeypatch.setenv(name, value)
+    options = ["--enforce-eager", "--dtype", "float32", "--max-model-len", str(LENGTH)]
+    process = VllmProcess(VLLM, str(models_directory() / DEFAULT_BASE_MODEL), reference.folder, options)
+    ask = ArcAlignerPipeline(model=reference.model, processor=reference.processor, task="text-generation")
+    engine = VllmEngine(ask, vllm=process, folder=reference.folder)
+    app, answers, refused = create_app(engine, ServerSettings("aligner")), [], []
+
+    def ask_some(rows):
+        client = TestClient(app, base_url="http://localhost")
+        for row in rows:
+            body = {"model": "aligner", "messages": [{"role": "user", "content": row["question"]}], "max_tokens": 16}
+            body["documents"] = row["passages"]
+            while (response := client.post("/v1/chat/completions", json=body)).status_code == 503:
+                refused.append(response.headers["retry-after"])
+                time.sleep(1)
+            answers.append((row["id"], response.json()["choices"][0]["message"]["content"]))
+
+    try:
+        engine.warm_up()
+        ask_some(reference.rows)
+        before, first = dict(answers), process.process.pid
+        answers.clear()
+        threads = [threading.Thread(target=ask_some, args=(reference.rows[number::8],)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        while len(answers) < 8:
+            time.sleep(0.01)
+        os.kill(first, signal.SIGKILL)
+        for thread in threads:
+            thread.join()
+    finally:
+        engine.close()
+    assert process.process.pid != first and dict(answers) == before and len(answers) == len(reference.rows)
+    print(f"{len(refused)} times 503")
+    assert refused and set(refused) == {"5"}
 
 
 def test_what_does_not_fit_is_never_answered(reference, run_vllm):

@@ -257,6 +257,14 @@ def test_joint_passages_are_one_file(processor, folder):
         slots.check_slots([*body, body[1]])
 
 
+def test_lora_on_text_is_refused(processor, folder):
+    model = aligner_for(processor, passage_attention="separate", lora_positions="all", dtype=torch.float32)
+    apart = processor_with(processor, passage_attention="separate")
+    (files,) = model.passage_cache(apart, folder=folder).prefix_files(QUESTION, [ADA])
+    with pytest.raises(ValueError, match="has a LoRA on all positions, vLLM reads text without"):
+        slots.check_slots(slots_request(files)["kv_transfer_params"]["slots"])
+
+
 # The scheduler's side
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 
 import pytest
-from conftest import pipeline_of
+from conftest import aligner_for, pipeline_of, processor_with
 
 pytest.importorskip("lancedb")
 pytest.importorskip("fastapi")
@@ -62,7 +62,9 @@ def ask(engine, *documents, question="Who wrote it?", **settings):
 
 
 def test_answers_are_those_of_the_own_engine(front, pipeline, vllm):
-    """One passage, the likeliest of several, several, one that stands twice, none found, and text alone."""
+    """One passage, the likeliest of several, several, one that stands twice, none found, and text alone; of an aligner
+    whose gates are open, as their passes are in the files."""
+    assert pipeline.model.config.refines()
     engine = Engine(pipeline, limits=LIMITS)
     for documents, settings in (
         ([ADA], {}),
@@ -117,6 +119,44 @@ def test_vllm_that_is_away_is_503_and_answers_again(front, vllm):
         assert client.post("/v1/chat/completions", json=body | {"stream": stream}).status_code == 200
 
 
+def test_clients_of_killed_vllm_lose_nothing(front, vllm):
+    """It is killed twice while clients ask: they get 503 with `Retry-After`, ask again, and all have their answers."""
+    app, answers, refused = create_app(front, ServerSettings("tiny")), [], []
+
+    def ask_some(number):
+        client = TestClient(app, base_url="http://localhost")
+        for turn in range(5):
+            body = {"model": "tiny", "messages": [{"role": "user", "content": f"Who is {number} {turn}?"}]}
+            body |= {"documents": [ADA], "max_tokens": 4}
+            while (response := client.post("/v1/chat/completions", json=body)).status_code == 503:
+                refused.append(response.headers["retry-after"])
+                time.sleep(0.05)
+            answers.append(response.json()["choices"][0]["message"]["content"])
+
+    threads = [threading.Thread(target=ask_some, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for least in (4, 10):
+        while len(answers) < least:
+            time.sleep(0.01)
+        vllm.kill()
+        seen, end = len(refused), time.monotonic() + 30
+        while len(refused) < seen + 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        vllm.start()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 20 and all(answers) and len(refused) >= 4 and set(refused) == {"5"}
+
+
+def test_lora_on_text_is_refused(processor, vllm, tmp_path):
+    """vLLM reads text with the base model alone."""
+    model = aligner_for(processor, passage_attention="separate", lora_positions="all")
+    apart = processor_with(processor, passage_attention="separate")
+    with pytest.raises(ValueError, match="has `lora_positions` 'all', but vLLM reads text with the base model alone"):
+        VllmEngine(pipeline_of(model.eval(), apart), vllm=VllmServer(vllm.url), folder=tmp_path)
+
+
 def test_vllm_that_ends_within_an_answer(front, vllm):
     ask(front, ADA)
     vllm.dies = True
@@ -134,10 +174,12 @@ def test_vllm_that_ends_within_an_answer(front, vllm):
 
 
 def test_prompts_that_do_not_fit_are_refused(front, vllm):
+    """Several passages, and one that is too long by itself."""
     vllm.max_model_len = 45
     front.warm_up()
-    with pytest.raises(ValueError, match=r"The prompt has \d+ positions.*expected at most 44"):
-        ask(front, *[RADIK] * 4, max_passages=8)
+    for documents in ([RADIK] * 4, [RADIK * 3]):
+        with pytest.raises(ValueError, match=r"The prompt has \d+ positions.*expected at most 44"):
+            ask(front, *documents, max_passages=8, tokens_per_slot=2)
 
 
 def test_folder_that_is_full_is_503(front, tmp_path, monkeypatch):
