@@ -278,19 +278,17 @@ class ArcAlignerConfig(PreTrainedConfig):
             raise ValueError(f"The config.json of {pretrained_model_name_or_path} cannot be used: {reason}.") from error
 
     @classmethod
-    def _dict_from_json_file(cls, json_file):
-        found = super()._dict_from_json_file(json_file)
-        if not isinstance(found, dict):
-            raise ValueError(
-                f"{json_file} is not a configuration: expected a JSON object, found {type(found).__name__}."
-            )
-        return found
-
-    @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         """Reads a checkpoint's `config.json`; that of a plain base model becomes this config's `text_config`. Warns
         where `passage_attention` is given and is not what a trained aligner's file says, which it was trained for."""
-        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        try:
+            config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+            config_dict.items()
+        except (AttributeError, TypeError) as error:  # where the file holds other JSON
+            raise ValueError(
+                f"The config.json of {pretrained_model_name_or_path} is not a configuration: expected a JSON object "
+                f"({error})."
+            ) from error
         model_type = config_dict.get("model_type")
         trained, wanted = config_dict.get("passage_attention", "joint"), kwargs.get("passage_attention")
         if config_dict.get("training_stage") and wanted in PASSAGE_ATTENTIONS and wanted != trained:

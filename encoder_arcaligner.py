@@ -37,7 +37,6 @@ from .segmentation_arcaligner import (
     check_max_slots,
     check_tokens_per_slot,
     documents_of,
-    encoder_texts,
     given_text,
     in_given_text,
     run_ends,
@@ -45,7 +44,6 @@ from .segmentation_arcaligner import (
     text_of,
     tokenize_segments,
 )
-from .tokenization_arcaligner import readable
 
 logger = logging.get_logger(__name__)
 
@@ -737,13 +735,6 @@ class SlotEncoder:
             )
         return segments
 
-    def _tokens(self, segments: Sequence[Segment], documents, tokens_per_slot) -> list[SegmentTokens]:
-        """`tokenize_segments`, without tokens where nothing reads them."""
-        if self.context_words or tokens_per_slot != "segment":
-            return tokenize_segments(self.tokenizer, segments, documents)
-        texts = encoder_texts(segments, documents)
-        return [SegmentTokens(segment, text, (), ()) for segment, text in zip(segments, texts, strict=True)]
-
     def encode_tokens(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
         """Normalized embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
         each segment, or for each run of about `tokens_per_slot` tokens."""
@@ -777,8 +768,9 @@ class SlotEncoder:
             return [self._first_slots(row, number, max_slots) for number, row in enumerate(passages)]
         segments = [self.segment_documents(row) for row in passages]
         most = max_slots if rate == "segment" else None  # segments beyond `max_slots` are not encoded
+        reads_tokens = self.context_words or rate != "segment"
         tokens = [
-            self._tokens(row[:most], documents, rate) or [EMPTY_SEGMENT]
+            tokenize_segments(self.tokenizer if reads_tokens else None, row[:most], documents) or [EMPTY_SEGMENT]
             for row, documents in zip(segments, passages, strict=True)
         ]
         counts = [sum(len(segment.runs(rate)) for segment in row) for row in tokens]  # slots of each question
@@ -810,7 +802,7 @@ class SlotEncoder:
         tokens = kept = self.count_tokens(texts)
         if row.dropped:
             last = row.segments[-1]
-            read = readable(given_text(documents[last.document], last.document)[: last.end]).text
+            read = text_of(given_text(documents[last.document], last.document)[: last.end], last.document)
             kept = self.count_tokens([*texts[: last.document], read])
         num_slots = len(row.context_embeds)
         found = {"tokens": tokens, "slots": num_slots, "compression_rate": kept / num_slots}

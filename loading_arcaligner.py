@@ -66,9 +66,6 @@ WEIGHTS_DIGEST, HEAD_DIGEST = "model.safetensors", HEAD
 # Arguments of `from_pretrained` that say where weights come from, and how they are loaded.
 _DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 
-# Of `cached_file`: `None` for a file that is not there.
-_OR_NONE = dict.fromkeys(("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"), False)
-
 _LOADER_OPTIONS = ("dtype", "device_map", "ignore_mismatched_sizes", "max_memory", "offload_folder", "offload_buffers")
 
 
@@ -319,7 +316,7 @@ class AlignerMixin:
         """Writes the code of model, processor and pipeline, and warns about files that it does not find."""
         missing = []
         for name in CODE_FILES:
-            if (source := _find_code(name, self.config._name_or_path)) is None:
+            if (source := _find_code(name, self.config.name_or_path)) is None:
                 missing.append(name)
             else:
                 shutil.copyfile(source, folder / name)
@@ -343,13 +340,20 @@ def default_dtype(device_map: Any = None) -> torch.dtype | str:
     return torch.float32 if is_cpu else "auto"
 
 
+def _cached_if_there(source: str, name: str, **download: Any) -> Path | None:
+    """The path of a file of a folder or a Hub id; `None` where it is not there, or cannot be reached."""
+    try:
+        return Path(cached_file(source, name, **download))
+    except OSError:
+        return None
+
+
 def _find_code(name: str, checkpoint: str) -> Path | None:
     """Path of a code file: next to this one or, since remote code has only what was loaded, in the checkpoint."""
     beside = Path(__file__).with_name(name)
     if beside.exists() or not checkpoint:
         return beside if beside.exists() else None
-    found = cached_file(checkpoint, name, **_OR_NONE)
-    return None if found is None else Path(found)
+    return _cached_if_there(checkpoint, name)
 
 
 def _files_of_both(
@@ -429,8 +433,8 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
 def _read_answer_probe(model, source: str, download: dict[str, Any]) -> None:
     """Read for one release: in checkpoints of 0.2 the answerability head is the `answer_probe` of the processor's file.
     From that of the checkpoint `source` it becomes the head of `model`."""
-    path = cached_file(source, PROCESSOR_NAME, **_OR_NONE, **download)
-    probe = None if path is None else read_json(Path(path)).get("answer_probe")
+    path = _cached_if_there(source, PROCESSOR_NAME, **download)
+    probe = None if path is None else read_json(path).get("answer_probe")
     if probe is None:
         return
     try:

@@ -188,6 +188,7 @@ def _new_spacy(spacy_model: str):
         nlp = spacy.load(spacy_model)
     nlp.max_length = _MAX_SPACY_CHARACTERS
     if isinstance(nlp.tokenizer, spacy.tokenizer.Tokenizer):
+        nlp.tokenizer.max_cache_size = _MAX_NEW_WORDS  # by default 10,000, and others are taken apart each time
         nlp.tokenizer = functools.partial(_tokenize, nlp.tokenizer, spacy.tokens.Doc)
     return nlp, len(nlp.vocab.strings) + _MAX_NEW_WORDS
 
@@ -428,9 +429,11 @@ def encoder_texts(segments: Sequence[Segment], documents: Sequence[str | dict]) 
 
 
 def tokenize_segments(tokenizer, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[SegmentTokens]:
-    """Each segment's tokens in the backbone's vocabulary, as the whole document has them. The words of a title
-    belong to the first segment of its document."""
+    """Each segment's tokens in the backbone's vocabulary, as the whole document has them, none without a `tokenizer`.
+    The words of a title belong to the first segment of its document."""
     texts = encoder_texts(segments, documents)
+    if tokenizer is None:
+        return [SegmentTokens(segment, text, (), ()) for segment, text in zip(segments, texts, strict=True)]
     # A document is tokenized whole, as the backbone would read it: at a border its pieces would have other tokens.
     tokens_of = {
         number: _tokenize_document(tokenizer, documents[number], number) for number in {s.document for s in segments}

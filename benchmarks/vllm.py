@@ -111,10 +111,20 @@ class Arms:
         return slots_request(files)
 
     def precompute(self, row: Row) -> None:
-        """Leaves what each arm may have known before: keys and values, and the words that answerability compares."""
+        """Leaves what each arm may have known before, as of passages of a corpus: their slots, their keys and values,
+        and the words that answerability compares; nothing is asked, so that vLLM has no prefix of it."""
+        self.slots_body(row)
         for engine in (self.front, self.own):
-            engine.store.prefix_files(row["question"], row["passages"], tokens_per_slot=self.rate)
+            # An engine looks passages up by their slots, not by their text.
+            engine._read([request := self.request(row)])
+            engine.store.prefix_files(engine._chat(request), **request.passages.inputs)
         maxsim_score(self.processor, row["question"], row["passages"])
+
+    def request(self, row: Row, new_tokens: int = NEW_TOKENS) -> Request:
+        """A question to an engine, at the rate of all arms."""
+        chat = [{"role": "user", "content": row["question"]}]
+        settings = {"tokens_per_slot": self.rate, "max_passages": 100, "copy_bonus": 0.0}
+        return Request(chat, row["passages"], max_new_tokens=new_tokens, **settings)
 
     def text_body(self, row: Row) -> dict[str, Any]:
         before, after = text_ids(self.processor, row)
@@ -159,9 +169,7 @@ class Arms:
             async def one() -> None:
                 while waiting:
                     number, row = waiting.pop()
-                    chat = [{"role": "user", "content": row["question"]}]
-                    request = Request(chat, row["passages"], max_new_tokens=new_tokens, copy_bonus=0.0)
-                    answer = await asyncio.wrap_future(engine.submit(request))
+                    answer = await asyncio.wrap_future(engine.submit(self.request(row, new_tokens)))
                     found[number] = answer.seconds["first_token"], answer.text.strip()
 
             await asyncio.gather(*(one() for _ in range(clients)))

@@ -185,14 +185,18 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
     """F1 of the README's sets, times to the first token and cached bytes: a row for each of `README_ROWS`."""
     sets = {name: results["sets"][name] for name in README_SETS}
 
-    def f1(method: str) -> list[float]:
-        # Where a question has one passage, the top-ranked passage is all passages, and was not measured again.
-        methods = (entry["methods"] for entry in sets.values())
-        return [of_set.get(method, of_set["arcaligner"])["f1"][0] for of_set in methods]
+    def f1(method: str) -> list[float | None]:
+        methods = [entry["methods"] for entry in sets.values()]
+        if method == "one_passage":  # of one passage the top-ranked one is all of them, and is not measured again
+            methods = [{method: of_set["arcaligner"]} | of_set for of_set in methods]
+        return [of_set[method]["f1"][0] if method in of_set else None for of_set in methods]
 
-    def loss_without_copying(rate: str) -> str:
-        lost = [own - free for own, free in zip(f1(f"arcaligner{rate}"), f1(f"no_copying{rate}"), strict=True)]
-        return f"{min(lost):.0f} to {max(lost):.0f}"
+    def loss_without_copying(rate: str) -> str | None:
+        pairs = list(zip(f1(f"arcaligner{rate}"), f1(f"no_copying{rate}"), strict=True))
+        if any(None in pair for pair in pairs):
+            return None
+        lost = [own - free for own, free in pairs]
+        return f"{min(lost):.0f} to {max(lost):.0f} points at {rate.removeprefix('_x') or 2} tokens per slot"
 
     own_rate = latency["own_tokens_per_slot"]
     cached_sizes = [size for k in SHORT_PASSAGES for size in kept["sizes"] if size["k"] == k]
@@ -206,7 +210,9 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
             again = " / ".join(f"{first_token_ms(size, cached):,.0f}" for size in cached_sizes)
             stored = kept["kept_bytes"]["text_apart" if timed == "text" else cached.removesuffix(LIKELIEST)]
             memory = " / ".join(f"{k * stored / 2**20:.0f}" for k in SHORT_PASSAGES)
-        rows.append([given, tokens, *(f"{each:.1f}" for each in f1(method)), new, again, memory])
+        rows.append(
+            [given, tokens, *("-" if each is None else f"{each:.1f}" for each in f1(method)), new, again, memory]
+        )
     columns = ["The model is given", "Tokens per position", *README_SETS.values()]
     columns += ["First token, ms", "the same, cached", "Cache, MiB"]
     counts = " to ".join(map(str, sorted({entry["questions"] for entry in sets.values()})))
@@ -219,9 +225,10 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         f"{latency['machine']['cores']} CPU cores; slots were encoded beforehand. *Cached*: keys and values are there, "
         f"too, of text for the same passages in the same order, of slots for each passage ({latency['machine']['cpu']} "
         f"and {kept['machine']['cpu']}, so compare within a column). Answers from slots, and from cut text, are biased "
-        "towards the passages' own words (`copy_bonus`): without it slots lose "
-        f"{loss_without_copying('')} points at 2 tokens per slot, {loss_without_copying('_x4')} at 4."
+        "towards the passages' own words (`copy_bonus`)"
     )
+    lost = [each for each in map(loss_without_copying, ("", "_x4")) if each is not None]
+    note += f": without it slots lose {', '.join(lost)}." if lost else "."
     return [*markdown_table(columns, rows), "", *textwrap.wrap(note, 120)]
 
 

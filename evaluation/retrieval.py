@@ -36,7 +36,7 @@ from ..common.files import digest, markdown_table, run_command, write_whole
 from ..common.rows import Row, contains_match
 from ..configuration_arcaligner import DEFAULT_ENCODER
 from ..loading_arcaligner import missing_model_message, resolve_model
-from ..train.examples import open_corpus
+from ..train.examples import data_fingerprint, open_corpus
 from ..train.prepare_data import write_file
 from .metrics import percent_interval, shown_interval
 from .rerankers import Reranker, WrongListError, load_reranker
@@ -93,7 +93,7 @@ def open_pool(sources: Sequence[str], data_dir: str = "") -> datasets.Dataset:
     Raises:
         `ValueError`: no passage with a text.
     """
-    versions = [open_corpus(source, data_dir=data_dir)._fingerprint for source in sources]
+    versions = [data_fingerprint(open_corpus(source, data_dir=data_dir)) for source in sources]
     given = {"sources": list(sources), "data_dir": data_dir, "versions": versions}
     features = Features(title=Value("string"), text=Value("string"))
     pool = datasets.Dataset.from_generator(_unique_passages, features=features, gen_kwargs=given)
@@ -178,7 +178,7 @@ def retrieve(
     pool = open_pool(settings.pool, data_dir)
     slug = re.sub(r"[^\w.-]+", "--", f"{settings.retriever}--{settings.reranker or 'as-found'}".strip("/"))
     file = AnswerFile(output / "orders", name, slug)
-    made_with = {"pool": pool._fingerprint, "retriever": settings.retriever, "reranker": settings.reranker}
+    made_with = {"pool": data_fingerprint(pool), "retriever": settings.retriever, "reranker": settings.reranker}
     todo = file.open(made_with | {"num_found": settings.num_found}, rows)
     if todo:
         dense = DensePool(pool, settings.retriever, output / "embeddings", device)

@@ -82,7 +82,7 @@ class EvaluationSettings(Checkpoints):
         self.output, self.data = Path(self.output), self.data and Path(self.data)
         for kind, names in (("task", self.tasks), ("method", self.methods)):
             if not names:
-                raise ValueError(f"No {kind} were given. Name some with `--{kind}`, or in the recipe.")
+                raise ValueError(f"No {kind} was given. Name one with `--{kind}s`, or in the recipe.")
         refuse_unknown("the tasks", self.tasks, TASKS)
         for name in self.methods:
             find_method(name)

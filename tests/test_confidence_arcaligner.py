@@ -48,7 +48,7 @@ def apart(separate):
 def scores_all(monkeypatch):
     """All passages are scored, however similar they are and however answerable the first one is."""
     monkeypatch.setattr(answering_arcaligner, "SCORED_SHARE", 1.0)
-    monkeypatch.setattr(answering_arcaligner, "MOST_ANSWERABILITY", 1.0)
+    monkeypatch.setattr(answering_arcaligner, "are_sure", lambda *args: False)
 
 
 def told(records):
@@ -331,10 +331,10 @@ def test_a_model_whose_weights_cannot_be_watched_ranks_passages_and_keeps_none(s
     expected, linear = ask_apart(QUESTION, documents=PASSAGES), separate[0].lm_head
     linear.weight = Int8Parameter(linear.weight)
     assert ask_apart(QUESTION, documents=PASSAGES) == expected
-    assert "`lm_head.weight` is of type Int8Parameter" in caplog.text and "is not kept" in caplog.text
+    assert "`lm_head.weight` is of type Int8Parameter" in caplog.text and "are not cached" in caplog.text
     store = separate[0].passage_cache(separate[1])
     assert [store.prepare(QUESTION, PASSAGES[:2]).num_cached for _ in range(2)] == [[0], [0]] and len(store) == 0
-    with pytest.raises(ValueError, match="`lm_head.weight` is of type Int8Parameter .* is not kept"):
+    with pytest.raises(ValueError, match="`lm_head.weight` is of type Int8Parameter .* are not cached"):
         store.precompute(QUESTION, PASSAGES[:2])
 
 

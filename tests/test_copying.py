@@ -51,7 +51,8 @@ def texts_of(documents: list) -> str:
 
 
 @given(text=st.text(st.sampled_from("ab Z.,-!?\n\té漢😀'\"1"), max_size=60))
-def test_what_can_be_copied_is_the_text_from_one_of_its_words_on(processor, text):
+def test_copies_are_of_the_text(processor, text):
+    """What can be copied is the text, from one of its words on."""
     tokenizer, texts = processor.tokenizer, copied_texts(processor.tokenizer, [text])
     for ids, ends_word in copies(tokenizer, [text])[: -len(YES_NO)]:
         copied = tokenizer.decode(ids).rstrip("\ufffd")
@@ -62,7 +63,8 @@ def test_what_can_be_copied_is_the_text_from_one_of_its_words_on(processor, text
             assert ids[length] in copied_next(texts, ids[:length], set())
 
 
-def test_a_copy_begins_with_any_word_and_may_end_where_a_word_does(processor):
+def test_copies_begin_and_end(processor):
+    """A copy begins with any word, and may end where a word does."""
     tokenizer = processor.tokenizer
     found = copies(tokenizer, [{"title": "Ada", "text": "It was, (é) 3.5%."}, "<|im_end|> end."], "not there")
     whole = ["Ada", "It was, (é) 3.5%.", "was, (é) 3.5%.", "(é) 3.5%.", "é) 3.5%.", "3.5%.", "5%.", *YES_NO]
@@ -76,7 +78,7 @@ def test_a_copy_begins_with_any_word_and_may_end_where_a_word_does(processor):
 
 
 @pytest.mark.parametrize("text", ["a-", "a ", "(", "漢", "a" * 99 + "-", "<|im_end|>"])
-def test_the_time_is_linear_in_any_text(processor, text):
+def test_time_is_linear_in_text(processor, text):
     times = [time.process_time()]
     for size in (6_000, 60_000):
         found = copied_texts(processor.tokenizer, [(text * size)[:size]])
@@ -89,7 +91,8 @@ def test_the_time_is_linear_in_any_text(processor, text):
 
 
 @pytest.mark.parametrize("as_ends", [int, lambda end: [end], torch.tensor], ids=["int", "list", "tensor"])
-def test_the_bonus_is_of_tokens_that_go_on_with_a_copy_or_end_it_and_of_no_others(processor, as_ends):
+def test_bonus_of_tokens(processor, as_ends):
+    """Those that go on with a copy, or end it, have it, and no others."""
     tokenizer, refusal = processor.tokenizer, "Nobody knows zebra"
     learned = processor_with(processor, no_answer=refusal)
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
@@ -112,7 +115,8 @@ def test_the_bonus_is_of_tokens_that_go_on_with_a_copy_or_end_it_and_of_no_other
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3, "num_return_sequences": 2}], ids=str)
-def test_an_answer_is_word_for_word_in_the_passages(ask, options):
+def test_answer_stands_in_the_passages(ask, options):
+    """Word for word."""
     torch.manual_seed(0)
     records = ask(ROW, copy_bonus=HUGE, **options)
     assert records[0] != ask(ROW, copy_bonus=0)[0]
@@ -120,7 +124,8 @@ def test_an_answer_is_word_for_word_in_the_passages(ask, options):
         assert record["generated_text"] in YES_NO or record["generated_text"] in texts_of(DOCUMENTS)
 
 
-def test_a_beam_of_copies_is_as_likely_as_its_tokens_not_preferred_for_its_length(model, processor):
+def test_beams_of_copies(model, processor):
+    """One is as likely as its tokens, and not preferred for its length."""
     copier = PassageCopyLogitsProcessor(processor, [DOCUMENTS], 3.0, processor.tokenizer.eos_token_id)
     options = {"max_new_tokens": 6, "num_beams": 3, "length_penalty": 0.0, "logits_processor": [copier]}
     inputs = chat_inputs(processor, QUESTION, DOCUMENTS)
@@ -133,7 +138,8 @@ def test_a_beam_of_copies_is_as_likely_as_its_tokens_not_preferred_for_its_lengt
     torch.testing.assert_close(found.sequences_scores[0], total, rtol=1e-3, atol=1e-3)
 
 
-def test_rows_of_a_batch_copy_from_their_own_passages(ask):
+def test_rows_copy_their_own_passages(ask):
+    """Those of a batch."""
     rows = [ROW, {"question": "Is there anything?", "documents": []}, ROW | {"documents": ["He is a ski jumper."]}]
     for beams in (2, 1):
         together, alone = (ask(rows, copy_bonus=HUGE, num_beams=beams, batch_size=size) for size in (3, 1))
@@ -141,14 +147,16 @@ def test_rows_of_a_batch_copy_from_their_own_passages(ask):
     assert alone[2][0]["generated_text"] in (*YES_NO, "He is a ski jumper.") and alone[1] == ask(rows[1], copy_bonus=0)
 
 
-def test_of_chosen_passages_those_that_are_read_are_copied_from(separate):
+def test_selected_passages_are_copied(separate):
+    """Of several passages, those that are read are copied from."""
     ask = pipeline_of(*separate, max_new_tokens=4)  # of an aligner that reads the likeliest passage
     (record,) = ask(ROW, copy_bonus=HUGE, max_passages=1, return_slots=True)
     read = {segment["document"] for segment in record["segments"]}
     assert len(read) == 1 and record["generated_text"] in texts_of([DOCUMENTS[number] for number in read])
 
 
-def test_evaluation_copies_as_the_pipeline_does_and_can_do_without(ask, model, processor, few_tokens):
+def test_evaluation_copies_as_the_pipeline(ask, model, processor, few_tokens):
+    """And can do without."""
     row = {"question": QUESTION, "answers": ["Ada"], "passages": [{"title": "", "text": DOCUMENTS[0]}]}
     copying = processor_with(processor, copy_bonus=HUGE)
     for name, bonus in (("arcaligner", HUGE), ("no_copying", 0)):
@@ -165,20 +173,23 @@ def test_evaluation_copies_as_the_pipeline_does_and_can_do_without(ask, model, p
 # What stays as it was
 
 
-def test_nothing_is_copied_of_no_text_and_into_an_answer_that_is_begun(ask):
+def test_what_is_not_copied(ask):
+    """Of no text nothing, and into an answer that is begun."""
     begun = {"documents": DOCUMENTS, "messages": [*CHAT, {"role": "assistant", "content": "It was"}]}
     for row in (begun, *(ROW | {"documents": [each]} for each in ("", " ", {"title": "Ada", "text": ""}))):
         assert ask(row, copy_bonus=HUGE) == ask(row, copy_bonus=0)
 
 
-def test_the_end_of_an_answer_is_that_of_the_model_where_a_configuration_names_none(ask):
+def test_end_of_answers(ask):
+    """It is the model's where a generation configuration names none."""
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     config = GenerationConfig(**options)
     assert config.eos_token_id is None
     assert ask(ROW, copy_bonus=HUGE, generation_config=config) == ask(ROW, copy_bonus=HUGE, **options)
 
 
-def test_the_processor_says_how_much_copying_is_preferred_and_a_call_may_say_otherwise(ask, model, processor, tmp_path):
+def test_bonus_of_processor_and_call(ask, model, processor, tmp_path):
+    """The processor says how much copying is preferred, and a call may say otherwise."""
     free = greedy_answer(model, processor, chat_inputs(processor, QUESTION, DOCUMENTS), NEW_TOKENS)
     processor_with(processor, copy_bonus=HUGE).save_pretrained(tmp_path)
     asked = pipeline_of(model, type(processor).from_pretrained(tmp_path), max_new_tokens=NEW_TOKENS)
@@ -189,7 +200,7 @@ def test_the_processor_says_how_much_copying_is_preferred_and_a_call_may_say_oth
 # How near question and passage are
 
 
-def test_passages_are_ranked_by_these_cosines(separate):
+def test_passages_are_ranked_by_cosines(separate):
     model, fitted = separate
     (ranked,) = score_passages(model.passage_cache(fitted), [QUESTION], [["Ada wrote it."]])
     assert [ranked[0].similarity] == similarities_of(fitted.encoder, QUESTION, ["Ada wrote it."])

@@ -14,7 +14,8 @@ from arcaligner.kv_cache_arcaligner import WatchedWeights, canonical_settings, p
 from arcaligner.modeling_arcaligner import slot_lora_layers
 
 
-def test_what_changes_slots_changes_its_field(model, processor, monkeypatch):
+def test_changes_of_slots_have_fields(model, processor, monkeypatch):
+    """What changes slots changes its field, and no other."""
     store, encoder = model.passage_cache(processor), copy.deepcopy(processor.encoder.model)
     monkeypatch.setattr(type(processor.encoder), "model", encoder)
     other_tokenizer = copy.deepcopy(processor.tokenizer)
@@ -48,7 +49,7 @@ def test_what_changes_slots_changes_its_field(model, processor, monkeypatch):
     assert fingerprint()["backbone_weights"] != before["backbone_weights"]
 
 
-def test_how_passages_are_selected_is_no_part(model, processor):
+def test_selection_is_no_part(model, processor):
     """What was cached with another weight of the cosine is read."""
     store = model.passage_cache(processor)
     before = shared_fingerprint(model, processor, store.weights([]))
@@ -56,7 +57,7 @@ def test_how_passages_are_selected_is_no_part(model, processor):
     assert shared_fingerprint(model, processor, store.weights([])) == before
 
 
-def test_a_tokenizer_that_was_used_is_the_same(model, processor):
+def test_used_tokenizer_is_the_same(model, processor):
     passages = ["Ada wrote it."]
     before = model.passage_cache(processor).weights(passages)
     for tokenizer in (processor.tokenizer, processor.encoder.model.tokenizer):
@@ -68,7 +69,8 @@ PASSAGE = {"title": "Ada", "text": "She wrote it."}
 EMBEDS = torch.arange(24.0).view(2, 12)
 
 
-def test_passages_are_told_apart_by_what_is_read_of_them():
+def test_passages_differ_by_their_text():
+    """They are told apart by what is read of them."""
     given = [[PASSAGE], ["She wrote it."], [PASSAGE | {"title": "Bob"}], [PASSAGE] * 2]
     given += [[PASSAGE | {"text": "She wrote"}, " it."]]
     given += [GivenSlots(each, None) for each in (EMBEDS, EMBEDS + 1e-3 * (EMBEDS == 23), EMBEDS.view(4, -1))]
@@ -79,7 +81,7 @@ def test_passages_are_told_apart_by_what_is_read_of_them():
         assert passage_fingerprint([1, 2], passages)["prompt"] != passage_fingerprint([1], same)["prompt"]
 
 
-def test_settings_of_one_meaning_have_one_spelling():
+def test_equal_settings_have_one_spelling():
     for settings, expected in [
         ({"max_slots": np.int64(2), "gate_threshold": 1}, {"max_slots": 2, "gate_threshold": 1.0}),
         ({"max_slots": None, "refinement_budget": float("inf"), "gate_mode": None}, {}),
@@ -123,7 +125,8 @@ WRITES = {
 
 @pytest.mark.parametrize("part", ["projector.up.weight", "embed_tokens.weight"])
 @pytest.mark.parametrize("write", WRITES)
-def test_no_change_of_a_weight_goes_unseen(write, part):
+def test_changed_weights_are_seen(write, part):
+    """No change of a weight goes unseen."""
     model = tiny_aligner()
     watch = watched(model)
     before = watch.digests()
@@ -137,7 +140,8 @@ def test_no_change_of_a_weight_goes_unseen(write, part):
 
 
 @pytest.mark.parametrize("weight", [torch.ones(2, 2, device="meta"), torch.eye(2).to_sparse()])
-def test_a_weight_that_cannot_be_watched_is_refused_by_name(weight):
+def test_unwatchable_weight_is_refused(weight):
+    """By its name."""
     model = torch.nn.Linear(2, 2)
     model.weight = torch.nn.Parameter(weight)
     with pytest.raises(ValueError, match="The weight `weight` is of type Parameter on .*cannot be detected"):

@@ -134,7 +134,11 @@ def test_backbone_without_chat_template_gets_the_plain_prompt(ask, model, proces
         ({"question": QUESTION}, {}, r"no `documents`\. Passages go in .*; pass an empty list"),
         ([ROWS[0], {"question": QUESTION, "documents": 5}], {"batch_size": 2}, r"`documents` of row \d is 5; expected"),
         ([ROWS[0], 7], {"batch_size": 2}, "got int"),
-        ({"question": "Who? " * 600, "documents": ["One."]}, {}, "are 1 slots, but there is room for 0 .* a shorter"),
+        (
+            {"question": "Who? " * 600, "documents": ["One."]},
+            {},
+            "are 1 slots, but there is only room for 0 .* a shorter",
+        ),
         (CHAT, {"documents": [DOCUMENTS]}, "Document 0 is of type list"),
         ([{"role": "system", "content": "x"}], {"documents": DOCUMENTS}, "no user message"),
         (ROWS[0], {"truncation": True, "max_length": 4}, "would cut slots"),

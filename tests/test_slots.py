@@ -268,9 +268,9 @@ def test_slots_stand_for_all_of_a_documents_text_and_tokens(words_processor, pro
 
 def test_a_rate_that_was_not_learned_warns_and_names_those_that_were(words_processor, caplog):
     words_processor.encode_documents(DOCUMENTS, tokens_per_slot=3)
-    assert "has learned" not in caplog.text
+    assert "was trained with" not in caplog.text
     words_processor.encode_documents(DOCUMENTS, tokens_per_slot=5)
-    assert "`tokens_per_slot` is 5, but this aligner has learned 3, segment" in caplog.text
+    assert "`tokens_per_slot` is 5, but this aligner was trained with 3, segment" in caplog.text
 
 
 def test_parts_of_a_slot_add_up_to_the_mean_of_its_words_by_rarity():

@@ -177,9 +177,14 @@ def open_corpus(
         num_proc=num_proc,
         remove_columns=dataset.column_names,
         features=ROW_FEATURES,
-        new_fingerprint=Hasher.hash((dataset._fingerprint, convert)),
+        new_fingerprint=Hasher.hash((data_fingerprint(dataset), convert)),
         desc="reading rows",
     )
+
+
+def data_fingerprint(dataset: datasets.Dataset) -> str:
+    """What 🤗 Datasets knows a data set by: what it was made of, and all that was done to it since."""
+    return dataset._fingerprint
 
 
 def _are_texts(columns: Collection[str]) -> bool:
@@ -568,7 +573,7 @@ class ExampleSelector:
         nearest = NearestPassages(iterate_rows(corpus, *columns)) if recipe.distractors else None
         drawn = nearest and [recipe.distractors, recipe.max_distractors, self.seed]
         asked = (recipe.asks_questions, recipe.max_questions, drawn)
-        settings = Hasher.hash((_CODE, corpus._fingerprint, self.builder, *asked))
+        settings = Hasher.hash((_CODE, data_fingerprint(corpus), self.builder, *asked))
         return settings, _ExampleMaker(corpus, nearest, self.builder, recipe, self.seed), self._order(corpus)
 
     def _take(self, source: str, quota: int | None, held_out: bool) -> tuple[datasets.Dataset, dict[str, list[str]]]:

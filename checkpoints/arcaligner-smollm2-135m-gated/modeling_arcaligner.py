@@ -927,27 +927,23 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         """
         cache = one_cache(past_key_values, cache)
         wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
-        check_gates(*wanted)
-        slot_mask = self._get_slot_mask(input_ids, context_embeds, is_generated)  # (batch, seq_len)
-        has_slots, given = slot_mask is not None, inputs_embeds if input_ids is None else input_ids
+        if not torch.compiler.is_compiling():
+            check_gates(*wanted)
+            self._check_ids(input_ids, inputs_embeds, context_embeds, is_generated)
+        has_slots = input_ids is not None and context_embeds is not None
+        slot_mask = input_ids == self.config.context_token_id if has_slots else None  # `M_r`, (batch, seq_len)
+        given = inputs_embeds if input_ids is None else input_ids
         if not has_slots and given is not None and self.training and torch.is_grad_enabled():
             # Zero gradients instead of none: other processes wait for those of each trained parameter.
             slot_mask, context_embeds, context_word_ids = self._no_slots(given)
         if slot_mask is not None:
-            self._check_slot_inputs(slot_mask, input_ids, inputs_embeds, context_embeds, context_word_ids)
-            rows = self._find_slots(slot_mask, attention_mask, context_embeds)
-            if self.config.passage_attention == "separate" and context_passage_ids is not None:
-                attention_mask, position_ids = self._keep_passages_apart(
-                    slot_mask, context_embeds, context_passage_ids, attention_mask, position_ids, cache
-                )
-            check_length(slot_mask.shape[1], "The prompt", self.config.text_config, position_ids)
-            if torch.compiler.is_compiling():
-                rows = rows.for_any_length()
+            of_slots = (context_embeds, context_word_ids, context_passage_ids)
+            slots, attention_mask, position_ids = self._prepare_slots(
+                slot_mask, *of_slots, attention_mask, position_ids, cache, *wanted
+            )
             inputs_embeds = self._embed(input_ids, inputs_embeds, slot_mask, context_embeds, context_word_ids)
             input_ids = None  # the backbone takes one of the two
-            settings = resolve_settings(self.config, self.layer_costs, rows, self.training, *wanted)
-            check_slots_after_cache(self.config, rows, cache, context_passage_ids, *wanted)
-            kwargs["slots"] = slots = Slots(rows, settings, RecordedDepths(), SharedStepInputs())
+            kwargs["slots"] = slots
         if slot_bias is not None:
             num_queries = (inputs_embeds if input_ids is None else input_ids).shape[1]
             attention_mask = with_slot_bias(attention_mask, slot_bias, slot_mask, num_queries, cache, self.dtype)
@@ -974,41 +970,73 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         embeds = torch.zeros(len(given), 0, self.config.encoder_hidden_size, device=given.device)
         return slot_mask, embeds, slot_mask.new_zeros(len(given), 0, 1).long() if self.config.word_parts else None
 
-    def _check_slot_inputs(self, slot_mask, input_ids, inputs_embeds, context_embeds, context_word_ids) -> None:
-        if inputs_embeds is not None and input_ids is not None:
-            raise ValueError("Got `inputs_embeds` and `input_ids`. Pass one of them, with slots `input_ids`.")
-        check_adapters(self.backbone)
-        check_context_embeds(self.config, slot_mask, context_embeds)
-        check_word_ids(self.config, context_embeds, context_word_ids)
-
-    def _get_slot_mask(self, input_ids, context_embeds, is_generated) -> torch.BoolTensor | None:
-        """`M_r` (batch, seq_len): where `input_ids` holds context tokens. `None` for an input without slots."""
+    def _check_ids(self, input_ids, inputs_embeds, context_embeds, is_generated) -> None:
+        """Checks the tokens of an input, before its slots are looked for. Compiled code leaves this out, and so does a
+        generated token: reading them would make the host wait for the device."""
+        slot_id = self.config.context_token_id
         if input_ids is None:
             if context_embeds is not None:
                 raise ValueError(
                     "Got `context_embeds` without `input_ids`. Slots are found by their context tokens: pass "
-                    f"`input_ids` with `context_token_id` {self.config.context_token_id} where the slots are."
+                    f"`input_ids` with `context_token_id` {slot_id} where the slots are."
                 )
-            return None
-        if context_embeds is None and (is_generated or torch.compiler.is_compiling()):
-            return None  # reading them would make the host wait for the device
-        check_ids(input_ids, "`input_ids`", self.config.text_config.vocab_size, (self.config.context_token_id,))
-        slot_mask = input_ids == self.config.context_token_id
+            return
+        if context_embeds is None and is_generated:
+            return
+        check_ids(input_ids, "`input_ids`", self.config.text_config.vocab_size, (slot_id,))
         if context_embeds is None:
-            if slot_mask.any():
+            if (is_slot := input_ids == slot_id).any():
                 raise ValueError(
-                    f"Found {int(slot_mask.sum())} context tokens (id {self.config.context_token_id}) in `input_ids` "
-                    "but no `context_embeds`. Pass the embeddings of the slots, as the processor returns them."
+                    f"Found {int(is_slot.sum())} context tokens (id {slot_id}) in `input_ids` but no `context_embeds`. "
+                    "Pass the embeddings of the slots, as the processor returns them."
                 )
-            return None
-        return slot_mask
+        if inputs_embeds is not None:
+            raise ValueError("Got `inputs_embeds` and `input_ids`. Pass one of them, with slots `input_ids`.")
+
+    def _prepare_slots(
+        self,
+        slot_mask: torch.BoolTensor,
+        context_embeds: torch.FloatTensor,
+        context_word_ids: torch.LongTensor | None,
+        context_passage_ids: torch.LongTensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.LongTensor | None,
+        cache: Cache | None,
+        *wanted: Any,
+    ) -> tuple[Slots, torch.Tensor | None, torch.LongTensor | None]:
+        """The slots of a forward, with the mask and the positions of its prompt; `wanted` are the
+        `REFINEMENT_SETTINGS` of the call. Compiled code checks nothing, and has no numbers of the host."""
+        are_apart = self.config.passage_attention == "separate" and context_passage_ids is not None
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling:
+            passage_ids = context_passage_ids if are_apart else None
+            self._check_slot_inputs(slot_mask, context_embeds, context_word_ids, passage_ids)
+        rows = self._find_slots(slot_mask, attention_mask, context_embeds)
+        if are_apart:
+            attention_mask, position_ids = self._keep_passages_apart(
+                slot_mask, context_passage_ids, attention_mask, position_ids, cache
+            )
+        if is_compiling:
+            rows = rows.for_any_length()
+        else:
+            check_length(slot_mask.shape[1], "The prompt", self.config.text_config, position_ids)
+            check_slots_after_cache(self.config, rows, cache, context_passage_ids, *wanted)
+        settings = resolve_settings(self.config, self.layer_costs, rows, self.training, *wanted)
+        return Slots(rows, settings, RecordedDepths(), SharedStepInputs()), attention_mask, position_ids
+
+    def _check_slot_inputs(self, slot_mask, context_embeds, context_word_ids, passage_ids) -> None:
+        """Checks what was given of slots; `passage_ids` are `None` where all are of one passage."""
+        check_adapters(self.backbone)
+        check_context_embeds(self.config, slot_mask, context_embeds)
+        check_word_ids(self.config, context_embeds, context_word_ids)
+        if passage_ids is not None:
+            check_passage_ids(passage_ids, context_embeds, slot_mask)
+            check_can_separate(self.config.text_config)
 
     def _keep_passages_apart(
-        self, slot_mask, context_embeds, passage_ids, attention_mask, position_ids, cache
+        self, slot_mask, passage_ids, attention_mask, position_ids, cache
     ) -> tuple[torch.Tensor, torch.LongTensor]:
         """The mask and the positions of a prompt whose passages do not read each other."""
-        check_passage_ids(passage_ids, context_embeds, slot_mask)
-        check_can_separate(self.config.text_config)
         placed = place_passage_ids(slot_mask, passage_ids)  # (batch, seq_len)
         if position_ids is None:
             is_2d = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2

@@ -387,12 +387,12 @@ class ArcAlignerProcessor(ProcessorMixin):
     ) -> BatchFeature:
         """Batch of prompts, each cut in two where its slots belong."""
         settings = {name: kwargs.pop(name, None) for name in SLOT_SETTINGS}
-        given = (documents, context_embeds, context_word_ids, context_passage_ids)
-        passages = passages_of_questions(*given, is_single, len(prompts), self.context_words)
         texts = [
             (self.tokenize_prompt(before, add_special_tokens), self.tokenize_prompt(after)) for before, after in prompts
         ]
         room = (most := self.max_prompt_length) and [most - len(before) - len(after) for before, after in texts]
+        given = (documents, context_embeds, context_word_ids, context_passage_ids)
+        passages = passages_of_questions(*given, is_single, len(prompts), self.context_words)
         rows = self.slot_encoder.encode_batch(
             passages, **settings, room=room, apart=self.passage_attention == "separate"
         )

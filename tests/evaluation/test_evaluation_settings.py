@@ -45,14 +45,14 @@ def test_recipes_read_as_they_are_meant_and_an_unknown_one_names_those_there_are
     [
         ({"tasks": ["squat"]}, {}, "Unknown key `squat` in the tasks. Did you mean `squad`"),
         ({"methods": ["arcalinger"]}, {}, "no method 'arcalinger'. Known: naive"),
-        ({"methods": []}, {}, "No method is named"),
+        ({"methods": []}, {}, "No method was given"),
         ({"color": "red"}, {}, "Unknown key `color` in the evaluation"),
         ({"tasks": ["squad"]}, {"passages": "golden"}, "`passages` is 'golden'; expected one of given, gold"),
         ({"tasks": ["squad"]}, {"top_k": 0}, "`top_k` is 0; expected a whole number of at least 1"),
         ({"tasks": ["squad"]}, {"passages": "retrieved"}, "squad: `passages` is retrieved, but no corpus is named"),
         ({"batch_size": 0}, {}, "`batch_size` is 0"),
         ({"checkpoint": None}, {}, "No aligner was given"),
-        ({"output": None}, {}, "Name a folder"),
+        ({"output": None}, {}, "No folder was given"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(given, of_tasks, message):

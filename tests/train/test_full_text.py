@@ -55,7 +55,8 @@ def prompt_of(tokenizer, row) -> str:
     return tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
 
 
-def test_the_prompt_is_read_and_the_answer_is_learned(tokenizer, monkeypatch):
+def test_answers_are_learned(tokenizer, monkeypatch):
+    """The prompt is read, and the answer is learned."""
     for template in (tokenizer.chat_template, TEMPLATE.read_text("utf-8")):
         monkeypatch.setattr(tokenizer, "chat_template", template)
         for row in question_rows(3):
@@ -70,7 +71,8 @@ def test_the_prompt_is_read_and_the_answer_is_learned(tokenizer, monkeypatch):
         tokenize(question_rows(1)[0], tokenizer)
 
 
-def test_rows_are_shuffled_and_those_too_long_or_incomplete_left_out(tmp_path, tokenizer):
+def test_rows_that_are_taken(tmp_path, tokenizer):
+    """They are shuffled, and those too long or incomplete are left out."""
     rows = question_rows(6)
     rows[0]["answers"], rows[1]["question"], rows[2]["passages"] = [], " ", []
     rows[3]["passages"][0]["text"] *= 100
@@ -85,7 +87,8 @@ def test_rows_are_shuffled_and_those_too_long_or_incomplete_left_out(tmp_path, t
     assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
 
 
-def test_a_broken_run_ends_as_if_unbroken_and_then_rests(tmp_path, base_model_dir, whole_run, caplog):
+def test_broken_run_goes_on(tmp_path, base_model_dir, whole_run, caplog):
+    """It ends as if unbroken, and is then left alone."""
     options = arguments(tmp_path, base_model_dir, tmp_path / "run")
     run_until(1, options, run, SFTTrainer)
     assert not (tmp_path / "run" / "adapter_config.json").exists()
@@ -105,7 +108,8 @@ def test_a_broken_run_ends_as_if_unbroken_and_then_rests(tmp_path, base_model_di
         run([*options, "--lora_r", "4"])
 
 
-def test_the_shipped_recipes_have_the_data_and_template_of_stage_two_and_differ_in_the_passages():
+def test_shipped_recipes_match_stage_two():
+    """They have its data and its template, and differ in how passages are read."""
     names = ("1_reconstruction", "2_grounding", "full_text", "full_text_apart")
     paths = [RECIPES / "smollm2_135m" / f"{name}.yaml" for name in names]
     first, second, joint, apart = (yaml.safe_load(path.read_text("utf-8")) for path in paths)
@@ -120,7 +124,8 @@ def test_the_shipped_recipes_have_the_data_and_template_of_stage_two_and_differ_
 # Passages apart
 
 
-def test_passages_apart_are_tokenized_alone_between_the_parts_of_the_prompt(tokenizer):
+def test_passages_are_tokenized_alone(tokenizer):
+    """Between the parts of the prompt."""
     row = question_rows(3)[1]
     row["passages"] += question_rows(3)[2]["passages"]
     row["passages"][1]["title"] = ""
@@ -137,7 +142,7 @@ def test_passages_apart_are_tokenized_alone_between_the_parts_of_the_prompt(toke
     assert tokenizer.decode(ids[~is_passage]) == prompt + tokenizer.decode(target)
 
 
-def test_a_batch_of_passages_apart_learns_as_each_row_whose_passages_are_read_alone(base_model_dir, tokenizer):
+def test_passages_apart_in_a_batch(base_model_dir, tokenizer):
     """The loss of a row is that of its answer after keys and values of passages that were read one by one."""
     model = AutoModelForCausalLM.from_pretrained(base_model_dir, dtype=torch.float32).eval()
     rows = question_rows(4)
@@ -163,7 +168,7 @@ def test_a_batch_of_passages_apart_learns_as_each_row_whose_passages_are_read_al
             torch.testing.assert_close(logits[row, end : len(numbers)], expected[0], rtol=0, atol=1e-4)
 
 
-def test_a_run_leaves_a_lora_that_has_learned(tmp_path, base_model_dir, whole_run):
+def test_run_leaves_a_trained_lora(tmp_path, base_model_dir, whole_run):
     run(arguments(tmp_path, base_model_dir, tmp_path / "apart", passage_attention="separate", distractors=1.0))
     for folder in (whole_run, tmp_path / "apart"):
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_model_dir), folder)

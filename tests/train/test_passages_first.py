@@ -112,7 +112,8 @@ def test_predictions_are_logits_of_turns(tmp_path, aligner, processor):
     assert loss.item() == pytest.approx(found.metrics["test_loss"], abs=1e-4)
 
 
-def test_slots_of_the_answer_are_marked(processor):
+def test_slots_with_the_answer(processor):
+    """They are marked in a batch."""
     rows = examples(processor, 3)  # about one, two and three passages, the answering one last
     collator = PassagesFirstCollator(processor.context_token_id, processor.tokenizer, processor.encoder.text_tokenizer)
     batch = collator(rows)
@@ -126,7 +127,7 @@ def test_slots_of_the_answer_are_marked(processor):
         assert batch["is_slot"][number].sum() == len(documents)
 
 
-def test_the_attention_loss_is_the_share_that_is_read(aligner, processor):
+def test_attention_loss_is_the_share(aligner, processor):
     """As all attention of the step in one phase has it."""
     rows, layers = examples(processor), [1]
     _, _, loss = two_phases(aligner, processor, rows, 2, attention_layers=layers)
@@ -151,7 +152,7 @@ def test_no_choice_no_attention_loss():
     assert attention_loss([torch.full((1, 1, 2, 4), 0.25)], batch) is None
 
 
-def test_turns_read_the_prompt_and_themselves():
+def test_turns_read_prompt_and_themselves():
     mask = turns_mask(torch.tensor([[0, 0, 1, -1]]), torch.tensor([[5, 6, -1]]), torch.float32)
     reads = [[1, 1, 0, 1, 0, 0, 0], [1, 1, 0, 1, 1, 0, 0], [1, 1, 0, 0, 0, 1, 0], [1, 1, 0, 0, 0, 0, 1]]
     assert (mask == 0).int().tolist() == [[reads]]
@@ -182,6 +183,7 @@ def test_a_recipe_trains_passages_first(tmp_path, write_recipe):
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path, write_recipe, keys, message):
+def test_keys_that_do_not_fit(tmp_path, write_recipe, keys, message):
+    """They are refused."""
     with pytest.raises(ValueError, match=message):
         run(write_recipe("grounding", tmp_path / "run", **keys))

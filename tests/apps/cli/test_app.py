@@ -71,7 +71,7 @@ def test_answer_prints_the_pipelines_answer_and_nothing_else(answer, document, m
     assert (code, out) == (0, printable(record["generated_text"].strip()) + "\n")
     place = f"{document}:0-{len(TEXT)}"  # both were read
     *steps, check, summary = err.splitlines()
-    assert steps == ["Loading the aligner and its base model", "Reading 2 passages", place, place]
+    assert steps == ["Loading the aligner and its base model", "Encoding 2 passages", place, place]
     assert check == "The answer does not appear word for word in the passages; please check it."
     assert summary.startswith(f"{record['statistics']['tokens']} tokens of text compressed to 4 slots, x")
 
@@ -153,8 +153,8 @@ def test_mistakes_end_in_one_clear_line(answer, base_model_dir, document, tmp_pa
         (paths["binary"], {}, "binary.txt is not UTF-8 text, nor in another encoding (byte 0)"),
         (paths["empty"], {}, "empty.txt holds no text"),
         (paths["long"], {}, "long.txt has 5 passages; `answer` accepts at most 4. Use `arcaligner corpus build`"),
-        (paths["one_word"], {}, "one_word.txt is cut into 5 passages"),  # text without spaces is cut as well
-        (Path("tests/data/case_studies.jsonl").absolute(), {}, "case_studies.jsonl holds rows"),
+        (paths["one_word"], {}, "one_word.txt has 5 passages"),  # text without spaces is cut as well
+        (Path("tests/data/case_studies.jsonl").absolute(), {}, "case_studies.jsonl contains rows"),
         (document, {"question": " "}, "The question is empty"),
         (document, {"checkpoint": tmp_path / "none"}, f"There is no folder {tmp_path / 'none'}"),
         (document, {"checkpoint": "tests/none"}, "There is no folder tests/none"),

@@ -4,6 +4,7 @@ import gzip
 import json
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from unittest.mock import Mock
 
 import lancedb
@@ -64,7 +65,7 @@ def numbered_rows(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_processes_make_the_same_table(tmp_path, monkeypatch, processor, make_corpus):
     """Rows, their order and the report: of what is new, what has changed and what is left alone."""
-    source = numbered_rows(tmp_path, monkeypatch)
+    source = Path(numbered_rows(tmp_path, monkeypatch))
     whole, changed = source.read_text(), source.read_text().replace("2 stands", "2 is")
     source.write_text("".join(changed.splitlines(keepends=True)[:3]))
     made = [make_corpus(source, name=name, passage_tokens=24) for name in ("one", "several")]

@@ -91,7 +91,7 @@ def test_mistakes_end_in_one_clear_line(run_cli, letters, corpus, checkpoint_dir
     for arguments, message in (
         (("corpus", "build", letters, "--passage-tokens", 9, *existing), "`passage_tokens` 36; expected 9"),
         (("corpus", "build", letters, "--passage-words", 9, *existing), "`passage_tokens` 36; expected 13"),
-        (("corpus", "build", letters, "typo/", *existing), "There is no file or folder typo/."),
+        (("corpus", "build", letters, "typo/", *existing), "There is no file or folder typo/; expected one"),
         (("corpus", "build", empty, *new), "There is no document in"),
         (("corpus", "build", "no/where", *new), "reach 'no/where' on the Hub"),
         (("ask", " ", "--corpus", corpus.path, *aligner), "The question is empty"),

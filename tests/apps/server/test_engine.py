@@ -267,14 +267,14 @@ def test_more_slots_may_be_asked_about_than_are_read_together(engine_of, apart, 
     documents = ["Ada wrote it.", "Bob did not.", "Carol read it."]  # three slots
     engine = engine_of(None, apart, limits=Limits(max_slots=1, max_slots_asked=3))
     assert sum(each["read"] for each in answer(engine, documents, max_passages=1).sources) == 1
-    for most, message in ((2, "2 slots; expected at most 1. Pass fewer"), (3, "there is room for 1 beside")):
+    for most, message in ((2, "2 slots; expected at most 1. Pass fewer"), (3, "there is only room for 1 with")):
         error = engine.submit(asked(documents, max_passages=most)).exception()
         assert isinstance(error, ValueError) and message in str(error)
     engine = engine_of(limits=Limits(max_slots=40))
     monkeypatch.setattr(processor, "tokens_per_slot", 1)
     monkeypatch.setattr(SlotEncoder, "encode_tokens", None)
     error = engine.submit(asked(["one sentence " * 30])).exception()
-    assert isinstance(error, ValueError) and "slots, but there is room for 40" in str(error)
+    assert isinstance(error, ValueError) and "slots, but there is only room for 40" in str(error)
 
 
 def test_slot_prefixes_are_kept_within_their_bytes(engine_of):
