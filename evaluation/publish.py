@@ -216,10 +216,11 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
     columns = ["The model is given", "Tokens per position", *README_SETS.values()]
     columns += ["First token, ms", "the same, cached", "Cache, MiB"]
     counts = " to ".join(map(str, sorted({entry["questions"] for entry in sets.values()})))
+    counts += " questions of each set" + fewer_questions(sets)
     lengths = [entry["methods"]["full_text_lora"]["context_tokens"] for entry in sets.values()]
     new_tokens = " / ".join(f"{find_size(latency, k, own_rate)['text_tokens']:,.0f}" for k in SHORT_PASSAGES)
     note = (
-        f"F1 in percent, {counts} questions of each set; their passages have {min(lengths):.0f} to {max(lengths):.0f} "
+        f"F1 in percent, {counts}; their passages have {min(lengths):.0f} to {max(lengths):.0f} "
         f"tokens on average. *Fine-tuned*: the same model with a LoRA trained on 4,000 questions with their text. "
         f"*First token*: {' / '.join(map(str, SHORT_PASSAGES))} passages ({new_tokens} tokens) in float32 on "
         f"{latency['machine']['cores']} CPU cores; slots were encoded beforehand. *Cached*: keys and values are there, "
@@ -230,6 +231,16 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
     lost = [each for each in map(loss_without_copying, ("", "_x4")) if each is not None]
     note += f": without it slots lose {', '.join(lost)}." if lost else "."
     return [*markdown_table(columns, rows), "", *textwrap.wrap(note, 120)]
+
+
+def fewer_questions(sets: dict[str, Any]) -> str:
+    """The sets of which the README's default row was asked fewer questions than the others, or nothing."""
+    fewer: dict[int, list[str]] = {}
+    for name, entry in sets.items():
+        count = entry["methods"].get("one_passage", entry)["questions"]
+        if count < entry["questions"]:
+            fewer.setdefault(count, []).append(README_SETS[name])
+    return "".join(f" (default: {count} of {' and '.join(names)})" for count, names in fewer.items())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,14 @@ from answer_rows import write_answers
 from arcaligner.evaluation import publish
 from arcaligner.evaluation.analyses.figures import draw_rates, speed_curves
 from arcaligner.evaluation.analyses.speed import find_size
-from arcaligner.evaluation.publish import MARKS, answers_page, check_weights, with_opponents, write_part
+from arcaligner.evaluation.publish import (
+    MARKS,
+    answers_page,
+    check_weights,
+    fewer_questions,
+    with_opponents,
+    write_part,
+)
 
 ROOT = Path(__file__).parents[2]
 PARTS = {
@@ -60,6 +67,17 @@ def test_opponents_of_before_stay():
     kept = {"naive": {"f1": 6}, "full_text_lora": {"f1": 4}, "arcaligner": {"f1": 5}}
     assert found["sets"] == {"SQuAD": {"methods": kept}}
     assert list(found["sets"]["SQuAD"]["methods"]) == list(kept)
+
+
+def test_fewer_questions_are_said():
+    """The README says so where its default row was asked fewer questions of a set."""
+    few = {"questions": 500, "methods": {"arcaligner": {"questions": 500}, "one_passage": {"questions": 250}}}
+    all_asked = {"questions": 500, "methods": {"arcaligner": {"questions": 500}}}
+    assert (
+        fewer_questions({"SQuAD": all_asked, "HotpotQA": few, "PopQA_longtail": few})
+        == " (default: 250 of HotpotQA and PopQA)"
+    )
+    assert fewer_questions({"SQuAD": all_asked}) == ""
 
 
 def test_the_page_of_answers_shows_the_first_by_id_and_what_is_refused(tmp_path):
