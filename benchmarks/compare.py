@@ -35,7 +35,7 @@ from ..pipeline_arcaligner import ArcAlignerPipeline
 COLUMNS = ("what is read", "positions", "F1", "EM", "agreement", "first token")
 REMARKS = (
     "Positions of the prompt that the passages take, per question. F1, EM and agreement in percent. First token: "
-    "median, and the median of how many times sooner than from text it comes; in that time new passages that are read "
+    "median, and the median of how many times earlier than from text it comes; in that time new passages that are read "
     "as slots are selected, segmented and encoded. Agreement is F1 to the answer of the first row; a base model that "
     "was not tuned answers in sentences, so it is low against short answers."
 )

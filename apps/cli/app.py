@@ -241,8 +241,7 @@ def answer(
         if show_slots or any(each is not None for each in (min_confidence, max_passages, max_slots, dtype, device)):
             raise ValueError(
                 "`--show-slots`, `--min-confidence`, `--max-passages`, `--max-slots`, `--dtype` and `--device` work "
-                "with "
-                "PyTorch only. Leave them out, or leave out `--engine llama.cpp`."
+                "with PyTorch only. Leave them out, or leave out `--engine llama.cpp`."
             )
         shared.check_there(checkpoint)
         from ..engines.llama_cpp import LlamaCppEngine

@@ -683,9 +683,8 @@ def prefill_beginning(model, inputs: dict[str, Any]) -> dict[str, Any]:
         return inputs
     cache = DynamicCache(config=model.config.text_config) if cache is None else cache
     numbers = inputs.get("context_passage_ids")
-    positions, bias = model.prompt_positions(ids, mask, numbers), None
-    if inputs.get("passage_prior") is not None:
-        bias = model.slot_bias(ids, numbers, inputs["passage_prior"])
+    positions = model.prompt_positions(ids, mask, numbers)
+    bias = model.slot_bias(ids, numbers, inputs.get("passage_prior"))
     for part in in_pieces(ids.shape[1] - start, len(ids)):
         first, end = start + part.start, start + part.stop
         if end == ids.shape[1]:
@@ -696,7 +695,7 @@ def prefill_beginning(model, inputs: dict[str, Any]) -> dict[str, Any]:
             position_ids=positions[:, first:end],
             past_key_values=cache,
             use_cache=True,
-            **({} if bias is None else {"slot_bias": bias}),
+            slot_bias=bias,
         )
     return {**inputs, "past_key_values": cache}
 

@@ -132,13 +132,14 @@ def draw_ratios(sets: dict[str, dict[str, dict[str, Any]]]) -> Figure:
 
 def speed_curves(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[tuple[float, float, int | str]]]:
     """Points of each way to read `PASSAGES`, by a `report` on latency and the `sets` of an evaluation at its rates:
-    milliseconds to the first token, mean F1 of the sets, and the rate."""
+    milliseconds to the first token, mean F1 of the sets, and the rate; none where a set was not asked."""
     own = report["own_tokens_per_slot"]
     curves: dict[str, list[tuple[float, float, int | str]]] = {}
 
     def add(title: str, arm: str, size: dict[str, Any], method: str, rate: int | str) -> None:
-        f1 = sum(each["methods"][method]["f1"][0] for each in sets.values()) / len(sets)
-        curves.setdefault(title, []).append((first_token_ms(size, arm), f1, rate))
+        if all(method in each["methods"] for each in sets.values()):
+            f1 = sum(each["methods"][method]["f1"][0] for each in sets.values()) / len(sets)
+            curves.setdefault(title, []).append((first_token_ms(size, arm), f1, rate))
 
     for rate in dict.fromkeys(size["tokens_per_slot"] for size in report["sizes"]):
         size, method = find_size(report, PASSAGES, rate), MAIN if rate == own else f"{MAIN}_x{rate}"

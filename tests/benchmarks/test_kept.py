@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from conftest import processor_with, score_passages
+from conftest import processor_with
 from tiny_models import random_head
 from training_rows import article_rows, write_rows
 
-from arcaligner.answering_arcaligner import select_top
+from arcaligner.answering_arcaligner import Answerer
 from arcaligner.attention_arcaligner import CACHE, cache_of
 from arcaligner.benchmarks.arms import load_models, pick_rows
 from arcaligner.benchmarks.kept import Known, main
@@ -63,8 +63,7 @@ def test_kept_slots_are_those_of_reading_the_combination_or_the_likeliest_passag
         expected = models[0](**slot_inputs(apart, [row], tokens_per_slot=rate), use_cache=True)
         for end in ("", "_folder"):
             assert_same_reading(known.arms[f"slots_x{rate}{end}"](row), expected)
-    (ranked,) = score_passages(models[0].passage_cache(apart), [row["question"]], [row["passages"]])
-    (best,) = select_top(ranked, 1)
+    (best,) = Answerer(models[0], apart).select([row["question"]], [row["passages"]], 1)[0].numbers
     alone = slot_inputs(apart, [row | {"passages": row["passages"][best : best + 1]}])
     assert_same_reading(known.arms["slots_xsegment_likeliest"](row), models[0](**alone, use_cache=True))
 

@@ -133,5 +133,7 @@ def test_f1_stands_over_the_time_at_the_same_rate():
         "text, fine-tuned": [(1000.0, 61.0, "text")],
         "text, fine-tuned, cached": [(100.0, 61.0, "text")],
     }
+    del sets[2.0]["methods"]["arcaligner_x8"]
+    assert [rate for *_, rate in speed_curves(report, sets)["slots, cached"]] == [4]
     with pytest.raises(ValueError, match="has no 20 passages at 16"):
         find_size(report, 20, 16)

@@ -43,7 +43,7 @@ BAD_LINES = {
     '{"answers": "Ada"}': r"""line 2: `answers` is 'Ada' \(str\); expected a list of texts, such as \["...\"]""",
     '{"answers": ["Ada", 7]}': r"line 2: `answers\[1\]` is 7 \(int\); expected a text\.",
     '{"question": 7, "answers": []}': r"line 2: `question` is 7 \(int\); expected a text\.",
-    '{"meta": {"gold": [1]}}': r"line 2: `meta.gold` \[1\] names passages that are not there; it has 0\.",
+    '{"meta": {"gold": [1]}}': r"line 2: `meta.gold` \[1\] names passages that do not exist; the row has 0\.",
     '{"meta": 1}': r"line 2: `meta` is 1 \(int\); expected an object such as",
 }
 
@@ -73,7 +73,7 @@ def test_other_files_are_refused(tmp_path, monkeypatch, name):
     """At once, by what they are, and not looked for on the Hub."""
     (tmp_path / name).write_text("question,answer")
     monkeypatch.setattr(datasets, "load_dataset", None)
-    with pytest.raises(ValueError, match=f"{name} is a file of another kind; expected one that ends with .jsonl"):
+    with pytest.raises(ValueError, match=f"{name} has an unknown suffix; expected a file that ends with .jsonl"):
         open_corpus(name, data_dir=str(tmp_path))
 
 

@@ -76,7 +76,7 @@ def test_a_request_that_takes_too_long_ends_and_the_next_is_answered(engine_of):
 
     late = engine.submit(asked(on_text=slow, max_new_tokens=64)).exception(), engine.submit(asked()).exception()
     assert [describe_error(error)[0] for error in late] == [408, 408] and len(written) == 2
-    assert all("was not finished within 0 seconds" in str(error) for error in late)
+    assert all("was not done within 0 seconds" in str(error) for error in late)
     engine.limits = Limits()
     assert answer(engine, None, max_new_tokens=2).completion_tokens <= 2
 
@@ -87,7 +87,7 @@ def test_too_many_that_wait_are_told_and_a_closing_engine_answers_the_others(eng
     futures = [engine.submit(asked(None, on_text=lambda text: busy.set() or go_on.wait()))]
     busy.wait()
     futures += [engine.submit(asked(None)) for _ in range(2)]
-    with pytest.raises(BusyError, match="Too many requests wait"):
+    with pytest.raises(BusyError, match="Too many requests are waiting"):
         engine.submit(asked(None))
     closing = threading.Thread(target=engine.close)
     closing.start()

@@ -93,7 +93,7 @@ def test_refused_answers_are_not_asked_for(front, vllm):
     ("change", "message"),
     [
         ({"reads_files": False}, "does not read precomputed passages, so it would answer without them"),
-        ({"apart": 1.0}, "with log-probabilities 1.00 apart"),
+        ({"apart": 1.0}, "that differ by 1.00"),
     ],
 )
 def test_vllm_that_answers_otherwise_is_refused(front, vllm, change, message):
@@ -236,7 +236,10 @@ def test_options_of_the_command_line(run_cli, checkpoint_dir, monkeypatch):
         (("--vllm-url", "http://x"), "work with `--engine vllm`"),
         (("--engine", "vllm"), "vLLM is not installed. Run `make vllm`"),
         (("--engine", "vllm", "--vllm-url", "http://x"), "`--passages FOLDER`"),
-        (("--engine", "vllm", "--vllm-url", "http://x", "--vllm-options", "-x"), "has its own"),
+        (
+            ("--engine", "vllm", "--vllm-url", "http://x", "--vllm-options", "-x"),
+            "apply to a vLLM that this command starts",
+        ),
     ):
         code, _, said = run_cli(*serve, *options)
         assert code == 1 and message in said
