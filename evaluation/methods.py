@@ -376,6 +376,13 @@ def find_method(name: str) -> Method:
     return method if rate is None else method.at_rate(rate)
 
 
+def reads_aligner(name: str) -> bool:
+    """Whether a method's answers depend on the aligner's weights. Of texts that are cut to as many positions as slots
+    would take they do not: where sentences end and how tokens are counted decides, which weights do not change."""
+    method, _ = split_name(name)
+    return method.reads == "checkpoint" and method.answer is not _TRUNCATED
+
+
 def sort_key(name: str) -> tuple[int, float]:
     """The order of names in tables: that of `METHODS`, each without a rate first, then by rate."""
     method, rate = split_name(name)

@@ -30,7 +30,7 @@ from .analyses.speed import (
     first_token_table,
     kept_lines,
 )
-from .methods import find_method, fingerprint, sort_key
+from .methods import find_method, fingerprint, reads_aligner, sort_key
 from .paper import FIRST, SECOND, published_table
 from .results import results_page, write_results
 from .runs import FLOOR, answer_files
@@ -110,10 +110,10 @@ def publish(
 
 def with_opponents(found: dict[str, Any], published: dict[str, Any]) -> dict[str, Any]:
     """The results of a run and, of the sets in it, the published ones of methods that it did not ask again and whose
-    answers do not depend on the checkpoint. Differences are those of the run: they need the answers."""
+    answers do not depend on the aligner's weights. Differences are those of the run: they need the answers."""
     for title, entry in found["sets"].items():
         old = published["sets"].get(title, {}).get("methods", {})
-        kept = {name: numbers for name, numbers in old.items() if find_method(name).reads != "checkpoint"}
+        kept = {name: numbers for name, numbers in old.items() if not reads_aligner(name)}
         entry["methods"] = {
             name: (kept | entry["methods"])[name] for name in sorted(kept | entry["methods"], key=sort_key)
         }

@@ -17,8 +17,6 @@ pytest.importorskip("fastapi")
 from golden import cases
 from golden.make import about, read
 
-from arcaligner import answering_arcaligner
-
 # On the machine that recorded them, numbers differ by the order of sums alone; on other CPUs kernels differ as well.
 IS_EXACT = os.environ.get("ARCALIGNER_GOLDEN_EXACT") == "1"
 LOGITS = 1e-5 if IS_EXACT else 1e-3  # relative to the largest
@@ -83,10 +81,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def all_passages_scored() -> Iterator[None]:
-    """As at that commit; now the most similar ones are, where these decide."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(answering_arcaligner, "SCORED_SHARE", 1.0)
-        patch.setattr(answering_arcaligner, "are_sure", lambda *args: False)
+    with cases.all_passages_scored():
         yield
 
 
