@@ -43,6 +43,8 @@ METADATA = b"arcaligner"
 _TEXT = "It was written by Ada, and nobody else knew how to read it aloud."
 PROBE = SegmentTokens(Segment(0, 0, len(_TEXT), _TEXT), _TEXT, (), ())
 MIN_SIMILARITY = 0.999
+# An encoder that was trained on differs by more than this, one in bfloat16 by less.
+SURE_SIMILARITY = 0.9998
 # Below this number of rows, search compares every vector: exact, and fast enough.
 MIN_INDEXED_ROWS = 100_000
 
@@ -173,18 +175,28 @@ class Corpus:
 
         Raises:
             `ValueError`: the first setting that differs, with both values.
+
+        Warns:
+            `UserWarning`: the encoder has the same name and slightly different weights.
         """
         found = slot_settings(processor) | {"tokens_per_slot": self.settings["tokens_per_slot"]} | wanted
         known = dict(self.settings)
         probes = [torch.tensor(each.pop("probe"), device="cpu") for each in (found, known)]
-        is_same = probes[0].shape == probes[1].shape and float(probes[0] @ probes[1]) >= MIN_SIMILARITY
-        if not is_same:
+        similarity = float(probes[0] @ probes[1]) if probes[0].shape == probes[1].shape else 0.0
+        if similarity < MIN_SIMILARITY:
             other = f"and this checkpoint has {found['encoder']!r}"
             if known["encoder"] == found["encoder"]:
                 other = "with other weights than this checkpoint has, as it may be trained jointly with an aligner"
             raise ValueError(
                 f"The corpus {self.path} was made with the encoder {known['encoder']!r}, {other}. Build another corpus "
                 "with this checkpoint, or name the checkpoint that made this one: `--checkpoint`."
+            )
+        if similarity < SURE_SIMILARITY:
+            warnings.warn(
+                f"The corpus {self.path} was made with earlier weights of this checkpoint's encoder. Answers may be "
+                "slightly worse. Delete the folder and build the corpus again.",
+                UserWarning,
+                stacklevel=2,
             )
         if not found["context_words"]:  # then existing words are ignored
             found.pop("context_words")

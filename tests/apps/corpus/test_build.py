@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import warnings
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -368,6 +369,22 @@ def test_a_corpus_of_another_encoder_is_refused_and_one_of_another_name_is_not(c
         corpus.check(processor)
     monkeypatch.setattr(processor, "encoder_name_or_path", corpus.settings["encoder"])
     with pytest.raises(ValueError, match="with other weights than this checkpoint has, .* trained jointly"):
+        corpus.check(processor)
+
+
+def test_encoder_trained_further_is_warned_of(corpus, processor, monkeypatch):
+    """Weights that moved a little make other slots: the corpus is read, with a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        corpus.check(processor)
+    encode = processor.encoder.encode_runs
+
+    def moved(*texts):
+        found = encode(*texts)
+        return torch.nn.functional.normalize(found + 0.03 * found.roll(1, dims=1), dim=-1)
+
+    monkeypatch.setattr(processor.encoder, "encode_runs", moved)
+    with pytest.warns(UserWarning, match="earlier weights of this checkpoint's encoder.* build the corpus again"):
         corpus.check(processor)
 
 
