@@ -526,10 +526,8 @@ class LikelihoodRecorder(LogitsProcessor):
     """
 
     def __init__(self, inner: LogitsProcessor | None, end_ids: int | list | None):
-        self.inner, self.end_ids = (
-            inner,
-            None if end_ids is None else torch.as_tensor(end_ids, device="cpu").reshape(-1),
-        )
+        self.inner = inner
+        self.end_ids = None if end_ids is None else torch.as_tensor(end_ids, device="cpu").reshape(-1)
         self.sums = self.counts = self.is_done = None  # each (batch,)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
