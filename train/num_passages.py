@@ -1,0 +1,111 @@
+"""How many of several passages to use: answers to held-out questions from the top-ranked ones, and from all of them.
+
+    python -m arcaligner.train.num_passages --recipe train/recipes/smollm2_135m/2_grounding.yaml --aligner FOLDER
+
+The passages that a question needs are given among the nearest others that do not answer it, in random order: two,
+three or five together. The default of `max_passages` rests on this table. It counts questions that need one passage and
+questions that need several separately, since using one passage fails the latter. *Prior*: all passages are used, and
+the attention to the slots of each is weighted by its score (`passage_prior` of `PassageCache.prepare`).
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from tqdm.auto import tqdm
+
+from ..answering_arcaligner import Answerer, greedy_answers, select_top
+from ..common.files import markdown_table, run_command
+from ..common.rows import Row, token_f1
+from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..processing_arcaligner import ArcAlignerProcessor
+from .distractors import NearestPassages, own_passages
+from .examples import open_part
+from .recipe import RecipeArguments
+from .validate import asked_rows, load_mean, read_recipe
+
+SIZES = 2, 3, 5
+WAYS = "top-ranked", "two", "all", "all, prior", "needed"
+CACHE_BYTES = 2**30
+
+
+def mixed_rows(recipe: RecipeArguments, number: int) -> list[Row]:
+    """About `number` questions of held-out articles. `passages` are those that the answer needs among the nearest
+    others of these articles, `gold` says where, and `needs` is `"one"` or `"several"`."""
+    rows = asked_rows(recipe, number)
+    nearest = NearestPassages(row for source in recipe.train_files for row in open_part(recipe, source, held_out=True))
+    mixed = []
+    for row in rows:
+        draw = random.Random(row["id"])
+        own, _ = own_passages(row)
+        size = max(draw.choice(SIZES), len(own) + 1)
+        others = nearest.without_answer(row["question"], row["answers"], own, size - len(own))
+        order = draw.sample(range(len(own) + len(others)), len(own) + len(others))
+        passages = [[*own, *others][place] for place in order]
+        gold = [number for number, place in enumerate(order) if place < len(own)]
+        needs = "one" if len(own) == 1 else "several"
+        mixed.append(row | {"passages": passages, "gold": gold, "needs": needs})
+    return mixed
+
+
+@torch.inference_mode()
+def answers_by_way(
+    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: Sequence[Row], rate: int | str
+) -> np.ndarray:
+    """F1 of greedy answers, in percent: (num_rows, len(WAYS))."""
+    cache = model.passage_cache(processor, max_bytes=CACHE_BYTES)
+    answerer, found = Answerer(model, processor, cache), np.zeros((len(rows), len(WAYS)))
+    for place, row in enumerate(tqdm(rows, desc=f"questions, rate {rate}")):
+        question, passages = row["question"], row["passages"]
+        scores = answerer.score([question], [passages], tokens_per_slot=rate)[0]
+        log_odds = [scores[number].log_odds for number in range(len(passages))]
+        chosen = {
+            "top-ranked": select_top(scores, 1),
+            "two": select_top(scores, 2),
+            "all": range(len(passages)),
+            "all, prior": range(len(passages)),
+            "needed": row["gold"],
+        }
+        for column, way in enumerate(WAYS):
+            used = [passages[number] for number in chosen[way]]
+            prior = [[each - max(log_odds) for each in log_odds]] if way == "all, prior" else None
+            inputs = cache.prepare([question], [used], tokens_per_slot=rate, passage_prior=prior)
+            texts, _ = greedy_answers(model, processor, inputs, [question], [used])
+            found[place, column] = 100 * token_f1(texts[0], row["answers"])
+    return found
+
+
+def table(rows: Sequence[Row], scores: np.ndarray) -> str:
+    """Mean F1 of each way with its standard error, by how many passages are needed, as Markdown."""
+    cells = []
+    for needs in ("one", "several"):
+        own = scores[[row["needs"] == needs for row in rows]]
+        if len(own):
+            errors = own.std(axis=0) / math.sqrt(len(own))
+            shown = [f"{mean:.1f} ± {error:.1f}" for mean, error in zip(own.mean(axis=0), errors, strict=True)]
+            cells.append([f"{needs} ({len(own)} questions)", *shown])
+    return "\n".join(markdown_table(["passages needed", *WAYS], cells))
+
+
+def main(
+    recipe: Annotated[Path, typer.Option(help="The recipe of the stage: its data, and what is held out.")],
+    aligner: Annotated[Path, typer.Option(help="Folder of the aligner, with a fitted answerability head.")],
+    rates: Annotated[str, typer.Option(help="Tokens per slot, separated by commas.")] = "2",
+    number: Annotated[int, typer.Option("-n", help="Number of questions.")] = 150,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
+) -> None:
+    """Print the F1 of answers from the top-ranked passages, from all, and from those that are needed."""
+    rows = mixed_rows(read_recipe(recipe, data_dir), number)
+    model, processor = load_mean([aligner])
+    for rate in rates.split(","):
+        scores = answers_by_way(model, processor, rows, int(rate) if rate.isdecimal() else rate)
+        print(f"Tokens per slot: {rate}\n\n{table(rows, scores)}\n", flush=True)
+
+
+if __name__ == "__main__":
+    run_command(main)
