@@ -47,7 +47,7 @@ def apart(separate):
 @pytest.fixture
 def scores_all(monkeypatch):
     """All passages are scored, however similar they are and however answerable the first one is."""
-    monkeypatch.setattr(answering_arcaligner, "SCORED_SHARE", 1.0)
+    monkeypatch.setattr(answering_arcaligner, "candidates_of", lambda similarities, most, share: list(similarities))
     monkeypatch.setattr(answering_arcaligner, "are_sure", lambda *args: False)
 
 
@@ -170,7 +170,7 @@ MANY = [f"Passage {'more ' * number}text." for number in range(6)]
 @pytest.mark.parametrize("limit, num_scored", [(0.0, 1), (1.0, 3)])
 def test_few_passages_are_scored(ask_apart, monkeypatch, limit, num_scored):
     """The most similar ones: one where it decides, else half of all. No other is encoded."""
-    monkeypatch.setattr(answering_arcaligner, "MOST_ANSWERABILITY", limit)
+    monkeypatch.setattr(ask_apart.model.config, "most_answerability", limit)
     similar = similarities_of(ask_apart.processor.encoder, QUESTION, MANY)
     nearest = sorted(range(len(MANY)), key=similar.__getitem__, reverse=True)[:num_scored]
     answerer = Answerer(ask_apart.model, ask_apart.processor)

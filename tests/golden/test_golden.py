@@ -85,7 +85,7 @@ def one_thread() -> Iterator[None]:
 def all_passages_scored() -> Iterator[None]:
     """As at that commit; now the most similar ones are, where these decide."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(answering_arcaligner, "SCORED_SHARE", 1.0)
+        patch.setattr(answering_arcaligner, "candidates_of", lambda similarities, most, share: list(similarities))
         patch.setattr(answering_arcaligner, "are_sure", lambda *args: False)
         yield
 
