@@ -304,7 +304,11 @@ def another_head(tensors):
         (without_head, {}, "lacks 1 of .* aligner weights .* first `answerability_head.weight`"),
         (narrow_head, {}, "`answerability_head.weight` has shape"),
         (another_head, {}, "are not those that it was saved with"),
-        (dict, {"answerability_layers": None}, "3 aligner weights that do not fit its settings.* `answerability_layers`"),
+        (
+            dict,
+            {"answerability_layers": None},
+            "3 aligner weights that do not fit its settings.* `answerability_layers`",
+        ),
         (dict, {"answerability_layers": [0]}, "`answerability_head.weight` has shape"),
         (dict, {"answerability_layers": [2, 0]}, "`answerability_layers` is .*ascending order"),
         (dict, {"answerability_layers": [0, 3]}, "`answerability_layers` is .* layers 0 to 2"),

@@ -11,7 +11,7 @@ from tiny_models import random_head
 from arcaligner import answering_arcaligner, kv_cache_arcaligner
 from arcaligner.answering_arcaligner import Answerer, maxsim_score, similarities_of
 from arcaligner.encoder_arcaligner import SlotEncoder
-from arcaligner.kv_cache_arcaligner import read_passages
+from arcaligner.kv_cache_arcaligner import PassageCache, read_passages
 
 QUESTION = "Who wrote it?"
 DOCUMENTS = ["It was written by Ada. Nobody knew how to read it aloud."]
@@ -47,7 +47,7 @@ def apart(separate):
 @pytest.fixture
 def scores_all(monkeypatch):
     """All passages are scored, however similar they are and however answerable the first one is."""
-    monkeypatch.setattr(answering_arcaligner, "SCORED_SHARE", 1.0)
+    monkeypatch.setattr(answering_arcaligner, "candidates_of", lambda similarities, most, share: list(similarities))
     monkeypatch.setattr(answering_arcaligner, "are_sure", lambda *args: False)
 
 
@@ -170,7 +170,7 @@ MANY = [f"Passage {'more ' * number}text." for number in range(6)]
 @pytest.mark.parametrize("limit, num_scored", [(0.0, 1), (1.0, 3)])
 def test_few_passages_are_scored(ask_apart, monkeypatch, limit, num_scored):
     """The most similar ones: one where it decides, else half of all. No other is encoded."""
-    monkeypatch.setattr(answering_arcaligner, "MOST_ANSWERABILITY", limit)
+    monkeypatch.setattr(ask_apart.model.config, "most_answerability", limit)
     similar = similarities_of(ask_apart.processor.encoder, QUESTION, MANY)
     nearest = sorted(range(len(MANY)), key=similar.__getitem__, reverse=True)[:num_scored]
     answerer = Answerer(ask_apart.model, ask_apart.processor)
@@ -184,6 +184,14 @@ def test_few_passages_are_scored(ask_apart, monkeypatch, limit, num_scored):
     assert sorted(read) == sorted(MANY[number] for number in nearest)
     best = max(expected, key=lambda number: everything[number].log_odds)
     assert {each["document"] for each in record["segments"]} == {best}
+
+
+def test_scored_row_is_prepared_once(ask_apart, monkeypatch):
+    """The keys and values of its passages are joined for its one batch, not before it as well."""
+    prepare = mock.Mock(side_effect=PassageCache.prepare)
+    monkeypatch.setattr(PassageCache, "prepare", lambda *args, **kwargs: prepare(*args, **kwargs))
+    ask_apart(QUESTION, documents=MANY, gate_mode="off")
+    assert prepare.call_count == 1
 
 
 @pytest.mark.parametrize(

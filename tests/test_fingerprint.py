@@ -53,7 +53,7 @@ def test_selection_is_no_part(model, processor):
     """What was cached with another weight of the cosine is read."""
     store = model.passage_cache(processor)
     before = shared_fingerprint(model, processor, store.weights([]))
-    model.config.similarity_weight = 3.0
+    model.config.similarity_weight, model.config.scored_share, model.config.most_answerability = 3.0, 1.0, 0.9
     assert shared_fingerprint(model, processor, store.weights([])) == before
 
 

@@ -243,16 +243,7 @@ def answer(
                 "`--show-slots`, `--min-confidence`, `--max-passages`, `--max-slots`, `--dtype` and `--device` work "
                 "with PyTorch only. Leave them out, or leave out `--engine llama.cpp`."
             )
-        shared.check_there(checkpoint)
-        from ..engines.llama_cpp import LlamaCppEngine
-
-        shared.silence_transformers()
-        with busy("Loading the aligner and its base model"):
-            loaded = LlamaCppEngine(checkpoint, base_model, gate_mode=gate_mode)
-        _, documents = cut(files, loaded.processor)
-        if len(documents) > 1:
-            messages.print(f"llama.cpp cannot score passages, so all {len(documents)} are used.")
-        show(loaded.answer(question, documents, **settings).strip())
+        answer_with_llama_cpp(checkpoint, base_model, gate_mode, question, files, settings)
         return
     if base_model is not None:
         raise ValueError(
@@ -270,6 +261,32 @@ def answer(
     show(record["generated_text"].strip())
     if show_slots:
         output.print(slots_table(record, passages, (gate_mode or ask.model.config.gate_mode) != "off"))
+    describe_record(record, passages, ask.processor.no_answer)
+
+
+def answer_with_llama_cpp(
+    checkpoint: str,
+    base_model: Path | None,
+    gate_mode: str | None,
+    question: str,
+    files: list[Document],
+    settings: dict[str, Any],
+) -> None:
+    """Answer from all passages of the files."""
+    shared.check_there(checkpoint)
+    from ..engines.llama_cpp import LlamaCppEngine
+
+    shared.silence_transformers()
+    with busy("Loading the aligner and its base model"):
+        loaded = LlamaCppEngine(checkpoint, base_model, gate_mode=gate_mode)
+    _, documents = cut(files, loaded.processor)
+    if len(documents) > 1:
+        messages.print(f"llama.cpp cannot score passages, so all {len(documents)} are used.")
+    show(loaded.answer(question, documents, **settings).strip())
+
+
+def describe_record(record: dict[str, Any], passages: list[Passage], no_answer: str | None) -> None:
+    """Print where an answer of the pipeline comes from and how likely it is right."""
     read = sources_read(record, passages)
     if len(passages) > 1:
         for each in read:
@@ -278,7 +295,7 @@ def answer(
         messages.print(
             f"[dim]{counted(left, 'passage')} not used: less likely to contain the answer (--max-passages)[/]"
         )
-    warn_of_words(record["generated_text"].strip(), read, ask.processor.no_answer)
+    warn_of_words(record["generated_text"].strip(), read, no_answer)
     tell_how_sure(*(record["statistics"].get(name) for name in ("answerability", "answer_likelihood")))
     messages.print(f"[dim]{compression_summary(record['statistics'])}[/]")
 

@@ -32,7 +32,7 @@ HINTS = frozenset(
     thinking_budget parallel_tool_calls parse_tool_calls timings_per_token return_progress return_tokens
     post_sampling_probs num_ctx num_batch num_keep num_gpu num_thread use_mmap use_mlock numa
     repeat_last_n penalty_last_n penalize_nl dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
-    samplers min_keep xtc_threshold dynatemp_exponent mirostat_tau mirostat_eta
+    return_slots samplers min_keep xtc_threshold dynatemp_exponent mirostat_tau mirostat_eta
     """.split()
 )
 # Fields that would change the answer at any temperature, with the values that have no effect.
@@ -73,6 +73,10 @@ NOT_DONE: dict[str, tuple] = {
     "add_special_tokens": (False,),
     "continue_final_message": (False,),
     "echo": (False,),
+    "return_full_text": (False,),
+    "full_text": (False,),
+    "num_return_sequences": (1,),
+    "num_beams": (1,),
     "safe_prompt": (False,),
     "chat_template_kwargs": ({}, {"enable_thinking": False}, {"enable_thinking": True}, {"thinking": False}),
     "options": ({},),

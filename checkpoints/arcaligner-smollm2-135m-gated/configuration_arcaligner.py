@@ -159,7 +159,13 @@ class ArcAlignerConfig(PreTrainedConfig):
             Below it an answer is better refused, as `train/confidence.py` found; what `min_confidence` may be set to.
         similarity_weight (`float`, defaults to 10):
             What the cosine of question and passage is worth beside the answerability of the passage, in log-odds, where
-            passages are selected. Fitted on held-out questions of the shipped aligner.
+            passages are selected. Fitted on held-out questions of the shipped aligner, as the next two are.
+        scored_share (`float`, defaults to 0.5):
+            The share of a question's passages that are scored at most, the most similar ones; at least one more than
+            are read. Scoring a passage takes as long as reading its text.
+        most_answerability (`float`, defaults to 0.98):
+            The answerability that a passage is taken to have before it is scored: none is scored whose rank would be
+            too low even with it.
         answer_calibration (`list[float]`, *optional*):
             How likely an answer is right: what its mean log-likelihood and the log-odds of the answerability are worth,
             and an offset, in log-odds, as `train/confidence.py` found. Default: it is not reported.
@@ -200,6 +206,8 @@ class ArcAlignerConfig(PreTrainedConfig):
     answerability_uses_match: bool = False
     answerability_threshold: float | int | None = None
     similarity_weight: float | int = 10.0
+    scored_share: float | int = 0.5
+    most_answerability: float | int = 0.98
     answer_calibration: list[float] | None = None
     training_stage: Literal["reconstruction", "grounding", "gating"] | None = None
     initializer_range: float = 0.02
@@ -239,6 +247,9 @@ class ArcAlignerConfig(PreTrainedConfig):
             )
         check_gates(self.gate_mode, self.gate_threshold, self.max_refinement_steps)
         check_answerability_layers(self.answerability_layers, num_layers)
+        for name in ("scored_share", "most_answerability"):
+            if not 0 <= (value := getattr(self, name)) <= 1:
+                raise ValueError(f"`{name}` is {value!r}; expected a number from 0 to 1.")
         if self.answer_calibration is not None and not (
             len(self.answer_calibration) == 3 and all(is_number(each, Real) for each in self.answer_calibration)
         ):

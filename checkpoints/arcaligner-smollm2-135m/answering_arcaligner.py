@@ -27,10 +27,6 @@ from .segmentation_arcaligner import (
 )
 from .tokenization_arcaligner import control_token_ids, with_plain_texts
 
-# New passages are scored in the order of the search: this share of them, and no more than the first where a further one
-# would need more than this answerability to be read. Each that is scored takes as long as it takes to read its text.
-SCORED_SHARE, MOST_ANSWERABILITY = 0.5, 0.98
-
 
 class ScoredPassage(NamedTuple):
     """How likely a passage by itself holds the answer to a question, the cosine of both (0 where neither texts nor a
@@ -58,26 +54,27 @@ def select_top(scores: Mapping[int, ScoredPassage], most: int) -> list[int]:
     return sorted(sorted(scores, key=lambda number: scores[number].log_odds, reverse=True)[:most])
 
 
-def candidates_of(similarities: Mapping[int, float], most: int) -> list[int]:
-    """The numbers of the passages that are scored to select `most` of them, the most similar one first.
+def candidates_of(similarities: Mapping[int, float], most: int, share: float) -> list[int]:
+    """The numbers of the passages that are scored to select `most` of them, the most similar one first: a `share` of
+    all, but no fewer than one that is left out.
 
-    >>> candidates_of({0: 0.1, 1: 0.7, 2: 0.3, 3: 0.2, 4: 0.5}, most=1)
+    >>> candidates_of({0: 0.1, 1: 0.7, 2: 0.3, 3: 0.2, 4: 0.5}, most=1, share=0.5)
     [1, 4, 2]
     """
     order = sorted(similarities, key=similarities.__getitem__, reverse=True)
-    return order[: max(most + 1, math.ceil(SCORED_SHARE * len(order)))]
+    return order[: max(most + 1, math.ceil(share * len(order)))]
 
 
-def are_sure(scores: Mapping[int, ScoredPassage], most: int, similarity: float) -> bool:
-    """Whether a further passage, of which the cosine alone is known, would hardly be among the `most` top-ranked.
+def are_sure(scores: Mapping[int, ScoredPassage], most: int, similarity: float, answerability: float) -> bool:
+    """Whether a further passage with this cosine, and at most this answerability, is not among the `most` top-ranked.
 
-    >>> are_sure({0: ScoredPassage(0.98, 0.7, False, 10.0)}, 1, similarity=0.6)
+    >>> are_sure({0: ScoredPassage(0.98, 0.7, False, 10.0)}, 1, similarity=0.6, answerability=0.98)
     True
     """
     ranked = sorted(scores.values(), key=lambda each: each.log_odds)[-most:]
     if len(ranked) < most:
         return False
-    return ranked[0].log_odds >= ranked[0]._replace(answerability=MOST_ANSWERABILITY, similarity=similarity).log_odds
+    return ranked[0].log_odds >= ranked[0]._replace(answerability=answerability, similarity=similarity).log_odds
 
 
 class Selection(NamedTuple):
@@ -207,10 +204,11 @@ class Answerer:
             similarities = similarities or self._similarities(questions, documents)
         if similarities is None:
             return self.score(questions, **kwargs)
-        wanted = [most] * len(questions) if isinstance(most, int) else most
+        wanted, config = [most] * len(questions) if isinstance(most, int) else most, self.model.config
+        numbers_of_all = self.cache.passage_numbers(documents, **kwargs)
         waiting = [
-            candidates_of({number: own[number] for number in numbers}, each)
-            for own, numbers, each in zip(similarities, self._numbers(documents, kwargs), wanted, strict=True)
+            candidates_of({number: own[number] for number in numbers}, each, config.scored_share)
+            for own, numbers, each in zip(similarities, numbers_of_all, wanted, strict=True)
         ]
         scores: list[dict[int, ScoredPassage]] = [{} for _ in questions]
         for is_first in (True, False):  # a call for each passage would read the model's weights as often
@@ -219,17 +217,14 @@ class Answerer:
             scores = [dict(sorted((old | new).items())) for old, new in zip(scores, found, strict=True)]
             waiting = [own[len(done) :] for own, done in zip(waiting, only, strict=True)]
             decided = zip(waiting, scores, wanted, similarities, strict=True)
-            waiting = [[] if not own or are_sure(had, each, near[own[0]]) else own for own, had, each, near in decided]
+            waiting = [
+                [] if not own or are_sure(had, each, near[own[0]], config.most_answerability) else own
+                for own, had, each, near in decided
+            ]
         return scores
 
     def _similarities(self, questions: list, documents: list[list]) -> list[list[float]]:
         return [similarities_of(self.processor.encoder, *each) for each in zip(questions, documents, strict=True)]
-
-    def _numbers(self, documents: list[list] | None, slots: Mapping[str, Any]) -> list[list[int]]:
-        """The passages of each question that have a text."""
-        if documents is None:
-            return [ids.unique().tolist() for ids in slots["context_passage_ids"]]
-        return [[number for number, each in enumerate(own) if text_of(each, number).strip()] for own in documents]
 
     @torch.no_grad()
     def score(

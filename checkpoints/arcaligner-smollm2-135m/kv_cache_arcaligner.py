@@ -288,6 +288,16 @@ class PassageCache:
                 named = [(place, each.units[1].number, each.units[1].key not in missing) for place, each in some]
                 yield named, self._batch([each for _, each in some], parts)
 
+    def passage_numbers(
+        self, documents=None, context_embeds=None, context_word_ids=None, context_passage_ids=None, **kwargs
+    ) -> list[list[int]]:
+        """Of each of several questions, the numbers of the passages that `iter_single_passages` reads; arguments as
+        there."""
+        given = (documents, context_embeds, context_word_ids, context_passage_ids)
+        num_questions = len(context_embeds if documents is None else documents)
+        rows = passages_of_questions(*given, False, num_questions, self.processor.context_words)
+        return [[number for number, own in passages_apart(each).items() if own != []] for each in rows]
+
     @torch.no_grad()
     def precompute(self, questions, documents=None, **kwargs) -> list[Path]:
         """Reads passages ahead, where they are not kept yet, for questions with the same text before their slots, such
@@ -1042,6 +1052,8 @@ _IRRELEVANT_SETTINGS = (
     "includes_base_model",
     "initializer_range",
     "lora_dropout",
+    "most_answerability",
+    "scored_share",
     "similarity_weight",
     "tie_word_embeddings",
     "training_stage",

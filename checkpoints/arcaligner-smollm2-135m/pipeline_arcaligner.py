@@ -57,6 +57,7 @@ class Row:
     trace: dict[str, Any] | None = None  # with `return_slots`: `segments` and `statistics`
     # Where the passages were scored, how they are read, for `PassageCache.prepare`, which has them; no `slots` then.
     kept: dict[str, Any] | None = None
+    prepared: dict[str, Any] | None = None  # what `prepare` gave for `kept`, for a batch of this row alone
 
     @property
     def has_slots(self) -> bool:
@@ -204,7 +205,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         passages, read = answerer.cut(given)
         if isinstance(prompt, Chat):
             check_conversation(prompt.messages)
-        scores, texts, kept = None, {}, None
+        scores, texts, kept, prepared = None, {}, None, None
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
         else:
@@ -229,11 +230,12 @@ class ArcAlignerPipeline(TextGenerationPipeline):
                 slots |= {"documents": None if documents is None else passages, "return_segments": return_slots}
                 encoded = self._encode(asked, slots | {"return_tensors": "pt"}, template, **kwargs)
             else:
-                encoded = self._prepare_kept([kept]) | (self._trace_kept(kept) if return_slots else {})
+                prepared = self._prepare_kept([kept])
+                encoded = prepared | (self._trace_kept(kept) if return_slots else {})
         slots = [encoded[name][0].cpu() if name in encoded and kept is None else None for name in GivenSlots._fields]
         if slots[0] is None:
             slots[0] = torch.zeros(0, self.model.config.encoder_hidden_size, device="cpu")
-        row = Row(is_question, GivenSlots(*slots), **texts, kept=kept)
+        row = Row(is_question, GivenSlots(*slots), **texts, kept=kept, prepared=prepared)
         if return_slots:
             row.trace = _trace_of(encoded, read, scores)
         return {name: encoded[name] for name in ("input_ids", "attention_mask")} | {"row": row, "prompt_text": chat}
@@ -296,7 +298,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         rows = row if isinstance(row, list) else [row]  # a list when it comes from a batch
         kept = [each.kept for each in rows]
         if all(kept) and all(_options_of(each) == _options_of(kept[0]) for each in kept):
-            slots = self._prepare_kept(kept)
+            slots = dict(rows[0].prepared) if len(rows) == 1 else self._prepare_kept(kept)
             model_inputs |= {name: slots.pop(name) for name in ("input_ids", "attention_mask")}
         else:
             slots = pad_slots([self._slots_of(each) for each in rows])

@@ -45,7 +45,11 @@ NEW_TOKENS = 16
 
 def all_passages_scored() -> contextlib.AbstractContextManager:
     """As at that commit; now the most similar ones are, where these decide."""
-    return mock.patch.multiple(answering_arcaligner, SCORED_SHARE=1.0, are_sure=lambda *args: False)
+    return mock.patch.multiple(
+        answering_arcaligner,
+        candidates_of=lambda similarities, most, share: list(similarities),
+        are_sure=lambda *args: False,
+    )
 
 
 def passage_cache(model, processor, **options):

@@ -109,6 +109,7 @@ def test_fields_that_ask_for_nothing_are_taken_and_an_answer_can_be_sent_back(cl
     neutral |= {"parallel_tool_calls": True, "functions": [], "function_call": "auto", "min_p": 0.0, "verbosity": "low"}
     neutral |= {"repetition_penalty": 1.0, "repeat_penalty": 1.0, "prompt_cache_retention": "in_memory", "mirostat": 0}
     neutral |= {"chat_template_kwargs": {"enable_thinking": False}, "keep_alive": "5m", "reasoning": {"effort": "low"}}
+    neutral |= {"return_slots": True, "return_full_text": False, "full_text": False, "num_return_sequences": 1}
     assert ask_server(client, documents=DOCUMENTS, **neutral).choices[0].message == expected.choices[0].message
     turns = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
     turns += [expected.choices[0].message.model_dump(), {"role": "user", "content": "Why?"}]
