@@ -96,6 +96,11 @@ def check_lora_positions(config: ArcAlignerConfig) -> None:
         )
 
 
+# A shell that ends a group of processes as soon as whoever holds the other end of its input is gone, even if killed.
+END_WITH_US = 'read -r line; kill -s TERM -- "-$1"; sleep "$2"; kill -s KILL -- "-$1"'
+END_SECONDS = 10  # that a vLLM may take to end
+
+
 class VllmServer:
     """A vLLM that somebody else has started, with the options of [`vllm_command`] and the same folder of passages."""
 
@@ -113,7 +118,7 @@ class VllmServer:
 
 class VllmProcess(VllmServer):
     """
-    A vLLM that is started, and started again where it ends.
+    A vLLM that is started, and started again where it ends. It ends with this process, however that ends.
 
     Args:
         python (`str`): Of its environment.
@@ -131,15 +136,18 @@ class VllmProcess(VllmServer):
         command, variables = vllm_command(python, base_model, "127.0.0.1", port, options)
         self._command, self._closed = command, threading.Event()
         self._variables = os.environ | variables | {"ARCALIGNER_PASSAGES": str(folder.resolve())}
-        self.process = self._start()
+        self.process, self._guard = self._start()
         self._watch = threading.Thread(target=self._start_again, name="arcaligner-vllm", daemon=True)
         self._watch.start()
 
-    def _start(self) -> subprocess.Popen:
+    def _start(self) -> tuple[subprocess.Popen, subprocess.Popen]:
         try:  # in a group of its own: vLLM has processes of its own, and all of them end together
-            return subprocess.Popen(self._command, env=self._variables, start_new_session=True)
+            process = subprocess.Popen(self._command, env=self._variables, start_new_session=True)
         except OSError as error:
             raise OSError(f"vLLM cannot be started by {self._command[0]} ({error}). Run `make vllm`.") from error
+        command = ["sh", "-c", END_WITH_US, "sh", str(process.pid), str(END_SECONDS)]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return process, subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **quiet)
 
     def _start_again(self) -> None:
         waited = 1.0
@@ -153,13 +161,16 @@ class VllmProcess(VllmServer):
                 return
             waited = min(60.0, waited * 2)  # one that cannot start is not tried all the time
             logger.warning("vLLM exited with %s. Starting it again.", self.process.returncode)
-            self.process = self._start()
+            self.process, self._guard = self._start()
 
     def _end_group(self) -> None:
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
+        self._guard.kill()  # before its input is closed: the number of the group may soon be that of another
+        self._guard.wait()
+        self._guard.stdin.close()
 
     @property
     def is_starting(self) -> bool:
@@ -170,7 +181,7 @@ class VllmProcess(VllmServer):
         self._closed.set()
         self.process.terminate()
         try:
-            self.process.wait(10)
+            self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             pass
         self._end_group()
