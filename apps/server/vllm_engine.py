@@ -4,7 +4,7 @@
     engine = VllmEngine(ask, retriever, vllm=VllmServer("http://10.0.0.7:8000"), folder="/shared/passages")
 
     submit -> passages -> the likeliest -> files of their keys and values, written here where they are new
-    -> answerability, of the aligner's own layers -> ids and names of files to vLLM -> pieces of the answer
+    -> ids and names of files to vLLM, and meanwhile answerability, of the aligner's own layers -> pieces of the answer
 
 vLLM is unmodified: `apps/engines/in_vllm/arcaligner_slots.py` is loaded by its options ([`vllm_command`]). Where it
 cannot be reached, a request ends with `UnavailableError`, status 503; before the next one it is asked again whether it
@@ -271,16 +271,36 @@ class VllmEngine(Engine):
     def _answer(self, group: list[Request]) -> None:
         began = time.monotonic()
         for part, bodies in each_fails_alone(group, self._bodies):
-            for request, body, sure in zip(part, bodies, self._answerability(part), strict=True):
-                if sure is not None and request.min_confidence is not None and sure < request.min_confidence:
-                    text = self.processor.no_answer
-                    request.on_text(text)
-                    now = time.monotonic()
-                    self._finish(request, text, "stop", len(body["prompt"]), 0, sure, len(part), began, now)
+            self._current = []  # no request of it ends what is computed for all of them
+            scores = [Future() for _ in part]
+            # vLLM reads the question meanwhile, unless it depends on the answerability whether it is asked at all.
+            for request, body, score in zip(part, bodies, scores, strict=True):
+                if request.min_confidence is None:
+                    self._send(request, body, score, len(part), began)
+            try:
+                found = self._answerability(part)
+            except Exception as error:
+                for request, body, score in zip(part, bodies, scores, strict=True):
+                    score.set_exception(error)
+                    if request.min_confidence is not None:
+                        self._send(request, body, score, len(part), began)
+                continue
+            for request, body, score, sure in zip(part, bodies, scores, found, strict=True):
+                score.set_result(sure)
+                if request.min_confidence is None:
                     continue
-                work = self._ask_vllm(request, body, sure, len(part), began)
-                self._asked.add(asked := asyncio.run_coroutine_threadsafe(work, self._loop))
-                asked.add_done_callback(self._asked.discard)
+                if sure is None or sure >= request.min_confidence:
+                    self._send(request, body, score, len(part), began)
+                    continue
+                text = self.processor.no_answer
+                request.on_text(text)
+                self._finish(request, text, "stop", len(body["prompt"]), 0, sure, len(part), began, time.monotonic())
+
+    def _send(self, request: Request, body: dict, score: Future, batch_size: int, began: float) -> None:
+        """Has vLLM asked by the thread of answers; `score` is the answerability when it is known."""
+        work = self._ask_vllm(request, body, score, batch_size, began)
+        self._asked.add(asked := asyncio.run_coroutine_threadsafe(work, self._loop))
+        asked.add_done_callback(self._asked.discard)
 
     def _bodies(self, group: list[Request]) -> list[dict[str, Any]]:
         """What is sent to vLLM for each request: a prompt with files, or of text alone."""
@@ -337,7 +357,7 @@ class VllmEngine(Engine):
 
     # The thread of answers
 
-    async def _ask_vllm(self, request: Request, body: dict, sure: float | None, batch_size: int, began: float) -> None:
+    async def _ask_vllm(self, request: Request, body: dict, score: Future, batch_size: int, began: float) -> None:
         try:
             async with asyncio.timeout(max(0.0, request.arrived + self.limits.seconds - time.monotonic())):
                 await self._check_vllm()
@@ -348,14 +368,14 @@ class VllmEngine(Engine):
                         f"{self.max_model_len - 1}, vLLM's context. Pass fewer or shorter passages."
                     )
                 body["max_tokens"] = min(request.max_new_tokens, room)
-                await self._stream(request, body, sure, batch_size, began)
+                await self._stream(request, body, score, batch_size, began)
         except TimeoutError:
             error = TimeoutError(f"The answer was not done within {self.limits.seconds:g} seconds.")
             request.future.set_exception(error)
         except Exception as error:
             request.future.set_exception(error)
 
-    async def _stream(self, request: Request, body: dict, sure: float | None, batch_size: int, began: float) -> None:
+    async def _stream(self, request: Request, body: dict, score: Future, batch_size: int, began: float) -> None:
         body = body | {"model": self.model_name, "stream": True, "stream_options": {"include_usage": True}}
         text, reason, usage, first_token = "", None, {}, 0.0
         try:
@@ -384,6 +404,7 @@ class VllmEngine(Engine):
         if reason not in ("stop", "length"):
             self._is_checked = False
             raise UnavailableError(f"vLLM ended this answer with {reason!r}; see its log.")
+        sure = await asyncio.wrap_future(score)
         read, written = len(body["prompt"]), usage.get("completion_tokens", 0)
         self._finish(request, text, reason, read, written, sure, batch_size, began, first_token)
 
