@@ -6,18 +6,19 @@ One thread reads passages and runs the model; any number of threads may submit.
     -> pieces of the answer
 """
 
-import functools
 import json
 import threading
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -39,7 +40,7 @@ from ...pipeline_arcaligner import ArcAlignerPipeline
 from ..corpus.retrieve import Retriever, SlotPassages
 
 # Given passages whose slots are kept; the prefixes have their own budget, in bytes.
-KEPT_DOCUMENTS = 64
+KEPT_PASSAGES = 1024
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,69 @@ class _EndedError(Exception):
     """Some requests of a group have ended, and their futures say how, while something was computed for all of it."""
 
 
+class PassageEncoder:
+    """The slots of passages, each encoded once for all requests that have it among others: its slots are the same ones
+    then, and what was read of them is found again."""
+
+    def __init__(self, processor, max_passages: int = KEPT_PASSAGES):
+        self.processor, self.max_passages = processor, max_passages
+        self._kept: OrderedDict[tuple, EncodedDocuments] = OrderedDict()  # longest unused first
+
+    def __call__(self, documents: list[dict], tokens_per_slot: int | str | None, room: int) -> EncodedDocuments:
+        """
+        Raises:
+            `ValueError`: more slots than there is `room` for, which are counted before any passage is encoded.
+        """
+        keys = [(json.dumps(each), tokens_per_slot) for each in documents]
+        found = {key: self._kept[key] for key in keys if key in self._kept}
+        used = sum(len(found[key].segments) for key in keys if key in found)
+        # One that stands twice is encoded twice then: it takes its room twice.
+        new = [(key, each) for key, each in zip(keys, documents, strict=True) if key not in found]
+        try:
+            encoded = self._encode([each for _, each in new], tokens_per_slot, room - used)
+            found |= zip((key for key, _ in new), encoded, strict=True)
+            num_slots = sum(len(found[key].segments) for key in keys)
+        except ValueError:
+            num_slots = None
+        if not num_slots or num_slots > room:  # an error counts all passages; white space alone is a slot, too
+            return self.processor.encode_documents(documents, tokens_per_slot=tokens_per_slot, room=[room])
+        for key in keys:
+            self._kept[key] = found[key]
+            self._kept.move_to_end(key)
+        while len(self._kept) > self.max_passages:
+            self._kept.popitem(last=False)
+        return self._joined([found[key] for key in keys])
+
+    def _encode(self, documents: list[dict], tokens_per_slot: int | str | None, room: int) -> list[EncodedDocuments]:
+        """Each passage by itself, no slot for one that is white space; together, which is fastest."""
+        if not documents:
+            return []
+        settings = {"tokens_per_slot": tokens_per_slot, "room": [room]}
+        segments, embeds, words, ids, _ = self.processor.encode_documents(documents, **settings)
+        apart = []
+        for number in range(len(documents)):
+            own = [each for each in segments if each.document == number]
+            is_in = (ids == number) if own else torch.zeros_like(ids, dtype=torch.bool)
+            own_words = None if words is None else words[is_in]
+            if own_words is not None:  # as wide as they are by themselves
+                own_words = own_words[:, (own_words >= 0).any(dim=0)]
+            apart.append(EncodedDocuments(own, embeds[is_in], own_words, ids[is_in], []))
+        return apart
+
+    def _joined(self, passages: list[EncodedDocuments]) -> EncodedDocuments:
+        segments = [replace(each, document=number) for number, own in enumerate(passages) for each in own.segments]
+        words = [each.context_word_ids for each in passages if each.context_word_ids is not None]
+        width = max((own.shape[1] for own in words), default=0)
+        words = [pad(own, (0, width - own.shape[1]), value=-1) for own in words]
+        return EncodedDocuments(
+            segments,
+            torch.cat([each.context_embeds for each in passages]),
+            torch.cat(words) if words else None,
+            torch.tensor([each.document for each in segments]),
+            [],
+        )
+
+
 class Engine:
     """
     Answers requests.
@@ -204,7 +268,7 @@ class Engine:
         self.max_passages = max_passages or self.answerer.max_passages
         self.max_batch, self.batch_seconds, self.limits = max_batch, batch_seconds, limits or Limits()
         self.store = self.answerer.cache
-        self._encode = functools.lru_cache(KEPT_DOCUMENTS)(self._encode_documents)
+        self._encode = PassageEncoder(self.processor)
         self._current: list[Request] = []  # those that something is computed for, before their first tokens
         self._hooks: dict[Any, Any] = {}
         self._waiting: list[Request] = []
@@ -321,8 +385,7 @@ class Engine:
             began = time.perf_counter()
             documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in request.documents]
             documents, pieces = self.answerer.cut(documents)
-            # As text, which a cache can look up. The slots are counted before any is encoded.
-            encoded = self._encode(json.dumps(documents), rate, self._room(request, len(documents)))
+            encoded = self._encode(documents, rate, self._room(request, len(documents)))
             documents = [each | {"number": piece.document} for each, piece in zip(documents, pieces, strict=True)]
             seconds = {"retrieval": 0.0, "slots": time.perf_counter() - began}
             request.passages = SlotPassages(documents, encoded, seconds)
@@ -334,7 +397,7 @@ class Engine:
         if rate not in (None, self.retriever.corpus.settings["tokens_per_slot"]):
             began = time.perf_counter()
             texts = [{name: each[name] for name in ("title", "text")} for each in passages.documents]
-            passages.encoded = self._encode(json.dumps(texts), rate, self._room(request, len(texts)))
+            passages.encoded = self._encode(texts, rate, self._room(request, len(texts)))
             passages.seconds["slots"] += time.perf_counter() - began
         num_slots, most = len(passages.encoded.context_embeds), self._room(request, len(passages.documents))
         if num_slots > most:
@@ -345,10 +408,6 @@ class Engine:
         """Slot limit of a request with this many passages: higher if they are scored one by one than if all are
         used."""
         return self.limits.max_slots_asked if request.wants_fewer(num_passages) else self.limits.max_slots
-
-    def _encode_documents(self, documents: str, tokens_per_slot: int | str | None, room: int) -> EncodedDocuments:
-        settings = {"tokens_per_slot": tokens_per_slot, "room": [room]}
-        return self.processor.slot_encoder.encode_batch([json.loads(documents)], **settings)[0]
 
     def _choose(self, group: list[Request]) -> None:
         """Leaves each the passages that most likely answer, each asked about by itself, where it has more than it

@@ -4,7 +4,7 @@
     engine = VllmEngine(ask, retriever, vllm=VllmServer("http://10.0.0.7:8000"), folder="/shared/passages")
 
     submit -> passages -> the likeliest -> files of their keys and values, written here where they are new
-    -> answerability, of the aligner's own layers -> ids and names of files to vLLM -> pieces of the answer
+    -> ids and names of files to vLLM, and meanwhile answerability, of the aligner's own layers -> pieces of the answer
 
 vLLM is unmodified: `apps/engines/in_vllm/arcaligner_slots.py` is loaded by its options ([`vllm_command`]). Where it
 cannot be reached, a request ends with `UnavailableError`, status 503; before the next one it is asked again whether it
@@ -96,6 +96,11 @@ def check_lora_positions(config: ArcAlignerConfig) -> None:
         )
 
 
+# A shell that ends a group of processes as soon as whoever holds the other end of its input is gone, even if killed.
+END_WITH_US = 'read -r line; kill -s TERM -- "-$1"; sleep "$2"; kill -s KILL -- "-$1"'
+END_SECONDS = 10  # that a vLLM may take to end
+
+
 class VllmServer:
     """A vLLM that somebody else has started, with the options of [`vllm_command`] and the same folder of passages."""
 
@@ -113,7 +118,7 @@ class VllmServer:
 
 class VllmProcess(VllmServer):
     """
-    A vLLM that is started, and started again where it ends.
+    A vLLM that is started, and started again where it ends. It ends with this process, however that ends.
 
     Args:
         python (`str`): Of its environment.
@@ -131,15 +136,18 @@ class VllmProcess(VllmServer):
         command, variables = vllm_command(python, base_model, "127.0.0.1", port, options)
         self._command, self._closed = command, threading.Event()
         self._variables = os.environ | variables | {"ARCALIGNER_PASSAGES": str(folder.resolve())}
-        self.process = self._start()
+        self.process, self._guard = self._start()
         self._watch = threading.Thread(target=self._start_again, name="arcaligner-vllm", daemon=True)
         self._watch.start()
 
-    def _start(self) -> subprocess.Popen:
+    def _start(self) -> tuple[subprocess.Popen, subprocess.Popen]:
         try:  # in a group of its own: vLLM has processes of its own, and all of them end together
-            return subprocess.Popen(self._command, env=self._variables, start_new_session=True)
+            process = subprocess.Popen(self._command, env=self._variables, start_new_session=True)
         except OSError as error:
             raise OSError(f"vLLM cannot be started by {self._command[0]} ({error}). Run `make vllm`.") from error
+        command = ["sh", "-c", END_WITH_US, "sh", str(process.pid), str(END_SECONDS)]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return process, subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **quiet)
 
     def _start_again(self) -> None:
         waited = 1.0
@@ -153,13 +161,16 @@ class VllmProcess(VllmServer):
                 return
             waited = min(60.0, waited * 2)  # one that cannot start is not tried all the time
             logger.warning("vLLM exited with %s. Starting it again.", self.process.returncode)
-            self.process = self._start()
+            self.process, self._guard = self._start()
 
     def _end_group(self) -> None:
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
+        self._guard.kill()  # before its input is closed: the number of the group may soon be that of another
+        self._guard.wait()
+        self._guard.stdin.close()
 
     @property
     def is_starting(self) -> bool:
@@ -170,7 +181,7 @@ class VllmProcess(VllmServer):
         self._closed.set()
         self.process.terminate()
         try:
-            self.process.wait(10)
+            self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             pass
         self._end_group()
@@ -260,16 +271,36 @@ class VllmEngine(Engine):
     def _answer(self, group: list[Request]) -> None:
         began = time.monotonic()
         for part, bodies in each_fails_alone(group, self._bodies):
-            for request, body, sure in zip(part, bodies, self._answerability(part), strict=True):
-                if sure is not None and request.min_confidence is not None and sure < request.min_confidence:
-                    text = self.processor.no_answer
-                    request.on_text(text)
-                    now = time.monotonic()
-                    self._finish(request, text, "stop", len(body["prompt"]), 0, sure, len(part), began, now)
+            self._current = []  # no request of it ends what is computed for all of them
+            scores = [Future() for _ in part]
+            # vLLM reads the question meanwhile, unless it depends on the answerability whether it is asked at all.
+            for request, body, score in zip(part, bodies, scores, strict=True):
+                if request.min_confidence is None:
+                    self._send(request, body, score, len(part), began)
+            try:
+                found = self._answerability(part)
+            except Exception as error:
+                for request, body, score in zip(part, bodies, scores, strict=True):
+                    score.set_exception(error)
+                    if request.min_confidence is not None:
+                        self._send(request, body, score, len(part), began)
+                continue
+            for request, body, score, sure in zip(part, bodies, scores, found, strict=True):
+                score.set_result(sure)
+                if request.min_confidence is None:
                     continue
-                work = self._ask_vllm(request, body, sure, len(part), began)
-                self._asked.add(asked := asyncio.run_coroutine_threadsafe(work, self._loop))
-                asked.add_done_callback(self._asked.discard)
+                if sure is None or sure >= request.min_confidence:
+                    self._send(request, body, score, len(part), began)
+                    continue
+                text = self.processor.no_answer
+                request.on_text(text)
+                self._finish(request, text, "stop", len(body["prompt"]), 0, sure, len(part), began, time.monotonic())
+
+    def _send(self, request: Request, body: dict, score: Future, batch_size: int, began: float) -> None:
+        """Has vLLM asked by the thread of answers; `score` is the answerability when it is known."""
+        work = self._ask_vllm(request, body, score, batch_size, began)
+        self._asked.add(asked := asyncio.run_coroutine_threadsafe(work, self._loop))
+        asked.add_done_callback(self._asked.discard)
 
     def _bodies(self, group: list[Request]) -> list[dict[str, Any]]:
         """What is sent to vLLM for each request: a prompt with files, or of text alone."""
@@ -326,7 +357,7 @@ class VllmEngine(Engine):
 
     # The thread of answers
 
-    async def _ask_vllm(self, request: Request, body: dict, sure: float | None, batch_size: int, began: float) -> None:
+    async def _ask_vllm(self, request: Request, body: dict, score: Future, batch_size: int, began: float) -> None:
         try:
             async with asyncio.timeout(max(0.0, request.arrived + self.limits.seconds - time.monotonic())):
                 await self._check_vllm()
@@ -337,14 +368,14 @@ class VllmEngine(Engine):
                         f"{self.max_model_len - 1}, vLLM's context. Pass fewer or shorter passages."
                     )
                 body["max_tokens"] = min(request.max_new_tokens, room)
-                await self._stream(request, body, sure, batch_size, began)
+                await self._stream(request, body, score, batch_size, began)
         except TimeoutError:
             error = TimeoutError(f"The answer was not done within {self.limits.seconds:g} seconds.")
             request.future.set_exception(error)
         except Exception as error:
             request.future.set_exception(error)
 
-    async def _stream(self, request: Request, body: dict, sure: float | None, batch_size: int, began: float) -> None:
+    async def _stream(self, request: Request, body: dict, score: Future, batch_size: int, began: float) -> None:
         body = body | {"model": self.model_name, "stream": True, "stream_options": {"include_usage": True}}
         text, reason, usage, first_token = "", None, {}, 0.0
         try:
@@ -373,6 +404,7 @@ class VllmEngine(Engine):
         if reason not in ("stop", "length"):
             self._is_checked = False
             raise UnavailableError(f"vLLM ended this answer with {reason!r}; see its log.")
+        sure = await asyncio.wrap_future(score)
         read, written = len(body["prompt"]), usage.get("completion_tokens", 0)
         self._finish(request, text, reason, read, written, sure, batch_size, began, first_token)
 

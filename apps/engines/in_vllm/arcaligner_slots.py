@@ -307,15 +307,17 @@ def inverse_frequencies(config: Any) -> torch.Tensor:
 
 
 def turns(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, each (num_slots, 1, head_dim), of moving each slot by its number of `positions`."""
+    """What each half of a key and the other half are multiplied by to move each slot by its number of `positions`:
+    cosines, and sines with their signs, each (num_slots, 1, head_dim)."""
     angles = positions.double()[:, None] * frequencies
-    return tuple(torch.cat([each, each], dim=-1)[:, None].float() for each in (angles.cos(), angles.sin()))
+    cos, sin = angles.cos().float(), angles.sin().float()
+    return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
 
 
-def rotated(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotated(keys: torch.Tensor, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Keys (num_slots, heads, head_dim) as if they stood further on, by [`turns`]."""
-    first, second = keys.float().chunk(2, dim=-1)
-    return keys.float() * cos + torch.cat([-second, first], dim=-1) * sin
+    keys = keys.float()
+    return (keys * own).addcmul_(keys.roll(keys.shape[-1] // 2, dims=-1), other)
 
 
 # The connector

@@ -21,6 +21,7 @@ from arcaligner.apps.server.engine import (
     BusyError,
     Engine,
     Limits,
+    PassageEncoder,
     Request,
     RequestCancelledError,
     RowSampler,
@@ -275,6 +276,36 @@ def test_more_slots_may_be_asked_about_than_are_read_together(engine_of, apart, 
     monkeypatch.setattr(SlotEncoder, "encode_tokens", None)
     error = engine.submit(asked(["one sentence " * 30])).exception()
     assert isinstance(error, ValueError) and "slots, but there is only room for 40" in str(error)
+
+
+@pytest.mark.parametrize("rate", [2, "segment"])
+def test_passages_are_encoded_once(processor, rate, monkeypatch):
+    """Whatever they stand beside; the last ones are kept, and white space has no slot."""
+    blank = {"title": "", "text": " "}
+    ada, loom, other = ({"title": "", "text": each} if isinstance(each, str) else each for each in PASSAGES)
+    encode, texts = PassageEncoder(processor, max_passages=2), []
+
+    def encode_tokens(self, tokens, rate, real=SlotEncoder.encode_tokens):
+        texts.extend(each.segment.text for each in tokens)
+        return real(self, tokens, rate)
+
+    asked = ([ada, loom], [loom, blank, ada, loom], [other, ada], [loom], [blank])
+    expected = [processor.encode_documents(each, tokens_per_slot=rate) for each in asked]
+    monkeypatch.setattr(SlotEncoder, "encode_tokens", encode_tokens)
+    for documents, whole in zip(asked, expected, strict=True):
+        found = encode(documents, rate, 100)
+        assert found.segments == whole.segments and torch.equal(found.context_passage_ids, whole.context_passage_ids)
+        torch.testing.assert_close(found.context_embeds, whole.context_embeds)
+        if whole.context_word_ids is not None:
+            assert torch.equal(found.context_word_ids, whole.context_word_ids)
+    assert sum("Ada" in each for each in texts) == 1 and sum("wove" in each for each in texts) == 2  # it had gone
+    texts.clear()
+    for documents in ([ada, loom, other], [ada], [{"title": "", "text": "New. Newer."}] * 9):
+        room = len(processor.encode_documents(documents, tokens_per_slot=rate).context_embeds) - 1
+        texts.clear()
+        with pytest.raises(ValueError, match=f"room for {room} with the question"):
+            encode(documents, rate, room)
+        assert not texts
 
 
 def test_slot_prefixes_are_kept_within_their_bytes(engine_of):

@@ -8,9 +8,11 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 
+import psutil
 import pytest
 from conftest import aligner_for, pipeline_of, processor_with
 
@@ -204,6 +206,13 @@ def test_two_fronts_share_a_folder(front, pipeline, vllm, tmp_path):
     other.close()
 
 
+def wait_for(is_so):
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end, "it did not happen within a minute"
+        time.sleep(0.05)
+
+
 def test_process_that_ends_is_started_again(tmp_path):
     script = tmp_path / "python"
     script.write_text(f'#!/bin/sh\necho "$$ $*" >> {tmp_path}/started\nexec sleep 600\n')
@@ -211,13 +220,9 @@ def test_process_that_ends_is_started_again(tmp_path):
     process = VllmProcess(str(script), "base", tmp_path, ["--max-model-len", "8"], port=1)
 
     def started(count):
-        end = time.monotonic() + 30
-        while time.monotonic() < end:
-            path = tmp_path / "started"
-            if path.exists() and len(lines := path.read_text().splitlines()) == count:
-                return lines
-            time.sleep(0.05)
-        raise AssertionError("it was not started")
+        path = tmp_path / "started"
+        wait_for(lambda: path.exists() and len(path.read_text().splitlines()) == count)
+        return path.read_text().splitlines()
 
     (line,) = started(1)
     assert "--model base" in line and line.endswith("--max-model-len 8") and process.is_starting
@@ -227,6 +232,36 @@ def test_process_that_ends_is_started_again(tmp_path):
     assert not process.is_starting
     with pytest.raises(OSError, match="vLLM cannot be started by .*make vllm"):
         VllmProcess(str(tmp_path / "missing"), "base", tmp_path)
+
+
+def is_gone(process):
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE  # which nobody waits for
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_vllm_ends_with_its_parent(number, tmp_path):
+    """And what it has started, even what takes no notice of SIGTERM."""
+    script, pids = tmp_path / "python", tmp_path / "pids"
+    child = "sh -c 'trap : TERM; echo $$ >> pids; while :; do sleep 0.1; done'"
+    script.write_text(f"#!/bin/sh\ncd {tmp_path}\necho $$ >> pids\n{child} &\nwait\n")
+    script.chmod(0o755)
+    code = f"""
+import time
+from pathlib import Path
+from arcaligner.apps.server import vllm_engine
+vllm_engine.END_SECONDS = 1
+vllm_engine.VllmProcess({str(script)!r}, "base", Path({str(tmp_path)!r}), port=1)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code]) as parent:
+        wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+        found = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+        assert all(each.is_running() for each in found)
+        parent.send_signal(number)
+    wait_for(lambda: all(map(is_gone, found)))
 
 
 def test_options_of_the_command_line(run_cli, checkpoint_dir, monkeypatch):
