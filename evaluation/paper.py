@@ -164,14 +164,15 @@ class Reproduction:
         write_whole(path, json.dumps({"made_of": key, "numbers": numbers}, indent=1, ensure_ascii=False))
         return numbers
 
-    def write(self, name: str, title: str, lines: list[str], figure: Figure | None = None) -> Path:
+    def write(self, name: str, heading: str, lines: list[str], figure: Figure | None = None) -> Path:
         """Writes a part's page and picture, with what is missing and why, and returns the page's path."""
-        picture = [] if figure is None else [f"![{title}]({name}.svg)", ""]
+        picture = [] if figure is None else [f"![{heading}]({name}.svg)", ""]
         if self.skipped:
-            lines = [*lines, "", "Not measured:", "", *(f"- {each}: {why}" for each, why in self.skipped.items())]
+            reasons = (f"- {title}: {' '.join(reason.split())}" for title, reason in self.skipped.items())
+            lines = [*lines, "", "Not measured:", "", *reasons]
         if figure is not None:
             save_figure(self.folder / f"{name}.svg", figure)
-        write_whole(path := self.folder / f"{name}.md", "\n".join([f"# {title}", "", *picture, *lines, ""]))
+        write_whole(path := self.folder / f"{name}.md", "\n".join([f"# {heading}", "", *picture, *lines, ""]))
         return path
 
     # Parts
