@@ -517,9 +517,11 @@ def _triple(numbers: Sequence[float | None] | None, digits: int = 2) -> str:
 
 
 def _ours(entry: dict[str, Any], method: str) -> str:
+    """Our EM, F1 and Acc, with the number of questions if not all."""
     if (numbers := entry["methods"].get(method)) is None:
         return "-"
-    return _triple([(score(numbers, metric) or [None])[0] for metric in ("em", "f1", "acc")], digits=1)
+    shown = _triple([(score(numbers, metric) or [None])[0] for metric in ("em", "f1", "acc")], digits=1)
+    return shown + (f" of {numbers['questions']}" if numbers["questions"] < entry["questions"] else "")
 
 
 def costs(sets: dict[str, Any]) -> list[str]:

@@ -102,11 +102,12 @@ def test_retention_is_between_bounds():
 
 
 def test_acc_stands_beside_where_judged():
-    numbers = {"em": [1.0] * 3, "f1": [2.0] * 3}
-    sets = {"HotpotQA": {"methods": {"naive": numbers | {"acc": {"judge": [3.0, 0, 9]}}, "arcaligner": numbers}}}
+    numbers = {"em": [1.0] * 3, "f1": [2.0] * 3, "questions": 4}
+    methods = {"naive": numbers | {"acc": {"judge": [3.0, 0, 9]}}, "arcaligner": numbers | {"questions": 2}}
+    sets = {"HotpotQA": {"questions": 4, "methods": methods}}
     lines = comparison(sets, ["naive", "arcaligner"])
     assert "| Naive | Naive | 21.20 / 13.39 / 23.20 | 1.0 / 2.0 / 3.0 |" in lines
-    assert "| ArcAligner | ArcAligner | 26.60 / 34.92 / 33.40 | 1.0 / 2.0 / - |" in lines
+    assert "| ArcAligner | ArcAligner | 26.60 / 34.92 / 33.40 | 1.0 / 2.0 / - of 2 |" in lines
     assert "| - | COCOM x4 | 25.20 / 32.45 / 31.18 | - |" in lines
 
 
