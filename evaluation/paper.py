@@ -538,9 +538,12 @@ def costs(sets: dict[str, Any]) -> list[str]:
         )
     else:
         text = "text is the fine-tuned reader where it was measured, else the bare base model"
+    floors = [(each["floor"], each) for each in _numbers(sets) if "floor" in each]
+    fewer = any(floor["questions"] < of_all["questions"] for floor, of_all in floors)
+    asked = ", *of* so many questions where fewer were asked" if fewer else ""
     note = (
-        "*Floor*: F1 with another question's passages. *Retained*: (F1 - closed book) / (text - closed book); closed "
-        f"book is Naive, {text}. *x*: tokens of text per position, measured."
+        f"*Floor*: F1 with another question's passages{asked}. *Retained*: (F1 - closed book) / (text - closed book); "
+        f"closed book is Naive, {text}. *x*: tokens of text per position, measured."
     )
     return [*table("F1 (floor, retained), rate", method_titles(sets), sets, cell), note, ""]
 

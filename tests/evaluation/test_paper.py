@@ -11,7 +11,7 @@ from arcaligner.evaluation.analyses import gates, perplexity
 from arcaligner.evaluation.analyses.categories import categorize
 from arcaligner.evaluation.analyses.figures import draw_ratios
 from arcaligner.evaluation.answering import load_aligner
-from arcaligner.evaluation.paper import PARTS, TASKS_OF_PAPER, Reproduction, comparison, reproduce
+from arcaligner.evaluation.paper import PARTS, TASKS_OF_PAPER, Reproduction, comparison, costs, reproduce
 from arcaligner.evaluation.results import PAPER, evidence, retention
 from arcaligner.evaluation.runs import FLOOR, AnswerFile
 from arcaligner.evaluation.settings import read_settings
@@ -74,8 +74,10 @@ def test_floor_names_its_questions():
     scores = {"f1": [40.0] * 3, "questions": 5}
     entry = {"methods": {"arcaligner": scores | {"floor": {"questions": 2, "f1": [3.0] * 3}}}}
     assert evidence(entry, "arcaligner") == "40.0 (floor 3.0 of 2)"
+    assert "passages, *of* so many questions where fewer were asked." in costs({"HotpotQA": entry})[-2]
     entry["methods"]["arcaligner"]["floor"]["questions"] = 5
     assert evidence(entry, "arcaligner") == "40.0 (floor 3.0)"
+    assert "where fewer were asked" not in costs({"HotpotQA": entry})[-2]
 
 
 def test_wrong_passages_hold_no_answer():
