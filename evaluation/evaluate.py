@@ -106,7 +106,7 @@ def answer_tasks(
     on_done(sum(len(rows[task]) - len(unanswered) for task, unanswered in todo.items()))
     for task, unanswered in todo.items():
         if unanswered:
-            title = f"{TASKS[task].title}: {method.title}"
+            title = f"{TASKS[task].title}: {method.title}" + (", floor" if settings.output.name == FLOOR else "")
             logger.info("%s, %d questions", title, len(unanswered))  # a log line remains, even without a progress bar
             with files[task].claim():
                 in_batches(unanswered, settings.batch_size, partial(answer_batch, answer, files[task], on_done), title)

@@ -300,8 +300,13 @@ def llmlingua2_compressor():
 
 _TRAIN = "python -m arcaligner train --recipe"
 _FULL_TEXT = "python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml"
-_COCOM = "python -m arcaligner.train.cocom --config train/recipes/smollm2_135m/cocom.yaml"
-_COCOM_16 = f"{_COCOM} --tokens_per_slot 16 --output_dir runs/smollm2_135m/cocom_x16"
+_COCOM_RUN = "python -m arcaligner.train.cocom --config train/recipes/smollm2_135m"
+_COCOM_AT_16 = "--tokens_per_slot 16 --output_dir runs/smollm2_135m/cocom_x16"
+_COCOM = f"{_COCOM_RUN}/cocom_pretraining.yaml && {_COCOM_RUN}/cocom.yaml"
+_COCOM_16 = (
+    f"{_COCOM_RUN}/cocom_pretraining.yaml {_COCOM_AT_16}_pretraining && "
+    f"{_COCOM_RUN}/cocom.yaml {_COCOM_AT_16} --start_from runs/smollm2_135m/cocom_x16_pretraining"
+)
 _READER = {"reads": "full_text_lora", "made_by": _FULL_TEXT}
 _APART = {"reads": "text_apart", "made_by": _FULL_TEXT.replace("full_text.yaml", "full_text_apart.yaml")}
 _OURS = {"reads": "checkpoint", "has_rates": True}

@@ -164,14 +164,15 @@ class Reproduction:
         write_whole(path, json.dumps({"made_of": key, "numbers": numbers}, indent=1, ensure_ascii=False))
         return numbers
 
-    def write(self, name: str, title: str, lines: list[str], figure: Figure | None = None) -> Path:
+    def write(self, name: str, heading: str, lines: list[str], figure: Figure | None = None) -> Path:
         """Writes a part's page and picture, with what is missing and why, and returns the page's path."""
-        picture = [] if figure is None else [f"![{title}]({name}.svg)", ""]
+        picture = [] if figure is None else [f"![{heading}]({name}.svg)", ""]
         if self.skipped:
-            lines = [*lines, "", "Not measured:", "", *(f"- {each}: {why}" for each, why in self.skipped.items())]
+            reasons = (f"- {title}: {' '.join(reason.split())}" for title, reason in self.skipped.items())
+            lines = [*lines, "", "Not measured:", "", *reasons]
         if figure is not None:
             save_figure(self.folder / f"{name}.svg", figure)
-        write_whole(path := self.folder / f"{name}.md", "\n".join([f"# {title}", "", *picture, *lines, ""]))
+        write_whole(path := self.folder / f"{name}.md", "\n".join([f"# {heading}", "", *picture, *lines, ""]))
         return path
 
     # Parts
@@ -516,9 +517,11 @@ def _triple(numbers: Sequence[float | None] | None, digits: int = 2) -> str:
 
 
 def _ours(entry: dict[str, Any], method: str) -> str:
+    """Our EM, F1 and Acc, with the number of questions if not all."""
     if (numbers := entry["methods"].get(method)) is None:
         return "-"
-    return _triple([(score(numbers, metric) or [None])[0] for metric in ("em", "f1", "acc")], digits=1)
+    shown = _triple([(score(numbers, metric) or [None])[0] for metric in ("em", "f1", "acc")], digits=1)
+    return shown + (f" of {numbers['questions']}" if numbers["questions"] < entry["questions"] else "")
 
 
 def costs(sets: dict[str, Any]) -> list[str]:
@@ -535,9 +538,12 @@ def costs(sets: dict[str, Any]) -> list[str]:
         )
     else:
         text = "text is the fine-tuned reader where it was measured, else the bare base model"
+    floors = [(each["floor"], each) for each in _numbers(sets) if "floor" in each]
+    fewer = any(floor["questions"] < of_all["questions"] for floor, of_all in floors)
+    asked = ", *of* so many questions where fewer were asked" if fewer else ""
     note = (
-        "*Floor*: F1 with another question's passages. *Retained*: (F1 - closed book) / (text - closed book); closed "
-        f"book is Naive, {text}. *x*: tokens of text per position, measured."
+        f"*Floor*: F1 with another question's passages{asked}. *Retained*: (F1 - closed book) / (text - closed book); "
+        f"closed book is Naive, {text}. *x*: tokens of text per position, measured."
     )
     return [*table("F1 (floor, retained), rate", method_titles(sets), sets, cell), note, ""]
 

@@ -11,7 +11,7 @@ from arcaligner.evaluation.analyses import gates, perplexity
 from arcaligner.evaluation.analyses.categories import categorize
 from arcaligner.evaluation.analyses.figures import draw_ratios
 from arcaligner.evaluation.answering import load_aligner
-from arcaligner.evaluation.paper import PARTS, TASKS_OF_PAPER, Reproduction, comparison, reproduce
+from arcaligner.evaluation.paper import PARTS, TASKS_OF_PAPER, Reproduction, comparison, costs, reproduce
 from arcaligner.evaluation.results import PAPER, evidence, retention
 from arcaligner.evaluation.runs import FLOOR, AnswerFile
 from arcaligner.evaluation.settings import read_settings
@@ -74,8 +74,10 @@ def test_floor_names_its_questions():
     scores = {"f1": [40.0] * 3, "questions": 5}
     entry = {"methods": {"arcaligner": scores | {"floor": {"questions": 2, "f1": [3.0] * 3}}}}
     assert evidence(entry, "arcaligner") == "40.0 (floor 3.0 of 2)"
+    assert "passages, *of* so many questions where fewer were asked." in costs({"HotpotQA": entry})[-2]
     entry["methods"]["arcaligner"]["floor"]["questions"] = 5
     assert evidence(entry, "arcaligner") == "40.0 (floor 3.0)"
+    assert "where fewer were asked" not in costs({"HotpotQA": entry})[-2]
 
 
 def test_wrong_passages_hold_no_answer():
@@ -102,11 +104,12 @@ def test_retention_is_between_bounds():
 
 
 def test_acc_stands_beside_where_judged():
-    numbers = {"em": [1.0] * 3, "f1": [2.0] * 3}
-    sets = {"HotpotQA": {"methods": {"naive": numbers | {"acc": {"judge": [3.0, 0, 9]}}, "arcaligner": numbers}}}
+    numbers = {"em": [1.0] * 3, "f1": [2.0] * 3, "questions": 4}
+    methods = {"naive": numbers | {"acc": {"judge": [3.0, 0, 9]}}, "arcaligner": numbers | {"questions": 2}}
+    sets = {"HotpotQA": {"questions": 4, "methods": methods}}
     lines = comparison(sets, ["naive", "arcaligner"])
     assert "| Naive | Naive | 21.20 / 13.39 / 23.20 | 1.0 / 2.0 / 3.0 |" in lines
-    assert "| ArcAligner | ArcAligner | 26.60 / 34.92 / 33.40 | 1.0 / 2.0 / - |" in lines
+    assert "| ArcAligner | ArcAligner | 26.60 / 34.92 / 33.40 | 1.0 / 2.0 / - of 2 |" in lines
     assert "| - | COCOM x4 | 25.20 / 32.45 / 31.18 | - |" in lines
 
 
