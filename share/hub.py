@@ -136,7 +136,7 @@ def _read_recipes(folder: Path) -> tuple[Counter[str], dict[str, dict[str, None]
 
 
 def _read_results(folder: Path, processor: dict[str, Any]) -> dict[str, Any] | None:
-    """Results for the card: F1 of each method on each set, and titles of the methods."""
+    """Results for the card: F1 of each method on each set, and which passages were used."""
     path = folder / RESULTS_FILE
     if not path.exists():
         return None
