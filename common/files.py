@@ -134,8 +134,9 @@ def read_numbered_lines(
     beginning names.
 
     Args:
-        path (`str` or `Path`): The file. skip (`Callable`, *optional*): Called for a line that is not a JSON object,
-        with its number and the reason; the line is left out. Default: a warning.
+        path (`str` or `Path`): The file.
+        skip (`Callable`, *optional*): Called for a line that is not a JSON object, with its number and the reason; the
+            line is left out. Default: a warning.
 
     Raises:
         `ValueError`: a file that is not empty and contains no JSON object, unless `skip` is given; a broken gzip file.

@@ -60,19 +60,20 @@ class Request:
     A chat to be answered.
 
     Args:
-        messages (`list[dict]`): With `role` and `content`. documents (`list`, *optional*): Passages; `None` uses the
-        corpus, if there is one. top_k (`int`, *optional*): Number of passages to retrieve from the corpus; 0 uses none.
-        Default: the engine's. tokens_per_slot (`int` or `"segment"`, *optional*): Default: the engine's, or the rate of
-        the corpus, whose stored slots are used. At another rate its passages are encoded again. max_new_tokens,
-        temperature, top_p, min_p: Settings of sampling; temperature 0 is greedy decoding. sampling_top_k (`int`): With
-        a temperature, the number of most likely tokens to sample from; 0 means all. seed (`int`, *optional*): With a
-        temperature, makes sampling reproducible. stop (`list[str]`): Texts that end the answer, and are not part of it.
+        messages (`list[dict]`): With `role` and `content`.
+        documents (`list`, *optional*): Passages; `None` uses the corpus, if there is one.
+        top_k (`int`, *optional*): Number of passages to retrieve from the corpus; 0 uses none. Default: the engine's.
+        tokens_per_slot (`int` or `"segment"`, *optional*): Default: the engine's, or the rate of the corpus, whose
+            stored slots are used. At another rate its passages are encoded again.
+        max_new_tokens, temperature, top_p, min_p: Settings of sampling; temperature 0 is greedy decoding.
+        sampling_top_k (`int`): With a temperature, the number of most likely tokens to sample from; 0 means all.
+        seed (`int`, *optional*): With a temperature, makes sampling reproducible.
+        stop (`list[str]`): Texts that end the answer, and are not part of it.
         min_confidence (`float`, *optional*): If the answerability is lower, the answer is the processor's `no_answer`.
-        Default: the engine's. max_passages (`int`, *optional*): Maximum number of passages to use, those most likely to
-        contain the answer. Default: the
-            engine's.
-        copy_bonus (`float`, *optional*): Bias of copy-biased decoding, in log-odds. Default: the
-            processor's.
+            Default: the engine's.
+        max_passages (`int`, *optional*): Maximum number of passages to use, those most likely to contain the answer.
+            Default: the engine's.
+        copy_bonus (`float`, *optional*): Bias of copy-biased decoding, in log-odds. Default: the processor's.
         on_text (`Callable`): Called with each new piece of the answer, in the engine's thread.
     """
 
@@ -164,14 +165,16 @@ class Engine:
 
     Args:
         ask ([`ArcAlignerPipeline`]): Model and processor.
-        retriever ([`Retriever`], *optional*):
-            For requests without documents. Precomputed passages of its corpus are not computed again.
-        top_k (`int`), tokens_per_slot (`int` or `"segment"`), min_confidence (`float`), max_passages (`int`):
-            Defaults of requests. By default, the top-ranked of several passages is used (`Answerer.max_passages`).
-        max_batch (`int`): Maximum number of requests per batch. batch_seconds (`float`): Time that the first request of
-        a batch waits for others. prefix_bytes (`int`): Memory for slot prefixes that are cached between requests.
+        retriever ([`Retriever`], *optional*): For requests without documents. Precomputed passages of its corpus are
+            not computed again.
+        top_k (`int`), tokens_per_slot (`int` or `"segment"`), min_confidence (`float`), max_passages (`int`): Defaults
+            of requests. By default, the top-ranked of several passages is used (`Answerer.max_passages`).
+        max_batch (`int`): Maximum number of requests per batch.
+        batch_seconds (`float`): Time that the first request of a batch waits for others.
+        prefix_bytes (`int`): Memory for slot prefixes that are cached between requests.
         folder (`str` or `Path`, *optional*): Folder to write slot prefixes to, and to read them from. Default: those of
-        the corpus are read, if there is one. limits ([`Limits`]): What a request may ask for.
+            the corpus are read, if there is one.
+        limits ([`Limits`]): What a request may ask for.
     """
 
     def __init__(
