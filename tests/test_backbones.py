@@ -39,7 +39,8 @@ def test_text_without_slots_is_the_base_model_bit_for_bit(backbone, dtype, atten
     assert torch.equal(model.generate(**batch, **settings), base.generate(**batch, **settings))
 
 
-def test_logits_of_a_backbone_that_multiplies_by_its_scaling_are_its_own():
+def test_backbone_with_scaled_logits():
+    """Logits of a backbone that multiplies them by a scale are its own."""
     pytest.importorskip("transformers.models.hyperclovax")
     settings = COMMON | {"logits_scaling": 3.0, "embedding_multiplier": 1.0, "residual_multiplier": 1.0}
     model = tiny_aligner(AutoConfig.for_model("hyperclovax", **settings), dtype=torch.float32)

@@ -92,7 +92,8 @@ def end_of(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, said
 
 
-def test_there_are_twenty_commands_and_reasons_not_to_run_are_of_use():
+def test_lists_of_commands_are_current():
+    """There are at least twenty commands, and each reason not to run one is used."""
     assert len(COMMANDS) >= 20
     for part in (*NOT_HERE, *SHORTER):
         assert any(part in command for command in DOCUMENTED), part

@@ -50,7 +50,7 @@ def test_hidden_states_and_attentions_are_recorded_once_per_layer(recorded, meth
         assert [a.shape[2:] for a in attentions] == [(new, length + step)] * num_layers
 
 
-def test_without_the_variable_of_transformers_all_passes_of_a_layer_are_recorded(recorded, monkeypatch):
+def test_all_passes_are_recorded(recorded, monkeypatch):
     """Where the private variable is not found, refinement's passes are recorded as well; nothing else differs."""
     spec = importlib.util.spec_from_file_location("arcaligner.another_way", modeling_arcaligner.__file__)
     another_way = importlib.util.module_from_spec(spec)

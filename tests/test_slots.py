@@ -129,7 +129,8 @@ def test_texts_are_encoded_as_sentence_transformers_does(processor):
     torch.testing.assert_close(processor.encoder.encode(TEXTS), expected, **EXACT)
 
 
-def test_the_match_of_words_is_the_mean_of_the_highest_cosines_of_those_that_say_something(processor):
+def test_maxsim_score(processor):
+    """The match of words is the mean of the highest cosines of content words."""
     question, passages = "Who wrote the letter?", [{"title": "Post", "text": "Ada wrote it."}, "It was a long letter."]
 
     def tokens(text):
@@ -153,7 +154,8 @@ def test_the_match_of_words_is_the_mean_of_the_highest_cosines_of_those_that_say
     assert math.isnan(maxsim_score(processor, "", passages))
 
 
-def test_words_of_an_encoders_prompt_are_not_those_of_a_text(encoder_dir):
+def test_prompt_words_are_not_text(encoder_dir):
+    """Words of an encoder's prompt do not count as words of the text."""
     encoder, prompted = SentenceEncoder(str(encoder_dir)), SentenceEncoder(str(encoder_dir))
     prompted.model.prompts, prompted.model.default_prompt_name = {"query": "book author: "}, "query"
     (plain, _), (found, states) = (each.encode_words(["Who wrote it?"])[0] for each in (encoder, prompted))
@@ -182,7 +184,8 @@ def test_bfloat16_rounds_the_embeddings_which_stay_normalized_and_float32(load, 
 
 
 @pytest.mark.parametrize(("speed", "dtype"), [(60.0, torch.bfloat16), (25.0, torch.float32)])
-def test_auto_is_bfloat16_where_the_machine_is_much_faster_in_it(load, trained, monkeypatch, speed, dtype, tmp_path):
+def test_auto_prefers_fast_bfloat16(load, trained, monkeypatch, speed, dtype, tmp_path):
+    """`auto` is bfloat16 if the machine is much faster in it."""
     fastest_dtype.cache_clear()
     monkeypatch.setattr(encoder_arcaligner, "_products_per_second", {torch.bfloat16: speed, torch.float32: 20.0}.get)
     processor = load("auto", trained)
@@ -237,7 +240,8 @@ def words_model(words_dir: Path) -> ArcAlignerForCausalLM:
 
 
 @given(num_tokens=st.integers(1, 200), tokens_per_slot=st.integers(1, 40))
-def test_runs_are_all_tokens_in_order_and_about_as_long_as_asked(num_tokens, tokens_per_slot):
+def test_spans_have_equal_lengths(num_tokens, tokens_per_slot):
+    """Spans contain all tokens in order, and have about the requested length."""
     runs = equal_runs(num_tokens, tokens_per_slot)
     lengths = [end - start for start, end in runs]
     assert [start for start, _ in runs] == [0, *[end for _, end in runs][:-1]] and runs[-1][1] == num_tokens
@@ -266,14 +270,16 @@ def test_slots_stand_for_all_of_a_documents_text_and_tokens(words_processor, pro
         torch.testing.assert_close(encoded.context_embeds, expected, **EXACT)
 
 
-def test_a_rate_that_was_not_learned_warns_and_names_those_that_were(words_processor, caplog):
+def test_unknown_rate_warns(words_processor, caplog):
+    """A rate that was not trained gives a warning that names the trained ones."""
     words_processor.encode_documents(DOCUMENTS, tokens_per_slot=3)
     assert "was trained with" not in caplog.text
     words_processor.encode_documents(DOCUMENTS, tokens_per_slot=5)
     assert "`tokens_per_slot` is 5, but this aligner was trained with 3, segment" in caplog.text
 
 
-def test_parts_of_a_slot_add_up_to_the_mean_of_its_words_by_rarity():
+def test_slot_parts_add_up():
+    """The parts of a slot add up to the mean of its words, weighted by rarity."""
     projector = ContextProjector(4, 6, word_parts=3, vocab_size=20)
     table, rarity = torch.randn(20, 6), torch.rand(20)
     set_word_statistics(projector, table, rarity)
@@ -290,7 +296,8 @@ def test_parts_of_a_slot_add_up_to_the_mean_of_its_words_by_rarity():
     assert gradient[[3, 7, 1]].all() and not gradient[[5, 0]].any()
 
 
-def test_a_fresh_slot_of_one_word_is_nearly_that_words_embedding(base_model_dir):
+def test_fresh_slot_of_one_word(base_model_dir):
+    """A new slot of one word is close to the embedding of this word."""
     model = ArcAlignerForCausalLM.from_pretrained(str(base_model_dir), encoder_hidden_size=ENCODER_WIDTH, word_parts=2)
     table = model.get_input_embeddings().weight
     set_word_statistics(model.model.projector, table, torch.ones(len(table)))
@@ -300,7 +307,8 @@ def test_a_fresh_slot_of_one_word_is_nearly_that_words_embedding(base_model_dir)
     torch.testing.assert_close((slot - mean).norm(), (table - mean).norm(dim=1).mean())
 
 
-def test_words_are_read_and_travel_with_embeddings_that_were_made_before(words_model, words_processor):
+def test_words_travel_with_embeddings(words_model, words_processor):
+    """Words are used, and accompany embeddings that were computed before."""
     encoded = words_processor.encode_documents(DOCUMENTS)
     made = {"context_embeds": encoded.context_embeds, "context_word_ids": encoded.context_word_ids}
     given = words_processor(text=QUESTION, **made, return_tensors="pt")
@@ -314,7 +322,8 @@ def test_words_are_read_and_travel_with_embeddings_that_were_made_before(words_m
     assert not torch.allclose(words_model(**given).logits, words_model(**others).logits)
 
 
-def test_the_pipeline_reads_the_words_of_each_row_of_a_batch(words_model, words_processor):
+def test_pipeline_uses_words_of_rows(words_model, words_processor):
+    """The pipeline uses the words of each row of a batch."""
     inputs, row = chat_inputs(words_processor, QUESTION, DOCUMENTS), {"question": QUESTION, "documents": DOCUMENTS}
     ask = pipeline_of(words_model, words_processor, max_new_tokens=6)
     batch = ask([row, "plain text", {"question": "Who?", "documents": ["Ada."]}, row], batch_size=4)

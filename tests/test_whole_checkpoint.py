@@ -155,7 +155,8 @@ def test_a_changed_part_is_refused_and_named(saved, tmp_path, case):
             load(folder)
 
 
-def test_an_older_checkpoint_loads_as_it_did_and_a_full_one_without_its_base_model(saved, folder, tmp_path):
+def test_older_checkpoints_load(saved, folder, tmp_path):
+    """An older checkpoint loads as it did, and a full one without its base model."""
     full = shutil.copytree(saved["full"], tmp_path / "full")
     for copy, kind in ((folder, "aligner"), (full, "full")):
         forget_digests(copy)
@@ -209,7 +210,8 @@ def test_whoever_may_read_a_new_file_may_read_the_weights(folder):
 
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("place", ["elsewhere", "where it was"])
-def test_what_was_changed_after_loading_is_saved_with_it_and_bound(folder, tmp_path, order, place):
+def test_changes_are_saved_and_bound(folder, tmp_path, order, place):
+    """Changes after loading are saved with the checkpoint, and bound to it."""
     model = ArcAlignerForCausalLM.from_pretrained(folder, lora_alpha=9)
     processor = ArcAlignerProcessor.from_pretrained(folder, sentences_per_segment=2)
     model.config.max_refinement_steps = 1

@@ -85,7 +85,8 @@ def test_what_cannot_be_compared_ends_in_one_line(ask, tmp_path, rows, option, m
     assert not (tmp_path / "out").exists()
 
 
-def test_scores_are_of_the_questions_with_answers_and_agreement_of_all():
+def test_scores_need_answers():
+    """Scores are over the questions with answers, agreement over all."""
     text = [Asked("by Ada", 8, 0.2), Asked("June", 4, 0.4)]
     slots = [Asked("Ada", 8, 0.1), Asked("May", 4, 0.5)]
     rows = [{"answers": ["Ada"]}, {"answers": []}]

@@ -74,7 +74,8 @@ def test_html_gives_its_text_and_nothing_of_its_scripts():
     assert not any(word in found.text for word in ("evil", "href", "{}"))
 
 
-def test_headings_are_the_names_of_what_follows_and_code_is_no_heading():
+def test_headings_name_sections():
+    """Headings are the names of the sections after them, and code is no heading."""
     found = read_markdown("# Ships #\n\n## Sails\nLinen.\n### Main\n~~~\n# no\n~~~\n## Oars\nOak.")
     assert found.title == "Ships" and [name for _, name in found.sections] == ["Sails", "Sails › Main", "Oars"]
     assert all(found.text[start] == "#" for start, _ in found.sections)

@@ -58,7 +58,8 @@ def test_a_row_of_the_hub_becomes_one_of_our_schema(name, hub):
     assert name not in outside or TASKS[name].to_row(stored | outside[name]) is None
 
 
-def test_a_sample_of_the_hub_is_random_and_always_the_same(hub):
+def test_sample_is_fixed(hub):
+    """A sample of the Hub is random and always the same."""
     hub.return_value = datasets.Dataset.from_list([row(number) for number in range(50)])
     task = Task("t", "T", "org/t", None, "test", dict, num_questions=10)
     ids = [each["id"] for each in task.load()]
@@ -68,7 +69,8 @@ def test_a_sample_of_the_hub_is_random_and_always_the_same(hub):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl"])
-def test_a_local_file_replaces_the_hub_without_rows_that_cannot_be_scored(tmp_path, caplog, suffix):
+def test_local_file_replaces_the_hub(tmp_path, caplog, suffix):
+    """A local file replaces the Hub, without rows that cannot be scored."""
     rows = [row(0), row(1, answers=["The", "..."]), row(2, answers=[]), row(3, question=" "), row(4)]
     rows = [each | {"gold": []} for each in rows]
     write_rows(tmp_path / f"squad{suffix}", rows)

@@ -62,14 +62,16 @@ def metadata_of(card: str) -> dict:
     return yaml.safe_load(card.split("---\n")[1])
 
 
-def test_the_card_of_the_shipped_aligner_is_that_of_its_files(tmp_path):
+def test_shipped_card_matches_its_files(tmp_path):
+    """The card of the shipped aligner is made from its files."""
     for name in ("config.json", "processor_config.json", "recipe.yaml", "results.json", "README.md"):
         shutil.copyfile(DEFAULT_CHECKPOINT / name, tmp_path / name)
     assert write_model_card(ArcAlignerConfig.from_pretrained(tmp_path), tmp_path)
     assert (tmp_path / "README.md").read_text("utf-8") == (DEFAULT_CHECKPOINT / "README.md").read_text("utf-8")
 
 
-def test_the_card_of_another_aligner_has_its_results_data_language_and_name(config, folder):
+def test_card_of_another_aligner(config, folder):
+    """The card of another aligner has its results, data, language and name."""
     card = model_card(config, folder, "someone/aligner")
     assert RESULT_TABLE in card and TRAINING in card and "| tokens per slot | 4, 2, segment |" in card
     assert 'pipeline("text-generation", model="someone/aligner", trust_remote_code=True)' in card
@@ -102,7 +104,8 @@ def test_what_the_card_installs_is_what_the_package_needs():
         ("recipe.yaml", "- a list\n", "does not hold recipes of stages"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_refused_and_no_card_is_written(config, folder, name, content, message):
+def test_unreadable_file_stops_the_card(config, folder, name, content, message):
+    """A file that cannot be read is refused, and no card is written."""
     (folder / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         write_model_card(config, folder)

@@ -93,7 +93,8 @@ def test_a_broken_run_ends_as_if_unbroken(runs):
         torch.testing.assert_close(broken, whole, rtol=0, atol=0)
 
 
-def test_a_loss_of_nan_in_one_process_stops_all_and_names_its_rows(runs):
+def test_nan_loss_stops_all_processes(runs):
+    """A NaN loss in one process stops all, and names its rows."""
     first, last = runs.reports["nan"]
     message = f"The loss is nan at step 3 for the rows {last['rows'][-1]}. Check"
     assert first["error"].startswith(message) and last["error"].startswith(message)
@@ -112,7 +113,8 @@ def test_only_the_first_process_writes_and_makes_the_examples(runs, write_recipe
     assert two - one == {"rng_state_0.pth", "rng_state_1.pth"} and one - two == {"rng_state.pth"}
 
 
-def test_a_sharded_model_trains_resumes_and_is_saved_as_any_other(runs, write_recipe, tmp_path):
+def test_sharded_model_trains(runs, write_recipe, tmp_path):
+    """A sharded model trains, resumes and is saved like any other."""
     arguments = write_recipe("grounding", tmp_path / "run", **LONG)
     plan = [{"arguments": arguments, "interrupt_at": 5}, {"arguments": arguments}]
     interrupted, resumed = launch(CONFIGS / "fsdp2.yaml", plan, tmp_path)

@@ -34,7 +34,8 @@ def test_the_frozen_head_gives_loss_and_gradient_of_cross_entropy(monkeypatch, s
     torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-12)
 
 
-def test_a_head_that_is_trained_and_a_second_derivative_are_refused():
+def test_trained_head_is_refused():
+    """A trained head and a second derivative are refused."""
     states, targets = torch.randn(4, 6, requires_grad=True), torch.randint(11, (4,))
     with pytest.raises(ValueError, match="The head is trained"):
         head_nll(states, targets, nn.Linear(6, 11), PreTrainedConfig())
@@ -90,7 +91,8 @@ def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(backend):
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
-def test_runs_share_out_the_tokens_of_a_text_and_leave_the_title(processor):
+def test_spans_share_the_tokens(processor):
+    """Spans distribute the tokens of a text, and leave out the title."""
     title, text = "Toronto: ", "Radik Zhaparov is a Kazakh ski jumper who has competed since 2003."
     ends = [len(title) + end for end in (14, 15, 40, len(text))]  # the second run is a space, without a token
     model = processor.encoder.model.eval()

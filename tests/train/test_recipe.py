@@ -197,7 +197,8 @@ def test_a_stage_starts_from_the_one_before_or_goes_on(processor, checkpoint_dir
             load_processor(base, None)
 
 
-def test_a_stage_has_rates_of_its_own_and_the_segments_of_its_start(tmp_path, checkpoint_dir):
+def test_rates_of_a_stage(tmp_path, checkpoint_dir):
+    """A stage has its own rates, and the segmentation of its start."""
     start = shutil.copytree(checkpoint_dir, tmp_path / "start")
     edit_json(start / "config.json", digests=None)
     (template := tmp_path / "template.jinja").write_text("{{ messages }}")
@@ -222,7 +223,8 @@ def parse_shipped(path, *arguments):
 
 
 @pytest.mark.parametrize("folder", sorted(RECIPES.glob("*/")), ids=lambda folder: folder.name)
-def test_a_shipped_recipe_parses_and_each_stage_starts_where_the_one_before_ended(folder):
+def test_shipped_recipes_parse(folder):
+    """A shipped recipe parses, and each stage starts where the one before ended."""
     paths, before = sorted(folder.glob("[1-3]_*.yaml")), None
     assert len(paths) > 1
     for stage, path in zip(STAGES, paths, strict=False):
@@ -281,7 +283,8 @@ def test_the_tiny_recipe_trains_all_stages(tmp_path, monkeypatch):
         start = ["--model_name_or_path", str(tmp_path / stage)]
 
 
-def test_a_missing_data_file_is_said_in_one_line_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
+def test_missing_data_fails_early(tmp_path, monkeypatch, capsys):
+    """A missing data file is reported in one line before anything is loaded."""
     path = RECIPES / "smollm2_135m" / "2_grounding.yaml"
     monkeypatch.setattr(sys, "argv", ["sft", "--config", str(path), "--data_dir", str(tmp_path)])
     with pytest.raises(SystemExit):

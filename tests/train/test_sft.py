@@ -53,7 +53,8 @@ def moved_parts(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor])
 # The stages
 
 
-def test_each_stage_starts_from_the_one_before_and_trains_its_parts_and_nothing_else(stages):
+def test_stages_train_their_parts(stages):
+    """Each stage starts from the one before, and trains its parts and nothing else."""
     before = parameters(stages["reconstruction"] / "checkpoint-2")
     for stage, parts in PARTS.items():
         after = parameters(stages[stage])
@@ -132,7 +133,8 @@ def test_a_broken_run_ends_as_if_unbroken(tmp_path, write_recipe, whole_run, cap
         assert found[0] == found[1]
 
 
-def test_a_run_that_broke_when_it_was_trained_is_only_saved(tmp_path, write_recipe, monkeypatch):
+def test_trained_run_is_only_saved(tmp_path, write_recipe, monkeypatch):
+    """A run that broke after its training is only saved."""
     arguments = write_recipe("grounding", tmp_path / "run", lr_scheduler_type="constant")
     with monkeypatch.context() as patch, pytest.raises(TypeError, match="'NoneType' object is not callable"):
         patch.setattr(sft, "save_stage", None)

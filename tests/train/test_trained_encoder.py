@@ -43,7 +43,8 @@ def test_an_encoder_in_bfloat16_is_evaluated_as_it_is_trained(tmp_path, write_re
     assert losses[0] == pytest.approx(losses[1], rel=0.05) and losses[0] != losses[1]
 
 
-def test_search_uses_the_untrained_encoder_on_the_device_that_is_asked_for(trained, processor):
+def test_search_device_and_encoder(trained, processor):
+    """Search uses the base encoder, on the requested device."""
     found = ArcAlignerProcessor.from_pretrained(trained)
     found.encoder.device = "cpu"
     assert torch.equal(found.encoder.untrained.encode(TEXTS), processor.encoder.encode(TEXTS))
@@ -69,7 +70,8 @@ def test_a_stage_ends_with_the_mean_of_its_last_checkpoints(tmp_path, write_reci
         assert any(not torch.equal(mean[name], last[name]) for name in mean)
 
 
-def test_a_later_stage_keeps_the_trained_encoder_and_refuses_lora_of_another_rank(tmp_path, write_recipe, trained):
+def test_later_stage_keeps_the_encoder(tmp_path, write_recipe, trained):
+    """A later stage keeps the trained encoder, and refuses LoRA of another rank."""
     run(write_recipe("gating", tmp_path / "gating", model=trained, max_steps=1))
     assert torch.equal(embeds(tmp_path / "gating"), embeds(trained))
     with pytest.raises(ValueError, match="has LoRA of rank 2; got 3"):

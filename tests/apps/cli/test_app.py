@@ -110,7 +110,8 @@ LONG = "One two three four five six seven eight nine ten. "
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_long_file_is_cut_and_the_likeliest_passages_are_read_and_named(answer, chooser, tmp_path, number):
+def test_long_file_uses_top_ranked_passages(answer, chooser, tmp_path, number):
+    """A long file is cut, and the passages that are used are listed."""
     (path := tmp_path / "long.md").write_text(f"# Numbers\n\n{12 * LONG}\n\n## Letters\n\n{15 * LONG}")
     code, out, err = answer(path, options=[] if number == 1 else ["--max-passages", number])  # one is the default
     passages, documents = cli.cut([cli.read_document(path)], chooser.processor)
@@ -133,7 +134,8 @@ def test_the_version_is_that_of_the_package(run_cli):
 
 
 @pytest.mark.parametrize("command", ["evaluate", "answer --question Q --document x"])
-def test_a_checkpoint_that_is_nowhere_is_asked_for_once_and_not_for_long(run_cli, monkeypatch, tmp_path, command):
+def test_missing_checkpoint_fails_fast(run_cli, monkeypatch, tmp_path, command):
+    """A checkpoint that is nowhere is looked up once, with a short time limit."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x").write_text("Text.")
     monkeypatch.setattr("huggingface_hub.model_info", model_info := Mock(side_effect=ConnectionError))
@@ -287,7 +289,8 @@ def test_the_demo_shows_each_answer_when_it_is_there(chooser, monkeypatch):
     assert [*map(len, demo.demo_questions().values())] == [10, 3]  # of an aligner that refuses nothing
 
 
-def test_a_row_of_the_demo_is_green_where_it_is_right_and_has_the_gold_answer_where_not():
+def test_demo_row_shows_the_verdict():
+    """A row of the demo is green if it is right, and has the gold answer if not."""
     told = demo.Told("Canada", positions=31, seconds=0.44, sure=0.5)
     expected = "[green]Canada[/]\n[dim]right, 31 positions, 0.4 s, answerability 0.50[/]"
     assert demo.answer_cell(CASES[0], told) == expected

@@ -63,7 +63,8 @@ def test_models_are_found_by_the_variable(models, checkpoint_dir, base_model_dir
         (PermissionError(13, "Denied", "/cache"), "cannot be written to the Hub's cache .*/cache.*\n.*HF_HOME"),
     ],
 )
-def test_a_missing_model_is_asked_for_once_and_two_lines_say_how_to_get_it(models, monkeypatch, error, message):
+def test_missing_model_says_the_remedy(models, monkeypatch, error, message):
+    """A missing model is looked up once, and two lines say how to get it."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", asked := Mock(side_effect=error))
     with pytest.raises(OSError, match=message):
@@ -107,7 +108,8 @@ def test_the_default_models_are_made_of_their_wheels_once(models, monkeypatch, t
     assert all((folder / "config.json").is_file() for folder in folders.values())
 
 
-def test_a_wheel_that_is_missing_and_a_folder_that_cannot_be_written_are_said(models, monkeypatch, tmp_path):
+def test_missing_wheel_and_unwritable_folder(models, monkeypatch, tmp_path):
+    """A missing wheel and a folder that cannot be written are named."""
     refuse = Mock(side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr(default_models, "wheel_directory", lambda package: None)
     with pytest.raises(

@@ -40,7 +40,8 @@ def test_passages_come_with_the_slots_that_encoding_them_gives(
         assert each["similarity"] == pytest.approx(float(vector @ query), abs=2e-3)
 
 
-def test_full_text_finds_a_word_that_the_encoder_does_not_know(corpus, processor):
+def test_full_text_finds_unknown_words(corpus, processor):
+    """Full-text search finds a word that the encoder does not know."""
     for word, part in (("Toronto", "district"), ("Zhaparov's", "He jumps")):  # of a text and of a title
         found = Retriever(corpus, processor)(word, top_k=9).documents
         assert part in found[0]["text"] and len(found) == len(corpus)
@@ -59,7 +60,8 @@ def test_changes_are_seen_by_a_retriever_that_is_open(corpus, processor):
     assert retriever("Toronto", top_k=1).documents[0]["document"] != best["document"]
 
 
-def test_a_slot_that_has_changed_on_the_disk_is_not_read(corpus, processor):
+def test_changed_slot_is_refused(corpus, processor):
+    """A slot that has changed on disk is refused."""
     slots = Retriever(corpus, processor)("Toronto", top_k=1).encoded.context_embeds[0].half().numpy().tobytes()
     paths = [path for path in corpus.path.rglob("*.lance") if path.is_file() and slots in path.read_bytes()]
     assert paths
@@ -95,9 +97,8 @@ def test_many_passages_have_an_index_that_finds_the_same(tmp_path, processor, ma
     assert all(retriever(row["text"], 1).documents[0]["text"] == row["text"] for row in rows[:5])
 
 
-def test_passages_are_found_by_the_encoder_before_it_was_trained_along(
-    tmp_path, letters, processor, make_corpus, checkpoint_dir
-):
+def test_search_uses_the_base_encoder(tmp_path, letters, processor, make_corpus, checkpoint_dir):
+    """Passages are found by the encoder as it was before joint training."""
     trained = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
     for weight in trained.train_encoder(lora_r=2):
         torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))

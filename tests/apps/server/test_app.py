@@ -43,7 +43,8 @@ def said(pieces) -> str:
 
 
 @pytest.mark.parametrize("rate", [None, 3, "segment"])
-def test_documents_of_a_request_are_read_as_the_pipeline_reads_them(client, ask, rate):
+def test_documents_as_for_the_pipeline(client, ask, rate):
+    """Documents of a request give the same prompt as in the pipeline."""
     answer, again = (ask_server(client, documents=DOCUMENTS, tokens_per_slot=rate) for _ in range(2))
     settings, report = {} if rate is None else {"tokens_per_slot": rate}, report_of(answer)
     row = {"question": QUESTION, "documents": DOCUMENTS}
@@ -88,7 +89,8 @@ def test_a_stream_says_the_same_piece_by_piece(client):
     assert last.choices[0].finish_reason == whole.choices[0].finish_reason and report_of(last)
 
 
-def test_a_stop_ends_the_answer_before_it_and_no_piece_shows_its_beginning(client):
+def test_stop_ends_before_its_text(client):
+    """A stop string ends the answer before it, and no streamed piece shows its beginning."""
     whole = text_of(ask_server(client, documents=DOCUMENTS))
     stop = whole[3:6]
     expected = whole[: whole.find(stop)]
@@ -99,7 +101,8 @@ def test_a_stop_ends_the_answer_before_it_and_no_piece_shows_its_beginning(clien
     assert text_of(ask_server(client, documents=DOCUMENTS, stop=tail)) == whole
 
 
-def test_fields_that_ask_for_nothing_are_taken_and_an_answer_can_be_sent_back(client):
+def test_fields_without_effect(client):
+    """Fields that have no effect are accepted, and an answer can be sent back as a message."""
     expected = ask_server(client, documents=DOCUMENTS)
     neutral = {"n": 1, "presence_penalty": 0.0, "frequency_penalty": 0, "logprobs": False, "tools": [], "seed": 3}
     neutral |= {"response_format": {"type": "text"}, "tool_choice": "none", "audio": None, "stop": None, "top_k": None}
@@ -311,7 +314,8 @@ def test_time_of_an_answer_is_kept(engine):
     assert time.monotonic() - began < 5
 
 
-def test_an_error_that_is_not_expected_is_logged_and_its_text_is_not_told(caplog):
+def test_unexpected_error_stays_private(caplog):
+    """An unexpected error is logged, and its text is not sent to the client."""
     response = refuse(None, RuntimeError("a secret"))
     error = json.loads(response.body)["error"]
     assert (response.status_code, error["message"], error["type"]) == (500, "RuntimeError", "server_error")

@@ -26,7 +26,8 @@ def run(*command):
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_a_client_gets_the_answers_of_documents_and_corpus_whole_and_streamed(name, url, client):
+def test_clients_get_answers(name, url, client):
+    """A client gets answers from documents and corpus, whole and streamed."""
     if run("-c", f"import importlib.util as u, sys; sys.exit(u.find_spec({PACKAGES[name]!r}) is None)").returncode:
         pytest.skip(f"{PYTHON} has no {PACKAGES[name]}")
     called = run(FOLDER / "call_clients.py", name, f"{url}/v1", client.api_key)

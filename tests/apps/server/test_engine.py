@@ -67,7 +67,8 @@ def answer(engine, *documents, **settings):
     return engine.submit(asked(*documents, **settings)).result()
 
 
-def test_a_request_that_takes_too_long_ends_and_the_next_is_answered(engine_of):
+def test_slow_request_ends(engine_of):
+    """A request that takes too long ends, and the next one is answered."""
     written, engine = [], engine_of()
 
     def slow(text):
@@ -81,7 +82,8 @@ def test_a_request_that_takes_too_long_ends_and_the_next_is_answered(engine_of):
     assert answer(engine, None, max_new_tokens=2).completion_tokens <= 2
 
 
-def test_too_many_that_wait_are_told_and_a_closing_engine_answers_the_others(engine_of):
+def test_full_queue_and_closing_engine(engine_of):
+    """Requests beyond the queue are refused, and a closing engine answers those that wait."""
     engine = engine_of(limits=Limits(waiting=2), max_batch=1)
     busy, go_on = threading.Event(), threading.Event()
     futures = [engine.submit(asked(None, on_text=lambda text: busy.set() or go_on.wait()))]
@@ -100,7 +102,8 @@ def test_too_many_that_wait_are_told_and_a_closing_engine_answers_the_others(eng
     assert len({each.result().text for each in futures}) == 1
 
 
-def test_a_short_answer_does_not_wait_for_the_long_one_beside_it(engine_of):
+def test_short_answer_returns_early(engine_of):
+    """A short answer does not wait for a long one in the same batch."""
     short, pieces = asked(None, max_new_tokens=2), []
 
     def wait_for_short(text):
@@ -113,7 +116,8 @@ def test_a_short_answer_does_not_wait_for_the_long_one_beside_it(engine_of):
     assert found.completion_tokens == 16 and found.batch_size == 2 and len(pieces) > 5
 
 
-def test_a_long_prompt_beside_it_cuts_no_answer_short_and_one_that_is_too_long_fails_alone(engine_of, ask):
+def test_long_prompts_in_a_batch(engine_of, ask):
+    """A long prompt does not shorten other answers, and one that is too long fails alone."""
     alone = answer(engine_of(), None, max_new_tokens=64)
     words = ask.tokenizer.decode(ask.tokenizer("aloud " * 500)["input_ids"][:470])
     long = asked(None, [{"role": "user", "content": words}], max_new_tokens=64)
@@ -228,7 +232,8 @@ def test_passages_nobody_waits_for_end(engine_of, apart, monkeypatch):
         left.cancelled = False
 
 
-def test_the_place_of_an_answer_is_where_a_text_says_it():
+def test_place_of_an_answer():
+    """The source of an answer has the characters at which its text says it."""
     for said, before, place, after in (
         ("Ski  jumper.", "😀 a ", "ski\njumper", ""),
         ("19", "in 1987, or ", "19", " of them"),
@@ -284,9 +289,8 @@ def test_slot_prefixes_are_kept_within_their_bytes(engine_of):
         assert (engine.store.hits, engine.store.bytes > 0) == (hits, hits > 0)
 
 
-def test_an_answer_with_less_confidence_than_asked_for_is_the_refusal_told_at_once(
-    engine_of, ask, monkeypatch, give_head
-):
+def test_low_confidence_refuses_early(engine_of, ask, monkeypatch, give_head):
+    """An answer with less confidence than requested is the refusal, sent immediately."""
     monkeypatch.setattr(ask.processor, "no_answer", "not in the text")
     give_head(ask.model)
     engine = engine_of()
@@ -333,7 +337,8 @@ def test_similarity_selects_passages(apart, engine_of, tmp_path, monkeypatch):
         assert all(each["answerability"] == each["confidence"] for each in sources)
 
 
-def test_a_batch_is_answered_as_by_the_pipeline_and_a_request_that_cannot_be_read_fails_alone(apart, engine_of):
+def test_batch_answers_like_the_pipeline(apart, engine_of):
+    """A batch is answered like the pipeline, and an invalid request fails alone."""
     text = " ".join(f"Sentence {number} is about word and number {number}." for number in range(100))
     cases = [
         (PASSAGES, {"max_passages": 2, "min_confidence": 0.0}),
