@@ -174,7 +174,8 @@ def test_algorithm1_in_random_cases(seed):
 
 @pytest.mark.parametrize("almost_all", [0.0, 0.5, 2.0])  # closed slots are computed too: always, sometimes, never
 @pytest.mark.parametrize("backbone", ["llama", "gemma3_text"])
-def test_closed_slots_stay_whether_a_step_computes_them_or_not(monkeypatch, backbone, almost_all):
+def test_closed_slots_do_not_change(monkeypatch, backbone, almost_all):
+    """Closed slots do not change, whether a step computes them or not."""
     model = tiny_aligner(backbone)
     width, widths = OpenSlotsSteps._width, []
 

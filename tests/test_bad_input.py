@@ -166,7 +166,8 @@ def test_lora_cannot_be_merged(model):
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-def test_another_peft_adapter_is_refused_on_top_and_merged_below(model):
+def test_other_peft_adapter_is_refused(model):
+    """Another PEFT adapter is refused on top of the slots' LoRA, and may be merged below it."""
     with_adapter = get_peft_model(tiny_aligner(), LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ValueError, match=r"PEFT adapter \['default'\] is active.*without a `peft_config`"):
         with_adapter(**GOOD)

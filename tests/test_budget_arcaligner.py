@@ -109,7 +109,8 @@ def test_counted_operations_within_budget(gate_mode):
     assert measured(refinement_budget=0) == off
 
 
-def test_a_step_computes_no_slot_that_is_not_paid_for(monkeypatch):
+def test_unpaid_slots_are_not_computed(monkeypatch):
+    """A step computes no slot that the budget does not cover."""
     model, width, taken = tiny_aligner("llama"), OpenSlotsSteps._width, []
 
     def noted(steps, gate_open):

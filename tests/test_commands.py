@@ -122,7 +122,7 @@ def test_a_command_of_the_documents_runs(command, start):
 
 @pytest.mark.load
 @pytest.mark.default_backbone
-def test_the_server_of_the_documents_answers_what_they_ask(start):
+def test_documented_server_answers(start):
     """`serve`, `curl` and the load generator, at a port that is free."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

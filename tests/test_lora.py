@@ -41,7 +41,8 @@ def by_eq_3(layer, states: torch.Tensor, rows: torch.Tensor, sign: int = 1) -> t
 
 @pytest.mark.parametrize("with_gradients", [True, False])
 @pytest.mark.parametrize("rows", [SLOTS, TOGETHER, ALL_ROWS, torch.arange(10), torch.tensor([], dtype=torch.long)])
-def test_residual_is_that_of_eq_3_on_slot_rows(layer, states, rows, with_gradients):
+def test_residual_follows_eq_3(layer, states, rows, with_gradients):
+    """On slot rows the residual is that of Eq. 3."""
     with torch.set_grad_enabled(with_gradients), lora_on(rows):
         found = layer(states)
     expected = by_eq_3(layer, states, rows)
@@ -109,7 +110,8 @@ def test_linears_of_one_input_share_its_slots(layer, states, monkeypatch):
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
-def test_adapter_of_another_name_is_peft_s_own_matter(layer, states):
+def test_other_adapters_are_pefts(layer, states):
+    """An adapter with another name is left to PEFT."""
     holder = nn.ModuleDict({"linear": copy.deepcopy(layer)})
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["linear"], init_lora_weights=False), holder, "other")
     both = holder["linear"]

@@ -91,7 +91,8 @@ def test_joint_and_separate_attention(apart, model, monkeypatch):
 
 
 @pytest.mark.parametrize("gates", MODES, ids=str)
-def test_kept_passages_answer_in_any_combination_as_when_read_together(store, gates):
+def test_cached_passages_combine(store, gates):
+    """Cached passages answer in any combination as in one prompt."""
     store.prepare("?", PASSAGES, **gates)
     assert (store.hits, store.misses) == (0, 3)
     questions = ["Who wrote it?", "When, and why?", "Who is tall?", "Where?"]
@@ -101,7 +102,7 @@ def test_kept_passages_answer_in_any_combination_as_when_read_together(store, ga
     assert inputs.num_passages == [2, 1, 3, 3] and inputs.num_cached == [2, 1, 3, 2]
 
 
-def test_generated_tokens_are_those_of_reading_the_whole_again(apart, model):
+def test_generation_continues_the_prompt(apart, model):
     """Positions of new tokens count on from the longest passage, too."""
     inputs = chat_inputs(apart, "Who wrote it?", PASSAGES)
     ids = model.generate(**inputs, **FIVE_TOKENS)
@@ -168,7 +169,7 @@ def test_passages_without_text_have_no_slots_beside_others(apart, store):
         assert torch.equal(inputs["context_passage_ids"] * 0, plain["context_passage_ids"] * 0)
 
 
-def test_precomputed_slots_are_kept_by_passage_also_beside_longer_ones(processor):
+def test_precomputed_slots_of_any_length(processor):
     """A corpus hands over the words of all passages found, padded to the longest."""
     reader = processor_with(processor, passage_attention="separate", context_words=True)
     model = aligner_for(processor, passage_attention="separate", word_parts=2)
@@ -359,7 +360,7 @@ def weighed(model, inputs, **options):
     return torch.stack(said.logits, dim=1), said.sequences
 
 
-def test_twice_a_passage_is_a_prior_of_log_two(model, store):
+def test_prior_of_log_two(model, store):
     """Two equal passages at the same positions give each key twice the weight in the softmax."""
     twice, _ = weighed(model, store.prepare("Who?", [PASSAGES[0]] * 2))
     once, _ = weighed(model, store.prepare("Who?", PASSAGES[:1], passage_prior=[[math.log(2)]]))
@@ -374,7 +375,7 @@ def test_a_prior_hides_a_passage(model, store):
     torch.testing.assert_close(hidden, alone, **EXACT)
 
 
-def test_a_prior_in_a_prompt_is_that_of_kept_passages(apart, model, store):
+def test_prior_in_a_prompt(apart, model, store):
     """Of slots that are read with the prompt, too, which read each other as without it."""
     prior = torch.tensor([[0.0, -1.0, -2.5]], dtype=torch.float64)
     kept, ids = weighed(model, store.prepare("Who?", PASSAGES, passage_prior=prior.tolist()))

@@ -59,7 +59,8 @@ def test_chat_ending_with_the_assistant_is_continued(ask, model, processor):
 
 
 @pytest.mark.parametrize("given", ["Once upon a time", CHAT], ids=["text", "chat"])
-def test_input_without_documents_is_answered_by_the_base_model(ask, base_model_dir, processor, given):
+def test_input_without_documents(ask, base_model_dir, processor, given):
+    """Input without documents is answered by the base model."""
     settings = {"device": "cpu", "max_new_tokens": NEW_TOKENS, "do_sample": False, "task": "text-generation"}
     base, tokenizer = AutoModelForCausalLM.from_pretrained(base_model_dir), copy.deepcopy(processor.tokenizer)
     expected = TextGenerationPipeline(model=base, tokenizer=tokenizer, **settings)(given)
@@ -164,7 +165,8 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_that_cannot_be_is_refused_by_its_name(ask, processor, name):
+def test_impossible_setting_is_named(ask, processor, name):
+    """An impossible setting is refused by its name."""
     values, message = SETTINGS[name]
     for value in values:
         with pytest.raises(ValueError, match=f"`{name}` is .*{message}"):

@@ -204,7 +204,8 @@ ALWAYS = {"gate_mode": "always", "max_refinement_steps": 1}
     "gates, slots",
     [(ALWAYS, {}), ({"gate_threshold": 0.9}, {}), ({"refinement_budget": 0.3}, {}), ({}, {"max_slots": 1})],
 )
-def test_settings_of_a_call_answer_as_without_the_store(model, processor, gates, slots):
+def test_settings_of_a_call(model, processor, gates, slots):
+    """Settings of a call give the same answers as without the cache."""
     store = model.passage_cache(processor)
     _, plain = generate(model, store.prepare(QUESTIONS[0], RADIK))
     for _ in range(2):
@@ -215,7 +216,8 @@ def test_settings_of_a_call_answer_as_without_the_store(model, processor, gates,
     assert (store.hits, store.misses) == (2, 2) and torch.equal(again, plain) and not torch.equal(again, logits)
 
 
-def test_gates_for_slots_that_are_read_already_are_warned_of(model, processor, caplog):
+def test_late_gates_warn(model, processor, caplog):
+    """Gates for slots that are already computed give a warning."""
     inputs = model.passage_cache(processor).prepare("Who?", ADA)
     plain = model.generate(**inputs | {"past_key_values": copy.deepcopy(inputs["past_key_values"])}, **FIVE_TOKENS)
     assert not caplog.messages
@@ -248,7 +250,8 @@ def test_what_cannot_be_prepared_is_refused(processor):
 # Several at once
 
 
-def test_threads_and_processes_share_a_folder_and_keep_the_budget(model, processor, tmp_path):
+def test_shared_folder_keeps_its_budget(model, processor, tmp_path):
+    """Threads and processes share a folder and keep its budget."""
     one = model.passage_cache(processor)
     with ThreadPoolExecutor(10) as threads:
         list(threads.map(lambda _: prefix_of(one, context_embeds=embeddings(40, seed=9)), range(10)))

@@ -44,7 +44,8 @@ def test_no_passage_is_one_slot(processor, documents):
     torch.testing.assert_close(inputs["context_embeds"][0], processor.encoder.encode([""]))
 
 
-def test_chat_puts_the_background_line_into_the_first_user_message(processor):
+def test_background_line_opens_the_chat(processor):
+    """A chat has the background line in its first user message."""
     said = [("system", "Be brief."), ("user", QUESTION), ("assistant", "Ski jumping."), ("user", "Since when?")]
     chat = [{"role": role, "content": content} for role, content in said]
     text = processor.apply_chat_template(chat, documents=DOCUMENTS, add_generation_prompt=True)
@@ -195,7 +196,8 @@ def test_long_sentence_without_encoder_weights(processor, monkeypatch):
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_seq_length": 16}, {"do_lower_case": True}])
-def test_the_encoders_tokenizer_alone_reads_as_the_loaded_one(settings, encoder_dir, tmp_path):
+def test_tokenizer_without_the_encoder(settings, encoder_dir, tmp_path):
+    """The encoder's tokenizer alone gives the same as the loaded encoder."""
     place = str(shutil.copytree(encoder_dir, tmp_path / "encoder"))
     edit_json(tmp_path / "encoder" / "sentence_bert_config.json", **settings)
     alone, loaded = SentenceEncoder(place).tokenizer, SentenceEncoder(place).model
@@ -203,7 +205,7 @@ def test_the_encoders_tokenizer_alone_reads_as_the_loaded_one(settings, encoder_
     assert alone(DOCUMENTS[0])["input_ids"] == loaded.tokenizer(DOCUMENTS[0])["input_ids"]
 
 
-def test_loading_a_processor_does_not_read_the_aligners_configuration(checkpoint_dir, processor, monkeypatch):
+def test_processor_loads_without_config(checkpoint_dir, processor, monkeypatch):
     """The tokenizer has no need of it, and would complain of its type."""
     for each in (AutoConfig, PreTrainedConfig):
         monkeypatch.setattr(each, "from_pretrained", lambda *args, **kwargs: pytest.fail("read"))
@@ -289,7 +291,8 @@ def test_words_of_precomputed_slots_are_checked(processor, words, message):
     assert found["context_word_ids"] == [[[1, -1], [2, 3]]]
 
 
-def test_a_text_that_becomes_the_context_tokens_id_is_refused(processor, tokenizer):
+def test_context_token_in_text_is_refused(processor, tokenizer):
+    """A text that becomes the id of the context token is refused."""
     taken = ArcAlignerProcessor(tokenizer, context_token_id=tokenizer("?")["input_ids"][0], encoder_hidden_size=2)
     with pytest.raises(ValueError, match=rf"which is `context_token_id`.*Set it to {len(tokenizer)} or more"):
         taken(text="Why?", context_embeds=np.zeros((1, 2)))

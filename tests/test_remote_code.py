@@ -106,7 +106,8 @@ def test_fresh_process_answers_the_same(fresh_process, model):
             torch.testing.assert_close(torch.tensor(found), logits, rtol=0, atol=1e-6)
 
 
-def test_a_save_holds_the_same_weights_code_and_settings(fresh_process):
+def test_save_keeps_weights_and_code(fresh_process):
+    """A save contains the same weights, code and settings."""
     _, (first, second) = fresh_process
     weights, saved = (load_file(folder / "model.safetensors") for folder in (first, second))
     assert saved.keys() == weights.keys() and all(saved[name].equal(weights[name]) for name in weights)

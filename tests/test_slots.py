@@ -47,7 +47,8 @@ def reads_of(longest):
     sentences=st.sampled_from([0.5, 1, 2, 3]),
     longest=st.integers(1, 30),
 )
-def test_segments_keep_order_and_offsets_and_lose_only_white_space(text, sentences, longest):
+def test_segments_keep_order(text, sentences, longest):
+    """Segments keep order and offsets, and lose only white space."""
     segments = segment_document(text, 3, sentences_per_segment=sentences, num_reads=reads_of(longest))
     ends = [0]
     for segment in segments:
@@ -95,7 +96,8 @@ def test_spacy_forgets_the_words_of_others(monkeypatch):
     segmentation_arcaligner._new_spacy.cache_clear()
 
 
-def test_impossible_numbers_of_sentences_and_an_unknown_dtype_are_refused(load):
+def test_impossible_segment_settings(load):
+    """Impossible numbers of sentences and an unknown dtype are refused."""
     for sentences in (0, 0.25, 1.5):
         with pytest.raises(ValueError, match=rf"`sentences_per_segment` is {sentences}; expected 0.5"):
             segment_document("One.", sentences_per_segment=sentences)
@@ -173,7 +175,8 @@ def test_all_words_of_a_long_passage_are_matched(processor, monkeypatch):
     assert len(pieces) > 1 and {encoder.num_reads(piece) for piece in pieces} == {1}
 
 
-def test_bfloat16_rounds_the_embeddings_which_stay_normalized_and_float32(load, checkpoint_dir, trained):
+def test_bfloat16_embeddings_are_normalized(load, checkpoint_dir, trained):
+    """bfloat16 rounds the embeddings, which stay normalized and float32."""
     for folder, rate in itertools.product((checkpoint_dir, trained), ("segment", 3)):
         exact, rounded = load("float32", folder), load("bfloat16", folder)
         encoded = (each.encode_documents(TEXTS, tokens_per_slot=rate) for each in (exact, rounded))
@@ -199,7 +202,8 @@ def test_auto_prefers_fast_bfloat16(load, trained, monkeypatch, speed, dtype, tm
     fastest_dtype.cache_clear()
 
 
-def test_an_encoder_in_bfloat16_is_saved_and_trained_on_unrounded(load, trained, tmp_path):
+def test_bfloat16_encoder_keeps_float32_weights(load, trained, tmp_path):
+    """An encoder in bfloat16 is saved, and trained further, without rounding."""
     processor, exact = load("bfloat16", trained), load("float32", trained)
     processor.encoder.encode(TEXTS)
     processor.save_pretrained(tmp_path / "saved")
@@ -250,7 +254,8 @@ def test_spans_have_equal_lengths(num_tokens, tokens_per_slot):
 
 
 @pytest.mark.parametrize("rate", [1, 3, 8, "segment"])
-def test_slots_stand_for_all_of_a_documents_text_and_tokens(words_processor, processor, rate):
+def test_slots_cover_the_document(words_processor, processor, rate):
+    """Slots represent all of a document's text and tokens."""
     encoded, tokenizer = words_processor.encode_documents(DOCUMENTS, tokens_per_slot=rate), processor.tokenizer
     for number, text in enumerate((DOCUMENTS[0], DOCUMENTS[1]["text"])):
         pieces = [each for each in encoded.segments if each.document == number]
@@ -331,14 +336,16 @@ def test_pipeline_uses_words_of_rows(words_model, words_processor):
     assert batch[0] == batch[3] == ask(row) == expected
 
 
-def test_kept_prefixes_answer_as_the_model_does_at_each_rate(words_model, words_processor):
+def test_cached_prefixes_at_each_rate(words_model, words_processor):
+    """Cached prefixes answer like the model at each rate."""
     store = words_model.double().passage_cache(words_processor)
     for rate in (3, "segment", 3):
         assert_answers(store, [QUESTION], slots={"tokens_per_slot": rate}, documents=[DOCUMENTS])
     assert (store.hits, store.misses) == (1, 2)
 
 
-def test_word_statistics_are_part_of_the_checkpoint_in_float32(words_dir):
+def test_word_statistics_are_saved(words_dir):
+    """Word statistics are part of the checkpoint, in float32."""
     whole, half = (ArcAlignerForCausalLM.from_pretrained(str(words_dir), dtype=d) for d in (None, torch.bfloat16))
     saved = load_file(words_dir / "model.safetensors")
     for name in ("word_weights", "word_mean", "slot_norm", "slot_mean", "part_maps"):

@@ -173,7 +173,8 @@ def test_parts_of_two_trainings_are_refused(folder, saved, names):
         load(folder)
 
 
-def test_what_changes_no_slot_may_be_changed_in_the_files(folder, base_model_dir, tmp_path):
+def test_harmless_changes_are_allowed(folder, base_model_dir, tmp_path):
+    """Files may change where no slot depends on them."""
     expected = first_logits(folder)
     moved = shutil.copytree(base_model_dir, tmp_path / "moved")
     edit_json(folder / CONFIG, base_model_name_or_path=str(moved), training_stage=None)
@@ -197,7 +198,8 @@ def test_edited_settings_load(folder):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
-def test_whoever_may_read_a_new_file_may_read_the_weights(folder):
+def test_weights_have_default_permissions(folder):
+    """Whoever may read a new file may read the weights."""
     before = os.umask(0o027)
     try:
         for each in load(folder):

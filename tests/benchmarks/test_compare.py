@@ -95,7 +95,8 @@ def test_scores_need_answers():
     assert [cells_of("any", each, text, rows)[5] for each in (text, slots)] == ["300 ms", "300 ms (x1.4)"]
 
 
-def test_of_more_passages_slots_are_read_of_the_likeliest(separate):
+def test_slots_of_top_ranked_passages(separate):
+    """Of more passages, slots of the top-ranked ones are used."""
     model, reader = separate
     row = {"question": "Who wrote it?", "passages": [{"title": "", "text": LETTER}, OTHER]}
     found = Reader("slots", 2, model, max_passages=1).ask(reader, row)

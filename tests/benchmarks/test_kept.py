@@ -96,7 +96,8 @@ def test_cached_bytes_match_the_file(known):
     assert known.kept_bytes["text_apart"] > known.kept_bytes["slots_x2"] > known.kept_bytes["slots_xsegment"]
 
 
-def test_the_command_writes_a_report_and_prints_its_table(tmp_path, checkpoint_dir, capsys):
+def test_command_writes_a_report(tmp_path, checkpoint_dir, capsys):
+    """The command writes a report and prints its table."""
     data = tmp_path / "rows.jsonl"
     write_rows(data, article_rows(6, questions=1))
     options = {"sizes": "1,2", "tokens_per_slot": "4,segment", "dtype": "float32", "device": "cpu", "data": data}

@@ -101,7 +101,8 @@ def test_rounds_rotate_arms(monkeypatch):
     }
 
 
-def test_the_command_prints_a_table_and_one_json_line(tmp_path, checkpoint_dir, capsys):
+def test_command_prints_json(tmp_path, checkpoint_dir, capsys):
+    """The command prints a table and one line of JSON."""
     data, output = tmp_path / "rows.jsonl", tmp_path / "found"
     write_rows(data, question_rows(6))
     options = {"sizes": "2", "dtype": "float32", "tokens_per_slot": "4,segment", "device": "cpu"}
@@ -122,7 +123,8 @@ def test_the_command_prints_a_table_and_one_json_line(tmp_path, checkpoint_dir, 
             assert 0 <= arm["cache_bytes"] - 3 * 2 * 2 * 8 * 4 * length < 3 * 2 * 2 * 8 * 4 * 100
 
 
-def test_sizes_that_are_none_or_too_many_are_refused(checkpoint_dir, processor, monkeypatch):
+def test_invalid_sizes_are_refused(checkpoint_dir, processor, monkeypatch):
+    """Sizes that are not numbers, or too large, are refused."""
     for sizes in ("0", "5x1", "5,"):
         with pytest.raises(ValueError, match=f"`--sizes` is '{sizes}'; expected whole numbers from 1"):
             parse_sizes(sizes)

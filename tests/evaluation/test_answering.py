@@ -106,7 +106,8 @@ def test_independent_text_in_batches(model, processor, base_model_dir):
     assert turned.text == answers[1].text and turned.prompt_ids != answers[1].prompt_ids
 
 
-def test_of_more_passages_the_likeliest_are_read_and_all_counted(separate):
+def test_top_ranked_of_more_passages(separate):
+    """Of more passages the top-ranked are used, and the tokens of all are counted."""
     model, reader = separate
     passages = [{"title": "", "text": text} for text in ("Ada wrote it.", "The loom wove. It was loud.", "Nobody.")]
     row = ROWS[0] | {"passages": passages}

@@ -186,7 +186,8 @@ def file(tmp_path) -> AnswerFile:
 
 
 @pytest.mark.parametrize("kept", [1, 20, -1])
-def test_a_line_that_a_kill_cut_off_is_answered_anew(file, kept):
+def test_truncated_line_is_answered_again(file, kept):
+    """A line that a kill has truncated is answered again."""
     whole = file.path.read_bytes()
     file.path.write_bytes(whole + json.dumps(LINES[2], ensure_ascii=False).encode()[:kept])
     assert file.read() == LINES[:2] and file.open(SETTINGS, ROWS) == ROWS[2:]

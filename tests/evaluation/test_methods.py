@@ -74,7 +74,8 @@ def test_copy_has_the_same_fingerprint(checkpoint_dir, copied):
         fingerprint(str(copied / "nowhere"))
 
 
-def test_a_checkpoint_of_the_hub_is_named_with_its_commit(monkeypatch):
+def test_hub_checkpoint_has_a_commit(monkeypatch):
+    """A checkpoint of the Hub is identified by its commit."""
     asked = []
     monkeypatch.setattr(ArcAlignerConfig, "from_pretrained", asked.append)
     found = "hub/models--user--name/snapshots/abc/config.json"
@@ -98,7 +99,8 @@ def test_settings_that_answers_depend_on(checkpoint_dir, copied):
     assert settings("projector_only_x4", copied) == settings("projector_only_x4")  # which reads slots of its own
 
 
-def test_what_a_method_needs_and_is_not_there_is_said(checkpoint_dir, monkeypatch):
+def test_missing_requirements_are_named(checkpoint_dir, monkeypatch):
+    """Missing requirements of a method are named."""
     with pytest.raises(MissingMethodError, match="confidence"):
         METHODS["one_passage"].load(Checkpoints(str(checkpoint_dir)))
     monkeypatch.setitem(sys.modules, "llmlingua", None)
@@ -115,7 +117,8 @@ needs_llmlingua = pytest.mark.skipif(
 
 @needs_llmlingua
 @pytest.mark.parametrize("repeats", [1, 5, 8])  # one part; three with a cache between them; more than the model reads
-def test_llmlingua_keeps_a_third_of_the_tokens_in_their_order(model, tokenizer, repeats):
+def test_llmlingua_keeps_a_third(model, tokenizer, repeats):
+    """LLMLingua keeps a third of the tokens, in order."""
     text = " ".join([TEXT] * repeats)
     num_tokens = len(tokenizer(text)["input_ids"])
     assert (num_tokens > 200, num_tokens > 512) == (repeats > 1, repeats > 5)

@@ -122,7 +122,9 @@ def test_lines_connect_rates():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["truncated text", "ArcAligner"]
 
 
-def test_f1_stands_over_the_time_at_the_same_rate():
+def test_f1_and_time_share_rates():
+    """F1 is drawn over the time at the same rate."""
+
     def size(rate, first, k=20):
         seconds = {"standard_rag": 1.0, "standard_rag_cached": 0.1, "off": first, "slots_cached": first / 8}
         arms = {name: {"first_token": {"median": each}} for name, each in seconds.items()}

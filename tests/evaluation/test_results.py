@@ -92,7 +92,8 @@ def test_pages_have_no_empty_parts(tmp_path):
     assert folded == ["<details><summary>Positions of the prompt</summary>"] and "\n\n\n" not in page
 
 
-def test_results_are_written_for_machines_people_and_the_model_card(run, model):
+def test_results_in_three_forms(run, model):
+    """Results are written for machines, people and the model card."""
     results = write_results(run)
     assert json.loads((run / "results.json").read_text("utf-8")) == results
     page = (run / "results.md").read_text("utf-8")

@@ -48,7 +48,8 @@ def hub(monkeypatch) -> Mock:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_row_of_the_hub_becomes_one_of_our_schema(name, hub):
+def test_hub_rows_become_ours(name, hub):
+    """A row of the Hub becomes a row of our schema."""
     stored, expected = HUB_ROWS[name]
     hub.return_value = datasets.Dataset.from_list([stored])
     (loaded,) = TASKS[name].load()
@@ -80,7 +81,8 @@ def test_local_file_replaces_the_hub(tmp_path, caplog, suffix):
     assert TASKS["squad"].load(tmp_path, num_questions=1) == rows[:1]
 
 
-def test_what_is_nowhere_or_cannot_be_asked_is_refused(tmp_path, hub):
+def test_impossible_tasks_are_refused(tmp_path, hub):
+    """A task that is nowhere or cannot be evaluated is refused."""
     with pytest.raises(FileNotFoundError, match=r"no squad\.jsonl\.gz in .*to take rajpurkar/squad"):
         TASKS["squad"].load(tmp_path)
     hub.assert_not_called()

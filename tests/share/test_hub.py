@@ -168,7 +168,8 @@ def refusal(status: int) -> HfHubHTTPError:
         ("create_commit", RuntimeError("upload"), "broke off (RuntimeError: upload)"),
     ],
 )
-def test_a_refusal_or_lost_connection_is_said_with_the_remedy(fake_hub, push, call, error, message):
+def test_hub_errors_say_the_remedy(fake_hub, push, call, error, message):
+    """A refusal and a lost connection are reported with the remedy."""
     fake_hub.errors[call] = error
     code, out, err = push()
     assert (code, out, fake_hub.files) == (1, "", {})
@@ -203,7 +204,8 @@ def drop_a_weight(folder: Path) -> None:
         (lambda folder: (folder / "results.json").write_text("{}"), "does not hold results"),
     ],
 )
-def test_an_incomplete_checkpoint_is_refused_before_the_hub_is_asked(fake_hub, push, folder, damage, message):
+def test_incomplete_checkpoint_is_refused_early(fake_hub, push, folder, damage, message):
+    """An incomplete checkpoint is refused before the Hub is contacted."""
     damage(folder)
     code, out, err = push()
     assert code == 1 and out == "" and message in err and "Traceback" not in err

@@ -80,7 +80,8 @@ def test_card_of_another_aligner(config, folder):
     assert (metadata["language"], metadata["base_model"]) == ("de", "someone/base")
 
 
-def test_card_without_results_and_recipe_says_nothing_of_them(config, tmp_path):
+def test_card_without_results(config, tmp_path):
+    """A card without results and recipe does not mention them."""
     config.base_model_name_or_path = str(tmp_path)
     card = model_card(config, tmp_path)
     assert "## Results" not in card and "## Training" not in card and "## Limits" in card
@@ -88,7 +89,8 @@ def test_card_without_results_and_recipe_says_nothing_of_them(config, tmp_path):
     assert f"| base model | {tmp_path} |" in card
 
 
-def test_what_the_card_installs_is_what_the_package_needs():
+def test_card_installs_the_requirements():
+    """The card installs the requirements of the package."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
     assert all(any(each.startswith(f"{needed},") for each in declared) for needed in REQUIREMENTS)
 
@@ -112,7 +114,8 @@ def test_unreadable_file_stops_the_card(config, folder, name, content, message):
     assert not (folder / "README.md").exists()
 
 
-def test_a_name_of_the_hub_is_told_from_a_path(tmp_path, monkeypatch):
+def test_hub_names_and_paths(tmp_path, monkeypatch):
+    """A name on the Hub is distinguished from a path."""
     assert is_hub_id("someone/data") and is_hub_id("some.one/da-ta_1")
     paths = ("../data", "./data", "/data/base", "data/train.jsonl.gz", "data/train.parquet", "a/b/c")
     assert not any(is_hub_id(name) for name in (None, "data", *paths))

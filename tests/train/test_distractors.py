@@ -65,7 +65,8 @@ def test_distractors_depend_on_seed(corpus, nearest, share, expected):
     assert share == 0.0 or mixed != [nearest.mixed([row], share, seed=1) for row in rows]
 
 
-def test_few_passages_that_hold_no_answer_give_fewer_distractors(corpus):
+def test_few_passages_few_distractors(corpus):
+    """Few passages without an answer give fewer distractors."""
     row = corpus[0] | {"question": "second passage by the river"}  # Rome: all first passages name it
     two = NearestPassages(corpus[:2])
     for seed in range(8):

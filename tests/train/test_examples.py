@@ -87,7 +87,8 @@ def test_questions_become_turns(processor, builder):
         assert limit in (1, one) or max(example["length"] for example in found) <= limit
 
 
-def test_the_finest_rate_decides_how_long_an_example_is(processor):
+def test_finest_rate_decides_lengths(processor):
+    """The finest rate decides the length of an example."""
     (row,) = question_rows(1)
     for rates in (["segment"], ["segment", 4, 2]):
         (example,) = ExampleBuilder(processor, tokens_per_slot=rates).question_examples([row])
@@ -139,7 +140,8 @@ def test_reconstruction_of_each_segment(processor):
     assert sizes == {1, 2, 3}
 
 
-def test_a_second_turn_goes_on_with_the_next_segment(processor):
+def test_second_turn_continues(processor):
+    """A second turn continues with the next segment."""
     row = passage_rows(1)[0]
     builders = (ExampleBuilder(processor, continues=each) for each in (False, True))
     plain, examples = (list(builder.reconstruction_examples([row])) for builder in builders)
@@ -232,7 +234,8 @@ def test_stage_one_examples_mix_in_without_distractors(select, tmp_path, process
     assert min(sizes[:6]) > 2 and sizes[6:] == [1] * 2
 
 
-def test_long_examples_are_left_out_made_up_for_and_counted(select, tmp_path, caplog):
+def test_long_examples_are_replaced(select, tmp_path, caplog):
+    """Long examples are left out, replaced and counted."""
     rows = [row | {"question": "Who is it?" if number % 2 else "Who?"} for number, row in enumerate(question_rows(20))]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     with caplog.at_level(logging.INFO):
@@ -318,7 +321,8 @@ def titles(examples):
     return {segment["encoder_text"].partition(":")[0] for example in examples for segment in example["segments"]}
 
 
-def test_held_out_articles_are_validated_with_and_never_trained_on(selector, tmp_path, processor):
+def test_held_out_articles_validate(selector, tmp_path, processor):
+    """Held-out articles are used for validation and never for training."""
     path = write_rows(tmp_path / "rows.jsonl", article_rows(60))
 
     def parts(**changes):
@@ -339,7 +343,9 @@ def test_held_out_articles_are_validated_with_and_never_trained_on(selector, tmp
 # Blocks
 
 
-def test_examples_are_made_once_for_rows_segmenter_prompt_and_tokenizer(select, tmp_path, processor, monkeypatch):
+def test_examples_are_cached(select, tmp_path, processor, monkeypatch):
+    """Examples are made once for rows, segmenter, prompt and tokenizer."""
+
     def refuse(maker, groups):
         raise AssertionError("made before")
 
@@ -363,7 +369,8 @@ def test_examples_are_made_once_for_rows_segmenter_prompt_and_tokenizer(select, 
         select([row | {"question": "Another?"} for row in rows], builder=ExampleBuilder(processor))
 
 
-def test_a_stopped_run_goes_on_at_its_next_block(select, tmp_path, monkeypatch):
+def test_stopped_run_continues(select, tmp_path, monkeypatch):
+    """A stopped run continues at its next block."""
     monkeypatch.setattr(module, "ROWS_PER_BLOCK", 4)
     path = write_rows(tmp_path / "rows.jsonl", question_rows(12))
     whole = select(path, examples_cache_dir=str(tmp_path / "whole"))

@@ -92,7 +92,8 @@ def source_of(name: str, **changes) -> prepare_data.Source:
     return replace(source, **changes)
 
 
-def test_each_set_becomes_rows_of_the_files_that_recipes_name(copies, data):
+def test_sets_become_rows(copies, data):
+    """Each set becomes rows of the files that recipes name."""
     prepare(data, SOURCES, copies)
     rows = {row["id"]: row for name in TRAINING_FILES for row in read_rows(data / name)}
     squad = {"title": "Ada Lovelace", "text": "Ada wrote it in 1843."}

@@ -52,7 +52,8 @@ def recipe(**changes):
         ),
     ],
 )
-def test_unknown_keys_and_settings_that_lose_slots_are_refused(tmp_path, setting, message):
+def test_unsafe_settings_are_refused(tmp_path, setting, message):
+    """Unknown keys and settings that lose slots are refused."""
     path = tmp_path / "recipe.yaml"
     path.write_text(f"{(RECIPES / 'tiny/1_reconstruction.yaml').read_text('utf-8')}\n{setting}\n")
     with pytest.raises(ValueError, match=message):
@@ -91,7 +92,8 @@ def test_no_example_is_longer_than_the_backbone_reads(base_model_dir, max_tokens
     assert recipe(model_name_or_path=str(base_model_dir), max_tokens=max_tokens).token_limit() == limit
 
 
-def test_help_tells_the_keys_and_an_unknown_option_is_named(capsys):
+def test_help_lists_the_keys(capsys):
+    """The help lists the keys, and an unknown option is named."""
     with pytest.raises(SystemExit) as ended:
         parse(["--help"])
     assert ended.value.code == 0 and "--tokens_per_slot" in capsys.readouterr().out
@@ -180,7 +182,8 @@ def test_cards_without_bfloat16(monkeypatch):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_starts_from_the_one_before_or_goes_on(processor, checkpoint_dir, base_model_dir, stage):
+def test_start_of_a_stage(processor, checkpoint_dir, base_model_dir, stage):
+    """A stage starts from the one before, or continues from itself."""
     asked = recipe(stage=stage, model_name_or_path="runs/1")
     for before in STAGES:
         config = ArcAlignerConfig.from_pretrained(checkpoint_dir, training_stage=before)

@@ -79,7 +79,8 @@ def test_other_settings_are_refused_with_all_that_changed(begun, config, left):
     check_settings(begun, other)
 
 
-def test_one_trainer_at_a_time_writes_its_settings_first(tmp_path):
+def test_trainer_locks_its_folder(tmp_path):
+    """One trainer at a time writes its settings first."""
     folder, settings = tmp_path / "runs" / "1", "# arcaligner.train.sft --config a.yaml\nseed: 1\n"
 
     def claim(settings, is_main=True):

@@ -191,7 +191,8 @@ def test_questions_of_the_hub_are_read_whole(tmp_path, monkeypatch):
     assert list(open_corpus("org", at_least=1)) == schema_rows(6)
 
 
-def test_what_holds_no_rows_of_a_known_kind_is_refused(tmp_path):
+def test_unknown_rows_are_refused(tmp_path):
+    """A file without rows of a known kind is refused."""
     body = write_parquet(tmp_path / "letters.parquet", body=["Dear Ada."])
     with pytest.raises(ValueError, match=r"columns \['body'\], but no \['text'\].*`\?text=body`"):
         open_corpus(body)

@@ -163,7 +163,8 @@ def interruptible():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stage_ends_with_the_command_that_runs_it(tmp_path, interruptible, number):
+def test_stage_ends_with_its_command(tmp_path, interruptible, number):
+    """A stage ends with the command that runs it."""
     child = (
         "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
         f"print(os.getpid(), file=open({str(tmp_path / 'pid')!r}, 'w')); "

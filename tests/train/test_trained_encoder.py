@@ -24,7 +24,8 @@ def embeds(folder) -> torch.Tensor:
     return ArcAlignerProcessor.from_pretrained(folder).encoder.encode(TEXTS)
 
 
-def test_the_encoder_of_a_checkpoint_is_the_trained_one(trained, processor):
+def test_checkpoint_has_trained_encoder(trained, processor):
+    """The encoder of a checkpoint is the trained one."""
     assert (embeds(trained) - processor.encoder.encode(TEXTS)).abs().max() > 1e-3
     assert torch.equal(embeds(trained), embeds(trained / "checkpoint-4"))
     encoder = SentenceTransformer(processor.encoder_name_or_path)
@@ -33,7 +34,8 @@ def test_the_encoder_of_a_checkpoint_is_the_trained_one(trained, processor):
     torch.testing.assert_close(embeds(trained), expected)
 
 
-def test_an_encoder_in_bfloat16_is_evaluated_as_it_is_trained(tmp_path, write_recipe):
+def test_bfloat16_encoder_is_evaluated(tmp_path, write_recipe):
+    """An encoder in bfloat16 is evaluated as it is trained."""
     held_out = {"eval_files": {write_recipe.files["grounding"]: 1.0}, "eval_strategy": "steps", "eval_steps": 2}
     losses = []
     for dtype in ("float32", "bfloat16"):
@@ -52,7 +54,8 @@ def test_search_device_and_encoder(trained, processor):
     assert found.encoder.untrained.model.device.type == "meta"
 
 
-def test_a_broken_run_goes_on_with_the_encoder_it_had(tmp_path, write_recipe, trained):
+def test_broken_run_keeps_the_encoder(tmp_path, write_recipe, trained):
+    """A broken run continues with the encoder that it had."""
     arguments = write_recipe("grounding", tmp_path / "run", lr_scheduler_type="constant", **RATES)
     run_until(2, arguments)
     run(arguments)
@@ -60,7 +63,8 @@ def test_a_broken_run_goes_on_with_the_encoder_it_had(tmp_path, write_recipe, tr
     torch.testing.assert_close(parameters(tmp_path / "run"), parameters(trained), rtol=0, atol=1e-5)
 
 
-def test_a_stage_ends_with_the_mean_of_its_last_checkpoints(tmp_path, write_recipe):
+def test_stage_ends_with_the_mean(tmp_path, write_recipe):
+    """A stage ends with the mean of its last checkpoints."""
     folder = tmp_path / "run"
     keys = {"save_steps": 1, "save_total_limit": 3, "average_checkpoints": 2, "max_steps": 4}
     run(write_recipe("grounding", folder, **keys, **RATES))

@@ -77,7 +77,8 @@ def slots_of(batch) -> list[int]:
     return (batch["input_ids"] == SLOT).sum(dim=1).tolist()
 
 
-def test_a_rate_cuts_segments_into_slots_with_their_words(collate):
+def test_rate_cuts_segments(collate):
+    """A rate cuts segments into slots with their words."""
     batch = collate([row("x", 6), row("y", 3)], rates=(3,), context_words=True)
     assert slots_of(batch) == (batch["context_passage_ids"] >= 0).sum(dim=1).tolist() == [2, 1]
     assert sorted(set(batch["encoder_inputs"].slots.tolist())) == [0, 1, 2]  # the fourth place is padding
@@ -141,7 +142,8 @@ def test_a_worker_makes_the_same_batches(processor):
 # Turns
 
 
-def test_turns_after_passages_apart_count_on_from_the_longest_one():
+def test_turns_continue_after_the_longest():
+    """Turns after independent passages continue after the longest one."""
     turn_ids, passage_ids = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 2]]), torch.tensor([[-1, 0, 0, 1, 2, -1, -1, -1]])
     assert turn_mask(turn_ids, passage_ids, torch.float32)[1].tolist() == [[0, 1, 2, 1, 1, 3, 4, 3]]
 

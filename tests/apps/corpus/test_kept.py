@@ -89,9 +89,8 @@ def test_killed_precomputation_continues(corpus, letters, apart, monkeypatch):
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(None, 4), ("bfloat16", 2), ("auto", 2)])
-def test_passages_serve_commands_in_the_precision_they_were_read_in(
-    run_cli, corpus, apart_dir, monkeypatch, dtype, width
-):
+def test_commands_use_their_precision(run_cli, corpus, apart_dir, monkeypatch, dtype, width):
+    """Precomputed passages serve commands in the precision that they were computed in."""
     device = torch.accelerator.current_accelerator(check_available=True)
     fastest = {"cpu" if device is None else device.type: torch.bfloat16}
     monkeypatch.setattr("arcaligner.encoder_arcaligner.fastest_dtype", fastest.__getitem__)

@@ -14,9 +14,10 @@ from arcaligner.encoder_arcaligner import SlotEncoder
 
 
 @pytest.mark.parametrize(("rate", "has_words"), [("segment", False), ("segment", True), (3, True)])
-def test_passages_come_with_the_slots_that_encoding_them_gives(
+def test_retrieved_slots_equal_encoding(
     rate, has_words, letters, make_corpus, base_model_dir, encoder_dir, monkeypatch
 ):
+    """Retrieved passages have the slots that encoding them gives."""
     reader = new_processor(base_model_dir, encoder_dir, context_words=has_words)
     corpus, question = make_corpus(letters, by=reader, passage_tokens=36, tokens_per_slot=rate), "Who is a ski jumper?"
     reader.tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=3)  # how a call pads does not matter
@@ -53,7 +54,8 @@ def test_any_question_finds_something(question, corpus, processor):
     assert len(Retriever(corpus, processor)(question, top_k=2).documents) == 2
 
 
-def test_changes_are_seen_by_a_retriever_that_is_open(corpus, processor):
+def test_open_retriever_sees_changes(corpus, processor):
+    """An open retriever sees changes of the corpus."""
     retriever = Retriever(corpus, processor)
     best = retriever("Toronto", top_k=1).documents[0]
     Corpus(corpus.path).remove([best["document"]])
@@ -87,7 +89,8 @@ def test_mistakes_are_clear(corpus, processor, make_corpus):
         retriever("Who?")
 
 
-def test_many_passages_have_an_index_that_finds_the_same(tmp_path, processor, make_corpus, monkeypatch):
+def test_index_finds_the_same(tmp_path, processor, make_corpus, monkeypatch):
+    """A corpus of many passages has an index that finds the same passages."""
     monkeypatch.setattr("arcaligner.apps.corpus.table.MIN_INDEXED_ROWS", 300)
     words = "Toronto riding Canada Ada letter Kazakh ski jumper Parkdale sport".split()
     rows = [{"text": f"{words[n % 10]} {words[n // 10 % 10]} {words[n // 100]} {n}."} for n in range(400)]

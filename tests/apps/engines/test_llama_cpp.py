@@ -90,7 +90,8 @@ def test_backbones_read_slots_as_pytorch_does(backbone, tmp_path):
 @needs_llama_cpp
 @pytest.mark.parametrize(("passage_attention", "bonus"), [("joint", 0.0), ("separate", 0.0), ("separate", 30.0)])
 @torch.no_grad()
-def test_passages_are_read_and_answered_from_as_by_pytorch(passage_attention, bonus, make_engine, checkpoints):
+def test_engine_equals_pytorch(passage_attention, bonus, make_engine, checkpoints):
+    """Passages are prefilled and answered like in PyTorch."""
     model = ArcAlignerForCausalLM.from_pretrained(checkpoints[passage_attention]).eval()
     processor = ArcAlignerProcessor.from_pretrained(checkpoints[passage_attention])
     inputs = chat_inputs(processor, QUESTION, DOCUMENTS)
@@ -212,7 +213,8 @@ def test_backbones_that_llama_cpp_names_otherwise_are_refused(backbone, message)
         gguf_files.architecture_of(tiny_aligner(backbone).config.text_config)
 
 
-def test_a_missing_engine_is_said_with_how_to_install_it(monkeypatch, exported):
+def test_missing_engine_is_named(monkeypatch, exported):
+    """A missing engine is reported, with how to install it."""
     llama_cpp.import_llama_cpp.cache_clear()
     monkeypatch.setitem(llama_cpp.importlib.sys.modules, "llama_cpp", None)
     with pytest.raises(ImportError, match="is not installed: `pip install llama-cpp-python=="):

@@ -60,7 +60,8 @@ def test_documents_as_for_the_pipeline(client, ask, rate):
     assert parts == pytest.approx(seconds["first_token"]) and seconds["first_token"] <= seconds["total"]
 
 
-def test_the_corpus_is_read_where_a_request_has_no_documents(client, retriever, ask):
+def test_corpus_serves_requests_without_documents(client, retriever, ask):
+    """The corpus is used if a request has no documents."""
     for number, rate in ((1, None), (2, 3)):  # as they are stored, and encoded again
         answer, found = ask_server(client, num_passages=number, tokens_per_slot=rate), retriever(QUESTION, number)
         assert report_of(answer)["sources"] == [each | {"answer": None, "read": True} for each in found.documents]
@@ -322,7 +323,8 @@ def test_unexpected_error_stays_private(caplog):
     assert "a secret" in caplog.text
 
 
-def test_an_error_within_a_stream_is_its_last_piece(client, held, engine, monkeypatch):
+def test_stream_ends_with_its_error(client, held, engine, monkeypatch):
+    """An error within a stream is its last piece."""
     pieces = iter(ask_server(client, stream=True))
     next(pieces)
     assert held.begun.wait(30)
@@ -347,7 +349,8 @@ def test_a_client_that_leaves_stops_its_answer(client, held, stream):
     assert text_of(ask_server(client))
 
 
-def test_the_server_says_how_it_does_and_what_there_is(url, client, engine, monkeypatch):
+def test_health_metrics_and_models(url, client, engine, monkeypatch):
+    """The server reports its health, its metrics and its model."""
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert httpx.get(f"{url}/health").json() == {"status": "ok", "model": "tiny", "corpus": True}
     page = httpx.get(url)

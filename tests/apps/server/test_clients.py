@@ -39,7 +39,8 @@ def test_clients_get_answers(name, url, client):
     assert json.loads(called.stdout.splitlines()[-1]) == 2 * expected and len(set(expected)) == 2
 
 
-def test_the_documented_retriever_of_langchain_finds_what_ours_finds(retriever):
+def test_documented_langchain_retriever(retriever):
+    """The documented retriever of LangChain finds what ours finds."""
     pytest.importorskip("langchain_core")
     code = r"```python\n(from typing import Any\n\nfrom langchain.*?)```"
     (block,) = re.findall(code, CORPUS_DOCUMENT.read_text("utf-8"), flags=re.DOTALL)

@@ -129,7 +129,9 @@ def test_long_prompts_in_a_batch(engine_of, ask):
     assert long.prompt_tokens + long.completion_tokens <= 512 < long.prompt_tokens + alone.completion_tokens
 
 
-def test_a_seed_gives_the_same_answer_whoever_shares_the_batch(engine_of):
+def test_seed_fixes_the_answer(engine_of):
+    """A seed gives the same answer, whatever else is in the batch."""
+
     def drawn(seed):
         return asked(max_new_tokens=8, temperature=1.5, top_p=0.9, seed=seed)
 
@@ -142,7 +144,8 @@ def test_a_seed_gives_the_same_answer_whoever_shares_the_batch(engine_of):
     assert [each.text for each in together] == [unlike, plain, first] and together[0].batch_size == 3
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely():
+def test_sampling_follows_probabilities():
+    """Tokens are sampled as often as they are likely."""
     scores, rows = torch.tensor([[2.0, 1.0, 0.5, -3.0]]), 4000
     group = [Request(CHAT, temperature=0.7, top_p=0.95, seed=seed) for seed in range(rows)]
     drawn = RowSampler([*group, Request(CHAT)])(None, scores.repeat(rows + 1, 1))
@@ -255,7 +258,8 @@ def corpus_of(folder, processor, *names):
     return corpus
 
 
-def test_a_corpus_that_vanishes_fails_its_questions_and_no_others(tmp_path, engine_of, processor):
+def test_vanished_corpus_fails_its_questions(tmp_path, engine_of, processor):
+    """A corpus that vanishes fails its questions and no others."""
     corpus = corpus_of(tmp_path, processor, "Ada")
     engine = engine_of(search := Mock(wraps=Retriever(corpus, processor), corpus=corpus))
     engine.warm_up()
@@ -267,7 +271,7 @@ def test_a_corpus_that_vanishes_fails_its_questions_and_no_others(tmp_path, engi
     assert answer(engine).statistics["slots"] == 1
 
 
-def test_more_slots_may_be_asked_about_than_are_read_together(engine_of, apart, processor, monkeypatch):
+def test_slots_to_score_have_a_limit(engine_of, apart, processor, monkeypatch):
     """Those that are too many to be asked about are refused before any is encoded."""
     documents = ["Ada wrote it.", "Bob did not.", "Carol read it."]  # three slots
     engine = engine_of(None, apart, limits=Limits(max_slots=1, max_slots_asked=3))

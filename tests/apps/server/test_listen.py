@@ -175,7 +175,8 @@ def test_unsent_body_makes_room(connect, lost, url, monkeypatch):
     assert httpx.get(f"{url}/health").status_code == 200
 
 
-def test_a_body_that_does_not_arrive_is_not_waited_for(connect, monkeypatch):
+def test_late_body_times_out(connect, monkeypatch):
+    """A body that does not arrive is not waited for."""
     monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
     connection = connect()
     connection.sendall(f"{HEADERS}Connection: close\r\nContent-Length: 50\r\n\r\n{{".encode())

@@ -88,7 +88,8 @@ def test_text_is_shown_unchanged(browser):
     assert 0 < changed.mean() < 0.03  # light lines are seen, and nothing else
 
 
-def test_the_place_of_the_answer_is_seen_in_the_passage(browser, monkeypatch):
+def test_page_marks_the_answer(browser, monkeypatch):
+    """The page marks the answer in the passage."""
     text = "😀 " + TEXT  # offsets count characters, of which a browser may count two
     place = {"start": text.index("jumper"), "end": text.index("competed") + 8}  # in two slots
     find_answer = "arcaligner.apps.server.engine.find_answer"
