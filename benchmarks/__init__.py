@@ -1,4 +1,4 @@
-"""Reports on a trained aligner and timings, each with the machine it ran on."""
+"""Measurements of speed and memory, each with a description of the machine."""
 
 from ..common.files import require_extra
 

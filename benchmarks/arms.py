@@ -5,11 +5,10 @@ standard_rag_cached    the same, with cached keys and values of everything befor
 off                    slots, no refinement
 slots_cached           the same, with cached keys and values of the slot prefix
 
-A prompt is cut where the question begins. Nothing in its prefix (the passages, as text or as slots) depends on the
-question, so the keys and values of a prefix serve any number of questions.
-
-The speed of a machine drifts, but ratios within a moment do not. So arms take turns in one process, who goes first
-rotates, and a ratio is taken within a round. Its median over rounds is reported with the middle half.
+A prompt is cut where the question begins. Its prefix (the passages, as text or as slots) does not depend on the
+question, so the keys and values of a prefix serve any number of questions. The speed of a machine drifts, but ratios
+measured close together do not. Arms therefore take turns in one process, the first arm rotates, and ratios are computed
+within a round. The report has the median over rounds and the middle half.
 """
 
 import copy
@@ -40,7 +39,7 @@ def load_models(
     checkpoint: str, dtype: torch.dtype, device: str, **settings: Any
 ) -> tuple[ArcAlignerForCausalLM, PreTrainedModel]:
     """A checkpoint's aligner, with `settings` in place of its own, and a base model that shares its weights, so that
-    both read the same memory."""
+    both use the same memory."""
     aligner = ArcAlignerForCausalLM.from_pretrained(checkpoint, dtype=dtype, **settings).to(device).eval()
     return aligner, base_of(aligner, dtype)
 
@@ -71,7 +70,7 @@ def base_of(aligner: ArcAlignerForCausalLM, dtype: torch.dtype) -> PreTrainedMod
 
 
 class Prompt(NamedTuple):
-    """What a model is given of a prompt of one question: all of it, what does not depend on the question, and the
+    """The inputs of a prompt of one question: all of it, its prefix, which does not depend on the question, and the
     rest."""
 
     whole: dict[str, Any]
@@ -80,13 +79,13 @@ class Prompt(NamedTuple):
 
     @classmethod
     def cut(cls, num_before: int, slots: dict[str, Any], **inputs: torch.Tensor) -> "Prompt":
-        """Cuts `inputs` (1, seq_len) where the question begins. Its `slots` are read before."""
+        """Cuts `inputs` (1, seq_len) where the question begins. Its `slots` belong to the prefix."""
         prefix = {name: each[:, :num_before] for name, each in inputs.items()}
         return cls(inputs | slots, prefix | slots, {name: each[:, num_before:] for name, each in inputs.items()})
 
 
 def pick_rows(rows: list[Row], processor: ArcAlignerProcessor, number: int) -> list[Row]:
-    """`number` different passages with a question: those nearest to `TOKENS_PER_PASSAGE`, a row each."""
+    """`number` different passages with a question: those nearest to `TOKENS_PER_PASSAGE`, one per row."""
     pairs = ((row, passage) for row in rows if row["question"] for passage in row["passages"])
     own = list({passage["text"]: row | {"passages": [passage]} for row, passage in pairs}.values())
     if len(own) < number:
@@ -112,7 +111,7 @@ def both_prompts(
     prefix, tail = text_ids(processor, row)
     text = Prompt.cut(len(prefix), {}, input_ids=torch.tensor([prefix + tail], device=aligner.device))
     slots = slot_inputs(processor, [row], tokens_per_slot=rate).to(aligner.device)
-    ids, _ = slots.pop("input_ids"), slots.pop("attention_mask")  # all of a single row is real
+    ids, _ = slots.pop("input_ids"), slots.pop("attention_mask")  # a single row has no padding
     positions = aligner.prompt_positions(ids, context_passage_ids=slots.get("context_passage_ids"))
     num_before = int((ids[0] == processor.context_token_id).nonzero().max()) + 1
     return text, Prompt.cut(num_before, {**slots, "gate_mode": "off"}, input_ids=ids, position_ids=positions)
@@ -134,7 +133,8 @@ def cache_bytes(cache: Cache) -> int:
 
 
 def read(model: PreTrainedModel, inputs: dict[str, Any], cache: Cache | None = None) -> ModelOutput:
-    """Reads `inputs` behind all of `cache`, and scores the first token of an answer: logits (1, 1, vocab_size)."""
+    """Prefill `inputs` after `cache`, and compute the logits of the first token of an answer: logits (1, 1,
+    vocab_size)."""
     return model(**inputs, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
 
 
@@ -156,7 +156,7 @@ def make_arms(
 
 
 def wait_for(device: str) -> None:
-    """Waits until everything that was started on `device` is done."""
+    """Wait until all work on `device` is done."""
     if torch.device(device).type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -191,7 +191,7 @@ def quartiles(values: list[float]) -> dict[str, float]:
 
 
 def first_tokens(found: list[dict[str, float]], name: str, text: str) -> dict[str, dict[str, float]]:
-    """Seconds of an arm, and how many times sooner it is than the arm `text`: quartiles over rounds."""
+    """Seconds of an arm, and how many times faster it is than the arm `text`: quartiles over rounds."""
     return {
         "first_token": quartiles([each[name] for each in found]),
         "speed_up": quartiles([each[text] / each[name] for each in found]),

@@ -2,13 +2,14 @@
 
     arcaligner compare --questions mine.jsonl --documents folder --output comparison
 
-A line of the questions is `{"question": str, "answers"?: [str], "passages"?: [{"title", "text"}]}`. Passages of a
-question without its own are searched for in the documents, as `ask` does. Text is read of all of them, slots of the
-likeliest, as by `ask`: of one where the aligner can tell. Answers are made with greedy decoding; the first token is
-timed while a question's passages are new. Readers take turns, and their medians over the questions are reported.
+A line of the questions is `{"question": str, "answers"?: [str], "passages"?: [{"title", "text"}]}`. A question without
+passages gets those that a search of the documents finds, as in `ask`. The text of all of them is used; as slots, only
+the top-ranked ones, as in `ask`: one if the aligner can score passages. Answers are made with greedy decoding; the
+first token is timed while a question's passages are new. Readers take turns, and their medians over the questions are
+reported.
 
-F1 and non-strict EM are of the questions with answers. Agreement is F1 to the answer of the first row, which reads the
-text: it says how often slots change an answer, not which one is right.
+F1 and non-strict EM are over the questions with answers. Agreement is the F1 to the answer of the first row, which uses
+the text: it shows how often slots change an answer, not which one is right.
 """
 
 import json
@@ -57,7 +58,7 @@ def read_questions(path: Path) -> list[Row]:
 
 
 def find_passages(rows: list[Row], sources: list[str], processor, top_k: int) -> list[Row]:
-    """Rows with the passages that are read: their own, else the `top_k` that a search of the sources finds."""
+    """Rows with the passages to use: their own, else the `top_k` that a search of the sources finds."""
     alone = [row for row in rows if not any(each["text"].strip() for each in row["passages"])]
     if not alone:
         return rows
@@ -83,7 +84,7 @@ def find_passages(rows: list[Row], sources: list[str], processor, top_k: int) ->
 
 
 class Asked(NamedTuple):
-    """An answer, the positions that stand for the passages, and seconds to the first token."""
+    """An answer, the positions that represent the passages, and seconds to the first token."""
 
     answer: str
     positions: int
@@ -95,20 +96,20 @@ class Reader:
     """A way to read passages."""
 
     title: str
-    rate: int | str | None  # tokens of text per slot; `None` reads text
-    model: Any  # of transformers; an aligner reads text as its bare base model
-    max_passages: int | None = None  # of more, slots are read of those that most likely answer
+    rate: int | str | None  # tokens of text per slot; `None` means text
+    model: Any  # given text, an aligner acts as its bare base model
+    max_passages: int | None = None  # maximum number of passages as slots, the top-ranked ones
 
     def ask(self, processor, row: Row) -> Asked:
-        """Answers a row, whose passages are new, and before that its first token alone."""
+        """Answer a row with new passages, after timing its first token alone."""
         if self.rate is None:
             read = partial(answer_text, whole_text, self.model, processor, [row])
-        else:  # by a pipeline of its own, which knows nothing of passages that were read before
+        else:  # by a new pipeline, whose cache of passages is empty
             ask = ArcAlignerPipeline(self.model, processor, task="text-generation", device=self.model.device)
             asked = {"question": row["question"], "documents": row["passages"]}
             settings = {"tokens_per_slot": self.rate, "max_passages": self.max_passages, "return_slots": True}
             read = partial(ask, asked, **settings)
-        clear_text_caches()  # which readers share
+        clear_text_caches()  # readers share them
         begin = time.perf_counter()
         read(max_new_tokens=1)
         seconds = time.perf_counter() - begin
@@ -120,7 +121,7 @@ class Reader:
 
 @torch.inference_mode()
 def compare(rows: list[Row], readers: list[Reader], processor) -> dict[str, list[Asked]]:
-    """Lets all readers answer all rows; by their titles."""
+    """Answers of all readers to all rows, by title."""
     readers[0].ask(processor, rows[0]), readers[-1].ask(processor, rows[0])  # warm up text and slots
     found: dict[str, list[Asked]] = {reader.title: [] for reader in readers}
     for number, row in enumerate(tracked(rows, "Answering")):
@@ -171,7 +172,7 @@ def run_compare(
     num_questions: int | None = None,
     device: str = "cpu",
 ) -> list[str]:
-    """Compares, and writes `comparison.md` and `answers.jsonl` to the folder `output`; the lines of the first."""
+    """Compare, write `comparison.md` and `answers.jsonl` to the folder `output`, and return the lines of the former."""
     rows = read_questions(questions)[:num_questions]
     aligner, processor = load_aligner(checkpoint, device)
     processor.encoder.device = device

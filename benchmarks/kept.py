@@ -7,12 +7,12 @@
     text_apart          keys and values of each passage's text, read by itself, joined as those of slots are
     slots_x2, ...       keys and values of each passage's slots, at each rate
 
-The last two also from a folder, `..._folder`: files that this process holds nothing of and that the system has dropped
-from its memory, each with its checksum. Only `text_same_set` is asked about the passages of the round before.
+The last two also from a folder, `..._folder`: files with checksums that neither this process nor the system has in
+memory. Only `text_same_set` gets the passages of the round before.
 
-Each round draws passages and a question among those known. All arms answer it, in turns, from the question's words to
-the first token: tokenizing, finding what is kept, joining, reading. The time does not depend on what a checkpoint has
-learned, so one that was trained to read passages jointly is read apart here.
+Each round draws passages and a question among the known ones. All arms answer it in turns, from the text of the
+question to the first token: tokenizing, cache look-up, joining, prefill. The time does not depend on the weights, so a
+checkpoint that was trained with joint passages is run with independent ones.
 """
 
 import json
@@ -57,8 +57,8 @@ SPARE = 4  # known passages beyond those of the largest combination
 
 
 class TextReader:
-    """The base model reads text: anew, behind the same passages as before, or behind the kept `passages`, each read
-    behind the text before it and written to `folder` as well."""
+    """The base model with text: without a cache, after the cached passages of the round before, or after independent
+    `passages`, each cached in memory and in `folder`."""
 
     def __init__(self, base: PreTrainedModel, processor: ArcAlignerProcessor, passages: list[dict], folder: Path):
         self.base, self.processor, self.folder = base, processor, folder
@@ -82,7 +82,7 @@ class TextReader:
         return found
 
     def same_set(self, row: Row) -> ModelOutput:
-        """The question of `row` about the passages that text was read of last."""
+        """The question of `row` about the passages of the last prompt of text."""
         asked, before = self._last
         prefix, tail = text_ids(self.processor, row | {"passages": asked["passages"]})
         cache = share(before)
@@ -90,7 +90,7 @@ class TextReader:
         return self._read(tail, cache)
 
     def apart(self, row: Row, from_folder: bool) -> ModelOutput:
-        """From kept passages; the question goes on behind the longest."""
+        """From cached passages; positions of the question continue after the longest."""
         after = apart_text(self.processor, row | {"passages": []}).tail
         parts = [self.head]
         for passage in row["passages"]:
@@ -108,7 +108,7 @@ class TextReader:
 
 
 def ask_store(store: PassageCache, row: Row, rate: int | str) -> ModelOutput:
-    """From the kept slots of a row's passages."""
+    """From the cached slots of a row's passages."""
     return store.read_question(store.prepare(row["question"], documents=row["passages"], tokens_per_slot=rate))
 
 
@@ -120,21 +120,21 @@ def ask_likeliest(store: PassageCache, row: Row, rate: int | str) -> ModelOutput
 
 
 def drop_from_memory(folder: Path) -> None:
-    """Has the system read the files of a folder from the disk when they are asked for next, where it lets us."""
+    """Drop the files of a folder from the page cache, if the system allows it."""
     if sys.platform != "linux":
         return
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
-            os.fsync(file.fileno())  # what is not written yet cannot be dropped
+            os.fsync(file.fileno())  # unwritten pages cannot be dropped
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class Known:
-    """Passages that were read, and the arms that answer from them. `models` are the aligner, whose passages are read
-    apart, and its base model; `rows` have a question and a passage each; `folder` is empty.
+    """Precomputed passages, and the arms that answer from them. `models` are the aligner, with independent passages,
+    and its base model; `rows` have a question and a passage each; `folder` is empty.
 
     Attributes: `arms`, from a row to its first token, by name; `folders` of those that read from one; `kept_bytes`, of
-    a passage, by the names of arms that keep something."""
+    a passage, by the names of arms with a cache."""
 
     def __init__(
         self,

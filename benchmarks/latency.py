@@ -3,9 +3,9 @@
     python -m arcaligner.benchmarks.latency [--output FOLDER] [--sizes 1,20] [--tokens-per-slot 4,segment]
     python -m arcaligner.benchmarks.latency --checkpoint CHECKPOINT --device cuda --dtype bfloat16
 
-All arms (`arms.py`) read the same question with the same passages, in one process and in turns; who goes first
-rotates. The first pass of an arm warms up. Then rounds are timed until `--seconds` are used, at least `MIN_ROUNDS` and
-at most `MAX_ROUNDS`. Tokenizing, segmenting and encoding happen before; segmenting and encoding are timed separately.
+All arms (`arms.py`) get the same question with the same passages, in one process and in turns; the first arm rotates.
+The first pass of an arm is a warm-up. Then rounds are timed until `--seconds` are used, at least `MIN_ROUNDS` and at
+most `MAX_ROUNDS`. Tokenizing, segmenting and encoding happen before; segmenting and encoding are timed separately.
 """
 
 import itertools
@@ -60,9 +60,9 @@ def measure_size(
         return processor.slot_encoder.segment_documents(row["passages"])
 
     tokens = tokenize_segments(processor.tokenizer, segment(), row["passages"])
-    # What is done online where no embeddings are kept.
+    # Work that is done online without precomputed embeddings.
     encoder = {"segmenting": segment, "encoding": lambda: processor.slot_encoder.encode_tokens(tokens, rate)}
-    num_bytes = {name: cache_bytes(cache_of(arm())) for name, arm in arms.items()}  # which warms up
+    num_bytes = {name: cache_bytes(cache_of(arm())) for name, arm in arms.items()}  # a warm-up, too
     found = time_rounds(lambda number: arms | encoder, str(aligner.device), seconds)
     return {
         "k": k,

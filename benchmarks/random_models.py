@@ -1,7 +1,7 @@
 """Aligners of well-known shapes with random weights, built on the device: no download, and speed and memory are real.
 
 On a CPU a shape keeps its depth, and its hidden size is cut to 64. Counts of operations are then those of the shape,
-and milliseconds those of the host, which is what a GPU waits for at batch 1.
+and milliseconds those of the host, which bound a GPU at batch 1.
 """
 
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ CUT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 def make_config(shape: str, is_cut: bool = False, passage_attention: str = "joint", **changes: Any) -> ArcAlignerConfig:
     """The aligner of the paper's tables around a shape: LoRA of rank 128 on all linears, gates on all layers, two
-    refinement steps. It has no dropout, which PEFT and the aligner would pay for differently. `changes` are those of
+    refinement steps. It has no dropout, whose cost differs between PEFT and the aligner. `changes` are those of
     the backbone's sizes."""
     model_type, sizes, encoder_hidden_size = SHAPES[shape]
     is_small = is_cut or shape == "tiny"
@@ -87,7 +87,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def build_aligner(config: ArcAlignerConfig, device: str | torch.device, dtype: torch.dtype) -> ArcAlignerForCausalLM:
     """A random aligner in evaluation mode: the backbone in `dtype` and the aligner in float32, as when one is loaded.
-    Weights are drawn on the device that they stay on; on `"meta"` nothing is allocated."""
+    Weights are created on their final device; on `"meta"` nothing is allocated."""
     with torch.device(device), _default_dtype(dtype):
         model = ArcAlignerForCausalLM(config)
     for _, parameter in model.aligner_parameters():
@@ -112,22 +112,23 @@ def weight_bytes(shape: str, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def prefill_bytes(config: PreTrainedConfig, positions: int, itemsize: int) -> int:
-    """About what a prefill of `positions`, those of all rows, needs beside the weights: its keys and values, those of a
-    cached prefix, and the states of a layer."""
+    """Estimate the memory of a prefill of `positions`, those of all rows, in addition to the weights: its keys and
+    values, those of a cached prefix, and the states of a layer."""
     keys_values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     states = 8 * config.hidden_size + 4 * config.intermediate_size
     return positions * itemsize * (2 * keys_values + states)
 
 
 def step_bytes(config: PreTrainedConfig, positions: int, aligner_bytes: int) -> int:
-    """About what a training step of `positions` needs beside the weights: activations of all layers (fitted to a step
-    of PEFT's LoRA in bfloat16 on an H200), logits, and twice the aligner for PEFT's LoRA and gradients."""
+    """Estimate the memory of a training step of `positions` in addition to the weights: activations of all layers
+    (fitted to a step of PEFT's LoRA in bfloat16 on an H200), logits, and twice the aligner for PEFT's LoRA and
+    gradients."""
     activations = config.num_hidden_layers * (24 * config.hidden_size + 12 * config.intermediate_size)
     return positions * (activations + 14 * config.vocab_size) + 2 * aligner_bytes
 
 
 def check_fits(shape: str, dtype: torch.dtype, longest: int, device: str, free: int, total: int) -> None:
-    """Refuses a shape whose weights and one prompt of `longest` positions do not fit, before anything is allocated.
+    """Raise for a shape whose weights and one prompt of `longest` positions do not fit, before anything is allocated.
 
     Args:
         free, total (`int`): Bytes of the GPU's memory.

@@ -2,9 +2,9 @@
 
     python -m arcaligner.benchmarks.serving --url http://127.0.0.1:8000 --questions nq.jsonl.gz --clients 1,8,32
 
-It asks a running server: each client sends its next question when it has the answer to the last. Lengths are mixed:
-the number of passages changes with the question, the longest answer from request to request. `--distinct 24` asks that
-many questions again and again, once before it measures, so that their passages are cached.
+Each client sends its next question to a running server when it has the answer to the last one. Lengths are mixed: the
+number of passages varies by question, the maximum length of answers by request. `--distinct 24` repeats that many
+questions, each asked once before the measurement, so that their passages are cached.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ NUM_PASSAGES, MAX_TOKENS = (1, 3, 5, 10), (4, 16, 64)
 
 
 def memory(url: str, key: str) -> float:
-    """MB that the server has in memory, where its system tells."""
+    """Memory of the server in MB, if its system reports it."""
     try:
         text = httpx.get(f"{url}/metrics", headers=headers_of(key), timeout=60).text
     except httpx.ConnectError as error:
@@ -79,7 +79,7 @@ def main(
 ) -> None:
     """Print throughput and latency quantiles as a table and as a JSON line."""
     texts = [row["question"] for row in read_rows(questions)][:distinct]
-    memory(url, api_key)  # which names a server that is not there
+    memory(url, api_key)  # raises if there is no server
     if distinct is not None:
         asyncio.run(ask_all(url, api_key, texts, 1))
     columns = ["Clients", "Answers/s", "p50 s", "p95 s", "p99 s", "Batch", "Cached", "Memory, MB", "Failed"]

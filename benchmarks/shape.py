@@ -5,12 +5,13 @@
 
 Measured are aten operations, the first token of an answer from text and from slots, a generated token, a training step
 of each stage beside PEFT's LoRA on the text, and the memory of each. Random weights: speed and memory are real, answers
-are not, and no gate is open, so *adaptive* is the price of asking the gates. All rows of a batch have the same length.
+are not, and no gate is open, so *adaptive* is the price of evaluating the gates. All rows of a batch have the same
+length.
 
 A passage has five sentences of 30 tokens; there are 10 tokens before the passages and 40 after them. As slots, a
 passage is five (one a sentence) or 40 (x4, four tokens each). Passages are joint, as in the paper and in the recipes of
-a 7B, or independent (`--passage-attention separate`). What is compared takes turns (`arms.py`). What matters most comes
-first; what there is no time or memory for is left out, and named.
+a 7B, or independent (`--passage-attention separate`). Compared arms take turns (`arms.py`). The most important
+measurements come first; those without time or memory are left out, and named.
 """
 
 import contextlib
@@ -45,14 +46,14 @@ from .random_models import GIB, SHAPES, build_aligner, check_fits, make_config, 
 BEFORE, SENTENCE, SENTENCES, AFTER = 10, 30, 5, 40  # tokens, and sentences of a passage
 SLOTS = {"slots": SENTENCES, "slots_x4": 8 * SENTENCES}  # of a passage; 30 tokens by four are eight slots
 MODES = ("off", "adaptive", "always")
-NEW_TOKENS, TOKEN_PASSAGES = 16, 5  # whose mean is a generated token, and the passages before it
+NEW_TOKENS, TOKEN_PASSAGES = 16, 5  # a generated token is the mean of so many, after so many passages
 EXAMPLES = 8  # of a training step
-# Slots and tokens of an example, `BEFORE` aside: of the aligner's stages, and of PEFT's LoRA, which reads text alone.
+# Slots and tokens of an example, `BEFORE` aside: of the aligner's stages, and of PEFT's LoRA on text.
 STAGES = {"reconstruction": (4, 120), "grounding": (12, 40), "gating": (12, 40)}
 PEFT_TOKENS = {"peft_positions": 52, "peft_text_1": 120, "peft_text_2": 400}
-ANSWER = 8  # tokens that stages II and III learn; in stage I it is the text that slots stand for
+ANSWER = 8  # target tokens of stages II and III; in stage I the text of the slots is the target
 
-GROUP_SECONDS = 3.0  # of what takes turns, after which no further round begins
+GROUP_SECONDS = 3.0  # of a group of arms, after which no further round begins
 SHAPE_REPORT = "shape.json"
 
 Arms = dict[str, Callable[[], Any]]
@@ -62,7 +63,7 @@ Arms = dict[str, Callable[[], Any]]
 
 
 def random_ids(model: PreTrainedModel, *shape: int) -> torch.LongTensor:
-    """Words, none of them special."""
+    """Ids of words, none of them special."""
     return torch.randint(3, model.config.get_text_config().vocab_size - 1, shape, device=model.device)
 
 
@@ -91,7 +92,7 @@ def slot_inputs(
 
 
 def text_arms(base: PreTrainedModel, batch: int, passages: int) -> Arms:
-    """The bare model reads text, and the question behind the cache of the same text."""
+    """The bare model on text, and on the question after the cache of the same text."""
     text, num_before = text_inputs(base, batch, passages), BEFORE + passages * SENTENCES * SENTENCE
     prefix = cache_of(read(base, {name: each[:, :num_before] for name, each in text.items()}))
     question = text | {"input_ids": text["input_ids"][:, num_before:]}
@@ -99,8 +100,8 @@ def text_arms(base: PreTrainedModel, batch: int, passages: int) -> Arms:
 
 
 def slot_arms(aligner: ArcAlignerForCausalLM, batch: int, passages: int, name: str) -> Arms:
-    """Slots with the gates off, asked and always open; the question behind a cache of them; and the same where that
-    cache is first joined from precomputed passages in memory, as for each new combination."""
+    """Slots with gates off, adaptive and always open; the question after a cache of them; and the same with the cache
+    first joined from precomputed passages in memory, as for each new combination."""
     inputs = slot_inputs(aligner, batch, passages, SLOTS[name])
     arms = {f"{name}_{mode}": partial(read, aligner, inputs | {"gate_mode": mode}) for mode in MODES}
     ids, mask, num_before = inputs["input_ids"], inputs["attention_mask"], BEFORE + passages * SLOTS[name]
@@ -128,7 +129,7 @@ def token_arms(aligner: ArcAlignerForCausalLM, base: PreTrainedModel, batch: int
         "token_slots": (aligner, slot_inputs(aligner, batch, TOKEN_PASSAGES, SENTENCES) | {"gate_mode": "off"}),
     }
     for name, (model, inputs) in prompts.items():
-        model.generation_config.eos_token_id = None  # random weights end nowhere
+        model.generation_config.eos_token_id = None  # random weights must not end early
         options = {"do_sample": False, "pad_token_id": 0}
         for end, count in (("_first", 1), ("", 1 + NEW_TOKENS)):
             arms[name + end] = partial(model.generate, **inputs, **options, max_new_tokens=count)
@@ -163,7 +164,7 @@ def train_step(model: torch.nn.Module, learned: int, inputs: dict[str, Any]) -> 
 
 def count_operations(arm: Callable[[], Any]) -> int:
     """The aten operations that a call dispatches on the host, nested ones as well."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it writes two lines of its own for each count
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it prints two lines for each count
     with profile(activities=[ProfilerActivity.CPU]) as found:
         arm()
     return sum(event.count for event in found.key_averages() if event.key.startswith("aten::"))
@@ -173,9 +174,9 @@ def count_operations(arm: Callable[[], Any]) -> int:
 
 
 class Bench:
-    """Measures groups of arms in turns, as long as the time suffices and what they need fits.
+    """Measures groups of arms in turns, as long as time and memory suffice.
 
-    Attributes: `rows`, what was measured of each arm; `left_out`, what was not, and why."""
+    Attributes: `rows`, the measurements of each arm; `left_out`, those that were skipped, and why."""
 
     def __init__(self, aligner: ArcAlignerForCausalLM, base: PreTrainedModel, end: float, show: Callable[[str], Any]):
         self.aligner, self.base, self.end, self.show = aligner, base, end, show
@@ -185,7 +186,7 @@ class Bench:
         self.left_out: list[dict[str, Any]] = []
 
     def fits(self, needed: int, **what: Any) -> bool:
-        """Whether about so many bytes are free. If not, `what` is left out."""
+        """Whether about so many bytes are free. If not, `what` is recorded as left out."""
         if self.device.type == "cpu":
             return True
         reserved = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
@@ -196,7 +197,7 @@ class Bench:
         return needed <= free
 
     def first_token(self, batch: int, passages: int, counts: bool) -> None:
-        """Text and slots of so many passages; with `counts` operations, too."""
+        """Measure text and slots of so many passages; with `counts` also operations."""
         config, what = self.aligner.config.text_config, {"batch": batch, "passages": passages}
         arms: Arms = {}
         positions: dict[str, int] = {}
@@ -214,7 +215,7 @@ class Bench:
         self.measure(arms, positions, counts, what)
 
     def token(self, batch: int, counts: bool) -> None:
-        """A token that is generated after text, and after slots."""
+        """Measure a token that is generated after text, and after slots."""
         arms, what = token_arms(self.aligner, self.base, batch), {"batch": batch, "passages": TOKEN_PASSAGES}
         positions = {name: arms[name].keywords["input_ids"].shape[1] for name in arms}
         self.measure(arms, positions, counts, what)
@@ -248,7 +249,7 @@ class Bench:
         what: dict[str, Any],
         before: Callable[[str], Any] = lambda name: None,
     ) -> None:
-        """Adds a row for each arm. The first call warms up and shows what memory it takes."""
+        """Add a row for each arm. The first call warms up, and its memory is measured."""
         extras: dict[str, dict[str, Any]] = {}
         for name, arm in list(arms.items()):
             before(name)
@@ -266,7 +267,8 @@ class Bench:
         rounds = time_rounds(
             lambda _: arms, str(self.device), min(GROUP_SECONDS, self.end - time.perf_counter()), before
         )
-        for name in [name for name in arms if name.endswith("_first")]:  # a token: the difference, by the tokens
+        # Per token: the difference, divided by the tokens.
+        for name in [name for name in arms if name.endswith("_first")]:
             last = name.removesuffix("_first")
             if last in arms:
                 for each in rounds:
@@ -282,7 +284,7 @@ class Bench:
             self.rows.append(row | extra)
 
     def peak_gib(self, arm: Callable[[], Any]) -> float | None:
-        """Calls an arm: the memory of the weights and of what the call allocates, without caches that were there."""
+        """Call an arm: peak memory of the weights and of its allocations, without caches that existed before."""
         if self.device.type == "cpu":
             arm()
             return None
@@ -295,7 +297,7 @@ class Bench:
 
     @torch.no_grad()
     def run(self, passages: list[int], batches: list[int]) -> None:
-        """Everything, what matters most first: the first batch size, training, the other batch sizes."""
+        """Measure everything, most important first: the first batch size, training, the other batch sizes."""
         for number, batch in enumerate(batches):
             is_first = number == 0
             for place, k in enumerate(passages):
@@ -306,7 +308,7 @@ class Bench:
             self.group(partial(self.token, batch, is_first), what="a generated token", batch=batch)
 
     def group(self, measure: Callable[[], None], **what: Any) -> None:
-        """Measures a group, or leaves it out."""
+        """Measure a group, or leave it out."""
         self.show(named(what))
         if time.perf_counter() > self.end:
             self.left_out.append(what | {"reason": "no time left"})
@@ -343,13 +345,14 @@ TITLES |= {
     "peft_text_1": "step of PEFT's LoRA on text: 120 tokens, those of stage I",
     "peft_text_2": "step of PEFT's LoRA on text: 400 tokens, those of stage II",
 }
-# What the operations of an arm are compared with.
+# The arms that operations are compared with.
 _BARE = {"token_text": ("token_text", "token_slots"), "peft_positions": (*STAGES, *PEFT_TOKENS)}
 BARE = {name: bare for bare, names in _BARE.items() for name in names}
 
 
 def shape_table(report: dict[str, Any]) -> list[str]:
-    """Markdown lines: a row for each arm, milliseconds at each batch size, and below it what was measured and where."""
+    """Markdown lines: a row for each arm, milliseconds at each batch size, and below the table what was measured and
+    where."""
     found = {(row["arm"], row["batch"], row["passages"]): row for row in report["rows"]}
     counts = {row["arm"]: row["operations"] for row in report["rows"] if "operations" in row}
     passages, batches, lines = sorted(report["passages"]), report["batches"], []
@@ -377,7 +380,7 @@ def shape_table(report: dict[str, Any]) -> list[str]:
 
 
 def notes(report: dict[str, Any]) -> list[str]:
-    """What was measured, where, and what was not."""
+    """Notes: what was measured and where, and what was left out."""
     machine, sizes = report["machine"], report["parameters"]
     passages = {"joint": "Joint passages", "separate": "Independent passages"}[report["passage_attention"]]
     cut = (
@@ -441,7 +444,7 @@ def find_device(name: str, dtype: torch.dtype) -> torch.device:
     """The device of this name.
 
     Raises:
-        `ValueError`: one that there is not, or that has no such `dtype`.
+        `ValueError`: a device that does not exist, or does not support `dtype`.
     """
     try:
         device = torch.device(name)

@@ -1,2 +1,2 @@
-"""Base layer: files, rows, public data sets, conversion of files to text. At the top of its files it imports nothing
-else of this package."""
+"""Base layer: files, rows, public data sets, conversion of files to text. The top of its files imports nothing else
+from this package."""

@@ -1,4 +1,4 @@
-"""BM25 by bm25s, which other modules import from here."""
+"""BM25 by the library bm25s, imported here for all other modules."""
 
 import sys
 from types import ModuleType
@@ -9,8 +9,8 @@ _NOT_THERE = object()
 def import_bm25s() -> ModuleType:
     """The module `bm25s`, imported as if JAX were not installed.
 
-    Where JAX can be imported, bm25s calls it already at its own import, and JAX then reserves three quarters of a GPU's
-    memory, which a model in the same process needs. bm25s selects passages by NumPy as well.
+    If JAX is installed, importing bm25s initializes it, and JAX then reserves three quarters of the GPU's memory, which
+    a model in the same process needs. bm25s works with NumPy instead.
     """
     hidden = {name: sys.modules.get(name, _NOT_THERE) for name in ("jax", "jax.lax")}
     sys.modules.update(dict.fromkeys(hidden))  # `None` makes an import fail

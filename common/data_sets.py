@@ -14,7 +14,7 @@ from .rows import Row
 SQUAD, HOTPOTQA, MUSIQUE = "rajpurkar/squad", "hotpotqa/hotpot_qa", "dgslibisey/MuSiQue"
 QED, QAMR, WIKIPEDIA = "google-research-datasets/QED", "uwnlp/qamr", "wikimedia/wikipedia"
 ON_GITHUB = (QED, QAMR, "stanford-futuredata/ARES")
-# Name and licence of a set, by its place: a data set of the Hub or a repository of GitHub.
+# Name and licence of a set, by its id: a data set of the Hub or a repository of GitHub.
 LICENCES = {
     SQUAD: ("SQuAD 1.1", "CC BY-SA 4.0"),
     QED: ("NaturalQuestions, by way of QED", "CC BY-SA 3.0"),
@@ -32,10 +32,10 @@ TRAINING_FILES = {
 }
 # Words of a paragraph of Wikipedia: neither a heading nor a table.
 _FEWEST_WORDS, _MOST_WORDS = 20, 220
-# Spaces that tokenization put around punctuation.
+# Spaces that tokenization has put around punctuation.
 _SPACE_BEFORE = re.compile(r" +([,.;:?!%)\]}]|'s\b|n't\b|'(?:re|ve|ll|d|m)\b)")
 _SPACE_AFTER = re.compile(r"([(\[{$]) +")
-_QUESTION_WIDTH = 50  # of a question in QAMR's readable files
+_QUESTION_WIDTH = 50  # characters of a question in QAMR's readable files
 
 
 def squad_row(row: dict) -> Row:
@@ -106,7 +106,7 @@ def qamr_rows(row: dict) -> Iterator[Row]:
 
 
 def wikipedia_row(row: dict) -> Row | None:
-    """One paragraph of an article, without a question, always the same one; `None` if it has no fitting one."""
+    """One paragraph of an article, without a question, always the same one; `None` if none is suitable."""
     paragraphs = [" ".join(each.split()) for each in row["text"].split("\n\n")]
     fitting = [each for each in paragraphs if _FEWEST_WORDS <= len(each.split()) <= _MOST_WORDS]
     if not fitting:

@@ -1,6 +1,6 @@
 """Helpers of training, evaluation and benchmarks: atomic writes, digests, JSON Lines, the machine, user errors.
 
-At its top it imports the standard library only, and of this package what does so, too.
+At its top it imports only the standard library, and modules of this package that do the same.
 """
 
 import contextlib
@@ -35,13 +35,13 @@ GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"  # the default base model, in the 
 
 
 def find_path(path: str | Path) -> Path:
-    """A path that a recipe names: as it is or, where nothing is there, in this package, wherever that is installed."""
+    """A path of a recipe: as it is or, if it does not exist, in the folder of this package."""
     packaged = ROOT / path
     return packaged if packaged.exists() and not Path(path).exists() else Path(path)
 
 
 def wheel_directory(package: str) -> Path | None:
-    """The folder of an installed package; found without importing it, since its own imports may be missing."""
+    """The folder of an installed package; found without importing it, because its own imports may be missing."""
     spec = importlib.util.find_spec(package)
     return None if spec is None else Path(spec.submodule_search_locations[0])
 
@@ -51,7 +51,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u20
 
 
 def printable(text: str) -> str:
-    r"""`text` with control characters, and what a terminal cannot show, as visible escapes.
+    r"""`text` with control characters, and others that a terminal cannot show, as visible escapes.
 
     >>> print(printable("a\x1b[2Jb"))
     a\x1b[2Jb
@@ -80,8 +80,8 @@ def markdown_table(columns: Iterable[Any], rows: Iterable[Iterable[Any]] = ()) -
 
 
 def write_whole(path: str | Path, content: str | bytes | Callable[[BinaryIO], Any]) -> None:
-    """Writes a file whole or not at all: under a temporary name, then renamed. Its folder is made; other processes may
-    write the same file. `content` may be a function that writes it to an open file."""
+    """Write a file atomically: under a temporary name, then renamed. Its folder is created; other processes may write
+    the same file. `content` may be a function that writes it to an open file."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -130,17 +130,16 @@ def read_numbered_lines(
     """
     The objects of a JSON Lines file, gzipped or not, each with the number of its line, from 1.
 
-    Empty lines and byte order marks hold nothing, wherever they stand. A file is in UTF-8, or in what a mark at its
+    Empty lines and byte order marks are ignored everywhere. A file is in UTF-8, or in the encoding that a mark at its
     beginning names.
 
     Args:
         path (`str` or `Path`): The file.
-        skip (`Callable`, *optional*): Is told of a line that is no JSON object, with its number and what is wrong, and
-            the line is left out. Default: a warning.
+        skip (`Callable`, *optional*): Called for a line that is not a JSON object, with its number and the reason; the
+            line is left out. Default: a warning.
 
     Raises:
-        `ValueError`: without `skip`, a file of which no line is a JSON object, but some are something else; in each
-            case a gzipped file that is broken.
+        `ValueError`: a file that is not empty and contains no JSON object, unless `skip` is given; a broken gzip file.
     """
     broken: list[str] = []
 
@@ -158,7 +157,7 @@ def read_numbered_lines(
             row = json.loads(text)
             if not isinstance(row, dict):
                 raise ValueError(f"it is a {type(row).__name__}")
-        except (ValueError, RecursionError) as error:  # also numbers and lists beyond Python's limits
+        except (ValueError, RecursionError) as error:  # also raised for numbers and nesting beyond Python's limits
             (skip or warn)(number, f"{path}, line {number} is not a JSON object: {error}.")
         else:
             num_rows += 1
@@ -187,7 +186,7 @@ def read_json_lines(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def describe_machine(device: str = "cpu") -> dict[str, Any]:
-    """Processor, accelerator and versions; `load` tells whether others worked on it."""
+    """Processor, accelerator and versions; `load` shows whether other work was running."""
     import torch  # here, so that the command line's help does not wait for it
 
     cpuinfo = Path("/proc/cpuinfo")
@@ -205,7 +204,7 @@ def describe_machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def refuse_unknown(place: str, keys: Iterable[str], known: Iterable[str]) -> None:
-    """Raises `ValueError` for the first of `keys` that is not `known`, with the one that was meant, or all."""
+    """Raises `ValueError` for the first of `keys` that is not `known`, and suggests a similar one, or lists all."""
     known = list(known)
     for key in keys:
         if key not in known:
@@ -216,20 +215,20 @@ def refuse_unknown(place: str, keys: Iterable[str], known: Iterable[str]) -> Non
 
 def require_extra(extra: str, *modules: str) -> None:
     """Raises `ImportError` for modules of an extra of this package that are not installed, with the command that
-    installs them. `python -m` of a module in a package that calls this ends with that line alone."""
+    installs them. With `python -m`, a module in a package that calls this ends with that line only."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         message = f"{', '.join(missing)} not found. Install what is needed here: pip install 'arcaligner[{extra}]'"
-        is_command = sys.argv[0] == "-m"  # while Python looks for the module that it was told to run
+        is_command = sys.argv[0] == "-m"  # while Python looks for the module to run
         raise SystemExit(f"Error: {message}") if is_command else ImportError(message)
 
 
-PROGRESS_SECONDS = 5.0  # between two lines
+PROGRESS_SECONDS = 5.0  # between two lines of progress
 
 
 def progress_lines(what: str, total: int) -> Callable[[int], None]:
-    """A function that is told how many of `total` are done, and says so in a line every few seconds where standard
-    error is a file or a pipe: a terminal has a bar."""
+    """A function to call with the number of finished items of `total`. Every few seconds it prints a line if standard
+    error is a file or a pipe; a terminal shows a bar instead."""
     last = time.monotonic()
 
     def tell(done: int) -> None:
@@ -254,8 +253,8 @@ def tracked(items: Sequence[Any], what: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def exit_on_user_error(*kinds: type[Exception]) -> Iterator[None]:
-    """Inside, a user's mistake, an error of these kinds, ends in one clear line on standard error and exit code 1; with
-    `$ARCALIGNER_TRACEBACK` set, in a traceback. By default all are that a caller's values raise."""
+    """Inside, an error of these kinds ends in one line on standard error and exit code 1; with `$ARCALIGNER_TRACEBACK`
+    set, in a traceback. The default kinds are those that values of a caller raise."""
     kinds = kinds or (ValueError, TypeError, OSError, ImportError)
     try:
         yield
@@ -267,8 +266,8 @@ def exit_on_user_error(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def escape_unknown_characters() -> None:
-    """Lets standard output show characters that its encoding lacks as escapes, as standard error does: an answer in
-    another script ends no command on an old terminal, or in a file of another encoding."""
+    """Make standard output escape characters that its encoding lacks, as standard error does, so that an answer in
+    another script does not abort a command."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 

@@ -1,6 +1,5 @@
-"""Documents, and the passages that they are cut into, with their headings and pages.
-
-Where a text is cut says `cut_text` in `segmentation_arcaligner.py`, for files as for documents of a question.
+"""Documents, and the passages that they are cut into, with headings and pages. `cut_text` in
+`segmentation_arcaligner.py` decides where to cut, for files and for documents of a question.
 """
 
 import functools
@@ -14,7 +13,7 @@ from .reading import LONGEST_TITLE
 
 
 class Document(NamedTuple):
-    """A text to be cut into passages; `sections` as those of `reading.py`."""
+    """A text to cut into passages; `sections` as in `reading.py`."""
 
     id: str
     title: str
@@ -23,12 +22,13 @@ class Document(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Changes with what is read."""
+        """A digest of everything that is read."""
         return digest([self.title, self.text])
 
 
 def tokens_of_words(words: int) -> int:
-    """Tokens of so many English words: 1.4 a word in SQuAD's held-out paragraphs. Lengths were given in words once.
+    """Convert a length in English words, as in earlier versions, to tokens: 1.4 per word in SQuAD's held-out
+    paragraphs.
 
     >>> tokens_of_words(100)
     140
@@ -37,7 +37,7 @@ def tokens_of_words(words: int) -> int:
 
 
 def no_text(name: str) -> str:
-    """Says that a file has no text, and why that may be.
+    """The message for a file without a text, with a possible reason.
 
     >>> no_text("a.PDF")
     'a.PDF holds no text; its pages may be pictures'
@@ -71,7 +71,7 @@ def cut_passages(
 def _cut(
     read: ReadableText, passage_tokens: int, spacy_model: str, sections: Sequence[tuple[int, Any]], tokenizer: Any
 ) -> list[tuple[tuple[int, int], str]]:
-    """The passages of a text: its characters in the given text, and what is read of it."""
+    """The passages of a text: their characters in the given text, and the text that is encoded."""
     from ..segmentation_arcaligner import cut_text
 
     starts, passages = [read.read(start) for start, _ in sections], []
@@ -89,8 +89,8 @@ def _section(starts: Sequence[int], character: int) -> int:
 
 
 class Passage(NamedTuple):
-    """A piece of a document: its number, its first and end character, what is read of it, the title that is read with
-    it, its page."""
+    """A passage of a document: its number, first and end character, the text and title that are encoded, and its
+    page."""
 
     document: Document
     number: int
@@ -104,8 +104,7 @@ class Passage(NamedTuple):
 def passages_of(
     documents: Iterable[Document], passage_tokens: int, spacy_model: str, tokenizer: Any = None
 ) -> list[Passage]:
-    """The passages of documents, as [`cut_passages`] cuts them. Headings that a passage stands under are part of its
-    title."""
+    """The passages of documents, as [`cut_passages`] cuts them. The headings above a passage are part of its title."""
     passages = []
     for document in documents:
         starts, own_title = [start for start, _ in document.sections], readable(document.title).text

@@ -3,9 +3,9 @@
     found = read_file("report.pdf")
     found.title, found.text, found.sections    # "", "Our year\n...", [(0, 1), (5120, 2)]
 
-What files hold is not trusted. HTML, PDF and DOCX are converted by a process of their own, within limits of time and
-memory, and become Markdown: scripts are dropped, nothing is run or fetched. Texts stay as they are in the file, so that
-characters can be counted in it; what is converted is as people see it (`readable`).
+Files are not trusted. HTML, PDF and DOCX are converted to Markdown in a separate process, within limits of time and
+memory: scripts are dropped, nothing is run or fetched. Text files are not changed, so that character offsets refer to
+the file; converted text is normalized by `readable`.
 """
 
 import codecs
@@ -23,26 +23,26 @@ from typing import Any, NamedTuple
 
 if __package__:
     from ..tokenization_arcaligner import readable
-else:  # the process that converts runs this file alone
+else:  # the converting process runs this file as a script
     _spec = importlib.util.spec_from_file_location("texts", Path(__file__).parents[1] / "tokenization_arcaligner.py")
     _texts = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(_texts)
     readable = _texts.readable
 
 MARKDOWN = (".md", ".markdown")
-PLAIN = (".txt", ".text", ".rst", ".tex", ".log", ".adoc", "")  # the last one is no suffix
+PLAIN = (".txt", ".text", ".rst", ".tex", ".log", ".adoc", "")  # the last one means no suffix
 CONVERTED = (".html", ".htm", ".pdf", ".docx")
 LARGEST_CONVERTED = 64 * 2**20  # bytes of a file
-LARGEST_UNPACKED = 256 * 2**20  # of what a DOCX says that it unpacks to
+LARGEST_UNPACKED = 256 * 2**20  # unpacked size that a DOCX declares
 SECONDS, MEMORY = 120, 2 * 2**30  # of a conversion
-# Of encodings that are about as likely, the first one.
+# Of about equally likely encodings, the first one is used.
 PREFERRED = ("cp1252", "cp1251")
-# A title is read with each sentence: a long one would cost its length times that of the text.
+# A title is encoded with each sentence, so a long one would be costly.
 LONGEST_TITLE = 1000
 _HEADING = re.compile(r"(#{1,6})[ \t]+")
 _FENCE = re.compile(r"\s*(```|~~~)")
 _UNDERLINE = re.compile(r" {0,3}(=+|-{2,})[ \t]*$")
-# A line that is no heading, whatever stands below it: a list, quote, table, code, heading, rule or HTML.
+# A line that is not an underlined heading: a list, quote, table, code, heading, rule or HTML.
 _NO_HEADING = re.compile(r"( {4}|\t)|\s*([-+*>|<#]|\d+[.)]\s|```|~~~|[-=_*\s]*$)|.*\|")
 # Metadata at the top of Markdown, as Jekyll, Hugo, Docusaurus and Obsidian write it: YAML, or TOML between "+++".
 _FRONT_MATTER = re.compile(r"\ufeff?(---|\+\+\+)[ \t]*\r?\n((?:[^\r\n]*\r?\n)*?)(?:\1|\.\.\.)[ \t]*(?:\r?\n|$)")
@@ -57,7 +57,7 @@ _BOMS = {  # the longest first
 
 
 class FileText(NamedTuple):
-    """A file as text. `sections` are where its parts begin, each with its heading, or with the number of its page."""
+    """A file as text. `sections` are the offsets at which its parts begin, each with its heading or page number."""
 
     title: str
     text: str
@@ -69,12 +69,11 @@ def read_file(path: str | Path, data: bytes | None = None) -> FileText:
     A file as text.
 
     Args:
-        path (`str` or `Path`): Its name, whose suffix says how it is read; text, if it is none of `CONVERTED`.
+        path (`str` or `Path`): Its name, whose suffix decides how it is read; as text, if it is not one of `CONVERTED`.
         data (`bytes`, *optional*): What it holds, if it is not on this machine.
 
     Raises:
-        `ValueError`: a file that is no text, or is broken, encrypted or too large, or whose library is missing, with
-            the reason.
+        `ValueError`: a file that is not text, or is broken, encrypted or too large, or whose library is missing.
     """
     suffix, size = Path(path).suffix.lower(), Path(path).stat().st_size if data is None else len(data)
     if suffix in CONVERTED and size > LARGEST_CONVERTED:
@@ -86,7 +85,7 @@ def read_file(path: str | Path, data: bytes | None = None) -> FileText:
 
 
 def decode(data: bytes, path: str | Path) -> str:
-    """Text in the encoding that its byte order mark names, in UTF-8, or in an encoding that it is likely to have.
+    """Text in the encoding that its byte order mark names, in UTF-8, or in the most likely encoding.
 
     Raises:
         `ValueError`: what is no text.
@@ -94,7 +93,7 @@ def decode(data: bytes, path: str | Path) -> str:
     if encoding := encoding_of_mark(data):
         with contextlib.suppress(UnicodeDecodeError):
             return data.decode(encoding)
-    is_binary = len(data) < 10 * data.count(b"\0")  # some stand in texts, such as logs of machines that crashed
+    is_binary = len(data) < 10 * data.count(b"\0")  # some texts contain a few, such as logs of crashed machines
     try:
         if is_binary:
             raise UnicodeDecodeError("utf-8", data, data.index(b"\0"), len(data), "NUL")
@@ -124,9 +123,9 @@ def encoding_of_mark(data: bytes) -> str | None:
 
 
 def read_markdown(text: str) -> FileText:
-    """Markdown with its headings as names: the title of its front matter, else the first heading at the top, is the
-    title; further ones are the names of what follows, below those they belong to. Front matter and the title are not
-    read again: spaces in their place keep the characters' numbers.
+    """Markdown with its headings. The title is that of the front matter, else the first heading at the top; further
+    headings name the sections, nested under the headings above them. Spaces replace front matter and title, so that
+    they are not read twice and offsets remain.
 
     >>> read_markdown("# Ships\\n\\nOf wood.\\n\\nSails\\n-----\\n\\nOf linen.")[::2]
     ('Ships', [(19, 'Sails')])
@@ -185,13 +184,13 @@ def convert(data: bytes, suffix: str, path: str | Path) -> tuple[str, list[tuple
     Raises:
         `ValueError`: a file that cannot be converted within the limits, or whose library is missing.
     """
-    command = [sys.executable, "-P", __file__, suffix]  # which imports nothing of ours
+    command = [sys.executable, "-P", __file__, suffix]  # imports nothing of this package
     try:
         done = subprocess.run(command, input=data, capture_output=True, timeout=SECONDS)
         answer = json.loads(done.stdout)
     except subprocess.TimeoutExpired as error:
         raise ValueError(f"{path} takes longer than {SECONDS} seconds to read") from error
-    except ValueError as error:  # it was killed
+    except ValueError as error:  # no output: it was killed
         raise ValueError(f"{path} takes more than {MEMORY // 2**30} GiB to read, or is broken") from error
     if "missing" in answer:
         raise ValueError(f"{path} needs {answer['missing']}: `pip install 'arcaligner[files]'`")
@@ -200,7 +199,7 @@ def convert(data: bytes, suffix: str, path: str | Path) -> tuple[str, list[tuple
     return answer["text"], [tuple(each) for each in answer["pages"]]
 
 
-# In the process of its own
+# In the converting process
 
 
 def _limit_memory() -> None:
@@ -214,7 +213,7 @@ def _limit_memory() -> None:
 
 
 def html_to_markdown(html: bytes | str) -> str:
-    """What a page says, with headings, lists and tables; no scripts, styles, pictures or links."""
+    """The text of a page, with headings, lists and tables; without scripts, styles, pictures and links."""
     from bs4 import BeautifulSoup
     from markdownify import MarkdownConverter
 
@@ -242,7 +241,7 @@ def docx_to_markdown(data: bytes) -> str:
 
 
 def pdf_pages(data: bytes) -> list[str]:
-    """The text of each page of a PDF file in reading order, tables as Markdown in their places."""
+    """The text of each page of a PDF file in reading order, with tables as Markdown in place."""
     import pdfplumber
     from pdfminer.pdfdocument import PDFPasswordIncorrect
     from pdfplumber.utils.exceptions import PdfminerException
@@ -272,12 +271,12 @@ def _page_text(page: Any) -> str:
             cells = [[" ".join(readable(cell or "").text.split()).replace("|", "\\|") for cell in row] for row in table]
             rows = [f"| {' | '.join(row)} |" for row in cells]
             parts.append("\n".join([rows[0], "|" + "---|" * len(cells[0]), *rows[1:]]))
-            tables[around[0]] = None  # it is written once
+            tables[around[0]] = None  # write each table once
     return "\n\n".join(filter(None, parts))
 
 
 def main(suffix: str) -> None:
-    """Reads a file from standard input and writes what it says, as JSON."""
+    """Read a file from standard input and write its text as JSON."""
     _limit_memory()
     pages = []
     try:
@@ -296,7 +295,7 @@ def main(suffix: str) -> None:
         answer = {"error": f"it takes more than {MEMORY // 2**30} GiB"}
     except RecursionError:
         answer = {"error": "its elements are nested too deep; close them (`</p>`, `</li>`, `</div>`)"}
-    except Exception as error:  # whatever the libraries meet in a broken file
+    except Exception as error:  # any error of the libraries on a broken file
         answer = {"error": str(error) if type(error) is ValueError else f"it is broken ({type(error).__name__})"}
     sys.stdout.write(json.dumps(answer))
 

@@ -59,11 +59,11 @@ def parse_source(source: str) -> tuple[str, dict[str, str | None]]:
 
 
 def find_file(path: str, data_dir: str) -> str:
-    """Where a data file lies; the id of a data set of the Hub stays as it is.
+    """The path of a data file; the id of a data set of the Hub is returned as it is.
 
     Raises:
-        `FileNotFoundError`: a file that is not there, with where it was looked for.
-        `ValueError`: a file of a kind that is not read, which is no data set of the Hub.
+        `FileNotFoundError`: a missing file; the message says where it was looked for.
+        `ValueError`: a file with a suffix that is not supported.
     """
     if not path.endswith(FILES):
         if os.path.isfile(os.path.join(data_dir, path)) or path.endswith(OTHER_FILES):
@@ -80,11 +80,11 @@ def find_file(path: str, data_dir: str) -> str:
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """Rows of a JSON Lines file in our schema, gzipped or not, with all their fields. A line that is no JSON object is
-    left out, with a warning.
+    """Rows of a JSON Lines file in our schema, gzipped or not, with all their fields. A line that is not a JSON object
+    is left out, with a warning.
 
     Raises:
-        `ValueError`: an object without `id`, `question`, `answers` and `passages`, or not of texts.
+        `ValueError`: an object without `id`, `question`, `answers` and `passages`, or with values of other types.
     """
     rows = []
     for number, row in read_numbered_lines(path):
@@ -101,10 +101,10 @@ _PASSAGES = f"a list of passages, each {_PASSAGE}"
 
 
 def own_row(row: dict, index: int, *, where: str) -> Row:
-    """A row in our schema; what is missing or null is empty, and a passage may be its text alone.
+    """A row in our schema. Missing and null fields are empty, and a passage may be just its text.
 
     Raises:
-        `ValueError`: a field of another kind, by its name, with what it is and what is expected.
+        `ValueError`: a field of another type; the message names it, its value and what is expected.
     """
 
     def given(place: str, value: Any, kind: type, expected: str) -> Any:
@@ -192,8 +192,7 @@ def token_f1(prediction: str, golds: Sequence[str]) -> float:
 
 
 def find_answer(answer: str, text: str) -> dict[str, int] | None:
-    """Where a text says an answer word for word; case, spaces, punctuation around it and what nobody sees make no
-    difference.
+    """Find an answer verbatim in a text, regardless of case, spaces, surrounding punctuation and invisible characters.
 
     >>> find_answer("Ski  jumper.", "A Kazakh ski jumper since 2003.")
     {'start': 9, 'end': 19}

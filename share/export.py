@@ -2,9 +2,9 @@
 
     python -m arcaligner.share.export --stages runs/smollm2_135m --output checkpoints/arcaligner-smollm2-135m
 
-Training keeps the aligner in float32, since small updates would be lost in bfloat16. A finished one does not need it,
-and loads as float32 again. The last stage in the folder is taken. The model card is rewritten each time, unless
-it was edited: run this again after an evaluation has put its `results.json` there, and the card has the numbers.
+Training keeps the aligner in float32, because small updates would be lost in bfloat16. A finished aligner does not need
+the precision, and loads as float32 again. The last stage in the folder is taken. The model card is rewritten each time,
+unless it was edited: run this again after an evaluation has put its `results.json` there, and the card has the numbers.
 """
 
 import shutil
@@ -31,16 +31,16 @@ def save_stage(
     state_dict: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Writes aligner, processor and the text of the recipe to `output_dir`, a folder that the next stage can load.
-    Checkpoints in it stay, a model card that was edited, and results of the same weights. `state_dict` has the weights
-    of a model that is spread over several processes."""
+    Checkpoints in it are kept, and so are an edited model card and results of the same weights. `state_dict` has the
+    weights of a model that is sharded over processes."""
     with written_whole(output_dir) as folder:
-        if Path(output_dir, "README.md").exists():  # the new card keeps what was written in the old one
+        if Path(output_dir, "README.md").exists():  # the new card keeps edits of the old one
             shutil.copyfile(Path(output_dir, "README.md"), folder / "README.md")
         model.save_pretrained(folder, state_dict=state_dict)
         processor.save_pretrained(folder)
         results = Path(output_dir, RESULTS_FILE)
         if results.exists() and not answers_alike(Path(output_dir), folder):
-            results.unlink()  # before the weights change: a kill leaves no numbers of others
+            results.unlink()  # before the weights change, so that a kill leaves no results of other weights
             typer.echo(f"removed {results}: it was measured with other weights or settings", err=True)
         (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
         write_model_card(model.config, folder)

@@ -1,12 +1,12 @@
 """Model card of a checkpoint, and its upload to the Hub.
 
-The card (`model_card.md.jinja`) says what the configuration, `recipe.yaml` and `results.json` beside it say. Results
-are those of an evaluation, in percent with 95 % intervals:
+The card (`model_card.md.jinja`) is filled from the configuration, `recipe.yaml` and `results.json` in its folder.
+Results are those of an evaluation, in percent with 95 % intervals:
 
     {"sets": {"SQuAD": {"methods": {"arcaligner": {"f1": [9.7, 6.5, 13.2]}, "arcaligner_x4": {"f1": ...}}}}}
 
-An upload is one commit, which is there whole or not at all. `HfApi.upload_folder` commits in several steps where hf_xet
-is installed, which could leave new code beside old weights.
+An upload is one commit, so it is atomic. `HfApi.upload_folder` commits in several steps where hf_xet
+is installed, which could leave new code with old weights.
 """
 
 import contextlib
@@ -39,22 +39,22 @@ logger = logging.get_logger(__name__)
 RECIPE_FILE = "recipe.yaml"
 RESULTS_FILE = "results.json"
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
-# Stands in each card that is written here. A card without this line was edited, and is not overwritten.
+# Part of each generated card. A card without this line was edited, and is not overwritten.
 GENERATED = (
     "<!-- Generated from the other files of this folder whenever they change. Remove this line to edit it yourself. -->"
 )
 
-_MAIN = "arcaligner"  # the method of results whose answers are the aligner's at its own rate
+_MAIN = "arcaligner"  # the method in results that is the aligner at its own rate
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".gz", ".csv")
-# Uploaded; other files of a training folder, such as optimizer states, are not.
+# Files to upload; others of a training folder, such as optimizer states, are not.
 _CHECKPOINT_FILES = (
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
     *("processor_config.json", "tokenizer*", "special_tokens_map.json", "chat_template.jinja", "README.md"),
     *(RECIPE_FILE, RESULTS_FILE),
     f"{ENCODER_FOLDER}/*",
 )
-# Files of an earlier push that a new one removes when it has no such file.
+# Files of an earlier push that a new one removes if it has no such file.
 _FORMER_FILE = re.compile(
     rf"\w+_arcaligner\.py|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|{ENCODER_FOLDER}/.*|"
     + "|".join(map(re.escape, (RECIPE_FILE, RESULTS_FILE)))
@@ -65,17 +65,17 @@ _FORMER_FILE = re.compile(
 
 
 def write_model_card(config: ArcAlignerConfig, folder: Path) -> bool:
-    """Writes `README.md` of [`model_card`], and says whether it did: one that was edited stays."""
+    """Writes `README.md` of [`model_card`], and return whether it was written: an edited card is kept."""
     if (card := model_card(config, folder)) is not None:
         write_whole(folder / "README.md", card)
     return card is not None
 
 
 def model_card(config: ArcAlignerConfig, folder: Path, name: str = "user/name") -> str | None:
-    """The model card from the configuration and the files in `folder`; `None` where it was edited.
+    """The model card from the configuration and the files in `folder`; `None` if it was edited.
 
     Args:
-        config ([`ArcAlignerConfig`]), folder (`Path`): The checkpoint's, with its recipe and results where it has them.
+        config ([`ArcAlignerConfig`]), folder (`Path`): The checkpoint's, with its recipe and results if it has them.
         name (`str`): The Hub id that the quick start loads.
 
     Raises:
@@ -109,13 +109,13 @@ def model_card(config: ArcAlignerConfig, folder: Path, name: str = "user/name") 
 
 
 def is_hub_id(name: str | None) -> bool:
-    """Whether `name` is a repository on the Hub, as far as can be told from here: neither a path nor a file."""
+    """Whether `name` is a repository on the Hub, as far as its form shows: neither a path nor a file."""
     is_name = name is not None and _HUB_ID.fullmatch(name) is not None
     return is_name and not name.startswith(".") and not name.endswith(_FILE_SUFFIXES) and not Path(name).exists()
 
 
 def _read_recipes(folder: Path) -> tuple[Counter[str], dict[str, dict[str, None]]]:
-    """The stages that the checkpoint went through, and by its place each data set with the stages that read it."""
+    """The stages that the checkpoint went through, and each data set, by its id, with the stages that use it."""
     path, stages, data = folder / RECIPE_FILE, Counter(), {}
     if not path.exists():
         return stages, data
@@ -124,7 +124,7 @@ def _read_recipes(folder: Path) -> tuple[Counter[str], dict[str, dict[str, None]
             stages[recipe["stage"]] += 1
             for source in recipe.get("train_files", {}):
                 name = source.partition("?")[0]
-                name = name if is_hub_id(name) else Path(name).name  # its folder is one of another machine
+                name = name if is_hub_id(name) else Path(name).name  # the folder is on another machine
                 for place in TRAINING_FILES.get(name, [name]):
                     data.setdefault(place, {})[recipe["stage"]] = None
     except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
@@ -136,7 +136,7 @@ def _read_recipes(folder: Path) -> tuple[Counter[str], dict[str, dict[str, None]
 
 
 def _read_results(folder: Path, processor: dict[str, Any]) -> dict[str, Any] | None:
-    """What the card says of the results: F1 of what is read on each set, and what that is."""
+    """Results for the card: F1 of each method on each set, and which passages were used."""
     path = folder / RESULTS_FILE
     if not path.exists():
         return None
@@ -171,11 +171,11 @@ def read_aligner_config(checkpoint: str | Path) -> ArcAlignerConfig:
     """The configuration of an aligner, a folder or a Hub id.
 
     Raises:
-        `ValueError`: a checkpoint of another model.
+        `ValueError`: a checkpoint of another model type.
         `OSError`: a checkpoint that is not there.
     """
     config = ArcAlignerConfig.from_pretrained(checkpoint)
-    if config.base_model_name_or_path == str(checkpoint):  # a plain model is read as the base of an aligner
+    if config.base_model_name_or_path == str(checkpoint):  # a plain model loads as an untrained aligner around it
         raise ValueError(
             f"{checkpoint} is a checkpoint of type {config.text_config.model_type!r}; expected 'arcaligner', that is a "
             "folder or a Hub id that an ArcAligner model was saved to."
@@ -184,7 +184,7 @@ def read_aligner_config(checkpoint: str | Path) -> ArcAlignerConfig:
 
 
 def check_checkpoint(folder: Path) -> ArcAlignerConfig:
-    """Refuses a folder that no aligner can be loaded from. No weights are loaded, no base model is needed.
+    """Raise for a folder that no aligner can be loaded from. No weights are loaded, no base model is needed.
 
     Raises:
         `ValueError`: files that are missing, a trained encoder's among them, or weights that are missing, broken or
@@ -210,7 +210,7 @@ def push_checkpoint(repo_id: str, checkpoint: str | Path, *, private: bool = Fal
     Code is uploaded as it is in this package, and the model card is rewritten unless it was edited.
 
     Args:
-        repo_id (`str`): `user/name`; made when it is not there. Other files in it stay.
+        repo_id (`str`): `user/name`; created if it does not exist. Its other files are kept.
         checkpoint (`str` or `Path`): Folder of a complete checkpoint; files in it may be links.
         private (`bool`): Whether only its owner may see the repository.
 
@@ -218,7 +218,7 @@ def push_checkpoint(repo_id: str, checkpoint: str | Path, *, private: bool = Fal
         `ValueError`: a checkpoint that cannot be loaded, an invalid `repo_id`, or a public repository where a private
             one was asked for. Nothing is uploaded.
         `PermissionError`: no token, an unknown one, or one that may not write there.
-        `ConnectionError`: a push that broke off; nothing of it is visible.
+        `ConnectionError`: an interrupted push; nothing of it is visible.
     """
     validate_repo_id(repo_id)
     folder, api = Path(checkpoint), HfApi()
@@ -254,7 +254,7 @@ def push_checkpoint(repo_id: str, checkpoint: str | Path, *, private: bool = Fal
 
 @contextlib.contextmanager
 def _translate_hub_errors(repo_id: str, endpoint: str) -> Iterator[None]:
-    """Says what a refusal or a lost connection means for the push to `repo_id`."""
+    """Turn errors of the Hub into errors that say what to do about the push to `repo_id`."""
     try:
         yield
     except (HTTPError, OfflineModeIsEnabled, RuntimeError) as error:

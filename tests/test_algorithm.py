@@ -174,7 +174,8 @@ def test_algorithm1_in_random_cases(seed):
 
 @pytest.mark.parametrize("almost_all", [0.0, 0.5, 2.0])  # closed slots are computed too: always, sometimes, never
 @pytest.mark.parametrize("backbone", ["llama", "gemma3_text"])
-def test_closed_slots_stay_whether_a_step_computes_them_or_not(monkeypatch, backbone, almost_all):
+def test_closed_slots_do_not_change(monkeypatch, backbone, almost_all):
+    """Closed slots do not change, whether a step computes them or not."""
     model = tiny_aligner(backbone)
     width, widths = OpenSlotsSteps._width, []
 
@@ -191,7 +192,8 @@ def test_closed_slots_stay_whether_a_step_computes_them_or_not(monkeypatch, back
 
 
 @pytest.mark.parametrize("backbone, kinds", [("llama", 1), ("gemma3_text", 2)])
-def test_layers_with_one_mask_share_the_inputs_of_a_step_of_all_slots(monkeypatch, backbone, kinds):
+def test_shared_mask_shares_inputs(monkeypatch, backbone, kinds):
+    """Layers with one mask share the inputs of a step of all slots."""
     types = {} if kinds == 1 else {"layer_types": ["sliding_attention", "full_attention", "full_attention"] * 2}
     model = tiny_aligner(backbone_config(backbone, num_hidden_layers=6, **types), gate_mode="always")
     rows = random_rows(model, [3, 5])
@@ -205,7 +207,7 @@ def test_layers_with_one_mask_share_the_inputs_of_a_step_of_all_slots(monkeypatc
 
 @pytest.mark.parametrize("backbone", ["llama", "mistral_window", "gemma3_text"])
 @pytest.mark.parametrize("padding_side", ["left", "right"])
-def test_attention_without_a_mask_of_rows_and_columns_refines_the_whole_prefix(monkeypatch, backbone, padding_side):
+def test_dense_mask_refines_the_prefix(monkeypatch, backbone, padding_side):
     """The way of flash attention, walked with an attention that can do both."""
     model = tiny_aligner(backbone, gate_mode="always")
     batch = for_generate(collate(random_rows(model, [3, 0, 5], seed=3), padding_side))

@@ -362,7 +362,7 @@ def test_old_probe_in_another_order_is_sorted(checkpoint_dir, tmp_path):
     assert model.answerability_head.match.tolist() == [1.0, 0.0, 0.0]
 
 
-def test_old_checkpoint_is_brought_up_to_date_in_place(tmp_path):
+def test_old_checkpoint_is_converted(tmp_path):
     """Only the head moves: the files of the encoder, the tokenizer and the digests that bind them stay."""
     folder = shutil.copytree(cases.SAVED / "separate", tmp_path / "old")
     kept = {path: path.read_bytes() for path in folder.rglob("*") if path.name not in CHANGED and path.is_file()}

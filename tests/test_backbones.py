@@ -25,7 +25,8 @@ every_backbone = pytest.mark.parametrize("backbone", list(BACKBONES))
 @every_backbone
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_text_without_slots_is_the_base_model_bit_for_bit(backbone, dtype, attention):
+def test_text_equals_the_base_model(backbone, dtype, attention):
+    """Text without slots gives the logits of the base model bit for bit."""
     if backbone == "gemma2":
         attention = "eager"  # the only one it has
     model = tiny_aligner(backbone, dtype=dtype, attn_implementation=attention)
@@ -39,7 +40,8 @@ def test_text_without_slots_is_the_base_model_bit_for_bit(backbone, dtype, atten
     assert torch.equal(model.generate(**batch, **settings), base.generate(**batch, **settings))
 
 
-def test_logits_of_a_backbone_that_multiplies_by_its_scaling_are_its_own():
+def test_backbone_with_scaled_logits():
+    """Logits of a backbone that multiplies them by a scale are its own."""
     pytest.importorskip("transformers.models.hyperclovax")
     settings = COMMON | {"logits_scaling": 3.0, "embedding_multiplier": 1.0, "residual_multiplier": 1.0}
     model = tiny_aligner(AutoConfig.for_model("hyperclovax", **settings), dtype=torch.float32)
@@ -53,7 +55,8 @@ def test_logits_of_a_backbone_that_multiplies_by_its_scaling_are_its_own():
 @in_float64
 @every_backbone
 @pytest.mark.parametrize("padding_side, attention", [("left", "sdpa"), ("right", "eager")])
-def test_slots_follow_algorithm_1_row_by_row_in_each_kernel(backbone, padding_side, attention):
+def test_kernels_follow_algorithm_1(backbone, padding_side, attention):
+    """In each kernel, each row of slots follows Algorithm 1."""
     if backbone == "gemma2":
         attention = "eager"  # the only one it has
     model = tiny_aligner(backbone, attn_implementation=attention)
@@ -161,7 +164,8 @@ REFUSED = {  # model_type -> (settings, what the reason must speak of)
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_unsupported_backbone_is_refused_by_name_with_the_reason(model_type):
+def test_unsupported_backbone_is_named(model_type):
+    """An unsupported backbone is refused by name, with the reason."""
     settings, reason = REFUSED[model_type]
     text_config = AutoConfig.for_model(model_type, **settings)
     with pytest.raises(ValueError, match=rf"(?s)`{model_type}`.*({reason})"):

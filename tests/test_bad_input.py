@@ -69,13 +69,15 @@ ONE[0, 2, 5] = True
         ({"context_word_ids": WORDS}, "`config.word_parts` is 0"),
     ],
 )
-def test_a_batch_that_does_not_fit_is_refused_and_leaves_no_trace(model, change, message):
+def test_misfit_batch_leaves_no_trace(model, change, message):
+    """A batch that does not fit is refused and leaves no trace."""
     before = model(**GOOD).logits
     assert_refused(model, message, **GOOD | change)
     assert torch.equal(model(**GOOD).logits, before)
 
 
-def test_a_prompt_may_be_as_long_as_the_context_and_text_alone_too(model):
+def test_prompt_may_fill_the_context(model):
+    """A prompt may be as long as the context, and so may text alone."""
     model(**GOOD | {"input_ids": torch.cat([IDS, torch.full((1, 120), 5)], dim=1)})
     with pytest.raises(ValueError, match=TOO_LONG):  # before minutes are spent on it
         model.generate(torch.full((1, 129), 5), max_new_tokens=2)
@@ -134,7 +136,8 @@ def test_words_of_slots_are_checked_as_ids_are(words, message):
     assert torch.equal(*(reader(**GOOD, context_word_ids=ids).logits for ids in (WORDS, WORDS.int())))
 
 
-def test_slots_after_a_cache_and_in_chunks_are_refused_and_the_cache_is_kept(model):
+def test_late_slots_are_refused(model):
+    """Slots after a cache and in chunks are refused, and the cache is unchanged."""
     second, cache = {"input_ids": IDS[:, 2:4], "context_embeds": EMBEDS[:, :2]}, DynamicCache()
     with torch.no_grad():
         model(**GOOD, past_key_values=cache, use_cache=True)
@@ -163,7 +166,8 @@ def test_lora_cannot_be_merged(model):
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-def test_another_peft_adapter_is_refused_on_top_and_merged_below(model):
+def test_other_peft_adapter_is_refused(model):
+    """Another PEFT adapter is refused on top of the slots' LoRA, and may be merged below it."""
     with_adapter = get_peft_model(tiny_aligner(), LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ValueError, match=r"PEFT adapter \['default'\] is active.*without a `peft_config`"):
         with_adapter(**GOOD)
@@ -212,7 +216,8 @@ def load_another_way(*args, **kwargs):
         return ArcAlignerForCausalLM.from_pretrained(*args, **kwargs)
 
 
-def test_checkpoint_for_another_encoder_or_backbone_or_one_that_is_nowhere(checkpoint):
+def test_misfit_checkpoints_are_refused(checkpoint):
+    """A checkpoint for another encoder or backbone is refused, and so is one that is nowhere."""
     load = partial(ArcAlignerForCausalLM.from_pretrained, checkpoint / "aligner")
     with pytest.raises(ValueError, match=r"(?s)width 12.*projector\.up\.weight.*\[24, 10\].*\[24, 12\]"):
         load(encoder_hidden_size=12)
@@ -235,7 +240,8 @@ def test_a_base_model_that_lacks_weights_is_refused(checkpoint, load):
 
 
 @pytest.mark.parametrize("with_base, options", [(False, {}), (True, {"dtype": torch.bfloat16, "device_map": "cpu"})])
-def test_a_transformers_that_loads_weights_in_another_way_loads_the_same(checkpoint, tmp_path, with_base, options):
+def test_other_loader_loads_the_same(checkpoint, tmp_path, with_base, options):
+    """A transformers that loads weights in another way loads the same."""
     folder = checkpoint / "aligner"
     if with_base:
         ArcAlignerForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "whole", save_base_model=True)
@@ -252,7 +258,8 @@ def test_a_transformers_that_loads_weights_in_another_way_loads_the_same(checkpo
     assert files[0] == files[1] and found.config.gate_threshold == 0.3
 
 
-def test_a_base_model_is_loaded_another_way_too_and_none_is_quantized(checkpoint):
+def test_other_loader_cannot_quantize(checkpoint):
+    """A base model is loaded in another way, too, and none is quantized."""
     found, info = load_another_way(checkpoint / "base", output_loading_info=True, **SETTINGS)
     expected = ArcAlignerForCausalLM.from_pretrained(checkpoint / "base", **SETTINGS)
     of_base = {name: weight for name, weight in expected.state_dict().items() if not expected.is_aligner_key(name)}
@@ -264,7 +271,8 @@ def test_a_base_model_is_loaded_another_way_too_and_none_is_quantized(checkpoint
 
 
 @pytest.mark.parametrize("library", ["transformers", "peft", "sentence-transformers"])
-def test_a_library_that_is_too_old_is_named_with_what_is_needed(library):
+def test_old_library_is_named(library):
+    """A library that is too old is named, with the version that is needed."""
     code = f"""
 import importlib.metadata, transformers
 found = importlib.metadata.version

@@ -60,7 +60,7 @@ class FrugalReference(Reference):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_most_confident_slots_are_refined_within_the_budget_of_each_row(seed):
+def test_budget_refines_confident_slots(seed):
     """Rows of a batch do what a plain implementation does with each alone."""
     draw = random.Random(seed)
     share = draw.choice([0, *SHARES])
@@ -70,7 +70,8 @@ def test_most_confident_slots_are_refined_within_the_budget_of_each_row(seed):
 
 
 @pytest.mark.parametrize("gate_mode", ["adaptive", "always"])
-def test_a_larger_budget_takes_no_step_away_and_one_without_end_leaves_the_gates_to_themselves(gate_mode):
+def test_larger_budget_adds_steps(gate_mode):
+    """A larger budget removes no step, and an infinite one leaves the decision to the gates."""
     model = tiny_aligner("mistral_window", gate_mode=gate_mode)
     batch = for_generate(collate(random_rows(model, [5, 0, 9], seed=2), "left"))
     shares = [*(percent / 100 for percent in range(0, 100, 2)), 1000, 1e300, float("inf")]
@@ -83,7 +84,8 @@ def test_a_larger_budget_takes_no_step_away_and_one_without_end_leaves_the_gates
 
 
 @pytest.mark.parametrize("gate_mode", ["adaptive", "always"])
-def test_operations_that_are_counted_while_it_runs_stay_within_the_share(gate_mode):
+def test_counted_operations_within_budget(gate_mode):
+    """Operations that are counted during a run stay within the share."""
     model = tiny_aligner("llama", attn_implementation="eager", gate_mode=gate_mode)
     row = random_row(model, 12, num_text=6, contiguous=True)
     end = int((row.input_ids == model.config.context_token_id).nonzero().max()) + 1
@@ -107,7 +109,8 @@ def test_operations_that_are_counted_while_it_runs_stay_within_the_share(gate_mo
     assert measured(refinement_budget=0) == off
 
 
-def test_a_step_computes_no_slot_that_is_not_paid_for(monkeypatch):
+def test_unpaid_slots_are_not_computed(monkeypatch):
+    """A step computes no slot that the budget does not cover."""
     model, width, taken = tiny_aligner("llama"), OpenSlotsSteps._width, []
 
     def noted(steps, gate_open):
@@ -122,7 +125,8 @@ def test_a_step_computes_no_slot_that_is_not_paid_for(monkeypatch):
     assert {(11, 11), (12, 12)} <= set(taken)  # nearly all, which without a budget would be all
 
 
-def test_training_and_kernels_that_refine_all_slots_or_none_are_refused(monkeypatch):
+def test_budget_is_refused_where_meaningless(monkeypatch):
+    """Training, and kernels that refine all slots or none, are refused."""
     model = tiny_aligner("llama")
     batch = for_generate(collate(random_rows(model, [3])))
     with pytest.raises(ValueError, match=r"`refinement_budget` is 0.1 in training.*`model.eval\(\)`"):

@@ -44,7 +44,8 @@ def assert_same(output, expected, **tolerance):
 
 
 @pytest.mark.parametrize(("backbone", "dtype", "tolerance"), FAMILIES)
-def test_decoding_is_traced_whole_and_once_and_gives_the_logits_of_plain(backbone, dtype, tolerance, traced):
+def test_decoding_is_traced_once(backbone, dtype, tolerance, traced):
+    """Decoding is traced whole and once, and gives the same logits as without compilation."""
     model = tiny_aligner(backbone, dtype=dtype)
     batch = batch_of(model, [4, 0, 9, 1])
     settings = {"do_sample": False, "max_new_tokens": 10, "return_dict_in_generate": True, "output_logits": True}
@@ -60,7 +61,8 @@ def test_decoding_is_traced_whole_and_once_and_gives_the_logits_of_plain(backbon
 
 @torch.no_grad()
 @pytest.mark.parametrize(("backbone", "dtype", "tolerance"), FAMILIES)
-def test_compiled_layers_refine_as_plain_and_share_code_at_any_threshold(backbone, dtype, tolerance, traced):
+def test_compiled_layers_match_plain(backbone, dtype, tolerance, traced):
+    """Compiled layers refine as plain ones, and share code at any threshold."""
     model, plain = (tiny_aligner(backbone, dtype=dtype) for _ in range(2))
     compile_layers(model, traced[0])
     counts = []
@@ -88,7 +90,8 @@ def test_what_compiled_code_cannot_do_runs_without_it(traced):
 
 
 @torch.no_grad()
-def test_a_copy_of_a_compiled_model_runs_its_own_weights_and_a_model_may_be_compiled_as_a_whole(traced):
+def test_compiled_copies_and_models(traced):
+    """A copy of a compiled model runs its own weights, and a whole model may be compiled."""
     model, other = tiny_aligner("llama", seed=1), tiny_aligner("llama", seed=2)
     batch = batch_of(model, [4, 0, 9, 1])
     compile_layers(model, traced[0])

@@ -55,7 +55,8 @@ def test_killed_save_leaves_a_checkpoint_that_loads(model, processor, checkpoint
     assert {path.name for path in folder.iterdir() if path.name[0] != "."} == {p.name for p in checkpoint_dir.iterdir()}
 
 
-def test_killed_write_leaves_the_former_file_and_no_half_of_a_slot_prefix(tmp_path):
+def test_killed_write_keeps_old_file(tmp_path):
+    """A killed write leaves the former file, and no half of a slot prefix."""
     config, path = backbone_config(), tmp_path / "prefix.safetensors"
     prefix = torch.randn(config.num_hidden_layers, 2, config.num_key_value_heads, 90, config.head_dim)
     for moment in MOMENTS:
@@ -103,7 +104,7 @@ def read(root: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("is_lasting", [False, True])
 @pytest.mark.parametrize("fails_at", range(MOVES + 1))
-def test_a_save_whose_files_cannot_be_moved_leaves_the_former_ones(tmp_path, fails_at, is_lasting, monkeypatch):
+def test_failed_move_keeps_old_files(tmp_path, fails_at, is_lasting, monkeypatch):
     """Or says where they are, when they cannot be moved back either."""
     folder, replace, moves = tmp_path / "checkpoint", os.replace, itertools.count()
 

@@ -38,7 +38,7 @@ def prompts(model, slot_counts, seed=0):
 
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("method", [{"do_sample": False}, {"num_beams": 3, "num_return_sequences": 2}])
-def test_hidden_states_and_attentions_are_recorded_once_per_layer(recorded, method, use_cache):
+def test_hidden_states_per_layer(recorded, method, use_cache):
     """Refinement applies a layer again, which must not show as another layer."""
     batch = prompts(recorded, [3, 6, 0])
     length, num_layers = batch["input_ids"].shape[1], recorded.config.text_config.num_hidden_layers
@@ -50,7 +50,7 @@ def test_hidden_states_and_attentions_are_recorded_once_per_layer(recorded, meth
         assert [a.shape[2:] for a in attentions] == [(new, length + step)] * num_layers
 
 
-def test_without_the_variable_of_transformers_all_passes_of_a_layer_are_recorded(recorded, monkeypatch):
+def test_all_passes_are_recorded(recorded, monkeypatch):
     """Where the private variable is not found, refinement's passes are recorded as well; nothing else differs."""
     spec = importlib.util.spec_from_file_location("arcaligner.another_way", modeling_arcaligner.__file__)
     another_way = importlib.util.module_from_spec(spec)
@@ -157,7 +157,8 @@ OTHER_GATES = [
 
 @pytest.mark.parametrize("gates", OTHER_GATES)
 @pytest.mark.parametrize("method", [{}, {"use_cache": False}, {"num_beams": 3}])
-def test_generate_with_other_gates_is_the_configuration_with_them(recorded, gates, method):
+def test_gates_of_generate(recorded, gates, method):
+    """`generate` with other gates equals a configuration with these gates."""
     model, batch = recorded, prompts(recorded, [3, 6, 0])
     options = GREEDY | method | {"return_dict_in_generate": True, "output_logits": True}
     config, generation_config = model.config.to_dict(), model.generation_config.to_dict()
@@ -171,7 +172,7 @@ def test_generate_with_other_gates_is_the_configuration_with_them(recorded, gate
     assert not torch.equal(found.logits[0], plain.logits[0])
 
 
-def test_threads_see_neither_slots_nor_gates_of_each_other(model):
+def test_threads_are_independent(model):
     """Five batches, one of text alone, each with its own gates."""
     settings = [*OTHER_GATES[:3], {}, {"refinement_budget": 0.3}]
     batches = [prompts(model, [count], seed=count) | settings[count] for count in range(5)]
@@ -196,7 +197,8 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
-def test_settings_that_cannot_be_are_refused_with_slots_and_without(model, name):
+def test_impossible_settings_are_refused(model, name):
+    """Impossible settings are refused, with slots and without."""
     values, message = IMPOSSIBLE[name]
     for batch in (prompts(model, [4]), {"input_ids": torch.tensor([[5, 6, 7]])}):
         for call, value in itertools.product((model, model.model, model.generate), values):

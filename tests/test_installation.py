@@ -41,7 +41,8 @@ def files_below(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def test_a_wheel_holds_the_modules_of_the_root_and_all_of_each_folder_of_use(installed):
+def test_wheel_contains_the_package(installed):
+    """A wheel contains the modules of the root and all of each folder of use."""
     for folder in OF_WHEEL:
         assert files_below(installed / folder) == files_below(ROOT / folder)
     assert {path.name for path in installed.glob("*.py")} == {path.name for path in ROOT.glob("*.py")}
@@ -49,7 +50,8 @@ def test_a_wheel_holds_the_modules_of_the_root_and_all_of_each_folder_of_use(ins
     assert {path.name for path in (installed / "tests").iterdir()} == {"data"}
 
 
-def test_every_file_that_modules_and_recipes_name_is_of_the_wheel_and_found_from_any_folder(tmp_path, monkeypatch):
+def test_wheel_contains_named_files(tmp_path, monkeypatch):
+    """Every file that modules and recipes name is in the wheel and found from any folder."""
     monkeypatch.chdir(tmp_path)
     found = [files.DEFAULT_CHECKPOINT, files.CASE_STUDIES, files.SQUAD_SAMPLE, hub.TEMPLATE, settings.RECIPES, PAGE]
     found += [ACCELERATE_CONFIGS, RECIPES, lm_eval_tasks, settings.read_settings("smollm2_135m", {}, {}).checkpoint]
@@ -98,7 +100,8 @@ def run_without(tmp_path):
         ("llama-cpp", f"arcaligner export-gguf {ROOT} --output unused"),
     ],
 )
-def test_a_command_without_its_extra_says_in_one_line_what_to_install(run_without, extra, arguments):
+def test_missing_extra_is_named(run_without, extra, arguments):
+    """A command without its extra says in one line what to install."""
     ran = run_without(OF_CLI + OF_EXTRAS if extra == "cli" else OF_EXTRAS, "-m", *arguments.split())
     assert ran.returncode == 1 and ran.stdout == ""
     (error,) = [line for line in ran.stderr.splitlines() if not line.startswith("Loading")]

@@ -41,7 +41,8 @@ def by_eq_3(layer, states: torch.Tensor, rows: torch.Tensor, sign: int = 1) -> t
 
 @pytest.mark.parametrize("with_gradients", [True, False])
 @pytest.mark.parametrize("rows", [SLOTS, TOGETHER, ALL_ROWS, torch.arange(10), torch.tensor([], dtype=torch.long)])
-def test_residual_is_that_of_eq_3_on_slot_rows(layer, states, rows, with_gradients):
+def test_residual_follows_eq_3(layer, states, rows, with_gradients):
+    """On slot rows the residual is that of Eq. 3."""
     with torch.set_grad_enabled(with_gradients), lora_on(rows):
         found = layer(states)
     expected = by_eq_3(layer, states, rows)
@@ -109,7 +110,8 @@ def test_linears_of_one_input_share_its_slots(layer, states, monkeypatch):
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
-def test_adapter_of_another_name_is_peft_s_own_matter(layer, states):
+def test_other_adapters_are_pefts(layer, states):
+    """An adapter with another name is left to PEFT."""
     holder = nn.ModuleDict({"linear": copy.deepcopy(layer)})
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["linear"], init_lora_weights=False), holder, "other")
     both = holder["linear"]
@@ -121,7 +123,8 @@ def test_adapter_of_another_name_is_peft_s_own_matter(layer, states):
                 torch.testing.assert_close(both(states), layer.base_layer(states) + residual)
 
 
-def test_what_a_hook_holds_of_the_frozen_linear_stays_frozen_where_there_are_gradients(layer, states):
+def test_hooked_output_stays_frozen(layer, states):
+    """The frozen output that a hook holds is not changed, even with gradients."""
     seen = []
     layer.base_layer.register_forward_hook(lambda module, args, output: seen.append(output))
     with lora_on(SLOTS):
@@ -134,7 +137,8 @@ def test_what_a_hook_holds_of_the_frozen_linear_stays_frozen_where_there_are_gra
 
 @pytest.mark.parametrize("name", ["lora_A", "lora_B"])
 @some_or_all_rows
-def test_low_rank_linear_of_a_patched_forward_is_called_for_slot_rows_alone(layer, states, rows, name):
+def test_patched_linear_sees_slots_only(layer, states, rows, name):
+    """The low-rank linear of a patched forward is called for slot rows only."""
     linear = getattr(layer, name)[ADAPTER_NAME]
 
     def negated(slots):  # as of what fetches weights first
@@ -165,7 +169,8 @@ def test_autocast_and_another_layout_of_the_frozen_linear(layer, states, rows):
     torch.testing.assert_close(found[0], found[1], rtol=0.01, atol=0.01)
 
 
-def test_an_aligner_without_lora_computes_what_one_does_whose_lora_does_nothing():
+def test_zero_lora_equals_none():
+    """An aligner without LoRA computes the same as one with a LoRA of zeros."""
     alone, with_lora = tiny_aligner("llama", lora_r=0), tiny_aligner("llama")
     state = {name: torch.zeros_like(p) if "lora_B" in name else p for name, p in with_lora.state_dict().items()}
     with_lora.load_state_dict(state)

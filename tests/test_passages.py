@@ -76,7 +76,9 @@ def test_gradients_are_those_of_the_plain_algorithm(seed):
     torch.testing.assert_close(*loss_gradients(model, rows, "right", [cut(draw, 7), [], cut(draw, 4)]), **EXACT)
 
 
-def test_a_joint_model_reads_the_passages_before_and_a_separate_one_does_not(apart, model, monkeypatch):
+def test_joint_and_separate_attention(apart, model, monkeypatch):
+    """A joint model attends to the passages before, and a separate one does not."""
+
     def last_logits(documents):
         return model(**chat_inputs(apart, "Who?", documents)).logits[0, -1]
 
@@ -89,7 +91,8 @@ def test_a_joint_model_reads_the_passages_before_and_a_separate_one_does_not(apa
 
 
 @pytest.mark.parametrize("gates", MODES, ids=str)
-def test_kept_passages_answer_in_any_combination_as_when_read_together(store, gates):
+def test_cached_passages_combine(store, gates):
+    """Cached passages answer in any combination as in one prompt."""
     store.prepare("?", PASSAGES, **gates)
     assert (store.hits, store.misses) == (0, 3)
     questions = ["Who wrote it?", "When, and why?", "Who is tall?", "Where?"]
@@ -99,7 +102,7 @@ def test_kept_passages_answer_in_any_combination_as_when_read_together(store, ga
     assert inputs.num_passages == [2, 1, 3, 3] and inputs.num_cached == [2, 1, 3, 2]
 
 
-def test_generated_tokens_are_those_of_reading_the_whole_again(apart, model):
+def test_generation_continues_the_prompt(apart, model):
     """Positions of new tokens count on from the longest passage, too."""
     inputs = chat_inputs(apart, "Who wrote it?", PASSAGES)
     ids = model.generate(**inputs, **FIVE_TOKENS)
@@ -124,7 +127,8 @@ def test_static_caches_hold_independent_passages():
 
 
 @pytest.mark.parametrize("room", [0, 3, 99])
-def test_a_joined_cache_grows_beyond_its_room_and_a_copy_is_its_own(apart, model, store, room, monkeypatch):
+def test_joined_cache_grows(apart, model, store, room, monkeypatch):
+    """A joined cache grows beyond its room, and a copy has its own."""
     monkeypatch.setattr("arcaligner.kv_cache_arcaligner.ROOM", room)
     questions, documents = ["Who wrote it?", "When?"], [PASSAGES, PASSAGES[:1]]
     with torch.inference_mode():
@@ -137,7 +141,8 @@ def test_a_joined_cache_grows_beyond_its_room_and_a_copy_is_its_own(apart, model
     assert_answers(store, questions, before, documents=documents)
 
 
-def test_a_batch_of_chats_beams_and_the_pipeline_answer_as_one_by_one(apart, model, store):
+def test_batches_beams_and_pipeline_agree(apart, model, store):
+    """A batch of chats, beams and the pipeline answer like single questions."""
     ask = pipeline_of(model, apart)
     asked = [{"question": "Who?", "documents": PASSAGES[:number]} for number in (3, 0, 1, 2)]
     for options in ({}, {"num_beams": 3}, {"max_slots": 5}, {"return_slots": True}, {"refinement_budget": 0.2}):
@@ -150,7 +155,8 @@ def test_a_batch_of_chats_beams_and_the_pipeline_answer_as_one_by_one(apart, mod
     assert record["generated_text"][-1]["content"] == apart.decode(ids[0, -5:], skip_special_tokens=True)
 
 
-def test_the_first_slots_of_kept_passages_are_those_of_a_budget_of_slots(store):
+def test_slot_budget_of_cached_passages(store):
+    """The first slots of cached passages are those of a budget of slots."""
     for most in (1, 6, 9, 99):
         assert_answers(store, ["Who?"], slots={"max_slots": most}, documents=[PASSAGES])
     assert store.misses == 3  # whole passages are kept
@@ -163,7 +169,7 @@ def test_passages_without_text_have_no_slots_beside_others(apart, store):
         assert torch.equal(inputs["context_passage_ids"] * 0, plain["context_passage_ids"] * 0)
 
 
-def test_precomputed_slots_are_kept_by_passage_also_beside_longer_ones(processor):
+def test_precomputed_slots_of_any_length(processor):
     """A corpus hands over the words of all passages found, padded to the longest."""
     reader = processor_with(processor, passage_attention="separate", context_words=True)
     model = aligner_for(processor, passage_attention="separate", word_parts=2)
@@ -181,7 +187,8 @@ def test_precomputed_slots_are_kept_by_passage_also_beside_longer_ones(processor
 
 
 @pytest.mark.parametrize("gates", MODES, ids=str)
-def test_passages_share_rows_of_like_length_and_read_as_one_by_one(apart, model, gates, monkeypatch):
+def test_packed_passages_match_single_ones(apart, model, gates, monkeypatch):
+    """Passages share rows of similar length, and give the same as one by one."""
     documents = [" ".join(["It was written by Ada."] * (1 + number % 5)) for number in range(12)]
     encoded = apart.slot_encoder.encode_batch([[each] for each in documents])  # 33 slots
     head = apart.prompt_ids("Who?")[0]
@@ -202,7 +209,8 @@ def test_passages_share_rows_of_like_length_and_read_as_one_by_one(apart, model,
 # A folder of passages
 
 
-def test_passages_read_ahead_are_found_by_a_store_that_writes_nothing(apart, model, tmp_path):
+def test_read_only_cache_finds_files(apart, model, tmp_path):
+    """Precomputed passages are found by a cache that writes nothing."""
     ahead = model.passage_cache(apart, max_bytes=0, folder=tmp_path)
     paths = ahead.precompute("?", PASSAGES)
     assert len(paths) == 4 and set(paths) == set(tmp_path.iterdir())  # with the text before them
@@ -217,7 +225,8 @@ def test_passages_read_ahead_are_found_by_a_store_that_writes_nothing(apart, mod
     assert copied.read_only and copied.folder == tmp_path
 
 
-def test_a_broken_file_is_warned_of_and_its_passage_read_again(apart, model, tmp_path, caplog):
+def test_broken_file_is_recomputed(apart, model, tmp_path, caplog):
+    """A broken file gives a warning, and its passage is computed again."""
     path = model.passage_cache(apart, folder=tmp_path).precompute("Who?", PASSAGES)[2]
     whole, kept = path.read_bytes(), load_file(path)["keys_values"].clone()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -256,7 +265,8 @@ def four_slots(model, **options):
 TWO = torch.tensor([[0, 0, 1, 1]])
 
 
-def test_numbers_of_passages_that_do_not_fit_the_slots_are_refused(model):
+def test_wrong_passage_ids_are_refused(model):
+    """Numbers of passages that do not fit the slots are refused."""
     for numbers, message in [
         (torch.tensor([[0, 1, 0, 1]]), "never decrease"),
         (-TWO, "of at least 0"),
@@ -268,7 +278,8 @@ def test_numbers_of_passages_that_do_not_fit_the_slots_are_refused(model):
             model(**four_slots(model, contiguous=True), context_passage_ids=numbers)
 
 
-def test_passages_that_cannot_be_read_apart_are_refused_by_what_stands_against_it(model, processor, apart, monkeypatch):
+def test_unsupported_independence_is_refused(model, processor, apart, monkeypatch):
+    """Passages that cannot be independent are refused with the reason."""
     with pytest.raises(ValueError, match="There is text between the slots"):
         model(**four_slots(model, seed=3), context_passage_ids=TWO)
     for backbone in ("mistral_window", "gemma2"):
@@ -289,7 +300,8 @@ def test_passages_that_cannot_be_read_apart_are_refused_by_what_stands_against_i
         model(**four_slots(model, contiguous=True), context_passage_ids=TWO)
 
 
-def test_passages_together_may_be_longer_than_the_context_and_one_may_not(apart, store):
+def test_context_limits_of_passages(apart, store):
+    """All passages together may be longer than the context, and a single one may not."""
     words = "He is tall. " * 50  # a slot each
     inputs, *_ = assert_answers(store, ["Who?"], documents=[[words + str(number) for number in range(6)]])
     assert inputs["input_ids"].shape[1] > 300
@@ -297,7 +309,8 @@ def test_passages_together_may_be_longer_than_the_context_and_one_may_not(apart,
         chat_inputs(apart, "Who?", [words * 6])
 
 
-def test_a_question_too_long_for_the_longest_kept_passage_is_refused_and_nothing_read(store):
+def test_long_question_is_refused(store):
+    """A question too long for the longest cached passage is refused, and nothing is computed."""
     store.prepare("Who?", PASSAGES)
     with pytest.raises(ValueError, match="The prompt has .* positions but the backbone llama reads 300"):
         store.prepare("Who? " * 150, PASSAGES)
@@ -308,7 +321,8 @@ def test_a_question_too_long_for_the_longest_kept_passage_is_refused_and_nothing
     assert store.misses == 6 and len(store) == 4  # the last three were neither read nor kept
 
 
-def test_a_checkpoint_trained_jointly_is_read_apart_by_name_with_one_warning(processor, tmp_path, caplog):
+def test_joint_checkpoint_run_separately(processor, tmp_path, caplog):
+    """A jointly trained checkpoint runs with independent passages by name, with one warning."""
     trained = aligner_for(processor, passage_attention="separate")
     trained.config.passage_attention, trained.config.training_stage = "joint", "grounding"
     trained.save_pretrained(tmp_path)
@@ -346,7 +360,7 @@ def weighed(model, inputs, **options):
     return torch.stack(said.logits, dim=1), said.sequences
 
 
-def test_twice_a_passage_is_a_prior_of_log_two(model, store):
+def test_prior_of_log_two(model, store):
     """Two equal passages at the same positions give each key twice the weight in the softmax."""
     twice, _ = weighed(model, store.prepare("Who?", [PASSAGES[0]] * 2))
     once, _ = weighed(model, store.prepare("Who?", PASSAGES[:1], passage_prior=[[math.log(2)]]))
@@ -361,7 +375,7 @@ def test_a_prior_hides_a_passage(model, store):
     torch.testing.assert_close(hidden, alone, **EXACT)
 
 
-def test_a_prior_in_a_prompt_is_that_of_kept_passages(apart, model, store):
+def test_prior_in_a_prompt(apart, model, store):
     """Of slots that are read with the prompt, too, which read each other as without it."""
     prior = torch.tensor([[0.0, -1.0, -2.5]], dtype=torch.float64)
     kept, ids = weighed(model, store.prepare("Who?", PASSAGES, passage_prior=prior.tolist()))

@@ -42,7 +42,8 @@ def test_the_answer_is_what_the_model_generates(ask, model, processor, given, ch
     assert record["generated_text"] == expected and record["statistics"]["slots"] == (3 if documents else 1)
 
 
-def test_a_question_comes_back_as_an_answer_and_a_chat_with_the_answer_appended(ask):
+def test_question_and_chat_outputs(ask):
+    """A question returns an answer, and a chat the conversation with the answer appended."""
     answer = ask(ROWS[0])[0]["generated_text"]
     whole = [{"generated_text": [*CHAT, {"role": "assistant", "content": answer}]}]
     assert ask(CHAT, documents=DOCUMENTS) == ask(ROWS[0], return_full_text=True) == whole
@@ -58,14 +59,16 @@ def test_chat_ending_with_the_assistant_is_continued(ask, model, processor):
 
 
 @pytest.mark.parametrize("given", ["Once upon a time", CHAT], ids=["text", "chat"])
-def test_input_without_documents_is_answered_by_the_base_model(ask, base_model_dir, processor, given):
+def test_input_without_documents(ask, base_model_dir, processor, given):
+    """Input without documents is answered by the base model."""
     settings = {"device": "cpu", "max_new_tokens": NEW_TOKENS, "do_sample": False, "task": "text-generation"}
     base, tokenizer = AutoModelForCausalLM.from_pretrained(base_model_dir), copy.deepcopy(processor.tokenizer)
     expected = TextGenerationPipeline(model=base, tokenizer=tokenizer, **settings)(given)
     assert ask(given) == ask(given, max_slots=2) == expected
 
 
-def test_rows_bring_their_own_documents_whatever_the_batch_size_or_take_those_of_the_call(ask):
+def test_documents_of_rows(ask):
+    """Rows bring their own documents whatever the batch size, or use those of the call."""
     rows = [{"messages": CHAT}, *ROWS]  # the first has no slots
     one_by_one = [ask(row, return_slots=True) for row in rows]
     texts = [records[0]["generated_text"] for records in one_by_one[1:]]
@@ -84,7 +87,8 @@ ALWAYS = {"gate_mode": "always", "max_refinement_steps": 3}
 @pytest.mark.parametrize(
     "slots, gates", [({}, {}), ({"max_slots": 2}, ALWAYS), ({"tokens_per_slot": 4}, {"refinement_budget": 0})]
 )
-def test_slots_tell_their_segments_trajectories_and_rate_also_with_other_gates(ask, model, processor, slots, gates):
+def test_slots_report_trajectories(ask, model, processor, slots, gates):
+    """Slots report their segments, trajectories and rate, also with other gates."""
     record = ask(ROWS[0], return_slots=True, **slots, **gates)[0]
     told = processor(text=QUESTION, documents=DOCUMENTS, return_segments=True, **slots)
     assert record["segments"] == list(map(vars, told["segments"][0]))
@@ -98,7 +102,8 @@ def test_slots_tell_their_segments_trajectories_and_rate_also_with_other_gates(a
     assert gates or {"L0.", "LLL"} <= {each for layer in expected for each in layer}
 
 
-def test_streamer_receives_the_answer_piece_by_piece_or_behind_the_prompt(ask, processor):
+def test_streamer_gets_the_answer(ask, processor):
+    """A streamer receives the answer piece by piece, or after the prompt."""
     for skips_prompt in (True, False):
         streamer = TextIteratorStreamer(processor.tokenizer, skips_prompt, timeout=30, skip_special_tokens=True)
         answer, found = ask(ROWS[1], streamer=streamer)[0]["generated_text"], "".join(streamer)
@@ -160,7 +165,8 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_that_cannot_be_is_refused_by_its_name(ask, processor, name):
+def test_impossible_setting_is_named(ask, processor, name):
+    """An impossible setting is refused by its name."""
     values, message = SETTINGS[name]
     for value in values:
         with pytest.raises(ValueError, match=f"`{name}` is .*{message}"):

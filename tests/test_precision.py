@@ -43,12 +43,14 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_way_to_load_a_checkpoint_computes_in_float32_on_a_cpu(folder, way):
+def test_cpu_computes_in_float32(folder, way):
+    """Each way to load a checkpoint computes in float32 on a CPU."""
     model = WAYS[way](str(folder))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_bfloat16_is_asked_for_by_name_or_is_what_an_accelerator_takes_of_the_checkpoint(folder, monkeypatch):
+def test_bfloat16_by_name_or_accelerator(folder, monkeypatch):
+    """bfloat16 is used on request, or on an accelerator as the checkpoint says."""
     for name in ("dtype", "torch_dtype"):
         for value, dtype in (("bfloat16", torch.bfloat16), ("auto", torch.float32)):
             assert ArcAlignerForCausalLM.from_pretrained(folder, **{name: value}).dtype == dtype
@@ -61,7 +63,9 @@ def test_bfloat16_is_asked_for_by_name_or_is_what_an_accelerator_takes_of_the_ch
         assert default_dtype(places) == torch.float32
 
 
-def test_what_a_cpu_loads_and_saves_says_what_accelerators_compute_in(folder, tmp_path):
+def test_cpu_keeps_the_dtype(folder, tmp_path):
+    """What a CPU loads and saves keeps the dtype for accelerators."""
+
     def saved_dtype(model):
         model.save_pretrained(tmp_path / "saved")
         return json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"]
@@ -75,7 +79,8 @@ def test_what_a_cpu_loads_and_saves_says_what_accelerators_compute_in(folder, tm
 # Keys and values as bytes
 
 
-def test_kept_as_bytes_passages_take_a_quarter_and_are_read_almost_the_same(processor, tmp_path):
+def test_int8_passages(processor, tmp_path):
+    """As int8, passages take a quarter of the bytes and give almost the same logits."""
     apart = processor_with(processor, passage_attention="separate")
     model = aligner_for(processor, passage_attention="separate").float()
     exact, small = (model.passage_cache(apart, folder=tmp_path, dtype=dtype) for dtype in (None, "int8"))

@@ -100,7 +100,7 @@ def assert_answers(store, questions, inputs=None, gates=None, slots=None, **rows
 
 @in_float64
 @pytest.mark.parametrize("backbone", "llama mistral_window qwen3 gemma2 gemma3_text phi3_window smollm3 cohere".split())
-def test_batch_of_kept_and_missing_prefixes_answers_as_each_question_alone(models, processor, backbone):
+def test_mixed_batch_of_prefixes(models, processor, backbone):
     """Prefixes and questions of different lengths, longer than a window; a second time all prefixes are kept."""
     model, embeds = models(backbone), [embeddings(num_slots, seed=num_slots) for num_slots in (2, 9, 1)]
     store = model.passage_cache(processor)
@@ -147,7 +147,8 @@ def test_text_before_the_slots_belongs_to_the_prefix(model, processor, has_templ
     assert (store.hits, store.misses) == (3 - misses, misses)
 
 
-def test_beams_continue_from_kept_prefixes_by_the_newer_name_of_a_cache(model, processor):
+def test_beams_continue_from_prefixes(model, processor):
+    """Beams continue from cached prefixes under the newer name of a cache."""
     embeds = [embeddings(4), embeddings(2, seed=1)]
     inputs = model.passage_cache(processor).prepare(QUESTIONS[:2], context_embeds=embeds)
     cache = inputs.pop("past_key_values")
@@ -159,7 +160,8 @@ def test_beams_continue_from_kept_prefixes_by_the_newer_name_of_a_cache(model, p
         assert torch.equal(answers[row, -5:], expected[0, -5:])
 
 
-def test_continuing_a_prefix_leaves_the_kept_one_and_a_copy_of_a_store_starts_empty(model, processor):
+def test_continued_prefix_is_not_changed(model, processor):
+    """Continuing a prefix leaves the cached one, and a copy of a cache starts empty."""
     store = model.passage_cache(processor, max_bytes=10**6)
     prefix, other = (prefix_of(store, context_embeds=embeddings(3)) for _ in range(2))
     expected, ids = copy.deepcopy(prefix), torch.tensor([[5, 6, 7]])
@@ -202,7 +204,8 @@ ALWAYS = {"gate_mode": "always", "max_refinement_steps": 1}
     "gates, slots",
     [(ALWAYS, {}), ({"gate_threshold": 0.9}, {}), ({"refinement_budget": 0.3}, {}), ({}, {"max_slots": 1})],
 )
-def test_settings_of_a_call_answer_as_without_the_store(model, processor, gates, slots):
+def test_settings_of_a_call(model, processor, gates, slots):
+    """Settings of a call give the same answers as without the cache."""
     store = model.passage_cache(processor)
     _, plain = generate(model, store.prepare(QUESTIONS[0], RADIK))
     for _ in range(2):
@@ -213,7 +216,8 @@ def test_settings_of_a_call_answer_as_without_the_store(model, processor, gates,
     assert (store.hits, store.misses) == (2, 2) and torch.equal(again, plain) and not torch.equal(again, logits)
 
 
-def test_gates_for_slots_that_are_read_already_are_warned_of(model, processor, caplog):
+def test_late_gates_warn(model, processor, caplog):
+    """Gates for slots that are already computed give a warning."""
     inputs = model.passage_cache(processor).prepare("Who?", ADA)
     plain = model.generate(**inputs | {"past_key_values": copy.deepcopy(inputs["past_key_values"])}, **FIVE_TOKENS)
     assert not caplog.messages
@@ -246,7 +250,8 @@ def test_what_cannot_be_prepared_is_refused(processor):
 # Several at once
 
 
-def test_threads_and_processes_share_a_folder_and_keep_the_budget(model, processor, tmp_path):
+def test_shared_folder_keeps_its_budget(model, processor, tmp_path):
+    """Threads and processes share a folder and keep its budget."""
     one = model.passage_cache(processor)
     with ThreadPoolExecutor(10) as threads:
         list(threads.map(lambda _: prefix_of(one, context_embeds=embeddings(40, seed=9)), range(10)))
@@ -347,7 +352,8 @@ def save_again(path, fingerprint):
         (lambda path: save_again(path, {"passages": "abc"}), "prefix.safetensors was made with `base_model` None"),
     ],
 )
-def test_a_file_that_is_cut_or_of_another_kind_is_refused(saved, change, message):
+def test_wrong_file_is_refused(saved, change, message):
+    """A file that is truncated or of another kind is refused."""
     change(saved)
     with pytest.raises(ValueError, match=message):
         load_keys_values(saved, FINGERPRINT, backbone_config())
@@ -377,7 +383,8 @@ def test_overwritten_files_change_nothing_read(saved):
     assert torch.equal(read, expected)
 
 
-def test_file_of_another_backbone_or_longer_than_its_context_is_refused(saved):
+def test_misfit_file_is_refused(saved):
+    """A file of another backbone, or longer than its context, is refused."""
     for change in ({"num_hidden_layers": 2}, {"num_key_value_heads": 1}, {"head_dim": 16}):
         with pytest.raises(ValueError, match="Load it with the backbone it was made for"):
             load_keys_values(saved, FINGERPRINT, backbone_config(**change))

@@ -39,7 +39,8 @@ def test_quantizers_take_the_backbone_and_leave_the_aligner():
 
 
 @pytest.mark.parametrize("name", ["torchao", "bitsandbytes"])
-def test_an_aligner_learns_and_is_saved_around_a_quantized_backbone(name, checkpoint_dir, processor, model, tmp_path):
+def test_aligner_around_a_quantized_backbone(name, checkpoint_dir, processor, model, tmp_path):
+    """An aligner learns and is saved around a quantized backbone."""
     quantized = ArcAlignerForCausalLM.from_pretrained(checkpoint_dir, quantization_config=quantization(name)).eval()
     inputs = chat_inputs(processor, "Who wrote it?", ["It was written by Ada."])
     with torch.no_grad():
@@ -57,7 +58,8 @@ def test_an_aligner_learns_and_is_saved_around_a_quantized_backbone(name, checkp
     assert all(torch.equal(again[key], weight) for key, weight in quantized.aligner_parameters())
 
 
-def test_an_aligner_is_saved_without_the_quantization_of_its_backbone(model, checkpoint_dir, tmp_path):
+def test_saved_without_quantization(model, checkpoint_dir, tmp_path):
+    """An aligner is saved without the quantization of its backbone."""
     quantizer, settings = object(), {"quant_method": "torchao"}
     model.hf_quantizer, model.config.quantization_config = quantizer, settings
     model.save_pretrained(tmp_path)
@@ -66,7 +68,9 @@ def test_an_aligner_is_saved_without_the_quantization_of_its_backbone(model, che
     assert (model.hf_quantizer, model.config.quantization_config) == (quantizer, settings)
 
 
-def test_a_quantizer_that_takes_weights_of_the_aligner_is_refused(model):
+def test_quantized_aligner_is_refused(model):
+    """A quantizer that changes weights of the aligner is refused."""
+
     class Int8Parameter(torch.nn.Parameter):
         pass
 

@@ -88,7 +88,8 @@ def fresh_process(checkpoint_dir, tmp_path_factory) -> tuple[list[dict], list[Pa
     return json.loads(run.stdout), folders[:2]
 
 
-def test_fresh_process_answers_as_this_one_also_from_what_it_saved(fresh_process, model):
+def test_fresh_process_answers_the_same(fresh_process, model):
+    """A fresh process answers as this one, also from a checkpoint that this one saved."""
     results, (first, _) = fresh_process
     processor = ArcAlignerProcessor.from_pretrained(first)
     random_head(model)
@@ -105,7 +106,8 @@ def test_fresh_process_answers_as_this_one_also_from_what_it_saved(fresh_process
             torch.testing.assert_close(torch.tensor(found), logits, rtol=0, atol=1e-6)
 
 
-def test_a_save_holds_the_same_weights_code_and_settings(fresh_process):
+def test_save_keeps_weights_and_code(fresh_process):
+    """A save contains the same weights, code and settings."""
     _, (first, second) = fresh_process
     weights, saved = (load_file(folder / "model.safetensors") for folder in (first, second))
     assert saved.keys() == weights.keys() and all(saved[name].equal(weights[name]) for name in weights)
@@ -114,7 +116,8 @@ def test_a_save_holds_the_same_weights_code_and_settings(fresh_process):
         assert (second / name).read_text() == (first / name).read_text(), name
 
 
-def test_saving_with_push_to_hub_is_refused_before_anything_is_written(model, tmp_path):
+def test_push_while_saving_is_refused(model, tmp_path):
+    """Saving with `push_to_hub` is refused before anything is written."""
     with pytest.raises(ValueError, match="without the pipeline's code.*model.push_to_hub\\(repo_id\\)"):
         model.save_pretrained(tmp_path / "out", push_to_hub=True)
     assert not (tmp_path / "out").exists()
@@ -125,13 +128,15 @@ def imports(*names: str) -> set[str]:
     return {Path(path).name for name in names for path in get_relative_import_files(ROOT / name)}
 
 
-def test_loading_the_model_takes_few_files_and_none_that_it_does_not_use():
+def test_loading_takes_few_files():
+    """Loading the model takes few files, and none that it does not use."""
     files = imports("modeling_arcaligner.py") | {"modeling_arcaligner.py"}
     assert len(files) <= 5 and files <= set(CODE_FILES)
     assert not files & {f"{name}_arcaligner.py" for name in ("encoder", "processing", "kv_cache")}
 
 
-def test_each_checkpoint_carries_every_flat_file_and_all_that_these_import_as_this_tree_has_them():
+def test_checkpoints_contain_current_code():
+    """Each checkpoint contains every flat file, and all that these import, as in this tree."""
     assert sorted(CODE_FILES) == sorted(path.name for path in ROOT.glob("*_arcaligner.py"))
     assert imports(*CODE_FILES) <= set(CODE_FILES)
     checkpoints = [*(ROOT / "checkpoints").iterdir()]

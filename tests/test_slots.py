@@ -47,7 +47,8 @@ def reads_of(longest):
     sentences=st.sampled_from([0.5, 1, 2, 3]),
     longest=st.integers(1, 30),
 )
-def test_segments_keep_order_and_offsets_and_lose_only_white_space(text, sentences, longest):
+def test_segments_keep_order(text, sentences, longest):
+    """Segments keep order and offsets, and lose only white space."""
     segments = segment_document(text, 3, sentences_per_segment=sentences, num_reads=reads_of(longest))
     ends = [0]
     for segment in segments:
@@ -95,7 +96,8 @@ def test_spacy_forgets_the_words_of_others(monkeypatch):
     segmentation_arcaligner._new_spacy.cache_clear()
 
 
-def test_impossible_numbers_of_sentences_and_an_unknown_dtype_are_refused(load):
+def test_impossible_segment_settings(load):
+    """Impossible numbers of sentences and an unknown dtype are refused."""
     for sentences in (0, 0.25, 1.5):
         with pytest.raises(ValueError, match=rf"`sentences_per_segment` is {sentences}; expected 0.5"):
             segment_document("One.", sentences_per_segment=sentences)
@@ -129,7 +131,8 @@ def test_texts_are_encoded_as_sentence_transformers_does(processor):
     torch.testing.assert_close(processor.encoder.encode(TEXTS), expected, **EXACT)
 
 
-def test_the_match_of_words_is_the_mean_of_the_highest_cosines_of_those_that_say_something(processor):
+def test_maxsim_score(processor):
+    """The match of words is the mean of the highest cosines of content words."""
     question, passages = "Who wrote the letter?", [{"title": "Post", "text": "Ada wrote it."}, "It was a long letter."]
 
     def tokens(text):
@@ -153,7 +156,8 @@ def test_the_match_of_words_is_the_mean_of_the_highest_cosines_of_those_that_say
     assert math.isnan(maxsim_score(processor, "", passages))
 
 
-def test_words_of_an_encoders_prompt_are_not_those_of_a_text(encoder_dir):
+def test_prompt_words_are_not_text(encoder_dir):
+    """Words of an encoder's prompt do not count as words of the text."""
     encoder, prompted = SentenceEncoder(str(encoder_dir)), SentenceEncoder(str(encoder_dir))
     prompted.model.prompts, prompted.model.default_prompt_name = {"query": "book author: "}, "query"
     (plain, _), (found, states) = (each.encode_words(["Who wrote it?"])[0] for each in (encoder, prompted))
@@ -171,7 +175,8 @@ def test_all_words_of_a_long_passage_are_matched(processor, monkeypatch):
     assert len(pieces) > 1 and {encoder.num_reads(piece) for piece in pieces} == {1}
 
 
-def test_bfloat16_rounds_the_embeddings_which_stay_normalized_and_float32(load, checkpoint_dir, trained):
+def test_bfloat16_embeddings_are_normalized(load, checkpoint_dir, trained):
+    """bfloat16 rounds the embeddings, which stay normalized and float32."""
     for folder, rate in itertools.product((checkpoint_dir, trained), ("segment", 3)):
         exact, rounded = load("float32", folder), load("bfloat16", folder)
         encoded = (each.encode_documents(TEXTS, tokens_per_slot=rate) for each in (exact, rounded))
@@ -182,7 +187,8 @@ def test_bfloat16_rounds_the_embeddings_which_stay_normalized_and_float32(load, 
 
 
 @pytest.mark.parametrize(("speed", "dtype"), [(60.0, torch.bfloat16), (25.0, torch.float32)])
-def test_auto_is_bfloat16_where_the_machine_is_much_faster_in_it(load, trained, monkeypatch, speed, dtype, tmp_path):
+def test_auto_prefers_fast_bfloat16(load, trained, monkeypatch, speed, dtype, tmp_path):
+    """`auto` is bfloat16 if the machine is much faster in it."""
     fastest_dtype.cache_clear()
     monkeypatch.setattr(encoder_arcaligner, "_products_per_second", {torch.bfloat16: speed, torch.float32: 20.0}.get)
     processor = load("auto", trained)
@@ -196,7 +202,8 @@ def test_auto_is_bfloat16_where_the_machine_is_much_faster_in_it(load, trained, 
     fastest_dtype.cache_clear()
 
 
-def test_an_encoder_in_bfloat16_is_saved_and_trained_on_unrounded(load, trained, tmp_path):
+def test_bfloat16_encoder_keeps_float32_weights(load, trained, tmp_path):
+    """An encoder in bfloat16 is saved, and trained further, without rounding."""
     processor, exact = load("bfloat16", trained), load("float32", trained)
     processor.encoder.encode(TEXTS)
     processor.save_pretrained(tmp_path / "saved")
@@ -237,7 +244,8 @@ def words_model(words_dir: Path) -> ArcAlignerForCausalLM:
 
 
 @given(num_tokens=st.integers(1, 200), tokens_per_slot=st.integers(1, 40))
-def test_runs_are_all_tokens_in_order_and_about_as_long_as_asked(num_tokens, tokens_per_slot):
+def test_spans_have_equal_lengths(num_tokens, tokens_per_slot):
+    """Spans contain all tokens in order, and have about the requested length."""
     runs = equal_runs(num_tokens, tokens_per_slot)
     lengths = [end - start for start, end in runs]
     assert [start for start, _ in runs] == [0, *[end for _, end in runs][:-1]] and runs[-1][1] == num_tokens
@@ -246,7 +254,8 @@ def test_runs_are_all_tokens_in_order_and_about_as_long_as_asked(num_tokens, tok
 
 
 @pytest.mark.parametrize("rate", [1, 3, 8, "segment"])
-def test_slots_stand_for_all_of_a_documents_text_and_tokens(words_processor, processor, rate):
+def test_slots_cover_the_document(words_processor, processor, rate):
+    """Slots represent all of a document's text and tokens."""
     encoded, tokenizer = words_processor.encode_documents(DOCUMENTS, tokens_per_slot=rate), processor.tokenizer
     for number, text in enumerate((DOCUMENTS[0], DOCUMENTS[1]["text"])):
         pieces = [each for each in encoded.segments if each.document == number]
@@ -266,14 +275,16 @@ def test_slots_stand_for_all_of_a_documents_text_and_tokens(words_processor, pro
         torch.testing.assert_close(encoded.context_embeds, expected, **EXACT)
 
 
-def test_a_rate_that_was_not_learned_warns_and_names_those_that_were(words_processor, caplog):
+def test_unknown_rate_warns(words_processor, caplog):
+    """A rate that was not trained gives a warning that names the trained ones."""
     words_processor.encode_documents(DOCUMENTS, tokens_per_slot=3)
     assert "was trained with" not in caplog.text
     words_processor.encode_documents(DOCUMENTS, tokens_per_slot=5)
     assert "`tokens_per_slot` is 5, but this aligner was trained with 3, segment" in caplog.text
 
 
-def test_parts_of_a_slot_add_up_to_the_mean_of_its_words_by_rarity():
+def test_slot_parts_add_up():
+    """The parts of a slot add up to the mean of its words, weighted by rarity."""
     projector = ContextProjector(4, 6, word_parts=3, vocab_size=20)
     table, rarity = torch.randn(20, 6), torch.rand(20)
     set_word_statistics(projector, table, rarity)
@@ -290,7 +301,8 @@ def test_parts_of_a_slot_add_up_to_the_mean_of_its_words_by_rarity():
     assert gradient[[3, 7, 1]].all() and not gradient[[5, 0]].any()
 
 
-def test_a_fresh_slot_of_one_word_is_nearly_that_words_embedding(base_model_dir):
+def test_fresh_slot_of_one_word(base_model_dir):
+    """A new slot of one word is close to the embedding of this word."""
     model = ArcAlignerForCausalLM.from_pretrained(str(base_model_dir), encoder_hidden_size=ENCODER_WIDTH, word_parts=2)
     table = model.get_input_embeddings().weight
     set_word_statistics(model.model.projector, table, torch.ones(len(table)))
@@ -300,7 +312,8 @@ def test_a_fresh_slot_of_one_word_is_nearly_that_words_embedding(base_model_dir)
     torch.testing.assert_close((slot - mean).norm(), (table - mean).norm(dim=1).mean())
 
 
-def test_words_are_read_and_travel_with_embeddings_that_were_made_before(words_model, words_processor):
+def test_words_travel_with_embeddings(words_model, words_processor):
+    """Words are used, and accompany embeddings that were computed before."""
     encoded = words_processor.encode_documents(DOCUMENTS)
     made = {"context_embeds": encoded.context_embeds, "context_word_ids": encoded.context_word_ids}
     given = words_processor(text=QUESTION, **made, return_tensors="pt")
@@ -314,7 +327,8 @@ def test_words_are_read_and_travel_with_embeddings_that_were_made_before(words_m
     assert not torch.allclose(words_model(**given).logits, words_model(**others).logits)
 
 
-def test_the_pipeline_reads_the_words_of_each_row_of_a_batch(words_model, words_processor):
+def test_pipeline_uses_words_of_rows(words_model, words_processor):
+    """The pipeline uses the words of each row of a batch."""
     inputs, row = chat_inputs(words_processor, QUESTION, DOCUMENTS), {"question": QUESTION, "documents": DOCUMENTS}
     ask = pipeline_of(words_model, words_processor, max_new_tokens=6)
     batch = ask([row, "plain text", {"question": "Who?", "documents": ["Ada."]}, row], batch_size=4)
@@ -322,14 +336,16 @@ def test_the_pipeline_reads_the_words_of_each_row_of_a_batch(words_model, words_
     assert batch[0] == batch[3] == ask(row) == expected
 
 
-def test_kept_prefixes_answer_as_the_model_does_at_each_rate(words_model, words_processor):
+def test_cached_prefixes_at_each_rate(words_model, words_processor):
+    """Cached prefixes answer like the model at each rate."""
     store = words_model.double().passage_cache(words_processor)
     for rate in (3, "segment", 3):
         assert_answers(store, [QUESTION], slots={"tokens_per_slot": rate}, documents=[DOCUMENTS])
     assert (store.hits, store.misses) == (1, 2)
 
 
-def test_word_statistics_are_part_of_the_checkpoint_in_float32(words_dir):
+def test_word_statistics_are_saved(words_dir):
+    """Word statistics are part of the checkpoint, in float32."""
     whole, half = (ArcAlignerForCausalLM.from_pretrained(str(words_dir), dtype=d) for d in (None, torch.bfloat16))
     saved = load_file(words_dir / "model.safetensors")
     for name in ("word_weights", "word_mean", "slot_norm", "slot_mean", "part_maps"):

@@ -155,7 +155,8 @@ def test_a_changed_part_is_refused_and_named(saved, tmp_path, case):
             load(folder)
 
 
-def test_an_older_checkpoint_loads_as_it_did_and_a_full_one_without_its_base_model(saved, folder, tmp_path):
+def test_older_checkpoints_load(saved, folder, tmp_path):
+    """An older checkpoint loads as it did, and a full one without its base model."""
     full = shutil.copytree(saved["full"], tmp_path / "full")
     for copy, kind in ((folder, "aligner"), (full, "full")):
         forget_digests(copy)
@@ -172,7 +173,8 @@ def test_parts_of_two_trainings_are_refused(folder, saved, names):
         load(folder)
 
 
-def test_what_changes_no_slot_may_be_changed_in_the_files(folder, base_model_dir, tmp_path):
+def test_harmless_changes_are_allowed(folder, base_model_dir, tmp_path):
+    """Files may change where no slot depends on them."""
     expected = first_logits(folder)
     moved = shutil.copytree(base_model_dir, tmp_path / "moved")
     edit_json(folder / CONFIG, base_model_name_or_path=str(moved), training_stage=None)
@@ -196,7 +198,8 @@ def test_edited_settings_load(folder):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
-def test_whoever_may_read_a_new_file_may_read_the_weights(folder):
+def test_weights_have_default_permissions(folder):
+    """Whoever may read a new file may read the weights."""
     before = os.umask(0o027)
     try:
         for each in load(folder):
@@ -209,7 +212,8 @@ def test_whoever_may_read_a_new_file_may_read_the_weights(folder):
 
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("place", ["elsewhere", "where it was"])
-def test_what_was_changed_after_loading_is_saved_with_it_and_bound(folder, tmp_path, order, place):
+def test_changes_are_saved_and_bound(folder, tmp_path, order, place):
+    """Changes after loading are saved with the checkpoint, and bound to it."""
     model = ArcAlignerForCausalLM.from_pretrained(folder, lora_alpha=9)
     processor = ArcAlignerProcessor.from_pretrained(folder, sentences_per_segment=2)
     model.config.max_refinement_steps = 1

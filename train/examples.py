@@ -125,12 +125,14 @@ def open_corpus(
     Reads a source, or finds it in the cache of 🤗 Datasets.
 
     Args:
-        source (`str`): See the top of this file. passage_words (`int`): Words of a passage that a longer text is cut
-        into; the last one may be shorter. Texts are cut between words, regardless of sentences: passages have a fixed
-        length, as in the paper. num_proc (`int`, *optional*): Processes that cut or convert. data_dir (`str`): Folder
-        of files with a relative path; the working directory by default. asks (`bool`): Whether questions are needed.
+        source (`str`): See the top of this file.
+        passage_words (`int`): Words of a passage that a longer text is cut into; the last one may be shorter. Texts are
+            cut between words, regardless of sentences: passages have a fixed length, as in the paper.
+        num_proc (`int`, *optional*): Processes that cut or convert.
+        data_dir (`str`): Folder of files with a relative path; the working directory by default.
+        asks (`bool`): Whether questions are needed.
         at_least (`int`, *optional*): How many passages are needed of texts on the Hub. They are streamed, equally many
-        from each file of the set, so that no more is downloaded. Default: all.
+            from each file of the set, so that no more is downloaded. Default: all.
 
     Returns:
         `datasets.Dataset`: Rows of our schema; a missing or null field is empty.
@@ -520,8 +522,8 @@ class ExampleSelector:
             sources (`dict[str, float]`): Each source and its weight: its share of the mixture is weight / sum of
                 weights.
             max_examples (`int`, *optional*): Size of the mixture. Nothing is repeated: if a source has fewer examples
-            than its share, the mixture shrinks and keeps its shares. Default: as many as the sources allow. held_out
-            (`bool`): Whether rows of the validation part are taken, rather than the others.
+                than its share, the mixture shrinks and keeps its shares. Default: as many as the sources allow.
+            held_out (`bool`): Whether rows of the validation part are taken, rather than the others.
         """
         if not sources or any(weight <= 0 for weight in sources.values()):
             raise ValueError(f"Got files and weights {sources}; expected files with positive weights.")

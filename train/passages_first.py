@@ -36,7 +36,7 @@ class PassagesFirstCollator:
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The backbone's; passages with an answer are found in its
-        text.
+            text.
 
     Returns a dictionary of
 

@@ -81,22 +81,23 @@ class RecipeArguments:
             their questions (BM25) without the answer, in random order with their own. With `max_questions` above 1, a
             question about each of these is added.
         validation_share (`float`), validation_seed (`int`): Share of articles (titles) that are held out, and the seed
-        that selects them. If a file is also in `eval_files`, these are evaluated. max_questions (`int`): Maximum number
-        of questions about the same passages in one example, in addition to those about its distractors. They share the
-        slots, so a passage is computed once for all of them; each attends to the slots and itself. reconstruction_files
-        (`dict[str, float]`), reconstruction_share (`float`): Share of reconstruction examples in a
+            that selects them. If a file is also in `eval_files`, these are evaluated.
+        max_questions (`int`): Maximum number of questions about the same passages in one example, in addition to those
+            about its distractors. They share the slots, so a passage is computed once for all of them; each attends to
+            the slots and itself.
+        reconstruction_files (`dict[str, float]`), reconstruction_share (`float`): Share of reconstruction examples in a
             later stage's training set, and the files they come from.
         tokens_per_slot (`list`): Rates of slots, whole numbers of tokens or `"segment"`; each batch draws one; a rate
-        that is listed twice is drawn twice as often. They may differ from those of the stage before.
+            that is listed twice is drawn twice as often. They may differ from those of the stage before.
         attn_implementation (`str`, *optional*): transformers' name of an attention kernel. On CPUs, `"eager"` is two to
             three times as fast backward as `"sdpa"` for rows of a few hundred tokens.
         compile_layers (`bool`): Whether the decoder layers are compiled, which takes a minute once and saves time in
             long runs.
         passages_first (`bool`): Whether a step computes the slots of all passages first and then the turns that attend
-        to them: fewer and shorter rows. For independent passages (`passage_attention: separate`) and one process.
+            to them: fewer and shorter rows. For independent passages (`passage_attention: separate`) and one process.
         attention_loss_weight (`float`), attention_loss_layers (`list[int]`): With `passages_first`, the weight of the
-        attention loss, and the layers that it applies to; see `train/passages_first.py`. examples_cache_dir (`str`):
-        Folder that caches tokenized examples, for all stages.
+            attention loss, and the layers that it applies to; see `train/passages_first.py`.
+        examples_cache_dir (`str`): Folder that caches tokenized examples, for all stages.
     """
 
     stage: Literal["reconstruction", "grounding", "gating"]
@@ -294,9 +295,9 @@ class AlignerTrainingConfig(SFTConfig):
 
     Args:
         global_batch_size (`int`, *optional*): Examples per optimizer step, whatever the number of processes;
-        `gradient_accumulation_steps` follows from it. Default: the product of `per_device_train_batch_size`,
-        `gradient_accumulation_steps` and processes. gate_learning_rate (`float`, *optional*): For the gates, which
-        start untrained in stage III. Default:
+            `gradient_accumulation_steps` follows from it. Default: the product of `per_device_train_batch_size`,
+            `gradient_accumulation_steps` and processes.
+        gate_learning_rate (`float`, *optional*): For the gates, which start untrained in stage III. Default:
             `learning_rate`.
         encoder_learning_rate (`float`, *optional*): For an encoder that is trained jointly. Default: `learning_rate`.
         average_checkpoints (`int`): The stage ends with the mean of the weights of its last checkpoints, this many

@@ -508,9 +508,10 @@ class EpochOrder(Sampler[int]):
     the second epoch would use another order than before.
 
     Args:
-        sampler (`Sampler`): With a `generator` attribute that it draws from, like those of torch and transformers. seed
-        (`int`): The run's seed. state (`Callable`): Returns the trainer's state. At its last step the sampler is empty;
-        otherwise `Trainer`, resumed there, would take one more step.
+        sampler (`Sampler`): With a `generator` attribute that it draws from, like those of torch and transformers.
+        seed (`int`): The run's seed.
+        state (`Callable`): Returns the trainer's state. At its last step the sampler is empty; otherwise `Trainer`,
+            resumed there, would take one more step.
     """
 
     def __init__(self, sampler: Sampler[int], seed: int, state: Callable[[], TrainerState]):

@@ -78,9 +78,11 @@ def read_stages(
     """The stages of a recipe in order.
 
     Args:
-        folder (`Path`): The recipe's folder. output (`str`, *optional*): Folder for the stages' results in place of the
-        one in the recipe; later stages start from these results. overrides (`list[str]`, *optional*): Keys and values
-        for every stage, such as `["--seed", "2"]`. only (`int`, *optional*): Number of the only stage to read.
+        folder (`Path`): The recipe's folder.
+        output (`str`, *optional*): Folder for the stages' results in place of the one in the recipe; later stages start
+            from these results.
+        overrides (`list[str]`, *optional*): Keys and values for every stage, such as `["--seed", "2"]`.
+        only (`int`, *optional*): Number of the only stage to read.
         device (`str`, *optional*): `"gpu"` to override the keys of its stages with those of its `gpu.yaml`.
     """
     overrides = overrides or []

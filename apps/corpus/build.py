@@ -65,9 +65,9 @@ def build_corpus(
         processor ([`ArcAlignerProcessor`]): Makes the slots; its settings must be those of the corpus.
         prune (`bool`): At the end, remove documents that are in none of the sources. A file that cannot be read keeps
             its document; a data set that cannot be read to its end keeps all.
-        on_batch (`Callable`): Called with the report after each batch. processes (`int`, defaults to 1): Number of
-        processes that encode passages, each with its own encoder. The table is the same as with one. A script that uses
-        several needs `if __name__ == "__main__":`.
+        on_batch (`Callable`): Called with the report after each batch.
+        processes (`int`, defaults to 1): Number of processes that encode passages, each with its own encoder. The table
+            is the same as with one. A script that uses several needs `if __name__ == "__main__":`.
 
     Raises:
         `ValueError`: no document; another process that writes; fewer than one process.

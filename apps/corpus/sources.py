@@ -33,11 +33,12 @@ def read_documents(sources: Iterable[str], skip: Callable[..., None], home: Path
     """Yield the documents of sources.
 
     Args:
-        sources (`Iterable[str]`): See the top of this file. home (`Path`): The folder that contains the corpus. The id
-        of a file does not depend on how it is named: it is the path relative to this folder, or the absolute path of a
-        file outside it. skip (`Callable`): Called with what cannot be read, and why: a file or a row, with the `id` of
-        its only document if that is known; with `may_hold_documents=False` for sources that give no document, such as
-        one without a text or a file of another kind.
+        sources (`Iterable[str]`): See the top of this file.
+        home (`Path`): The folder that contains the corpus. The id of a file does not depend on how it is named: it is
+            the path relative to this folder, or the absolute path of a file outside it.
+        skip (`Callable`): Called with what cannot be read, and why: a file or a row, with the `id` of its only document
+            if that is known; with `may_hold_documents=False` for sources that give no document, such as one without a
+            text or a file of another kind.
     """
     for source in sources:
         for document in _read_source(source, skip, home):

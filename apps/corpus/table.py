@@ -140,10 +140,11 @@ class Corpus:
         """A new, empty corpus, or an existing one that was made with the same settings.
 
         Args:
-            path (`str` or `Path`): Its folder. processor ([`ArcAlignerProcessor`]): Makes the slots. passage_words
-            (`int`, *optional*): Deprecated; the same as `passage_tokens` in English words. tokens_per_slot (`int` or
-            `"segment"`, *optional*), passage_tokens (`int`, *optional*): The rate, and the maximum number of tokens of
-            a passage. Default: those of an existing corpus, else the processor's.
+            path (`str` or `Path`): Its folder.
+            processor ([`ArcAlignerProcessor`]): Makes the slots.
+            passage_words (`int`, *optional*): Deprecated; the same as `passage_tokens` in English words.
+            tokens_per_slot (`int` or `"segment"`, *optional*), passage_tokens (`int`, *optional*): The rate, and the
+                maximum number of tokens of a passage. Default: those of an existing corpus, else the processor's.
 
         Raises:
             `ValueError`: the folder contains a corpus with other settings, or something else.

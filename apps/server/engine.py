@@ -1,6 +1,6 @@
 """From requests to answers: concurrent requests share a batch, and each gets its answer as it is generated.
 
-One thread reads passages and runs the model; any number of threads may submit.
+One thread encodes passages and runs the model; any number of threads may submit.
 
     submit -> passages as slots (given, or of a corpus) -> the likeliest -> slot prefixes, kept or read -> `generate`
     -> pieces of the answer
@@ -39,17 +39,17 @@ from ...kv_cache_arcaligner import prefill_beginning
 from ...pipeline_arcaligner import ArcAlignerPipeline
 from ..corpus.retrieve import Retriever, SlotPassages
 
-# Given passages whose slots are kept; the prefixes have their own budget, in bytes.
-KEPT_PASSAGES = 1024
+# Number of passages of requests whose slots are cached; slot prefixes have a budget of their own, in bytes.
+KEPT_PASSAGES = 256
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for, and how many may wait."""
+    """Limits of a request, and of the queue."""
 
     max_documents: int = 64
-    max_slots: int = 2048  # that are read together: 20 passages of 160 tokens at two tokens per slot are 1,600
-    max_slots_asked: int = 8192  # of all passages, asked about one by one so that the likeliest are read
+    max_slots: int = 2048  # used together: 20 passages of 160 tokens at two tokens per slot are 1,600
+    max_slots_asked: int = 8192  # of all passages, if they are scored one by one and only the top-ranked are used
     max_new_tokens: int = 1024
     seconds: float = 120.0
     waiting: int = 256
@@ -62,21 +62,20 @@ class Request:
 
     Args:
         messages (`list[dict]`): With `role` and `content`.
-        documents (`list`, *optional*): Passages; `None` takes those of the corpus, if there is one.
-        top_k (`int`, *optional*): How many passages of the corpus are found; 0 reads none. Default: the engine's.
+        documents (`list`, *optional*): Passages; `None` uses the corpus, if there is one.
+        top_k (`int`, *optional*): Number of passages to retrieve from the corpus; 0 uses none. Default: the engine's.
         tokens_per_slot (`int` or `"segment"`, *optional*): Default: the engine's, or the rate of the corpus, whose
-            slots are read as they are stored. At another rate its passages are encoded again.
-        max_new_tokens, temperature, top_p, min_p: Of the answer; temperature 0 takes the likeliest token.
-        sampling_top_k (`int`): With a temperature, tokens are drawn from so many likeliest ones; 0 draws from all.
-        seed (`int`, *optional*): With a temperature, makes the draws of tokens the same each time.
-        stop (`list[str]`): Texts that end the answer; they are no part of it.
-        min_confidence (`float`, *optional*): Where it is less likely that the passages answer, the answer is the
-            processor's `no_answer`. Default: the engine's.
-        max_passages (`int`, *optional*): Of more passages, only those that most likely answer are read. Default: the
-            engine's.
-        copy_bonus (`float`, *optional*): How much answers in the words of the passages are preferred. Default: the
-            processor's.
-        on_text (`Callable`): Is told each new piece of the answer, by the engine's thread.
+            stored slots are used. At another rate its passages are encoded again.
+        max_new_tokens, temperature, top_p, min_p: Settings of sampling; temperature 0 is greedy decoding.
+        sampling_top_k (`int`): With a temperature, the number of most likely tokens to sample from; 0 means all.
+        seed (`int`, *optional*): With a temperature, makes sampling reproducible.
+        stop (`list[str]`): Texts that end the answer, and are not part of it.
+        min_confidence (`float`, *optional*): If the answerability is lower, the answer is the processor's `no_answer`.
+            Default: the engine's.
+        max_passages (`int`, *optional*): Maximum number of passages to use, those most likely to contain the answer.
+            Default: the engine's.
+        copy_bonus (`float`, *optional*): Bias of copy-biased decoding, in log-odds. Default: the processor's.
+        on_text (`Callable`): Called with each new piece of the answer, in the engine's thread.
     """
 
     messages: list[dict[str, str]]
@@ -98,7 +97,7 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
     cancelled: bool = False
     passages: SlotPassages | None = None
-    kept: int | None = None  # of the passages, once that is known
+    kept: int | None = None  # number of cached passages, once it is known
 
     def wants_fewer(self, num_passages: int) -> bool:
         """Whether only some of so many passages are read, which are chosen then."""
@@ -107,11 +106,11 @@ class Request:
 
 @dataclass
 class Answer:
-    """The result of a request. `seconds` since it arrived: `waiting`, `retrieval`, `slots`, `choosing` (passages are
-    read and each is asked about), `model` add up to `first_token`. `kept` is how many of the passages that the answer
-    was read from were read before, ahead or for an earlier question. `answerability` is how likely it is that they
-    answer, `answer_likelihood` how likely the answer is right, where these were fitted; the second one of answers that
-    are neither drawn nor refused."""
+    """The result of a request. `seconds` since it arrived: `waiting`, `retrieval`, `slots`, `choosing` (each passage is
+    scored), `model` add up to `first_token`. `kept` is the number of passages of the answer that were cached,
+    precomputed or from an earlier question. `answerability` is how likely the passages contain an answer,
+    `answer_likelihood` how likely the answer is right, if these were fitted; the latter is only for answers that are
+    neither sampled nor refused."""
 
     text: str
     finish_reason: str
@@ -137,28 +136,28 @@ class Answer:
 
     @property
     def sources(self) -> list[dict[str, Any]]:
-        """The passages, each with `read`, whether the answer was read from it, and `answer`: the first characters of
-        its text where the answer stands, or `None`."""
+        """The passages, each with `read`, whether it was used, and `answer`: the first occurrence of the answer in its
+        text, in characters, or `None`."""
         documents = [] if self.passages is None else self.passages.documents
         return [{"read": True, **each, "answer": find_answer(self.text, each["text"])} for each in documents]
 
 
 class BusyError(RuntimeError):
-    """Too many requests wait."""
+    """Too many requests are waiting."""
 
 
 class UnavailableError(OSError):
-    """What answers is away, and back in some seconds: `retry_after`."""
+    """The engine is temporarily unavailable; `retry_after` is in seconds."""
 
     retry_after = 5
 
 
 class RequestCancelledError(RuntimeError):
-    """Nobody waits for the answer any more."""
+    """The client no longer waits for the answer."""
 
 
 class _EndedError(Exception):
-    """Some requests of a group have ended, and their futures say how, while something was computed for all of it."""
+    """Some requests of a group have ended during a computation for all of them; their futures say how."""
 
 
 class PassageEncoder:
@@ -230,15 +229,15 @@ class Engine:
 
     Args:
         ask ([`ArcAlignerPipeline`]): Model and processor.
-        retriever ([`Retriever`], *optional*):
-            For requests without documents. Passages of its corpus that were read ahead are not read again.
-        top_k (`int`), tokens_per_slot (`int` or `"segment"`), min_confidence (`float`), max_passages (`int`):
-            Of requests that name none. Of several passages, the likeliest is read by default (`Answerer.max_passages`).
-        max_batch (`int`): The most requests computed at a time.
-        batch_seconds (`float`): How long the first request of a batch waits for others.
-        prefix_bytes (`int`): Memory for slot prefixes kept between requests.
-        folder (`str` or `Path`, *optional*): Where slot prefixes are written, and looked for, too. Default: the
-            corpus's are looked for, if there is one.
+        retriever ([`Retriever`], *optional*): For requests without documents. Precomputed passages of its corpus are
+            not computed again.
+        top_k (`int`), tokens_per_slot (`int` or `"segment"`), min_confidence (`float`), max_passages (`int`): Defaults
+            of requests. By default, the top-ranked of several passages is used (`Answerer.max_passages`).
+        max_batch (`int`): Maximum number of requests per batch.
+        batch_seconds (`float`): Time that the first request of a batch waits for others.
+        prefix_bytes (`int`): Memory for slot prefixes that are cached between requests.
+        folder (`str` or `Path`, *optional*): Folder to write slot prefixes to, and to read them from. Default: those of
+            the corpus are read, if there is one.
         limits ([`Limits`]): What a request may ask for.
     """
 
@@ -269,7 +268,7 @@ class Engine:
         self.max_batch, self.batch_seconds, self.limits = max_batch, batch_seconds, limits or Limits()
         self.store = self.answerer.cache
         self._encode = PassageEncoder(self.processor)
-        self._current: list[Request] = []  # those that something is computed for, before their first tokens
+        self._current: list[Request] = []  # requests in computation, before their first tokens
         self._hooks: dict[Any, Any] = {}
         self._waiting: list[Request] = []
         self._arrival = threading.Condition()
@@ -285,7 +284,7 @@ class Engine:
         """Queues a request.
 
         Raises:
-            `BusyError`: too many wait, or the engine is closing.
+            `BusyError`: too many requests are waiting, or the engine is closing.
             `ValueError`: more documents or tokens than the limits allow.
         """
         documents = request.documents or ()
@@ -315,14 +314,14 @@ class Engine:
         )
 
     def warm_up(self) -> None:
-        """Searches the corpus and answers a short request, which loads what is loaded on first use."""
+        """Search the corpus and answer a short request, so that everything is loaded."""
         if self.retriever is not None:
             self.retriever("?", top_k=1)
         request = Request([{"role": "user", "content": "?"}], documents=[".", ","], max_new_tokens=2)
         self.submit(request).result()
 
     def close(self) -> None:
-        """Takes no more requests, answers those that wait, and returns."""
+        """Accept no more requests, answer the waiting ones, and return."""
         with self._arrival:
             self._closed = True
             self._arrival.notify()
@@ -342,16 +341,16 @@ class Engine:
                     self._answer(group)
 
     def _take(self) -> list[Request]:
-        """The next requests, in the order of their arrival; none when the engine is closed."""
+        """The next requests, in order of arrival; empty if the engine is closed."""
         with self._arrival:
             self._arrival.wait_for(lambda: self._waiting or self._closed)
-            # A moment longer, for others to share the batch: it takes little longer than a single request.
+            # Wait a moment for others to share the batch: it takes little longer than a single request.
             self._arrival.wait_for(lambda: len(self._waiting) >= self.max_batch or self._closed, self.batch_seconds)
             batch, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]
         return batch
 
     def reason_to_end(self, request: Request) -> Exception | None:
-        """Why nobody waits for a request any more, if so."""
+        """Why a request has no client any more, or `None`."""
         if request.cancelled:
             return RequestCancelledError("The request was cancelled.")
         if time.monotonic() - request.arrived > self.limits.seconds:
@@ -359,8 +358,8 @@ class Engine:
         return None
 
     def _begin(self, group: list[Request]) -> None:
-        """From now on something is computed for `group`: ends those that nobody waits for, now and before each call of
-        model and encoder, of which long work has many, so that nobody else waits for it either."""
+        """Start to compute for `group`: end requests without a client, now and before each call of model and encoder,
+        so that long work for them does not delay others."""
         self._current = group
         encoder = self.processor.encoder
         for module in (self.model.model, encoder.model[0], encoder.untrained.model[0]):
@@ -377,7 +376,8 @@ class Engine:
             raise _EndedError
 
     def _read(self, group: list[Request]) -> None:
-        """Gives a request its passages as slots: its own, or of the corpus, if there is one and any are asked for."""
+        """Give a request its passages as slots: its own, or those of the corpus, if there is one and the request uses
+        it."""
         (request,) = group
         self._begin(group)
         rate = request.tokens_per_slot
@@ -410,8 +410,8 @@ class Engine:
         return self.limits.max_slots_asked if request.wants_fewer(num_passages) else self.limits.max_slots
 
     def _choose(self, group: list[Request]) -> None:
-        """Leaves each the passages that most likely answer, each asked about by itself, where it has more than it
-        wants."""
+        """Reduce the passages of each request to its maximum: score each passage separately, and keep the top-ranked
+        ones."""
         group = [each for each in group if each.passages and each.wants_fewer(len(each.passages.documents))]
         if not group:
             return
@@ -433,9 +433,9 @@ class Engine:
             request.kept = sum(own[number].is_cached for number in numbers)
             request.passages = request.passages.only(numbers)
             request.passages.seconds["choosing"] = seconds
-            for number, document in enumerate(request.passages.documents):  # `None` where others had decided
+            for number, document in enumerate(request.passages.documents):  # `None` if it was not scored
                 sure = own[number].answerability if number in own else None
-                document |= dict.fromkeys(("answerability", "confidence"), sure)  # the second one is of 0.2
+                document |= dict.fromkeys(("answerability", "confidence"), sure)  # the second is its name in 0.2
 
     def _answer(self, group: list[Request]) -> None:
         began = time.monotonic()
@@ -451,24 +451,24 @@ class Engine:
                         request.future.set_exception(error)
 
     def _inputs(self, group: list[Request]) -> dict[str, Any]:
-        """What `generate` needs, for a batch."""
+        """The inputs of `generate` for a batch."""
         self._begin(group)
         chats = [self._chat(request) for request in group]
         if group[0].passages is not None:
             rows = self._slots_of(group)
             inputs = self.store.prepare(chats, **{name: [row[name] for row in rows] for name in rows[0]})
             for request, kept, parts in zip(group, inputs.num_cached, inputs.num_passages, strict=True):
-                if request.kept is None:  # else known before they were asked about one by one
+                if request.kept is None:  # else known from before they were scored
                     request.kept = len(request.passages.documents) * kept // parts
             return inputs
-        # Text of a client is never the end of a turn.
+        # Text of a client must never end a turn.
         slots = {} if self.processor.chat_template is None else {"sanitize_control_tokens": True}
         inputs = chat_inputs(self.processor, chats, **slots)
         check_length(inputs["input_ids"].shape[1], "The prompt", self.model.config.text_config)
         return {**inputs}
 
     def _slots_of(self, group: list[Request]) -> list[dict[str, Any]]:
-        """The slots that each request reads."""
+        """The slots that each request uses."""
         rows = [request.passages.inputs for request in group]
         for row in rows:
             if (num_slots := len(row["context_embeds"])) > self.limits.max_slots:
@@ -479,7 +479,7 @@ class Engine:
         return rows
 
     def _chat(self, request: Request) -> list[dict[str, str]] | str:
-        """What is asked, as the processor takes it."""
+        """The question or chat, in the form of the processor."""
         if self.processor.chat_template is not None:
             return request.messages
         if len(request.messages) > 1:
@@ -516,8 +516,8 @@ class Engine:
 
 
 def each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) -> Iterator[tuple[list[Request], Any]]:
-    """Runs a group, and where that fails its halves, so that a request that cannot be read fails alone; without those
-    that have ended meanwhile. Gives the parts that could be run, each with its result."""
+    """Run a group and, if that fails, its halves, so that an invalid request fails alone; requests that have ended
+    meanwhile are left out. Yields the parts that could be run, each with its result."""
     try:
         result = run(group)
     except _EndedError:
@@ -544,8 +544,8 @@ def _pre_hook(engine: Engine) -> Callable:
 
 
 class RowSampler(LogitsProcessor):
-    """Draws each row's tokens by its own temperature, `top_k`, `top_p`, `min_p` and seed, so that requests of any kind
-    share a batch: the likeliest token after Gumbel noise is a draw from the softmax."""
+    """Samples the tokens of each row with its own temperature, `top_k`, `top_p`, `min_p` and seed, so that all kinds of
+    requests share a batch: the argmax after adding Gumbel noise is a sample from the softmax."""
 
     def __init__(self, group: list[Request]):
         self.group = group
@@ -554,7 +554,7 @@ class RowSampler(LogitsProcessor):
             generator.seed() if request.seed is None else generator.manual_seed(request.seed)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Scores (batch, vocab_size) whose largest is the next token."""
+        """Scores (batch, vocab_size) whose argmax is the next token."""
         rows = list(scores.float().split(1))
         for number, (request, generator) in enumerate(zip(self.group, self.generators, strict=True)):
             if request.temperature:
@@ -570,8 +570,8 @@ class RowSampler(LogitsProcessor):
 
 
 class AnswerStream(BaseStreamer, StoppingCriteria):
-    """The answers of a batch while they are written: gives each its tokens, and says which rows are done. `call`
-    knows how likely it is that the passages answer."""
+    """The answers of a batch during generation: passes its tokens to each, and reports which rows are done. `call` has
+    the answerability."""
 
     def __init__(
         self,
@@ -598,7 +598,7 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
         if value.dim() == 2:
             return
         self.first_token = self.first_token or time.monotonic()
-        self.engine._current = []  # from now on each ends by itself
+        self.engine._current = []  # from now on each request ends separately
         for row, token in enumerate(value.tolist()):
             if self.reasons[row] is None:
                 self._put_token(row, token)
@@ -623,7 +623,7 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
             self._finish(row)
 
     def _say(self, row: int) -> None:
-        """Tells what is new, except for what may become half of a character or the beginning of a `stop`."""
+        """Report new text, except for an incomplete character and a possible beginning of a `stop`."""
         text = self.engine.processor.tokenizer.decode(self.ids[row], skip_special_tokens=True).lstrip()
         stops = self.group[row].stop
         if ends := [end for each in stops if (end := text.find(each)) >= 0]:
@@ -637,13 +637,13 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
             self.group[row].on_text(new)
 
     def end(self) -> None:
-        """Nothing is left: each row is told its last piece when it is done."""
+        """Nothing to do: each row reports its last piece when it is done."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor, **kwargs) -> torch.BoolTensor:
         return torch.tensor([reason is not None for reason in self.reasons], device=input_ids.device)
 
     def _likelihood(self, row: int) -> float | None:
-        """How likely the answer of a row is right: not where it is drawn or refused."""
+        """How likely the answer of a row is right; `None` if it is sampled or refused."""
         if self.group[row].temperature or not self.ids[row] or (found := self.call.answer_likelihood) is None:
             return None
         return found[row].item()
@@ -676,20 +676,20 @@ class AnswerStream(BaseStreamer, StoppingCriteria):
 
 
 def read_statistics(processor, passages: SlotPassages | None) -> dict[str, Any]:
-    """How many tokens were read as how many slots."""
+    """The number of tokens, and of the slots that represent them."""
     if passages is None:
         return {"tokens": 0, "slots": 0, "compression_rate": None}
     return processor.slot_encoder.statistics(passages.read, passages.encoded, has_budget=False)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` are the beginning of `stop`, but not all of it.
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`.
 
     >>> _overlap("yes\\n", "\\n\\n")
     1
     """
     most = min(len(stop) - 1, len(text))
-    # Knuth, Morris and Pratt: of each beginning of what is read, how much of its end it begins with.
+    # Knuth, Morris and Pratt: for each prefix, the length of its longest proper prefix that is also its suffix.
     read, borders = [*stop[:most], None, *text[len(text) - most :]], [0]
     for character in read[1:]:
         size = borders[-1]

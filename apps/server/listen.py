@@ -1,5 +1,5 @@
-"""The server listens: connections that ask for nothing, or do not read their answer, are closed; what was begun is
-finished before it ends."""
+"""Listen for connections: idle ones, and those that do not read their answer, are closed; running requests are finished
+before the server stops."""
 
 import asyncio
 import socket
@@ -12,37 +12,33 @@ from .engine import Engine
 
 
 class TimedConnection(H11Protocol):
-    """
-    A connection that is closed unless it asks, and reads what it is answered.
-
-    `seconds` after its first byte of a request, or after it was opened, the headers have arrived. An answer that has
-    not moved on for that long is not waited for either, nor one that is read for longer than `unread_seconds`. Of more
-    than `most` connections one makes room: the oldest that does not ask, else the oldest that the server waits for.
-
-    uvicorn itself limits the time between two requests only.
+    """A connection with time limits; uvicorn itself only limits the time between two requests. It is closed unless
+    complete headers arrive within `seconds` of opening or of the first byte of a request, if the client takes no byte
+    of an answer for that long, or needs longer than `unread_seconds` to read it. With more than `most` connections, one
+    is closed: the oldest without a request, else the oldest that the server waits for.
     """
 
     seconds = 10.0
     unread_seconds = 120.0
     most = 512  # each is an open file, of which a process often has 1,024
-    send_bytes = 2**17  # of an answer that the system takes before it is read; by itself it takes up to 4 MiB
+    send_bytes = 2**17  # send buffer of the system, which by default grows to 4 MiB
 
     deadline: asyncio.TimerHandle | None = None
     since = 0.0
     is_ended = False
-    # Of the answer: bytes that wait for the reader, since when any do, and whether many have gone since the last look.
+    # Of the answer: unsent bytes, since when there are any, and whether many were sent since the last check.
     unread, unread_since, has_moved = 0, 0.0, False
     next_look: asyncio.TimerHandle | None = None
 
     @property
     def asks(self) -> bool:
-        """Whether it has sent a request that is not answered yet."""
+        """Whether it has a request that is not answered yet."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def keeps_waiting(self) -> bool:
-        """Whether the server waits for it: for the rest of a body, or until an answer is read; or it has sent its next
-        requests before it has this answer, which no client that people have does."""
+        """Whether the server waits for it: for the rest of a body, or until an answer is read; or it has sent further
+        requests before it got this answer, which common clients never do."""
         is_behind = self.cycle.more_body or self.transport.get_write_buffer_size() > 0
         return is_behind or bool(self.conn.trailing_data[0])
 
@@ -77,8 +73,8 @@ class TimedConnection(H11Protocol):
         self.transport.abort()
 
     def _look(self) -> None:
-        """Ends the connection where its answer is not read. Also one that uvicorn has closed: it waits for the reader,
-        too."""
+        """Abort the connection if its answer is not read, even after uvicorn has closed it, as closing waits for the
+        reader."""
         before, self.unread = self.unread, self.transport.get_write_buffer_size()
         if not before or not self.unread:
             self.unread_since = self.loop.time()
@@ -102,7 +98,7 @@ class TimedConnection(H11Protocol):
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises `OSError` for an address that cannot be listened on, before anything is loaded for it."""
+    """Raises `OSError` if the address cannot be listened on, before models are loaded."""
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
@@ -110,7 +106,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def serve(engine: Engine, settings: ServerSettings) -> None:
-    """Serves until it is asked to end; then what was begun is answered first. uvicorn says where it listens."""
+    """Serve until a signal to stop; running requests are answered first. uvicorn logs the address."""
     app, timeout = create_app(engine, settings), int(engine.limits.seconds)
     limits = {"http": TimedConnection, "ws": "none", "timeout_graceful_shutdown": timeout}
     uvicorn.run(app, host=settings.host, port=settings.port, access_log=False, **limits)

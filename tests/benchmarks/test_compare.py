@@ -85,7 +85,8 @@ def test_what_cannot_be_compared_ends_in_one_line(ask, tmp_path, rows, option, m
     assert not (tmp_path / "out").exists()
 
 
-def test_scores_are_of_the_questions_with_answers_and_agreement_of_all():
+def test_scores_need_answers():
+    """Scores are over the questions with answers, agreement over all."""
     text = [Asked("by Ada", 8, 0.2), Asked("June", 4, 0.4)]
     slots = [Asked("Ada", 8, 0.1), Asked("May", 4, 0.5)]
     rows = [{"answers": ["Ada"]}, {"answers": []}]
@@ -94,7 +95,8 @@ def test_scores_are_of_the_questions_with_answers_and_agreement_of_all():
     assert [cells_of("any", each, text, rows)[5] for each in (text, slots)] == ["300 ms", "300 ms (x1.4)"]
 
 
-def test_of_more_passages_slots_are_read_of_the_likeliest(separate):
+def test_slots_of_top_ranked_passages(separate):
+    """Of more passages, slots of the top-ranked ones are used."""
     model, reader = separate
     row = {"question": "Who wrote it?", "passages": [{"title": "", "text": LETTER}, OTHER]}
     found = Reader("slots", 2, model, max_passages=1).ask(reader, row)

@@ -43,7 +43,8 @@ def assert_same_reading(found, expected):
 
 
 @torch.no_grad()
-def test_text_is_read_anew_behind_the_same_passages_and_behind_kept_ones(known, models, apart):
+def test_text_reader_caches(known, models, apart):
+    """Text is read without a cache, after the same passages, and after cached ones."""
     base, row = models[1], known.draw(3, 1)
     asked = row | {"question": "And when?"}
     for name, each in (("text", row), ("text_same_set", asked)):  # the second asks about the passages of the first
@@ -57,7 +58,8 @@ def test_text_is_read_anew_behind_the_same_passages_and_behind_kept_ones(known, 
 
 
 @torch.no_grad()
-def test_kept_slots_are_those_of_reading_the_combination_or_the_likeliest_passage_at_once(known, models, apart):
+def test_cached_slots_match_the_prompt(known, models, apart):
+    """Cached slots give the logits of the whole prompt, and of the top-ranked passage."""
     row = known.draw(4, 7)
     for rate in RATES:
         expected = models[0](**slot_inputs(apart, [row], tokens_per_slot=rate), use_cache=True)
@@ -68,7 +70,8 @@ def test_kept_slots_are_those_of_reading_the_combination_or_the_likeliest_passag
     assert_same_reading(known.arms["slots_xsegment_likeliest"](row), models[0](**alone, use_cache=True))
 
 
-def test_known_passages_are_never_read_again_and_folders_are_read_each_time(known):
+def test_known_passages_stay_cached(known):
+    """Known passages are never computed again, and folders are read each time."""
     stores = {name: arm.args[0] for name, arm in known.arms.items() if name.startswith("slots")}
     before = {name: (store.misses, store.loads) for name, store in stores.items()}
     found = known.measure(3, seconds=0.0)
@@ -83,7 +86,8 @@ def test_known_passages_are_never_read_again_and_folders_are_read_each_time(know
     assert len(set(sets)) == 5 and all(len(set(each)) == 3 for each in sets)
 
 
-def test_what_is_kept_of_a_passage_is_what_its_file_holds(known):
+def test_cached_bytes_match_the_file(known):
+    """The cached bytes of a passage are those of its file."""
     for name, folder in known.folders.items():
         files = sorted(path.stat().st_size for path in folder.glob("*.safetensors"))
         passages = files[-len(known.rows) :]  # a store has one more, the text before the passages
@@ -92,7 +96,8 @@ def test_what_is_kept_of_a_passage_is_what_its_file_holds(known):
     assert known.kept_bytes["text_apart"] > known.kept_bytes["slots_x2"] > known.kept_bytes["slots_xsegment"]
 
 
-def test_the_command_writes_a_report_and_prints_its_table(tmp_path, checkpoint_dir, capsys):
+def test_command_writes_a_report(tmp_path, checkpoint_dir, capsys):
+    """The command writes a report and prints its table."""
     data = tmp_path / "rows.jsonl"
     write_rows(data, article_rows(6, questions=1))
     options = {"sizes": "1,2", "tokens_per_slot": "4,segment", "dtype": "float32", "device": "cpu", "data": data}

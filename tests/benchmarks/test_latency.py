@@ -43,7 +43,8 @@ def states(found):
 
 
 @torch.no_grad()
-def test_arms_read_the_prompts_of_the_evaluation_also_from_what_is_kept_and_a_second_time(models, processor):
+def test_arms_share_the_prompts(models, processor):
+    """Arms use the prompts of the evaluation, also after a cache and a second time."""
     aligner, base = models
     own_weight = aligner.model.backbone.layers[0].mlp.up_proj.base_layer.weight
     assert base.model.layers[0].mlp.up_proj.weight.data_ptr() == own_weight.data_ptr()  # no memory of its own
@@ -71,7 +72,8 @@ def test_arms_read_the_prompts_of_the_evaluation_also_from_what_is_kept_and_a_se
             torch.testing.assert_close(states(found), states(expected))
 
 
-def test_rows_take_the_passages_nearest_in_length_and_the_question_of_the_first(processor):
+def test_rows_of_similar_length(processor):
+    """Rows are the passages nearest in length, with the question of the first."""
     passages = [{"title": "", "text": " " + "?" * size} for size in (1, 140, 400, 151, 170)]  # of about as many tokens
     rows = [{"question": str(number), "passages": [each]} for number, each in enumerate(passages)]
     nearest = pick_rows(rows, processor, 3)
@@ -84,7 +86,8 @@ def test_rows_take_the_passages_nearest_in_length_and_the_question_of_the_first(
 # Time
 
 
-def test_at_least_three_rounds_are_timed_who_goes_first_rotates_and_ratios_are_of_a_round(monkeypatch):
+def test_rounds_rotate_arms(monkeypatch):
+    """At least three rounds are timed, the first arm rotates, and ratios are within a round."""
     monkeypatch.setattr(arms, "MAX_ROUNDS", 4)
     seen, told = [], []
     turns = {name: partial(seen.append, name) for name in "abc"}
@@ -98,7 +101,8 @@ def test_at_least_three_rounds_are_timed_who_goes_first_rotates_and_ratios_are_o
     }
 
 
-def test_the_command_prints_a_table_and_one_json_line(tmp_path, checkpoint_dir, capsys):
+def test_command_prints_json(tmp_path, checkpoint_dir, capsys):
+    """The command prints a table and one line of JSON."""
     data, output = tmp_path / "rows.jsonl", tmp_path / "found"
     write_rows(data, question_rows(6))
     options = {"sizes": "2", "dtype": "float32", "tokens_per_slot": "4,segment", "device": "cpu"}
@@ -119,7 +123,8 @@ def test_the_command_prints_a_table_and_one_json_line(tmp_path, checkpoint_dir, 
             assert 0 <= arm["cache_bytes"] - 3 * 2 * 2 * 8 * 4 * length < 3 * 2 * 2 * 8 * 4 * 100
 
 
-def test_sizes_that_are_none_or_too_many_are_refused(checkpoint_dir, processor, monkeypatch):
+def test_invalid_sizes_are_refused(checkpoint_dir, processor, monkeypatch):
+    """Sizes that are not numbers, or too large, are refused."""
     for sizes in ("0", "5x1", "5,"):
         with pytest.raises(ValueError, match=f"`--sizes` is '{sizes}'; expected whole numbers from 1"):
             parse_sizes(sizes)
@@ -159,7 +164,8 @@ def waits(run) -> int:
     return sum(WAITS)
 
 
-def test_slots_are_found_with_one_wait_for_all_layers_and_a_decoded_token_needs_none(monkeypatch):
+def test_slots_wait_once(monkeypatch):
+    """Slots wait for the device once for all layers, and a decoded token never."""
     monkeypatch.setattr(modeling_arcaligner, "check_ids", lambda *_: None)  # looks at ids on the CPU alone
     aligner = tiny_aligner(backbone_config("llama", num_hidden_layers=9), dtype=torch.float32)
     base = base_of(aligner, torch.float32)

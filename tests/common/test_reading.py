@@ -41,7 +41,8 @@ PAGE += GRID + "".join(line(x, y, text) for x, y, text in [(55, 607, "City"), (1
 PAGE += line(55, 587, "Oslo") + line(155, 587, "700,000") + line(50, 540, "After the table.")
 
 
-def test_a_pdf_gives_its_pages_with_tables_in_their_places():
+def test_pdf_has_pages_and_tables():
+    """A PDF gives its pages, with tables in place."""
     found = read_file("report.PDF", pdf(PAGE, line(50, 700, "Anna brings the cake.")))
     table = "| City | People |\n|---|---|\n| Oslo | 700,000 |"
     first = f"Annual report\n\nThe meeting is on Thursday.\n\n{table}\n\nAfter the table.\n\n"
@@ -65,7 +66,8 @@ def test_a_docx_gives_headings_and_tables():
     assert [name for _, name in found.sections] == ["Sails"] and found.text.startswith("Ships\n\n# Sails")
 
 
-def test_html_gives_its_text_and_nothing_of_its_scripts():
+def test_html_has_no_scripts():
+    """HTML gives its text and nothing of its scripts."""
     html = "<title>Shop</title><body onload=evil()><script>evil()</script><h2>Terms</h2><p>Pay <a href='x'>now</a>. "
     html += "&lt;b&gt;<style>p {}</style><table><tr><td>a</td><td>b</td></tr></table><img src=x onerror=evil()>"
     found = read_file("a.html", html.encode())
@@ -74,7 +76,8 @@ def test_html_gives_its_text_and_nothing_of_its_scripts():
     assert not any(word in found.text for word in ("evil", "href", "{}"))
 
 
-def test_headings_are_the_names_of_what_follows_and_code_is_no_heading():
+def test_headings_name_sections():
+    """Headings are the names of the sections after them, and code is no heading."""
     found = read_markdown("# Ships #\n\n## Sails\nLinen.\n### Main\n~~~\n# no\n~~~\n## Oars\nOak.")
     assert found.title == "Ships" and [name for _, name in found.sections] == ["Sails", "Sails › Main", "Oars"]
     assert all(found.text[start] == "#" for start, _ in found.sections)
@@ -99,7 +102,8 @@ def test_front_matter_is_no_text(matter, title):
     assert found.text.index("Of oak.") == text.index("Of oak.")
 
 
-def test_title_that_is_also_a_heading_is_read_once():
+def test_repeated_title_is_read_once():
+    """A title that is also a heading is encoded once."""
     found = read_markdown("---\ntitle: Ships\n---\n\n# Ships\n\nOf wood.\n\n## Sails\n\nOf linen.\n")
     assert found.title == "Ships" and found.text.split() == "Of wood. ## Sails Of linen.".split()
     assert [name for _, name in found.sections] == ["Sails"]
@@ -156,7 +160,8 @@ def test_what_is_converted_is_readable():
         ("shift_jis", "東京は日本の首都です。人口は多い。"),
     ],
 )
-def test_text_is_read_in_the_encoding_that_it_has(encoding, text):
+def test_text_encodings(encoding, text):
+    """Text is read in its encoding."""
     assert read_file("a.txt", text.encode(encoding)).text == text
 
 
@@ -178,7 +183,8 @@ BOMB = docx("<w:p>" + " " * (reading.LARGEST_UNPACKED + 1) + "</w:p>")
         ("a.txt", b"\x89PNG\r\n\x1a\n\xff\0", "is not UTF-8 text, nor in another encoding"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_the_reason(name, data, message):
+def test_unreadable_files_are_named(name, data, message):
+    """Files that cannot be read are named with the reason."""
     with pytest.raises(ValueError, match=message):
         read_file(name, data)
 

@@ -20,7 +20,7 @@ INSTEAD = {
     r"stands?(?! for \w+ in)": "is, contains, represents",
     r"at once": "immediately, at the same time",
     r"what is left": "the rest",
-    r"goes? on": "continues",
+    r"go(?:es)? on": "continues",
     r"went on": "continued",
     r"of old": "formerly",
     r"beside": "next to, with, in addition to",

@@ -43,7 +43,8 @@ def test_text_is_read_by_the_bare_backbone(model, processor, base_model_dir):
         assert answer.context_tokens == answer.passage_tokens == num_tokens
 
 
-def test_a_reader_of_text_copies_from_the_whole_passages_not_from_what_it_reads(model, processor, monkeypatch):
+def test_copies_use_whole_passages(model, processor, monkeypatch):
+    """A reader of cut text copies from the whole passages."""
     monkeypatch.setattr(processor, "copy_bonus", 100.0)
     passages = [" ".join(passages_text(row).split()) for row in ROWS]
     for copies in (False, True):
@@ -52,7 +53,8 @@ def test_a_reader_of_text_copies_from_the_whole_passages_not_from_what_it_reads(
 
 
 @pytest.mark.parametrize("gate_mode", ["off", "adaptive", "always"])
-def test_slots_are_read_in_the_gate_mode_that_is_asked_for_alone(model, processor, gate_mode):
+def test_slots_in_the_given_gate_mode(model, processor, gate_mode):
+    """Slots are computed in the gate mode of the call only."""
     answers = answer_slots(model, processor, ROWS, gate_mode=gate_mode)
     assert model.config.gate_mode == "adaptive"
     model.config.gate_mode = gate_mode
@@ -74,7 +76,8 @@ def test_without_lora_the_slots_are_the_projectors_alone(model, processor):
     assert texts(answer_slots(model, processor, ROWS)) == without
 
 
-def test_the_prompt_with_text_differs_from_the_one_with_slots_in_the_passage_alone(processor):
+def test_prompts_differ_in_the_passage(processor):
+    """The prompt with text differs from the one with slots only in the passage."""
     (row,) = question_rows(1)
     slots = processor.decode(slot_inputs(processor, [row])["input_ids"][0])
     text = processor.decode(text_inputs(processor, [full_text(row)])["input_ids"][0])
@@ -84,7 +87,8 @@ def test_the_prompt_with_text_differs_from_the_one_with_slots_in_the_passage_alo
     assert closed == text.replace(f"Refer to the background document: {passage}\n", "")
 
 
-def test_text_apart_answers_in_a_batch_as_alone_and_reads_no_other_passage(model, processor, base_model_dir):
+def test_independent_text_in_batches(model, processor, base_model_dir):
+    """Independent text gives the same answers in a batch, and attends to no other passage."""
     base = AutoModelForCausalLM.from_pretrained(base_model_dir).double()
     rows = question_rows(4)
     rows[1]["passages"] = [passage for row in rows for passage in row["passages"]]
@@ -102,7 +106,8 @@ def test_text_apart_answers_in_a_batch_as_alone_and_reads_no_other_passage(model
     assert turned.text == answers[1].text and turned.prompt_ids != answers[1].prompt_ids
 
 
-def test_of_more_passages_the_likeliest_are_read_and_all_counted(separate):
+def test_top_ranked_of_more_passages(separate):
+    """Of more passages the top-ranked are used, and the tokens of all are counted."""
     model, reader = separate
     passages = [{"title": "", "text": text} for text in ("Ada wrote it.", "The loom wove. It was loud.", "Nobody.")]
     row = ROWS[0] | {"passages": passages}
@@ -137,7 +142,8 @@ def test_slots_are_the_same_on_any_machine(checkpoint_dir, tmp_path, monkeypatch
         (2, RuntimeError("a bug"), "a bug"),
     ],
 )
-def test_a_lack_of_memory_makes_batches_smaller_and_goes_on_with_the_longest_first(most, error, message):
+def test_batches_shrink_without_memory(most, error, message):
+    """Without enough memory batches shrink, and the longest rows still come first."""
     rows = [{"passages": [{"text": "a" * number}]} for number in range(9)]
     done = []
 

@@ -49,9 +49,8 @@ def answers(settings, task: str, method: str) -> list[dict]:
     return AnswerFile(settings.output, task, method).read()
 
 
-def test_every_question_gets_an_answer_and_its_scores_from_every_method(
-    settings, tmp_path, base_model_dir, processor, checkpoint_dir
-):
+def test_every_method_scores_every_question(settings, tmp_path, base_model_dir, processor, checkpoint_dir):
+    """Every question gets an answer and its scores from every method."""
     lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     base = AutoModelForCausalLM.from_pretrained(base_model_dir)
     get_peft_model(base, lora).save_pretrained(tmp_path / "lora")
@@ -100,7 +99,8 @@ def test_every_question_gets_an_answer_and_its_scores_from_every_method(
         ("d a", {"passages": "gold", "top_k": 1}),
     ],
 )
-def test_passages_are_those_given_or_the_gold_ones_and_the_first_of_them(settings, data, of_tasks, found):
+def test_given_and_gold_passages(settings, data, of_tasks, found):
+    """Passages are the given or the gold ones, and the first of them."""
     passages = [{"title": "", "text": text} for text in "abcd"]
     rows = [row | {"passages": passages} for row in question_rows(2)]
     write_rows(data / "musique.jsonl", [rows[0] | {"meta": {"gold": [3, 1]}}, rows[1]])
@@ -108,7 +108,8 @@ def test_passages_are_those_given_or_the_gold_ones_and_the_first_of_them(setting
     assert " ".join("".join(each["text"] for each in row["passages"]) for row in loaded) == found
 
 
-def test_a_second_run_asks_nothing_and_a_broken_one_the_rest(settings, monkeypatch):
+def test_second_run_answers_the_rest(settings, monkeypatch):
+    """A second run answers nothing, and one after an interruption only the rest."""
     monkeypatch.setattr(answering, "_generate", generate := Mock(wraps=answering._generate))
     results = evaluate(settings())
     assert generate.call_count == 4  # two methods, two batches each
@@ -121,7 +122,8 @@ def test_a_second_run_asks_nothing_and_a_broken_one_the_rest(settings, monkeypat
 
 
 @pytest.mark.parametrize("place", ["/nowhere/at/all", "runs/not_there", "user/not-there"])
-def test_a_method_that_is_not_here_is_skipped_by_name_and_never_replaced(settings, caplog, place, checkpoint_dir):
+def test_missing_method_is_skipped(settings, caplog, place, checkpoint_dir):
+    """A method that is missing is skipped by name and never replaced."""
     methods = ["xrag", "full_text_lora", "projector_only", "naive"]
     with caplog.at_level(logging.WARNING):
         results = evaluate(settings(methods=methods, projector_only=place))
@@ -136,7 +138,8 @@ def test_a_method_that_is_not_here_is_skipped_by_name_and_never_replaced(setting
         evaluate(settings(methods=["all_positions"], all_positions=str(checkpoint_dir)))
 
 
-def test_one_run_holds_several_rates_of_a_checkpoint_and_baselines_of_as_many_positions(settings):
+def test_rates_in_one_run(settings):
+    """One run has several rates of a checkpoint, and baselines with as many positions."""
     pytest.importorskip("llmlingua", reason="llmlingua is not installed: `pip install llmlingua==0.2.2`")
     with_rates, rates = ["arcaligner", "no_lora", "truncated", "llmlingua"], ("4", "segment")
     names = {f"{name}_x{rate}" for name in with_rates for rate in rates}
@@ -152,7 +155,8 @@ def test_one_run_holds_several_rates_of_a_checkpoint_and_baselines_of_as_many_po
             assert all(0 < positions[f"{name}_x{rate}"][key] <= positions[f"arcaligner_x{rate}"][key] for rate in rates)
 
 
-def test_a_task_without_any_passage_is_asked_of_those_that_read_none_alone(settings, data, caplog):
+def test_task_without_passages(settings, data, caplog):
+    """A task without passages is answered only by methods that use none."""
     with pytest.raises(ValueError, match="NaturalQA has no passages of its own. Retrieve some"):
         evaluate(settings(["nq"], ["naive", "arcaligner"]))
     assert evaluate(settings(["nq"], ["naive"]))["sets"]["NaturalQA"]["recall"][0] == 0.0
@@ -182,7 +186,8 @@ def file(tmp_path) -> AnswerFile:
 
 
 @pytest.mark.parametrize("kept", [1, 20, -1])
-def test_a_line_that_a_kill_cut_off_is_answered_anew(file, kept):
+def test_truncated_line_is_answered_again(file, kept):
+    """A line that a kill has truncated is answered again."""
     whole = file.path.read_bytes()
     file.path.write_bytes(whole + json.dumps(LINES[2], ensure_ascii=False).encode()[:kept])
     assert file.read() == LINES[:2] and file.open(SETTINGS, ROWS) == ROWS[2:]
@@ -203,7 +208,8 @@ def test_a_line_that_a_kill_cut_off_is_answered_anew(file, kept):
         *(({}, row, "row row-1 has changed") for row in ({"question": "Else?"}, {"answers": ["x"]}, {"passages": []})),
     ],
 )
-def test_a_run_goes_on_with_the_same_settings_and_rows_alone(file, changed, row, message):
+def test_run_continues_unchanged_only(file, changed, row, message):
+    """A run continues only with the same settings and rows."""
     before, other = file.path.read_bytes(), SETTINGS | changed
     rows = [ROWS[0], ROWS[1] | row]
     if message is None:

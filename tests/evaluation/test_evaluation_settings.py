@@ -27,7 +27,8 @@ def test_the_command_line_goes_over_the_recipe(tmp_path):
         read_settings(path, NEEDED, {})
 
 
-def test_recipes_read_as_they_are_meant_and_an_unknown_one_names_those_there_are():
+def test_recipes_parse_by_name():
+    """Recipes parse as intended, and an unknown name lists the known ones."""
     assert list(read_settings(None, NEEDED, {}).tasks) == list(TASKS)
     settings = read_settings("smollm2_135m", NEEDED | {"tasks": ["hotpotqa", "2wikimultihopqa"]}, {})
     found = {name: task.passages for name, task in settings.tasks.items()}

@@ -27,7 +27,8 @@ def request(prompt: str, **decoding) -> Instance:
     return Instance("generate_until", {}, (prompt, DECODING | decoding), 0)
 
 
-def test_the_harness_gets_the_aligners_own_answers_in_order_and_reports_their_scores(tmp_path, checkpoint_dir):
+def test_harness_gets_ordered_answers(tmp_path, checkpoint_dir):
+    """The harness gets the aligner's own answers in order, and reports their scores."""
     rows = question_rows(5)
     rows[3]["passages"] = rows[0]["passages"] + rows[1]["passages"]
     predictions = [answer.text for answer in answer_slots(*load_aligner(str(checkpoint_dir), "cpu"), rows)]
@@ -47,7 +48,8 @@ def test_the_harness_gets_the_aligners_own_answers_in_order_and_reports_their_sc
         assert each[1] == each[4] == 1.0
 
 
-def test_each_set_of_questions_with_answers_is_a_task_that_asks_its_own_rows(tmp_path):
+def test_sets_become_tasks(tmp_path):
+    """Each set of questions with answers is a task with its own rows."""
     (row,) = question_rows(1)
     names = {f"arcaligner_{name}": name for name, task in TASKS.items() if task.is_answered}
     for name in names.values():
@@ -81,7 +83,8 @@ def test_what_an_aligner_cannot_do_is_refused(checkpoint_dir, ask, message):
         ask(ArcAlignerLM(str(checkpoint_dir), batch_size=2, device="cpu"))
 
 
-def test_the_command_line_knows_model_tasks_and_a_device_that_is_there(monkeypatch):
+def test_command_line_defaults(monkeypatch):
+    """The command line knows the model, the tasks, and a device that exists."""
     seen = []
     monkeypatch.setattr(lm_eval_adapter, "cli_evaluate", lambda: seen.append(HarnessCLI().parse_args()))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -36,7 +36,8 @@ def copied(checkpoint_dir, tmp_path):
     return shutil.copytree(checkpoint_dir, tmp_path / "copied")
 
 
-def test_a_name_with_a_rate_is_a_method_of_its_own_which_stands_behind_it_from_fine_to_coarse():
+def test_names_with_a_rate():
+    """A name with a rate is a method of its own, sorted after it from fine to coarse."""
     method = find_method("arcaligner_x4")
     assert (method.name, method.title) == ("arcaligner_x4", "ArcAligner, 4 tokens per slot")
     assert find_method("llmlingua_xsegment").tokens_per_slot == "segment"
@@ -53,7 +54,9 @@ def test_a_name_with_a_rate_is_a_method_of_its_own_which_stands_behind_it_from_f
 # What answers depend on
 
 
-def test_a_copy_is_the_same_checkpoint_and_other_weights_or_settings_another(checkpoint_dir, copied):
+def test_copy_has_the_same_fingerprint(checkpoint_dir, copied):
+    """A copy is the same checkpoint; other weights or settings make another."""
+
     def changed(change) -> tuple[bool, bool]:
         """Whether a file with a byte more makes another checkpoint, and another backbone."""
         before = change.read_bytes()
@@ -71,7 +74,8 @@ def test_a_copy_is_the_same_checkpoint_and_other_weights_or_settings_another(che
         fingerprint(str(copied / "nowhere"))
 
 
-def test_a_checkpoint_of_the_hub_is_named_with_its_commit(monkeypatch):
+def test_hub_checkpoint_has_a_commit(monkeypatch):
+    """A checkpoint of the Hub is identified by its commit."""
     asked = []
     monkeypatch.setattr(ArcAlignerConfig, "from_pretrained", asked.append)
     found = "hub/models--user--name/snapshots/abc/config.json"
@@ -79,7 +83,9 @@ def test_a_checkpoint_of_the_hub_is_named_with_its_commit(monkeypatch):
     assert fingerprint("user/name") == "user/name@abc" and asked == ["user/name"]
 
 
-def test_the_rate_and_whose_slots_are_counted_are_part_of_what_answers_depend_on(checkpoint_dir, copied):
+def test_settings_that_answers_depend_on(checkpoint_dir, copied):
+    """Answers depend on the rate, and on the checkpoint whose slots are counted."""
+
     def settings(name, aligner=checkpoint_dir):
         readers = {"full_text_lora": str(checkpoint_dir), "projector_only": str(checkpoint_dir)}
         return find_method(name).answer_settings(Checkpoints(str(aligner), **readers))
@@ -93,7 +99,8 @@ def test_the_rate_and_whose_slots_are_counted_are_part_of_what_answers_depend_on
     assert settings("projector_only_x4", copied) == settings("projector_only_x4")  # which reads slots of its own
 
 
-def test_what_a_method_needs_and_is_not_there_is_said(checkpoint_dir, monkeypatch):
+def test_missing_requirements_are_named(checkpoint_dir, monkeypatch):
+    """Missing requirements of a method are named."""
     with pytest.raises(MissingMethodError, match="confidence"):
         METHODS["one_passage"].load(Checkpoints(str(checkpoint_dir)))
     monkeypatch.setitem(sys.modules, "llmlingua", None)
@@ -110,7 +117,8 @@ needs_llmlingua = pytest.mark.skipif(
 
 @needs_llmlingua
 @pytest.mark.parametrize("repeats", [1, 5, 8])  # one part; three with a cache between them; more than the model reads
-def test_llmlingua_keeps_a_third_of_the_tokens_in_their_order(model, tokenizer, repeats):
+def test_llmlingua_keeps_a_third(model, tokenizer, repeats):
+    """LLMLingua keeps a third of the tokens, in order."""
     text = " ".join([TEXT] * repeats)
     num_tokens = len(tokenizer(text)["input_ids"])
     assert (num_tokens > 200, num_tokens > 512) == (repeats > 1, repeats > 5)
@@ -120,7 +128,8 @@ def test_llmlingua_keeps_a_third_of_the_tokens_in_their_order(model, tokenizer, 
 
 
 @needs_llmlingua
-def test_a_cache_of_pairs_continues_as_if_all_were_read_at_once(tokenizer, model):
+def test_cache_of_pairs_continues(tokenizer, model):
+    """A cache of pairs continues as if all tokens were in one prompt."""
     pairs_model = PairCacheModel(model)
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]  # (1, seq_len)
     mask = torch.ones_like(ids)

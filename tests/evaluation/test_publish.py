@@ -28,7 +28,8 @@ PARTS = {
 }
 
 
-def test_pages_and_the_readmes_table_are_those_of_the_shipped_results_and_of_the_timings(tmp_path, monkeypatch):
+def test_published_pages_are_current(tmp_path, monkeypatch):
+    """Pages and the README's table are those of the shipped results and timings."""
     docs = shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copy(ROOT / "README.md", tmp_path)
     monkeypatch.setattr(publish, "ROOT", tmp_path)
@@ -46,7 +47,8 @@ def test_pages_and_the_readmes_table_are_those_of_the_shipped_results_and_of_the
     assert {path.name for path in docs.rglob("figures/*")} == {path.name for path in ROOT.rglob("docs/figures/*")}
 
 
-def test_a_page_without_both_marks_of_a_part_and_a_run_of_other_weights_are_refused(tmp_path, checkpoint_dir):
+def test_wrong_marks_and_weights_are_refused(tmp_path, checkpoint_dir):
+    """A page without both marks of a part, and a run of other weights, are refused."""
     for text in ("none", "{1}{0}", "{0}{0}{1}"):
         (page := tmp_path / "page.md").write_text(text.format(*(mark.format("a") for mark in MARKS)))
         with pytest.raises(ValueError, match=r"lacks .*each once"):
@@ -85,7 +87,8 @@ def test_fewer_questions_are_said():
     assert fewer_questions({"SQuAD": all_asked}) == ""
 
 
-def test_the_page_of_answers_shows_the_first_by_id_and_what_is_refused(tmp_path):
+def test_answers_page_shows_refusals(tmp_path):
+    """The page of answers shows the first ones by id, and which are refused."""
     row = {"question": "Who | what?", "answers": ["an\x1b[1m answer"], "prediction": "a\nb", "f1": 0.5}
     known = (row | {"id": f"q{number:02}", "answerability": 1 - number / 50} for number in reversed(range(20)))
     write_answers(tmp_path, "squad", "arcaligner", known)
@@ -107,7 +110,8 @@ def numbers(f1: float, **more: float) -> dict:
     return {"f1": [f1, f1 - 5, f1 + 10]} | more
 
 
-def test_a_line_goes_through_the_points_of_its_method_from_fine_to_coarse():
+def test_lines_connect_rates():
+    """A line connects the points of its method from fine to coarse."""
     rates = {"arcaligner_x4": 4.0, "arcaligner_x16": 12.0, "arcaligner": 16.0, "arcaligner_xsegment": 24.0}
     others = {"truncated_x4": 4.0, "truncated_x16": 12.0, "llmlingua_x16": 12.0}  # a single one is no line
     methods = {name: numbers(64 - rate, compression_rate=rate) for name, rate in (others | rates).items()}
@@ -123,7 +127,9 @@ def test_a_line_goes_through_the_points_of_its_method_from_fine_to_coarse():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["truncated text", "ArcAligner"]
 
 
-def test_f1_stands_over_the_time_at_the_same_rate():
+def test_f1_and_time_share_rates():
+    """F1 is drawn over the time at the same rate."""
+
     def size(rate, first, k=20):
         seconds = {"standard_rag": 1.0, "standard_rag_cached": 0.1, "off": first, "slots_cached": first / 8}
         arms = {name: {"first_token": {"median": each}} for name, each in seconds.items()}

@@ -59,7 +59,8 @@ def run(tmp_path):
     return tmp_path
 
 
-def test_numbers_are_those_of_the_answers_with_differences_over_questions_that_both_answered(run):
+def test_numbers_match_the_answers(run):
+    """Numbers are those of the answers; differences are over questions that both answered."""
     entry = summarize(run)["sets"]["HotpotQA"]
     numbers, differences = entry["methods"]["arcaligner"], entry["differences"]
     assert numbers["f1"] == percent_interval([1.0, 0.5, 0.0, 0.5])
@@ -76,7 +77,8 @@ def test_numbers_are_those_of_the_answers_with_differences_over_questions_that_b
         summarize(run)
 
 
-def test_a_page_has_no_heading_without_anything_below_and_no_set_of_questions_without_an_answer(tmp_path):
+def test_pages_have_no_empty_parts(tmp_path):
+    """A page has no heading without content and no set without answers."""
     with pytest.raises(ValueError, match="contains no answers"):
         summarize(tmp_path)
     write_answers(tmp_path, "squad_unanswerable", "arcaligner", [{}])
@@ -90,7 +92,8 @@ def test_a_page_has_no_heading_without_anything_below_and_no_set_of_questions_wi
     assert folded == ["<details><summary>Positions of the prompt</summary>"] and "\n\n\n" not in page
 
 
-def test_results_are_written_for_machines_people_and_the_model_card(run, model):
+def test_results_in_three_forms(run, model):
+    """Results are written for machines, people and the model card."""
     results = write_results(run)
     assert json.loads((run / "results.json").read_text("utf-8")) == results
     page = (run / "results.md").read_text("utf-8")
@@ -109,7 +112,8 @@ def test_results_are_written_for_machines_people_and_the_model_card(run, model):
 # Refusals
 
 
-def test_the_table_has_what_is_below_the_threshold_or_said_to_be_refused(model, processor, tmp_path, capsys):
+def test_refusals_below_the_threshold(model, processor, tmp_path, capsys):
+    """The table counts answers below the threshold and those that are the refusal."""
     random_head(model, threshold=0.5)
     for each in (model, processor_with(processor, no_answer="not in the text")):
         each.save_pretrained(checkpoint := tmp_path / "aligner")

@@ -31,7 +31,8 @@ ROWS = [row | {"question": f"Who wrote {word}?"} for row, word in zip(question_r
 
 
 @pytest.mark.parametrize("top_k", [None, 7])
-def test_questions_get_the_passages_that_the_corpus_finds_the_best_first(processor, checkpoint_dir, tmp_path, top_k):
+def test_retrieved_passages_are_ordered(processor, checkpoint_dir, tmp_path, top_k):
+    """Questions get the passages that the corpus returns, the best first."""
     source = write_rows(tmp_path / "corpus.jsonl", [ROWS[0] | {"passages": PASSAGES}])
     corpus = table.Corpus.create(tmp_path / "corpus", processor)
     build_corpus([source], corpus, processor)

@@ -48,7 +48,8 @@ def hub(monkeypatch) -> Mock:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_row_of_the_hub_becomes_one_of_our_schema(name, hub):
+def test_hub_rows_become_ours(name, hub):
+    """A row of the Hub becomes a row of our schema."""
     stored, expected = HUB_ROWS[name]
     hub.return_value = datasets.Dataset.from_list([stored])
     (loaded,) = TASKS[name].load()
@@ -58,7 +59,8 @@ def test_a_row_of_the_hub_becomes_one_of_our_schema(name, hub):
     assert name not in outside or TASKS[name].to_row(stored | outside[name]) is None
 
 
-def test_a_sample_of_the_hub_is_random_and_always_the_same(hub):
+def test_sample_is_fixed(hub):
+    """A sample of the Hub is random and always the same."""
     hub.return_value = datasets.Dataset.from_list([row(number) for number in range(50)])
     task = Task("t", "T", "org/t", None, "test", dict, num_questions=10)
     ids = [each["id"] for each in task.load()]
@@ -68,7 +70,8 @@ def test_a_sample_of_the_hub_is_random_and_always_the_same(hub):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl"])
-def test_a_local_file_replaces_the_hub_without_rows_that_cannot_be_scored(tmp_path, caplog, suffix):
+def test_local_file_replaces_the_hub(tmp_path, caplog, suffix):
+    """A local file replaces the Hub, without rows that cannot be scored."""
     rows = [row(0), row(1, answers=["The", "..."]), row(2, answers=[]), row(3, question=" "), row(4)]
     rows = [each | {"gold": []} for each in rows]
     write_rows(tmp_path / f"squad{suffix}", rows)
@@ -78,7 +81,8 @@ def test_a_local_file_replaces_the_hub_without_rows_that_cannot_be_scored(tmp_pa
     assert TASKS["squad"].load(tmp_path, num_questions=1) == rows[:1]
 
 
-def test_what_is_nowhere_or_cannot_be_asked_is_refused(tmp_path, hub):
+def test_impossible_tasks_are_refused(tmp_path, hub):
+    """A task that is nowhere or cannot be evaluated is refused."""
     with pytest.raises(FileNotFoundError, match=r"no squad\.jsonl\.gz in .*to take rajpurkar/squad"):
         TASKS["squad"].load(tmp_path)
     hub.assert_not_called()

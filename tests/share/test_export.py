@@ -63,7 +63,8 @@ def measured(exported) -> Path:
     return exported
 
 
-def test_the_last_stage_is_written_in_bfloat16_with_processor_card_and_the_recipes_of_all(stages, exported):
+def test_export_of_the_last_stage(stages, exported):
+    """The last stage is written in bfloat16, with processor, card and the recipes of all stages."""
     weights, trained = load_file(exported / "model.safetensors"), load_file(stages / "3_gating" / "model.safetensors")
     assert weights.keys() == trained.keys()
     for name, tensor in weights.items():
@@ -94,7 +95,8 @@ def copy_more(stage):
 @pytest.mark.parametrize(
     "change", [lambda stage: add_to_weights(stage, 1.0), copy_more], ids=["weights", "a setting of the processor"]
 )
-def test_results_come_into_the_card_and_go_with_what_they_were_measured_with(stages, measured, change):
+def test_results_follow_the_weights(stages, measured, change):
+    """Results enter the card, and are removed when the weights change."""
     assert "removed" not in export_to(measured, stages).output
     assert json.loads((measured / "results.json").read_text()) == RESULTS
     assert "| **slots** | segment | 9.7 |" in (measured / "README.md").read_text()

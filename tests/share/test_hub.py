@@ -104,7 +104,8 @@ def push(run_cli, monkeypatch, folder):
     return push
 
 
-def test_the_readmes_push_is_one_commit_of_the_whole_checkpoint_and_nothing_else(fake_hub, run_cli, folder, tmp_path):
+def test_push_is_one_commit(fake_hub, run_cli, folder, tmp_path):
+    """The README's push is one commit of the whole checkpoint and nothing else."""
     (line,) = re.findall("python -m arcaligner push.*", (ROOT / "README.md").read_text("utf-8"))
     ours = {"user/name": REPO, "checkpoints/mine": str(folder)}
     (folder / "refinement_arcaligner.py").unlink()  # code is that of the package
@@ -127,7 +128,8 @@ def test_the_shipped_checkpoint_can_be_pushed(fake_hub):
         assert fake_hub.files[name] == (DEFAULT_CHECKPOINT / name).read_bytes(), name
 
 
-def test_a_trained_encoder_is_pushed_along_and_its_absence_is_refused(fake_hub, push, folder, tmp_path):
+def test_trained_encoder_is_pushed(fake_hub, push, folder, tmp_path):
+    """A trained encoder is pushed with the aligner, and its absence is refused."""
     processor = ArcAlignerProcessor.from_pretrained(folder)
     processor.train_encoder(lora_r=2)
     processor.save_pretrained(folder)
@@ -139,7 +141,8 @@ def test_a_trained_encoder_is_pushed_along_and_its_absence_is_refused(fake_hub, 
     assert code == 1 and "lacks encoder/adapter_config.json" in err
 
 
-def test_the_next_push_removes_what_is_left_of_the_former_aligner_and_keeps_an_edited_card(fake_hub, push, folder):
+def test_next_push_replaces_the_aligner(fake_hub, push, folder):
+    """The next push removes the rest of the former aligner, and keeps an edited card."""
     theirs = dict.fromkeys(("figure.png", "model.gguf", "old_results.json"), b"theirs")
     former = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "recipe.yaml", "results.json")
     fake_hub.files |= theirs | dict.fromkeys((*former, "former_arcaligner.py", "refinement_arcaligner.py"), b"former")
@@ -165,7 +168,8 @@ def refusal(status: int) -> HfHubHTTPError:
         ("create_commit", RuntimeError("upload"), "broke off (RuntimeError: upload)"),
     ],
 )
-def test_a_refusal_or_lost_connection_is_said_with_the_remedy(fake_hub, push, call, error, message):
+def test_hub_errors_say_the_remedy(fake_hub, push, call, error, message):
+    """A refusal and a lost connection are reported with the remedy."""
     fake_hub.errors[call] = error
     code, out, err = push()
     assert (code, out, fake_hub.files) == (1, "", {})
@@ -174,7 +178,8 @@ def test_a_refusal_or_lost_connection_is_said_with_the_remedy(fake_hub, push, ca
     assert push()[0] == 0 and fake_hub.files.keys() == CHECKPOINT
 
 
-def test_a_private_push_makes_a_private_repository_and_refuses_a_public_one(fake_hub, push):
+def test_private_push(fake_hub, push):
+    """A private push creates a private repository, and refuses a public one."""
     assert push("--private")[0] == 0 and fake_hub.private
     fake_hub.private, fake_hub.files = False, {}
     code, _, err = push("--private")
@@ -199,7 +204,8 @@ def drop_a_weight(folder: Path) -> None:
         (lambda folder: (folder / "results.json").write_text("{}"), "does not hold results"),
     ],
 )
-def test_an_incomplete_checkpoint_is_refused_before_the_hub_is_asked(fake_hub, push, folder, damage, message):
+def test_incomplete_checkpoint_is_refused_early(fake_hub, push, folder, damage, message):
+    """An incomplete checkpoint is refused before the Hub is contacted."""
     damage(folder)
     code, out, err = push()
     assert code == 1 and out == "" and message in err and "Traceback" not in err
@@ -207,7 +213,8 @@ def test_an_incomplete_checkpoint_is_refused_before_the_hub_is_asked(fake_hub, p
 
 
 @pytest.mark.parametrize("repo_id", ["someone/else/where", REPO])
-def test_an_invalid_name_and_a_missing_token_are_refused_before_the_hub_is_asked(fake_hub, push, repo_id, monkeypatch):
+def test_invalid_push_is_refused_early(fake_hub, push, repo_id, monkeypatch):
+    """An invalid name and a missing token are refused before the Hub is contacted."""
     monkeypatch.setattr(hub, "get_token", lambda: None)
     code, _, err = push(repo_id=repo_id)
     assert code == 1 and repo_id in err and fake_hub.calls == []

@@ -62,14 +62,16 @@ def metadata_of(card: str) -> dict:
     return yaml.safe_load(card.split("---\n")[1])
 
 
-def test_the_card_of_the_shipped_aligner_is_that_of_its_files(tmp_path):
+def test_shipped_card_matches_its_files(tmp_path):
+    """The card of the shipped aligner is made from its files."""
     for name in ("config.json", "processor_config.json", "recipe.yaml", "results.json", "README.md"):
         shutil.copyfile(DEFAULT_CHECKPOINT / name, tmp_path / name)
     assert write_model_card(ArcAlignerConfig.from_pretrained(tmp_path), tmp_path)
     assert (tmp_path / "README.md").read_text("utf-8") == (DEFAULT_CHECKPOINT / "README.md").read_text("utf-8")
 
 
-def test_the_card_of_another_aligner_has_its_results_data_language_and_name(config, folder):
+def test_card_of_another_aligner(config, folder):
+    """The card of another aligner has its results, data, language and name."""
     card = model_card(config, folder, "someone/aligner")
     assert RESULT_TABLE in card and TRAINING in card and "| tokens per slot | 4, 2, segment |" in card
     assert 'pipeline("text-generation", model="someone/aligner", trust_remote_code=True)' in card
@@ -78,7 +80,8 @@ def test_the_card_of_another_aligner_has_its_results_data_language_and_name(conf
     assert (metadata["language"], metadata["base_model"]) == ("de", "someone/base")
 
 
-def test_card_without_results_and_recipe_says_nothing_of_them(config, tmp_path):
+def test_card_without_results(config, tmp_path):
+    """A card without results and recipe does not mention them."""
     config.base_model_name_or_path = str(tmp_path)
     card = model_card(config, tmp_path)
     assert "## Results" not in card and "## Training" not in card and "## Limits" in card
@@ -86,7 +89,8 @@ def test_card_without_results_and_recipe_says_nothing_of_them(config, tmp_path):
     assert f"| base model | {tmp_path} |" in card
 
 
-def test_what_the_card_installs_is_what_the_package_needs():
+def test_card_installs_the_requirements():
+    """The card installs the requirements of the package."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
     assert all(any(each.startswith(f"{needed},") for each in declared) for needed in REQUIREMENTS)
 
@@ -102,14 +106,16 @@ def test_what_the_card_installs_is_what_the_package_needs():
         ("recipe.yaml", "- a list\n", "does not hold recipes of stages"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_refused_and_no_card_is_written(config, folder, name, content, message):
+def test_unreadable_file_stops_the_card(config, folder, name, content, message):
+    """A file that cannot be read is refused, and no card is written."""
     (folder / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         write_model_card(config, folder)
     assert not (folder / "README.md").exists()
 
 
-def test_a_name_of_the_hub_is_told_from_a_path(tmp_path, monkeypatch):
+def test_hub_names_and_paths(tmp_path, monkeypatch):
+    """A name on the Hub is distinguished from a path."""
     assert is_hub_id("someone/data") and is_hub_id("some.one/da-ta_1")
     paths = ("../data", "./data", "/data/base", "data/train.jsonl.gz", "data/train.parquet", "a/b/c")
     assert not any(is_hub_id(name) for name in (None, "data", *paths))

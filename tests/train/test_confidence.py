@@ -13,7 +13,8 @@ from arcaligner.train.confidence import calibrate, fit_probe, last_states, main,
 from arcaligner.train.validate import read_recipe
 
 
-def test_the_states_of_a_row_are_those_of_its_prompt_alone(model, processor):
+def test_states_of_a_row(model, processor):
+    """The states of a row depend on its prompt only."""
     passages = [{"title": "", "text": text} for text in ("Ada wrote it. It was long.", "It is a short book.")]
     rows = [{"question": q, "passages": [p]} for q, p in zip(("Who wrote it?", "What?"), passages, strict=True)]
     found = last_states(model, processor, rows, "segment", [0])
@@ -24,7 +25,8 @@ def test_the_states_of_a_row_are_those_of_its_prompt_alone(model, processor):
         torch.testing.assert_close(torch.tensor(states), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_regression_finds_what_tells_the_rows_apart_and_is_calibrated():
+def test_regression_separates_and_calibrates():
+    """The regression finds the feature that separates the rows, and is calibrated."""
     random = np.random.default_rng(0)
     states = random.normal(3.0, 2.0, (4000, 5))
     odds = 1.5 * (states[:, 2] - 3.0)
@@ -40,7 +42,8 @@ def test_a_regression_finds_what_tells_the_rows_apart_and_is_calibrated():
     assert sure.mean() == pytest.approx(is_answered.mean(), abs=0.01)
 
 
-def test_a_share_of_the_questions_is_asked_about_a_passage_that_does_not_answer(recipe_file):
+def test_share_of_unanswerable_questions(recipe_file):
+    """A share of the questions gets a passage that does not answer them."""
     rows = partly_unanswerable(read_recipe(recipe_file, None), 40, share=0.4)
     for row in rows:
         (passage,) = row["passages"]

@@ -26,7 +26,8 @@ def nearest_of(told):
     return NearestPassages([{"question": "", "answers": [], "passages": passages, "gold": []}]), passages
 
 
-def test_the_nearest_passages_come_first_and_hold_no_answer_nor_are_of_another_article_if_asked():
+def test_nearest_without_answer():
+    """The nearest passages come first, contain no answer, and are of the same article if requested."""
     told = ["The tower of Oslo is tall.", "Oslo has a tower.", "A tower.", "Nothing."]
     found, passages = nearest_of(dict.fromkeys(told, ""))
     assert texts(found.without_answer("the tower of oslo", ["tall"], [], 2)) == told[1:3]
@@ -39,7 +40,8 @@ def test_the_nearest_passages_come_first_and_hold_no_answer_nor_are_of_another_a
     assert found.without_answer("fjord", ["x"], passages[:1], 3, in_article=True) == []  # no word in common
 
 
-def test_a_row_keeps_its_passages_among_one_to_four_others_of_the_corpus(corpus, nearest):
+def test_row_keeps_its_passages(corpus, nearest):
+    """A row keeps its passages among one to four others of the corpus."""
     known = {text for row in corpus for text in texts(row["passages"])}
     numbers, places = set(), set()
     for seed in range(12):
@@ -53,7 +55,8 @@ def test_a_row_keeps_its_passages_among_one_to_four_others_of_the_corpus(corpus,
 
 
 @pytest.mark.parametrize("share, expected", [(0.0, 0), (0.33, 133), (1.0, 400)])
-def test_a_share_of_the_rows_gets_distractors_by_seed_and_row_alone(corpus, nearest, share, expected):
+def test_distractors_depend_on_seed(corpus, nearest, share, expected):
+    """A share of the rows gets distractors, which depend on seed and row only."""
     rows = [corpus[number % 8] | {"id": str(number), "question": "passage"} for number in range(400)]
     mixed = [nearest.mixed([row], share, seed=0) for row in rows]
     number = sum(found != row["passages"] for row, found in zip(rows, mixed, strict=True))
@@ -62,7 +65,8 @@ def test_a_share_of_the_rows_gets_distractors_by_seed_and_row_alone(corpus, near
     assert share == 0.0 or mixed != [nearest.mixed([row], share, seed=1) for row in rows]
 
 
-def test_few_passages_that_hold_no_answer_give_fewer_distractors(corpus):
+def test_few_passages_few_distractors(corpus):
+    """Few passages without an answer give fewer distractors."""
     row = corpus[0] | {"question": "second passage by the river"}  # Rome: all first passages name it
     two = NearestPassages(corpus[:2])
     for seed in range(8):
@@ -70,7 +74,8 @@ def test_few_passages_that_hold_no_answer_give_fewer_distractors(corpus):
         assert sorted(texts(two.mixed([row], 1.0, seed))) == expected
 
 
-def test_of_a_row_that_says_which_passages_it_needs_the_others_are_distractors(nearest):
+def test_unneeded_passages_are_distractors(nearest):
+    """If a row says which passages it needs, the others are distractors."""
     passages = [{"title": "", "text": f"Text {number}."} for number in range(10)]
     row = {"id": "x", "question": "Which?", "answers": ["Text 3"], "passages": passages, "gold": [3, 7]}
     for seed in range(20):

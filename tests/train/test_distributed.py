@@ -67,7 +67,8 @@ def runs(tmp_path_factory, write_recipe) -> SimpleNamespace:
     return SimpleNamespace(root=root, reports=dict(zip(in_two, reports, strict=True)))
 
 
-def test_two_processes_train_as_one_with_the_same_rows(runs):
+def test_two_processes_equal_one(runs):
+    """Two processes train as one with the same rows."""
     for key in ("loss", "grad_norm"):
         entries = (logs(runs.root / f"grounding-{processes}", key) for processes in (2, 1))
         two, one = (torch.tensor([entry[key] for entry in each]) for each in entries)
@@ -77,7 +78,8 @@ def test_two_processes_train_as_one_with_the_same_rows(runs):
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
 
 
-def test_each_epoch_reads_each_row_once_in_another_order(runs):
+def test_epochs_reorder_rows(runs):
+    """Each epoch uses each row once, in another order."""
     batches = list(zip(*(report["rows"] for report in runs.reports["whole"]), strict=True))
     orders = [[row for batch in batches[start : start + 3] for rows in batch for row in rows] for start in (0, 3)]
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(f"row-{number}" for number in range(12))
@@ -93,7 +95,8 @@ def test_a_broken_run_ends_as_if_unbroken(runs):
         torch.testing.assert_close(broken, whole, rtol=0, atol=0)
 
 
-def test_a_loss_of_nan_in_one_process_stops_all_and_names_its_rows(runs):
+def test_nan_loss_stops_all_processes(runs):
+    """A NaN loss in one process stops all, and names its rows."""
     first, last = runs.reports["nan"]
     message = f"The loss is nan at step 3 for the rows {last['rows'][-1]}. Check"
     assert first["error"].startswith(message) and last["error"].startswith(message)
@@ -102,7 +105,8 @@ def test_a_loss_of_nan_in_one_process_stops_all_and_names_its_rows(runs):
     assert not (runs.root / "nan" / "config.json").exists()
 
 
-def test_only_the_first_process_writes_and_makes_the_examples(runs, write_recipe):
+def test_first_process_writes(runs, write_recipe):
+    """Only the first process writes and makes the examples."""
     for name, (first, second) in runs.reports.items():
         assert not any(path.startswith((str(runs.root), str(write_recipe.folder))) for path in second["written"]), name
         assert "model.safetensors" in {Path(path).name for path in first["written"]}, name
@@ -112,7 +116,8 @@ def test_only_the_first_process_writes_and_makes_the_examples(runs, write_recipe
     assert two - one == {"rng_state_0.pth", "rng_state_1.pth"} and one - two == {"rng_state.pth"}
 
 
-def test_a_sharded_model_trains_resumes_and_is_saved_as_any_other(runs, write_recipe, tmp_path):
+def test_sharded_model_trains(runs, write_recipe, tmp_path):
+    """A sharded model trains, resumes and is saved like any other."""
     arguments = write_recipe("grounding", tmp_path / "run", **LONG)
     plan = [{"arguments": arguments, "interrupt_at": 5}, {"arguments": arguments}]
     interrupted, resumed = launch(CONFIGS / "fsdp2.yaml", plan, tmp_path)

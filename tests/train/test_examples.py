@@ -69,7 +69,8 @@ def test_a_question_has_the_prompt_of_inference(processor, builder):
     assert example["segments"] == [empty]
 
 
-def test_questions_about_the_same_passages_are_turns_as_far_as_they_fit(processor, builder):
+def test_questions_become_turns(processor, builder):
+    """Questions about the same passages become turns of one example as far as they fit."""
     rows = [row | {"passages": question_rows(1)[0]["passages"]} for row in question_rows(5)]
     (together,) = builder.question_examples(rows)
     alone = [next(builder.question_examples([row])) for row in rows]
@@ -86,7 +87,8 @@ def test_questions_about_the_same_passages_are_turns_as_far_as_they_fit(processo
         assert limit in (1, one) or max(example["length"] for example in found) <= limit
 
 
-def test_the_finest_rate_decides_how_long_an_example_is(processor):
+def test_finest_rate_decides_lengths(processor):
+    """The finest rate decides the length of an example."""
     (row,) = question_rows(1)
     for rates in (["segment"], ["segment", 4, 2]):
         (example,) = ExampleBuilder(processor, tokens_per_slot=rates).question_examples([row])
@@ -94,7 +96,8 @@ def test_the_finest_rate_decides_how_long_an_example_is(processor):
         assert example["length"] == len(example["head"]) + len(slots) + len(example["turns"][0]["input_ids"])
 
 
-def test_a_template_that_renders_the_prompt_in_two_ways_is_refused(builder, processor, monkeypatch):
+def test_inconsistent_template_is_refused(builder, processor, monkeypatch):
+    """A template that renders the prompt in two ways is refused."""
     plain = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
     monkeypatch.setattr(processor, "chat_template", plain)  # which ends no turn, so that EOS is added
     (example,) = builder.question_examples(question_rows(1))
@@ -107,7 +110,8 @@ def test_a_template_that_renders_the_prompt_in_two_ways_is_refused(builder, proc
 # Texts to read back
 
 
-def test_templates_are_those_of_the_paper_fixed_by_the_id_and_used_about_equally():
+def test_templates_are_the_papers():
+    """Templates are the paper's, fixed by the id and used about equally."""
     assert tuple(f"{before}[B]{after} [T]." for before, after in RECONSTRUCTION_TEMPLATES) == TEMPLATES
     # Written out: another hash would change every training set, and `hash` does so in each process.
     assert stable_number("recon_train_0", 1000) == 200
@@ -115,7 +119,8 @@ def test_templates_are_those_of_the_paper_fixed_by_the_id_and_used_about_equally
     assert len(counts) == 6 and min(counts.values()) > 850
 
 
-def test_reconstruction_asks_for_the_text_of_each_segment_once_by_a_template_with_its_slots(processor):
+def test_reconstruction_of_each_segment(processor):
+    """Each segment is reconstructed once, by a template with its slots."""
     builder, sizes = ExampleBuilder(processor, max_segments=3), set()
     long = {"title": "", "text": " ".join(f"This is sentence {number}." for number in range(40))}
     for row in (*passage_rows(3), passage_rows(1)[0] | {"passages": [long]}):
@@ -135,7 +140,8 @@ def test_reconstruction_asks_for_the_text_of_each_segment_once_by_a_template_wit
     assert sizes == {1, 2, 3}
 
 
-def test_a_second_turn_goes_on_with_the_next_segment(processor):
+def test_second_turn_continues(processor):
+    """A second turn continues with the next segment."""
     row = passage_rows(1)[0]
     builders = (ExampleBuilder(processor, continues=each) for each in (False, True))
     plain, examples = (list(builder.reconstruction_examples([row])) for builder in builders)
@@ -228,7 +234,8 @@ def test_stage_one_examples_mix_in_without_distractors(select, tmp_path, process
     assert min(sizes[:6]) > 2 and sizes[6:] == [1] * 2
 
 
-def test_long_examples_are_left_out_made_up_for_and_counted(select, tmp_path, caplog):
+def test_long_examples_are_replaced(select, tmp_path, caplog):
+    """Long examples are left out, replaced and counted."""
     rows = [row | {"question": "Who is it?" if number % 2 else "Who?"} for number, row in enumerate(question_rows(20))]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     with caplog.at_level(logging.INFO):
@@ -238,7 +245,8 @@ def test_long_examples_are_left_out_made_up_for_and_counted(select, tmp_path, ca
     assert f"{path}: left out 10 longer than 1 tokens" in caplog.text
 
 
-def test_rows_without_a_part_are_left_out_and_reported_in_a_line_that_cannot_steer_a_terminal(select, tmp_path, caplog):
+def test_incomplete_rows_are_reported(select, tmp_path, caplog):
+    """Rows without a part are left out and reported in a line without control characters."""
     rows = question_rows(16)
     rows[1]["question"], rows[2]["passages"], rows[3]["passages"][0]["text"] = " ", [], "\n"
     for row in rows[7:]:
@@ -276,7 +284,8 @@ def test_questions_about_the_same_passages_share_an_example(select, max_question
     assert all(len({int(row_id.removeprefix("row-")) % 3 for row_id in group}) == 1 for group in groups)
 
 
-def test_questions_that_share_an_example_share_distractors_that_answer_none_of_them(select):
+def test_shared_distractors(select):
+    """Questions that share an example share distractors that answer none of them."""
     own = [{"title": "", "text": "A text of two questions."}]
     rows = [row | {"passages": own, "question": "Which second passage?"} for row in city_rows(CITIES[:2])]
     builder = OneExample()
@@ -292,7 +301,8 @@ def test_questions_that_share_an_example_share_distractors_that_answer_none_of_t
 
 
 @pytest.mark.parametrize("max_questions, joined", [(1, 0), (2, 3)])
-def test_a_question_about_each_distractor_joins_where_questions_share_an_example(select, max_questions, joined):
+def test_questions_about_distractors(select, max_questions, joined):
+    """A question about each distractor joins if questions share an example."""
     rows = question_rows(8)
     for number, row in enumerate(rows):
         row |= {"id": str(number), "question": f"Which text has number {number}?", "answers": [f"n{number}"]}
@@ -311,7 +321,8 @@ def titles(examples):
     return {segment["encoder_text"].partition(":")[0] for example in examples for segment in example["segments"]}
 
 
-def test_held_out_articles_are_validated_with_and_never_trained_on(selector, tmp_path, processor):
+def test_held_out_articles_validate(selector, tmp_path, processor):
+    """Held-out articles are used for validation and never for training."""
     path = write_rows(tmp_path / "rows.jsonl", article_rows(60))
 
     def parts(**changes):
@@ -332,7 +343,9 @@ def test_held_out_articles_are_validated_with_and_never_trained_on(selector, tmp
 # Blocks
 
 
-def test_examples_are_made_once_for_rows_segmenter_prompt_and_tokenizer(select, tmp_path, processor, monkeypatch):
+def test_examples_are_cached(select, tmp_path, processor, monkeypatch):
+    """Examples are made once for rows, segmenter, prompt and tokenizer."""
+
     def refuse(maker, groups):
         raise AssertionError("made before")
 
@@ -356,7 +369,8 @@ def test_examples_are_made_once_for_rows_segmenter_prompt_and_tokenizer(select, 
         select([row | {"question": "Another?"} for row in rows], builder=ExampleBuilder(processor))
 
 
-def test_a_stopped_run_goes_on_at_its_next_block(select, tmp_path, monkeypatch):
+def test_stopped_run_continues(select, tmp_path, monkeypatch):
+    """A stopped run continues at its next block."""
     monkeypatch.setattr(module, "ROWS_PER_BLOCK", 4)
     path = write_rows(tmp_path / "rows.jsonl", question_rows(12))
     whole = select(path, examples_cache_dir=str(tmp_path / "whole"))
@@ -432,7 +446,8 @@ def test_no_examples_says_why(select, tmp_path):
         select(path)
 
 
-def test_a_cache_that_cannot_be_made_is_named_with_the_remedy(select, tmp_path):
+def test_unwritable_cache_is_named(select, tmp_path):
+    """A cache that cannot be created is named, with the remedy."""
     (folder := tmp_path / "folder").touch()
     with pytest.raises(OSError, match=rf"cannot be kept in {folder} \(.*\). Name a folder .*examples_cache_dir"):
         select(question_rows(2), examples_cache_dir=str(folder))

@@ -17,7 +17,9 @@ from arcaligner.modeling_arcaligner import head_nll, postprocess_logits
 @pytest.mark.parametrize(
     "settings", [{}, {"logits_scaling": 8.0}, {"logit_scale": 3.0, "final_logit_softcapping": 2.0}], ids=str
 )
-def test_the_frozen_head_gives_loss_and_gradient_of_cross_entropy(monkeypatch, settings, bias, rows_at_a_time):
+def test_frozen_head_loss(monkeypatch, settings, bias, rows_at_a_time):
+    """The frozen head gives loss and gradient of cross entropy."""
+
     def plain_nll(states, targets, head, config):
         return cross_entropy(postprocess_logits(head(states), config), targets, reduction="sum")
 
@@ -34,7 +36,8 @@ def test_the_frozen_head_gives_loss_and_gradient_of_cross_entropy(monkeypatch, s
     torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-12)
 
 
-def test_a_head_that_is_trained_and_a_second_derivative_are_refused():
+def test_trained_head_is_refused():
+    """A trained head and a second derivative are refused."""
     states, targets = torch.randn(4, 6, requires_grad=True), torch.randint(11, (4,))
     with pytest.raises(ValueError, match="The head is trained"):
         head_nll(states, targets, nn.Linear(6, 11), PreTrainedConfig())
@@ -44,7 +47,8 @@ def test_a_head_that_is_trained_and_a_second_derivative_are_refused():
         gradient.sum().backward()
 
 
-def test_a_scaled_loss_of_float16_states_has_a_finite_gradient():
+def test_scaled_float16_loss():
+    """A scaled loss of float16 states has a finite gradient."""
     head = nn.Linear(6, 11, bias=False, dtype=torch.float16).requires_grad_(False)
     states = torch.full((1, 6), 0.01, dtype=torch.float16, requires_grad=True)
     (head_nll(states, torch.tensor([3]), head, PreTrainedConfig()) * 65536.0).backward()
@@ -55,7 +59,7 @@ def test_a_scaled_loss_of_float16_states_has_a_finite_gradient():
 
 
 @pytest.mark.parametrize("backbone", list(BACKBONES))
-def test_the_loss_without_logits_is_the_loss_with_them(backbone):
+def test_loss_without_logits(backbone):
     """In loss and gradients, whatever a backbone does to its logits, and divided by the same number of items."""
     model = tiny_aligner(backbone, dtype=torch.float32).train()
     model.set_stage("gating")
@@ -75,7 +79,8 @@ def test_the_loss_without_logits_is_the_loss_with_them(backbone):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])  # the graph of training without a minute of C++
-def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(backend):
+def test_compiled_loss_and_gradients(backend):
+    """Compiled layers give the loss and gradients of plain ones."""
     plain = tiny_aligner(backbone_config("llama", num_hidden_layers=1), dtype=torch.float32).train()
     plain.set_stage("reconstruction")
     compiled = copy.deepcopy(plain)
@@ -90,7 +95,8 @@ def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(backend):
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
-def test_runs_share_out_the_tokens_of_a_text_and_leave_the_title(processor):
+def test_spans_share_the_tokens(processor):
+    """Spans distribute the tokens of a text, and leave out the title."""
     title, text = "Toronto: ", "Radik Zhaparov is a Kazakh ski jumper who has competed since 2003."
     ends = [len(title) + end for end in (14, 15, 40, len(text))]  # the second run is a space, without a token
     model = processor.encoder.model.eval()

@@ -92,7 +92,8 @@ def source_of(name: str, **changes) -> prepare_data.Source:
     return replace(source, **changes)
 
 
-def test_each_set_becomes_rows_of_the_files_that_recipes_name(copies, data):
+def test_sets_become_rows(copies, data):
+    """Each set becomes rows of the files that recipes name."""
     prepare(data, SOURCES, copies)
     rows = {row["id"]: row for name in TRAINING_FILES for row in read_rows(data / name)}
     squad = {"title": "Ada Lovelace", "text": "Ada wrote it in 1843."}
@@ -124,7 +125,8 @@ def test_each_set_becomes_rows_of_the_files_that_recipes_name(copies, data):
                 assert len(open_corpus(name, data_dir=str(data), asks=name.startswith("train_"))), f"{path}: {name}"
 
 
-def test_held_out_paragraphs_are_of_articles_that_are_not_trained_on(copies, data):
+def test_held_out_articles_differ(copies, data):
+    """Held-out paragraphs are of articles that are not trained on."""
     prepare(data, SOURCES, copies)
     trained, held_out = (read_rows(data / f"recon_{part}.jsonl.gz") for part in ("train", "heldout"))
     assert len(trained) == 7 and len(held_out) == 1
@@ -135,13 +137,16 @@ def test_held_out_paragraphs_are_of_articles_that_are_not_trained_on(copies, dat
         assert row["question"] == "" and row["answers"] == [] and len(row["passages"][0]["text"].split()) == 20
 
 
-def test_a_limit_takes_as_many_rows_of_each_file_of_a_set(copies, data):
+def test_limit_applies_to_each_file(copies, data):
+    """A limit takes equally many rows from each file of a set."""
     prepare(data, [source_of("wikipedia", limit=4)], copies)
     found = {row["id"] for part in ("train", "heldout") for row in read_rows(data / f"recon_{part}.jsonl.gz")}
     assert found == {"wikipedia_0", "wikipedia_1", "wikipedia_4", "wikipedia_5"}
 
 
-def test_a_run_that_broke_off_keeps_whole_files_only_and_ends_with_what_a_whole_one_writes(copies, tmp_path, data):
+def test_interrupted_run_keeps_complete_files(copies, tmp_path, data):
+    """An interrupted run keeps complete files only, and then ends with the same files as a whole one."""
+
     def lose(row):
         raise ConnectionError("lost")
 
@@ -158,7 +163,8 @@ def test_a_run_that_broke_off_keeps_whole_files_only_and_ends_with_what_a_whole_
     assert files == {path.name: path.read_bytes() for path in data.iterdir()}
 
 
-def test_licences_stand_beside_the_files_and_what_is_finished_is_left_alone(copies, data, capsys, monkeypatch):
+def test_licences_and_finished_files(copies, data, capsys, monkeypatch):
+    """Licences are written next to the files, and finished files are kept."""
     prepare_data.main(data, ["squad=3", "wikipedia=0"], copies)
     page = (data / "README.md").read_text()
     assert "## train_qa.jsonl.gz" in page and "| SQuAD 1.1 | CC BY-SA 4.0 | rajpurkar/squad, a local copy | 3 |" in page
@@ -172,7 +178,8 @@ def test_licences_stand_beside_the_files_and_what_is_finished_is_left_alone(copi
     assert "train_qa.jsonl.gz exists and is kept; delete it to make it again" in capsys.readouterr().out
 
 
-def test_a_set_that_is_not_there_and_a_row_of_another_form_are_said(copies, data, tmp_path):
+def test_missing_set_and_unknown_format(copies, data, tmp_path):
+    """A missing set and a row in another format are named."""
     with pytest.raises(OSError, match=r"rajpurkar/squad cannot be reached.*--copies"):
         prepare(data, [source_of("squad")], tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"rajpurkar/squad has a row in an unexpected format .*KeyError: 'paragraphs'"):

@@ -52,7 +52,8 @@ def recipe(**changes):
         ),
     ],
 )
-def test_unknown_keys_and_settings_that_lose_slots_are_refused(tmp_path, setting, message):
+def test_unsafe_settings_are_refused(tmp_path, setting, message):
+    """Unknown keys and settings that lose slots are refused."""
     path = tmp_path / "recipe.yaml"
     path.write_text(f"{(RECIPES / 'tiny/1_reconstruction.yaml').read_text('utf-8')}\n{setting}\n")
     with pytest.raises(ValueError, match=message):
@@ -91,7 +92,8 @@ def test_no_example_is_longer_than_the_backbone_reads(base_model_dir, max_tokens
     assert recipe(model_name_or_path=str(base_model_dir), max_tokens=max_tokens).token_limit() == limit
 
 
-def test_help_tells_the_keys_and_an_unknown_option_is_named(capsys):
+def test_help_lists_the_keys(capsys):
+    """The help lists the keys, and an unknown option is named."""
     with pytest.raises(SystemExit) as ended:
         parse(["--help"])
     assert ended.value.code == 0 and "--tokens_per_slot" in capsys.readouterr().out
@@ -180,7 +182,8 @@ def test_cards_without_bfloat16(monkeypatch):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_starts_from_the_one_before_or_goes_on(processor, checkpoint_dir, base_model_dir, stage):
+def test_start_of_a_stage(processor, checkpoint_dir, base_model_dir, stage):
+    """A stage starts from the one before, or continues from itself."""
     asked = recipe(stage=stage, model_name_or_path="runs/1")
     for before in STAGES:
         config = ArcAlignerConfig.from_pretrained(checkpoint_dir, training_stage=before)
@@ -197,7 +200,8 @@ def test_a_stage_starts_from_the_one_before_or_goes_on(processor, checkpoint_dir
             load_processor(base, None)
 
 
-def test_a_stage_has_rates_of_its_own_and_the_segments_of_its_start(tmp_path, checkpoint_dir):
+def test_rates_of_a_stage(tmp_path, checkpoint_dir):
+    """A stage has its own rates, and the segmentation of its start."""
     start = shutil.copytree(checkpoint_dir, tmp_path / "start")
     edit_json(start / "config.json", digests=None)
     (template := tmp_path / "template.jinja").write_text("{{ messages }}")
@@ -222,7 +226,8 @@ def parse_shipped(path, *arguments):
 
 
 @pytest.mark.parametrize("folder", sorted(RECIPES.glob("*/")), ids=lambda folder: folder.name)
-def test_a_shipped_recipe_parses_and_each_stage_starts_where_the_one_before_ended(folder):
+def test_shipped_recipes_parse(folder):
+    """A shipped recipe parses, and each stage starts where the one before ended."""
     paths, before = sorted(folder.glob("[1-3]_*.yaml")), None
     assert len(paths) > 1
     for stage, path in zip(STAGES, paths, strict=False):
@@ -281,7 +286,8 @@ def test_the_tiny_recipe_trains_all_stages(tmp_path, monkeypatch):
         start = ["--model_name_or_path", str(tmp_path / stage)]
 
 
-def test_a_missing_data_file_is_said_in_one_line_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
+def test_missing_data_fails_early(tmp_path, monkeypatch, capsys):
+    """A missing data file is reported in one line before anything is loaded."""
     path = RECIPES / "smollm2_135m" / "2_grounding.yaml"
     monkeypatch.setattr(sys, "argv", ["sft", "--config", str(path), "--data_dir", str(tmp_path)])
     with pytest.raises(SystemExit):

@@ -29,7 +29,8 @@ def begun(tmp_path, config) -> Path:
     return folder
 
 
-def test_a_recipe_is_kept_below_the_command_and_with_its_keys(config):
+def test_recipe_is_saved(config):
+    """The recipe is saved below the command, with its keys."""
     assert run_settings(SCRIPT, config) == f"# {SCRIPT} --config {config[1]}\n{RECIPE}\n"  # as it is
     Path(config[1]).write_text(RECIPE + "\nweight_decay: 1e-4")  # which YAML takes for text
     given = ["--stage", "gating", "--learning-rate=3e-4", "--report_to", "wandb", "tensorboard"]
@@ -42,7 +43,8 @@ def test_a_recipe_is_kept_below_the_command_and_with_its_keys(config):
     assert text.startswith(f"# {SCRIPT} --config") and text.endswith("\n")
 
 
-def test_a_run_resumes_with_its_own_settings_and_other_ways_to_watch_and_run_it(begun, config):
+def test_run_resumes_with_its_settings(begun, config):
+    """A run resumes with its own settings; logging and speed may change."""
     check_settings(begun, run_settings(SCRIPT, config))
     free = ["--logging_steps", "1", "--save_steps", "5", "--report_to", "wandb", "--dataloader_num_workers", "2"]
     free += ["--dtype", "auto", "--compile_layers", "true", "--data_dir", "elsewhere"]
@@ -77,7 +79,8 @@ def test_other_settings_are_refused_with_all_that_changed(begun, config, left):
     check_settings(begun, other)
 
 
-def test_one_trainer_at_a_time_writes_its_settings_first(tmp_path):
+def test_trainer_locks_its_folder(tmp_path):
+    """One trainer at a time writes its settings first."""
     folder, settings = tmp_path / "runs" / "1", "# arcaligner.train.sft --config a.yaml\nseed: 1\n"
 
     def claim(settings, is_main=True):
@@ -103,7 +106,8 @@ def test_one_trainer_at_a_time_writes_its_settings_first(tmp_path):
 @pytest.mark.parametrize(
     "name", ["trainer_state.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "training_args.bin"]
 )
-def test_a_checkpoint_with_a_cut_file_is_passed_over_and_logged(tmp_path, caplog, name):
+def test_truncated_checkpoint_is_skipped(tmp_path, caplog, name):
+    """A checkpoint with a truncated file is skipped and logged."""
     checkpoints = tmp_path / "run"
     for step in (2, 10, 8):
         folder = checkpoints / f"checkpoint-{step}"

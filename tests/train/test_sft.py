@@ -53,7 +53,8 @@ def moved_parts(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor])
 # The stages
 
 
-def test_each_stage_starts_from_the_one_before_and_trains_its_parts_and_nothing_else(stages):
+def test_stages_train_their_parts(stages):
+    """Each stage starts from the one before, and trains its parts and nothing else."""
     before = parameters(stages["reconstruction"] / "checkpoint-2")
     for stage, parts in PARTS.items():
         after = parameters(stages[stage])
@@ -63,7 +64,8 @@ def test_each_stage_starts_from_the_one_before_and_trains_its_parts_and_nothing_
         before = after
 
 
-def test_a_stage_leaves_a_folder_that_answers_at_its_rates(stages):
+def test_stage_folder_answers(stages):
+    """A stage leaves a folder that answers at its rates."""
     processor = ArcAlignerProcessor.from_pretrained(str(stages["reconstruction"]))
     assert (processor.tokens_per_slot, processor.trained_tokens_per_slot) == ("segment", ["segment", 3])
     processor = ArcAlignerProcessor.from_pretrained(str(stages["gating"]))
@@ -106,7 +108,7 @@ def test_the_gates_can_learn_faster_than_the_rest(tmp_path, write_recipe, stages
     assert any(not torch.equal(fast[name], before[name]) for name in fast if "slot_gate" in name)
 
 
-def test_a_projector_without_lora_is_trained_alone_and_loads_again(tmp_path, write_recipe):
+def test_projector_without_lora(tmp_path, write_recipe):
     """xRAG's design."""
     run(write_recipe("reconstruction", tmp_path / "1", aligner={"lora_r": 0, "gate_hidden_size": 8}))
     run(write_recipe("grounding", tmp_path / "2", tmp_path / "1"))
@@ -132,7 +134,8 @@ def test_a_broken_run_ends_as_if_unbroken(tmp_path, write_recipe, whole_run, cap
         assert found[0] == found[1]
 
 
-def test_a_run_that_broke_when_it_was_trained_is_only_saved(tmp_path, write_recipe, monkeypatch):
+def test_trained_run_is_only_saved(tmp_path, write_recipe, monkeypatch):
+    """A run that broke after its training is only saved."""
     arguments = write_recipe("grounding", tmp_path / "run", lr_scheduler_type="constant")
     with monkeypatch.context() as patch, pytest.raises(TypeError, match="'NoneType' object is not callable"):
         patch.setattr(sft, "save_stage", None)
@@ -158,7 +161,8 @@ def test_a_dtype_that_is_none_is_refused(name):
         recipe.resolve_dtype(name, torch.device("cpu"))
 
 
-def test_a_resumed_run_keeps_the_dtype_that_auto_chose(tmp_path, write_recipe, monkeypatch):
+def test_resumed_run_keeps_dtype(tmp_path, write_recipe, monkeypatch):
+    """A resumed run keeps the dtype that auto chose."""
     arguments = write_recipe("grounding", tmp_path / "run", dtype="auto")
     for dtype in (torch.bfloat16, torch.float32):
         monkeypatch.setattr(recipe, "fastest_dtype", lambda device_type, dtype=dtype: dtype)

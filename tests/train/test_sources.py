@@ -27,7 +27,8 @@ def write_parquet(path, **columns) -> str:
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
-def test_rows_are_read_plain_and_gzipped_and_anew_when_the_file_has_changed(tmp_path, name):
+def test_changed_files_are_read_again(tmp_path, name):
+    """Rows are read, plain and gzipped, and again after a change of the file."""
     path = write_rows(tmp_path / name, question_rows(2))
     assert read_rows(path) == [row | {"gold": []} for row in question_rows(2)]
     before = open_corpus(path)
@@ -107,7 +108,8 @@ def test_what_a_row_lacks_is_empty(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "texts.parquet", "hotpotqa.parquet"])
-def test_rows_of_each_kind_whose_id_is_null_get_their_number(tmp_path, name):
+def test_null_ids_become_numbers(tmp_path, name):
+    """Rows of each kind whose id is null get their number."""
     rows = {"texts.parquet": 3 * [{"text": "A text."}], "hotpotqa.parquet": 3 * [HOTPOTQA]}.get(name, question_rows(3))
     rows = [row | {"id": row_id} for row, row_id in zip(rows, ("a", None, None), strict=True)]
     path = tmp_path / name
@@ -120,7 +122,8 @@ def test_rows_of_each_kind_whose_id_is_null_get_their_number(tmp_path, name):
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json"])
-def test_a_column_of_texts_is_cut_into_passages_of_one_length(tmp_path, suffix):
+def test_texts_are_cut_into_passages(tmp_path, suffix):
+    """A column of texts is cut into passages of one length."""
     path = tmp_path / f"texts.{suffix}"
     texts = [" ".join(WORDS), "A  short\none.", "", None]
     table = datasets.Dataset.from_dict({"body": texts, "head": ["T", None, "U", "V"], "year": [1, 2, 3, 4]})
@@ -140,7 +143,8 @@ def test_a_column_of_texts_is_cut_into_passages_of_one_length(tmp_path, suffix):
     assert len(other) == 4 and other._fingerprint != one._fingerprint
 
 
-def test_a_data_set_of_the_hub_is_read_by_configuration_and_split(tmp_path, monkeypatch):
+def test_hub_configuration_and_split(tmp_path, monkeypatch):
+    """A data set of the Hub is read by configuration and split."""
     monkeypatch.chdir(tmp_path)  # where a folder stands for the set
     folder, card = tmp_path / "org" / "corpus", "---\nconfigs:\n"
     for name in ("en", "de"):
@@ -187,7 +191,8 @@ def test_questions_of_the_hub_are_read_whole(tmp_path, monkeypatch):
     assert list(open_corpus("org", at_least=1)) == schema_rows(6)
 
 
-def test_what_holds_no_rows_of_a_known_kind_is_refused(tmp_path):
+def test_unknown_rows_are_refused(tmp_path):
+    """A file without rows of a known kind is refused."""
     body = write_parquet(tmp_path / "letters.parquet", body=["Dear Ada."])
     with pytest.raises(ValueError, match=r"columns \['body'\], but no \['text'\].*`\?text=body`"):
         open_corpus(body)

@@ -50,7 +50,8 @@ def trained(calls: list[list[str]]) -> list[str]:
     return [Path(command[command.index("--config") + 1]).stem for command in calls]
 
 
-def test_stages_run_in_order_each_from_the_folder_of_the_one_before(recipe, calls):
+def test_stages_run_in_order(recipe, calls):
+    """Stages run in order, each from the folder of the one before."""
     run_stages(read_stages(recipe, output="mine", overrides=["--seed", "2"]))
     start = [sys.executable, "-m", "arcaligner.train.sft", "--config"]
     for call, name, before in zip(calls, NAMES, [None, *NAMES], strict=False):
@@ -61,7 +62,8 @@ def test_stages_run_in_order_each_from_the_folder_of_the_one_before(recipe, call
     assert [command[3:] for command in calls] == [["--config", f"recipe/{name}.yaml"] for name in NAMES]
 
 
-def test_finished_stages_are_skipped_or_refused_and_one_is_trained_again_with_its_own_settings(recipe, calls, caplog):
+def test_finished_stages_are_skipped(recipe, calls, caplog):
+    """Finished stages are skipped or refused, and one is trained again with its own settings."""
     run_stages(read_stages(recipe))
     shutil.rmtree("runs/3_gating")
     with caplog.at_level("INFO"):
@@ -161,7 +163,8 @@ def interruptible():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stage_ends_with_the_command_that_runs_it(tmp_path, interruptible, number):
+def test_stage_ends_with_its_command(tmp_path, interruptible, number):
+    """A stage ends with the command that runs it."""
     child = (
         "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
         f"print(os.getpid(), file=open({str(tmp_path / 'pid')!r}, 'w')); "

@@ -24,7 +24,8 @@ def embeds(folder) -> torch.Tensor:
     return ArcAlignerProcessor.from_pretrained(folder).encoder.encode(TEXTS)
 
 
-def test_the_encoder_of_a_checkpoint_is_the_trained_one(trained, processor):
+def test_checkpoint_has_trained_encoder(trained, processor):
+    """The encoder of a checkpoint is the trained one."""
     assert (embeds(trained) - processor.encoder.encode(TEXTS)).abs().max() > 1e-3
     assert torch.equal(embeds(trained), embeds(trained / "checkpoint-4"))
     encoder = SentenceTransformer(processor.encoder_name_or_path)
@@ -33,7 +34,8 @@ def test_the_encoder_of_a_checkpoint_is_the_trained_one(trained, processor):
     torch.testing.assert_close(embeds(trained), expected)
 
 
-def test_an_encoder_in_bfloat16_is_evaluated_as_it_is_trained(tmp_path, write_recipe):
+def test_bfloat16_encoder_is_evaluated(tmp_path, write_recipe):
+    """An encoder in bfloat16 is evaluated as it is trained."""
     held_out = {"eval_files": {write_recipe.files["grounding"]: 1.0}, "eval_strategy": "steps", "eval_steps": 2}
     losses = []
     for dtype in ("float32", "bfloat16"):
@@ -43,7 +45,8 @@ def test_an_encoder_in_bfloat16_is_evaluated_as_it_is_trained(tmp_path, write_re
     assert losses[0] == pytest.approx(losses[1], rel=0.05) and losses[0] != losses[1]
 
 
-def test_search_uses_the_untrained_encoder_on_the_device_that_is_asked_for(trained, processor):
+def test_search_device_and_encoder(trained, processor):
+    """Search uses the base encoder, on the requested device."""
     found = ArcAlignerProcessor.from_pretrained(trained)
     found.encoder.device = "cpu"
     assert torch.equal(found.encoder.untrained.encode(TEXTS), processor.encoder.encode(TEXTS))
@@ -51,7 +54,8 @@ def test_search_uses_the_untrained_encoder_on_the_device_that_is_asked_for(train
     assert found.encoder.untrained.model.device.type == "meta"
 
 
-def test_a_broken_run_goes_on_with_the_encoder_it_had(tmp_path, write_recipe, trained):
+def test_broken_run_keeps_the_encoder(tmp_path, write_recipe, trained):
+    """A broken run continues with the encoder that it had."""
     arguments = write_recipe("grounding", tmp_path / "run", lr_scheduler_type="constant", **RATES)
     run_until(2, arguments)
     run(arguments)
@@ -59,7 +63,8 @@ def test_a_broken_run_goes_on_with_the_encoder_it_had(tmp_path, write_recipe, tr
     torch.testing.assert_close(parameters(tmp_path / "run"), parameters(trained), rtol=0, atol=1e-5)
 
 
-def test_a_stage_ends_with_the_mean_of_its_last_checkpoints(tmp_path, write_recipe):
+def test_stage_ends_with_the_mean(tmp_path, write_recipe):
+    """A stage ends with the mean of its last checkpoints."""
     folder = tmp_path / "run"
     keys = {"save_steps": 1, "save_total_limit": 3, "average_checkpoints": 2, "max_steps": 4}
     run(write_recipe("grounding", folder, **keys, **RATES))
@@ -69,7 +74,8 @@ def test_a_stage_ends_with_the_mean_of_its_last_checkpoints(tmp_path, write_reci
         assert any(not torch.equal(mean[name], last[name]) for name in mean)
 
 
-def test_a_later_stage_keeps_the_trained_encoder_and_refuses_lora_of_another_rank(tmp_path, write_recipe, trained):
+def test_later_stage_keeps_the_encoder(tmp_path, write_recipe, trained):
+    """A later stage keeps the trained encoder, and refuses LoRA of another rank."""
     run(write_recipe("gating", tmp_path / "gating", model=trained, max_steps=1))
     assert torch.equal(embeds(tmp_path / "gating"), embeds(trained))
     with pytest.raises(ValueError, match="has LoRA of rank 2; got 3"):

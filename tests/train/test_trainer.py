@@ -77,7 +77,8 @@ def slots_of(batch) -> list[int]:
     return (batch["input_ids"] == SLOT).sum(dim=1).tolist()
 
 
-def test_a_rate_cuts_segments_into_slots_with_their_words(collate):
+def test_rate_cuts_segments(collate):
+    """A rate cuts segments into slots with their words."""
     batch = collate([row("x", 6), row("y", 3)], rates=(3,), context_words=True)
     assert slots_of(batch) == (batch["context_passage_ids"] >= 0).sum(dim=1).tolist() == [2, 1]
     assert sorted(set(batch["encoder_inputs"].slots.tolist())) == [0, 1, 2]  # the fourth place is padding
@@ -87,7 +88,8 @@ def test_a_rate_cuts_segments_into_slots_with_their_words(collate):
     assert slots_of(batch) == [1] and batch["encoder_inputs"].slots.tolist() == [0]
 
 
-def test_the_ids_of_the_rows_decide_the_rate_and_all_rates_are_drawn(collate):
+def test_ids_decide_the_rate(collate):
+    """The ids of the rows decide the rate, and all rates are drawn."""
     rates = (1, 2, "segment")
     once, again, more_turns = (
         [slots_of(collate([row(f"{n}", 4, turns), row("y", 4)], rates))[0] for n in range(40)] for turns in (1, 1, 2)
@@ -140,7 +142,8 @@ def test_a_worker_makes_the_same_batches(processor):
 # Turns
 
 
-def test_turns_after_passages_apart_count_on_from_the_longest_one():
+def test_turns_continue_after_the_longest():
+    """Turns after independent passages continue after the longest one."""
     turn_ids, passage_ids = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 2]]), torch.tensor([[-1, 0, 0, 1, 2, -1, -1, -1]])
     assert turn_mask(turn_ids, passage_ids, torch.float32)[1].tolist() == [[0, 1, 2, 1, 1, 3, 4, 3]]
 
@@ -154,7 +157,8 @@ def held_out(tmp_path_factory) -> dict:
     return {"eval_files": {path: 1.0}, "eval_strategy": "steps", "eval_steps": 2}
 
 
-def test_perplexity_and_gap_are_those_of_all_targets_whatever_the_batches(tmp_path, write_recipe, held_out):
+def test_perplexity_over_all_targets(tmp_path, write_recipe, held_out):
+    """Perplexity and gap are over all targets, whatever the batches."""
     found = []
     # Rows are evaluated in their order.
     keys = {"train_sampling_strategy": "random", "max_steps": 2, "eval_slot_gap": True, **held_out}
@@ -176,13 +180,15 @@ def test_perplexity_and_gap_are_those_of_all_targets_whatever_the_batches(tmp_pa
     assert abs(nll[1] - nll[0]) > 1e-5
 
 
-def test_swapped_slots_are_those_of_the_next_row_with_other_passages():
+def test_swapped_slots():
+    """Swapped slots are those of the next row with other passages."""
     rows = [{"row_id": name, "segments": segments} for name, segments in zip("abcd", ["x", "x", "y", "z"], strict=True)]
     assert [(each["row_id"], each["segments"]) for each in swapped_slots(rows)] == [*zip("abcd", "yyzx", strict=True)]
     assert swapped_slots(rows[:2]) == rows[:2]
 
 
-def test_the_best_checkpoint_is_kept_and_is_what_the_stage_ends_with(tmp_path, write_recipe, held_out, monkeypatch):
+def test_best_checkpoint_is_the_result(tmp_path, write_recipe, held_out, monkeypatch):
+    """The best checkpoint is kept, and is the result of the stage."""
     losses = iter([5.0, 1.0, 3.0])
     monkeypatch.setattr(module, "_mean", lambda pair: math.log(next(losses)))
     keys = {"save_total_limit": 1, "max_steps": 6, **held_out}
@@ -278,7 +284,7 @@ def test_a_step_waits_for_the_device_once(trainer, monkeypatch):
     assert [place for place in waits.places if not place.startswith("modeling_")] == ["check_finite"]
 
 
-def test_an_encoder_that_is_not_trained_has_no_lora_to_compute(tmp_path, trainer, processor, monkeypatch):
+def test_untrained_encoder_has_no_lora(tmp_path, trainer, processor, monkeypatch):
     """Nor a gradient: its LoRA, of an earlier stage, is merged."""
     trained = copy.deepcopy(processor)
     trained.encoder = SentenceEncoder(processor.encoder_name_or_path)
@@ -301,7 +307,7 @@ def test_an_encoder_that_is_not_trained_has_no_lora_to_compute(tmp_path, trainer
     assert layers and seen == [False]
 
 
-def test_batches_of_one_row_that_add_up_learn_as_one_batch(tmp_path, write_recipe):
+def test_accumulated_rows_equal_a_batch(tmp_path, write_recipe):
     """Also of rows with different numbers of labels and slots."""
     for size in (1, 4):
         sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
@@ -311,7 +317,8 @@ def test_batches_of_one_row_that_add_up_learn_as_one_batch(tmp_path, write_recip
 
 @pytest.mark.parametrize("gate_mode", ["off", "adaptive"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_turns_side_by_side_give_the_logits_and_loss_of_each_alone(trainer, processor, gate_mode, attention):
+def test_packed_turns_equal_single_ones(trainer, processor, gate_mode, attention):
+    """Packed turns give the logits and loss of each alone."""
     model = trainer.model.double().eval()
     model.set_attn_implementation(attention)
     model.config.gate_mode, trainer.skip_logits = gate_mode, False
@@ -333,7 +340,8 @@ def test_turns_side_by_side_give_the_logits_and_loss_of_each_alone(trainer, proc
 
 
 @pytest.mark.parametrize("name", ["loss", "gradient norm"])
-def test_what_is_not_finite_stops_the_run_before_it_changes_a_weight_and_names_the_rows(trainer, name):
+def test_infinite_loss_stops_the_run(trainer, name):
+    """A loss that is not finite stops the run before a weight changes, and names the rows."""
     weight = trainer.model.model.projector.up.weight
     if name == "loss":
         weight.data.fill_(float("nan"))

@@ -25,7 +25,8 @@ def test_questions_are_held_out(recipe):
     assert not trained & {row["passages"][0]["title"] for row in rows}
 
 
-def test_a_loss_is_a_mean_over_tokens_with_the_error_of_drawing_articles():
+def test_loss_has_an_error_over_articles():
+    """A loss is a mean over tokens, with the standard error over articles."""
     losses = np.array([[2.0, 1], [4.0, 1], [3.0, 2], [9.0, 3], [5.0, 1]])
     found = means_and_errors(losses, ["squad"] * 4 + ["nq"], ["a", "a", "b", "c", "d"])
     residuals = np.array([6 - 2 * 18 / 7, 3 - 2 * 18 / 7, 9 - 3 * 18 / 7])  # of articles, at the mean of 18 / 7
@@ -33,7 +34,8 @@ def test_a_loss_is_a_mean_over_tokens_with_the_error_of_drawing_articles():
     assert found["nq"] == (5.0, np.inf)  # one article says nothing of others
 
 
-def test_a_loss_is_that_of_the_logits_which_a_backbone_makes_of_its_heads(separate):
+def test_loss_matches_the_logits(separate):
+    """A loss is that of the logits of a backbone's own head."""
     model, reader = separate
     row = {"id": "1", "question": "Who?", "answers": ["Ada"], "passages": [{"title": "", "text": "It was Ada."}]}
     (example,) = ExampleBuilder(reader, tokens_per_slot=(2,)).question_examples([row])

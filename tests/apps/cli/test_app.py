@@ -76,7 +76,8 @@ def test_answer_prints_the_pipelines_answer_and_nothing_else(answer, document, m
     assert summary.startswith(f"{record['statistics']['tokens']} tokens of text compressed to 4 slots, x")
 
 
-def test_show_slots_lists_each_sentence_with_its_file_and_place(answer, document, tmp_path):
+def test_show_slots_lists_sentences(answer, document, tmp_path):
+    """`--show-slots` lists each sentence with its file and place."""
     (other := tmp_path / "other.txt").write_text("The ship left on Monday.", encoding="utf-8")
     code, out, _ = answer(document, other, options=["--show-slots"])
     assert code == 0
@@ -110,7 +111,8 @@ LONG = "One two three four five six seven eight nine ten. "
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_long_file_is_cut_and_the_likeliest_passages_are_read_and_named(answer, chooser, tmp_path, number):
+def test_long_file_uses_top_ranked_passages(answer, chooser, tmp_path, number):
+    """A long file is cut, and the passages that are used are listed."""
     (path := tmp_path / "long.md").write_text(f"# Numbers\n\n{12 * LONG}\n\n## Letters\n\n{15 * LONG}")
     code, out, err = answer(path, options=[] if number == 1 else ["--max-passages", number])  # one is the default
     passages, documents = cli.cut([cli.read_document(path)], chooser.processor)
@@ -133,7 +135,8 @@ def test_the_version_is_that_of_the_package(run_cli):
 
 
 @pytest.mark.parametrize("command", ["evaluate", "answer --question Q --document x"])
-def test_a_checkpoint_that_is_nowhere_is_asked_for_once_and_not_for_long(run_cli, monkeypatch, tmp_path, command):
+def test_missing_checkpoint_fails_fast(run_cli, monkeypatch, tmp_path, command):
+    """A checkpoint that is nowhere is looked up once, with a short time limit."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x").write_text("Text.")
     monkeypatch.setattr("huggingface_hub.model_info", model_info := Mock(side_effect=ConnectionError))
@@ -169,7 +172,8 @@ def test_mistakes_end_in_one_clear_line(answer, base_model_dir, document, tmp_pa
         assert "Traceback" not in err
 
 
-def test_a_traceback_is_shown_where_it_is_asked_for(monkeypatch):
+def test_traceback_on_request(monkeypatch):
+    """A traceback is shown if the environment variable requests it."""
     monkeypatch.setenv("ARCALIGNER_TRACEBACK", "1")
     with pytest.raises(ValueError, match="^a mistake$"), exit_on_user_error():
         raise ValueError("a mistake")
@@ -213,7 +217,8 @@ STATISTICS = {"tokens": 9, "slots": 1, "compression_rate": 9.0}
 SHOWN = r"\x1b]0;title\x07 \x1b[2J \x9b1m \u202e \x7f"
 
 
-def test_a_terminal_is_not_steered_by_documents_answers_and_mistakes(answer, monkeypatch, document):
+def test_control_characters_are_escaped(answer, monkeypatch, document):
+    """Documents, answers and errors cannot control a terminal."""
     document.write_text(f"It was {STEERING} written.", encoding="utf-8")
     record = {"generated_text": STEERING, "segments": [], "statistics": STATISTICS}
     with monkeypatch.context() as patch:
@@ -258,7 +263,7 @@ def test_mistakes_in_train_end_in_one_clear_line(run_cli, monkeypatch):
 # The demo
 
 
-def test_the_demo_shows_each_answer_when_it_is_there(chooser, monkeypatch):
+def test_demo_prints_answers_immediately(chooser, monkeypatch):
     """Beside that of the bare base model, which reads the same passage's text, and says in the end what was gained."""
     monkeypatch.setattr(demo, "contains_match", lambda answer, golds: float(golds == CASES[0]["answers"]))
     console, shown, from_text, texts = Console(file=io.StringIO(), width=400), [], demo.from_text, []
@@ -287,7 +292,8 @@ def test_the_demo_shows_each_answer_when_it_is_there(chooser, monkeypatch):
     assert [*map(len, demo.demo_questions().values())] == [10, 3]  # of an aligner that refuses nothing
 
 
-def test_a_row_of_the_demo_is_green_where_it_is_right_and_has_the_gold_answer_where_not():
+def test_demo_row_shows_the_verdict():
+    """A row of the demo is green if it is right, and has the gold answer if not."""
     told = demo.Told("Canada", positions=31, seconds=0.44, sure=0.5)
     expected = "[green]Canada[/]\n[dim]right, 31 positions, 0.4 s, answerability 0.50[/]"
     assert demo.answer_cell(CASES[0], told) == expected

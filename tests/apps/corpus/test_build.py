@@ -30,7 +30,8 @@ def rows_of(corpus):
     return corpus.table.search().to_arrow().sort_by("id")
 
 
-def test_the_heading_of_a_markdown_file_is_its_title_and_not_read_again(tmp_path):
+def test_markdown_heading_becomes_the_title(tmp_path):
+    """The heading of a Markdown file is its title, and is not encoded again with the text."""
     fenced, long = "Run this:\n```\n# install\n```\nmake", "# " + "long " * 201 + "\nEnd."
     for name, text in (("a", "\n# Ada \nShe wrote."), ("b", "# Alone"), ("c", fenced), ("d", long)):
         (tmp_path / f"{name}.md").write_text(text)
@@ -116,9 +117,8 @@ def test_process_that_ends_leaves_what_is_written(tmp_path, monkeypatch, process
 
 
 @pytest.mark.parametrize("before", ["", "Short."])
-def test_a_large_document_is_encoded_in_parts_and_written_in_one_step(
-    tmp_path, monkeypatch, processor, make_corpus, before
-):
+def test_large_document_in_parts(tmp_path, monkeypatch, processor, make_corpus, before):
+    """A large document is encoded in parts and written in one step."""
     monkeypatch.setattr(build, "PART_PASSAGES", 3)
     (source := tmp_path / "long.txt").write_text(before)
     corpus = make_corpus(*[source] * bool(before), passage_tokens=24)
@@ -131,7 +131,8 @@ def test_a_large_document_is_encoded_in_parts_and_written_in_one_step(
     assert len(corpus) == 11 and rows_of(corpus).equals(expected.sort_by("id").select(rows_of(corpus).column_names))
 
 
-def test_passages_have_the_page_or_heading_that_they_stand_under(tmp_path, processor, make_corpus):
+def test_passages_have_page_or_heading(tmp_path, processor, make_corpus):
+    """Passages have the page or the heading above them."""
     (tmp_path / "a.md").write_text("# Ships\n\nOf oak and of pine.\n\n## Sails\n\nLinen sails here.\n\n## Oars\n\nOak.")
     (tmp_path / "b.pdf").write_bytes(pdf(line(50, 700, "Anna brings the cake."), line(50, 700, "Bob came late.")))
     corpus = make_corpus(tmp_path / "a.md", tmp_path / "b.pdf", passage_tokens=24)
@@ -146,7 +147,8 @@ def test_passages_have_the_page_or_heading_that_they_stand_under(tmp_path, proce
     assert {each["page"] for each in Retriever(corpus, processor)("Who brings the cake?", 5).documents} == {None, 1, 2}
 
 
-def test_a_changed_document_is_replaced_in_one_step_and_a_removed_one_is_gone(corpus, letters, processor):
+def test_changed_document_is_replaced(corpus, letters, processor):
+    """A changed document is replaced in one step, and a removed one is gone."""
     before, version = rows_of(corpus).to_pylist(), corpus.table.version
     letter, ski = "letters/letter.txt", "letters/old/ski.md"
     (letters / "letter.txt").write_text("Short now.", encoding="utf-8")
@@ -163,9 +165,8 @@ def test_a_changed_document_is_replaced_in_one_step_and_a_removed_one_is_gone(co
 
 
 @pytest.mark.parametrize("prune", [True, False])
-def test_prune_removes_what_is_in_no_source_and_keeps_what_may_be_in_one_that_cannot_be_read(
-    corpus, letters, processor, prune, monkeypatch, caplog, tmp_path
-):
+def test_prune_keeps_what_is_unknown(corpus, letters, processor, prune, monkeypatch, caplog, tmp_path):
+    """Documents that are in no source are removed, except if a source that cannot be read may contain them."""
     monkeypatch.setattr(build, "BATCH_DOCUMENTS", 1)
     (letters / "letter.txt").write_bytes(b"\0\xff")
     (letters / "old" / "ski.md").write_text(" ")
@@ -248,7 +249,8 @@ def test_corpus_that_counted_words_is_continued(corpus, letters, processor):
     assert rows_of(Corpus(old)).equals(rows_of(corpus))
 
 
-def test_parts_of_a_data_set_are_read_once_and_have_their_own_ids(make_corpus, processor, monkeypatch):
+def test_splits_have_their_own_ids(make_corpus, processor, monkeypatch):
+    """Splits of a data set are read once, and their rows have different ids."""
     opened = []
 
     def load_dataset(path, name, split, streaming):
@@ -263,7 +265,8 @@ def test_parts_of_a_data_set_are_read_once_and_have_their_own_ids(make_corpus, p
     assert build_corpus(sources[:1], corpus, processor, prune=True).removed == 2
 
 
-def test_a_file_has_one_id_however_it_is_named(letters, corpus, processor, monkeypatch):
+def test_file_has_one_id(letters, corpus, processor, monkeypatch):
+    """A file has the same id however it is named."""
     monkeypatch.chdir(letters / "old")
     for source in ("..", "../../letters", str(letters)):
         assert build_corpus([source], corpus, processor).unchanged == 2
@@ -360,7 +363,8 @@ def test_a_corpus_of_other_settings_is_refused(own, settings, message, corpus, b
         Corpus.create(corpus.path, new_processor(base_model_dir, encoder_dir, **settings), **own)
 
 
-def test_a_corpus_of_another_encoder_is_refused_and_one_of_another_name_is_not(corpus, processor, monkeypatch):
+def test_corpus_of_another_encoder(corpus, processor, monkeypatch):
+    """A corpus of another encoder is refused; one of the same encoder under another name is not."""
     monkeypatch.setattr(processor, "encoder_name_or_path", "another/name")
     corpus.check(processor)
     encode = processor.encoder.encode_runs
@@ -388,7 +392,8 @@ def test_encoder_trained_further_is_warned_of(corpus, processor, monkeypatch):
         corpus.check(processor)
 
 
-def test_what_is_no_corpus_and_a_second_writer_are_refused(corpus, make_corpus, processor, letters, tmp_path):
+def test_invalid_corpus_and_second_writer(corpus, make_corpus, processor, letters, tmp_path):
+    """A folder that is not a corpus, and a second writer, are refused."""
     with pytest.raises(FileNotFoundError, match="There is no corpus"):
         Corpus(tmp_path / "none")
     (tmp_path / "half" / "passages.lance" / "data").mkdir(parents=True)
@@ -407,7 +412,8 @@ def test_what_is_no_corpus_and_a_second_writer_are_refused(corpus, make_corpus, 
         make_corpus(passage_tokens=0)
 
 
-def test_a_disk_that_fills_up_and_a_broken_file_end_in_a_clear_error(corpus, letters, processor, monkeypatch):
+def test_full_disk_and_broken_file(corpus, letters, processor, monkeypatch):
+    """A full disk and a broken file end in a clear error."""
     (letters / "new.txt").write_text("New.")
     before = rows_of(corpus)
     full = Mock(side_effect=RuntimeError("lance error: LanceError(IO): No space left on device"))

@@ -102,7 +102,8 @@ def test_mistakes_end_in_one_clear_line(run_cli, letters, corpus, checkpoint_dir
     assert not (tmp_path / "new").exists()  # of a build that found nothing
 
 
-def test_the_code_of_the_document_answers_from_a_folder(capsys, letters, checkpoint_dir, monkeypatch):
+def test_documented_code_answers(capsys, letters, checkpoint_dir, monkeypatch):
+    """The code of the document answers from a folder."""
     block, _ = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
     monkeypatch.chdir(letters.parent)
     exec(block.replace("checkpoints/arcaligner-smollm2-135m", str(checkpoint_dir)), {})  # noqa: S102

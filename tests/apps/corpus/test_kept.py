@@ -42,7 +42,8 @@ def files(corpus):
     return {path.name: path.stat().st_ino for path in corpus.kept_folder.iterdir()}
 
 
-def test_a_question_reads_no_passage_of_a_corpus_that_was_read_ahead(corpus, apart, monkeypatch):
+def test_corpus_uses_precomputed_passages(corpus, apart, monkeypatch):
+    """A question computes no passage of a corpus that was precomputed."""
     model, reader = apart
     ask, found = pipeline_of(model, reader), []
     for is_ahead in (False, True):
@@ -64,7 +65,8 @@ def test_a_question_reads_no_passage_of_a_corpus_that_was_read_ahead(corpus, apa
     assert found[:2] == found[2:]
 
 
-def test_a_killed_reading_goes_on_and_only_what_has_changed_is_read_again(corpus, letters, apart, monkeypatch):
+def test_killed_precomputation_continues(corpus, letters, apart, monkeypatch):
+    """A killed run continues, and only what has changed is computed again."""
     monkeypatch.setattr(kept, "BATCH_PASSAGES", 1)
     model, reader = apart
 
@@ -87,9 +89,8 @@ def test_a_killed_reading_goes_on_and_only_what_has_changed_is_read_again(corpus
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(None, 4), ("bfloat16", 2), ("auto", 2)])
-def test_passages_serve_commands_in_the_precision_they_were_read_in(
-    run_cli, corpus, apart_dir, monkeypatch, dtype, width
-):
+def test_commands_use_their_precision(run_cli, corpus, apart_dir, monkeypatch, dtype, width):
+    """Precomputed passages serve commands in the precision that they were computed in."""
     device = torch.accelerator.current_accelerator(check_available=True)
     fastest = {"cpu" if device is None else device.type: torch.bfloat16}
     monkeypatch.setattr("arcaligner.encoder_arcaligner.fastest_dtype", fastest.__getitem__)
@@ -108,7 +109,7 @@ def test_passages_serve_commands_in_the_precision_they_were_read_in(
     assert run_cli(*ask, "--dtype", "int8")[0] != 0
 
 
-def test_the_command_reads_the_likeliest_passage_or_refuses_and_leaves_no_thread_behind(run_cli, corpus, apart_dir):
+def test_command_precomputes_or_refuses(run_cli, corpus, apart_dir):
     """Python aborts when it ends while a thread computes: exit code 134 after the answer."""
     before = set(threading.enumerate())
     ask = ("ask", "Who?", "--corpus", corpus.path, "--checkpoint", apart_dir, "--top-k", 3, "--max-new-tokens", 2)

@@ -14,9 +14,10 @@ from arcaligner.encoder_arcaligner import SlotEncoder
 
 
 @pytest.mark.parametrize(("rate", "has_words"), [("segment", False), ("segment", True), (3, True)])
-def test_passages_come_with_the_slots_that_encoding_them_gives(
+def test_retrieved_slots_equal_encoding(
     rate, has_words, letters, make_corpus, base_model_dir, encoder_dir, monkeypatch
 ):
+    """Retrieved passages have the slots that encoding them gives."""
     reader = new_processor(base_model_dir, encoder_dir, context_words=has_words)
     corpus, question = make_corpus(letters, by=reader, passage_tokens=36, tokens_per_slot=rate), "Who is a ski jumper?"
     reader.tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=3)  # how a call pads does not matter
@@ -40,7 +41,8 @@ def test_passages_come_with_the_slots_that_encoding_them_gives(
         assert each["similarity"] == pytest.approx(float(vector @ query), abs=2e-3)
 
 
-def test_full_text_finds_a_word_that_the_encoder_does_not_know(corpus, processor):
+def test_full_text_finds_unknown_words(corpus, processor):
+    """Full-text search finds a word that the encoder does not know."""
     for word, part in (("Toronto", "district"), ("Zhaparov's", "He jumps")):  # of a text and of a title
         found = Retriever(corpus, processor)(word, top_k=9).documents
         assert part in found[0]["text"] and len(found) == len(corpus)
@@ -52,14 +54,16 @@ def test_any_question_finds_something(question, corpus, processor):
     assert len(Retriever(corpus, processor)(question, top_k=2).documents) == 2
 
 
-def test_changes_are_seen_by_a_retriever_that_is_open(corpus, processor):
+def test_open_retriever_sees_changes(corpus, processor):
+    """An open retriever sees changes of the corpus."""
     retriever = Retriever(corpus, processor)
     best = retriever("Toronto", top_k=1).documents[0]
     Corpus(corpus.path).remove([best["document"]])
     assert retriever("Toronto", top_k=1).documents[0]["document"] != best["document"]
 
 
-def test_a_slot_that_has_changed_on_the_disk_is_not_read(corpus, processor):
+def test_changed_slot_is_refused(corpus, processor):
+    """A slot that has changed on disk is refused."""
     slots = Retriever(corpus, processor)("Toronto", top_k=1).encoded.context_embeds[0].half().numpy().tobytes()
     paths = [path for path in corpus.path.rglob("*.lance") if path.is_file() and slots in path.read_bytes()]
     assert paths
@@ -85,7 +89,8 @@ def test_mistakes_are_clear(corpus, processor, make_corpus):
         retriever("Who?")
 
 
-def test_many_passages_have_an_index_that_finds_the_same(tmp_path, processor, make_corpus, monkeypatch):
+def test_index_finds_the_same(tmp_path, processor, make_corpus, monkeypatch):
+    """A corpus of many passages has an index that finds the same passages."""
     monkeypatch.setattr("arcaligner.apps.corpus.table.MIN_INDEXED_ROWS", 300)
     words = "Toronto riding Canada Ada letter Kazakh ski jumper Parkdale sport".split()
     rows = [{"text": f"{words[n % 10]} {words[n // 10 % 10]} {words[n // 100]} {n}."} for n in range(400)]
@@ -95,9 +100,8 @@ def test_many_passages_have_an_index_that_finds_the_same(tmp_path, processor, ma
     assert all(retriever(row["text"], 1).documents[0]["text"] == row["text"] for row in rows[:5])
 
 
-def test_passages_are_found_by_the_encoder_before_it_was_trained_along(
-    tmp_path, letters, processor, make_corpus, checkpoint_dir
-):
+def test_search_uses_the_base_encoder(tmp_path, letters, processor, make_corpus, checkpoint_dir):
+    """Passages are found by the encoder as it was before joint training."""
     trained = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
     for weight in trained.train_encoder(lora_r=2):
         torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))

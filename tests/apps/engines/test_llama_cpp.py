@@ -90,7 +90,8 @@ def test_backbones_read_slots_as_pytorch_does(backbone, tmp_path):
 @needs_llama_cpp
 @pytest.mark.parametrize(("passage_attention", "bonus"), [("joint", 0.0), ("separate", 0.0), ("separate", 30.0)])
 @torch.no_grad()
-def test_passages_are_read_and_answered_from_as_by_pytorch(passage_attention, bonus, make_engine, checkpoints):
+def test_engine_equals_pytorch(passage_attention, bonus, make_engine, checkpoints):
+    """Passages are prefilled and answered like in PyTorch."""
     model = ArcAlignerForCausalLM.from_pretrained(checkpoints[passage_attention]).eval()
     processor = ArcAlignerProcessor.from_pretrained(checkpoints[passage_attention])
     inputs = chat_inputs(processor, QUESTION, DOCUMENTS)
@@ -114,7 +115,8 @@ def test_passages_are_read_and_answered_from_as_by_pytorch(passage_attention, bo
 
 
 @needs_llama_cpp
-def test_passages_asked_about_again_are_not_read_again_unless_their_slots_are_others(make_engine, monkeypatch):
+def test_known_passages_are_cached(make_engine, monkeypatch):
+    """Passages of an earlier question are not computed again unless their slots differ."""
     monkeypatch.setattr(llama_cpp, "KEPT_STATES", 2)
     engine, fresh = make_engine(), make_engine()
     engine.read(QUESTION, DOCUMENTS)
@@ -130,7 +132,8 @@ def test_passages_asked_about_again_are_not_read_again_unless_their_slots_are_ot
 
 
 @needs_llama_cpp
-def test_an_answer_ends_with_an_error_where_another_question_was_read(make_engine):
+def test_interrupted_answer_raises(make_engine):
+    """An answer ends with an error if another question was started."""
     engine = make_engine()
     pieces = engine.stream(QUESTION, DOCUMENTS, max_new_tokens=8)
     next(pieces)
@@ -139,7 +142,8 @@ def test_an_answer_ends_with_an_error_where_another_question_was_read(make_engin
         list(pieces)
 
 
-def test_the_export_is_a_checkpoint_with_an_adapter_in_llama_cpps_names(exported, checkpoints):
+def test_export_is_a_checkpoint(exported, checkpoints):
+    """The export is a checkpoint, with an adapter in llama.cpp's names."""
     folder, files = exported["joint"], {path.name for path in checkpoints["joint"].iterdir()}
     assert files | {"adapter.gguf"} == {path.name for path in folder.iterdir()}
     reader = gguf.GGUFReader(folder / "adapter.gguf")
@@ -209,7 +213,8 @@ def test_backbones_that_llama_cpp_names_otherwise_are_refused(backbone, message)
         gguf_files.architecture_of(tiny_aligner(backbone).config.text_config)
 
 
-def test_a_missing_engine_is_said_with_how_to_install_it(monkeypatch, exported):
+def test_missing_engine_is_named(monkeypatch, exported):
+    """A missing engine is reported, with how to install it."""
     llama_cpp.import_llama_cpp.cache_clear()
     monkeypatch.setitem(llama_cpp.importlib.sys.modules, "llama_cpp", None)
     with pytest.raises(ImportError, match="is not installed: `pip install llama-cpp-python=="):

@@ -43,7 +43,8 @@ def said(pieces) -> str:
 
 
 @pytest.mark.parametrize("rate", [None, 3, "segment"])
-def test_documents_of_a_request_are_read_as_the_pipeline_reads_them(client, ask, rate):
+def test_documents_as_for_the_pipeline(client, ask, rate):
+    """Documents of a request give the same prompt as in the pipeline."""
     answer, again = (ask_server(client, documents=DOCUMENTS, tokens_per_slot=rate) for _ in range(2))
     settings, report = {} if rate is None else {"tokens_per_slot": rate}, report_of(answer)
     row = {"question": QUESTION, "documents": DOCUMENTS}
@@ -59,7 +60,8 @@ def test_documents_of_a_request_are_read_as_the_pipeline_reads_them(client, ask,
     assert parts == pytest.approx(seconds["first_token"]) and seconds["first_token"] <= seconds["total"]
 
 
-def test_the_corpus_is_read_where_a_request_has_no_documents(client, retriever, ask):
+def test_corpus_serves_requests_without_documents(client, retriever, ask):
+    """The corpus is used if a request has no documents."""
     for number, rate in ((1, None), (2, 3)):  # as they are stored, and encoded again
         answer, found = ask_server(client, num_passages=number, tokens_per_slot=rate), retriever(QUESTION, number)
         assert report_of(answer)["sources"] == [each | {"answer": None, "read": True} for each in found.documents]
@@ -88,7 +90,8 @@ def test_a_stream_says_the_same_piece_by_piece(client):
     assert last.choices[0].finish_reason == whole.choices[0].finish_reason and report_of(last)
 
 
-def test_a_stop_ends_the_answer_before_it_and_no_piece_shows_its_beginning(client):
+def test_stop_ends_before_its_text(client):
+    """A stop string ends the answer before it, and no streamed piece shows its beginning."""
     whole = text_of(ask_server(client, documents=DOCUMENTS))
     stop = whole[3:6]
     expected = whole[: whole.find(stop)]
@@ -99,7 +102,8 @@ def test_a_stop_ends_the_answer_before_it_and_no_piece_shows_its_beginning(clien
     assert text_of(ask_server(client, documents=DOCUMENTS, stop=tail)) == whole
 
 
-def test_fields_that_ask_for_nothing_are_taken_and_an_answer_can_be_sent_back(client):
+def test_fields_without_effect(client):
+    """Fields that have no effect are accepted, and an answer can be sent back as a message."""
     expected = ask_server(client, documents=DOCUMENTS)
     neutral = {"n": 1, "presence_penalty": 0.0, "frequency_penalty": 0, "logprobs": False, "tools": [], "seed": 3}
     neutral |= {"response_format": {"type": "text"}, "tool_choice": "none", "audio": None, "stop": None, "top_k": None}
@@ -312,14 +316,16 @@ def test_time_of_an_answer_is_kept(engine):
     assert time.monotonic() - began < 5
 
 
-def test_an_error_that_is_not_expected_is_logged_and_its_text_is_not_told(caplog):
+def test_unexpected_error_stays_private(caplog):
+    """An unexpected error is logged, and its text is not sent to the client."""
     response = refuse(None, RuntimeError("a secret"))
     error = json.loads(response.body)["error"]
     assert (response.status_code, error["message"], error["type"]) == (500, "RuntimeError", "server_error")
     assert "a secret" in caplog.text
 
 
-def test_an_error_within_a_stream_is_its_last_piece(client, held, engine, monkeypatch):
+def test_stream_ends_with_its_error(client, held, engine, monkeypatch):
+    """An error within a stream is its last piece."""
     pieces = iter(ask_server(client, stream=True))
     next(pieces)
     assert held.begun.wait(30)
@@ -344,7 +350,8 @@ def test_a_client_that_leaves_stops_its_answer(client, held, stream):
     assert text_of(ask_server(client))
 
 
-def test_the_server_says_how_it_does_and_what_there_is(url, client, engine, monkeypatch):
+def test_health_metrics_and_models(url, client, engine, monkeypatch):
+    """The server reports its health, its metrics and its model."""
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert httpx.get(f"{url}/health").json() == {"status": "ok", "model": "tiny", "corpus": True}
     page = httpx.get(url)

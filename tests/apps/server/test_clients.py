@@ -26,7 +26,8 @@ def run(*command):
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_a_client_gets_the_answers_of_documents_and_corpus_whole_and_streamed(name, url, client):
+def test_clients_get_answers(name, url, client):
+    """A client gets answers from documents and corpus, whole and streamed."""
     if run("-c", f"import importlib.util as u, sys; sys.exit(u.find_spec({PACKAGES[name]!r}) is None)").returncode:
         pytest.skip(f"{PYTHON} has no {PACKAGES[name]}")
     called = run(FOLDER / "call_clients.py", name, f"{url}/v1", client.api_key)
@@ -38,7 +39,8 @@ def test_a_client_gets_the_answers_of_documents_and_corpus_whole_and_streamed(na
     assert json.loads(called.stdout.splitlines()[-1]) == 2 * expected and len(set(expected)) == 2
 
 
-def test_the_documented_retriever_of_langchain_finds_what_ours_finds(retriever):
+def test_documented_langchain_retriever(retriever):
+    """The documented retriever of LangChain finds what ours finds."""
     pytest.importorskip("langchain_core")
     code = r"```python\n(from typing import Any\n\nfrom langchain.*?)```"
     (block,) = re.findall(code, CORPUS_DOCUMENT.read_text("utf-8"), flags=re.DOTALL)

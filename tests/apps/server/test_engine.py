@@ -68,7 +68,8 @@ def answer(engine, *documents, **settings):
     return engine.submit(asked(*documents, **settings)).result()
 
 
-def test_a_request_that_takes_too_long_ends_and_the_next_is_answered(engine_of):
+def test_slow_request_ends(engine_of):
+    """A request that takes too long ends, and the next one is answered."""
     written, engine = [], engine_of()
 
     def slow(text):
@@ -82,7 +83,8 @@ def test_a_request_that_takes_too_long_ends_and_the_next_is_answered(engine_of):
     assert answer(engine, None, max_new_tokens=2).completion_tokens <= 2
 
 
-def test_too_many_that_wait_are_told_and_a_closing_engine_answers_the_others(engine_of):
+def test_full_queue_and_closing_engine(engine_of):
+    """Requests beyond the queue are refused, and a closing engine answers those that wait."""
     engine = engine_of(limits=Limits(waiting=2), max_batch=1)
     busy, go_on = threading.Event(), threading.Event()
     futures = [engine.submit(asked(None, on_text=lambda text: busy.set() or go_on.wait()))]
@@ -101,7 +103,8 @@ def test_too_many_that_wait_are_told_and_a_closing_engine_answers_the_others(eng
     assert len({each.result().text for each in futures}) == 1
 
 
-def test_a_short_answer_does_not_wait_for_the_long_one_beside_it(engine_of):
+def test_short_answer_returns_early(engine_of):
+    """A short answer does not wait for a long one in the same batch."""
     short, pieces = asked(None, max_new_tokens=2), []
 
     def wait_for_short(text):
@@ -114,7 +117,8 @@ def test_a_short_answer_does_not_wait_for_the_long_one_beside_it(engine_of):
     assert found.completion_tokens == 16 and found.batch_size == 2 and len(pieces) > 5
 
 
-def test_a_long_prompt_beside_it_cuts_no_answer_short_and_one_that_is_too_long_fails_alone(engine_of, ask):
+def test_long_prompts_in_a_batch(engine_of, ask):
+    """A long prompt does not shorten other answers, and one that is too long fails alone."""
     alone = answer(engine_of(), None, max_new_tokens=64)
     words = ask.tokenizer.decode(ask.tokenizer("aloud " * 500)["input_ids"][:470])
     long = asked(None, [{"role": "user", "content": words}], max_new_tokens=64)
@@ -126,7 +130,9 @@ def test_a_long_prompt_beside_it_cuts_no_answer_short_and_one_that_is_too_long_f
     assert long.prompt_tokens + long.completion_tokens <= 512 < long.prompt_tokens + alone.completion_tokens
 
 
-def test_a_seed_gives_the_same_answer_whoever_shares_the_batch(engine_of):
+def test_seed_fixes_the_answer(engine_of):
+    """A seed gives the same answer, whatever else is in the batch."""
+
     def drawn(seed):
         return asked(max_new_tokens=8, temperature=1.5, top_p=0.9, seed=seed)
 
@@ -139,7 +145,8 @@ def test_a_seed_gives_the_same_answer_whoever_shares_the_batch(engine_of):
     assert [each.text for each in together] == [unlike, plain, first] and together[0].batch_size == 3
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely():
+def test_sampling_follows_probabilities():
+    """Tokens are sampled as often as they are likely."""
     scores, rows = torch.tensor([[2.0, 1.0, 0.5, -3.0]]), 4000
     group = [Request(CHAT, temperature=0.7, top_p=0.95, seed=seed) for seed in range(rows)]
     drawn = RowSampler([*group, Request(CHAT)])(None, scores.repeat(rows + 1, 1))
@@ -229,7 +236,8 @@ def test_passages_nobody_waits_for_end(engine_of, apart, monkeypatch):
         left.cancelled = False
 
 
-def test_the_place_of_an_answer_is_where_a_text_says_it():
+def test_place_of_an_answer():
+    """The source of an answer has the characters at which its text says it."""
     for said, before, place, after in (
         ("Ski  jumper.", "😀 a ", "ski\njumper", ""),
         ("19", "in 1987, or ", "19", " of them"),
@@ -251,7 +259,8 @@ def corpus_of(folder, processor, *names):
     return corpus
 
 
-def test_a_corpus_that_vanishes_fails_its_questions_and_no_others(tmp_path, engine_of, processor):
+def test_vanished_corpus_fails_its_questions(tmp_path, engine_of, processor):
+    """A corpus that vanishes fails its questions and no others."""
     corpus = corpus_of(tmp_path, processor, "Ada")
     engine = engine_of(search := Mock(wraps=Retriever(corpus, processor), corpus=corpus))
     engine.warm_up()
@@ -263,7 +272,7 @@ def test_a_corpus_that_vanishes_fails_its_questions_and_no_others(tmp_path, engi
     assert answer(engine).statistics["slots"] == 1
 
 
-def test_more_slots_may_be_asked_about_than_are_read_together(engine_of, apart, processor, monkeypatch):
+def test_slots_to_score_have_a_limit(engine_of, apart, processor, monkeypatch):
     """Those that are too many to be asked about are refused before any is encoded."""
     documents = ["Ada wrote it.", "Bob did not.", "Carol read it."]  # three slots
     engine = engine_of(None, apart, limits=Limits(max_slots=1, max_slots_asked=3))
@@ -315,9 +324,8 @@ def test_slot_prefixes_are_kept_within_their_bytes(engine_of):
         assert (engine.store.hits, engine.store.bytes > 0) == (hits, hits > 0)
 
 
-def test_an_answer_with_less_confidence_than_asked_for_is_the_refusal_told_at_once(
-    engine_of, ask, monkeypatch, give_head
-):
+def test_low_confidence_refuses_early(engine_of, ask, monkeypatch, give_head):
+    """An answer with less confidence than requested is the refusal, sent immediately."""
     monkeypatch.setattr(ask.processor, "no_answer", "not in the text")
     give_head(ask.model)
     engine = engine_of()
@@ -364,7 +372,8 @@ def test_similarity_selects_passages(apart, engine_of, tmp_path, monkeypatch):
         assert all(each["answerability"] == each["confidence"] for each in sources)
 
 
-def test_a_batch_is_answered_as_by_the_pipeline_and_a_request_that_cannot_be_read_fails_alone(apart, engine_of):
+def test_batch_answers_like_the_pipeline(apart, engine_of):
+    """A batch is answered like the pipeline, and an invalid request fails alone."""
     text = " ".join(f"Sentence {number} is about word and number {number}." for number in range(100))
     cases = [
         (PASSAGES, {"max_passages": 2, "min_confidence": 0.0}),

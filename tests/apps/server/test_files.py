@@ -48,13 +48,15 @@ def test_a_file_becomes_passages_with_titles_and_pages(drop, monkeypatch):
     ],
     ids=["no text", "binary", "nothing", "large", "key", "form"],
 )
-def test_a_file_that_cannot_be_read_is_refused_with_the_reason(drop, status, message, sent):
+def test_unreadable_file_is_refused(drop, status, message, sent):
+    """A file that cannot be read is refused with the reason."""
     refused = drop(**{"name": "a.txt", "data": b"A text."} | sent)
     assert refused.status_code == status and message in refused.json()["error"]["message"]
     assert not refused.json()["error"]["message"].startswith("x/")
 
 
-def test_more_files_than_so_many_at_a_time_are_refused_and_others_are_answered(engine, monkeypatch):
+def test_too_many_files_are_refused(engine, monkeypatch):
+    """More files at a time than the limit are refused, and the others are answered."""
     asked = {"params": {"name": "a.txt"}, "content": b"A", "headers": {"Content-Type": "application/octet-stream"}}
     beside = []
 

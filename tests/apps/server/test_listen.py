@@ -59,7 +59,8 @@ def drip(connection: socket.socket) -> None:
         pytest.fail("the server has waited for all of it")
 
 
-def test_a_connection_without_a_whole_request_is_closed_in_time_also_after_an_answer(connect, monkeypatch):
+def test_incomplete_requests_time_out(connect, monkeypatch):
+    """A connection without a complete request is closed in time, also after an answer."""
     monkeypatch.setattr(TimedConnection, "seconds", 0.2)
     for begun in (b"", HEALTH[:14]):
         (connection := connect()).sendall(begun)
@@ -84,7 +85,8 @@ def test_who_waits_for_an_answer_is_not_closed(connect, held, monkeypatch):
     assert received(asking).startswith(b"HTTP/1.1 200")
 
 
-def test_of_too_many_connections_the_oldest_that_does_not_ask_makes_room(connect, monkeypatch, url):
+def test_oldest_idle_connection_is_closed(connect, monkeypatch, url):
+    """Of too many connections, the oldest without a request is closed."""
     monkeypatch.setattr(TimedConnection, "most", 4)
     silent = [connect() for _ in range(6)]
     assert httpx.get(f"{url}/health").status_code == 200
@@ -173,7 +175,8 @@ def test_unsent_body_makes_room(connect, lost, url, monkeypatch):
     assert httpx.get(f"{url}/health").status_code == 200
 
 
-def test_a_body_that_does_not_arrive_is_not_waited_for(connect, monkeypatch):
+def test_late_body_times_out(connect, monkeypatch):
+    """A body that does not arrive is not waited for."""
     monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
     connection = connect()
     connection.sendall(f"{HEADERS}Connection: close\r\nContent-Length: 50\r\n\r\n{{".encode())
@@ -224,7 +227,8 @@ def test_the_command_serves_a_checkpoint_and_a_corpus(run_cli, monkeypatch, chec
         assert client.post("/v1/chat/completions", json=body).json()["arcaligner"]["sources"]
 
 
-def test_the_command_ends_when_it_is_told_to_and_where_others_listen(run_cli, monkeypatch, checkpoint_dir):
+def test_command_stops_and_reports_ports(run_cli, monkeypatch, checkpoint_dir):
+    """The command ends on a signal, and where another process listens on its port."""
     startup, ports = uvicorn.Server.startup, []
 
     async def stopped(server, sockets=None):

@@ -52,7 +52,8 @@ def is_seen(browser, selector):
     return browser.evaluate(f"document.querySelector('{selector}').checkVisibility()")
 
 
-def test_a_question_is_asked_by_keyboard_alone_and_what_was_kept_is_told(browser, client):
+def test_keyboard_alone_asks(browser, client):
+    """A question is asked with the keyboard alone, and the page says what was cached."""
     browser.evaluate("$('question').focus()")
     browser.type(QUESTION)
     browser.press("Tab")
@@ -75,7 +76,8 @@ def test_a_question_is_asked_by_keyboard_alone_and_what_was_kept_is_told(browser
     assert " ms; 2 of 2 passages were cached." in browser.seen("#cost")
 
 
-def test_the_text_is_shown_as_it_is_written_and_no_letter_is_moved_by_slots(browser):
+def test_text_is_shown_unchanged(browser):
+    """The text is shown as it is written, and marks of slots move no letter."""
     browser.evaluate("$('rate').append(new Option('2')); $('rate').value = '2'")  # slots of parts of words
     ask(browser)
     assert shown(browser, ".passage") == TEXT.split("\n\n")
@@ -86,7 +88,8 @@ def test_the_text_is_shown_as_it_is_written_and_no_letter_is_moved_by_slots(brow
     assert 0 < changed.mean() < 0.03  # light lines are seen, and nothing else
 
 
-def test_the_place_of_the_answer_is_seen_in_the_passage(browser, monkeypatch):
+def test_page_marks_the_answer(browser, monkeypatch):
+    """The page marks the answer in the passage."""
     text = "😀 " + TEXT  # offsets count characters, of which a browser may count two
     place = {"start": text.index("jumper"), "end": text.index("competed") + 8}  # in two slots
     find_answer = "arcaligner.apps.server.engine.find_answer"
@@ -104,7 +107,8 @@ def test_the_place_of_the_answer_is_seen_in_the_passage(browser, monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["Escape", "click"])
-def test_while_it_works_a_sign_is_seen_and_it_can_be_stopped(browser, held, way):
+def test_progress_and_cancel(browser, held, way):
+    """While the server works, progress is visible and the request can be stopped."""
     assert not is_seen(browser, "#stop") and not is_seen(browser, "#sign")
     browser.evaluate(f"$('question').value = '{QUESTION}'; $('form').requestSubmit()")
     assert held.begun.wait(30)
@@ -116,7 +120,8 @@ def test_while_it_works_a_sign_is_seen_and_it_can_be_stopped(browser, held, way)
     ask(browser)
 
 
-def test_the_corpus_is_named_and_asked_and_without_one_an_example_brings_its_text(browser, engine, monkeypatch):
+def test_page_with_and_without_corpus(browser, engine, monkeypatch):
+    """The page names the corpus and asks it; without one, an example brings its text."""
     assert browser.seen("#corpus") == "Corpus corpus: 2 documents, 2 passages. Model tiny."
     assert not is_seen(browser, "#examples")
     browser.evaluate("$('top-k').value = 1")
@@ -147,7 +152,8 @@ def test_a_small_and_a_dark_screen(browser):
     assert min(int(each) for each in text.removeprefix("rgb(").rstrip(")").split(",")) > 200
 
 
-def test_files_that_are_dropped_become_passages_and_what_cannot_be_read_is_said(browser, monkeypatch):
+def test_dropped_files_become_passages(browser, monkeypatch):
+    """Dropped files become passages, and the page names those that cannot be read."""
     monkeypatch.setattr("arcaligner.apps.server.app.MAX_CHARACTERS", 20)
     browser.drop(
         "[new File(['# Ships\\n\\nOf wood.'], '../../ships.md'), new File(['A letter. Of Ada.'], 'ada.txt'),"

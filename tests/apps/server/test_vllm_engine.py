@@ -107,7 +107,8 @@ def test_vllm_that_answers_otherwise_is_refused(front, vllm, change, message):
         ask(front, ADA)
 
 
-def test_vllm_that_is_away_is_503_and_answers_again(front, vllm):
+def test_vllm_may_come_back(front, vllm):
+    """While vLLM is away, requests end with 503; when it is back, they are answered."""
     client = TestClient(create_app(front, ServerSettings("tiny")), base_url="http://localhost")
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "documents": [ADA], "max_tokens": 4}
     for stream in (False, True):
