@@ -223,10 +223,10 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         f"F1 in percent, {counts}; their passages have {min(lengths):.0f} to {max(lengths):.0f} "
         f"tokens on average. *Fine-tuned*: the same model with a LoRA trained on 4,000 questions with their text. "
         f"*First token*: {' / '.join(map(str, SHORT_PASSAGES))} passages ({new_tokens} tokens) in float32 on "
-        f"{latency['machine']['cores']} CPU cores; slots were encoded beforehand. *Cached*: keys and values are there, "
-        f"too, of text for the same passages in the same order, of slots for each passage ({latency['machine']['cpu']} "
-        f"and {kept['machine']['cpu']}, so compare within a column). Answers from slots, and from cut text, are biased "
-        "towards the passages' own words (`copy_bonus`)"
+        f"{latency['machine']['cores']} CPU cores; slots were encoded beforehand. *Cached*: keys and values were "
+        "computed in advance as well: for text, of the same passages in the same order; for slots, of each passage "
+        f"separately ({latency['machine']['cpu']} and {kept['machine']['cpu']}, so compare within a column). "
+        "Answers from slots, and from cut text, are biased towards the passages' own words (`copy_bonus`)"
     )
     lost = [each for each in map(loss_without_copying, ("", "_x4")) if each is not None]
     note += f": without it slots lose {', '.join(lost)}." if lost else "."

@@ -75,5 +75,7 @@ def test_quantized_aligner_is_refused(model):
         pass
 
     model.model.projector.out.weight = Int8Parameter(model.model.projector.out.weight)
-    with pytest.raises(ValueError, match="changed 1 weights of the aligner, first `model.projector.*Int8Parameter; exp"):
+    with pytest.raises(
+        ValueError, match="changed 1 weights of the aligner, first `model.projector.*Int8Parameter; exp"
+    ):
         _check_aligner_is_whole(model)
