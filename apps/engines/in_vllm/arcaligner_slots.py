@@ -184,7 +184,10 @@ def check_slots(slots: Any) -> list[Header]:
         if header.fingerprint["has_slots"] != bool(number):
             raise ValueError("The first of `slots` is the text before them, and no other is.")
     if slots[0][1] != first.num_slots:
-        raise ValueError("The text before the slots is read whole or not at all.")
+        raise ValueError(
+            f"`slots` takes {slots[0][1]} tokens of the text before the passages; expected all {first.num_slots} of "
+            "its file."
+        )
     if first.fingerprint.get("passage_attention") != "separate" and len(slots) > 2:
         raise ValueError("Passages that attend to each other are one file; got several.")
     return headers
@@ -395,11 +398,19 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         headers, ids = check_slots(slots), list(request.prompt_token_ids or ())
         num_before, num_slots = slots[0][1], sum(count for _, count in slots)
         if num_slots >= len(ids):
-            raise ValueError(f"The prompt has {len(ids)} ids, its slots with the text before are {num_slots}.")
+            raise ValueError(
+                f"The prompt has {len(ids)} ids; expected more than the {num_slots} of its slots and the text before."
+            )
         if json_digest(ids[:num_before]) != headers[0].fingerprint["prompt"]:
-            raise ValueError("The passages were precomputed behind another text than that before the slots.")
+            raise ValueError(
+                "The passages were precomputed after another text than the prompt begins with. Use the chat template "
+                "of the aligner's processor."
+            )
         if request.cache_salt != salt_of(slots):
-            raise ValueError("The `cache_salt` is not that of the slots, so that a prefix of others could be found.")
+            raise ValueError(
+                "The `cache_salt` does not match the slots, so another request's prefix could be used. Pass "
+                "`salt_of(slots)`."
+            )
         for (key, _), header in zip(slots, headers, strict=True):
             found = (header.shape[0], header.shape[1], header.shape[2], header.head_dim)
             expected = (self._config.num_hidden_layers, 2, self._heads, self._head_dim)

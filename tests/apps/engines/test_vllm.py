@@ -228,8 +228,8 @@ def test_what_does_not_fit_is_never_answered(reference, run_vllm):
         "`prompt_logprobs`": good | {"sampling": {"prompt_logprobs": 1}},
         "maximum": slots_request(long) | {"prompt": [0] * LENGTH, "max_tokens": 4},
         "cache_salt": good | {"cache_salt": "mine"},
-        "behind another text": good | {"prompt": [0, *good["prompt"][1:]]},
-        "its slots with the text before": good | {"prompt": good["prompt"][:1]},
+        "after another text": good | {"prompt": [0, *good["prompt"][1:]]},
+        "of its slots and the text before": good | {"prompt": good["prompt"][:1]},
     }
     answers, again = run_vllm([[*bad.values(), good], [good]])
     assert answers[-1]["ids"] == again[0]["ids"] == ids

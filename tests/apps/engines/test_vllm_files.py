@@ -254,7 +254,7 @@ def test_requests_that_do_not_fit_are_refused(files, aligner, folder):
         ([body[0], [body[1][0], body[1][1] + 1]], "slots are asked of the passage"),
         (body[1:], "first of `slots` is the text before them"),
         ([body[0], body[0]], "first of `slots` is the text before them"),
-        ([[body[0][0], 1], body[1]], "read whole or not at all"),
+        ([[body[0][0], 1], body[1]], "1 tokens of the text before the passages; expected all"),
         ([body[0], [foreign(files, aligner, folder), 1]], "belong together: their `aligner_weights` differs"),
         ([body[0], [other_prompt.paths[1].stem, 1]], "belong together: their `prompt` differs"),
     ):
@@ -351,10 +351,10 @@ def test_preempted_requests_are_loaded_again(connect, files):
 @pytest.mark.parametrize(
     ("change", "engine", "message"),
     [
-        ({"prompt": lambda ids: [ids[0] + 1, *ids[1:]]}, {}, "behind another text than that before the slots"),
+        ({"prompt": lambda ids: [ids[0] + 1, *ids[1:]]}, {}, "after another text than the prompt begins with"),
         ({"prompt": lambda ids: ids[:4]}, {}, "The prompt has 4 ids"),
-        ({"cache_salt": lambda salt: None}, {}, "The `cache_salt` is not that of the slots"),
-        ({"cache_salt": lambda salt: salt[::-1]}, {}, "The `cache_salt` is not that of the slots"),
+        ({"cache_salt": lambda salt: None}, {}, "The `cache_salt` does not match the slots"),
+        ({"cache_salt": lambda salt: salt[::-1]}, {}, "The `cache_salt` does not match the slots"),
         ({}, {"num_hidden_layers": 5}, "has layers, two, heads, head_dim"),
         ({}, {"head_dim": 4}, "has layers, two, heads, head_dim"),
         ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "another base model: `rope`"),
