@@ -34,7 +34,7 @@ from transformers.generation.streamers import BaseStreamer
 from ...answering_arcaligner import Answerer, AnsweringCall, chat_inputs, select_top, similarities_of
 from ...common.rows import find_answer
 from ...configuration_arcaligner import check_length, longest_prompt
-from ...encoder_arcaligner import EncodedDocuments
+from ...encoder_arcaligner import EncodedDocuments, GivenSlots, passages_apart
 from ...kv_cache_arcaligner import prefill_beginning
 from ...pipeline_arcaligner import ArcAlignerPipeline
 from ..corpus.retrieve import Retriever, SlotPassages
@@ -198,29 +198,24 @@ class PassageEncoder:
         if not documents:
             return []
         settings = {"tokens_per_slot": tokens_per_slot, "room": [room]}
-        segments, embeds, words, ids, _ = self.processor.encode_documents(documents, **settings)
-        apart = []
+        segments, *slots, _ = self.processor.encode_documents(documents, **settings)
+        apart, nothing = passages_apart(GivenSlots(*slots)), GivenSlots(slots[0][:0], None)
+        encoded = []
         for number in range(len(documents)):
             own = [each for each in segments if each.document == number]
-            is_in = (ids == number) if own else torch.zeros_like(ids, dtype=torch.bool)
-            own_words = None if words is None else words[is_in]
-            if own_words is not None:  # as wide as they are by themselves
-                own_words = own_words[:, (own_words >= 0).any(dim=0)]
-            apart.append(EncodedDocuments(own, embeds[is_in], own_words, ids[is_in], []))
-        return apart
+            embeds, words, _ = apart[number] if own else nothing
+            ids = torch.full((len(own),), number, device=embeds.device)
+            encoded.append(EncodedDocuments(own, embeds, words, ids, []))
+        return encoded
 
     def _joined(self, passages: list[EncodedDocuments]) -> EncodedDocuments:
         segments = [replace(each, document=number) for number, own in enumerate(passages) for each in own.segments]
         words = [each.context_word_ids for each in passages if each.context_word_ids is not None]
         width = max((own.shape[1] for own in words), default=0)
         words = [pad(own, (0, width - own.shape[1]), value=-1) for own in words]
-        return EncodedDocuments(
-            segments,
-            torch.cat([each.context_embeds for each in passages]),
-            torch.cat(words) if words else None,
-            torch.tensor([each.document for each in segments]),
-            [],
-        )
+        embeds = torch.cat([each.context_embeds for each in passages])
+        ids = torch.tensor([each.document for each in segments], device=embeds.device)
+        return EncodedDocuments(segments, embeds, torch.cat(words) if words else None, ids, [])
 
 
 class Engine:

@@ -1458,9 +1458,11 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
     @property
     def device(self) -> torch.device:
         """As of any model; of an offloaded one where it computes, as weights that are away say "meta"."""
+        if (found := super().device).type != "meta":
+            return found
         first = self.model.projector.up
         with _fetched(first):
-            return first.weight.device if super().device.type == "meta" else super().device
+            return first.weight.device
 
     def set_answerability_layers(self, layers: list[int] | None) -> None:
         """Gives the model a new answerability head, which says nothing yet, for the states of these layers, or takes
