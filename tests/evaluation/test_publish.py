@@ -111,7 +111,8 @@ def test_reproduced_pages_are_copied(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="contains no page of `arcaligner reproduce`"):
         write_reproduced(tmp_path)
     long = "word " * 40
-    (tmp_path / "cases.md").write_text(f"# Cases\n\n{long}\n\n## Case 1\n\n![Who?](case_1.svg)\n\n2. {long}\n\n| {long} |\n")
+    written = ("# Cases", long, "## Case 1", "![Who?](case_1.svg)", f"2. {long}", f"| {long} |\n")
+    (tmp_path / "cases.md").write_text("\n\n".join(written))
     (tmp_path / "case_1.svg").write_text("<svg/>")
     write_reproduced(tmp_path)
     lines = page.read_text().splitlines()
