@@ -23,7 +23,7 @@ from .analyses.figures import draw_rates, draw_speed, save_figure
 from .analyses.speed import (
     KEPT_REPORT,
     LATENCY_REPORT,
-    LIKELIEST,
+    TOP_RANKED,
     SHORT_PASSAGES,
     find_size,
     first_token_ms,
@@ -56,7 +56,7 @@ README_ROWS = (
     ("whole text, not fine-tuned", "1", "standard_rag", "text", "text_same_set"),
     ("whole text, fine-tuned", "1", "full_text_lora", "text", "text_same_set"),
     ("text cut to a half, fine-tuned", "2", "truncated_copying_x2", None, None),
-    ("**slots** of the top-ranked passage (default)", "2", "one_passage", None, "slots_x2_likeliest"),
+    ("**slots** of the top-ranked passage (default)", "2", "one_passage", None, "slots_x2_top_ranked"),
     ("**slots** of all passages", "2", "arcaligner", 2, "slots_x2"),
     ("text cut to a quarter, fine-tuned", "4", "truncated_copying_x4", None, None),
     ("**slots** of all passages", "4", "arcaligner_x4", 4, "slots_x4"),
@@ -90,7 +90,7 @@ def publish(
         write_whole(DOCS / "answers.md", answers)
     results = read_json(checkpoint / RESULTS_FILE)
     published = DOCS / "figures"
-    for name in (LATENCY_REPORT, KEPT_REPORT):  # a report that was not made again stays
+    for name in (LATENCY_REPORT, KEPT_REPORT):  # a report that was not measured again remains
         if (figures / name).exists():
             write_whole(published / name, (figures / name).read_bytes())
     latency = read_json(published / LATENCY_REPORT)
@@ -109,8 +109,8 @@ def publish(
 
 
 def with_opponents(found: dict[str, Any], published: dict[str, Any]) -> dict[str, Any]:
-    """The results of a run and, of the sets in it, the published ones of methods that it did not ask again and whose
-    answers do not depend on the aligner's weights. Differences are those of the run: they need the answers."""
+    """The results of a run, and for its sets the published results of methods that are not in it and whose answers do
+    not depend on the aligner's weights. Differences are those of the run, because they need the answers."""
     for title, entry in found["sets"].items():
         old = published["sets"].get(title, {}).get("methods", {})
         kept = {name: numbers for name, numbers in old.items() if not reads_aligner(name)}
@@ -148,7 +148,7 @@ def check_weights(run: Path, checkpoint: Path) -> None:
 
 def answers_page(run: Path, threshold: float, no_answer: str) -> str:
     """The aligner's answers to the first questions of each set, by id, with their answerability; below the
-    threshold `no_answer` is said instead."""
+    threshold the answer would be `no_answer`."""
     lines = [
         "# Answers",
         "",
@@ -187,7 +187,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
 
     def f1(method: str) -> list[float | None]:
         methods = [entry["methods"] for entry in sets.values()]
-        if method == "one_passage":  # of one passage the top-ranked one is all of them, and is not measured again
+        if method == "one_passage":  # with one passage it equals `arcaligner`, and is not measured separately
             methods = [{method: of_set["arcaligner"]} | of_set for of_set in methods]
         return [of_set[method]["f1"][0] if method in of_set else None for of_set in methods]
 
@@ -208,7 +208,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
             new = " / ".join(f"{first_token_ms(find_size(latency, k, rate), arm):,.0f}" for k in SHORT_PASSAGES)
         if cached is not None:
             again = " / ".join(f"{first_token_ms(size, cached):,.0f}" for size in cached_sizes)
-            stored = kept["kept_bytes"]["text_apart" if timed == "text" else cached.removesuffix(LIKELIEST)]
+            stored = kept["kept_bytes"]["text_apart" if timed == "text" else cached.removesuffix(TOP_RANKED)]
             memory = " / ".join(f"{k * stored / 2**20:.0f}" for k in SHORT_PASSAGES)
         rows.append(
             [given, tokens, *("-" if each is None else f"{each:.1f}" for each in f1(method)), new, again, memory]
@@ -224,8 +224,8 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         f"tokens on average. *Fine-tuned*: the same model with a LoRA trained on 4,000 questions with their text. "
         f"*First token*: {' / '.join(map(str, SHORT_PASSAGES))} passages ({new_tokens} tokens) in float32 on "
         f"{latency['machine']['cores']} CPU cores; slots were encoded beforehand. *If cached*: keys and values of the "
-        "passages were computed beforehand as well. For text they are those of the same passages in the same order, for "
-        "slots those of each passage separately. The two time columns come from different CPUs "
+        "passages were computed beforehand as well. For text they are those of the same passages in the same order, "
+        "for slots those of each passage separately. The two time columns come from different CPUs "
         f"({latency['machine']['cpu']}, {kept['machine']['cpu']}); compare only within a column. The default's times "
         "were measured while it scored all passages; now it scores at most the more similar half. "
         "Answers from slots, and from cut text, are biased towards the passages' own words (`copy_bonus`)"
