@@ -132,7 +132,7 @@ def compare(rows: list[Row], readers: list[Reader], processor) -> dict[str, list
 
 
 def cells_of(title: str, found: list[Asked], text: list[Asked], rows: list[Row]) -> list[str]:
-    """The row of a reader; agreement is to the answers of `text`."""
+    """The table row of a reader; agreement is the F1 to the answers of the reader `text`."""
     known = [
         (each.answer, row["answers"]) for each, row in zip(found, rows, strict=True) if usable_golds(row["answers"])
     ]
@@ -193,7 +193,8 @@ def run_compare(
     about += f"Base model {aligner.config.base_model_name_or_path}."
     remarks = [REMARKS]
     if max_passages is not None and any(len(row["passages"]) > max_passages for row in rows):
-        remarks += [f"Of more passages slots read the {max_passages} likeliest to answer, which takes time."]
+        used = counted(max_passages, "top-ranked passage")
+        remarks += [f"If a question has more passages, slots are those of its {used}; scoring them takes time."]
     lines = [*markdown_table(COLUMNS, cells), "", " ".join(remarks), "", about]
     write_whole(output / "comparison.md", "\n".join(["# Text and slots", "", *lines, ""]))
     answers = [

@@ -2,10 +2,10 @@
 
     python -m arcaligner.benchmarks.kept --output FOLDER [--sizes 1,5,10,20] [--tokens-per-slot 2,4,8,16,segment]
 
-    text                what is not kept: the passages' text, read by the base model
-    text_same_set       text asked about again: keys and values of the same passages in the same order (prefix caching)
-    text_apart          keys and values of each passage's text, read by itself, joined as those of slots are
-    slots_x2, ...       keys and values of each passage's slots, at each rate
+    text                the passages' text without a cache, by the base model
+    text_same_set       cached keys and values of the text of the same passages in the same order (prefix caching)
+    text_apart          cached keys and values of each passage's text, computed separately, joined as those of slots are
+    slots_x2, ...       cached keys and values of each passage's slots, at each rate
 
 The last two also from a folder, `..._folder`: files with checksums that neither this process nor the system has in
 memory. Only `text_same_set` gets the passages of the round before.
@@ -43,7 +43,7 @@ from ..common.files import (
 )
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length
-from ..evaluation.analyses.speed import KEPT_REPORT, LIKELIEST, kept_lines
+from ..evaluation.analyses.speed import KEPT_REPORT, TOP_RANKED, kept_lines
 from ..evaluation.answering import apart_text
 from ..evaluation.settings import split_rates
 from ..kv_cache_arcaligner import (
@@ -119,7 +119,7 @@ def ask_store(store: PassageCache, row: Row, rate: int | str) -> ModelOutput:
     return store.read_question(store.prepare(row["question"], documents=row["passages"], tokens_per_slot=rate))
 
 
-def ask_likeliest(store: PassageCache, row: Row, rate: int | str) -> ModelOutput:
+def ask_top_ranked(store: PassageCache, row: Row, rate: int | str) -> ModelOutput:
     """Scores each cached passage of a row, and answers from the top-ranked one, as is the default."""
     answerer = Answerer(store.model, store.processor, store)
     (selection,) = answerer.select([row["question"]], [row["passages"]], 1, tokens_per_slot=rate)
@@ -174,7 +174,7 @@ class Known:
             self.kept_bytes[name] = inputs["context_passage_ids"].shape[1] * per_slot / len(rows)
             self.arms[name] = partial(ask_store, memory, rate=rate)
             if Answerer(aligner, processor).can_score and rate == processor.tokens_per_slot:
-                self.arms[f"{name}{LIKELIEST}"] = partial(ask_likeliest, memory, rate=rate)
+                self.arms[f"{name}{TOP_RANKED}"] = partial(ask_top_ranked, memory, rate=rate)
             self.arms[f"{name}_folder"] = partial(ask_store, disk, rate=rate)
             self.folders[f"{name}_folder"] = path
 

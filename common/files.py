@@ -37,7 +37,7 @@ GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"  # the default base model, in the 
 
 
 def find_path(path: str | Path) -> Path:
-    """A path of a recipe: as it is or, if it does not exist, in the folder of this package."""
+    """A path of a recipe: unchanged or, if it does not exist, in the folder of this package."""
     packaged = ROOT / path
     return packaged if packaged.exists() and not Path(path).exists() else Path(path)
 

@@ -4,7 +4,7 @@
     python -m arcaligner.train.prepare_data --limit hotpotqa=20000 --limit squad=5000
     python -m arcaligner.train.prepare_data --copies FOLDER         # of copies of the sets, FOLDER/rajpurkar/squad, ...
 
-    train_qa        SQuAD, NaturalQuestions by way of QED, HotpotQA with its ten paragraphs, MuSiQue with its twenty
+    train_qa        SQuAD, Natural Questions from QED, HotpotQA with its ten paragraphs, MuSiQue with its twenty
     train_extra     QAMR: questions about one sentence
     recon_train     one paragraph from each of many articles of Wikipedia
     recon_heldout   the same, of further articles that are not in train_qa

@@ -2,8 +2,8 @@
 
 One thread encodes passages and runs the model; any number of threads may submit.
 
-    submit -> passages as slots (given, or of a corpus) -> the likeliest -> slot prefixes, kept or read -> `generate`
-    -> pieces of the answer
+    submit -> passages as slots (given, or of a corpus) -> selected passages -> slot prefixes, cached or computed
+    -> `generate` -> pieces of the answer
 """
 
 import json
@@ -100,7 +100,7 @@ class Request:
     kept: int | None = None  # number of cached passages, once it is known
 
     def wants_fewer(self, num_passages: int) -> bool:
-        """Whether only some of so many passages are read, which are chosen then."""
+        """Whether only some of so many passages are used, which are then selected."""
         return self.max_passages is not None and num_passages > self.max_passages
 
 
@@ -161,8 +161,8 @@ class _EndedError(Exception):
 
 
 class PassageEncoder:
-    """The slots of passages, each encoded once for all requests that have it among others: its slots are the same ones
-    then, and what was read of them is found again."""
+    """The slots of passages, each encoded once for all requests with it, so that its slots are the same in all of them
+    and its keys and values are found in the cache."""
 
     def __init__(self, processor, max_passages: int = KEPT_PASSAGES):
         self.processor, self.max_passages = processor, max_passages
@@ -176,7 +176,7 @@ class PassageEncoder:
         keys = [(json.dumps(each), tokens_per_slot) for each in documents]
         found = {key: self._kept[key] for key in keys if key in self._kept}
         used = sum(len(found[key].segments) for key in keys if key in found)
-        # One that stands twice is encoded twice then: it takes its room twice.
+        # A passage that occurs twice is encoded twice here, because it takes room for its slots twice.
         new = [(key, each) for key, each in zip(keys, documents, strict=True) if key not in found]
         try:
             encoded = self._encode([each for _, each in new], tokens_per_slot, room - used)
@@ -194,7 +194,7 @@ class PassageEncoder:
         return self._joined([found[key] for key in keys])
 
     def _encode(self, documents: list[dict], tokens_per_slot: int | str | None, room: int) -> list[EncodedDocuments]:
-        """Each passage by itself, no slot for one that is white space; together, which is fastest."""
+        """Encode each passage by itself, without a slot for white space; all in one call, which is fastest."""
         if not documents:
             return []
         settings = {"tokens_per_slot": tokens_per_slot, "room": [room]}
@@ -529,7 +529,8 @@ def each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) 
 
 
 def _pre_hook(engine: Engine) -> Callable:
-    """Before a forward of the engine's thread: others may share the model. A function, which copies of it share."""
+    """Runs before each forward of the engine's thread; other threads may share the model. A function, so that copies
+    of the model share it."""
 
     def hook(module, args) -> None:
         if threading.current_thread() is engine._thread:

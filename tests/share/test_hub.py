@@ -199,7 +199,7 @@ def drop_a_weight(folder: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), "lacks config.json"),
         (lambda folder: edit_json(folder / "config.json", model_type="llama"), "of type 'llama'"),
         (lambda folder: (folder / "model.safetensors").unlink(), "aligner weights"),
-        (drop_a_weight, "lacks 1 of "),
+        (drop_a_weight, "is incomplete: 1 of "),
         (lambda folder: (folder / "processor_config.json").unlink(), "lacks processor_config.json"),
         (lambda folder: (folder / "results.json").write_text("{}"), "does not hold results"),
     ],
