@@ -750,9 +750,7 @@ def check_backbone_config(config: PreTrainedConfig) -> None:
         _refuse(config, "transformers has no causal language model for it")
     other_types = set(getattr(config, "layer_types", None) or ()) - _SUPPORTED_LAYER_TYPES
     if other_types:
-        _refuse(
-            config, f"its layers use {', '.join(sorted(other_types))}, which has no keys and values to refine with"
-        )
+        _refuse(config, f"its layers use {', '.join(sorted(other_types))}, which has no keys and values to refine with")
 
 
 def find_decoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:
