@@ -1,4 +1,4 @@
-"""Make questions about paragraphs that nobody has asked about, to train on more questions than people wrote.
+"""Make questions about paragraphs that no other question is about, to train on more questions than people wrote.
 
     python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml       # a reader
     python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/question_maker.yaml  # a maker
