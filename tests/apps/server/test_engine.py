@@ -17,16 +17,9 @@ from arcaligner.apps.corpus.build import build_corpus
 from arcaligner.apps.corpus.retrieve import Retriever
 from arcaligner.apps.corpus.table import Corpus
 from arcaligner.apps.server.app import describe_error
-from arcaligner.apps.server.engine import (
-    BusyError,
-    Engine,
-    Limits,
-    PassageEncoder,
-    Request,
-    RequestCancelledError,
-    RowSampler,
-    _overlap,
-)
+from arcaligner.apps.server.engine import Engine, PassageEncoder
+from arcaligner.apps.server.live_rows import RowSampler, _overlap
+from arcaligner.apps.server.request import BusyError, Limits, Request, RequestCancelledError
 from arcaligner.common.rows import find_answer
 from arcaligner.encoder_arcaligner import SlotEncoder
 
@@ -149,12 +142,12 @@ def test_sampling_follows_probabilities():
     """Tokens are sampled as often as they are likely."""
     scores, rows = torch.tensor([[2.0, 1.0, 0.5, -3.0]]), 4000
     group = [Request(CHAT, temperature=0.7, top_p=0.95, seed=seed) for seed in range(rows)]
-    drawn = RowSampler([*group, Request(CHAT)])(None, scores.repeat(rows + 1, 1))
+    drawn = torch.cat([RowSampler(each)(None, scores) for each in (*group, Request(CHAT))])
     expected = torch.tensor([*(scores[0, :3] / 0.7).softmax(0), 0.0])  # the last is beyond `top_p`
     found = drawn[:-1].argmax(dim=1).bincount(minlength=4) / rows
     torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
     assert torch.equal(drawn[-1], scores[0])
-    whole = [RowSampler([Request(CHAT, temperature=each, seed=1)])(None, scores) for each in (1, 1.0)]
+    whole = [RowSampler(Request(CHAT, temperature=each, seed=1))(None, scores) for each in (1, 1.0)]
     assert torch.equal(*whole)
 
 
@@ -163,7 +156,8 @@ def test_top_k_and_min_p_cut():
     scores, rows = torch.tensor([[2.0, 1.0, 0.5, -3.0]]), 4000
     for settings, left in (({"sampling_top_k": 2}, 2), ({"min_p": 0.3}, 2), ({"min_p": 0.2}, 3)):
         group = [Request(CHAT, temperature=1.0, seed=seed, **settings) for seed in range(rows)]
-        found = RowSampler(group)(None, scores.repeat(rows, 1)).argmax(dim=1).bincount(minlength=4) / rows
+        drawn = torch.cat([RowSampler(each)(None, scores) for each in group])
+        found = drawn.argmax(dim=1).bincount(minlength=4) / rows
         expected = torch.tensor([*scores[0, :left].softmax(0), *[0.0] * (4 - left)])
         torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
 
