@@ -12,7 +12,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from ...configuration_arcaligner import check_length
 from ...encoder_arcaligner import EncodedDocuments, GivenSlots, passages_apart
 from ...kv_cache_arcaligner import prefill_beginning
 from ...pipeline_arcaligner import ArcAlignerPipeline
+from ...segmentation_arcaligner import given_text
 from ..corpus.retrieve import Retriever, SlotPassages
 from .live_rows import LiveBatch, LiveRow
 from .request import Answer, BusyError, Limits, Request, RequestCancelledError
@@ -54,37 +55,38 @@ class PassageEncoder:
         self.processor, self.max_passages = processor, max_passages
         self._kept: OrderedDict[tuple, EncodedDocuments] = OrderedDict()  # longest unused first
 
-    def __call__(self, documents: list[dict], tokens_per_slot: int | str | None, room: int) -> EncodedDocuments:
-        """
+    def count(self, documents: list[dict], tokens_per_slot: int | str | None, room: int) -> int:
+        """How many slots passages have, none of which is encoded.
+
         Raises:
-            `ValueError`: more slots than there is `room` for, which are counted before any passage is encoded.
+            `ValueError`: more than there is `room` for.
         """
+        encode = self.processor.slot_encoder.encode_batch
+        (row,) = encode([documents], tokens_per_slot=tokens_per_slot, room=[room], only_segments=True)
+        return len(row.context_embeds)
+
+    def __call__(
+        self, documents: list[dict], tokens_per_slot: int | str | None, numbers: Sequence[int] | None = None
+    ) -> EncodedDocuments:
+        """The slots of passages, whose `numbers` are by default those of their places."""
+        if not any(each["text"].strip() for each in documents):  # nothing but white space is a slot, too
+            return self.processor.encode_documents(documents, tokens_per_slot=tokens_per_slot)
         keys = [(json.dumps(each), tokens_per_slot) for each in documents]
         found = {key: self._kept[key] for key in keys if key in self._kept}
-        used = sum(len(found[key].segments) for key in keys if key in found)
-        # One that stands twice is encoded twice then: it takes its room twice.
-        new = [(key, each) for key, each in zip(keys, documents, strict=True) if key not in found]
-        try:
-            encoded = self._encode([each for _, each in new], tokens_per_slot, room - used)
-            found |= zip((key for key, _ in new), encoded, strict=True)
-            num_slots = sum(len(found[key].segments) for key in keys)
-        except ValueError:
-            num_slots = None
-        if not num_slots or num_slots > room:  # an error counts all passages; white space alone is a slot, too
-            return self.processor.encode_documents(documents, tokens_per_slot=tokens_per_slot, room=[room])
+        new = {key: each for key, each in zip(keys, documents, strict=True) if key not in found}
+        found |= zip(new, self._encode(list(new.values()), tokens_per_slot), strict=True)
         for key in keys:
             self._kept[key] = found[key]
             self._kept.move_to_end(key)
         while len(self._kept) > self.max_passages:
             self._kept.popitem(last=False)
-        return self._joined([found[key] for key in keys])
+        return self._joined([found[key] for key in keys], range(len(keys)) if numbers is None else numbers)
 
-    def _encode(self, documents: list[dict], tokens_per_slot: int | str | None, room: int) -> list[EncodedDocuments]:
+    def _encode(self, documents: list[dict], tokens_per_slot: int | str | None) -> list[EncodedDocuments]:
         """Each passage by itself, no slot for one that is white space; together, which is fastest."""
         if not documents:
             return []
-        settings = {"tokens_per_slot": tokens_per_slot, "room": [room]}
-        segments, *slots, _ = self.processor.encode_documents(documents, **settings)
+        segments, *slots, _ = self.processor.encode_documents(documents, tokens_per_slot=tokens_per_slot)
         apart, nothing = passages_apart(GivenSlots(*slots)), GivenSlots(slots[0][:0], None)
         encoded = []
         for number in range(len(documents)):
@@ -94,8 +96,9 @@ class PassageEncoder:
             encoded.append(EncodedDocuments(own, embeds, words, ids, []))
         return encoded
 
-    def _joined(self, passages: list[EncodedDocuments]) -> EncodedDocuments:
-        segments = [replace(each, document=number) for number, own in enumerate(passages) for each in own.segments]
+    def _joined(self, passages: list[EncodedDocuments], numbers: Sequence[int]) -> EncodedDocuments:
+        named = zip(numbers, passages, strict=True)
+        segments = [replace(each, document=number) for number, own in named for each in own.segments]
         words = [each.context_word_ids for each in passages if each.context_word_ids is not None]
         width = max((own.shape[1] for own in words), default=0)
         words = [pad(own, (0, width - own.shape[1]), value=-1) for own in words]
@@ -323,13 +326,7 @@ class Engine:
         self._begin(group)
         rate = request.tokens_per_slot
         if request.documents is not None:
-            began = time.perf_counter()
-            documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in request.documents]
-            documents, pieces = self.answerer.cut(documents)
-            encoded = self._encode(documents, rate, self._room(request, len(documents)))
-            documents = [each | {"number": piece.document} for each, piece in zip(documents, pieces, strict=True)]
-            seconds = {"retrieval": 0.0, "slots": time.perf_counter() - began}
-            request.passages = SlotPassages(documents, encoded, seconds)
+            self._read_documents(request)
             return
         if self.retriever is None or request.top_k == 0:
             return
@@ -338,12 +335,46 @@ class Engine:
         if rate not in (None, self.retriever.corpus.settings["tokens_per_slot"]):
             began = time.perf_counter()
             texts = [{name: each[name] for name in ("title", "text")} for each in passages.documents]
-            passages.encoded = self._encode(texts, rate, self._room(request, len(texts)))
+            self._encode.count(texts, rate, self._room(request, len(texts)))
+            passages.encoded = self._encode(texts, rate)
             passages.seconds["slots"] += time.perf_counter() - began
         num_slots, most = len(passages.encoded.context_embeds), self._room(request, len(passages.documents))
         if num_slots > most:
             raise ValueError(f"The passages have {num_slots} slots; expected at most {most}. Pass a lower `top_k`.")
         request.passages = passages
+
+    def _read_documents(self, request: Request) -> None:
+        """Cuts a request's own documents into passages and, if all of these are used, encodes them."""
+        began, rate, passages = time.perf_counter(), request.tokens_per_slot, []
+        documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in request.documents]
+        self._check_size(documents, rate)
+        for number, document in enumerate(documents):
+            pieces, _ = self.answerer.cut([document])
+            passages += [each | {"number": number} for each in pieces]
+            self._turns.pass_on()
+        texts = [_without_number(each) for each in passages]
+        if not passages:
+            encoded = self.processor.encode_documents([], tokens_per_slot=rate)  # nothing was found: an empty slot
+        else:
+            self._encode.count(texts, rate, self._room(request, len(texts)))
+            self._turns.pass_on()
+            encoded = None if request.wants_fewer(len(texts)) else self._encode(texts, rate)
+        seconds = {"retrieval": 0.0, "slots": time.perf_counter() - began}
+        request.passages = SlotPassages(passages, encoded, seconds)
+
+    def _check_size(self, documents: list[dict], rate: int | str | None) -> None:
+        """Refuses documents that have too many slots however they are cut, before that takes seconds."""
+        rate = self.processor.tokens_per_slot if rate is None else rate
+        if rate == "segment":
+            return
+        # A word is at least a token; twice as many as there is room for are surely too many.
+        num_words = sum(len(given_text(each, number).split()) for number, each in enumerate(documents))
+        num_slots = num_words // (2 * rate)
+        if num_slots > self.limits.max_slots_asked:
+            raise ValueError(
+                f"The passages have more than {num_slots} slots; expected at most {self.limits.max_slots_asked}. Pass "
+                "fewer or shorter documents, or put more text into a slot (`tokens_per_slot`)."
+            )
 
     def _room(self, request: Request, num_passages: int) -> int:
         """Slot limit of a request with this many passages: higher if they are scored one by one than if all are
@@ -357,26 +388,52 @@ class Engine:
         if not group:
             return
         self._begin(group)
-        began = time.perf_counter()
-        chats, rows = [self._chat(request) for request in group], [request.passages.inputs for request in group]
-        similar = [
-            similarities_of(self.processor.encoder, chat, request.passages.documents)
-            if request.documents is not None
-            else [each["similarity"] for each in request.passages.documents]
-            for request, chat in zip(group, chats, strict=True)
-        ]
-        slots = {name: [row[name] for row in rows] for name in rows[0]}
+        began, encoding = time.perf_counter(), 0.0
+        chats, documents = [self._chat(request) for request in group], [request.passages.documents for request in group]
+        similar = []
+        for request, chat, own in zip(group, chats, documents, strict=True):
+            if request.documents is None:
+                similar.append([each["similarity"] for each in own])
+            else:
+                similar.append(similarities_of(self.processor.encoder, chat, own))
+
+        def slots_of(only: list[list[int]]) -> dict[str, list]:
+            nonlocal encoding
+            began = time.perf_counter()
+            # Of one whose passages are all scored any that is known, as none of it is read.
+            known = [
+                numbers or [max(range(len(own)), key=own.__getitem__)]
+                for numbers, own in zip(only, similar, strict=True)
+            ]
+            rows = [self._inputs_of(request, numbers) for request, numbers in zip(group, known, strict=True)]
+            encoding += time.perf_counter() - began
+            return {name: [row[name] for row in rows] for name in rows[0]}
+
         most = [request.max_passages for request in group]
-        scores = self.answerer.score_candidates(chats, similarities=similar, most=most, **slots)
-        seconds = time.perf_counter() - began
+        scores = self.answerer.score_candidates(chats, documents, similarities=similar, most=most, slots_of=slots_of)
+        seconds = time.perf_counter() - began - encoding
         for request, own in zip(group, scores, strict=True):
             numbers = select_top(own, request.max_passages)
             request.kept = sum(own[number].is_cached for number in numbers)
+            if request.passages.encoded is None:
+                request.passages.encoded = self._encoded(request, numbers)
+                request.passages.seconds["slots"] += encoding
             request.passages = request.passages.only(numbers)
             request.passages.seconds["choosing"] = seconds
             for number, document in enumerate(request.passages.documents):  # `None` if it was not scored
                 sure = own[number].answerability if number in own else None
                 document |= dict.fromkeys(("answerability", "confidence"), sure)  # the second is its name in 0.2
+
+    def _inputs_of(self, request: Request, numbers: list[int]) -> dict[str, Any]:
+        """The slots of some of a request's passages, which are encoded now unless they are known."""
+        if request.passages.encoded is not None:
+            return request.passages.inputs
+        encoded = self._encoded(request, numbers)
+        return SlotPassages([], encoded, {}).inputs
+
+    def _encoded(self, request: Request, numbers: list[int]) -> EncodedDocuments:
+        texts = [_without_number(request.passages.documents[number]) for number in numbers]
+        return self._encode(texts, request.tokens_per_slot, numbers)
 
     def _answer(self, group: list[Request]) -> None:
         began = time.monotonic()
@@ -512,6 +569,10 @@ def each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) 
                 yield from each_fails_alone(part, run)
     else:
         yield group, result
+
+
+def _without_number(document: dict[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in document.items() if name != "number"}
 
 
 def _pre_hook(engine: Engine) -> Callable:

@@ -296,7 +296,7 @@ def test_passages_are_encoded_once(processor, rate, monkeypatch):
     expected = [processor.encode_documents(each, tokens_per_slot=rate) for each in asked]
     monkeypatch.setattr(SlotEncoder, "encode_tokens", encode_tokens)
     for documents, whole in zip(asked, expected, strict=True):
-        found = encode(documents, rate, 100)
+        found = encode(documents, rate)
         assert found.segments == whole.segments and torch.equal(found.context_passage_ids, whole.context_passage_ids)
         torch.testing.assert_close(found.context_embeds, whole.context_embeds)
         if whole.context_word_ids is not None:
@@ -307,8 +307,49 @@ def test_passages_are_encoded_once(processor, rate, monkeypatch):
         room = len(processor.encode_documents(documents, tokens_per_slot=rate).context_embeds) - 1
         texts.clear()
         with pytest.raises(ValueError, match=f"room for {room} with the question"):
-            encode(documents, rate, room)
-        assert not texts
+            encode.count(documents, rate, room)
+        assert encode.count(documents, rate, room + 1) == room + 1 and not texts
+    found, whole = encode([loom, ada], rate, [7, 9]), encode([loom, ada], rate)
+    assert found.context_passage_ids.tolist() == [[7, 9][number] for number in whole.context_passage_ids]
+    assert [each.document for each in found.segments] == found.context_passage_ids.tolist()
+
+
+@pytest.mark.parametrize("share, read", [(0.5, 3), (0.9, 5)])
+def test_few_passages_are_encoded(apart, engine_of, monkeypatch, share, read):
+    """Of five, those that are scored; their answers are those of a request whose passages are encoded whole."""
+    texts = [f"{name} wrote it in {1800 + number}." for number, name in enumerate(("Ada", "Bob", "Cy", "Di", "Ed"))]
+    monkeypatch.setattr(apart.model.config, "scored_share", share)
+    monkeypatch.setattr(apart.model.config, "most_answerability", 1.0)
+    monkeypatch.setattr(apart.model.config, "similarity_weight", 0.0)
+    engine, encoded = engine_of(None, apart), []
+    encode_tokens = SlotEncoder.encode_tokens
+
+    def recorded(self, tokens, rate):
+        encoded.extend(each.segment.text for each in tokens)
+        return encode_tokens(self, tokens, rate)
+
+    monkeypatch.setattr(SlotEncoder, "encode_tokens", recorded)
+    found = answer(engine, texts)
+    (used,) = (number for number, each in enumerate(found.sources) if each["read"])
+    first = list(encoded)
+    assert len(set(first)) == len(first) == read
+    assert [each.text for each in found.passages.encoded.segments] == [texts[used]]
+    assert {each.document for each in found.passages.encoded.segments} == {used}
+    scored = {number: each["answerability"] for number, each in enumerate(found.sources)}
+    whole = engine.answerer.score([CHAT], [texts])[0]
+    for number, sure in scored.items():
+        assert sure is None if texts[number] not in first else sure == pytest.approx(whole[number].answerability)
+    assert used == max((n for n in scored if scored[n] is not None), key=lambda n: whole[n].answerability)
+    encoded.clear()
+    assert answer(engine, texts).kept == 1 and not encoded
+
+
+def test_endless_text_is_refused_at_once(engine_of, apart, monkeypatch):
+    """More words than there may be slots are not even cut."""
+    engine = engine_of(None, apart, limits=Limits(max_slots=10, max_slots_asked=20))
+    monkeypatch.setattr(engine.answerer, "cut", None)
+    error = engine.submit(asked(["word " * 5000], tokens_per_slot=2)).exception()
+    assert isinstance(error, ValueError) and "more than 1250 slots; expected at most 20" in str(error)
 
 
 def test_slot_prefixes_are_kept_within_their_bytes(engine_of):
