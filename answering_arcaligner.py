@@ -13,6 +13,7 @@ import torch
 from transformers import BatchFeature, LogitsProcessor, LogitsProcessorList
 
 from .configuration_arcaligner import is_number
+from .encoder_arcaligner import passages_apart
 from .modeling_arcaligner import PrefillOutputs
 from .processing_arcaligner import check_copy_bonus
 from .segmentation_arcaligner import (
@@ -194,10 +195,15 @@ class Answerer:
         similarities: list | None = None,
         *,
         most: int | Sequence[int],
+        slots_of: Callable[[list[list[int]]], dict[str, list]] | None = None,
         **kwargs: Any,
     ) -> list[dict[int, ScoredPassage]]:
         """As `score`, for as few passages as are needed to select `most` of each question: the most similar ones first,
-        the other candidates only if these do not decide. Without cosines all are scored."""
+        the other candidates only if these do not decide. Without cosines all are scored.
+
+        `slots_of` returns the slots of some passages of each question, given their numbers, as `PassageCache.prepare`
+        takes them: for `documents` whose slots are cached elsewhere.
+        """
         self._check_can_score("Scoring passages")
         if documents is not None:
             documents = [documents_of(each, "`documents`") for each in documents]
@@ -205,7 +211,10 @@ class Answerer:
         if similarities is None:
             return self.score(questions, **kwargs)
         wanted, config = [most] * len(questions) if isinstance(most, int) else most, self.model.config
-        numbers_of_all = self.cache.passage_numbers(documents, **kwargs)
+        if slots_of is None:
+            numbers_of_all = self.cache.passage_numbers(documents, **kwargs)
+        else:
+            numbers_of_all, documents = [list(passages_apart(own)) for own in documents], None
         waiting = [
             candidates_of({number: own[number] for number in numbers}, each, config.scored_share)
             for own, numbers, each in zip(similarities, numbers_of_all, wanted, strict=True)
@@ -213,7 +222,8 @@ class Answerer:
         scores: list[dict[int, ScoredPassage]] = [{} for _ in questions]
         for is_first in (True, False):  # a call for each passage would read the model's weights as often
             only = [own[: each if is_first else None] for own, each in zip(waiting, wanted, strict=True)]
-            found = self.score(questions, documents, similarities, only=only, **kwargs) if any(only) else scores
+            given = kwargs if slots_of is None or not any(only) else kwargs | slots_of(only)
+            found = self.score(questions, documents, similarities, only=only, **given) if any(only) else scores
             scores = [dict(sorted((old | new).items())) for old, new in zip(scores, found, strict=True)]
             waiting = [own[len(done) :] for own, done in zip(waiting, only, strict=True)]
             decided = zip(waiting, scores, wanted, similarities, strict=True)

@@ -154,7 +154,8 @@ class PassageCache:
         read_only (`bool`, defaults to `False`): Whether nothing is written to the folder, such as that of a corpus.
 
     Attributes: `hits`, `loads` and `misses` count passages found in memory, loaded from the folder and computed by the
-    model; `bytes` are in use.
+    model; `bytes` are in use. `wait` is called with the `threading.Event` of an entry that another thread computes, and
+    returns when it is set.
 
     Example:
 
@@ -194,7 +195,9 @@ class PassageCache:
         self._encoder: WatchedWeights | None = None
         self._base_model: tuple[str, dict[str, Any]] | None = None  # with the digest of the weights that it describes
         self._tokenizers = {}  # the digest of each, by its id
+        self.wait: Callable[[threading.Event], Any] = threading.Event.wait
         self._lock = threading.RLock()
+        self._reading: dict[str, threading.Event] = {}  # set when what has the key has been read
 
     def __getstate__(self):
         return {
@@ -466,39 +469,62 @@ class PassageCache:
     ) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
         """Keys and values of each unit, cached or computed now, by its key, and the units that were not cached. The
         cache owns the tensors: copy before use."""
-        with self._lock:  # concurrent questions about one passage compute it once
-            passages = asked[0].units[1].passages
-            weights = None  # without a cache, weights are not watched
-            if self.max_bytes or self.folder is not None:
-                try:
-                    weights = self._current_weights(passages)
-                except UnwatchableError as error:  # a quantized model answers as any other
-                    logger.warning_once(str(error))
-            # The common part of all passages, with the weights, is digested once.
-            shared = shared_fingerprint(self.model, self.processor, weights or {}, settings)
-            shared |= {} if self.dtype is None else {"kept_dtype": self.dtype}
-            digest = json_digest(shared)
-            entries: dict[str, torch.Tensor] = {}
-            missing: dict[str, _Unit] = {}  # by key, so that a passage of several questions is read once
-            for unit in (unit for question in asked for unit in question.units):
-                own = passage_fingerprint(unit.head, unit.passages)
-                unit.key, unit.fingerprint = json_digest([digest, own]), shared | own
-                if unit.key in entries or unit.key in missing:
-                    self.hits += unit.is_passage
-                elif weights is not None and (entry := self._find(unit)) is not None:
-                    entries[unit.key] = entry
-                else:
-                    self.misses += unit.is_passage
-                    missing[unit.key] = unit
+        passages = asked[0].units[1].passages
+        weights = None  # without a cache, weights are not watched
+        if self.max_bytes or self.folder is not None:
+            try:
+                weights = self._current_weights(passages)
+            except UnwatchableError as error:  # a quantized model answers as any other
+                logger.warning_once(str(error))
+        # The common part of all passages, with the weights, is digested once.
+        shared = shared_fingerprint(self.model, self.processor, weights or {}, settings)
+        shared |= {} if self.dtype is None else {"kept_dtype": self.dtype}
+        digest = json_digest(shared)
+        units = [unit for question in asked for unit in question.units]
+        for unit in units:
+            own = passage_fingerprint(unit.head, unit.passages)
+            unit.key, unit.fingerprint = json_digest([digest, own]), shared | own
+        entries, missing = self._claim(units, weights is not None)
+        try:
             if missing:
                 # Passages are computed after the text before them, which may be cached even if they are not.
                 heads = {one.units[0].head: entries.get(one.units[0].key) for one in asked}
                 entries |= self._read(missing, heads, settings, max(len(question.tail) for question in asked))
                 # If the weights have changed meanwhile, return the result but do not cache it.
                 if weights is not None and self._current_weights(passages) == weights:
-                    for unit in missing.values():
-                        self._write(unit, entries[unit.key])
-                        self._keep(unit.key, entries[unit.key])
+                    with self._lock:
+                        for unit in missing.values():
+                            self._write(unit, entries[unit.key])
+                            self._keep(unit.key, entries[unit.key])
+        finally:
+            with self._lock:
+                for key in missing:
+                    if (read := self._reading.pop(key, None)) is not None:
+                        read.set()
+        return entries, missing
+
+    def _claim(self, units: list[_Unit], is_kept: bool) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
+        """What is kept of the units, by their keys, and those that the caller has to read. What another thread reads
+        is waited for: concurrent questions about one passage compute it once."""
+        while True:
+            with self._lock:
+                if not (busy := [self._reading[unit.key] for unit in units if unit.key in self._reading]):
+                    return self._find_all(units, is_kept)
+            self.wait(busy[0])
+
+    def _find_all(self, units: list[_Unit], is_kept: bool) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
+        entries: dict[str, torch.Tensor] = {}
+        missing: dict[str, _Unit] = {}  # by key, so that a passage of several questions is read once
+        for unit in units:
+            if unit.key in entries or unit.key in missing:
+                self.hits += unit.is_passage
+            elif is_kept and (entry := self._find(unit)) is not None:
+                entries[unit.key] = entry
+            else:
+                self.misses += unit.is_passage
+                missing[unit.key] = unit
+        if is_kept:
+            self._reading |= {key: threading.Event() for key in missing}
         return entries, missing
 
     def _read(

@@ -98,6 +98,13 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     def __init__(self, model, processor, tokenizer=None, **kwargs):
         if processor.max_prompt_length is None:  # the checkpoint does not set it
             processor.max_prompt_length = longest_prompt(model.config.text_config)
+        places = getattr(model, "hf_device_map", None) or {"": model.device}
+        if next(iter(places.values())) == "disk":
+            raise ValueError(
+                "The first weights of the model are on the disk (`hf_device_map`), and a pipeline takes "
+                "their place as the device of inputs. Give memory to the first weights (`max_memory`), or call "
+                "`model.generate` with what the processor returns."
+            )
         self._repeats = _repeats_prompts_of_call(kwargs)  # for every call
         super().__init__(model=model, processor=processor, tokenizer=tokenizer or processor.tokenizer, **kwargs)
 

@@ -16,7 +16,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from arcaligner.apps.server import app, chat_request
 from arcaligner.apps.server.app import Routes, ServerSettings, create_app, refuse
 from arcaligner.apps.server.chat_request import ChatRequest
-from arcaligner.apps.server.engine import Limits, RequestCancelledError
+from arcaligner.apps.server.request import Limits, RequestCancelledError
 
 QUESTION = "What sport does he play?"
 RADIK = "Radik Zhaparov is a Kazakh ski jumper. He has competed since 2003."
