@@ -23,8 +23,8 @@ from .analyses.figures import draw_rates, draw_speed, save_figure
 from .analyses.speed import (
     KEPT_REPORT,
     LATENCY_REPORT,
-    TOP_RANKED,
     SHORT_PASSAGES,
+    TOP_RANKED,
     find_size,
     first_token_ms,
     first_token_table,

@@ -34,7 +34,7 @@ from transformers.generation.streamers import BaseStreamer
 from ...answering_arcaligner import Answerer, AnsweringCall, chat_inputs, select_top, similarities_of
 from ...common.rows import find_answer
 from ...configuration_arcaligner import check_length, longest_prompt
-from ...encoder_arcaligner import EncodedDocuments, GivenSlots, passages_apart
+from ...encoder_arcaligner import EncodedDocuments, GivenSlots, single_passages
 from ...kv_cache_arcaligner import prefill_beginning
 from ...pipeline_arcaligner import ArcAlignerPipeline
 from ..corpus.retrieve import Retriever, SlotPassages
@@ -199,7 +199,7 @@ class PassageEncoder:
             return []
         settings = {"tokens_per_slot": tokens_per_slot, "room": [room]}
         segments, *slots, _ = self.processor.encode_documents(documents, **settings)
-        apart, nothing = passages_apart(GivenSlots(*slots)), GivenSlots(slots[0][:0], None)
+        apart, nothing = single_passages(GivenSlots(*slots)), GivenSlots(slots[0][:0], None)
         encoded = []
         for number in range(len(documents)):
             own = [each for each in segments if each.document == number]
