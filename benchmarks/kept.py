@@ -19,7 +19,6 @@ import json
 import os
 import random
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,15 @@ from transformers.utils import ModelOutput
 
 from ..answering_arcaligner import Answerer
 from ..attention_arcaligner import cache_of
-from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, digest, run_command, write_whole
+from ..common.files import (
+    DEFAULT_CHECKPOINT,
+    SQUAD_SAMPLE,
+    describe_machine,
+    digest,
+    run_command,
+    temporary_folder,
+    write_whole,
+)
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length
 from ..evaluation.analyses.speed import KEPT_REPORT, TOP_RANKED, kept_lines
@@ -213,8 +220,8 @@ def main(
     processor.passage_attention = "separate"
     rows = pick_rows(read_rows(data), processor, max(asked) + SPARE)
     output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output, prefix=".kept-") as folder:
-        known = Known(models, processor, rows, split_rates(tokens_per_slot), Path(folder))
+    with temporary_folder(output, ".kept-") as folder:
+        known = Known(models, processor, rows, split_rates(tokens_per_slot), folder)
         report = {
             "model": checkpoint.rstrip("/").split("/")[-1],
             "own_tokens_per_slot": processor.tokens_per_slot,

@@ -21,7 +21,6 @@ import asyncio
 import json
 import random
 import re
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +41,7 @@ from ..common.files import (
     describe_machine,
     markdown_table,
     run_command,
+    temporary_folder,
     write_whole,
 )
 from ..common.rows import Row, read_rows
@@ -293,8 +293,8 @@ def main(
     rows, measured, first_tokens, number = list(read_rows(data)), [], [], 0
     output.mkdir(parents=True, exist_ok=True)
     columns = ["Passages", "Clients", "Arm", "First token, s", "Answers/s", "Processor s/answer", "Same as own"]
-    with tempfile.TemporaryDirectory(dir=output, prefix=".passages-") as folder:
-        arms = Arms(checkpoint, python, Path(folder), tokens_per_slot, vllm_options.split(), dtype, chosen)
+    with temporary_folder(output, ".passages-") as folder:
+        arms = Arms(checkpoint, python, folder, tokens_per_slot, vllm_options.split(), dtype, chosen)
         try:
             for arm in arms.by_name.values():
                 arm([draw(rows, 2, 0), draw(rows, 2, 1)], 2)  # what is loaded on first use

@@ -14,7 +14,9 @@ import logging
 import os
 import platform
 import re
+import signal
 import sys
+import tempfile
 import time
 import uuid
 import zlib
@@ -97,6 +99,18 @@ def write_whole(path: str | Path, content: str | bytes | Callable[[BinaryIO], An
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """A new folder in `parent`, which is removed at the end, also where SIGTERM ends this process: inside, in the main
+    thread, it raises `SystemExit`."""
+    former = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as folder:
+            yield Path(folder)
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def digest(value: Any) -> str:

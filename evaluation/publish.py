@@ -1,6 +1,7 @@
 """Publish measurements: results and card of the checkpoint, tables of the README, pages, figures.
 
     python -m arcaligner.evaluation.publish --run runs/evaluation --figures runs/figures
+    python -m arcaligner.evaluation.publish --reproduced runs/evaluation/paper
     python -m arcaligner.evaluation.publish     # writes the same pages again from the published numbers
 
 No number between the marks is typed by hand: each comes from the run's answers, the checkpoint's `results.json`, or the
@@ -31,8 +32,8 @@ from .analyses.speed import (
     kept_lines,
 )
 from .methods import find_method, fingerprint, reads_aligner, sort_key
-from .paper import FIRST, SECOND, published_table
-from .results import results_page, write_results
+from .paper import FIRST, PARTS, SECOND, published_table
+from .results import MAIN, results_page, write_results
 from .runs import FLOOR, answer_files
 from .tasks import TASKS
 
@@ -65,6 +66,9 @@ README_ROWS = (
     ("**slots** of all passages", "a sentence", "arcaligner_xsegment", "segment", "slots_xsegment"),
 )
 ANSWERS_PER_SET = 13
+# Parts of the paper whose pages are in `docs/paper.md` as `reproduce` writes them. Tables 1 and 2 have their own parts.
+REPRODUCED = [name for name in PARTS if name not in ("table1", "table2", "recall")]
+_PICTURE = re.compile(r"\]\((\w+\.svg)\)")
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&])")  # what could become structure of a page
 MARKS = "<!-- {}: evaluation/publish.py -->", "<!-- end of {} -->"  # of a part of a page, by its name
 
@@ -75,19 +79,26 @@ def publish(
     ] = None,
     checkpoint: Annotated[Path, typer.Option(help="The aligner that was measured.")] = DEFAULT_CHECKPOINT,
     figures: Annotated[Path, typer.Option(help="Folder with latency.json and kept.json.")] = DOCS / "figures",
+    reproduced: Annotated[
+        Path | None, typer.Option(help="Folder with the pages of `reproduce`. By default the published ones stay.")
+    ] = None,
 ) -> None:
     """Write the pages and the README's tables from a run and the timings."""
     if run is not None:
         check_weights(run, checkpoint)
-        config = ArcAlignerConfig.from_pretrained(checkpoint)
-        no_answer = ArcAlignerProcessor.from_pretrained(checkpoint).no_answer
-        answers = answers_page(run, config.answerability_threshold, no_answer)
+        config, answers = ArcAlignerConfig.from_pretrained(checkpoint), None
+        if any(file.method == MAIN for file in answer_files(run)):
+            no_answer = ArcAlignerProcessor.from_pretrained(checkpoint).no_answer
+            answers = answers_page(run, config.answerability_threshold, no_answer)
         found = write_results(run)
         if (checkpoint / RESULTS_FILE).exists():
-            found = with_opponents(found, read_json(checkpoint / RESULTS_FILE))
+            found = with_published(found, read_json(checkpoint / RESULTS_FILE))
         write_whole(checkpoint / RESULTS_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
         write_model_card(config, checkpoint)
-        write_whole(DOCS / "answers.md", answers)
+        if answers is not None:
+            write_whole(DOCS / "answers.md", answers)
+    if reproduced is not None:
+        write_reproduced(reproduced)
     results = read_json(checkpoint / RESULTS_FILE)
     published = DOCS / "figures"
     for name in (LATENCY_REPORT, KEPT_REPORT):  # a report that was not measured again remains
@@ -108,17 +119,46 @@ def publish(
     write_part(ROOT / "README.md", "results", readme_table(results, latency, kept))
 
 
-def with_opponents(found: dict[str, Any], published: dict[str, Any]) -> dict[str, Any]:
-    """The results of a run, and for its sets the published results of methods that are not in it and whose answers do
-    not depend on the aligner's weights. Differences are those of the run, because they need the answers."""
-    for title, entry in found["sets"].items():
-        old = published["sets"].get(title, {}).get("methods", {})
-        kept = {name: numbers for name, numbers in old.items() if not reads_aligner(name)}
-        entry["methods"] = {
-            name: (kept | entry["methods"])[name] for name in sorted(kept | entry["methods"], key=sort_key)
-        }
+def with_published(found: dict[str, Any], published: dict[str, Any]) -> dict[str, Any]:
+    """
+    The results of a run, and the published ones of what it did not ask.
+
+    A run that asked an aligner replaces all published numbers that depend on an aligner's weights, and its sets are
+    those of the result: only methods that read no aligner keep their numbers. Any other run adds to what is published.
+    Differences between methods need the answers of both, so they are those of the run that asked the aligner.
+    """
+    replaces = any(reads_aligner(name) for entry in found["sets"].values() for name in entry["methods"])
+    titles = found["sets"].keys() | (set() if replaces else published["sets"].keys())
+    sets = {}
+    for title in (task.title for task in TASKS.values() if task.title in titles):
+        old = published["sets"].get(title, {"questions": 0, "methods": {}})
+        new = found["sets"].get(title, {"questions": 0, "methods": {}})
+        kept = {name: numbers for name, numbers in old["methods"].items() if not (replaces and reads_aligner(name))}
+        methods = kept | new["methods"]
+        first = new if replaces or new["questions"] > old["questions"] else old
+        sets[title] = first | {"methods": {name: methods[name] for name in sorted(methods, key=sort_key)}}
     machines = {*found["machine"].split("; "), *published["machine"].split("; ")}
-    return found | {"machine": "; ".join(sorted(machines))}
+    questions = min(entry["questions"] for entry in sets.values())
+    return {"machine": "; ".join(sorted(machines)), "questions": questions, "sets": sets}
+
+
+def write_reproduced(folder: Path) -> None:
+    """Writes the pages of `reproduce` in a folder into their parts of `docs/paper.md`, and copies their pictures."""
+    pages = [folder / f"{name}.md" for name in REPRODUCED if (folder / f"{name}.md").is_file()]
+    if not pages:
+        raise ValueError(f"{folder} contains no page of `arcaligner reproduce`. Run it first, or name its folder.")
+    for page in pages:
+        lines = page.read_text(encoding="utf-8").splitlines()[1:]  # without the heading
+        pictures = [name for line in lines for name in _PICTURE.findall(line)]
+        for name in pictures:
+            write_whole(DOCS / "figures" / name, (folder / name).read_bytes())
+        shown = (re.sub("^##", "###", _PICTURE.sub(r"](figures/\1)", line)) for line in lines)
+        write_part(DOCS / "paper.md", page.stem, [each for line in shown for each in _wrapped(line)])
+
+
+def _wrapped(line: str) -> list[str]:
+    """A line of Markdown at the width of the pages; rows of tables, headings and pictures stay whole."""
+    return textwrap.wrap(line, 120) if line[:1].isalnum() else [line]
 
 
 def read_json(path: Path) -> dict[str, Any]:
