@@ -581,7 +581,7 @@ def passages_of_questions(
     return [GivenSlots(*given) for given in zip(embeds, words, passage_ids, strict=True)]
 
 
-def passages_apart(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
+def single_passages(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
     """Each passage of a question by itself, by its number; those without text are left out, unless all are."""
     if not isinstance(passages, GivenSlots):
         return {number: [each] for number, each in enumerate(passages) if text_of(each, number).strip()} or {0: []}

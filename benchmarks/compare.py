@@ -139,7 +139,7 @@ def cells_of(title: str, found: list[Asked], text: list[Asked], rows: list[Row])
     pairs = ((one.answer, other.answer) for one, other in zip(found, text, strict=True))
     agreement = [token_f1(one, [other]) if usable_golds([other]) else float(one == other) for one, other in pairs]
 
-    sooner = [one.seconds / other.seconds for one, other in zip(text, found, strict=True)]
+    speed_ups = [one.seconds / other.seconds for one, other in zip(text, found, strict=True)]
 
     def percent(scores: Iterable[float]) -> str:
         scores = list(scores)
@@ -152,7 +152,7 @@ def cells_of(title: str, found: list[Asked], text: list[Asked], rows: list[Row])
         percent(contains_match(*each) for each in known),
         percent(agreement),
         f"{1000 * statistics.median(each.seconds for each in found):.0f} ms"
-        + ("" if found is text else f" (x{statistics.median(sooner):.1f})"),
+        + ("" if found is text else f" (x{statistics.median(speed_ups):.1f})"),
     ]
 
 

@@ -80,7 +80,7 @@ class TextReader:
             self.kept[passage["text"]] = keys_values_of(own, 0, start, start + len(ids))
             save_keys_values(self._path(passage), self.kept[passage["text"]], {})
 
-    def anew(self, row: Row) -> ModelOutput:
+    def uncached(self, row: Row) -> ModelOutput:
         """From the whole text."""
         prefix, tail = text_ids(self.processor, row)
         check_length(len(prefix) + len(tail), "The prompt of text", self.base.config)
@@ -157,7 +157,7 @@ class Known:
         reader = TextReader(base, processor, passages, folder / "text_apart")
         self.text_tokens = sum(each.shape[3] for each in reader.kept.values()) / len(rows)
         self.arms: dict[str, Callable[[Row], ModelOutput]] = {
-            "text": reader.anew,
+            "text": reader.uncached,
             "text_same_set": reader.same_set,
             "text_apart": partial(reader.apart, from_folder=False),
             "text_apart_folder": partial(reader.apart, from_folder=True),

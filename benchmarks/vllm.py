@@ -5,7 +5,7 @@
 
     slots      vLLM from precomputed passages, asked directly
     front      the same behind the project's server engine, which finds the files and computes the answerability
-    text       the same vLLM from the passages' text, with prefix caching: it hits where the same passages stand first
+    text       the same vLLM from the passages' text, with prefix caching: it hits if prompts begin alike
     own        the project's own engine, from precomputed passages
 
 Each question has its own combination of known passages, among them the one that answers it. All arms answer the same

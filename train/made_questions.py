@@ -1,16 +1,16 @@
-"""Make questions about paragraphs that no other question is about, to train on more questions than people wrote.
+"""Make questions about paragraphs without questions, to train on more questions than people wrote.
 
     python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml       # a reader
     python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/question_maker.yaml  # a maker
     python -m arcaligner.train.made_questions --maker runs/smollm2_135m/question_maker \\
         --reader runs/smollm2_135m/full_text --data data
 
-Both are LoRAs of the base model that read text. The maker names an answer in a paragraph and asks for it. The reader
-then answers the question from the same paragraph, and a question is kept if that is the answer it was made for (the
-*round trip*). Neither sees slots, so what is kept does not depend on what an aligner can already read.
+Both are LoRAs of the base model with text as input. The maker writes an answer from a paragraph and a question for it.
+The reader then answers the question from the same paragraph, and the question is kept if the answers agree (the *round
+trip*). Neither gets slots, so the selection does not depend on what an aligner can already answer.
 
-The result is a file of rows like the others, `made_qa.jsonl.gz`, which a recipe names in `train_files`. Paragraphs that
-the recipe's other questions are about are left out. The work is written in parts, and an interrupted run continues with
+The result is a file of rows like the others, `made_qa.jsonl.gz`, which a recipe names in `train_files`. Paragraphs of
+the recipe's other questions are left out. The work is written in parts, and an interrupted run continues with
 the next part. Not in the paper, which trains on the questions of HotpotQA.
 """
 
@@ -38,19 +38,19 @@ from .prompts import full_text, question_prompt
 
 logger = logging.getLogger(__name__)
 
-MAX_TOKENS = 48  # of a question with its answer, and more than any answer has
+MAX_TOKENS = 48  # of a question with its answer
 PARAGRAPHS_PER_PART = 1024
 TOP_P = 0.95  # of the maker: different answers from the same paragraph
 
 
 class TextReader:
     """
-    A base model with a LoRA of `train/full_text.py`, which writes what it was trained to write.
+    A base model with a LoRA of `train/full_text.py`, which generates texts of the kind that it was trained on.
 
     Args:
         folder (`str` or `Path`): The `output_dir` of that script.
         device (`str`): Where it runs.
-        batch_tokens (`int`): Tokens of a batch at most, with padding and what is written.
+        batch_tokens (`int`): Maximum number of tokens of a batch, with padding and generated ones.
     """
 
     def __init__(self, folder: str | Path, device: str = "cpu", batch_tokens: int = 16_384):
@@ -64,7 +64,7 @@ class TextReader:
 
     @torch.inference_mode()
     def write(self, contents: Sequence[str], max_new_tokens: int, samples: int = 0, **options) -> list[list[str]]:
-        """What follows each user's turn of `contents`: `samples` different ones, drawn with the `options` of
+        """Generated answers to each user's turn of `contents`: `samples` different ones, sampled with the `options` of
         `generate`, or by default the greedy one."""
         prompts = [self._prompt(content) for content in contents]
         written: list[list[str]] = [[] for _ in contents]
@@ -113,8 +113,8 @@ def unasked(paragraphs: Iterable[Row], asked: Iterable[Row]) -> list[Row]:
 
 
 def read_made(text: str, passage: dict[str, str]) -> tuple[str, str] | str:
-    """The question and the answer of what a maker wrote, an answer and a question on a line each, or why it is not
-    used."""
+    """The question and the answer of a maker's text, which has the answer and the question on a line each; or the
+    reason why it is not used."""
     answer, _, question = (part.strip() for part in text.partition("\n"))
     if not question:
         return "no question on a second line"
@@ -152,8 +152,8 @@ def make_questions(maker: TextReader, rows: Sequence[Row], number: int) -> tuple
 
 
 def agreed(reader: TextReader, made: Sequence[Row]) -> list[Row]:
-    """The rows whose question the reader answers, from the paragraph, with the answer that it was made for; equal means
-    equal by SQuAD's normalization."""
+    """The rows whose question the reader answers as the maker did, from the same paragraph; answers are compared after
+    SQuAD's normalization."""
     found = reader.write([full_text(row) for row in made], max_new_tokens=MAX_TOKENS)
     pairs = zip(made, found, strict=True)
     return [row for row, (text,) in pairs if normalize_answer(text) == normalize_answer(row["answers"][0])]
@@ -171,7 +171,7 @@ def make_file(
     with tqdm(total=len(paragraphs), desc="making questions", unit="paragraph") as bar:
         for start in starts:
             rows = paragraphs[start : start + PARAGRAPHS_PER_PART]
-            # By all that decides the part, so that other settings never take over a part.
+            # The name is a digest of everything that the part depends on, so that other settings do not reuse it.
             key = digest([[row["id"], row["passages"]] for row in rows] + [maker.digest, reader.digest, number, seed])
             path = parts / f"{start:07}-{key[:16]}.json"
             if not path.exists():
@@ -201,13 +201,13 @@ def main(
     output: Annotated[Path, typer.Option(help="File to write.")] = Path("data/made_qa.jsonl.gz"),
     limit: Annotated[int | None, typer.Option("-n", help="Number of paragraphs. Default: all.", min=1)] = None,
     questions: Annotated[int, typer.Option(help="Maximum number of questions about a paragraph.", min=1)] = 3,
-    device: Annotated[str, typer.Option(help="Where the models run.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
     batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch; 500,000 on a GPU of 80 GB.")] = 16_384,
-    seed: Annotated[int, typer.Option(help="Of the maker's sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the maker's sampling.")] = 0,
 ) -> None:
-    """Make questions about paragraphs, and keep those whose answer a reader of text finds again."""
+    """Make questions about paragraphs, and keep those to which a reader of text gives the same answer."""
     if output.exists():
-        raise ValueError(f"{output} exists; delete it to make it again, or name another `--output`.")
+        raise ValueError(f"{output} exists. Delete it to make it again, or name another `--output`.")
     known = (row for file in asked for row in read_rows(find_file(file, data)))
     chosen = unasked(read_rows(find_file(paragraphs, data)), known)[:limit]
     models = (TextReader(folder, device, batch_tokens) for folder in (maker, reader))

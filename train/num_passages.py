@@ -35,8 +35,8 @@ CACHE_BYTES = 2**30
 
 
 def mixed_rows(recipe: RecipeArguments, number: int) -> list[Row]:
-    """About `number` questions of held-out articles. `passages` are those that the answer needs among the nearest
-    others of these articles, `gold` says where, and `needs` is `"one"` or `"several"`."""
+    """About `number` questions of held-out articles. `passages` are those that the answer needs, mixed with the nearest
+    others of these articles; `gold` has their numbers, and `needs` is `"one"` or `"several"`."""
     rows = asked_rows(recipe, number)
     nearest = NearestPassages(row for source in recipe.train_files for row in open_part(recipe, source, held_out=True))
     mixed = []
@@ -93,7 +93,7 @@ def table(rows: Sequence[Row], scores: np.ndarray) -> str:
 
 
 def main(
-    recipe: Annotated[Path, typer.Option(help="The recipe of the stage: its data, and what is held out.")],
+    recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, for its data and held-out articles.")],
     aligner: Annotated[Path, typer.Option(help="Folder of the aligner, with a fitted answerability head.")],
     rates: Annotated[str, typer.Option(help="Tokens per slot, separated by commas.")] = "2",
     number: Annotated[int, typer.Option("-n", help="Number of questions.")] = 150,

@@ -121,7 +121,7 @@ class Session:
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), False)
         self.used = 0
 
-    def read_apart(self, passages: Sequence[np.ndarray]) -> None:
+    def read_single_passages(self, passages: Sequence[np.ndarray]) -> None:
         """Prefill the slots of independent passages, each (num_slots, hidden), with the adapter: each attends to the
         context so far and to no other passage. Later positions attend to all, and continue after the longest."""
         api, memory = self._api, self._api.llama_get_memory(self._context)
@@ -313,7 +313,7 @@ class LlamaCppEngine:
         sizes = encoded.context_passage_ids.unique_consecutive(return_counts=True)[1]
         self.session.clear()
         self.session.read(before, has_logits=False)
-        self.session.read_apart([slots] if is_joint else np.split(slots, sizes.cumsum(0)[:-1]))
+        self.session.read_single_passages([slots] if is_joint else np.split(slots, sizes.cumsum(0)[:-1]))
         return self.session.state()
 
     def _check_length(self, length: int) -> None:

@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicCache
 
 from ...answering_arcaligner import Answerer, chat_inputs, select_top, similarities_of
 from ...configuration_arcaligner import check_length
-from ...encoder_arcaligner import EncodedDocuments, GivenSlots, passages_apart
+from ...encoder_arcaligner import EncodedDocuments, GivenSlots, single_passages
 from ...kv_cache_arcaligner import prefill_beginning
 from ...pipeline_arcaligner import ArcAlignerPipeline
 from ...segmentation_arcaligner import given_text
@@ -87,7 +87,7 @@ class PassageEncoder:
         if not documents:
             return []
         segments, *slots, _ = self.processor.encode_documents(documents, tokens_per_slot=tokens_per_slot)
-        apart, nothing = passages_apart(GivenSlots(*slots)), GivenSlots(slots[0][:0], None)
+        apart, nothing = single_passages(GivenSlots(*slots)), GivenSlots(slots[0][:0], None)
         encoded = []
         for number in range(len(documents)):
             own = [each for each in segments if each.document == number]

@@ -186,7 +186,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         if max_passages is not None:
             preprocess["max_passages"] = max_passages
         if _repeats_prompts_of_call(kwargs):
-            preprocess["reads_anew"] = True
+            preprocess["prefills_again"] = True
         preprocess |= {name: kwargs[name] for name in REFINEMENT_SETTINGS if name in kwargs}  # for scoring passages
         if min_confidence is not None:
             if given := [name for name in ("streamer", "return_tensors") if kwargs.get(name)]:
@@ -200,7 +200,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         documents: list | None = None,
         return_slots: bool = False,
         max_passages: int | None = None,
-        reads_anew: bool = False,
+        prefills_again: bool = False,
         **kwargs,
     ) -> dict[str, Any]:
         """`input_ids`, `attention_mask` (1, seq_len) and, in `row`, what is not padded."""
@@ -226,7 +226,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             options = slots | template | gates
             numbers, scores = _choose(answerer, messages, passages, read, max_passages, options)
             read, passages = [read[number] for number in numbers], [passages[number] for number in numbers]
-            if scores is not None and not self._reads_anew(reads_anew, return_slots, gates, kwargs):
+            if scores is not None and not self._prefills_again(prefills_again, return_slots, gates, kwargs):
                 kept = {"questions": messages, "documents": passages, **options}
             texts = {
                 "question": messages,
@@ -247,7 +247,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             row.trace = _trace_of(encoded, read, scores)
         return {name: encoded[name] for name in ("input_ids", "attention_mask")} | {"row": row, "prompt_text": chat}
 
-    def _reads_anew(self, is_asked: bool, return_slots: bool, gates: dict, options: dict) -> bool:
+    def _prefills_again(self, is_asked: bool, return_slots: bool, gates: dict, options: dict) -> bool:
         """Whether scored passages are computed again with the prompt, for results that a cache does not have."""
         has_steps = return_slots and self.model.config.refines(**gates)  # reported only for slots that are computed
         is_cut = any(options.get(name) is not None for name in _PROMPT_OPTIONS)

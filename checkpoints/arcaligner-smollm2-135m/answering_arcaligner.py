@@ -13,7 +13,7 @@ import torch
 from transformers import BatchFeature, LogitsProcessor, LogitsProcessorList
 
 from .configuration_arcaligner import is_number
-from .encoder_arcaligner import passages_apart
+from .encoder_arcaligner import single_passages
 from .modeling_arcaligner import PrefillOutputs
 from .processing_arcaligner import check_copy_bonus
 from .segmentation_arcaligner import (
@@ -214,7 +214,7 @@ class Answerer:
         if slots_of is None:
             numbers_of_all = self.cache.passage_numbers(documents, **kwargs)
         else:
-            numbers_of_all, documents = [list(passages_apart(own)) for own in documents], None
+            numbers_of_all, documents = [list(single_passages(own)) for own in documents], None
         waiting = [
             candidates_of({number: own[number] for number in numbers}, each, config.scored_share)
             for own, numbers, each in zip(similarities, numbers_of_all, wanted, strict=True)

@@ -66,8 +66,8 @@ from .encoder_arcaligner import (
     GivenSlots,
     pad_passage_ids,
     pad_words,
-    passages_apart,
     passages_of_questions,
+    single_passages,
 )
 from .loading_arcaligner import HEAD, share_file, tensors_digest
 
@@ -302,7 +302,7 @@ class PassageCache:
         given = (documents, context_embeds, context_word_ids, context_passage_ids)
         num_questions = len(context_embeds if documents is None else documents)
         rows = passages_of_questions(*given, False, num_questions, self.processor.context_words)
-        return [[number for number, own in passages_apart(each).items() if own != []] for each in rows]
+        return [[number for number, own in single_passages(each).items() if own != []] for each in rows]
 
     @torch.no_grad()
     def precompute(self, questions, documents=None, **kwargs) -> list[Path]:
@@ -397,7 +397,7 @@ class PassageCache:
             if self._is_separate:
                 units = [
                     _Unit(tuple(head), passage, f"Passage {number}{whose} is", number)
-                    for number, passage in passages_apart(own).items()
+                    for number, passage in single_passages(own).items()
                 ]
             else:
                 units = [_Unit(tuple(head), own, f"The passages{whose} are")]

@@ -1006,14 +1006,14 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
     ) -> tuple[Slots, torch.Tensor | None, torch.LongTensor | None]:
         """The slots of a forward, with the mask and the positions of its prompt; `wanted` are the
         `REFINEMENT_SETTINGS` of the call. Compiled code checks nothing, and has no numbers of the host."""
-        are_apart = self.config.passage_attention == "separate" and context_passage_ids is not None
+        are_independent = self.config.passage_attention == "separate" and context_passage_ids is not None
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
-            passage_ids = context_passage_ids if are_apart else None
+            passage_ids = context_passage_ids if are_independent else None
             self._check_slot_inputs(slot_mask, context_embeds, context_word_ids, passage_ids)
         rows = self._find_slots(slot_mask, attention_mask, context_embeds)
-        if are_apart:
-            attention_mask, position_ids = self._keep_passages_apart(
+        if are_independent:
+            attention_mask, position_ids = self._separate_passages(
                 slot_mask, context_passage_ids, attention_mask, position_ids, cache
             )
         if is_compiling:
@@ -1033,7 +1033,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             check_passage_ids(passage_ids, context_embeds, slot_mask)
             check_can_separate(self.config.text_config)
 
-    def _keep_passages_apart(
+    def _separate_passages(
         self, slot_mask, passage_ids, attention_mask, position_ids, cache
     ) -> tuple[torch.Tensor, torch.LongTensor]:
         """The mask and the positions of a prompt with independent passages."""

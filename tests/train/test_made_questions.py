@@ -272,7 +272,7 @@ def test_command(tmp_path, lora_dir, capsys, monkeypatch):
     assert (tmp_path / "made.jsonl.gz").exists()
     with pytest.raises(SystemExit):
         run_command(made_questions.main)
-    assert "exists; delete it to make it again" in capsys.readouterr().err
+    assert "exists. Delete it to make it again" in capsys.readouterr().err
 
 
 def test_unfinished_model_is_refused(tmp_path):

@@ -131,10 +131,8 @@ def _read_header(path: Path, modified: int, size: int) -> Header:
         with safe_open(path, framework="pt") as file:
             metadata, names = file.metadata() or {}, list(file.keys())
             if metadata.get("format") != FORMAT or names != [NAME]:
-                raise ValueError(
-                    f"its format is {metadata.get('format')!r} with the tensors {names}; "
-                    f"expected {FORMAT!r} with {[NAME]}"
-                )
+                found = metadata.get("format")
+                raise ValueError(f"its format is {found!r} with tensors {names}; expected {FORMAT!r} with {[NAME]}")
             tensor = file.get_slice(NAME)
             shape, is_int8 = tuple(tensor.get_shape()), tensor.get_dtype() == "I8"
         if len(shape) != 5:
