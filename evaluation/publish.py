@@ -25,8 +25,8 @@ from .analyses.figures import draw_rates, draw_speed, save_figure
 from .analyses.speed import (
     KEPT_REPORT,
     LATENCY_REPORT,
-    LIKELIEST,
     SHORT_PASSAGES,
+    TOP_RANKED,
     find_size,
     first_token_ms,
     first_token_table,
@@ -48,17 +48,17 @@ README_SETS = {
 }
 # Of the README's first table: what the model is given, and the method.
 COMPARED = (
-    ("the whole text, as it is", "standard_rag"),
+    ("the whole text, model not fine-tuned", "standard_rag"),
     ("**slots, two tokens each**", "arcaligner"),
     ("the whole text, after fine-tuning on such questions", "full_text_lora"),
 )
 # Of the README's table, by rate: what the model is given, tokens per position, the method, and the timed arms of
 # `latency.json` and `kept.json`. Copy-biased decoding is on where it helps, which is everywhere except for whole text.
 README_ROWS = (
-    ("whole text, base model as it is", "1", "standard_rag", "text", "text_same_set"),
+    ("whole text, not fine-tuned", "1", "standard_rag", "text", "text_same_set"),
     ("whole text, fine-tuned", "1", "full_text_lora", "text", "text_same_set"),
     ("text cut to a half, fine-tuned", "2", "truncated_copying_x2", None, None),
-    ("**slots** of the top-ranked passage (default)", "2", "one_passage", None, "slots_x2_likeliest"),
+    ("**slots** of the top-ranked passage (default)", "2", "one_passage", None, "slots_x2_top_ranked"),
     ("**slots** of all passages", "2", "arcaligner", 2, "slots_x2"),
     ("text cut to a quarter, fine-tuned", "4", "truncated_copying_x4", None, None),
     ("**slots** of all passages", "4", "arcaligner_x4", 4, "slots_x4"),
@@ -103,7 +103,7 @@ def publish(
         write_reproduced(reproduced)
     results = read_json(checkpoint / RESULTS_FILE)
     published = DOCS / "figures"
-    for name in (LATENCY_REPORT, KEPT_REPORT):  # a report that was not made again stays
+    for name in (LATENCY_REPORT, KEPT_REPORT):  # a report that was not measured again remains
         if (figures / name).exists():
             write_whole(published / name, (figures / name).read_bytes())
     latency = read_json(published / LATENCY_REPORT)
@@ -200,7 +200,7 @@ def check_weights(run: Path, checkpoint: Path) -> None:
 
 def answers_page(run: Path, threshold: float, no_answer: str) -> str:
     """The aligner's answers to the first questions of each set, by id, with their answerability; below the
-    threshold `no_answer` is said instead."""
+    threshold the answer would be `no_answer`."""
     lines = [
         "# Answers",
         "",
@@ -239,7 +239,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
 
     def f1(method: str) -> list[float | None]:
         methods = [entry["methods"] for entry in sets.values()]
-        if method == "one_passage":  # of one passage the top-ranked one is all of them, and is not measured again
+        if method == "one_passage":  # with one passage it equals `arcaligner`, and is not measured separately
             methods = [{method: of_set["arcaligner"]} | of_set for of_set in methods]
         return [of_set[method]["f1"][0] if method in of_set else None for of_set in methods]
 
@@ -248,7 +248,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         if any(None in pair for pair in pairs):
             return None
         lost = [own - free for own, free in pairs]
-        return f"{min(lost):.0f} to {max(lost):.0f} points at {rate.removeprefix('_x') or 2} tokens per slot"
+        return f"{min(lost):.0f} to {max(lost):.0f} points lower at {rate.removeprefix('_x') or 2} tokens per slot"
 
     own_rate = latency["own_tokens_per_slot"]
     cached_sizes = [size for k in SHORT_PASSAGES for size in kept["sizes"] if size["k"] == k]
@@ -260,13 +260,13 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
             new = " / ".join(f"{first_token_ms(find_size(latency, k, rate), arm):,.0f}" for k in SHORT_PASSAGES)
         if cached is not None:
             again = " / ".join(f"{first_token_ms(size, cached):,.0f}" for size in cached_sizes)
-            stored = kept["kept_bytes"]["text_apart" if timed == "text" else cached.removesuffix(LIKELIEST)]
+            stored = kept["kept_bytes"]["text_apart" if timed == "text" else cached.removesuffix(TOP_RANKED)]
             memory = " / ".join(f"{k * stored / 2**20:.0f}" for k in SHORT_PASSAGES)
         rows.append(
             [given, tokens, *("-" if each is None else f"{each:.1f}" for each in f1(method)), new, again, memory]
         )
     columns = ["The model is given", "Tokens per position", *README_SETS.values()]
-    columns += ["First token, ms", "the same, cached", "Cache, MiB"]
+    columns += ["First token, ms", "First token if cached, ms", "Cache, MiB"]
     counts = " to ".join(map(str, sorted({entry["questions"] for entry in sets.values()})))
     counts += " questions of each set" + fewer_questions(sets)
     lengths = [entry["methods"]["full_text_lora"]["context_tokens"] for entry in sets.values()]
@@ -275,13 +275,15 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         f"F1 in percent, {counts}; their passages have {min(lengths):.0f} to {max(lengths):.0f} "
         f"tokens on average. *Fine-tuned*: the same model with a LoRA trained on 4,000 questions with their text. "
         f"*First token*: {' / '.join(map(str, SHORT_PASSAGES))} passages ({new_tokens} tokens) in float32 on "
-        f"{latency['machine']['cores']} CPU cores; slots were encoded beforehand. *Cached*: keys and values were "
-        "computed in advance as well: for text, of the same passages in the same order; for slots, of each passage "
-        f"separately ({latency['machine']['cpu']} and {kept['machine']['cpu']}, so compare within a column). "
+        f"{latency['machine']['cores']} CPU cores; slots were encoded beforehand. *If cached*: keys and values of the "
+        "passages were computed beforehand as well. For text they are those of the same passages in the same order, "
+        "for slots those of each passage separately. The two time columns come from different CPUs "
+        f"({latency['machine']['cpu']}, {kept['machine']['cpu']}); compare only within a column. The default's times "
+        "were measured while it scored all passages; now it scores at most the more similar half. "
         "Answers from slots, and from cut text, are biased towards the passages' own words (`copy_bonus`)"
     )
     lost = [each for each in map(loss_without_copying, ("", "_x4")) if each is not None]
-    note += f": without it slots lose {', '.join(lost)}." if lost else "."
+    note += f". With `copy_bonus=0` slots score {', '.join(lost)}." if lost else "."
     return [*markdown_table(columns, rows), "", *textwrap.wrap(note, 120)]
 
 

@@ -43,8 +43,9 @@ from ...common.files import CASE_STUDIES, read_json_lines
 from ...common.passages import Document, no_text, passages_of
 from ...common.reading import read_file
 from .chat_request import ChatRequest
-from .engine import Answer, BusyError, Engine, RequestCancelledError, UnavailableError
-from .engine import Request as EngineRequest
+from .engine import Engine
+from .request import Answer, BusyError, RequestCancelledError, UnavailableError
+from .request import Request as EngineRequest
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from arcaligner.apps.server import app, chat_request
 from arcaligner.apps.server.app import Routes, ServerSettings, create_app, refuse
 from arcaligner.apps.server.chat_request import ChatRequest
-from arcaligner.apps.server.engine import Limits, RequestCancelledError
+from arcaligner.apps.server.request import Limits, RequestCancelledError
 
 QUESTION = "What sport does he play?"
 RADIK = "Radik Zhaparov is a Kazakh ski jumper. He has competed since 2003."
@@ -222,7 +222,7 @@ def test_documents_of_libraries(client):
         ({"documents": [{"title": "T" * 1001, "text": "a"}]}, "documents.0.title: String should have at most 1000"),
         ({"response_format": {"type": "json_object"}}, '`response_format` is not supported; leave it out, or pass {"'),
         ({"numpassages": 3}, "Unknown key `numpassages` in the request. Did you mean `num_passages`?"),
-        ({"tools": [{"type": "function"}]}, "`tools` is not supported; leave it out, or pass []. This model calls no"),
+        ({"tools": [{"type": "function"}]}, "Tools are not supported; `tools` is accepted only together"),
         ({"tool_choice": "required"}, '`tool_choice` is not supported; leave it out, or pass "none".'),
         ({"logit_bias": {"5": 1}}, "`logit_bias` is not supported; leave it out, or pass {}."),
         ({"repetition_penalty": 1.1}, "`repetition_penalty` is not supported; leave it out, or pass 1."),
