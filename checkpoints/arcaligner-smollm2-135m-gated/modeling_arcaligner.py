@@ -220,14 +220,10 @@ def lora_on(rows: RowIndex | None):
 
 def _slots_of(x: torch.Tensor, rows: RowIndex) -> torch.Tensor:
     """The slot rows (num_slots, features) of `x` (batch, seq_len, features); a view if they are adjacent."""
-    x = x.contiguous()
-    if isinstance(rows, torch.Tensor):
-        return x.view(-1, x.shape[-1]).index_select(0, rows)
-    if rows is ALL_ROWS:
-        return x.view(-1, x.shape[-1])
-    # One operation for a view and a slice: a GPU waits for each.
-    width = x.shape[-1]
-    return x.as_strided((rows.stop - rows.start, width), (width, 1), x.storage_offset() + rows.start * width)
+    x, width = x.contiguous(), x.shape[-1]
+    if isinstance(rows, slice):  # one operation for a view and a slice: a GPU waits for each
+        return x.as_strided((rows.stop - rows.start, width), (width, 1), x.storage_offset() + rows.start * width)
+    return x.view(-1, width) if rows is ALL_ROWS else x.view(-1, width).index_select(0, rows)
 
 
 def _shared_slots_of(x: torch.Tensor, rows: RowIndex) -> torch.Tensor:
@@ -315,9 +311,11 @@ class SlotLoraVariant(LoraVariant):
         if rows is None:
             return result
         # A over slots, B over slots: PEFT would compute both on all rows and a mask would throw most of it away.
-        down, up, dropout = (part[active_adapter] for part in (module.lora_A, module.lora_B, module.lora_dropout))
-        scaling = module.scaling[active_adapter]
-        if result.dtype != x.dtype or torch.is_autocast_enabled(x.device.type) or _is_patched(down) or _is_patched(up):
+        # Plain statements in this and the next functions: a GPU waits for the host, which runs them for each linear.
+        down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
+        dropout, scaling = module.lora_dropout[active_adapter], module.scaling[active_adapter]
+        is_patched = "forward" in vars(down) or "forward" in vars(up)  # fetches weights, as offloading does
+        if is_patched or result.dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
             slots = down(dropout(_slots_of(x, rows).to(down.weight.dtype)))  # (num_slots, r)
             residual = up(slots * scaling).to(result.dtype)  # (num_slots, out_features)
             flat = result.reshape(-1, result.shape[-1]).clone()  # (batch * seq_len, out_features)
@@ -328,17 +326,13 @@ class SlotLoraVariant(LoraVariant):
         slots = _shared_slots_of(x, rows)  # (num_slots, in_features)
         if dropout.training:
             slots = dropout(slots)
+        down, up = down.weight, up.weight
         if torch.is_grad_enabled():
-            down, up = (part.weight if part.weight.dtype == x.dtype else part.weight.to(x.dtype) for part in (down, up))
+            down, up = (part if part.dtype == x.dtype else part.to(x.dtype) for part in (down, up))
             return _SlotResidual.apply(result, slots, down, up, scaling, rows)
         result = result.contiguous()  # in place: a copy of the text rows in each linear would cost a tenth of a prefill
-        _add_residual_(result, rows, slots, *module.transposed_weights(x.dtype), scaling)
+        _add_residual_(result, rows, slots, *module.transposed(down, up, x.dtype), scaling)
         return result
-
-
-def _is_patched(linear: nn.Linear) -> bool:
-    """Whether a forward of its own, as offloading gives it, fetches the weights of `linear`."""
-    return "forward" in vars(linear)
 
 
 # One class for each pair: code is compiled for classes, and would be compiled again for each layer.
@@ -369,7 +363,7 @@ class SlotLoraLayer(InPlaceMixin):
     """A PEFT layer without PEFT's bookkeeping where its one adapter is the slots'. The bookkeeping takes longer than
     the linears of a small backbone. Without slots, as when decoding, the layer is its frozen linear."""
 
-    _transposed: tuple | None = None  # the state of the weights, and what `transposed_weights` made of it
+    _transposed: tuple | None = None  # the state of the weights, and what `transposed` made of it
 
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if args or kwargs or self.active_adapter != [ADAPTER_NAME] or self.merged_adapters:
@@ -380,15 +374,17 @@ class SlotLoraLayer(InPlaceMixin):
             return super().forward(x)
         return SlotLoraVariant.forward(self, ADAPTER_NAME, x, self.base_layer(x))
 
-    def transposed_weights(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A (in_features, r) and B (r, out_features) in the backbone's `dtype`, made once while the weights stay."""
-        weights = self.lora_A[ADAPTER_NAME].weight, self.lora_B[ADAPTER_NAME].weight
-        if torch.compiler.is_compiling() or any(weight.is_inference() for weight in weights):
-            return tuple(weight.to(dtype).t() for weight in weights)
-        state = dtype, *((weight.data_ptr(), weight._version) for weight in weights)
+    def transposed(
+        self, down: torch.Tensor, up: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A (in_features, r) and B (r, out_features) in the backbone's `dtype`, of the weights `down` (r, in_features)
+        and `up` (out_features, r), made once while these stay."""
+        if torch.compiler.is_compiling() or down.is_inference() or up.is_inference():
+            return down.to(dtype).t(), up.to(dtype).t()
+        state = dtype, down.data_ptr(), down._version, up.data_ptr(), up._version
         if (found := self._transposed) is None or found[0] != state:  # by a name: another thread may ask for others
-            self._transposed = found = state, *(weight.detach().to(dtype).t() for weight in weights)
-        return found[1:]
+            self._transposed = found = state, (down.detach().to(dtype).t(), up.detach().to(dtype).t())
+        return found[1]
 
     def train(self, mode: bool = True):
         self._transposed = None  # training may write weights without a new version, as sharding does
@@ -528,6 +524,7 @@ class SlotDecoderLayer(InPlaceMixin):
     arcaligner_config: ArcAlignerConfig
     layer_idx: int
     is_last: bool
+    has_lora_on_text: bool  # whether LoRA is an ordinary one, on all rows
     slot_cost: LayerCost
     _compiled_algorithm: Callable | None = None
 
@@ -586,11 +583,6 @@ class SlotDecoderLayer(InPlaceMixin):
             candidate = steps.reapply(states)  # Eq. 6
             states = gated_update(states, candidate, gate)  # Eq. 8
         return steps.write_back(states)  # Eq. 9: text rows stay; and the depths
-
-    @property
-    def has_lora_on_text(self) -> bool:
-        """Whether LoRA is an ordinary one, on all rows."""
-        return self.arcaligner_config.lora_positions == "all"
 
     def _lora_rows(self, slot_rows: RowIndex | None) -> RowIndex | None:
         """The rows that LoRA is applied to: those of the slots, unless it is an ordinary one."""
@@ -715,6 +707,7 @@ def add_slots_to_layer(layer: nn.Module, layer_idx: int, config: ArcAlignerConfi
     layer.arcaligner_config = config
     layer.layer_idx = layer_idx
     layer.is_last = layer_idx == config.text_config.num_hidden_layers - 1
+    layer.has_lora_on_text = config.lora_positions == "all"
     is_gated = layer_idx in config.gated_layers
     layer.slot_gate = SlotGate(config.text_config.hidden_size, config.gate_hidden_size) if is_gated else None
     layer.slot_cost = count_layer_cost(layer, config.text_config)
