@@ -374,9 +374,7 @@ class SlotLoraLayer(InPlaceMixin):
             return super().forward(x)
         return SlotLoraVariant.forward(self, ADAPTER_NAME, x, self.base_layer(x))
 
-    def transposed(
-        self, down: torch.Tensor, up: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def transposed(self, down: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """A (in_features, r) and B (r, out_features) in the backbone's `dtype`, of the weights `down` (r, in_features)
         and `up` (out_features, r), made once while these stay."""
         if torch.compiler.is_compiling() or down.is_inference() or up.is_inference():
