@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
 
-import numpy as np
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
@@ -45,17 +44,13 @@ from .attention_arcaligner import (
     ROW_KERNELS,
     SlotRows,
     SlotStates,
-    cache_of,
     check_can_separate,
     check_passage_ids,
-    check_passage_prior,
-    find_slot_rows,
-    passage_positions,
-    place_passage_ids,
-    prior_of_positions,
-    separate_passages,
+    find_slots,
+    keep_passages_apart,
+    prompt_positions,
+    slot_bias_of,
     take_rows,
-    to_numpy_in_one_sync,
     with_slot_bias,
 )
 from .configuration_arcaligner import (
@@ -73,16 +68,14 @@ from .refinement_arcaligner import (
     LayerCost,
     LayerKeysValues,
     OpenSlotsSteps,
-    RecordedDepths,
     RefinementKeysValues,
     RefinementSettings,
-    SharedStepInputs,
     Slots,
     StepInputs,
     StepRows,
     count_layer_cost,
+    new_slots,
     prefix_inputs,
-    resolve_settings,
     step_inputs,
 )
 
@@ -949,7 +942,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         )
         return ArcAlignerModelOutputWithPast(
             last_hidden_state=outputs.last_hidden_state,
-            **{CACHE: cache_of(outputs)},
+            **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             recursion_depth=slots.stacked_depths(self.config.text_config.num_hidden_layers) if has_slots else None,
@@ -1004,18 +997,18 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if not is_compiling:
             passage_ids = context_passage_ids if are_apart else None
             self._check_slot_inputs(slot_mask, context_embeds, context_word_ids, passage_ids)
-        rows = self._find_slots(slot_mask, attention_mask, context_embeds)
+        rows = find_slots(slot_mask, attention_mask, context_embeds)
         if are_apart:
-            attention_mask, position_ids = self._keep_passages_apart(
-                slot_mask, context_passage_ids, attention_mask, position_ids, cache
+            attention_mask, position_ids = keep_passages_apart(
+                slot_mask, context_passage_ids, attention_mask, position_ids, cache, self.dtype
             )
         if is_compiling:
             rows = rows.for_any_length()
         else:
             check_length(slot_mask.shape[1], "The prompt", self.config.text_config, position_ids)
             check_slots_after_cache(self.config, rows, cache, context_passage_ids, *wanted)
-        settings = resolve_settings(self.config, self.layer_costs, rows, self.training, *wanted)
-        return Slots(rows, settings, RecordedDepths(), SharedStepInputs()), attention_mask, position_ids
+        slots = new_slots(self.config, self.layer_costs, rows, self.training, *wanted)
+        return slots, attention_mask, position_ids
 
     def _check_slot_inputs(self, slot_mask, context_embeds, context_word_ids, passage_ids) -> None:
         """Checks what was given of slots; `passage_ids` are `None` where all are of one passage."""
@@ -1025,33 +1018,6 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if passage_ids is not None:
             check_passage_ids(passage_ids, context_embeds, slot_mask)
             check_can_separate(self.config.text_config)
-
-    def _keep_passages_apart(
-        self, slot_mask, passage_ids, attention_mask, position_ids, cache
-    ) -> tuple[torch.Tensor, torch.LongTensor]:
-        """The mask and the positions of a prompt whose passages do not read each other."""
-        placed = place_passage_ids(slot_mask, passage_ids)  # (batch, seq_len)
-        if position_ids is None:
-            is_2d = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
-            is_real = attention_mask[:, : slot_mask.shape[1]] if is_2d else torch.ones_like(slot_mask)
-            position_ids = passage_positions(placed, is_real)
-        is_static = cache is not None and cache.is_compileable  # then keys have columns for room that is left
-        num_keys = cache.get_mask_sizes(slot_mask.shape[1], 0)[0] if is_static else None
-        return separate_passages(attention_mask, placed, self.dtype, num_keys), position_ids
-
-    @torch.compiler.disable  # runs on the CPU
-    def _find_slots(self, slot_mask, attention_mask, context_embeds) -> SlotRows:
-        is_text = ~slot_mask  # without a 2-D mask padding counts as text; the layers' own masks hide it then
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-            is_text = is_text & attention_mask[:, -slot_mask.shape[1] :].bool()  # a cache has columns before
-        is_slot, is_text, *found = to_numpy_in_one_sync(
-            slot_mask,
-            is_text,
-            (context_embeds.abs() < LARGEST_VALUE).all(dim=2),  # (batch, max_slots), False for NaN
-            context_embeds.ne(0).any(dim=2),  # (batch, max_slots)
-        )
-        check_slots(is_slot, *found)
-        return find_slot_rows(is_slot, is_text, context_embeds.shape[1], slot_mask.device)
 
     def _embed(self, input_ids, inputs_embeds, slot_mask, context_embeds, context_word_ids) -> torch.Tensor:
         """`H^(0,0)` (Eq. 2): projected embeddings on slots, frozen ones elsewhere, (batch, seq_len, hidden)."""
@@ -1235,7 +1201,7 @@ class SlotGenerationMixin(GenerationMixin):
         if context_passage_ids is None or self.config.passage_attention == "joint":
             return (is_real.long().cumsum(dim=1) - 1).clamp(min=0)
         is_slot = input_ids == self.config.context_token_id
-        return passage_positions(place_passage_ids(is_slot, context_passage_ids), is_real)
+        return prompt_positions(is_slot, context_passage_ids, is_real)
 
     def slot_bias(
         self,
@@ -1247,9 +1213,8 @@ class SlotGenerationMixin(GenerationMixin):
         num_passages) of `generate`; `None` without one."""
         if passage_prior is None:
             return None
-        check_passage_prior(passage_prior, context_passage_ids, self.config.text_config)
-        placed = place_passage_ids(input_ids == self.config.context_token_id, context_passage_ids)
-        return prior_of_positions(placed, passage_prior.to(placed.device))
+        is_slot = input_ids == self.config.context_token_id
+        return slot_bias_of(is_slot, context_passage_ids, passage_prior, self.config.text_config)
 
     def passage_cache(self, processor, **options):
         """A cache of per-passage keys and values, shared across questions: a [`PassageCache`], with its options."""
@@ -1550,7 +1515,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         return ArcAlignerCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            **{CACHE: cache_of(outputs)},
+            **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             recursion_depth=outputs.recursion_depth,
@@ -1642,27 +1607,4 @@ def check_word_ids(config, context_embeds: torch.Tensor, context_word_ids) -> No
         raise ValueError(
             f"`context_word_ids` has shape {tuple(context_word_ids.shape)}; expected {expected}, a row for each "
             "context embedding."
-        )
-
-
-# What a context embedding may hold at most. Its norm is 1; a much larger one would give logits that are not finite.
-LARGEST_VALUE = 1e6
-
-
-def check_slots(is_slot: np.ndarray, is_finite: np.ndarray, is_given: np.ndarray) -> None:
-    """Raises `ValueError` unless each slot, `is_slot` (batch, seq_len), has an embedding; of the embeddings (batch,
-    max_slots), which are finite and which are not zero."""
-    counts, given = is_slot.sum(axis=1), is_given.shape[1]  # (batch,)
-    most = counts.max(initial=0)
-    if most > given or is_given[:, most:].any():
-        raise ValueError(
-            f"Found {counts.tolist()} context tokens in the rows of `input_ids` but `context_embeds` holds {given} "
-            "embeddings per row. Each context token needs one embedding; rows with fewer are padded at the end."
-        )
-    is_broken = ~is_finite & (np.arange(given) < counts[:, None])
-    if is_broken.any():
-        row, slot = np.argwhere(is_broken)[0]
-        raise ValueError(
-            f"`context_embeds` holds NaN or values beyond {LARGEST_VALUE:g} in {is_broken.sum()} of "
-            f"{counts.sum()} slots, first in slot {slot} of row {row}. Check the encoder's output."
         )

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from torch.utils.hooks import RemovableHandle
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -264,7 +265,7 @@ class Engine:
         self.store = self.answerer.cache
         self._encode = PassageEncoder(self.processor)
         self._current: list[Request] = []  # requests in computation, before their first tokens
-        self._hooks: dict[Any, Any] = {}
+        self._hooks: list[RemovableHandle] = []
         self._waiting: list[Request] = []
         self._arrival = threading.Condition()
         self._closed = False
@@ -321,7 +322,7 @@ class Engine:
             self._closed = True
             self._arrival.notify()
         self._thread.join()
-        for hook in self._hooks.values():
+        for hook in self._hooks:
             hook.remove()
 
     # The engine's thread
@@ -356,10 +357,10 @@ class Engine:
         """Start to compute for `group`: end requests without a client, now and before each call of model and encoder,
         so that long work for them does not delay others."""
         self._current = group
-        encoder = self.processor.encoder
-        for module in (self.model.model, encoder.model[0], encoder.untrained.model[0]):
-            if module not in self._hooks:
-                self._hooks[module] = module.register_forward_pre_hook(_pre_hook(self))
+        if not self._hooks:  # models are loaded on first use
+            encoder = self.processor.encoder
+            modules = {self.model.model, encoder.model[0], encoder.untrained.model[0]}
+            self._hooks = [module.register_forward_pre_hook(_pre_hook(self)) for module in modules]
         self._end_current()
 
     def _end_current(self) -> None:
