@@ -7,7 +7,7 @@ import itertools
 import re
 import unicodedata
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 
@@ -47,8 +47,13 @@ def check_conversation(given: Any) -> None:
 
 
 def with_plain_texts(given: Sequence) -> list:
-    """The conversation, or each of several, with each message's parts joined to one text; `None` in a message with tool
-    calls stays."""
+    """The conversation, or each of several, with each message's parts joined to one text; `None` beside calls of tools
+    stays.
+
+    Raises:
+        `ValueError`: as [`check_conversation`], or a content that is no text.
+    """
+    check_conversation(given)
     if not isinstance(given[0], dict):
         return [with_plain_texts(getattr(each, "messages", each)) for each in given]
     texts = []
@@ -253,8 +258,48 @@ def _edited(text: str, edits: Sequence[tuple[int, int, str]]) -> tuple[str, _Edi
     return "".join([*parts, text[done:]]), made
 
 
-# Control tokens in users' texts. Private-use characters surround each, so that they pass through a chat template and
-# remain distinguishable from those that the template writes.
+# Documents: strings, or dictionaries with a title and a text
+def documents_of(row, name: str) -> list:
+    """The passages of one question as a list; a single passage is wrapped."""
+    if isinstance(row, str | dict):
+        return [row]
+    try:
+        if isinstance(row, Mapping | Set):  # whose texts have other names, or no order
+            raise TypeError
+        return list(row)
+    except TypeError as error:
+        raise ValueError(f'{name} is {row!r}; expected a list of strings or {{"title": str, "text": str}}.') from error
+
+
+def title_of(document) -> str | None:
+    """The title of a document as it is read, if it has one; raises `ValueError` unless it is a text."""
+    title = document.get("title") if isinstance(document, dict) else None
+    if title is not None and not isinstance(title, str):
+        raise ValueError(f"A title is of type {type(title).__name__}; expected a string or none.")
+    check_text(title or "", "A title")
+    return title and readable(title).text
+
+
+def text_of(document, number: int) -> str:
+    """The text of document `number` as it is read; raises `ValueError` if it has none."""
+    return readable(given_text(document, number)).text
+
+
+def given_text(document, number: int) -> str:
+    """The text of document `number` as it was given; raises `ValueError` if it has none."""
+    text = document.get("text") if isinstance(document, dict) else document
+    if not isinstance(text, str):
+        raise ValueError(
+            f"Document {number} is of type {type(document).__name__}"
+            + (f" with {[*document][:9]}, `text` of type {type(text).__name__}" if isinstance(document, dict) else "")
+            + '; expected a string or {"title": str, "text": str}.'
+        )
+    check_text(text, f"Document {number}")
+    return text
+
+
+# Control tokens in users' texts. Private-use characters surround each, so that a chat template passes them
+# on and they can still be told from those that the template writes.
 _START, _END = "\ue0c0", "\ue0c1"
 
 
