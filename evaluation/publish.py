@@ -168,7 +168,9 @@ def write_reproduced(folder: Path) -> None:
 
 def _wrapped(line: str) -> list[str]:
     """A line of Markdown at the width of the pages; rows of tables, headings and pictures stay whole."""
-    return textwrap.wrap(line, 120) if line[:1].isalnum() else [line]
+    is_item = re.match(r"(\d+\.|-) ", line)
+    indent = " " * (is_item.end() if is_item else 0)
+    return textwrap.wrap(line, 120, subsequent_indent=indent) if is_item or line[:1].isalnum() else [line]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -111,13 +111,15 @@ def test_reproduced_pages_are_copied(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="contains no page of `arcaligner reproduce`"):
         write_reproduced(tmp_path)
     long = "word " * 40
-    (tmp_path / "cases.md").write_text(f"# Cases\n\n{long}\n\n## Case 1\n\n![Who?](case_1.svg)\n\n| {long} |\n")
+    written = ("# Cases", long, "## Case 1", "![Who?](case_1.svg)", f"2. {long}", f"| {long} |\n")
+    (tmp_path / "cases.md").write_text("\n\n".join(written))
     (tmp_path / "case_1.svg").write_text("<svg/>")
     write_reproduced(tmp_path)
     lines = page.read_text().splitlines()
     assert lines[1:3] == ["word " * 23 + "word", "word " * 15 + "word"]
     assert lines[3:8] == ["", "### Case 1", "", "![Who?](figures/case_1.svg)", ""]
-    assert lines[8] == f"| {long} |" and lines[10:] == [mark.format("gates") for mark in MARKS]
+    assert lines[8:11] == ["2. " + "word " * 22 + "word", "   " + "word " * 16 + "word", ""]
+    assert lines[11] == f"| {long} |" and lines[13:] == [mark.format("gates") for mark in MARKS]
     assert (folder / "case_1.svg").read_text() == "<svg/>"
 
 
