@@ -212,7 +212,7 @@ class Answerer:
         for is_first in (True, False):  # a call for each passage would read the model's weights as often
             only = [own[: each if is_first else None] for own, each in zip(waiting, wanted, strict=True)]
             if slots_of is not None and any(only):
-                asked = self.cache.ask(questions, **kwargs, **slots_of(only))
+                asked = self.cache.ask(questions, None, **kwargs, **slots_of(only))
             found = self._score(asked, similarities, only) if any(only) else scores
             scores = [dict(sorted((old | new).items())) for old, new in zip(scores, found, strict=True)]
             waiting = [own[len(done) :] for own, done in zip(waiting, only, strict=True)]
