@@ -34,16 +34,13 @@ from .segmentation_arcaligner import (
     LOADING,
     Segment,
     SegmentTokens,
-    check_max_slots,
-    check_tokens_per_slot,
-    documents_of,
-    given_text,
+    check_slot_settings,
     in_given_text,
     run_ends,
     segment_document,
-    text_of,
     tokenize_segments,
 )
+from .tokenization_arcaligner import documents_of, given_text, text_of
 
 logger = logging.get_logger(__name__)
 
@@ -710,9 +707,8 @@ class SlotEncoder:
         Raises:
             `ValueError`: settings that are invalid.
         """
-        check_max_slots(max_slots)
         rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
-        check_tokens_per_slot(rate)
+        check_slot_settings(max_slots, rate)
         if (known := self.trained_tokens_per_slot) and rate not in known:
             logger.warning_once(
                 f"`tokens_per_slot` is {rate!r}, but this aligner was trained with {', '.join(map(str, known))}. "

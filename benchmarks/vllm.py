@@ -33,7 +33,8 @@ import torch
 import typer
 
 from ..answering_arcaligner import maxsim_score
-from ..apps.server.engine import Engine, Limits, Request
+from ..apps.server.engine import Engine
+from ..apps.server.request import Limits, Request
 from ..apps.server.vllm_engine import VllmEngine, VllmProcess, find_vllm, slots_request
 from ..common.files import (
     DEFAULT_CHECKPOINT,

@@ -218,22 +218,9 @@ class Reproduction:
         for title, settings in chosen.items():
             methods = ["naive", "standard_rag", f"arcaligner{self.suffix(settings.checkpoint)}"]
             found[title] = self.answer(settings, FOUR, methods)
-        metric = metric_of([sets for sets in found.values()])
-        bars = {
-            (title, set_title): {
-                PAPER_NAMES[find_base(name)]: score(numbers, metric)[0] for name, numbers in entry["methods"].items()
-            }
-            for title, sets in found.items()
-            for set_title, entry in sets.items()
-        }
-        methods = list(dict.fromkeys(name for each in bars.values() for name in each))
-        rows = [
-            [*names, *(f"{each[name]:.1f}" if name in each else "-" for name in methods)]
-            for names, each in bars.items()
-        ]
-        lines = markdown_table(["Backbone", f"{METRIC_NAMES[metric]}, %", *methods], rows)
+        lines, figure = backbones_part(found)
         lines += ["", *(f"{title}: {footnote_of(sets, chosen[title])}" for title, sets in found.items())]
-        return self.write("backbones", TITLES["backbones"], lines, draw_bars(bars, f"{METRIC_NAMES[metric]}, %"))
+        return self.write("backbones", TITLES["backbones"], lines, figure)
 
     def perplexity(self) -> Path:
         """Figure "Reconstruction perplexity"."""
@@ -319,24 +306,11 @@ class Reproduction:
             methods = [f"arcaligner_x{rate}" for rate in of.rates]
             for name, entry in self.answer(self.settings, tasks, methods).items():
                 points[name] = {find_method(method).title: numbers for method, numbers in entry["methods"].items()}
-        rows = [
-            [
-                name,
-                title,
-                f"{each['compression_rate']:.1f}",
-                each["questions"],
-                f"{each['em'][0]:.1f}",
-                f"{each['f1'][0]:.1f}",
-            ]
-            for name, own in points.items()
-            for title, each in own.items()
-        ]
         how = (
             "a model for each ratio" if of.ratios else "one checkpoint at several rates; the paper has a model for each"
         )
-        lines = [f"Tokens per slot are measured; {how}.", ""]
-        lines += markdown_table(["Set", "Slots", "Tokens per slot", "Questions", "EM", "F1"], rows)
-        return self.write("ratios", TITLES["ratios"], lines, draw_ratios(points))
+        lines, figure = ratios_part(points)
+        return self.write("ratios", TITLES["ratios"], [f"Tokens per slot are measured; {how}.", "", *lines], figure)
 
     def cases(self) -> Path:
         """The three case studies."""
@@ -471,8 +445,7 @@ def published_table(results: dict[str, Any], tasks: Sequence[str]) -> list[str]:
     titles = [TASKS[name].title for name in tasks]
     sets = {title: _only(results["sets"].get(title, {"methods": {}}), main_methods(SEGMENT)) for title in titles}
     asked = {title: entry for title, entry in sets.items() if entry["methods"]}
-    counts = ", ".join(f"{title} {entry['questions']} ({entry['passages']})" for title, entry in asked.items())
-    return [*comparison(sets, main_methods(SEGMENT)), *costs(asked), f"Questions and passages: {counts}."]
+    return [*comparison(sets, main_methods(SEGMENT)), *costs(asked), _questions_of(asked)]
 
 
 def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
@@ -502,6 +475,70 @@ def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
         "EM / F1 / Acc, %; the paper's are of Mistral 7B.",
         "",
     ]
+
+
+def backbones_part(found: dict[str, dict[str, Any]]) -> tuple[list[str], Figure]:
+    """Markdown lines and the bars of sets' entries, by backbone and set, with the methods that are shown."""
+    metric = metric_of(list(found.values()))
+    bars = {
+        (title, set_title): {
+            PAPER_NAMES[find_base(name)]: score(numbers, metric)[0] for name, numbers in entry["methods"].items()
+        }
+        for title, sets in found.items()
+        for set_title, entry in sets.items()
+    }
+    methods = list(dict.fromkeys(name for each in bars.values() for name in each))
+    rows = [
+        [*names, *(f"{each[name]:.1f}" if name in each else "-" for name in methods)] for names, each in bars.items()
+    ]
+    label = f"{METRIC_NAMES[metric]}, %"
+    return markdown_table(["Backbone", label, *methods], rows), draw_bars(bars, label)
+
+
+def published_backbone(results: dict[str, Any], backbone: str) -> tuple[list[str], Figure]:
+    """The figure of backbones for the results of the shipped aligner."""
+    methods = ["naive", "standard_rag", f"arcaligner{SEGMENT}"]
+    sets = {name: _only(results["sets"][name], methods) for name in _titles_in(results, FOUR, methods)}
+    lines, figure = backbones_part({backbone: sets})
+    return [*lines, "", _questions_of(sets)], figure
+
+
+def ratios_part(points: dict[str, dict[str, dict[str, Any]]]) -> tuple[list[str], Figure]:
+    """Markdown lines and the curves of numbers by set and by the title of a ratio."""
+    rows = [
+        [
+            name,
+            title,
+            f"{each['compression_rate']:.1f}",
+            each["questions"],
+            f"{each['em'][0]:.1f}",
+            f"{each['f1'][0]:.1f}",
+        ]
+        for name, own in points.items()
+        for title, each in own.items()
+    ]
+    return markdown_table(["Set", "Slots", "Tokens per slot", "Questions", "EM", "F1"], rows), draw_ratios(points)
+
+
+def published_ratios(results: dict[str, Any], rates: Sequence[int | str]) -> tuple[list[str], Figure]:
+    """The figure of ratios for the results of the shipped aligner at these rates and its own."""
+    methods = ["arcaligner", *(f"arcaligner_x{rate}" for rate in rates)]
+    points = {
+        name: {find_method(method).title: results["sets"][name]["methods"][method] for method in methods}
+        for name in _titles_in(results, FOUR, methods)
+    }
+    return ratios_part(points)
+
+
+def _titles_in(results: dict[str, Any], tasks: Sequence[str], methods: Sequence[str]) -> list[str]:
+    """The titles of those tasks that all the methods answered."""
+    titles = [TASKS[name].title for name in tasks if TASKS[name].title in results["sets"]]
+    return [title for title in titles if all(name in results["sets"][title]["methods"] for name in methods)]
+
+
+def _questions_of(sets: dict[str, Any]) -> str:
+    counts = ", ".join(f"{title} {entry['questions']} ({entry['passages']})" for title, entry in sets.items())
+    return f"Questions and passages: {counts}."
 
 
 ABLATION_NAMES = {PAPER_NAMES[name] for name in ABLATIONS}

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from matplotlib.figure import Figure
 
 from ..common.files import DEFAULT_CHECKPOINT, ROOT, markdown_table, printable, run_command, write_whole
-from ..configuration_arcaligner import ArcAlignerConfig
+from ..configuration_arcaligner import DEFAULT_BASE_MODEL, ArcAlignerConfig
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.hub import RESULTS_FILE, write_model_card
 from .analyses.figures import draw_rates, draw_speed, save_figure
@@ -32,7 +33,7 @@ from .analyses.speed import (
     kept_lines,
 )
 from .methods import find_method, fingerprint, reads_aligner, sort_key
-from .paper import FIRST, PARTS, SECOND, published_table
+from .paper import FIRST, SECOND, TITLES, published_backbone, published_ratios, published_table
 from .results import MAIN, results_page, write_results
 from .runs import FLOOR, answer_files
 from .tasks import TASKS
@@ -66,8 +67,9 @@ README_ROWS = (
     ("**slots** of all passages", "a sentence", "arcaligner_xsegment", "segment", "slots_xsegment"),
 )
 ANSWERS_PER_SET = 13
-# Parts of the paper whose pages are in `docs/paper.md` as `reproduce` writes them. Tables 1 and 2 have their own parts.
-REPRODUCED = [name for name in PARTS if name not in ("table1", "table2", "recall")]
+# Parts of the paper whose pages are in `docs/paper.md` as `reproduce` writes them. Others come from the results.
+REPRODUCED = ("ablation", "perplexity", "gates", "categories", "cases")
+RATES = (4, 8, "segment")  # of the shipped aligner in the figure of ratios, next to its own
 _PICTURE = re.compile(r"\]\((\w+\.svg)\)")
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&])")  # what could become structure of a page
 MARKS = "<!-- {}: evaluation/publish.py -->", "<!-- end of {} -->"  # of a part of a page, by its name
@@ -115,6 +117,8 @@ def publish(
     write_part(DOCS / "speed.md", "known passages", kept_lines(kept))
     for number, tasks in enumerate((FIRST, SECOND), start=1):
         write_part(DOCS / "paper.md", f"table {number}", published_table(results, tasks))
+    write_figure("backbones", *published_backbone(results, DEFAULT_BASE_MODEL.rpartition("/")[2]))
+    write_figure("ratios", *published_ratios(results, RATES))
     write_part(ROOT / "README.md", "comparison", comparison_table(results))
     write_part(ROOT / "README.md", "results", readme_table(results, latency, kept))
 
@@ -142,6 +146,12 @@ def with_published(found: dict[str, Any], published: dict[str, Any]) -> dict[str
     return {"machine": "; ".join(sorted(machines)), "questions": questions, "sets": sets}
 
 
+def write_figure(name: str, lines: list[str], figure: Figure) -> None:
+    """Writes a figure of the paper and its part of `docs/paper.md`."""
+    save_figure(DOCS / "figures" / f"{name}.svg", figure)
+    write_part(DOCS / "paper.md", name, [f"![{TITLES[name]}](figures/{name}.svg)", "", *lines])
+
+
 def write_reproduced(folder: Path) -> None:
     """Writes the pages of `reproduce` in a folder into their parts of `docs/paper.md`, and copies their pictures."""
     pages = [folder / f"{name}.md" for name in REPRODUCED if (folder / f"{name}.md").is_file()]
@@ -158,7 +168,9 @@ def write_reproduced(folder: Path) -> None:
 
 def _wrapped(line: str) -> list[str]:
     """A line of Markdown at the width of the pages; rows of tables, headings and pictures stay whole."""
-    return textwrap.wrap(line, 120) if line[:1].isalnum() else [line]
+    is_item = re.match(r"(\d+\.|-) ", line)
+    indent = " " * (is_item.end() if is_item else 0)
+    return textwrap.wrap(line, 120, subsequent_indent=indent) if is_item or line[:1].isalnum() else [line]
 
 
 def read_json(path: Path) -> dict[str, Any]:

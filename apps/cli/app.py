@@ -315,7 +315,7 @@ def ask_corpus(
 ) -> None:
     """Answer a question from a corpus, and list the passages that the answer is based on."""
     from ...tokenization_arcaligner import check_question
-    from ..server.engine import Request
+    from ..server.request import Request
 
     check_question(question)
     with busy("Loading the aligner and its base model"):
@@ -385,8 +385,8 @@ def serve_answers(
 ) -> None:
     """Serve an OpenAI-compatible API and a web page."""
     from ..server.app import ServerSettings
-    from ..server.engine import Limits
     from ..server.listen import check_port, serve
+    from ..server.request import Limits
 
     settings = ServerSettings(Path(checkpoint).resolve().name, host, port, api_key or None)
     check_port(host, port)

@@ -27,7 +27,7 @@ from ...configuration_arcaligner import DEFAULT_BASE_MODEL, SLOT_SETTINGS, ArcAl
 from ...loading_arcaligner import WEIGHTS_DIGEST, AlignerMixin, check_values
 from ...modeling_arcaligner import ContextProjector
 from ...processing_arcaligner import ArcAlignerProcessor
-from ...segmentation_arcaligner import documents_of, text_of, title_of
+from ...tokenization_arcaligner import documents_of, text_of, title_of
 from .gguf_files import ADAPTER_FILE, check_base_model, check_lora_positions
 
 TESTED_VERSION = "0.3.36"

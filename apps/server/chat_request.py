@@ -13,8 +13,8 @@ from pydantic import BaseModel, BeforeValidator, FailFast, Field, ValidationInfo
 
 from ...common.files import refuse_unknown
 from ...common.reading import LONGEST_TITLE
-from .engine import Limits
-from .engine import Request as EngineRequest
+from .request import Limits
+from .request import Request as EngineRequest
 
 # Maximum tokens of an answer, unless the client sets a limit.
 MAX_TOKENS = 256

@@ -34,7 +34,8 @@ from ...configuration_arcaligner import ArcAlignerConfig, check_length
 from ...kv_cache_arcaligner import PrefixFiles, json_digest
 from ...pipeline_arcaligner import ArcAlignerPipeline
 from ..corpus.retrieve import Retriever
-from .engine import Answer, Engine, Request, UnavailableError, each_fails_alone, read_statistics
+from .engine import Engine, each_fails_alone
+from .request import Answer, Request, UnavailableError, read_statistics
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +272,7 @@ class VllmEngine(Engine):
     def _answer(self, group: list[Request]) -> None:
         began = time.monotonic()
         for part, bodies in each_fails_alone(group, self._bodies):
-            self._current = []  # a request that ends does not end what is computed for all of them
+            self._end_alone()  # no request of it ends what is computed for all of them
             scores = [Future() for _ in part]
             # vLLM computes the answer meanwhile, unless `min_confidence` decides by the answerability first.
             for request, body, score in zip(part, bodies, scores, strict=True):

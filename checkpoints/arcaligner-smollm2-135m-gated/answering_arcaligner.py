@@ -19,13 +19,10 @@ from .segmentation_arcaligner import (
     Segment,
     _tokenize_document,
     cut_long,
-    documents_of,
     fitting_pieces,
     stop_words,
-    text_of,
-    title_of,
 )
-from .tokenization_arcaligner import control_token_ids, with_plain_texts
+from .tokenization_arcaligner import control_token_ids, documents_of, text_of, title_of, with_plain_texts
 
 
 class ScoredPassage(NamedTuple):
@@ -194,26 +191,29 @@ class Answerer:
         similarities: list | None = None,
         *,
         most: int | Sequence[int],
+        slots_of: Callable[[list[list[int]]], dict[str, list]] | None = None,
         **kwargs: Any,
     ) -> list[dict[int, ScoredPassage]]:
         """As `score`, for as few passages as are needed to select `most` of each question: the most similar ones first,
-        the other candidates only if these do not decide. Without cosines all are scored."""
-        self._check_can_score("Scoring passages")
-        if documents is not None:
-            documents = [documents_of(each, "`documents`") for each in documents]
-            similarities = similarities or self._similarities(questions, documents)
+        the other candidates only if these do not decide. Without cosines all are scored.
+
+        `slots_of` returns the slots of some passages of each question, given their numbers, as `PassageCache.prepare`
+        takes them: for `documents` whose slots are cached elsewhere.
+        """
+        asked, similarities = self._ask(questions, documents, similarities, **kwargs)
         if similarities is None:
-            return self.score(questions, **kwargs)
+            return self._score(asked)
         wanted, config = [most] * len(questions) if isinstance(most, int) else most, self.model.config
-        numbers_of_all = self.cache.passage_numbers(documents, **kwargs)
         waiting = [
-            candidates_of({number: own[number] for number in numbers}, each, config.scored_share)
-            for own, numbers, each in zip(similarities, numbers_of_all, wanted, strict=True)
+            candidates_of({number: own[number] for number in question.passage_numbers}, each, config.scored_share)
+            for own, question, each in zip(similarities, asked.questions, wanted, strict=True)
         ]
         scores: list[dict[int, ScoredPassage]] = [{} for _ in questions]
         for is_first in (True, False):  # a call for each passage would read the model's weights as often
             only = [own[: each if is_first else None] for own, each in zip(waiting, wanted, strict=True)]
-            found = self.score(questions, documents, similarities, only=only, **kwargs) if any(only) else scores
+            if slots_of is not None and any(only):
+                asked = self.cache.ask(questions, None, **kwargs, **slots_of(only))
+            found = self._score(asked, similarities, only) if any(only) else scores
             scores = [dict(sorted((old | new).items())) for old, new in zip(scores, found, strict=True)]
             waiting = [own[len(done) :] for own, done in zip(waiting, only, strict=True)]
             decided = zip(waiting, scores, wanted, similarities, strict=True)
@@ -223,10 +223,6 @@ class Answerer:
             ]
         return scores
 
-    def _similarities(self, questions: list, documents: list[list]) -> list[list[float]]:
-        return [similarities_of(self.processor.encoder, *each) for each in zip(questions, documents, strict=True)]
-
-    @torch.no_grad()
     def score(
         self, questions: list, documents: list[list] | None = None, similarities: list | None = None, **kwargs: Any
     ) -> list[dict[int, ScoredPassage]]:
@@ -236,19 +232,32 @@ class Answerer:
         `prepare` finds them.
 
         Args:
-            questions, documents, kwargs: As for `PassageCache.iter_single_passages`, of several questions.
+            questions, documents, kwargs: As for `PassageCache.prepare`, of several questions.
             similarities (`list[list[float]]`, *optional*): For each question, its cosines with the passages, if a
                 search has computed them. Default: computed for `documents`.
 
         Returns:
             For each question, by the number of the passage, without those that have no text.
         """
+        return self._score(*self._ask(questions, documents, similarities, **kwargs))
+
+    def _ask(self, questions, documents, similarities, **kwargs) -> tuple[Any, list[list[float]] | None]:
+        """What `PassageCache.ask` gives, and the cosines of questions and passages where these are texts."""
         self._check_can_score("Scoring passages")
-        if similarities is None and documents is not None:
+        if documents is not None:
             documents = [documents_of(each, "`documents`") for each in documents]
-            similarities = self._similarities(questions, documents)
-        scores, weight = [{} for _ in questions], self.model.config.similarity_weight
-        for rows, inputs in self.cache.iter_single_passages(questions, documents, **kwargs):
+            if similarities is None:
+                encoder, asked = self.processor.encoder, zip(questions, documents, strict=True)
+                similarities = [similarities_of(encoder, *each) for each in asked]
+        return self.cache.ask(questions, documents, **kwargs), similarities
+
+    @torch.no_grad()
+    def _score(
+        self, asked, similarities: list | None = None, only: Sequence[Sequence[int]] | None = None
+    ) -> list[dict[int, ScoredPassage]]:
+        """As `score`, of what `_ask` gives; `only` are the numbers of each question's passages that are scored."""
+        scores, weight = [{} for _ in asked.questions], self.model.config.similarity_weight
+        for rows, inputs in self.cache.iter_asked(asked, only):
             logits = self.cache.read_question(inputs, only_answerability=True).answerability_logits
             for (question, passage, is_cached), sure in zip(rows, torch.sigmoid(logits).tolist(), strict=True):
                 similarity = similarities[question][passage] if similarities else 0.0

@@ -107,6 +107,18 @@ class _Question(NamedTuple):
     units: list[_Unit]
     tail: list[int]
 
+    @property
+    def passage_numbers(self) -> list[int]:
+        """The numbers of the passages that have text or slots."""
+        return [unit.number for unit in self.units[1:] if unit.passages != []]
+
+
+class AskedQuestions(NamedTuple):
+    """Questions as [`PassageCache.ask`] read them: prompts, passages, and settings of slots and gates."""
+
+    questions: list[_Question]
+    settings: dict[str, Any]
+
 
 class PrefixFiles(NamedTuple):
     """The files with the keys and values of everything before a question, for another engine: the text before the slots
@@ -154,7 +166,8 @@ class PassageCache:
         read_only (`bool`, defaults to `False`): Whether nothing is written to the folder, such as that of a corpus.
 
     Attributes: `hits`, `loads` and `misses` count passages found in memory, loaded from the folder and computed by the
-    model; `bytes` are in use.
+    model; `bytes` are in use. `wait` is called with the `threading.Event` of an entry that another thread computes, and
+    returns when it is set.
 
     Example:
 
@@ -194,7 +207,9 @@ class PassageCache:
         self._encoder: WatchedWeights | None = None
         self._base_model: tuple[str, dict[str, Any]] | None = None  # with the digest of the weights that it describes
         self._tokenizers = {}  # the digest of each, by its id
+        self.wait: Callable[[threading.Event], Any] = threading.Event.wait
         self._lock = threading.RLock()
+        self._reading: dict[str, threading.Event] = {}  # set when what has the key has been read
 
     def __getstate__(self):
         return {
@@ -246,7 +261,7 @@ class PassageCache:
             `ValueError`: as the processor; prompts longer than the backbone's context; no question. A file that cannot
                 be used is no error: a warning is logged, and the passage is computed again.
         """
-        asked, settings = self._ask(
+        asked, settings = self.ask(
             questions, documents, context_embeds, context_word_ids, context_passage_ids, **kwargs
         )
         # An independent passage is cached whole and cut afterwards, so that one entry serves any `max_slots`.
@@ -264,7 +279,31 @@ class PassageCache:
         inputs.num_cached = [sum(unit.key not in missing for unit in question.units[1:]) for question in asked]
         return inputs
 
-    @torch.no_grad()
+    def ask(
+        self, questions, documents, context_embeds=None, context_word_ids=None, context_passage_ids=None, **kwargs
+    ) -> AskedQuestions:
+        """Reads questions with their passages, of which nothing is encoded yet; arguments as for `prepare`."""
+        if not isinstance(questions, str | list | tuple) or not questions:
+            raise ValueError(f"`questions` is {questions!r}; expected a question, or a list of at least one.")
+        is_single = isinstance(questions, str) or isinstance(questions[0], dict)
+        questions = [questions] if is_single else list(questions)
+        given = (documents, context_embeds, context_word_ids, context_passage_ids)
+        passages = passages_of_questions(*given, is_single, len(questions), self.processor.context_words)
+        passages = [single_passages(own) if self._is_separate else {0: own} for own in passages]
+        settings, template_kwargs = _split_settings(self.processor, kwargs)
+        if any(len(own) > 1 for own in passages):
+            check_can_separate(self.model.config.text_config, in_one_row=False)
+        asked = []
+        for place, (question, own) in enumerate(zip(questions, passages, strict=True)):
+            head, tail = self.processor.prompt_ids(question, **template_kwargs)
+            whose = f" of question {place}" if len(questions) > 1 else ""
+            units = [_Unit(tuple(head))]
+            for number, passage in own.items():
+                name = f"Passage {number}{whose} is" if self._is_separate else f"The passages{whose} are"
+                units.append(_Unit(tuple(head), passage, name, number))
+            asked.append(_Question(units, tail))
+        return AskedQuestions(asked, settings)
+
     def iter_single_passages(
         self, questions, documents=None, only: Sequence[Sequence[int]] | None = None, **kwargs
     ) -> Iterator[tuple[list[tuple[int, int, bool]], Prepared]]:
@@ -277,12 +316,22 @@ class PassageCache:
             only (`Sequence[Sequence[int]]`, *optional*): For each question the numbers of the passages to compute;
                 others are not even encoded. Default: all.
         """
-        asked, settings = self._ask(questions, documents, **kwargs)
+        yield from self.iter_asked(self.ask(questions, documents, **kwargs), only)
+
+    @torch.no_grad()
+    def iter_asked(
+        self, asked: AskedQuestions, only: Sequence[Sequence[int]] | None = None
+    ) -> Iterator[tuple[list[tuple[int, int, bool]], Prepared]]:
+        """As `iter_single_passages`, of questions that `ask` has read, once for several calls of this."""
+        settings = {**asked.settings}
         most = settings.pop("max_slots", None)
-        units = [(place, own, unit) for place, own in enumerate(asked) for unit in own.units[1:] if unit.passages != []]
-        if only is not None:
-            units = [each for each in units if each[2].number in only[each[0]]]
-        alone = [(place, _Question([own.units[0], unit], own.tail)) for place, own, unit in units]
+        numbers = [own.passage_numbers for own in asked.questions] if only is None else only
+        alone = [
+            (place, _Question([own.units[0], unit], own.tail))
+            for place, own in enumerate(asked.questions)
+            for unit in own.units[1:]
+            if unit.number in numbers[place] and unit.passages != []
+        ]
         for rows in (alone[first : first + PASSAGES_AT_ONCE] for first in range(0, len(alone), PASSAGES_AT_ONCE)):
             entries, missing = self._fetch([each for _, each in rows], settings)
             rows.sort(key=lambda row: entries[row[1].units[1].key].shape[3])  # rows of similar length together
@@ -290,16 +339,6 @@ class PassageCache:
                 parts = [first_slots([entries[unit.key] for unit in each.units], most) for _, each in some]
                 named = [(place, each.units[1].number, each.units[1].key not in missing) for place, each in some]
                 yield named, self._batch([each for _, each in some], parts)
-
-    def passage_numbers(
-        self, documents=None, context_embeds=None, context_word_ids=None, context_passage_ids=None, **kwargs
-    ) -> list[list[int]]:
-        """For each of several questions, the numbers of the passages that `iter_single_passages` yields; arguments as
-        there."""
-        given = (documents, context_embeds, context_word_ids, context_passage_ids)
-        num_questions = len(context_embeds if documents is None else documents)
-        rows = passages_of_questions(*given, False, num_questions, self.processor.context_words)
-        return [[number for number, own in single_passages(each).items() if own != []] for each in rows]
 
     @torch.no_grad()
     def precompute(self, questions, documents=None, **kwargs) -> list[Path]:
@@ -312,7 +351,7 @@ class PassageCache:
         Returns:
             `list[Path]`: The files of the passages and of the text before them.
         """
-        asked, settings = self._ask(questions, documents, **kwargs)
+        asked, settings = self.ask(questions, documents, **kwargs)
         self.weights(asked[0].units[1].passages)
         entries, _ = self._fetch(asked, settings)
         return [] if self.folder is None else [self._path(key) for key in entries]
@@ -330,7 +369,7 @@ class PassageCache:
         """
         if self.folder is None:
             raise ValueError("This cache has no `folder`, so it writes no files for other engines. Pass `folder=`.")
-        asked, settings = self._ask(questions, documents, **kwargs)
+        asked, settings = self.ask(questions, documents, **kwargs)
         self.weights(asked[0].units[1].passages)
         most = settings.pop("max_slots", None) if self._is_separate else None
         entries, missing = self._fetch(asked, settings)
@@ -376,33 +415,6 @@ class PassageCache:
         read["only_answerability"] = only_answerability
         return self.model(input_ids=ids[:, new], position_ids=positions[:, new], **read)
 
-    def _ask(
-        self, questions, documents, context_embeds=None, context_word_ids=None, context_passage_ids=None, **kwargs
-    ) -> tuple[list[_Question], dict[str, Any]]:
-        """The questions of a batch with the units of each, and settings of slots and gates."""
-        if not isinstance(questions, str | list | tuple) or not questions:
-            raise ValueError(f"`questions` is {questions!r}; expected a question, or a list of at least one.")
-        is_single = isinstance(questions, str) or isinstance(questions[0], dict)
-        questions = [questions] if is_single else list(questions)
-        given = (documents, context_embeds, context_word_ids, context_passage_ids)
-        passages = passages_of_questions(*given, is_single, len(questions), self.processor.context_words)
-        settings, template_kwargs = _split_settings(self.processor, kwargs)
-        asked = []
-        for place, (question, own) in enumerate(zip(questions, passages, strict=True)):
-            head, tail = self.processor.prompt_ids(question, **template_kwargs)
-            whose = f" of question {place}" if len(questions) > 1 else ""
-            if self._is_separate:
-                units = [
-                    _Unit(tuple(head), passage, f"Passage {number}{whose} is", number)
-                    for number, passage in single_passages(own).items()
-                ]
-            else:
-                units = [_Unit(tuple(head), own, f"The passages{whose} are")]
-            asked.append(_Question([_Unit(tuple(head)), *units], tail))
-            if len(units) > 1:
-                check_can_separate(self.model.config.text_config, in_one_row=False)
-        return asked, settings
-
     @property
     def _is_separate(self) -> bool:
         return self.processor.passage_attention == "separate"
@@ -421,25 +433,19 @@ class PassageCache:
         cache = join_keys_values(parts, config)
         if any(cache.is_sliding):
             ids, tails, cache = self._align_tails(ids, tails, parts)
-        before, after = self._left_padded(ids), self._left_padded(tails)
-        masks = [self._left_padded([[1] * len(row) for row in each], padding_value=0) for each in (ids, tails)]
+        device, pad_id = parts[0][0].device, self.processor.tokenizer.pad_token_id or 0
+        halves = [_left_padded(each, pad_id) for each in (ids, tails)]
+        masks = [_left_padded([[1] * len(row) for row in each], 0) for each in (ids, tails)]
         inputs = Prepared(
-            input_ids=torch.cat([before, after], dim=1),
-            attention_mask=torch.cat(masks, dim=1),
+            input_ids=torch.cat(halves, dim=1).to(device),  # padding may be any id: it is masked
+            attention_mask=torch.cat(masks, dim=1).to(device),
             past_key_values=cache,
         )
         if self._is_separate:
             numbers = [[number for number, size in enumerate(own) for _ in range(size)] for own in sizes]
             numbers = [torch.tensor(own, dtype=torch.long, device="cpu") for own in numbers]
-            inputs["context_passage_ids"] = pad_passage_ids(numbers).to(self.model.device)
+            inputs["context_passage_ids"] = pad_passage_ids(numbers).to(device)
         return inputs
-
-    def _left_padded(self, rows: Sequence[Sequence[int]], padding_value: int | None = None) -> torch.LongTensor:
-        if padding_value is None:
-            padding_value = self.processor.tokenizer.pad_token_id or 0  # masked, so any id does
-        rows = [torch.tensor(row, device="cpu") for row in rows]
-        padded = pad_sequence(rows, batch_first=True, padding_value=padding_value, padding_side="left")
-        return padded.to(self.model.device)
 
     def _align_tails(self, ids, tails, parts):
         """Make tails equally long: the beginning of a longer one is prefilled with its slots.
@@ -466,39 +472,62 @@ class PassageCache:
     ) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
         """Keys and values of each unit, cached or computed now, by its key, and the units that were not cached. The
         cache owns the tensors: copy before use."""
-        with self._lock:  # concurrent questions about one passage compute it once
-            passages = asked[0].units[1].passages
-            weights = None  # without a cache, weights are not watched
-            if self.max_bytes or self.folder is not None:
-                try:
-                    weights = self._current_weights(passages)
-                except UnwatchableError as error:  # a quantized model answers as any other
-                    logger.warning_once(str(error))
-            # The common part of all passages, with the weights, is digested once.
-            shared = shared_fingerprint(self.model, self.processor, weights or {}, settings)
-            shared |= {} if self.dtype is None else {"kept_dtype": self.dtype}
-            digest = json_digest(shared)
-            entries: dict[str, torch.Tensor] = {}
-            missing: dict[str, _Unit] = {}  # by key, so that a passage of several questions is read once
-            for unit in (unit for question in asked for unit in question.units):
-                own = passage_fingerprint(unit.head, unit.passages)
-                unit.key, unit.fingerprint = json_digest([digest, own]), shared | own
-                if unit.key in entries or unit.key in missing:
-                    self.hits += unit.is_passage
-                elif weights is not None and (entry := self._find(unit)) is not None:
-                    entries[unit.key] = entry
-                else:
-                    self.misses += unit.is_passage
-                    missing[unit.key] = unit
+        passages = asked[0].units[1].passages
+        weights = None  # without a cache, weights are not watched
+        if self.max_bytes or self.folder is not None:
+            try:
+                weights = self._current_weights(passages)
+            except UnwatchableError as error:  # a quantized model answers as any other
+                logger.warning_once(str(error))
+        # The common part of all passages, with the weights, is digested once.
+        shared = shared_fingerprint(self.model, self.processor, weights or {}, settings)
+        shared |= {} if self.dtype is None else {"kept_dtype": self.dtype}
+        digest = json_digest(shared)
+        units = [unit for question in asked for unit in question.units]
+        for unit in units:
+            own = passage_fingerprint(unit.head, unit.passages)
+            unit.key, unit.fingerprint = json_digest([digest, own]), shared | own
+        entries, missing = self._claim(units, weights is not None)
+        try:
             if missing:
                 # Passages are computed after the text before them, which may be cached even if they are not.
                 heads = {one.units[0].head: entries.get(one.units[0].key) for one in asked}
                 entries |= self._read(missing, heads, settings, max(len(question.tail) for question in asked))
                 # If the weights have changed meanwhile, return the result but do not cache it.
                 if weights is not None and self._current_weights(passages) == weights:
-                    for unit in missing.values():
-                        self._write(unit, entries[unit.key])
-                        self._keep(unit.key, entries[unit.key])
+                    with self._lock:
+                        for unit in missing.values():
+                            self._write(unit, entries[unit.key])
+                            self._keep(unit.key, entries[unit.key])
+        finally:
+            with self._lock:
+                for key in missing:
+                    if (read := self._reading.pop(key, None)) is not None:
+                        read.set()
+        return entries, missing
+
+    def _claim(self, units: list[_Unit], is_kept: bool) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
+        """What is kept of the units, by their keys, and those that the caller has to read. What another thread reads
+        is waited for: concurrent questions about one passage compute it once."""
+        while True:
+            with self._lock:
+                if not (busy := [self._reading[unit.key] for unit in units if unit.key in self._reading]):
+                    return self._find_all(units, is_kept)
+            self.wait(busy[0])
+
+    def _find_all(self, units: list[_Unit], is_kept: bool) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
+        entries: dict[str, torch.Tensor] = {}
+        missing: dict[str, _Unit] = {}  # by key, so that a passage of several questions is read once
+        for unit in units:
+            if unit.key in entries or unit.key in missing:
+                self.hits += unit.is_passage
+            elif is_kept and (entry := self._find(unit)) is not None:
+                entries[unit.key] = entry
+            else:
+                self.misses += unit.is_passage
+                missing[unit.key] = unit
+        if is_kept:
+            self._reading |= {key: threading.Event() for key in missing}
         return entries, missing
 
     def _read(
@@ -651,6 +680,12 @@ def _prior_of_units(asked: list[_Question], passage_prior: Sequence[Sequence[flo
         numbers = [float(prior[unit.number]) for unit in question.units[1:]]
         rows.append(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
     return pad_sequence(rows, batch_first=True)
+
+
+def _left_padded(rows: Sequence[Sequence[int]], padding_value: int) -> torch.LongTensor:
+    """Rows of ids (batch, longest), on the CPU."""
+    rows = [torch.tensor(row, device="cpu") for row in rows]
+    return pad_sequence(rows, batch_first=True, padding_value=padding_value, padding_side="left")
 
 
 def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

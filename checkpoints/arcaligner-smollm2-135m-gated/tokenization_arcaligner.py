@@ -7,7 +7,7 @@ import itertools
 import re
 import unicodedata
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 
@@ -47,8 +47,13 @@ def check_conversation(given: Any) -> None:
 
 
 def with_plain_texts(given: Sequence) -> list:
-    """The conversation, or each of several, with each message's parts joined to one text; `None` in a message with tool
-    calls stays."""
+    """The conversation, or each of several, with each message's parts joined to one text; `None` beside calls of tools
+    stays.
+
+    Raises:
+        `ValueError`: as [`check_conversation`], or a content that is no text.
+    """
+    check_conversation(given)
     if not isinstance(given[0], dict):
         return [with_plain_texts(getattr(each, "messages", each)) for each in given]
     texts = []
@@ -76,14 +81,17 @@ def has_empty_message(conversation: Sequence) -> bool:
 
 # Text as people see it. Files from the web, from PDFs and from programs contain invisible characters: a word with
 # one has other tokens, and an answer that copies it is wrong.
-_SPACES = "\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000"  # of other widths, or without a break
+_SPACES = "\u00a0\u1680\u2000-\u200a\u202f\u205f\u2800\u3000\u3164\uffa0"  # of other widths, or without a break
 _BREAKS = "\x0b\x0c\x1c-\x1e\x85\u2028\u2029"  # of lines, pages and records
 _UNSEEN = (
     "\x00-\x08\x0e-\x1b\x1f\x7f-\x84\x86-\x9f"  # control characters
-    "\u00ad\u034f\u180e\u200b\u2060-\u2064\ufeff"  # soft hyphens, widths of zero
-    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u206f\ufff9-\ufffc\U000e0000-\U000e007f"  # directions, tags
+    "\u00ad\u034f\u17b4\u17b5\u180b-\u180f\u200b\u2060-\u2065\ufeff"  # soft hyphens, widths of zero
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u206f"  # directions
+    "\ufff0-\ufffc\ufffe\uffff\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"  # tags, variants
 )
-_LIGATURES = "\ufb00-\ufb17\ufb50-\ufdff\ufe70-\ufefc"  # forms of letters that only fonts have
+# Forms of letters that only fonts have, styles of mathematics, radicals that look like characters.
+_LIGATURES = "\u0132\u0133\u0149\ufb00-\ufb17\ufb50-\ufdff\ufe70-\ufefc"
+_LIGATURES += "\u210e\U0001d400-\U0001d7ff\u2e9f\u2ef3\u2f00-\u2fd5"
 # Joiners and non-joiners are visible between letters of these scripts, as in Persian, Hindi and emoji.
 _JOINED = "\u0590-\u109f\u1780-\u18af\u2190-\u2bff\ufb1d-\ufdff\ufe0f\ufe70-\ufefc\U0001f000-\U0001faff"
 
@@ -92,6 +100,7 @@ _ODD = re.compile(
     r"|(?P<parted>\u00ad[ \t]*\r?\n[ \t]*)"  # a soft hyphen at the end of a line, inside of a word
     # A word that is hyphenated at the end of a line. Its first half is searched backwards, once the rest matches.
     r"|(?P<hyphen>(?<=[^\W\d_])[-\u2010][ \t]*\r?\n[ \t]*(?=[^\W\d_A-Z]))"
+    r"|(?P<dash>[\u2010\u2011])"  # a hyphen, or one without a break
     r"|(?P<line>\r\n?|[" + _BREAKS + r"])"
     r"|(?P<space>[" + _SPACES + r"])"
     r"|(?P<unseen>[" + _UNSEEN + r"]+|(?<![" + _JOINED + r"])[\u200c\u200d]|[\u200c\u200d](?![" + _JOINED + r"])"
@@ -103,8 +112,11 @@ _ODD = re.compile(
 )
 # Any text that has to change contains one of these; to search for them takes a tenth of the time.
 _MAY_BE_ODD = re.compile(
-    r"[&\r\u200c\u200d\ufe00-\ufe0f" + _BREAKS + _SPACES + _UNSEEN + _LIGATURES + r"]|[-\u2010][ \t]*\r?\n"
+    r"[&\r\u200c\u200d\u2010\u2011\ufe00-\ufe0f" + _BREAKS + _SPACES + _UNSEEN + _LIGATURES + r"]|[-\u2010][ \t]*\r?\n"
 )
+
+
+_SEEN_AS = {"line": "\n", "space": " ", "dash": "-"}
 
 
 class _Edits(NamedTuple):
@@ -182,8 +194,8 @@ def _odd_edits(text: str) -> list[tuple[int, int, str]]:
         if kind == "hyphen":
             compounds = set(_COMPOUND.findall(text)) if compounds is None else compounds
             seen = _seen_hyphen(text, *found.span(), compounds)
-        elif kind in ("line", "space"):
-            seen = "\n" if kind == "line" else " "
+        elif kind in _SEEN_AS:
+            seen = _SEEN_AS[kind]
         elif kind == "letters":
             seen = unicodedata.normalize("NFKC", found[0])
         elif kind == "entity":
@@ -253,8 +265,49 @@ def _edited(text: str, edits: Sequence[tuple[int, int, str]]) -> tuple[str, _Edi
     return "".join([*parts, text[done:]]), made
 
 
-# Control tokens in users' texts. Private-use characters surround each, so that they pass through a chat template and
-# remain distinguishable from those that the template writes.
+# Documents: strings, or dictionaries with a title and a text
+def documents_of(row, name: str) -> list:
+    """The passages of one question as a list; a single passage is wrapped."""
+    if isinstance(row, str | dict):
+        return [row]
+    try:
+        if isinstance(row, Mapping | Set):  # whose texts have other names, or no order
+            raise TypeError
+        return list(row)
+    except TypeError as error:
+        raise ValueError(f'{name} is {row!r}; expected a list of strings or {{"title": str, "text": str}}.') from error
+
+
+def title_of(document) -> str | None:
+    """The title of a document as it is read, if it has one; raises `ValueError` unless it is a text."""
+    title = document.get("title") if isinstance(document, dict) else None
+    if title is not None and not isinstance(title, str):
+        beginning = f"The title of the document {str(document.get('text'))[:40]!r}"
+        raise ValueError(f"{beginning} is of type {type(title).__name__}; expected a string or none.")
+    check_text(title or "", "A title")
+    return title and readable(title).text
+
+
+def text_of(document, number: int) -> str:
+    """The text of document `number` as it is read; raises `ValueError` if it has none."""
+    return readable(given_text(document, number)).text
+
+
+def given_text(document, number: int) -> str:
+    """The text of document `number` as it was given; raises `ValueError` if it has none."""
+    text = document.get("text") if isinstance(document, dict) else document
+    if not isinstance(text, str):
+        raise ValueError(
+            f"Document {number} is of type {type(document).__name__}"
+            + (f" with {[*document][:9]}, `text` of type {type(text).__name__}" if isinstance(document, dict) else "")
+            + '; expected a string or {"title": str, "text": str}.'
+        )
+    check_text(text, f"Document {number}")
+    return text
+
+
+# Control tokens in users' texts. Private-use characters surround each, so that a chat template passes them
+# on and they can still be told from those that the template writes.
 _START, _END = "\ue0c0", "\ue0c1"
 
 

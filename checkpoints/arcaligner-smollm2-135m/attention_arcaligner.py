@@ -76,11 +76,61 @@ class SlotRows(NamedTuple):
         return self.slot_rows if self.slot_span is None else slice(*self.slot_span)
 
 
-def to_numpy_in_one_sync(*flags: torch.Tensor) -> list[np.ndarray]:
+@torch.compiler.disable  # runs on the CPU
+def find_slots(
+    slot_mask: torch.Tensor, attention_mask: torch.Tensor | None, context_embeds: torch.FloatTensor
+) -> SlotRows:
+    """Where the slots of a batch are.
+
+    Args:
+        slot_mask (`torch.BoolTensor` of shape `(batch, seq_len)`): The paper's `M_r`.
+        attention_mask (`torch.Tensor`, *optional*): As a layer gets it; of (batch, kv_len), 0 is padding.
+        context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`): Of the slots.
+
+    Raises:
+        `ValueError`: a slot without an embedding, or one that is not finite.
+    """
+    is_text = ~slot_mask  # without a 2-D mask padding counts as text; the layers' own masks hide it then
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+        is_text = is_text & attention_mask[:, -slot_mask.shape[1] :].bool()  # a cache has columns before
+    is_slot, is_text, *found = _to_numpy_in_one_sync(
+        slot_mask,
+        is_text,
+        (context_embeds.abs() < LARGEST_VALUE).all(dim=2),  # (batch, max_slots), False for NaN
+        context_embeds.ne(0).any(dim=2),  # (batch, max_slots)
+    )
+    _check_slots(is_slot, *found)
+    return _slot_rows(is_slot, is_text, context_embeds.shape[1], slot_mask.device)
+
+
+def _to_numpy_in_one_sync(*flags: torch.Tensor) -> list[np.ndarray]:
     """Boolean tensors of any shapes as arrays; the CPU waits for the device once."""
     values = torch.cat([flag.flatten() for flag in flags]).numpy(force=True)
     parts = np.split(values, np.cumsum([flag.numel() for flag in flags])[:-1])
     return [part.reshape(flag.shape) for part, flag in zip(parts, flags, strict=True)]
+
+
+# What a context embedding may hold at most. Its norm is 1; a much larger one would give logits that are not finite.
+LARGEST_VALUE = 1e6
+
+
+def _check_slots(is_slot: np.ndarray, is_finite: np.ndarray, is_given: np.ndarray) -> None:
+    """Raises `ValueError` unless each slot, `is_slot` (batch, seq_len), has an embedding; of the embeddings (batch,
+    max_slots), which are finite and which are not zero."""
+    counts, given = is_slot.sum(axis=1), is_given.shape[1]  # (batch,)
+    most = counts.max(initial=0)
+    if most > given or is_given[:, most:].any():
+        raise ValueError(
+            f"Found {counts.tolist()} context tokens in the rows of `input_ids` but `context_embeds` holds {given} "
+            "embeddings per row. Each context token needs one embedding; rows with fewer are padded at the end."
+        )
+    is_broken = ~is_finite & (np.arange(given) < counts[:, None])
+    if is_broken.any():
+        row, slot = np.argwhere(is_broken)[0]
+        raise ValueError(
+            f"`context_embeds` holds NaN or values beyond {LARGEST_VALUE:g} in {is_broken.sum()} of "
+            f"{counts.sum()} slots, first in slot {slot} of row {row}. Check the encoder's output."
+        )
 
 
 def _packed_positions(mask: np.ndarray) -> np.ndarray:
@@ -96,7 +146,7 @@ def _packed_positions(mask: np.ndarray) -> np.ndarray:
     return np.where(np.arange(width) < counts, order, -1)
 
 
-def find_slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, device: torch.device) -> SlotRows:
+def _slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, device: torch.device) -> SlotRows:
     """Row indices of a batch, computed on the CPU and sent to `device`.
 
     Args:
@@ -292,6 +342,33 @@ def separate_passages(
     return attention_mask.masked_fill(is_other, torch.finfo(attention_mask.dtype).min)
 
 
+def prompt_positions(
+    slot_mask: torch.Tensor, passage_ids: torch.Tensor | None, is_real: torch.Tensor
+) -> torch.LongTensor:
+    """As `passage_positions`, of the slots (batch, seq_len) of a prompt and their passages (batch, max_slots)."""
+    return passage_positions(place_passage_ids(slot_mask, passage_ids), is_real)
+
+
+def keep_passages_apart(
+    slot_mask: torch.Tensor,
+    passage_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.LongTensor | None,
+    cache: Cache | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.LongTensor]:
+    """The mask and the positions of a prompt whose passages do not read each other: those that were given,
+    `position_ids` as they are, with `slot_mask` (batch, seq_len) and `passage_ids` (batch, max_slots)."""
+    placed = place_passage_ids(slot_mask, passage_ids)  # (batch, seq_len)
+    if position_ids is None:
+        is_2d = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
+        is_real = attention_mask[:, : slot_mask.shape[1]] if is_2d else torch.ones_like(slot_mask)
+        position_ids = passage_positions(placed, is_real)
+    is_static = cache is not None and cache.is_compileable  # then keys have columns for room that is left
+    num_keys = cache.get_mask_sizes(slot_mask.shape[1], 0)[0] if is_static else None
+    return separate_passages(attention_mask, placed, dtype, num_keys), position_ids
+
+
 def prior_of_positions(passage_ids: torch.Tensor, passage_prior: torch.Tensor) -> torch.Tensor:
     """The bias on the attention logits of text for each position (batch, seq_len), 0 on text.
 
@@ -324,6 +401,19 @@ def check_passage_prior(passage_prior, passage_ids: torch.Tensor | None, config:
         raise ValueError(f"`passage_prior` is {shape}; expected floating-point numbers of shape {least}.")
     if not bool(passage_prior.isfinite().all()):
         raise ValueError("`passage_prior` has numbers that are not finite. A large negative one hides a passage.")
+
+
+def slot_bias_of(
+    slot_mask: torch.Tensor, passage_ids: torch.Tensor | None, passage_prior, config: PreTrainedConfig
+) -> torch.FloatTensor:
+    """The `slot_bias` (batch, seq_len) of a prompt whose passages have the `passage_prior` (batch, num_passages).
+
+    Raises:
+        `ValueError`: as [`check_passage_prior`].
+    """
+    check_passage_prior(passage_prior, passage_ids, config)
+    placed = place_passage_ids(slot_mask, passage_ids)
+    return prior_of_positions(placed, passage_prior.to(placed.device))
 
 
 def with_slot_bias(

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
 
-import numpy as np
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
@@ -45,17 +44,13 @@ from .attention_arcaligner import (
     ROW_KERNELS,
     SlotRows,
     SlotStates,
-    cache_of,
     check_can_separate,
     check_passage_ids,
-    check_passage_prior,
-    find_slot_rows,
-    passage_positions,
-    place_passage_ids,
-    prior_of_positions,
-    separate_passages,
+    find_slots,
+    keep_passages_apart,
+    prompt_positions,
+    slot_bias_of,
     take_rows,
-    to_numpy_in_one_sync,
     with_slot_bias,
 )
 from .configuration_arcaligner import (
@@ -73,16 +68,14 @@ from .refinement_arcaligner import (
     LayerCost,
     LayerKeysValues,
     OpenSlotsSteps,
-    RecordedDepths,
     RefinementKeysValues,
     RefinementSettings,
-    SharedStepInputs,
     Slots,
     StepInputs,
     StepRows,
     count_layer_cost,
+    new_slots,
     prefix_inputs,
-    resolve_settings,
     step_inputs,
 )
 
@@ -220,14 +213,10 @@ def lora_on(rows: RowIndex | None):
 
 def _slots_of(x: torch.Tensor, rows: RowIndex) -> torch.Tensor:
     """The slot rows (num_slots, features) of `x` (batch, seq_len, features); a view if they are adjacent."""
-    x = x.contiguous()
-    if isinstance(rows, torch.Tensor):
-        return x.view(-1, x.shape[-1]).index_select(0, rows)
-    if rows is ALL_ROWS:
-        return x.view(-1, x.shape[-1])
-    # One operation for a view and a slice: a GPU waits for each.
-    width = x.shape[-1]
-    return x.as_strided((rows.stop - rows.start, width), (width, 1), x.storage_offset() + rows.start * width)
+    x, width = x.contiguous(), x.shape[-1]
+    if isinstance(rows, slice):  # one operation for a view and a slice: a GPU waits for each
+        return x.as_strided((rows.stop - rows.start, width), (width, 1), x.storage_offset() + rows.start * width)
+    return x.view(-1, width) if rows is ALL_ROWS else x.view(-1, width).index_select(0, rows)
 
 
 def _shared_slots_of(x: torch.Tensor, rows: RowIndex) -> torch.Tensor:
@@ -315,9 +304,11 @@ class SlotLoraVariant(LoraVariant):
         if rows is None:
             return result
         # A over slots, B over slots: PEFT would compute both on all rows and a mask would throw most of it away.
-        down, up, dropout = (part[active_adapter] for part in (module.lora_A, module.lora_B, module.lora_dropout))
-        scaling = module.scaling[active_adapter]
-        if result.dtype != x.dtype or torch.is_autocast_enabled(x.device.type) or _is_patched(down) or _is_patched(up):
+        # Plain statements in this and the next functions: a GPU waits for the host, which runs them for each linear.
+        down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
+        dropout, scaling = module.lora_dropout[active_adapter], module.scaling[active_adapter]
+        is_patched = "forward" in vars(down) or "forward" in vars(up)  # fetches weights, as offloading does
+        if is_patched or result.dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
             slots = down(dropout(_slots_of(x, rows).to(down.weight.dtype)))  # (num_slots, r)
             residual = up(slots * scaling).to(result.dtype)  # (num_slots, out_features)
             flat = result.reshape(-1, result.shape[-1]).clone()  # (batch * seq_len, out_features)
@@ -328,17 +319,13 @@ class SlotLoraVariant(LoraVariant):
         slots = _shared_slots_of(x, rows)  # (num_slots, in_features)
         if dropout.training:
             slots = dropout(slots)
+        down, up = down.weight, up.weight
         if torch.is_grad_enabled():
-            down, up = (part.weight if part.weight.dtype == x.dtype else part.weight.to(x.dtype) for part in (down, up))
+            down, up = (part if part.dtype == x.dtype else part.to(x.dtype) for part in (down, up))
             return _SlotResidual.apply(result, slots, down, up, scaling, rows)
         result = result.contiguous()  # in place: a copy of the text rows in each linear would cost a tenth of a prefill
-        _add_residual_(result, rows, slots, *module.transposed_weights(x.dtype), scaling)
+        _add_residual_(result, rows, slots, *module.transposed(down, up, x.dtype), scaling)
         return result
-
-
-def _is_patched(linear: nn.Linear) -> bool:
-    """Whether `linear` has a forward that fetches its weights, as offloading replaces it."""
-    return "forward" in vars(linear)
 
 
 # One class for each pair: code is compiled for classes, and would be compiled again for each layer.
@@ -369,7 +356,7 @@ class SlotLoraLayer(InPlaceMixin):
     """A PEFT layer without PEFT's bookkeeping where its one adapter is the slots'. The bookkeeping takes longer than
     the linears of a small backbone. Without slots, as when decoding, the layer is its frozen linear."""
 
-    _transposed: tuple | None = None  # the state of the weights, and what `transposed_weights` made of it
+    _transposed: tuple | None = None  # the state of the weights, and what `transposed` made of it
 
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if args or kwargs or self.active_adapter != [ADAPTER_NAME] or self.merged_adapters:
@@ -380,15 +367,15 @@ class SlotLoraLayer(InPlaceMixin):
             return super().forward(x)
         return SlotLoraVariant.forward(self, ADAPTER_NAME, x, self.base_layer(x))
 
-    def transposed_weights(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A (in_features, r) and B (r, out_features) in the backbone's `dtype`, made once while the weights stay."""
-        weights = self.lora_A[ADAPTER_NAME].weight, self.lora_B[ADAPTER_NAME].weight
-        if torch.compiler.is_compiling() or any(weight.is_inference() for weight in weights):
-            return tuple(weight.to(dtype).t() for weight in weights)
-        state = dtype, *((weight.data_ptr(), weight._version) for weight in weights)
+    def transposed(self, down: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """A (in_features, r) and B (r, out_features) in the backbone's `dtype`, of the weights `down` (r, in_features)
+        and `up` (out_features, r), made once while these stay."""
+        if torch.compiler.is_compiling() or down.is_inference() or up.is_inference():
+            return down.to(dtype).t(), up.to(dtype).t()
+        state = dtype, down.data_ptr(), down._version, up.data_ptr(), up._version
         if (found := self._transposed) is None or found[0] != state:  # by a name: another thread may ask for others
-            self._transposed = found = state, *(weight.detach().to(dtype).t() for weight in weights)
-        return found[1:]
+            self._transposed = found = state, (down.detach().to(dtype).t(), up.detach().to(dtype).t())
+        return found[1]
 
     def train(self, mode: bool = True):
         self._transposed = None  # training may write weights without a new version, as sharding does
@@ -528,6 +515,7 @@ class SlotDecoderLayer(InPlaceMixin):
     arcaligner_config: ArcAlignerConfig
     layer_idx: int
     is_last: bool
+    has_lora_on_text: bool  # whether LoRA is an ordinary one, on all rows
     slot_cost: LayerCost
     _compiled_algorithm: Callable | None = None
 
@@ -586,11 +574,6 @@ class SlotDecoderLayer(InPlaceMixin):
             candidate = steps.reapply(states)  # Eq. 6
             states = gated_update(states, candidate, gate)  # Eq. 8
         return steps.write_back(states)  # Eq. 9: text rows stay; and the depths
-
-    @property
-    def has_lora_on_text(self) -> bool:
-        """Whether LoRA is an ordinary one, on all rows."""
-        return self.arcaligner_config.lora_positions == "all"
 
     def _lora_rows(self, slot_rows: RowIndex | None) -> RowIndex | None:
         """The rows that LoRA is applied to: those of the slots, unless it is an ordinary one."""
@@ -715,6 +698,7 @@ def add_slots_to_layer(layer: nn.Module, layer_idx: int, config: ArcAlignerConfi
     layer.arcaligner_config = config
     layer.layer_idx = layer_idx
     layer.is_last = layer_idx == config.text_config.num_hidden_layers - 1
+    layer.has_lora_on_text = config.lora_positions == "all"
     is_gated = layer_idx in config.gated_layers
     layer.slot_gate = SlotGate(config.text_config.hidden_size, config.gate_hidden_size) if is_gated else None
     layer.slot_cost = count_layer_cost(layer, config.text_config)
@@ -956,7 +940,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         )
         return ArcAlignerModelOutputWithPast(
             last_hidden_state=outputs.last_hidden_state,
-            **{CACHE: cache_of(outputs)},
+            **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             recursion_depth=slots.stacked_depths(self.config.text_config.num_hidden_layers) if has_slots else None,
@@ -1011,18 +995,18 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if not is_compiling:
             passage_ids = context_passage_ids if are_independent else None
             self._check_slot_inputs(slot_mask, context_embeds, context_word_ids, passage_ids)
-        rows = self._find_slots(slot_mask, attention_mask, context_embeds)
+        rows = find_slots(slot_mask, attention_mask, context_embeds)
         if are_independent:
-            attention_mask, position_ids = self._separate_passages(
-                slot_mask, context_passage_ids, attention_mask, position_ids, cache
+            attention_mask, position_ids = keep_passages_apart(
+                slot_mask, context_passage_ids, attention_mask, position_ids, cache, self.dtype
             )
         if is_compiling:
             rows = rows.for_any_length()
         else:
             check_length(slot_mask.shape[1], "The prompt", self.config.text_config, position_ids)
             check_slots_after_cache(self.config, rows, cache, context_passage_ids, *wanted)
-        settings = resolve_settings(self.config, self.layer_costs, rows, self.training, *wanted)
-        return Slots(rows, settings, RecordedDepths(), SharedStepInputs()), attention_mask, position_ids
+        slots = new_slots(self.config, self.layer_costs, rows, self.training, *wanted)
+        return slots, attention_mask, position_ids
 
     def _check_slot_inputs(self, slot_mask, context_embeds, context_word_ids, passage_ids) -> None:
         """Check the inputs of slots; `passage_ids` are `None` if all slots are of one passage."""
@@ -1032,33 +1016,6 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if passage_ids is not None:
             check_passage_ids(passage_ids, context_embeds, slot_mask)
             check_can_separate(self.config.text_config)
-
-    def _separate_passages(
-        self, slot_mask, passage_ids, attention_mask, position_ids, cache
-    ) -> tuple[torch.Tensor, torch.LongTensor]:
-        """The mask and the positions of a prompt with independent passages."""
-        placed = place_passage_ids(slot_mask, passage_ids)  # (batch, seq_len)
-        if position_ids is None:
-            is_2d = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
-            is_real = attention_mask[:, : slot_mask.shape[1]] if is_2d else torch.ones_like(slot_mask)
-            position_ids = passage_positions(placed, is_real)
-        is_static = cache is not None and cache.is_compileable  # then the mask has columns for unused positions, too
-        num_keys = cache.get_mask_sizes(slot_mask.shape[1], 0)[0] if is_static else None
-        return separate_passages(attention_mask, placed, self.dtype, num_keys), position_ids
-
-    @torch.compiler.disable  # runs on the CPU
-    def _find_slots(self, slot_mask, attention_mask, context_embeds) -> SlotRows:
-        is_text = ~slot_mask  # without a 2-D mask padding counts as text; the layers' own masks hide it then
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-            is_text = is_text & attention_mask[:, -slot_mask.shape[1] :].bool()  # a cache has columns before
-        is_slot, is_text, *found = to_numpy_in_one_sync(
-            slot_mask,
-            is_text,
-            (context_embeds.abs() < LARGEST_VALUE).all(dim=2),  # (batch, max_slots), False for NaN
-            context_embeds.ne(0).any(dim=2),  # (batch, max_slots)
-        )
-        check_slots(is_slot, *found)
-        return find_slot_rows(is_slot, is_text, context_embeds.shape[1], slot_mask.device)
 
     def _embed(self, input_ids, inputs_embeds, slot_mask, context_embeds, context_word_ids) -> torch.Tensor:
         """`H^(0,0)` (Eq. 2): projected embeddings on slots, frozen ones elsewhere, (batch, seq_len, hidden)."""
@@ -1242,7 +1199,7 @@ class SlotGenerationMixin(GenerationMixin):
         if context_passage_ids is None or self.config.passage_attention == "joint":
             return (is_real.long().cumsum(dim=1) - 1).clamp(min=0)
         is_slot = input_ids == self.config.context_token_id
-        return passage_positions(place_passage_ids(is_slot, context_passage_ids), is_real)
+        return prompt_positions(is_slot, context_passage_ids, is_real)
 
     def slot_bias(
         self,
@@ -1254,9 +1211,8 @@ class SlotGenerationMixin(GenerationMixin):
         num_passages) of `generate`; `None` without one."""
         if passage_prior is None:
             return None
-        check_passage_prior(passage_prior, context_passage_ids, self.config.text_config)
-        placed = place_passage_ids(input_ids == self.config.context_token_id, context_passage_ids)
-        return prior_of_positions(placed, passage_prior.to(placed.device))
+        is_slot = input_ids == self.config.context_token_id
+        return slot_bias_of(is_slot, context_passage_ids, passage_prior, self.config.text_config)
 
     def passage_cache(self, processor, **options):
         """A cache of per-passage keys and values, shared across questions: a [`PassageCache`], with its options."""
@@ -1557,7 +1513,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         return ArcAlignerCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            **{CACHE: cache_of(outputs)},
+            **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             recursion_depth=outputs.recursion_depth,
@@ -1649,27 +1605,4 @@ def check_word_ids(config, context_embeds: torch.Tensor, context_word_ids) -> No
         raise ValueError(
             f"`context_word_ids` has shape {tuple(context_word_ids.shape)}; expected {expected}, a row for each "
             "context embedding."
-        )
-
-
-# The largest value of a context embedding. Its norm is 1; a much larger one would give logits that are not finite.
-LARGEST_VALUE = 1e6
-
-
-def check_slots(is_slot: np.ndarray, is_finite: np.ndarray, is_given: np.ndarray) -> None:
-    """Raises `ValueError` unless each slot, `is_slot` (batch, seq_len), has an embedding; of the embeddings (batch,
-    max_slots), which are finite and which are not zero."""
-    counts, given = is_slot.sum(axis=1), is_given.shape[1]  # (batch,)
-    most = counts.max(initial=0)
-    if most > given or is_given[:, most:].any():
-        raise ValueError(
-            f"Found {counts.tolist()} context tokens in the rows of `input_ids` but `context_embeds` holds {given} "
-            "embeddings per row. Each context token needs one embedding; rows with fewer are padded at the end."
-        )
-    is_broken = ~is_finite & (np.arange(given) < counts[:, None])
-    if is_broken.any():
-        row, slot = np.argwhere(is_broken)[0]
-        raise ValueError(
-            f"`context_embeds` holds NaN or values beyond {LARGEST_VALUE:g} in {is_broken.sum()} of "
-            f"{counts.sum()} slots, first in slot {slot} of row {row}. Check the encoder's output."
         )

@@ -16,8 +16,8 @@ from transformers.utils.chat_template_utils import Chat
 from .answering_arcaligner import READ_MORE, Answerer, reads_more
 from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, longest_prompt
 from .encoder_arcaligner import EncodedDocuments, GivenSlots, pad_slots
-from .segmentation_arcaligner import LOADING, Segment, documents_of
-from .tokenization_arcaligner import check_conversation
+from .segmentation_arcaligner import LOADING, Segment
+from .tokenization_arcaligner import check_conversation, documents_of
 
 # Options of a call that go to the processor.
 _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
@@ -98,6 +98,13 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     def __init__(self, model, processor, tokenizer=None, **kwargs):
         if processor.max_prompt_length is None:  # the checkpoint does not set it
             processor.max_prompt_length = longest_prompt(model.config.text_config)
+        places = getattr(model, "hf_device_map", None) or {"": model.device}
+        if next(iter(places.values())) == "disk":
+            raise ValueError(
+                "The first weights of the model are on the disk (`hf_device_map`), and a pipeline takes "
+                "their place as the device of inputs. Give memory to the first weights (`max_memory`), or call "
+                "`model.generate` with what the processor returns."
+            )
         self._repeats = _repeats_prompts_of_call(kwargs)  # for every call
         super().__init__(model=model, processor=processor, tokenizer=tokenizer or processor.tokenizer, **kwargs)
 
@@ -106,7 +113,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         """The passages that were scored."""
         with LOADING:
             if self._passages is None:
-                self._passages = self.model.passage_cache(self.processor, max_bytes=2**28)
+                self._passages = self.processor.passage_cache(self.model, max_bytes=2**28)
             return self._passages
 
     @property
@@ -302,7 +309,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             model_inputs |= {name: slots.pop(name) for name in ("input_ids", "attention_mask")}
         else:
             slots = pad_slots([self._slots_of(each) for each in rows])
-            slots = {name: each.to(self.model.device) for name, each in slots.items()}
+            slots = {name: each.to(model_inputs["input_ids"].device) for name, each in slots.items()}
         config = generate_kwargs.get("generation_config") or self.model.generation_config
         may_score = not reads_more(generate_kwargs, config)
         if min_confidence is not None and not may_score:

@@ -42,7 +42,6 @@ from .loading_arcaligner import (
 )
 from .segmentation_arcaligner import check_num_tokens, check_sentences_per_segment, check_tokens_per_slot
 from .tokenization_arcaligner import (
-    check_conversation,
     check_question,
     check_text,
     encode_marked,
@@ -242,7 +241,6 @@ class ArcAlignerProcessor(ProcessorMixin):
         Raises:
             `ValueError`: a conversation without a question.
         """
-        check_conversation(messages)
         return self._split_prompt(with_plain_texts(messages), sanitize_control_tokens, **kwargs)
 
     def _split_prompt(self, messages: list[dict], sanitize_control_tokens: bool, **kwargs: Any) -> tuple[str, str]:
@@ -469,7 +467,6 @@ class ArcAlignerProcessor(ProcessorMixin):
         Returns:
             `BatchFeature` (`tokenize` and `return_dict`), the `input_ids` alone (`tokenize`), or the text.
         """
-        check_conversation(conversation)
         conversation = with_plain_texts(conversation)
         if sanitize_control_tokens is None:
             sanitize_control_tokens = tokenize and (documents is not None or context_embeds is not None)

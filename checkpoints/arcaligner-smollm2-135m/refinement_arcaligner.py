@@ -367,6 +367,11 @@ class Slots(NamedTuple):
         return torch.stack(depths, dim=1).masked_fill(self.rows.slot_positions[:, None, :] < 0, -1)
 
 
+def new_slots(config: ArcAlignerConfig, costs: list[LayerCost], rows: SlotRows, training: bool, *wanted: Any) -> Slots:
+    """The slots of a forward before its first layer; arguments as of [`resolve_settings`]."""
+    return Slots(rows, resolve_settings(config, costs, rows, training, *wanted), RecordedDepths(), SharedStepInputs())
+
+
 # If at least this share of the slots is open, a step computes all of them.
 DENSE_STEP_SHARE = 7 / 8
 

@@ -10,14 +10,22 @@ import importlib
 import re
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
 import numpy as np
 
 from .configuration_arcaligner import is_number
-from .tokenization_arcaligner import check_text, control_token_ids, encode_marked, mark_tokens, readable
+from .tokenization_arcaligner import (
+    control_token_ids,
+    encode_marked,
+    given_text,
+    mark_tokens,
+    readable,
+    text_of,
+    title_of,
+)
 
 # spaCy refuses longer texts by default; its rule-based sentence splitter needs little memory for each character.
 _MAX_SPACY_CHARACTERS = 100_000_000
@@ -96,50 +104,20 @@ def check_tokens_per_slot(tokens_per_slot: int | str) -> None:
         )
 
 
+def check_slot_settings(max_slots: int | None, tokens_per_slot: int | str) -> None:
+    """Raises `ValueError` for a maximum that holds no slot, or an invalid `tokens_per_slot`."""
+    if max_slots is not None and not (is_number(max_slots, Integral) and max_slots >= 1):
+        raise ValueError(
+            f"`max_slots` is {max_slots!r}; expected a whole number of at least 1, the maximum number of slots, or "
+            "None for all."
+        )
+    check_tokens_per_slot(tokens_per_slot)
+
+
 def check_num_tokens(name: str, value) -> None:
     """Raises `ValueError`, about the setting `name`, unless it is a whole number of at least 1."""
     if not (is_number(value, Integral) and value >= 1):
         raise ValueError(f"`{name}` is {value!r}; expected a whole number of tokens of at least 1.")
-
-
-def documents_of(row, name: str) -> list:
-    """The passages of one question as a list; a single passage is wrapped."""
-    if isinstance(row, str | dict):
-        return [row]
-    try:
-        if isinstance(row, Mapping | Set):  # whose texts have other names, or no order
-            raise TypeError
-        return list(row)
-    except TypeError as error:
-        raise ValueError(f'{name} is {row!r}; expected a list of strings or {{"title": str, "text": str}}.') from error
-
-
-def title_of(document) -> str | None:
-    """The normalized title of a document, if it has one; raises `ValueError` unless it is a text."""
-    title = document.get("title") if isinstance(document, dict) else None
-    if title is not None and not isinstance(title, str):
-        beginning = f"The title of the document {str(document.get('text'))[:40]!r}"
-        raise ValueError(f"{beginning} is of type {type(title).__name__}; expected a string or none.")
-    check_text(title or "", "A title")
-    return title and readable(title).text
-
-
-def text_of(document, number: int) -> str:
-    """The normalized text of document `number`; raises `ValueError` if it has none."""
-    return readable(given_text(document, number)).text
-
-
-def given_text(document, number: int) -> str:
-    """The text of document `number` as it was given; raises `ValueError` if it has none."""
-    text = document.get("text") if isinstance(document, dict) else document
-    if not isinstance(text, str):
-        raise ValueError(
-            f"Document {number} is of type {type(document).__name__}"
-            + (f" with {[*document][:9]}, `text` of type {type(text).__name__}" if isinstance(document, dict) else "")
-            + '; expected a string or {"title": str, "text": str}.'
-        )
-    check_text(text, f"Document {number}")
-    return text
 
 
 def in_given_text(segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[Segment]:
@@ -412,15 +390,6 @@ def cut_long(
         passages += [document | {"text": each.text} if isinstance(document, dict) else each.text for each in own]
         pieces += own
     return passages, pieces
-
-
-def check_max_slots(max_slots: int | None) -> None:
-    """Raises `ValueError` for a maximum that holds no slot."""
-    if max_slots is not None and not (is_number(max_slots, Integral) and max_slots >= 1):
-        raise ValueError(
-            f"`max_slots` is {max_slots!r}; expected a whole number of at least 1, the maximum number of slots, or "
-            "None for all."
-        )
 
 
 def encoder_texts(segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[str]:

@@ -25,7 +25,7 @@ PARTS = {
     "README.md": ["comparison", "results"],
     "docs/results.md": ["results"],
     "docs/speed.md": ["first token", "known passages"],
-    "docs/paper.md": ["table 1", "table 2"],
+    "docs/paper.md": ["table 1", "table 2", "backbones", "ratios"],
 }
 
 
@@ -39,7 +39,10 @@ def test_published_pages_are_current(tmp_path, monkeypatch):
         for name in names:
             write_part(tmp_path / page, name, ["nothing"])
     timed = shutil.copytree(docs / "figures", tmp_path / "timed")
-    drawn = (docs / "figures" / name for name in ("latency.json", "rates.svg", "f1_of_speed.svg"))
+    drawn = (
+        docs / "figures" / name
+        for name in ("latency.json", "rates.svg", "f1_of_speed.svg", "backbones.svg", "ratios.svg")
+    )
     for path in (*drawn, timed / "kept.json"):
         path.unlink()  # what was not measured again stays
     publish.publish(figures=timed)
@@ -108,13 +111,15 @@ def test_reproduced_pages_are_copied(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="contains no page of `arcaligner reproduce`"):
         write_reproduced(tmp_path)
     long = "word " * 40
-    (tmp_path / "cases.md").write_text(f"# Cases\n\n{long}\n\n## Case 1\n\n![Who?](case_1.svg)\n\n| {long} |\n")
+    written = ("# Cases", long, "## Case 1", "![Who?](case_1.svg)", f"2. {long}", f"| {long} |\n")
+    (tmp_path / "cases.md").write_text("\n\n".join(written))
     (tmp_path / "case_1.svg").write_text("<svg/>")
     write_reproduced(tmp_path)
     lines = page.read_text().splitlines()
     assert lines[1:3] == ["word " * 23 + "word", "word " * 15 + "word"]
     assert lines[3:8] == ["", "### Case 1", "", "![Who?](figures/case_1.svg)", ""]
-    assert lines[8] == f"| {long} |" and lines[10:] == [mark.format("gates") for mark in MARKS]
+    assert lines[8:11] == ["2. " + "word " * 22 + "word", "   " + "word " * 16 + "word", ""]
+    assert lines[11] == f"| {long} |" and lines[13:] == [mark.format("gates") for mark in MARKS]
     assert (folder / "case_1.svg").read_text() == "<svg/>"
 
 

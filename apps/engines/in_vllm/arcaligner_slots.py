@@ -122,6 +122,12 @@ def stamp_of(key: str) -> tuple[int, int]:
 def path_of(key: str) -> Path:
     if not (folder := os.environ.get(FOLDER)):
         raise ValueError(f"The engine has no folder of passages: {FOLDER} is not set.")
+    return _path(folder, key)
+
+
+@lru_cache(65536)
+def _path(folder: str, key: str) -> Path:
+    """Made once: a request looks at each of its files several times."""
     return Path(folder) / f"{key}.safetensors"
 
 

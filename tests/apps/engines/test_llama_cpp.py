@@ -138,7 +138,7 @@ def test_interrupted_answer_raises(make_engine):
     pieces = engine.stream(QUESTION, DOCUMENTS, max_new_tokens=8)
     next(pieces)
     engine.read("When?", DOCUMENTS)
-    with pytest.raises(RuntimeError, match="Another question"):
+    with pytest.raises(RuntimeError, match="A new question was started before this answer ended"):
         list(pieces)
 
 
