@@ -357,8 +357,8 @@ def keep_passages_apart(
     cache: Cache | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.LongTensor]:
-    """The mask and the positions of a prompt with independent passages: those that were given,
-    `position_ids` as they are, with `slot_mask` (batch, seq_len) and `passage_ids` (batch, max_slots)."""
+    """The mask and the positions of a prompt with independent passages; `position_ids` of a caller do not change.
+    `slot_mask` is (batch, seq_len), `passage_ids` (batch, max_slots)."""
     placed = place_passage_ids(slot_mask, passage_ids)  # (batch, seq_len)
     if position_ids is None:
         is_2d = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
