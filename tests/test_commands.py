@@ -114,7 +114,7 @@ def test_lists_of_commands_are_current():
 @pytest.mark.load
 @pytest.mark.default_backbone
 @pytest.mark.parametrize("command", [each for each in COMMANDS if "serv" not in each and "curl" not in each])
-def test_a_command_of_the_documents_runs(command, start):
+def test_documented_command_runs(command, start):
     added = next((short for beginning, short in SHORTER.items() if command.startswith(beginning)), "")
     code, said = end_of(start(f"{command} {added}"))
     assert code == 0, said

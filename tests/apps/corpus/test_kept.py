@@ -125,7 +125,7 @@ def test_command_precomputes_or_refuses(run_cli, corpus, apart_dir):
     assert not [each for each in set(threading.enumerate()) - before if each.name == "arcaligner-engine"]
 
 
-def test_what_cannot_be_read_ahead_is_refused(run_cli, corpus, apart, checkpoint_dir, monkeypatch):
+def test_precompute_errors_are_reported(run_cli, corpus, apart, checkpoint_dir, monkeypatch):
     code, out, err = run_cli("corpus", "read", "--corpus", corpus.path, "--checkpoint", checkpoint_dir)
     assert code == 1 and out == "" and "`passage_attention`" in err
     with corpus.writing(), pytest.raises(ValueError, match="Another process is writing"):
