@@ -52,7 +52,6 @@ NOT_HERE = {
     "evaluation.retrieval": "a retriever of the Hub; tested in tests/evaluation/test_retrieval.py",
     "tests/matrix.py": "minutes for each environment",
     "reproduce all": "an hour",
-    "reproduce gates": "the gated checkpoint, which is in a clone only; tested in tests/evaluation/test_paper.py",
     "evaluation.publish": "writes the documents of a clone",
 }
 
