@@ -45,7 +45,7 @@ def test_folder_becomes_answer(run_cli, letters, checkpoint_dir, tmp_path, model
 
     assert "The answer does not appear word for word in the passages; please check it." in err
     said = lambda answer, text: {"start": 3, "end": 5} if "Radik" in text else None  # noqa: E731
-    monkeypatch.setattr("arcaligner.apps.server.engine.find_answer", said)
+    monkeypatch.setattr("arcaligner.apps.server.request.find_answer", said)
     _, out, err = run_cli("ask", question, "--corpus", folder, "--top-k", 9, "--max-new-tokens", 5, *aligner)
     assert "letter.txt:66-132, the answer at 69-71" in out and out.count("the answer at") == 1 and "none of" not in err
 

@@ -92,7 +92,7 @@ def test_page_marks_the_answer(browser, monkeypatch):
     """The page marks the answer in the passage."""
     text = "😀 " + TEXT  # offsets count characters, of which a browser may count two
     place = {"start": text.index("jumper"), "end": text.index("competed") + 8}  # in two slots
-    find_answer = "arcaligner.apps.server.engine.find_answer"
+    find_answer = "arcaligner.apps.server.request.find_answer"
     monkeypatch.setattr(find_answer, lambda answer, text: place if "Radik" in text else None)
     ask(browser, text)
     marks = browser.evaluate("[...document.querySelectorAll('mark')].map(each => each.textContent)")
