@@ -49,7 +49,10 @@ def test_corpus_uses_precomputed_passages(corpus, apart, monkeypatch):
     ask, found = pipeline_of(model, reader), []
     for is_ahead in (False, True):
         if is_ahead:
-            assert read_corpus(corpus, model, reader) == "4 passages computed, 0 precomputed before" and len(files(corpus)) == 5
+            assert (
+                read_corpus(corpus, model, reader) == "4 passages computed, 0 precomputed before"
+                and len(files(corpus)) == 5
+            )
             monkeypatch.setattr("arcaligner.kv_cache_arcaligner.read_text", None)
         engine = Engine(ask, Retriever(corpus, reader), max_passages=3)
         for question, top_k in (("Who wrote it?", 3), ("Since when?", 2)):
