@@ -224,13 +224,13 @@ def evidence(entry: dict, method: str) -> str | None:
 def retention(entry: dict, method: str) -> float | None:
     """The share of the text's gain that a method retains, in percent: (F1 - closed book) / (text - closed book).
     Text is the fine-tuned reader's if it was measured, else the bare base model's. `None` if one of the three is
-    missing or answered another number of questions, or if text gains nothing."""
+    missing or answered another number of questions, or if text gains nothing beyond the intervals of both."""
     asked = entry["methods"][method].get("questions")
-    f1 = {name: each["f1"][0] for name, each in entry["methods"].items() if each.get("questions") == asked}
-    text = f1.get("full_text_lora", f1.get("standard_rag"))
-    if text is None or "naive" not in f1 or method in ("naive", *NOT_COMPRESSED) or text <= f1["naive"]:
+    f1 = {name: each["f1"] for name, each in entry["methods"].items() if each.get("questions") == asked}
+    text, closed_book = f1.get("full_text_lora", f1.get("standard_rag")), f1.get("naive")
+    if text is None or closed_book is None or method in ("naive", *NOT_COMPRESSED) or text[1] <= closed_book[2]:
         return None
-    return 100 * (f1[method] - f1["naive"]) / (text - f1["naive"])
+    return 100 * (f1[method][0] - closed_book[0]) / (text[0] - closed_book[0])
 
 
 def _positions(entry: dict, method: str) -> str | None:
