@@ -529,7 +529,9 @@ class Engine:
                 if not used or longest is None or used + sum(sizes) <= self.max_batch * longest:
                     self._num_positions += sum(sizes)
                     break
-                self._freed = freed = threading.Event()
+                if self._freed.is_set():  # else others wait for it, too
+                    self._freed = threading.Event()
+                freed = self._freed
             self._turns.wait(freed)
         for request, size in zip(group, sizes, strict=True):
             request.future.add_done_callback(lambda _, size=size: self._free(size))
