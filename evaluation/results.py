@@ -224,8 +224,9 @@ def evidence(entry: dict, method: str) -> str | None:
 def retention(entry: dict, method: str) -> float | None:
     """The share of the text's gain that a method retains, in percent: (F1 - closed book) / (text - closed book).
     Text is the fine-tuned reader's if it was measured, else the bare base model's. `None` if one of the three is
-    missing, or if text gains nothing."""
-    f1 = {name: numbers["f1"][0] for name, numbers in entry["methods"].items()}
+    missing or answered another number of questions, or if text gains nothing."""
+    asked = entry["methods"][method].get("questions")
+    f1 = {name: each["f1"][0] for name, each in entry["methods"].items() if each.get("questions") == asked}
     text = f1.get("full_text_lora", f1.get("standard_rag"))
     if text is None or "naive" not in f1 or method in ("naive", *NOT_COMPRESSED) or text <= f1["naive"]:
         return None

@@ -262,7 +262,7 @@ class LiveBatch:
         self._generate(_RowProcessors(self.rows, prefill, on_first), lambda: True, prefill)
 
     def write(self, pause: Callable[[], bool]) -> None:
-        """Generate until half of the rows are done, or until `pause`, which is called after each token, returns true."""
+        """Generate until half of the rows are done, or until `pause`, called after each token, returns true."""
         self._generate(_RowProcessors(self.rows), lambda: self.is_sparse or pause())
 
     @torch.inference_mode()
