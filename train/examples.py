@@ -64,9 +64,9 @@ ROW_FEATURES = Features(
     passages=List({"title": Value("string"), "text": Value("string")}),
     gold=List(Value("int32")),
 )
-# The paper's Table "Stage-I instruction templates", in its order. A template there reads "... [B] ... [T]": the slots
-# stand for [B], and [T] is what the assistant says. These are the user's words before and after the slots; the full
-# stop after [T] is the target's own. The prompt of stages II and III is the processor's, the same as at inference.
+# The paper's Table "Stage-I instruction templates", in its order. A template there is "... [B] ... [T]": [B] are the
+# slots, and [T] is the assistant's turn. These are the user's words before and after the slots; the full stop after [T]
+# belongs to the target. The prompt of stages II and III is the processor's, the same as at inference.
 RECONSTRUCTION_TEMPLATES = (
     ("Background: ", ". This is equivalent to:"),
     ("Rewrite the background in your own words: ", " →"),
@@ -440,8 +440,8 @@ class ExampleBuilder:
         return self._split(row_id, prompt.split(mark), whole.split(mark))
 
     def _split(self, row_id: str, prompt: Sequence[str], whole: Sequence[str]) -> tuple[list[int], Turn]:
-        """Split a conversation into prompt and target. Labels are on what the assistant says and the token that ends
-        its turn."""
+        """Split a conversation into prompt and target. Labels are on the assistant's words and the token that ends its
+        turn."""
         tokenize = self.processor.tokenize_prompt
         head, asked, said = self._head_ids(prompt[0]), tokenize(prompt[1]), tokenize(whole[1])
         if prompt[0] != whole[0] or said[: len(asked)] != asked:
@@ -627,7 +627,7 @@ class ExampleSelector:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(
-                f"Tokenized examples cannot be kept in {folder} ({error}). Name a folder that you may write to: "
+                f"Tokenized examples cannot be cached in {folder} ({error}). Name a folder that you may write to: "
                 "`examples_cache_dir` of the recipe, or the variable ARCALIGNER_CACHE."
             ) from error
         path = folder / f"{Hasher.hash((settings, groups))}.arrow"
@@ -697,7 +697,7 @@ class _ExampleMaker:
         return pa.Table.from_pylist(examples, _BLOCK_FEATURES.arrow_schema), counts
 
     def _rows(self, numbers: list[int]) -> dict[int, Row]:
-        """Rows by their numbers, all read at once."""
+        """Rows by their numbers, read together."""
         unique = sorted(set(numbers))
         return dict(zip(unique, self.corpus[unique].to_pylist(), strict=True)) if unique else {}
 

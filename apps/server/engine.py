@@ -1,7 +1,7 @@
 """From requests to answers: concurrent requests share a batch, and each gets its answer as it is generated.
 
-    submit -> passages as slots (given, or of a corpus) -> the likeliest -> slot prefixes, kept or read -> first tokens
-    -> rows of one batch, which new ones join -> pieces of the answer
+    submit -> passages as slots (given, or of a corpus) -> selected passages -> slot prefixes, cached or computed
+    -> first tokens -> rows of one batch, which new ones join -> pieces of the answer
 
 Any number of threads may submit. A few prepare requests, and one writes the answers; these compute in turns, which they
 pass on between two calls of model or encoder. So a short question does not wait until a long answer is written, or many
@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicCache
 
 from ...answering_arcaligner import Answerer, chat_inputs, select_top, similarities_of
 from ...configuration_arcaligner import check_length, longest_prompt
-from ...encoder_arcaligner import EncodedDocuments, GivenSlots, passages_apart
+from ...encoder_arcaligner import EncodedDocuments, GivenSlots, single_passages
 from ...kv_cache_arcaligner import prefill_beginning
 from ...pipeline_arcaligner import ArcAlignerPipeline
 from ...segmentation_arcaligner import given_text
@@ -51,8 +51,8 @@ class _EndedError(Exception):
 
 
 class PassageEncoder:
-    """The slots of passages, each encoded once for all requests that have it among others: its slots are the same ones
-    then, and what was read of them is found again."""
+    """The slots of passages, each encoded once for all requests with it, so that its slots are the same in all of them
+    and its keys and values are found in the cache."""
 
     def __init__(self, processor, max_passages: int = KEPT_PASSAGES):
         self.processor, self.max_passages = processor, max_passages
@@ -86,11 +86,11 @@ class PassageEncoder:
         return self._joined([found[key] for key in keys], range(len(keys)) if numbers is None else numbers)
 
     def _encode(self, documents: list[dict], tokens_per_slot: int | str | None) -> list[EncodedDocuments]:
-        """Each passage by itself, no slot for one that is white space; together, which is fastest."""
+        """Encode each passage by itself, without a slot for white space; all in one call, which is fastest."""
         if not documents:
             return []
         segments, *slots, _ = self.processor.encode_documents(documents, tokens_per_slot=tokens_per_slot)
-        apart, nothing = passages_apart(GivenSlots(*slots)), GivenSlots(slots[0][:0], None)
+        apart, nothing = single_passages(GivenSlots(*slots)), GivenSlots(slots[0][:0], None)
         encoded = []
         for number in range(len(documents)):
             own = [each for each in segments if each.document == number]

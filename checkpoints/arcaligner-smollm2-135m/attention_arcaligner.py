@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import ModelOutput
 
-# What the models and layers of the installed transformers call their cache: `cache` since 5.24. Users may say either.
+# The name of the cache in models and layers of the installed transformers: `cache` since 5.24. Users may pass either.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
@@ -52,7 +52,7 @@ class SlotRows(NamedTuple):
     prefix_length: int | None  # positions up to the last slot of all rows; None where code is compiled for any
 
     def refinable(self, is_last_layer: bool) -> torch.Tensor:
-        """Slots (batch, max_slots) that may be refined: nothing reads the last layer's, except at the end of a row."""
+        """Slots (batch, max_slots) that may be refined: those of the last layer are used only at the end of a row."""
         if is_last_layer and self.ends_in_slot is not None:
             return self.is_slot & self.ends_in_slot[:, None]
         return self.is_slot
@@ -64,7 +64,7 @@ class SlotRows(NamedTuple):
         return MOST_TEXT_PER_SLOT * self.slot_positions.shape[1] >= self.text_positions.shape[1]
 
     def for_any_length(self) -> "SlotRows":
-        """Without numbers of the host: code would be compiled again for each place of the slots."""
+        """The same without Python numbers, with which code would be compiled again for each place of the slots."""
         return self._replace(slot_span=None, prefix_length=None)
 
     def sizes(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,11 +76,61 @@ class SlotRows(NamedTuple):
         return self.slot_rows if self.slot_span is None else slice(*self.slot_span)
 
 
-def to_numpy_in_one_sync(*flags: torch.Tensor) -> list[np.ndarray]:
+@torch.compiler.disable  # runs on the CPU
+def find_slots(
+    slot_mask: torch.Tensor, attention_mask: torch.Tensor | None, context_embeds: torch.FloatTensor
+) -> SlotRows:
+    """Where the slots of a batch are.
+
+    Args:
+        slot_mask (`torch.BoolTensor` of shape `(batch, seq_len)`): The paper's `M_r`.
+        attention_mask (`torch.Tensor`, *optional*): As a layer gets it; of (batch, kv_len), 0 is padding.
+        context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`): Of the slots.
+
+    Raises:
+        `ValueError`: a slot without an embedding, or one that is not finite.
+    """
+    is_text = ~slot_mask  # without a 2-D mask padding counts as text; the layers' own masks hide it then
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+        is_text = is_text & attention_mask[:, -slot_mask.shape[1] :].bool()  # a cache has columns before
+    is_slot, is_text, *found = _to_numpy_in_one_sync(
+        slot_mask,
+        is_text,
+        (context_embeds.abs() < LARGEST_VALUE).all(dim=2),  # (batch, max_slots), False for NaN
+        context_embeds.ne(0).any(dim=2),  # (batch, max_slots)
+    )
+    _check_slots(is_slot, *found)
+    return _slot_rows(is_slot, is_text, context_embeds.shape[1], slot_mask.device)
+
+
+def _to_numpy_in_one_sync(*flags: torch.Tensor) -> list[np.ndarray]:
     """Boolean tensors of any shapes as arrays; the CPU waits for the device once."""
     values = torch.cat([flag.flatten() for flag in flags]).numpy(force=True)
     parts = np.split(values, np.cumsum([flag.numel() for flag in flags])[:-1])
     return [part.reshape(flag.shape) for part, flag in zip(parts, flags, strict=True)]
+
+
+# What a context embedding may hold at most. Its norm is 1; a much larger one would give logits that are not finite.
+LARGEST_VALUE = 1e6
+
+
+def _check_slots(is_slot: np.ndarray, is_finite: np.ndarray, is_given: np.ndarray) -> None:
+    """Raises `ValueError` unless each slot, `is_slot` (batch, seq_len), has an embedding; of the embeddings (batch,
+    max_slots), which are finite and which are not zero."""
+    counts, given = is_slot.sum(axis=1), is_given.shape[1]  # (batch,)
+    most = counts.max(initial=0)
+    if most > given or is_given[:, most:].any():
+        raise ValueError(
+            f"Found {counts.tolist()} context tokens in the rows of `input_ids` but `context_embeds` holds {given} "
+            "embeddings per row. Each context token needs one embedding; rows with fewer are padded at the end."
+        )
+    is_broken = ~is_finite & (np.arange(given) < counts[:, None])
+    if is_broken.any():
+        row, slot = np.argwhere(is_broken)[0]
+        raise ValueError(
+            f"`context_embeds` holds NaN or values beyond {LARGEST_VALUE:g} in {is_broken.sum()} of "
+            f"{counts.sum()} slots, first in slot {slot} of row {row}. Check the encoder's output."
+        )
 
 
 def _packed_positions(mask: np.ndarray) -> np.ndarray:
@@ -96,7 +146,7 @@ def _packed_positions(mask: np.ndarray) -> np.ndarray:
     return np.where(np.arange(width) < counts, order, -1)
 
 
-def find_slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, device: torch.device) -> SlotRows:
+def _slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, device: torch.device) -> SlotRows:
     """Row indices of a batch, computed on the CPU and sent to `device`.
 
     Args:
@@ -108,7 +158,7 @@ def find_slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, dev
     slots = _packed_positions(is_slot)
     slots = np.pad(slots, ((0, 0), (0, max_slots - slots.shape[1])), constant_values=-1)
     last_slot = slots.max(axis=1, keepdims=True, initial=-1)  # (batch, 1)
-    texts = _packed_positions(is_text & (np.arange(is_slot.shape[1]) < last_slot))  # no slot reads what comes later
+    texts = _packed_positions(is_text & (np.arange(is_slot.shape[1]) < last_slot))  # no slot attends to later text
     rows = is_slot.ravel().nonzero()[0]
     last_real = np.where(is_slot | is_text, np.arange(is_slot.shape[1]), -1).max(axis=1, initial=-1)  # (batch,)
     stand_together = len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows)
@@ -199,7 +249,7 @@ def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torc
     """Raises `ValueError` unless `passage_ids` number the passages of a row's slots in order, each in one run.
 
     Args:
-        passage_ids: What was given, to be (batch, max_slots).
+        passage_ids: The argument, which has to be (batch, max_slots).
         context_embeds (`torch.Tensor` of shape `(batch, max_slots, encoder_hidden_size)`): What it has to fit.
         slot_mask (`torch.Tensor` of shape `(batch, seq_len)`): Where the slots are.
     """
@@ -264,17 +314,17 @@ def passage_positions(passage_ids: torch.Tensor, is_real: torch.Tensor) -> torch
 def separate_passages(
     attention_mask: torch.Tensor | None, passage_ids: torch.Tensor, dtype: torch.dtype, num_keys: int | None = None
 ) -> torch.Tensor:
-    """The mask of a prompt in which no slot reads a slot of another passage.
+    """The mask of a prompt in which no slot attends to a slot of another passage.
 
     Args:
         attention_mask: (batch, seq_len), 0 on padding; or (batch, 1, seq_len, num_keys), boolean or additive, for a
-            prompt of which more is hidden; `None` hides nothing.
+            prompt with further hidden positions; `None` hides nothing.
         passage_ids (`torch.Tensor` of shape `(batch, seq_len)`): From [`place_passage_ids`].
         dtype (`torch.dtype`): Of the hidden states.
-        num_keys (`int`, *optional*): Columns, more than `seq_len` where a static cache has room left.
+        num_keys (`int`, *optional*): Columns, more than `seq_len` if a static cache has unused room.
 
     Returns:
-        `torch.Tensor` of shape `(batch, 1, seq_len, num_keys)`, of the kind that was given; additive for a 2-D mask.
+        `torch.Tensor` of shape `(batch, 1, seq_len, num_keys)`, boolean or additive as given; additive for a 2-D mask.
     """
     seq_len = passage_ids.shape[1]
     query, key = passage_ids[:, :, None], passage_ids[:, None, :]
@@ -292,12 +342,39 @@ def separate_passages(
     return attention_mask.masked_fill(is_other, torch.finfo(attention_mask.dtype).min)
 
 
+def prompt_positions(
+    slot_mask: torch.Tensor, passage_ids: torch.Tensor | None, is_real: torch.Tensor
+) -> torch.LongTensor:
+    """As `passage_positions`, of the slots (batch, seq_len) of a prompt and their passages (batch, max_slots)."""
+    return passage_positions(place_passage_ids(slot_mask, passage_ids), is_real)
+
+
+def keep_passages_apart(
+    slot_mask: torch.Tensor,
+    passage_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.LongTensor | None,
+    cache: Cache | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.LongTensor]:
+    """The mask and the positions of a prompt with independent passages; `position_ids` of a caller do not change.
+    `slot_mask` is (batch, seq_len), `passage_ids` (batch, max_slots)."""
+    placed = place_passage_ids(slot_mask, passage_ids)  # (batch, seq_len)
+    if position_ids is None:
+        is_2d = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
+        is_real = attention_mask[:, : slot_mask.shape[1]] if is_2d else torch.ones_like(slot_mask)
+        position_ids = passage_positions(placed, is_real)
+    is_static = cache is not None and cache.is_compileable  # then the mask has columns for unused positions, too
+    num_keys = cache.get_mask_sizes(slot_mask.shape[1], 0)[0] if is_static else None
+    return separate_passages(attention_mask, placed, dtype, num_keys), position_ids
+
+
 def prior_of_positions(passage_ids: torch.Tensor, passage_prior: torch.Tensor) -> torch.Tensor:
-    """What is added to the attention logits with which text reads each position (batch, seq_len), 0 on text.
+    """The bias on the attention logits of text for each position (batch, seq_len), 0 on text.
 
     Args:
         passage_ids (`torch.Tensor` of shape `(batch, seq_len)`): From [`place_passage_ids`].
-        passage_prior (`torch.Tensor` of shape `(batch, num_passages)`): What is added for each passage.
+        passage_prior (`torch.Tensor` of shape `(batch, num_passages)`): The bias of each passage.
 
     >>> prior_of_positions(torch.tensor([[-1, 0, 1, 1, -1]]), torch.tensor([[0.0, -2.0]]))
     tensor([[ 0.,  0., -2., -2.,  0.]])
@@ -326,6 +403,19 @@ def check_passage_prior(passage_prior, passage_ids: torch.Tensor | None, config:
         raise ValueError("`passage_prior` has numbers that are not finite. A large negative one hides a passage.")
 
 
+def slot_bias_of(
+    slot_mask: torch.Tensor, passage_ids: torch.Tensor | None, passage_prior, config: PreTrainedConfig
+) -> torch.FloatTensor:
+    """The `slot_bias` (batch, seq_len) of a prompt whose passages have the `passage_prior` (batch, num_passages).
+
+    Raises:
+        `ValueError`: as [`check_passage_prior`].
+    """
+    check_passage_prior(passage_prior, passage_ids, config)
+    placed = place_passage_ids(slot_mask, passage_ids)
+    return prior_of_positions(placed, passage_prior.to(placed.device))
+
+
 def with_slot_bias(
     attention_mask: torch.Tensor | None,
     slot_bias: torch.Tensor,
@@ -334,14 +424,14 @@ def with_slot_bias(
     cache: Cache | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """A mask with a bias on slots, for text that reads them; slots read each other as without it.
+    """A mask with a bias on slots, for text that attends to them; slots attend to each other as without it.
 
     Args:
         attention_mask: (batch, num_keys) or (batch, 1, num_queries, num_keys), boolean or additive; or `None`.
         slot_bias (`torch.Tensor` of shape `(batch, prompt_len)`): From [`prior_of_positions`]; columns that the cache
-            has behind these have none.
+            has after these have none.
         slot_mask (`torch.Tensor` of shape `(batch, num_queries)`, *optional*): Queries that are slots.
-        num_queries (`int`), cache: Queries stand behind what is cached.
+        num_queries (`int`), cache: Queries come after the cached positions.
         dtype (`torch.dtype`): Of the hidden states.
 
     Returns:

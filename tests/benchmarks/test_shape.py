@@ -89,7 +89,7 @@ def test_base_shares_weights_and_buffers():
     assert torch.equal(base(ids).logits, aligner(ids).logits)
 
 
-def test_steps_train_what_a_stage_trains(monkeypatch):
+def test_steps_train_stage_parameters(monkeypatch):
     """Gradients are gone after a step, and each stage leaves the model able to read."""
     monkeypatch.setattr(shape, "GROUP_SECONDS", 0.0)
     monkeypatch.setattr(shape, "EXAMPLES", 1)
@@ -130,7 +130,7 @@ def test_too_small_card_is_refused():
     check_fits("smollm2-135m", torch.bfloat16, 3050, "cuda:0", 6 * GIB, 8 * GIB)
 
 
-def test_arms_that_do_not_fit_are_left_out(monkeypatch):
+def test_oversized_arms_are_skipped(monkeypatch):
     """Free memory is that of the GPU and what torch has reserved and does not use."""
     bench = Bench(*tiny(), time.perf_counter() + 60, lambda what: None)
     bench.device = torch.device("cuda")
@@ -139,7 +139,7 @@ def test_arms_that_do_not_fit_are_left_out(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * GIB)
     assert bench.fits(2 * GIB, arm="text") and bench.left_out == []
     assert not bench.fits(3 * GIB, arm="text", batch=32, passages=20)
-    reason = "needs about 3.0 GiB beside the weights, 2.0 are free"
+    reason = "needs about 3.0 GiB in addition to the weights; 2.0 are free"
     assert bench.left_out == [{"arm": "text", "batch": 32, "passages": 20, "reason": reason}]
 
 

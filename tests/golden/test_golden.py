@@ -21,7 +21,7 @@ from golden.make import about, read
 IS_EXACT = os.environ.get("ARCALIGNER_GOLDEN_EXACT") == "1"
 LOGITS = 1e-5 if IS_EXACT else 1e-3  # relative to the largest
 MARGIN = 1e-4 if IS_EXACT else 1e-3  # an answer with a nearer second best token may be another one
-OTHERS = 1e-4
+OTHERS = 1e-4 if IS_EXACT else 1e-3  # kernels alone change norms of gradients by 2.4e-4, and scores by 1.1e-4
 SCALE = 30  # of the largest logits; a margin is a difference of scores, with what copying adds
 
 

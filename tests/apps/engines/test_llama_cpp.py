@@ -66,7 +66,7 @@ def make_engine(exported, base_model):
 
 @needs_llama_cpp
 @pytest.mark.parametrize("backbone", ["llama", "qwen2", "qwen3"])
-def test_backbones_read_slots_as_pytorch_does(backbone, tmp_path):
+def test_llama_cpp_equals_pytorch(backbone, tmp_path):
     aligner = tiny_aligner(backbone_config(backbone, hidden_size=32), dtype=torch.float32)
     bare = AutoModelForCausalLM.from_config(aligner.config.text_config)
     weights = {name.replace(".base_layer", ""): weight for name, weight in aligner.model.backbone.state_dict().items()}
@@ -138,7 +138,7 @@ def test_interrupted_answer_raises(make_engine):
     pieces = engine.stream(QUESTION, DOCUMENTS, max_new_tokens=8)
     next(pieces)
     engine.read("When?", DOCUMENTS)
-    with pytest.raises(RuntimeError, match="Another question"):
+    with pytest.raises(RuntimeError, match="A new question was started before this answer ended"):
         list(pieces)
 
 
@@ -167,7 +167,7 @@ def test_what_misfits_is_refused(exported, base_model, base_model_dir, tokenizer
     refused("There is no file .*missing.gguf", path=tmp_path / "missing.gguf", error=FileNotFoundError)
     refused("Make one: `arcaligner export-gguf", folder=checkpoints["joint"], error=FileNotFoundError)
     (tmp_path / "half.gguf").write_bytes(base_model.read_bytes()[:200])
-    refused("half.gguf is not a GGUF file, or is cut off", path=tmp_path / "half.gguf")
+    refused("half.gguf is not a GGUF file, or is truncated", path=tmp_path / "half.gguf")
     base, tokens = AutoModelForCausalLM.from_pretrained(base_model_dir), tokenizer.convert_ids_to_tokens(range(400))
     tokens[300] = "other"
     write_base_model(base, tokens, tmp_path / "tokens.gguf")
@@ -208,7 +208,7 @@ def test_what_misfits_is_refused(exported, base_model, base_model_dir, tokenizer
     ("backbone", "message"),
     [("gemma2", "Backbone `gemma2` has no GGUF export here"), ("mistral_window", "without a sliding window")],
 )
-def test_backbones_that_llama_cpp_names_otherwise_are_refused(backbone, message):
+def test_unsupported_backbones_are_refused(backbone, message):
     with pytest.raises(ValueError, match=message):
         gguf_files.architecture_of(tiny_aligner(backbone).config.text_config)
 

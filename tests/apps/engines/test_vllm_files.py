@@ -99,7 +99,7 @@ def request_of(body, name="one"):
 # Files
 
 
-def test_prefix_files_stand_in_order(cache, files, aligner):
+def test_prefix_files_keep_order(cache, files, aligner):
     keys = [path.stem for path in files.paths]
     assert len(set(keys)) == 3 and keys[1] == keys[3] and (files.num_passages, files.num_cached) == (3, 0)
     inputs = cache.prepare(QUESTION, documents=DOCUMENTS)
@@ -171,14 +171,14 @@ def lose(path):
         (cut, "cannot be used: .*deserializ"),
         (lambda path: path.write_bytes(b""), "cannot be used"),
         (lambda path: save_file(load_file(path), path), "its format is None"),
-        (lambda path: save_file(load_file(path), path, {"format": slots.FORMAT}), "does not say which base model"),
+        (lambda path: save_file(load_file(path), path, {"format": slots.FORMAT}), "does not name its base model"),
         (
             lambda path: shutil.copy(next(p for p in path.parent.iterdir() if p != path), path),
-            "not the file that it is",
+            "name is not the digest of its fingerprint",
         ),
     ],
 )
-def test_broken_files_are_refused_by_name(change, message, files):
+def test_broken_files_are_named(change, message, files):
     body = slots_request(files)["kv_transfer_params"]
     params = SimpleNamespace(
         extra_args={"kv_transfer_params": body}, prompt_logprobs=None, skip_reading_prefix_cache=None
@@ -197,7 +197,7 @@ def test_damaged_values_are_refused(max_bytes, files):
     assert isinstance(passages.read([key])[key], torch.Tensor)
     damage(files.paths[1])
     slots.check_slots([[files.paths[0].stem, files.num_slots[0]], [key, 1]])  # the header is whole
-    assert "are not those that were written" in str(passages.read([key])[key])
+    assert "do not match their digest" in str(passages.read([key])[key])
     lose(files.paths[1])
     assert "is not there" in str(passages.read([key])[key])
 
@@ -236,7 +236,7 @@ def foreign(files, aligner, folder):
     return other.paths[1].stem
 
 
-def test_requests_that_do_not_fit_are_refused(files, aligner, folder):
+def test_mismatched_requests_are_refused(files, aligner, folder):
     body = slots_request(files)["kv_transfer_params"]["slots"]
     (other_prompt,) = (
         aligner[0]
@@ -246,12 +246,12 @@ def test_requests_that_do_not_fit_are_refused(files, aligner, folder):
         )
     )
     for given, message in (
-        (None, "is no list of files"),
-        ([], "is no list of files"),
-        ([["a" * 64]], "is no list of files"),
-        ([[body[0][0], True]], "is no list of files"),
+        (None, "is not a list of files"),
+        ([], "is not a list of files"),
+        ([["a" * 64]], "is not a list of files"),
+        ([[body[0][0], True]], "is not a list of files"),
         ([["../../secret", 1]], "names no precomputed passage"),
-        ([body[0], [body[1][0], body[1][1] + 1]], "slots are asked of the passage"),
+        ([body[0], [body[1][0], body[1][1] + 1]], "`slots` asks for"),
         (body[1:], "first of `slots` is the text before them"),
         ([body[0], body[0]], "first of `slots` is the text before them"),
         ([[body[0][0], 1], body[1]], "1 tokens of the text before the passages; expected all"),
@@ -278,7 +278,7 @@ def test_joint_passages_are_one_file(processor, folder):
     (files,) = model.passage_cache(processor, folder=folder).prefix_files(QUESTION, [ADA, RADIK])
     body = slots_request(files)["kv_transfer_params"]["slots"]
     assert len(slots.check_slots(body)) == 2
-    with pytest.raises(ValueError, match="attend to each other are one file; got several"):
+    with pytest.raises(ValueError, match="are joint, so all passages"):
         slots.check_slots([*body, body[1]])
 
 
@@ -286,7 +286,7 @@ def test_lora_on_text_is_refused(processor, folder):
     model = aligner_for(processor, passage_attention="separate", lora_positions="all", dtype=torch.float32)
     apart = processor_with(processor, passage_attention="separate")
     (files,) = model.passage_cache(apart, folder=folder).prefix_files(QUESTION, [ADA])
-    with pytest.raises(ValueError, match="has a LoRA on all positions, vLLM reads text without"):
+    with pytest.raises(ValueError, match="has a LoRA on all positions"):
         slots.check_slots(slots_request(files)["kv_transfer_params"]["slots"])
 
 
@@ -318,7 +318,7 @@ def ask(connector, request, computed=0):
     return connector.get_num_new_matched_tokens(request, computed)
 
 
-def test_slots_are_what_is_not_computed_yet(connect, files):
+def test_slots_exclude_computed_positions(connect, files):
     connector, request = connect(), request_of(slots_request(files))
     total = sum(files.num_slots)
     assert ask(connector, request) == (total, False)
@@ -351,17 +351,17 @@ def test_preempted_requests_are_loaded_again(connect, files):
 @pytest.mark.parametrize(
     ("change", "engine", "message"),
     [
-        ({"prompt": lambda ids: [ids[0] + 1, *ids[1:]]}, {}, "after another text than the prompt begins with"),
+        ({"prompt": lambda ids: [ids[0] + 1, *ids[1:]]}, {}, "after another text than the one that"),
         ({"prompt": lambda ids: ids[:4]}, {}, "The prompt has 4 ids"),
         ({"cache_salt": lambda salt: None}, {}, "The `cache_salt` does not match the slots"),
         ({"cache_salt": lambda salt: salt[::-1]}, {}, "The `cache_salt` does not match the slots"),
         ({}, {"num_hidden_layers": 5}, "has layers, two, heads, head_dim"),
         ({}, {"head_dim": 4}, "has layers, two, heads, head_dim"),
-        ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "another base model: `rope`"),
+        ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "another base model: its `rope`"),
         ({}, {"model_type": "cohere"}, "Several independent passages need one of llama"),
     ],
 )
-def test_misfits_fail_and_are_never_answered(connect, files, change, engine, message, caplog):
+def test_mismatched_requests_fail(connect, files, change, engine, message, caplog):
     body = slots_request(files)
     body |= {name: edit(body[name]) for name, edit in change.items()}
     connector, request = connect(config=engine), request_of(body)
@@ -379,7 +379,7 @@ def test_misfits_fail_and_are_never_answered(connect, files, change, engine, mes
     assert worker.get_transfer_results(set()).failed_recving == set() and step(connector).refused == set()
 
 
-def test_other_weights_are_another_base_model(connect, files, base_model_dir, tmp_path_factory, caplog):
+def test_other_base_weights_are_refused(connect, files, base_model_dir, tmp_path_factory, caplog):
     folder = tmp_path_factory.mktemp("other")
     other = AutoModelForCausalLM.from_pretrained(base_model_dir)
     other.model.embed_tokens.weight.data[3] += 1
@@ -387,7 +387,7 @@ def test_other_weights_are_another_base_model(connect, files, base_model_dir, tm
     connector = connect()
     connector._base_model["weights"] = slots.base_model_digest(folder)
     assert ask(connector, request_of(slots_request(files)))[1]
-    assert "another base model: `weights`" in caplog.text
+    assert "another base model: its `weights`" in caplog.text
 
 
 # The worker's side
@@ -419,7 +419,7 @@ def load(worker, model, *loads, heads=None, dtype=torch.float32):
 
 @pytest.mark.parametrize("start", [0, BLOCK])
 @torch.no_grad()
-def test_base_model_answers_from_what_is_written(start, connect, cache, files, base_model_dir, aligner):
+def test_base_model_continues_from_files(start, connect, cache, files, base_model_dir, aligner):
     """Read with one position after the other, as vLLM does, the base model's logits are those of the aligner."""
     expected = cache.read_question(cache.prepare(QUESTION, documents=DOCUMENTS)).logits[0, -1]
     total, blocks = sum(files.num_slots), random.Random(1).sample(range(40), -(-sum(files.num_slots) // BLOCK))
@@ -455,8 +455,8 @@ def test_workers_write_their_own_heads(connect, files, aligner, monkeypatch):
     assert torch.equal(half, whole.bfloat16())
 
 
-def test_requests_of_a_step_are_written_together(connect, cache, aligner):
-    """Each as it is alone, whatever it has been given before, and whatever the others need."""
+def test_step_writes_all_requests(connect, cache, aligner):
+    """Each as if alone, whatever was loaded before, and whatever the others need."""
     asked = [DOCUMENTS, [RADIK], [RADIK, ADA]]
     bodies = [slots_request(cache.prefix_files(QUESTION, each)[0])["kv_transfer_params"]["slots"] for each in asked]
     starts, free = (0, BLOCK, sum(count for _, count in bodies[2][:2]) + 1), iter(range(40))
@@ -469,8 +469,8 @@ def test_requests_of_a_step_are_written_together(connect, cache, aligner):
     assert all(each.any() for each in alone) and torch.equal(together, sum(alone))
 
 
-def test_file_lost_while_running_fails_its_blocks(connect, cache, files, aligner, caplog):
-    """And no request beside it."""
+def test_lost_file_fails_its_blocks(connect, cache, files, aligner, caplog):
+    """A file that is lost while the engine runs fails its own request and no other."""
     body, worker = slots_request(files)["kv_transfer_params"]["slots"], connect(Role.WORKER)
     (other,) = cache.prefix_files(QUESTION, [ADA])
     beside = slots.Load(slots_request(other)["kv_transfer_params"]["slots"], 0, list(range(20, 30)))
@@ -486,7 +486,7 @@ def test_file_lost_while_running_fails_its_blocks(connect, cache, files, aligner
 # Copying
 
 
-def test_answers_are_copied_as_by_pytorch(processor):
+def test_copying_equals_pytorch(processor):
     """Walks through texts, some of which leave them."""
     documents, draws = [ADA, RADIK, "No. 7 is long-lived."], random.Random(0)
     texts = copied_texts(processor.tokenizer, documents, "not in the text")
