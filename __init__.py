@@ -40,7 +40,7 @@ def __dir__() -> list[str]:
 
 
 class _MovedPackages(MetaPathFinder, Loader):
-    """`arcaligner.corpus` and others by their names of before, for one version: the modules are those of `apps`."""
+    """The old names of `arcaligner.apps.corpus` and others, such as `arcaligner.corpus`, for one version."""
 
     def __init__(self):
         self.specs = {}  # of the modules by their old names

@@ -14,7 +14,7 @@ def main() -> None:
 
             main()
     finally:
-        gc.freeze()  # else Python looks through all that is left for seconds before it ends
+        gc.freeze()  # else Python's garbage collector takes seconds at the end
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import ModelOutput
 
-# What the models and layers of the installed transformers call their cache: `cache` since 5.24. Users may say either.
+# The name of the cache in models and layers of the installed transformers: `cache` since 5.24. Users may pass either.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
@@ -52,7 +52,7 @@ class SlotRows(NamedTuple):
     prefix_length: int | None  # positions up to the last slot of all rows; None where code is compiled for any
 
     def refinable(self, is_last_layer: bool) -> torch.Tensor:
-        """Slots (batch, max_slots) that may be refined: nothing reads the last layer's, except at the end of a row."""
+        """Slots (batch, max_slots) that may be refined: those of the last layer are used only at the end of a row."""
         if is_last_layer and self.ends_in_slot is not None:
             return self.is_slot & self.ends_in_slot[:, None]
         return self.is_slot
@@ -64,7 +64,7 @@ class SlotRows(NamedTuple):
         return MOST_TEXT_PER_SLOT * self.slot_positions.shape[1] >= self.text_positions.shape[1]
 
     def for_any_length(self) -> "SlotRows":
-        """Without numbers of the host: code would be compiled again for each place of the slots."""
+        """The same without Python numbers, with which code would be compiled again for each place of the slots."""
         return self._replace(slot_span=None, prefix_length=None)
 
     def sizes(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,7 +158,7 @@ def _slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, device:
     slots = _packed_positions(is_slot)
     slots = np.pad(slots, ((0, 0), (0, max_slots - slots.shape[1])), constant_values=-1)
     last_slot = slots.max(axis=1, keepdims=True, initial=-1)  # (batch, 1)
-    texts = _packed_positions(is_text & (np.arange(is_slot.shape[1]) < last_slot))  # no slot reads what comes later
+    texts = _packed_positions(is_text & (np.arange(is_slot.shape[1]) < last_slot))  # no slot attends to later text
     rows = is_slot.ravel().nonzero()[0]
     last_real = np.where(is_slot | is_text, np.arange(is_slot.shape[1]), -1).max(axis=1, initial=-1)  # (batch,)
     stand_together = len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows)
@@ -314,17 +314,17 @@ def passage_positions(passage_ids: torch.Tensor, is_real: torch.Tensor) -> torch
 def separate_passages(
     attention_mask: torch.Tensor | None, passage_ids: torch.Tensor, dtype: torch.dtype, num_keys: int | None = None
 ) -> torch.Tensor:
-    """The mask of a prompt in which no slot reads a slot of another passage.
+    """The mask of a prompt in which no slot attends to a slot of another passage.
 
     Args:
         attention_mask: (batch, seq_len), 0 on padding; or (batch, 1, seq_len, num_keys), boolean or additive, for a
-            prompt of which more is hidden; `None` hides nothing.
+            prompt with further hidden positions; `None` hides nothing.
         passage_ids (`torch.Tensor` of shape `(batch, seq_len)`): From [`place_passage_ids`].
         dtype (`torch.dtype`): Of the hidden states.
-        num_keys (`int`, *optional*): Columns, more than `seq_len` where a static cache has room left.
+        num_keys (`int`, *optional*): Columns, more than `seq_len` if a static cache has unused room.
 
     Returns:
-        `torch.Tensor` of shape `(batch, 1, seq_len, num_keys)`, of the kind that was given; additive for a 2-D mask.
+        `torch.Tensor` of shape `(batch, 1, seq_len, num_keys)`, boolean or additive as given; additive for a 2-D mask.
     """
     seq_len = passage_ids.shape[1]
     query, key = passage_ids[:, :, None], passage_ids[:, None, :]
@@ -370,11 +370,11 @@ def keep_passages_apart(
 
 
 def prior_of_positions(passage_ids: torch.Tensor, passage_prior: torch.Tensor) -> torch.Tensor:
-    """What is added to the attention logits with which text reads each position (batch, seq_len), 0 on text.
+    """The bias on the attention logits of text for each position (batch, seq_len), 0 on text.
 
     Args:
         passage_ids (`torch.Tensor` of shape `(batch, seq_len)`): From [`place_passage_ids`].
-        passage_prior (`torch.Tensor` of shape `(batch, num_passages)`): What is added for each passage.
+        passage_prior (`torch.Tensor` of shape `(batch, num_passages)`): The bias of each passage.
 
     >>> prior_of_positions(torch.tensor([[-1, 0, 1, 1, -1]]), torch.tensor([[0.0, -2.0]]))
     tensor([[ 0.,  0., -2., -2.,  0.]])
@@ -424,14 +424,14 @@ def with_slot_bias(
     cache: Cache | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """A mask with a bias on slots, for text that reads them; slots read each other as without it.
+    """A mask with a bias on slots, for text that attends to them; slots attend to each other as without it.
 
     Args:
         attention_mask: (batch, num_keys) or (batch, 1, num_queries, num_keys), boolean or additive; or `None`.
         slot_bias (`torch.Tensor` of shape `(batch, prompt_len)`): From [`prior_of_positions`]; columns that the cache
-            has behind these have none.
+            has after these have none.
         slot_mask (`torch.Tensor` of shape `(batch, num_queries)`, *optional*): Queries that are slots.
-        num_queries (`int`), cache: Queries stand behind what is cached.
+        num_queries (`int`), cache: Queries come after the cached positions.
         dtype (`torch.dtype`): Of the hidden states.
 
     Returns:

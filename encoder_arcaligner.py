@@ -154,7 +154,7 @@ class SentenceEncoder:
             load_encoder_lora(model, Path(self.folder))
         model.eval().requires_grad_(False)
         for layer in _lora_layers(model):
-            layer.merge()  # else each reading would compute the LoRA once more
+            layer.merge()  # else the LoRA would be computed in each call
         if self.dtype == "auto":
             self.dtype = str(fastest_dtype(model.device.type)).removeprefix("torch.")
         if self.dtype == "bfloat16":
@@ -178,7 +178,7 @@ class SentenceEncoder:
 
     @property
     def untrained(self) -> "SentenceEncoder":
-        """The encoder as it was before training, for search: the trained one describes what a text says, not which
+        """The encoder without its trained LoRA, for search: a trained one represents what a text says, not which
         questions it answers."""
         if self.folder is None:
             return self
@@ -198,10 +198,10 @@ class SentenceEncoder:
         Raises:
             `ValueError`: LoRA of another rank.
         """
-        if self.dtype != "float32":  # what LoRA was added to is rounded, and would not become what it was
+        if self.dtype != "float32":  # merged weights are rounded, so unmerging would not restore them
             self.dtype, self._model = "float32", None
         if not _lora_layers(self.model):
-            # A pooler is not read: it would get no gradient.
+            # The pooler's output is not used, so it would get no gradient.
             config = LoraConfig(
                 r=lora_r, lora_alpha=2 * lora_r, target_modules="all-linear", exclude_modules=".*pooler.*"
             )
@@ -231,7 +231,7 @@ class SentenceEncoder:
         limit = self.tokenizer.model_max_length
         if limit is None or 2 * len(text) < limit:
             return 1
-        # No tokenizer joins so many characters. What is longer is cut first, so that it is tokenized twice at most.
+        # No tokenizer joins so many characters. A longer text is cut first, so that it is tokenized twice at most.
         longest = 16 * limit
         if len(text) > longest:
             return max(2, len(text) // longest)
@@ -244,7 +244,7 @@ class SentenceEncoder:
 
     @property
     def text_tokenizer(self) -> "EncoderTokenizer":
-        """What makes the encoder's inputs of texts, without the weights: workers of a data loader can have it."""
+        """The part that makes the encoder's inputs from texts, without weights, for workers of a data loader."""
         model = self.model
         prompt = model.prompts.get(model.default_prompt_name) or ""
         batch_tokens = CPU_TOKENS if model.device.type == "cpu" else DEVICE_TOKENS
@@ -256,21 +256,20 @@ class SentenceEncoder:
         """Late chunking: each text is encoded once, and its token states are averaged over spans of characters.
 
         Args:
-            texts (`Sequence[str]`): What the encoder reads.
+            texts (`Sequence[str]`): The encoder's inputs.
             starts (`Sequence[int]`): For each text, the character where its first span begins.
             ends (`Sequence[Sequence[int]]`, *optional*): For each text, the characters where its spans end, ascending.
                 `None` gives an embedding per text, as `encode` does.
 
         Returns:
-            Normalized embeddings (num_spans, encoder_hidden_size) of all texts' spans in order, with a gradient where
-            the encoder's weights ask for one. A span that lies inside one of the encoder's tokens has the states of
-            that token.
+            Normalized embeddings (num_spans, encoder_hidden_size) of all texts' spans in order, with a gradient if
+            the encoder's weights require one. A span inside one of the encoder's tokens has the states of that token.
         """
         return self.encode_inputs(self.text_tokenizer(texts, starts, ends))
 
     def encode_inputs(self, inputs: "EncoderInputs") -> torch.Tensor:
-        """As `encode_runs`, of what its tokenizer made of the texts: (num_slots, encoder_hidden_size). The host waits
-        for nothing. A slot that no text has is 0."""
+        """As `encode_runs`, from tokenized texts: (num_slots, encoder_hidden_size), without waiting for the device. A
+        slot without text is 0."""
         model, sums = self.model, None
         inputs = inputs.to(model.device)
         num_texts, longest, num_reads = zip(*inputs.batches, strict=True)
@@ -298,8 +297,8 @@ class SentenceEncoder:
 
     @torch.no_grad()
     def encode_words(self, texts: Sequence[str]) -> list[tuple[list[str], torch.Tensor]]:
-        """Of each text its tokens, as they stand there, and their normalized states (tokens, encoder_hidden_size),
-        float16 on the CPU. A text is cut where the encoder ends."""
+        """For each text its tokens, spelled as in the text, and their normalized states (tokens, encoder_hidden_size),
+        float16 on the CPU. A text is cut at the encoder's limit."""
         if not texts:
             return []
         tokenizer = self.text_tokenizer
@@ -316,18 +315,18 @@ class SentenceEncoder:
 
 @dataclass(frozen=True)
 class EncoderInputs:
-    """Tokenized texts, in batches of like length, and the slots that they become. All tensors are flat, so that little
-    is moved to a device, and what the host has to know is not among them.
+    """Tokenized texts, in batches of similar length, and the slots that they become. All tensors are flat, so that
+    little is moved to a device; numbers that the host needs are not among them.
 
     Args:
         input_ids (`torch.LongTensor` of shape `(num_tokens,)`): Batches (texts, longest), one after the other.
         lengths (`torch.LongTensor` of shape `(num_texts,)`): Tokens of each text, padding not counted.
-        tokens (`torch.LongTensor` of shape `(num_reads,)`): What is read: places among the tokens of a batch, or
-            among its texts, batch after batch.
+        tokens (`torch.LongTensor` of shape `(num_reads,)`): Places of the averaged tokens in a batch, or of texts in
+            it, batch after batch.
         slots (`torch.LongTensor` of shape `(num_reads,)`): The slot of each, which is the mean of its tokens.
-        batches (`tuple`): Of each batch the number of texts, the tokens of the longest one and what is read.
+        batches (`tuple`): For each batch the number of texts, the tokens of the longest one and the number of `tokens`.
         num_slots (`int`): Their number.
-        of_tokens (`bool`): Whether `tokens` are tokens; else they are texts, which all modules of the encoder read.
+        of_tokens (`bool`): Whether `tokens` are tokens; else they are texts, which pass all modules of the encoder.
     """
 
     input_ids: torch.LongTensor
@@ -383,8 +382,8 @@ class EncoderTokenizer:
         return self.batched(ids, lengths, *_span_tokens(offsets, lengths, np.asarray(starts), ends, counts), len(ends))
 
     def read(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ids (num_tokens,) of all texts, the number of tokens of each (num_texts,), and the characters that tokens
-        stand for (num_tokens, 2): below 0 in the prompt, equal where a token stands for none."""
+        """Ids (num_tokens,) of all texts, the number of tokens of each (num_texts,), and the first and end character of
+        each token (num_tokens, 2): below 0 in the prompt, equal for a token without characters."""
         options = {"truncation": self.limit is not None, "max_length": self.limit, "return_offsets_mapping": True}
         options |= {"return_attention_mask": False, "return_token_type_ids": False}
         read = self.tokenizer([self.prompt + text for text in texts], **options)
@@ -396,12 +395,12 @@ class EncoderTokenizer:
     def batched(
         self, ids: np.ndarray, lengths: np.ndarray, tokens: np.ndarray | None, slots: np.ndarray, num_slots: int
     ) -> EncoderInputs:
-        """Texts, as `read` gives them, in batches of like length; `tokens`, numbers among all texts' tokens, or `None`
-        for texts as wholes, become `slots`."""
+        """Texts, as `read` gives them, in batches of similar length; `tokens`, numbers among all texts' tokens, or
+        `None` for texts as wholes, become `slots`."""
         order = np.argsort(lengths, kind="stable")
         sizes = self._batch_sizes(lengths[order])
         longest = lengths[order][np.cumsum(sizes) - 1]  # (batches,)
-        # Of each text its batch, and of its tokens the places in all batches' ids.
+        # For each text its batch, and for its tokens the places in the ids of all batches.
         batch_of_text, row_of_text = np.empty_like(order), np.empty_like(order)
         batch_of_text[order] = np.repeat(np.arange(len(sizes)), sizes)
         row_of_text[order] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -451,11 +450,11 @@ def _span_tokens(
         counts (`np.ndarray` of shape `(num_texts,)`): Spans of each text.
 
     Returns:
-        Two arrays (num_reads,): tokens, and the span of each, which is the one that the middle of the token lies in. A
-        span without a token of its own, inside of one or cut off at the encoder's limit, has the nearest one.
+        Two arrays (num_reads,): tokens, and the span of each, which contains the middle of the token. A span without a
+        token, because it lies inside of one or beyond the encoder's limit, gets the nearest one.
     """
     text_of_token, text_of_span = (np.repeat(np.arange(len(lengths)), each) for each in (lengths, counts))
-    middles = offsets.sum(axis=1)  # twice as large, and so whole numbers; a token over two spans belongs to one
+    middles = offsets.sum(axis=1)  # doubled, so that they are whole; decides which span a token across two belongs to
     tokens = ((offsets[:, 1] > offsets[:, 0]) & (middles > 2 * starts[text_of_token])).nonzero()[0]
     # One search for all texts: those of a text are `width` above those of the text before it.
     width = 1 + max(middles.max(initial=0), 2 * ends.max(initial=0))
@@ -561,8 +560,8 @@ def passages_of_questions(
         `ValueError`: both or neither, values of another kind, or not one entry for each question.
     """
     if (documents is None) == (context_embeds is None):
-        found = "no" if documents is None else "both"
-        raise ValueError(f"Got {found} `documents` and `context_embeds`; expected one of the two.")
+        found = "neither `documents` nor" if documents is None else "both `documents` and"
+        raise ValueError(f"Got {found} `context_embeds`; pass exactly one.")
     if context_embeds is None:
         return _rows_of(documents_of, documents, "`documents`", is_single, num_rows)
     embeds = _rows_of(_embeds_of, context_embeds, "`context_embeds`", is_single, num_rows)
@@ -579,7 +578,7 @@ def passages_of_questions(
     return [GivenSlots(*given) for given in zip(embeds, words, passage_ids, strict=True)]
 
 
-def passages_apart(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
+def single_passages(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
     """Each passage of a question by itself, by its number; those without text are left out, unless all are."""
     if not isinstance(passages, GivenSlots):
         return {number: [each] for number, each in enumerate(passages) if text_of(each, number).strip()} or {0: []}
@@ -587,11 +586,12 @@ def passages_apart(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
     if ids is None:
         return {0: passages}
     numbers, sizes = (each.tolist() for each in ids.unique_consecutive(return_counts=True))
-    # As wide as each needs by itself, or it would be another passage beside one with longer slots.
+    # Each as wide as its own longest slot, so that a passage has the same digest next to any other.
     words = [None] * len(sizes) if words is None else [own[:, (own >= 0).any(dim=0)] for own in words.split(sizes)]
     if len(set(numbers)) < len(numbers):
         raise ValueError(
-            f"`context_passage_ids` is {numbers}, repeats left out; expected the slots of a passage to be adjacent."
+            f"`context_passage_ids` has the runs {numbers}, with a passage in two of them; expected the slots of a "
+            "passage to be adjacent."
         )
     apart = map(GivenSlots, embeds.split(sizes), words)
     return dict(zip(numbers, apart, strict=True))
@@ -599,8 +599,8 @@ def passages_apart(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
 
 @functools.cache
 def fastest_dtype(device_type: str) -> torch.dtype:
-    """What `"auto"` means for an encoder and in a recipe: bfloat16 if the machine multiplies matrices of a small model
-    1.5 times as fast in it, else float32. On a CPU both are measured, for a tenth of a second each."""
+    """The dtype of `"auto"` for an encoder and in a recipe: bfloat16 if the machine multiplies matrices of a small
+    model at least 1.5 times as fast in it, else float32. On a CPU both are measured, for a tenth of a second each."""
     if device_type != "cpu":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     is_faster = _products_per_second(torch.bfloat16) > 1.5 * _products_per_second(torch.float32)
@@ -617,7 +617,7 @@ def _products_per_second(dtype: torch.dtype) -> float:
     return count / (time.perf_counter() - start)
 
 
-# LoRA that a sentence encoder was trained with, in PEFT's files
+# The LoRA of a trained sentence encoder, in PEFT's files
 def _lora_layers(model) -> list[LoraLayer]:
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
@@ -685,12 +685,12 @@ class EncodedDocuments(NamedTuple):
     context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
     context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 after a slot's tokens
     context_passage_ids: torch.LongTensor  # (num_slots,), the number of each slot's document
-    dropped: list[Segment]  # what has no slot
+    dropped: list[Segment]  # segments without a slot
 
 
 @dataclass(frozen=True)
 class SlotEncoder:
-    """What makes slots of passages: an encoder and a backbone's tokenizer, with the settings of a processor."""
+    """Makes slots from passages: an encoder and a backbone's tokenizer, with the settings of a processor."""
 
     tokenizer: Any
     encoder: SentenceEncoder
@@ -718,8 +718,8 @@ class SlotEncoder:
         return rate
 
     def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
-        """The segments of one question's documents, in order; empty when there is nothing but white space. They count
-        characters of what is read (`text_of`).
+        """The segments of one question's documents, in order; empty if there is only white space. They count characters
+        of the normalized text (`text_of`).
 
         Raises:
             `ValueError`: a document that is neither a string nor `{"title": str, "text": str}`.
@@ -760,8 +760,8 @@ class SlotEncoder:
         only_segments: bool = False,
     ) -> list[EncodedDocuments]:
         """The passages of several questions, all documents or all precomputed slots, as slots. `room` is the
-        maximum number of slots of each or, `apart`, of each of its passages; more raise an error before anything is
-        encoded, which calls them by one of `names`. With `only_segments` the encoder reads nothing, and embeddings are
+        maximum number of slots of each or, with `apart`, of each of its passages; more raise an error, with one of
+        `names`, before anything is encoded. With `only_segments` nothing is encoded, and embeddings are
         (num_slots, 0)."""
         rate = self.check_settings(max_slots, tokens_per_slot)
         if isinstance(passages[0], GivenSlots):
@@ -852,8 +852,8 @@ class SlotEncoder:
 def _check_room(
     name: str, row: list[SegmentTokens], rate: int | str, max_slots: int | None, room: int | None, apart: bool
 ) -> None:
-    """Refuses passages, "The passages are" in `name`, with more slots than there is room for; where they are read
-    `apart`, each has that room."""
+    """Refuses passages, "The passages are" in `name`, with more slots than there is room for; with `apart` each passage
+    has that room."""
     sizes: dict[int, int] = defaultdict(int)
     for tokens in row:
         sizes[tokens.segment.document] += len(tokens.runs(rate))

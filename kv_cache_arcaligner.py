@@ -66,15 +66,15 @@ from .encoder_arcaligner import (
     GivenSlots,
     pad_passage_ids,
     pad_words,
-    passages_apart,
     passages_of_questions,
+    single_passages,
 )
 from .loading_arcaligner import HEAD, share_file, tensors_digest
 
 logger = logging.get_logger(__name__)
 
-# Passages that `iter_single_passages` prefills, and rows that it makes, together: enough for fast products, few enough
-# for memory.
+# How many passages `iter_single_passages` prefills together, and how many rows it makes together: enough for fast
+# products, few enough for memory.
 PASSAGES_AT_ONCE, ROWS_AT_ONCE = 32, 16
 
 
@@ -86,7 +86,7 @@ def _warn_of(old: str, new: str) -> None:
 
 @dataclass
 class _Unit:
-    """What is read at once: passages behind the text `head`, or that text alone; `key` is that of its entry, and an
+    """The unit of a prefill: passages after the text `head`, or that text alone. `key` is that of its entry, and an
     error begins with `name`."""
 
     head: tuple[int, ...]
@@ -121,20 +121,20 @@ class AskedQuestions(NamedTuple):
 
 
 class PrefixFiles(NamedTuple):
-    """Where the keys and values of all that stands before a question are, for an engine that reads them by itself: the
-    text before the slots first, then each passage in order; a passage that stands twice is in the list twice."""
+    """The files with the keys and values of everything before a question, for another engine: the text before the slots
+    first, then each passage in order, a repeated one each time."""
 
     paths: list[Path]
-    num_slots: list[int]  # of each file, from its beginning on
-    head: list[int]  # ids of the text before the slots, of which the first file is
+    num_slots: list[int]  # of each file, the number of its first slots that are used
+    head: list[int]  # ids of the text before the slots, the content of the first file
     tail: list[int]  # ids of the text after the slots
-    num_passages: int  # that are read apart; one where they are read jointly
-    num_cached: int  # of them did not have to be read
+    num_passages: int  # independent passages; 1 for joint ones
+    num_cached: int  # of these, how many were in the cache
 
 
 class Prepared(dict):
-    """The inputs of `generate`. Attributes: for each question `num_passages`, the passages that are read apart (one
-    where they are read jointly), and `num_cached`, how many of them did not have to be read."""
+    """The inputs of `generate`. Attributes: for each question `num_passages`, its independent passages (1 for joint
+    ones), and `num_cached`, how many of them were in the cache."""
 
     num_passages: list[int]
     num_cached: list[int]
@@ -148,25 +148,26 @@ class Prepared(dict):
 
 class PassageCache:
     """
-    Keeps the keys and values of passages for further questions; the least recently used are dropped first.
+    Caches the keys and values of passages for further questions; the least recently used are dropped first.
 
-    Gates, number of slots, segmentation, and the weights of model and encoder may change between two calls: what is
-    kept is used only with what it was made with. Not noticed are writes to weights through `.data` or NumPy, modules
-    and hooks that are added or replaced, and a tokenizer or a spaCy pipeline that is changed in place: make a new
-    store then. Where nobody can tell when weights change, as of a quantized model, nothing is kept, and a warning says
-    so. A copy of a store starts empty.
+    Gates, number of slots, segmentation, and the weights of model and encoder may change between two calls: an entry is
+    used only with the settings and weights that it was made with. These changes are not detected: writes to weights
+    through `.data` or NumPy, modules and hooks that are added or replaced, and a tokenizer or a spaCy pipeline that is
+    changed in place. Make a new cache then. If changes of weights cannot be detected, as with a quantized model,
+    nothing is cached, and a warning says so. A copy of a cache starts empty.
 
     Args:
         model ([`ArcAlignerForCausalLM`]): In evaluation mode.
         processor ([`ArcAlignerProcessor`]): The model's.
-        max_bytes (`int`, defaults to 1 GiB): Memory for keys and values; 0 keeps none there.
-        folder (`str` or `Path`, *optional*): Where everything is written and looked for, also by other processes.
-        dtype (`"int8"`, *optional*): Keeps passages in a quarter of the bytes of float32, with a step for each slot and
-            head. Joining them takes longer, and answers are nearly the same. Default: the backbone's dtype.
+        max_bytes (`int`, defaults to 1 GiB): Memory for keys and values; 0 caches none in memory.
+        folder (`str` or `Path`, *optional*): Folder for the entries, which other processes may use, too.
+        dtype (`"int8"`, *optional*): Stores passages in a quarter of the bytes of float32, with a step for each slot
+            and head. Joining them takes longer, and answers are nearly the same. Default: the backbone's dtype.
         read_only (`bool`, defaults to `False`): Whether nothing is written to the folder, such as that of a corpus.
 
-    Attributes: `hits`, `loads` and `misses` count passages found in memory, read from the folder and read by the model;
-    `bytes` are in use.
+    Attributes: `hits`, `loads` and `misses` count passages found in memory, loaded from the folder and computed by the
+    model; `bytes` are in use. `wait` is called with the `threading.Event` of an entry that another thread computes, and
+    returns when it is set.
 
     Example:
 
@@ -205,8 +206,10 @@ class PassageCache:
         self._watched = WatchedWeights(model, lambda name: part_of[model.is_aligner_key(name)])
         self._encoder: WatchedWeights | None = None
         self._base_model: tuple[str, dict[str, Any]] | None = None  # with the digest of the weights that it describes
-        self._tokenizers = {}  # what was read of each, by its id
+        self._tokenizers = {}  # the digest of each, by its id
+        self.wait: Callable[[threading.Event], Any] = threading.Event.wait
         self._lock = threading.RLock()
+        self._reading: dict[str, threading.Event] = {}  # set when what has the key has been read
 
     def __getstate__(self):
         return {
@@ -231,35 +234,37 @@ class PassageCache:
         passage_prior: Sequence[Sequence[float]] | None = None,
         **kwargs,
     ) -> Prepared:
-        """The inputs of `generate` for questions about passages. What is not kept yet is read, equal passages once.
+        """The inputs of `generate` for questions about passages. Passages that are not cached are computed, equal ones
+        once.
 
         Args:
             questions (`str`, chat, or a list of them): With slots before the first user message.
             documents (`list`, *optional*): Passages, as the processor takes them; a list for each of several questions.
             context_embeds (tensor or a list, *optional*): Instead, embeddings (num_slots, encoder_hidden_size).
-            context_word_ids (tensor or a list, *optional*): Their words (num_slots, max_words), where they are read.
+            context_word_ids (tensor or a list, *optional*): Their token ids (num_slots, max_words), if the aligner uses
+                them.
             context_passage_ids (tensor or a list, *optional*): Their passages (num_slots,).
-            passage_prior (`list[list[float]]`, *optional*): Of each question, what is added to the attention logits of
-                each of its passages, those without text included; `passage_prior` of `generate`.
-            kwargs: How slots are chosen and refined, as for the processor and `generate`: `max_slots`,
-                `tokens_per_slot`, `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget`; each
-                combination but `max_slots` is kept by itself where passages are read apart. The rest is for the chat
-                template; `add_generation_prompt` is on.
+            passage_prior (`list[list[float]]`, *optional*): For each question, the bias on the attention logits of each
+                of its passages, those without text included; `passage_prior` of `generate`.
+            kwargs: How slots are selected and refined, as for the processor and `generate`: `max_slots`,
+                `tokens_per_slot`, `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget`. Each
+                combination has its own entries; independent passages are cached once for any `max_slots`. The rest is
+                for the chat template; `add_generation_prompt` is on.
 
         Returns:
             [`Prepared`], a `dict` with `input_ids`, `attention_mask` (batch, seq_len) and `past_key_values`, and
-            `context_passage_ids` (batch, max_slots) where passages are read apart, and `passage_prior` (batch,
-            num_passages) where it is given. For beams or several answers to a
-            question, call `past_key_values.batch_repeat_interleave(n)` first.
+            `context_passage_ids` (batch, max_slots) for independent passages, and `passage_prior` (batch,
+            num_passages) if it was given. For beams or several answers to a question, call
+            `past_key_values.batch_repeat_interleave(n)` first.
 
         Raises:
             `ValueError`: as the processor; prompts longer than the backbone's context; no question. A file that cannot
-                be used is warned of, and the passage read again.
+                be used is no error: a warning is logged, and the passage is computed again.
         """
         asked, settings = self.ask(
             questions, documents, context_embeds, context_word_ids, context_passage_ids, **kwargs
         )
-        # A passage that is read apart is kept whole, and cut afterwards: one entry serves any `max_slots`.
+        # An independent passage is cached whole and cut afterwards, so that one entry serves any `max_slots`.
         most = settings.pop("max_slots", None) if self._is_separate else None
         entries, missing = self._fetch(asked, settings)
         inputs = self._batch(
@@ -284,7 +289,7 @@ class PassageCache:
         questions = [questions] if is_single else list(questions)
         given = (documents, context_embeds, context_word_ids, context_passage_ids)
         passages = passages_of_questions(*given, is_single, len(questions), self.processor.context_words)
-        passages = [passages_apart(own) if self._is_separate else {0: own} for own in passages]
+        passages = [single_passages(own) if self._is_separate else {0: own} for own in passages]
         settings, template_kwargs = _split_settings(self.processor, kwargs)
         if any(len(own) > 1 for own in passages):
             check_can_separate(self.model.config.text_config, in_one_row=False)
@@ -303,11 +308,12 @@ class PassageCache:
         self, questions, documents=None, only: Sequence[Sequence[int]] | None = None, **kwargs
     ) -> Iterator[tuple[list[tuple[int, int, bool]], Prepared]]:
         """Each question with each of its passages by itself, some rows at a time: the numbers of question and passage,
-        whether it was kept, and what `prepare` would return for these rows. Passages without text have no row.
+        whether the passage was cached, and what `prepare` would return for these rows. Passages without text have no
+        row.
 
         Args:
             questions, documents, kwargs: As for `prepare`.
-            only (`Sequence[Sequence[int]]`, *optional*): Of each question the numbers of its passages that are read;
+            only (`Sequence[Sequence[int]]`, *optional*): For each question the numbers of the passages to compute;
                 others are not even encoded. Default: all.
         """
         yield from self.iter_asked(self.ask(questions, documents, **kwargs), only)
@@ -328,7 +334,7 @@ class PassageCache:
         ]
         for rows in (alone[first : first + PASSAGES_AT_ONCE] for first in range(0, len(alone), PASSAGES_AT_ONCE)):
             entries, missing = self._fetch([each for _, each in rows], settings)
-            rows.sort(key=lambda row: entries[row[1].units[1].key].shape[3])  # of about one length together
+            rows.sort(key=lambda row: entries[row[1].units[1].key].shape[3])  # rows of similar length together
             for some in (rows[start : start + ROWS_AT_ONCE] for start in range(0, len(rows), ROWS_AT_ONCE)):
                 parts = [first_slots([entries[unit.key] for unit in each.units], most) for _, each in some]
                 named = [(place, each.units[1].number, each.units[1].key not in missing) for place, each in some]
@@ -336,14 +342,14 @@ class PassageCache:
 
     @torch.no_grad()
     def precompute(self, questions, documents=None, **kwargs) -> list[Path]:
-        """Reads passages ahead, where they are not kept yet, for questions with the same text before their slots, such
-        as the same system message. Refuses a model of which nothing can be kept.
+        """Precompute passages that are not cached yet, for questions with the same text before their slots, such as the
+        same system message. Refuses a model whose passages cannot be cached.
 
         Args:
             questions, documents, kwargs: As for `prepare`.
 
         Returns:
-            `list[Path]`: Where the folder has the passages, and the text before them.
+            `list[Path]`: The files of the passages and of the text before them.
         """
         asked, settings = self.ask(questions, documents, **kwargs)
         self.weights(asked[0].units[1].passages)
@@ -352,13 +358,13 @@ class PassageCache:
 
     @torch.no_grad()
     def prefix_files(self, questions, documents=None, **kwargs) -> list[PrefixFiles]:
-        """Precomputes passages as `precompute`, and says of each question which files stand before it.
+        """Precompute passages as `precompute`, and return for each question the files that precede it.
 
         Args:
             questions, documents, kwargs: As for `prepare`.
 
         Raises:
-            `ValueError`: a cache without a `folder`; a model of which nothing can be kept.
+            `ValueError`: a cache without a `folder`; a model whose passages cannot be cached.
             `OSError`: a file that could not be written.
         """
         if self.folder is None:
@@ -368,7 +374,7 @@ class PassageCache:
         most = settings.pop("max_slots", None) if self._is_separate else None
         entries, missing = self._fetch(asked, settings)
         for unit in {unit.key: unit for question in asked for unit in question.units}.values():
-            # Gone since it was read, written by a version that named no base model, or never written: a full disk.
+            # Removed meanwhile, written by a version that did not name the base model, or not written: a full disk.
             if not names_base_model(path := self._path(unit.key)):
                 self._write(unit, entries[unit.key])
                 if not names_base_model(path):
@@ -398,8 +404,8 @@ class PassageCache:
         return self.iter_single_passages(questions, documents, **kwargs)
 
     def read_question(self, inputs: Prepared, only_answerability: bool = False):
-        """Reads the text after the slots, behind what is kept: the model's output, its scores those of the first token
-        of the answer, (batch, 1, vocab_size), or only its `answerability_logits` (batch,)."""
+        """Prefill the text after the slots on the cached keys and values: the model's output, with the logits of the
+        first token of the answer, (batch, 1, vocab_size), or only its `answerability_logits` (batch,)."""
         inputs = prefill_beginning(self.model, inputs)
         ids, mask, cache = (inputs[name] for name in ("input_ids", "attention_mask", "past_key_values"))
         positions = self.model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
@@ -416,7 +422,7 @@ class PassageCache:
     # Keys and values to a batch
 
     def _batch(self, asked: list[_Question], parts: list[list[torch.Tensor]]) -> Prepared:
-        """Prompts (batch, seq_len), left-padded in both halves, with the cache of what stands before the questions."""
+        """Prompts (batch, seq_len), left-padded in both halves, with the cache of everything before the questions."""
         config, slot_id = self.model.config.text_config, self.processor.context_token_id
         sizes = [[part.shape[3] for part in own[1:]] for own in parts]  # slots of each passage of each question
         ids = [[*question.units[0].head, *[slot_id] * sum(own)] for question, own in zip(asked, sizes, strict=True)]
@@ -442,7 +448,7 @@ class PassageCache:
         return inputs
 
     def _align_tails(self, ids, tails, parts):
-        """Makes tails equally long: the beginning of a longer one is read with its slots.
+        """Make tails equally long: the beginning of a longer one is prefilled with its slots.
 
         Padding between slots and their question would push the slots out of a sliding window, which counts columns.
         """
@@ -464,41 +470,64 @@ class PassageCache:
     def _fetch(
         self, asked: list[_Question], settings: dict[str, Any]
     ) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
-        """What was read of each unit, kept or read now, by its key, and the units that were not kept. The store owns
-        the tensors: copy before use."""
-        with self._lock:  # concurrent questions about one passage compute it once
-            passages = asked[0].units[1].passages
-            weights = None  # where nothing is kept, none are watched
-            if self.max_bytes or self.folder is not None:
-                try:
-                    weights = self._current_weights(passages)
-                except UnwatchableError as error:  # a quantized model answers as any other
-                    logger.warning_once(str(error))
-            # What all passages have in common, the weights among it, is digested once.
-            shared = shared_fingerprint(self.model, self.processor, weights or {}, settings)
-            shared |= {} if self.dtype is None else {"kept_dtype": self.dtype}
-            digest = json_digest(shared)
-            entries: dict[str, torch.Tensor] = {}
-            missing: dict[str, _Unit] = {}  # by key, so that a passage of several questions is read once
-            for unit in (unit for question in asked for unit in question.units):
-                own = passage_fingerprint(unit.head, unit.passages)
-                unit.key, unit.fingerprint = json_digest([digest, own]), shared | own
-                if unit.key in entries or unit.key in missing:
-                    self.hits += unit.is_passage
-                elif weights is not None and (entry := self._find(unit)) is not None:
-                    entries[unit.key] = entry
-                else:
-                    self.misses += unit.is_passage
-                    missing[unit.key] = unit
+        """Keys and values of each unit, cached or computed now, by its key, and the units that were not cached. The
+        cache owns the tensors: copy before use."""
+        passages = asked[0].units[1].passages
+        weights = None  # without a cache, weights are not watched
+        if self.max_bytes or self.folder is not None:
+            try:
+                weights = self._current_weights(passages)
+            except UnwatchableError as error:  # a quantized model answers as any other
+                logger.warning_once(str(error))
+        # The common part of all passages, with the weights, is digested once.
+        shared = shared_fingerprint(self.model, self.processor, weights or {}, settings)
+        shared |= {} if self.dtype is None else {"kept_dtype": self.dtype}
+        digest = json_digest(shared)
+        units = [unit for question in asked for unit in question.units]
+        for unit in units:
+            own = passage_fingerprint(unit.head, unit.passages)
+            unit.key, unit.fingerprint = json_digest([digest, own]), shared | own
+        entries, missing = self._claim(units, weights is not None)
+        try:
             if missing:
-                # Passages are read behind the text before them, which may be kept though they are not.
+                # Passages are computed after the text before them, which may be cached even if they are not.
                 heads = {one.units[0].head: entries.get(one.units[0].key) for one in asked}
                 entries |= self._read(missing, heads, settings, max(len(question.tail) for question in asked))
                 # If the weights have changed meanwhile, return the result but do not cache it.
                 if weights is not None and self._current_weights(passages) == weights:
-                    for unit in missing.values():
-                        self._write(unit, entries[unit.key])
-                        self._keep(unit.key, entries[unit.key])
+                    with self._lock:
+                        for unit in missing.values():
+                            self._write(unit, entries[unit.key])
+                            self._keep(unit.key, entries[unit.key])
+        finally:
+            with self._lock:
+                for key in missing:
+                    if (read := self._reading.pop(key, None)) is not None:
+                        read.set()
+        return entries, missing
+
+    def _claim(self, units: list[_Unit], is_kept: bool) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
+        """What is kept of the units, by their keys, and those that the caller has to read. What another thread reads
+        is waited for: concurrent questions about one passage compute it once."""
+        while True:
+            with self._lock:
+                if not (busy := [self._reading[unit.key] for unit in units if unit.key in self._reading]):
+                    return self._find_all(units, is_kept)
+            self.wait(busy[0])
+
+    def _find_all(self, units: list[_Unit], is_kept: bool) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
+        entries: dict[str, torch.Tensor] = {}
+        missing: dict[str, _Unit] = {}  # by key, so that a passage of several questions is read once
+        for unit in units:
+            if unit.key in entries or unit.key in missing:
+                self.hits += unit.is_passage
+            elif is_kept and (entry := self._find(unit)) is not None:
+                entries[unit.key] = entry
+            else:
+                self.misses += unit.is_passage
+                missing[unit.key] = unit
+        if is_kept:
+            self._reading |= {key: threading.Event() for key in missing}
         return entries, missing
 
     def _read(
@@ -508,7 +537,7 @@ class PassageCache:
         settings: dict[str, Any],
         tail_length: int,
     ) -> dict[str, torch.Tensor]:
-        """Reads units by their keys. `heads` are texts before the slots, with what is kept of each."""
+        """Compute units, by their keys. `heads` are texts before the slots, each with its cached keys and values."""
         if self.model.training:
             raise ValueError("The model is in training mode, where dropout changes slots. Call `model.eval()` first.")
         gates = {name: value for name, value in settings.items() if name in REFINEMENT_SETTINGS}
@@ -537,8 +566,8 @@ class PassageCache:
         return self._weights(passages, WatchedWeights.digests, self._tokenizer_digest)
 
     def _current_weights(self, passages: Sequence | tuple) -> dict[str, Any]:
-        """What stands for them in a key. Files outlive the process and need the digests, which take a second; memory
-        is asked by this process alone."""
+        """The part of a key for the weights. Files outlive the process and need digests, which take a second; memory is
+        used by this process only, so a mark is enough."""
         if self.folder is not None:
             return self.weights(passages)
         return self._weights(passages, WatchedWeights.mark, self._tokenizer_mark)
@@ -564,7 +593,7 @@ class PassageCache:
         return id(tokenizer), len(tokenizer)
 
     def _tokenizer_digest(self, tokenizer) -> str:
-        # Written out it is megabytes. Tokens that are added show in its length.
+        # Its JSON has megabytes, so it is digested once; added tokens show in its length.
         known, size, digest = self._tokenizers.get(id(tokenizer), (None, 0, ""))
         if known is not tokenizer or size != len(tokenizer):
             backend = copy.deepcopy(tokenizer.backend_tokenizer)
@@ -580,7 +609,7 @@ class PassageCache:
     def _find(self, unit: _Unit) -> torch.Tensor | None:
         if unit.key in self._kept:
             self.hits += unit.is_passage
-            self._kept.move_to_end(unit.key)  # the first to go are those that were asked for longest ago
+            self._kept.move_to_end(unit.key)  # the least recently used are dropped first
             return self._kept[unit.key]
         if self.folder is None or not (path := self._path(unit.key)).exists():
             return None
@@ -594,7 +623,7 @@ class PassageCache:
         return entry
 
     def _write(self, unit: _Unit, entry: torch.Tensor) -> None:
-        """Keeps an entry in the folder. A disk that is full or read-only costs the next reading, not this answer."""
+        """Write an entry to the folder. If the disk is full or read-only, the passage is computed again next time."""
         if self.folder is None or self.read_only:
             return
         try:
@@ -604,14 +633,14 @@ class PassageCache:
             logger.warning_once(f"Passages cannot be cached in {self.folder} ({error}). They will be computed again.")
 
     def _describe_base_model(self) -> dict[str, Any]:
-        """What other engines know the base model by, computed once for its weights."""
+        """The fingerprint by which other engines recognize the base model, computed once for its weights."""
         digest = self._watched.digests()["backbone_weights"]
         if self._base_model is None or self._base_model[0] != digest:
             self._base_model = digest, base_model_fingerprint(self.model)
         return self._base_model[1]
 
     def _keep(self, key: str, entry: torch.Tensor) -> None:
-        """Keeps an entry as the most recently used, unless it is larger than the budget."""
+        """Cache an entry as the most recently used, unless it is larger than the budget."""
         if entry.nbytes > self.max_bytes:
             return
         while self.bytes + entry.nbytes > self.max_bytes:
@@ -636,7 +665,7 @@ class SlotPrefixStore(PassageCache):
 
 
 def _prior_of_units(asked: list[_Question], passage_prior: Sequence[Sequence[float]]) -> torch.Tensor:
-    """What each question's passages that have slots were given, (batch, num_passages), padded with 0."""
+    """The prior of each question's passages that have slots, (batch, num_passages), padded with 0."""
     if len(passage_prior) != len(asked):
         raise ValueError(
             f"`passage_prior` is for {len(passage_prior)} questions; expected {len(asked)}, a list for each."
@@ -668,13 +697,13 @@ def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], 
     return canonical_settings(settings), rest
 
 
-# Keys and values of passages: read and joined. One passage, or all that are read jointly, is a tensor
+# Keys and values of passages: computed and joined. One passage, or all joint ones, are a tensor
 # (num_layers, 2, key_value_heads, num_slots, head_dim).
 
-# Slots of a batch of passages, padding included: large enough for fast products, small enough to hold little padding.
+# Slots of a batch of passages, padding included: enough for fast products, few enough for little padding.
 SLOTS_PER_BATCH = 1024
 
-# Slots of a row that several passages share: attention across passages is computed and thrown away.
+# Slots of a row that several passages share: attention across passages is computed and discarded.
 SLOTS_PER_ROW = 256
 
 
@@ -695,8 +724,8 @@ def in_pieces(length: int, num_rows: int = 1) -> Iterator[slice]:
 
 @torch.no_grad()
 def prefill_beginning(model, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs of `generate` for text, or for text behind slots that are in `past_key_values`, with all but the last
-    piece of it in the cache; short ones as they are."""
+    """The inputs of `generate` for text, or for text after slots that are in `past_key_values`, with everything except
+    the last piece in the cache; short texts stay unchanged."""
     ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], inputs.get("past_key_values")
     start = 0 if cache is None else cache.get_seq_length()
     if (ids.shape[1] - start) * len(ids) <= PIECE_POSITIONS:
@@ -731,16 +760,16 @@ def read_text(model, ids: Sequence[int]) -> torch.Tensor:
 
 @torch.no_grad()
 def read_passages(model, head_ids: Sequence[int], head: torch.Tensor, passages: Sequence, **settings) -> list:
-    """Keys and values of independent passages behind the same text.
+    """Keys and values of independent passages after the same text.
 
-    Short passages share a row, with no attention across; rows are of about the same length, so that there is little
-    padding. Where nothing is refined, the rows continue from the text's own keys and values. A refinement step reads
-    the text's deeper states, so there each row begins with the text, and has one passage, as a budget is one for a row.
+    Short passages share a row, without attention across; rows are of about the same length, so that there is little
+    padding. Without refinement, the rows continue from the keys and values of the text. A refinement step attends to
+    deeper states of the text, so each row then begins with the text, and has one passage, because a budget is per row.
 
     Args:
         model ([`ArcAlignerForCausalLM`]): In evaluation mode.
-        head_ids (`Sequence[int]`), head (`torch.Tensor`): The text before the slots, and what `read_text` made of it.
-        passages (`Sequence[EncodedDocuments]`): Slots of each; one of several documents is read jointly.
+        head_ids (`Sequence[int]`), head (`torch.Tensor`): The text before the slots, and the result of `read_text`.
+        passages (`Sequence[EncodedDocuments]`): Slots of each; several documents in one are joint.
         settings: `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget`, as in `forward`.
 
     Returns:
@@ -777,7 +806,7 @@ def share_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
 
 
 def _read_batch(model, head_ids, head, passages, batch: list[list[int]], entries: list, settings: dict) -> None:
-    """Reads the rows of `batch`, each the numbers of its passages, into their places in `entries`."""
+    """Compute the rows of `batch`, each the numbers of its passages, and put the results into `entries`."""
     rows, device, start = [[passages[number] for number in row] for row in batch], model.device, len(head_ids)
     continues = not model.config.refines(**settings)
     numbers = [[number for number, own in enumerate(row) for _ in own.context_embeds] for row in rows]
@@ -790,7 +819,7 @@ def _read_batch(model, head_ids, head, passages, batch: list[list[int]], entries
         ids = torch.cat([ids.new_tensor([list(head_ids)]).expand(len(rows), -1), ids], dim=1)
     elif max(map(len, rows)) > 1:  # else a plain causal mask does, which all attention kernels take
         positions = (start + passage_positions(numbers, is_slot)).to(device)
-        # (batch, 1, max_slots, start + max_slots): the text before is read by all
+        # (batch, 1, max_slots, start + max_slots): all attend to the text before
         mask = pad(separate_passages(is_slot, numbers, model.dtype), (start, 0))
     if positions is None:
         positions = torch.arange(mask.shape[1] - ids.shape[1], mask.shape[1], device=device).expand(len(rows), -1)
@@ -822,7 +851,7 @@ def _join_words(parts: Sequence[torch.LongTensor]) -> torch.LongTensor:
 
 
 def entry_shape(config: PreTrainedConfig, num_slots: int, dtype: torch.dtype | None = None) -> tuple[int, ...]:
-    """The shape of keys and values that a backbone has of some slots, or of bytes of [`from_int8`]."""
+    """The shape of a backbone's keys and values of some slots, or of bytes for [`from_int8`]."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_hidden_layers, 2, config.num_key_value_heads, num_slots, head_dim + 4 * (dtype == torch.int8)
 
@@ -833,7 +862,7 @@ def keys_values_of(cache: Cache, row: int, start: int, end: int) -> torch.Tensor
     length = cache.get_seq_length()
     layers = []
     for layer in cache.layers:
-        # A sliding window has dropped the first positions; zeros, which it never reads, keep the rest in place.
+        # A sliding window has dropped the first positions; zeros, outside of the window, keep the rest in place.
         dropped = length - layer.keys.shape[2]
         both = torch.stack([layer.keys[row], layer.values[row]])  # (2, heads, kept, head_dim)
         layers.append(pad(both, (0, 0, dropped, 0))[:, :, start:end])
@@ -841,21 +870,21 @@ def keys_values_of(cache: Cache, row: int, start: int, end: int) -> torch.Tensor
 
 
 def from_int8(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Keys and values (..., head_dim) in `dtype`, of those kept as they are or as bytes (..., head_dim + 4): numbers of
-    steps, and the float32 that a step is."""
+    """Keys and values (..., head_dim) in `dtype`, from stored ones in a float dtype or as bytes (..., head_dim + 4):
+    numbers of steps, and the float32 size of a step."""
     if kept.dtype != torch.int8:
         return kept
     return (kept[..., :-4].float() * kept[..., -4:].contiguous().view(torch.float32)).to(dtype)
 
 
 def to_int8(keys_values: torch.Tensor) -> torch.Tensor:
-    """Keys and values (..., head_dim) as bytes for `from_int8`: steps of a slot and head, as many as bytes tell."""
+    """Keys and values (..., head_dim) as bytes for `from_int8`: numbers of steps, of one size for a slot and head."""
     step = keys_values.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127
     return torch.cat([(keys_values.float() / step).round().to(torch.int8), step.contiguous().view(torch.int8)], dim=-1)
 
 
 def first_slots(parts: list[torch.Tensor], most: int | None) -> list[torch.Tensor]:
-    """The text before the slots and the first `most` slots: what follows a slot in its passage does not change it."""
+    """The text before the slots and the first `most` slots, which do not depend on later slots of the passage."""
     kept, room = parts[:1], most
     for part in parts[1:]:
         if room is not None:
@@ -871,7 +900,7 @@ ROOM = 128
 
 
 class RoomyLayer(DynamicLayer):
-    """A cache layer that is written into room behind what it holds, so that no token copies all that came before it.
+    """A cache layer with a buffer that has room for further tokens, so that no token copies all earlier ones.
 
     Args:
         room (`torch.Tensor` of shape `(2, batch, heads, num_positions, head_dim)`): Owned buffer for keys and values.
@@ -905,21 +934,21 @@ class RoomyLayer(DynamicLayer):
 
 
 def _empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """An ordinary tensor, that can be written to in and outside of inference mode."""
+    """An ordinary tensor, which can be written to in inference mode and outside of it."""
     with torch.inference_mode(False):
         return like.new_empty(shape)
 
 
 def join_keys_values(rows: Sequence[Sequence[torch.Tensor]], config: PreTrainedConfig) -> DynamicCache:
-    """Joins what was read, the text before the slots first, to a left-padded cache with a row for each of `rows`.
+    """Join keys and values, the text before the slots first, to a left-padded cache with a row for each of `rows`.
 
-    Everything is copied, once: generating from the cache leaves what is kept as it is.
+    Everything is copied, once, so generating from the cache does not change the entries.
     """
     lengths = [sum(part.shape[3] for part in parts) for parts in rows]
     first, length, cache = rows[0][0], max(lengths), DynamicCache(config=config)
     num_layers, _, heads, _, head_dim = first.shape
     for layer_idx in range(num_layers):
-        # Memory of a layer at a time: an allocator keeps pieces of this size, while larger ones are new each time.
+        # Memory for one layer at a time: an allocator reuses pieces of this size, and gets larger ones from the system.
         joined = _empty(first, 2, len(rows), heads, length + ROOM, head_dim)
         for row, parts in enumerate(rows):
             padding = length - lengths[row]
@@ -933,7 +962,7 @@ def join_keys_values(rows: Sequence[Sequence[torch.Tensor]], config: PreTrainedC
     return cache
 
 
-# Files of what was read
+# Files of keys and values
 FORMAT = "arcaligner-passage-3"
 
 BASE_MODEL = "base_model"  # in the metadata; files of version 0.2 do not have it
@@ -942,7 +971,7 @@ _NAME = "keys_values"
 
 
 def names_base_model(path: Path) -> bool:
-    """Whether a file is there, and says which base model it is of."""
+    """Whether a file exists and names its base model."""
     try:
         with safe_open(path, framework="pt") as file:
             return BASE_MODEL in (file.metadata() or {})
@@ -951,9 +980,9 @@ def names_base_model(path: Path) -> bool:
 
 
 def base_model_fingerprint(model) -> dict[str, Any]:
-    """What any engine can compute of a base model to know that keys and values are its own: `weights`, the SHA-256 of
-    names, shapes and values in bfloat16 of its decoder, as its safetensors files name them without `model.`, and
-    `rope`, its `rope_parameters`. Its precision does not matter, for float32 and bfloat16 round to the same."""
+    """A fingerprint of a base model that any engine can compute, to check that keys and values belong to it: `weights`,
+    the SHA-256 of names, shapes and values in bfloat16 of its decoder, named as in its safetensors files without
+    `model.`; and `rope`, its `rope_parameters`. It is the same for float32 and bfloat16 weights."""
     found, weights = hashlib.sha256(), {}
     for name, weight in model.model.backbone.named_parameters():
         if not model.is_aligner_key(name):
@@ -975,8 +1004,8 @@ def save_keys_values(
     Args:
         path (`str` or `Path`): File to write; its folder exists.
         keys_values (`torch.Tensor` of shape `(num_layers, 2, heads, num_slots, head_dim)`): From `read_passages`.
-        fingerprint (`dict`): What `shared_fingerprint` and `passage_fingerprint` return.
-        base_model (`dict`, *optional*): What `base_model_fingerprint` returns, for engines that read the file.
+        fingerprint (`dict`): From `shared_fingerprint` and `passage_fingerprint`.
+        base_model (`dict`, *optional*): From `base_model_fingerprint`, for engines that read the file.
     """
     path, tensors = Path(path), {_NAME: keys_values.contiguous()}
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -994,11 +1023,11 @@ def save_keys_values(
 def load_keys_values(
     path: str | Path, fingerprint: dict[str, Any], config: PreTrainedConfig, device: str | torch.device = "cpu"
 ) -> torch.Tensor:
-    """Reads what `save_keys_values` wrote.
+    """Load a file of `save_keys_values`.
 
     Args:
         path (`str` or `Path`): The file.
-        fingerprint (`dict`): That of the model, passage and prompt it will be used with.
+        fingerprint (`dict`): Of the model, passage and prompt that it will be used with.
         config (`PreTrainedConfig`): The backbone's, `model.config.text_config`.
         device (`str` or `torch.device`, defaults to `"cpu"`): Where the model is.
 
@@ -1038,7 +1067,7 @@ def load_keys_values(
     return tensors[_NAME].to(device)
 
 
-# How slots may be chosen and refined for one call, other than as processor and model are configured.
+# Settings of one call for selecting and refining slots, which override those of processor and model.
 PREFIX_SETTINGS = {
     "max_slots": int,
     "tokens_per_slot": lambda rate: rate if rate == "segment" else int(rate),
@@ -1048,7 +1077,7 @@ PREFIX_SETTINGS = {
     "refinement_budget": float,
 }
 
-# Settings of the aligner that change no slot, or say only where weights are. Others count as changing them.
+# Settings of the aligner that change no slot, or only say where weights are. All others are part of the fingerprint.
 _IRRELEVANT_SETTINGS = (
     "answer_calibration",
     "answerability_layers",
@@ -1073,15 +1102,15 @@ _NOT_COMPUTED_WITH = ("_name_or_path", "architectures", "dtype", "transformers_v
 
 
 def json_digest(value: Any) -> str:
-    """SHA-256 of anything that JSON can hold, and of other values by how they are printed."""
+    """SHA-256 of anything that JSON can hold, and of the printed form of other values."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def slot_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Those of an aligner's settings, its `text_config` a dictionary, that decide what its slots mean."""
+    """The settings of an aligner that its slots depend on; `text_config` is a dictionary."""
     known = ArcAlignerConfig.__annotations__
     found = {name: value for name, value in settings.items() if name in known and name not in _IRRELEVANT_SETTINGS}
-    if found.get("lora_positions") == "slots":  # as in each cache from before there was another
+    if found.get("lora_positions") == "slots":  # absent from fingerprints written before this setting existed
         del found["lora_positions"]
     if isinstance(backbone := found.get("text_config"), dict):
         found["text_config"] = {name: value for name, value in backbone.items() if name not in _NOT_COMPUTED_WITH}
@@ -1089,12 +1118,12 @@ def slot_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def shared_fingerprint(model, processor, weights: dict[str, str], settings: dict | None = None) -> dict[str, Any]:
-    """All that decides the keys and values of any passage, as JSON: everything but its words and the text before it.
+    """Everything that the keys and values of any passage depend on, as JSON, except its text and the text before it.
 
     Args:
-        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): What reads passages.
-        weights (`dict`): Digests of all that is read for it, of `PassageCache.weights`.
-        settings (`dict`, *optional*): What was asked for instead of the configuration, of `canonical_settings`.
+        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): Of one checkpoint.
+        weights (`dict`): Digests of weights and tokenizers, of `PassageCache.weights`.
+        settings (`dict`, *optional*): Overrides of the configuration, of `canonical_settings`.
     """
     config = slot_settings(model.config.to_dict())
     backbone = config.pop("text_config")
@@ -1112,7 +1141,7 @@ def shared_fingerprint(model, processor, weights: dict[str, str], settings: dict
 
 
 def passage_fingerprint(prompt_ids: Sequence[int], passages: Sequence | None) -> dict[str, Any]:
-    """The rest of what decides keys and values: the text before the slots, and the passages that are read together.
+    """The rest of what keys and values depend on: the text before the slots, and the passages that are joint.
 
     Args:
         prompt_ids (`Sequence[int]`): The text before the slots.
@@ -1143,7 +1172,7 @@ def canonical_settings(settings: dict[str, Any]) -> dict[str, Any]:
 def _passages_digest(passages: Sequence) -> str:
     if isinstance(passages, tuple):
         return tensors_digest({str(i): tensor for i, tensor in enumerate(passages) if tensor is not None})
-    # Scores and ids of a retriever do not change how a passage is read.
+    # Scores and ids of a retriever do not change the slots of a passage.
     return json_digest([[d.get("title"), d.get("text")] if isinstance(d, dict) else [None, d] for d in passages])
 
 
@@ -1152,7 +1181,7 @@ class UnwatchableError(ValueError):
 
 
 class _Read(NamedTuple):
-    """A weight as it was read, by its name in the model."""
+    """A weight at the time of its digest, by its name in the model."""
 
     name: str
     owner: nn.Module
@@ -1173,11 +1202,11 @@ def _version(weight: torch.Tensor) -> int:
 
 
 class WatchedWeights:
-    """Digests of a module's weights, or a mark of them, which are made again when one has moved, been replaced, or been
+    """Digests of a module's weights, or a mark of them, which are computed again if a weight was moved, replaced, or
     written to by PyTorch: by an optimizer, an operation in place, `load_state_dict`, `to`.
 
-    Not detected: writes through `.data`, a NumPy array or a pointer, nor of modules and hooks that are added or
-    replaced. Which of PEFT's adapters are on, and how they are scaled, is looked up.
+    Not detected: writes through `.data`, a NumPy array or a pointer, and modules and hooks that are added or replaced.
+    Active adapters of PEFT, and their scales, are part of the digest.
 
     Args:
         module (`nn.Module`): Whose weights.
@@ -1191,8 +1220,7 @@ class WatchedWeights:
         self._adapters, self._modules, self._mark, self._digests = [], [], "", {}
 
     def mark(self) -> dict[str, str]:
-        """A word for the weights as they are, in this process: after any change there is another one. No value is
-        read.
+        """A mark of the current weights in this process, which changes with any change of them. No value is read.
 
         Raises:
             `UnwatchableError`: a weight that cannot be watched, by its name.
@@ -1208,7 +1236,7 @@ class WatchedWeights:
         """
         self._look()
         if not self._digests:
-            # The same weights in other classes, or with another adapter on, compute something else.
+            # The same weights in other classes, or with another active adapter, give other results.
             first, parts = hashlib.sha256(repr((self._adapters, self._modules)).encode()), {}
             for name, _, _, weight, *_ in self._read:
                 digest = hashlib.sha256(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).digest()
@@ -1218,7 +1246,7 @@ class WatchedWeights:
         return self._digests
 
     def _look(self) -> None:
-        """Looks for all weights, unless they are those of the last time, unchanged."""
+        """Find all weights, unless they have not changed since the last time."""
         adapters = [
             (m.active_adapter, m.disable_adapters, *m.merged_adapters, *m.scaling.items()) for m in self._layers
         ]
@@ -1226,7 +1254,7 @@ class WatchedWeights:
             return
         modules, found = [], {}
         for prefix, module in self.module.named_modules():
-            if prefix == HEAD:  # it only reads: a new one changes nothing that is kept
+            if prefix == HEAD:  # it changes no keys and values, so caches stay valid
                 continue
             modules.append((prefix, type(module).__qualname__))
             for name, weight in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:

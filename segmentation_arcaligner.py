@@ -47,7 +47,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class SegmentTokens:
-    """A segment with its tokens in the backbone's vocabulary and the text that the encoder reads."""
+    """A segment with its tokens in the backbone's vocabulary and the encoder's input."""
 
     segment: Segment
     encoder_text: str
@@ -56,7 +56,7 @@ class SegmentTokens:
 
     @property
     def encoder_start(self) -> int:
-        """Where the segment's text begins in what the encoder reads."""
+        """Where the segment's text begins in the encoder's input."""
         return len(self.encoder_text) - len(self.segment.text)
 
     def runs(self, tokens_per_slot: int | str) -> list[tuple[int, int]]:
@@ -144,8 +144,8 @@ _SPACE = re.compile(r"\s")
 _MAX_NEW_WORDS = 100_000
 
 
-# Held while anything is loaded on first use: two threads that enter one package from two sides see parts of it, and a
-# model that is being set up answers as another one.
+# Held while anything is loaded on first use: two threads that import one package at a time may see parts of it, and a
+# model that is not set up yet gives other results.
 LOADING = threading.RLock()
 
 
@@ -161,13 +161,13 @@ def _new_spacy(spacy_model: str):
     if len(spacy_model) <= 3:  # a language code
         nlp = spacy.blank(spacy_model)
         nlp.add_pipe("sentencizer")
-        is_punct = spacy.attrs.IS_PUNCT  # all that it reads of a word; computing the rest would take most of the time
+        is_punct = spacy.attrs.IS_PUNCT  # the only attribute that the splitter uses; the others would take most time
         nlp.vocab.lex_attr_getters = {is_punct: nlp.vocab.lex_attr_getters[is_punct]}
     else:
         nlp = spacy.load(spacy_model)
     nlp.max_length = _MAX_SPACY_CHARACTERS
     if isinstance(nlp.tokenizer, spacy.tokenizer.Tokenizer):
-        nlp.tokenizer.max_cache_size = _MAX_NEW_WORDS  # by default 10,000, and others are taken apart each time
+        nlp.tokenizer.max_cache_size = _MAX_NEW_WORDS  # 10,000 by default; words beyond it are split again each time
         nlp.tokenizer = functools.partial(_tokenize, nlp.tokenizer, spacy.tokens.Doc)
     return nlp, len(nlp.vocab.strings) + _MAX_NEW_WORDS
 
@@ -187,7 +187,7 @@ def _tokenize(tokenizer, doc_class, text: str):
 
 
 def _strip(text: str, start: int, end: int) -> tuple[int, int]:
-    """`start` and `end` moved inwards over white space; equal when nothing else is there."""
+    """`start` and `end` moved inwards over white space; equal if there is nothing else."""
     start = end - len(text[start:end].lstrip())
     return start, start + len(text[start:end].rstrip())
 
@@ -201,7 +201,7 @@ def _sentences(text: str, spacy_model: str) -> list[tuple[int, int]]:
 
 
 def _halves(text: str, start: int, end: int, anywhere: bool = False) -> list[tuple[int, int]]:
-    """Two halves, cut at the white space nearest to the middle; where there is none `anywhere`, or one piece."""
+    """Two halves, cut at the white space nearest to the middle; without any, the middle if `anywhere`, else no cut."""
     middle = (start + end) // 2
     before = _SPACE.search(text[start + 1 : middle][::-1])
     after = _SPACE.search(text, middle, max(middle, end - 1))
@@ -214,7 +214,7 @@ def _halves(text: str, start: int, end: int, anywhere: bool = False) -> list[tup
 
 
 def fitting_pieces(text: str, start: int, end: int, num_reads: Callable[[str], int]) -> list[tuple[int, int]]:
-    """Pieces the encoder reads whole: cut in two at a space (or anywhere in one long word) until each fits."""
+    """Pieces that fit into the encoder: cut in two at a space (or anywhere in one long word) until each fits."""
     pieces, reads = [(start, end)], num_reads(text[start:end])
     if reads <= 1 or end - start <= 1:
         return pieces
@@ -245,7 +245,7 @@ def segment_document(
 
     Args:
         text (`str`): The document. White space between segments belongs to none.
-        document (`int`): Its number, kept in the segments.
+        document (`int`): Its number, a field of the segments.
         sentences_per_segment (`int` or `float`): 0.5 for half sentences, 1 for sentences, n to merge n of them.
         spacy_model (`str`): A language code (rule-based sentences) or the name of an installed spaCy pipeline.
         num_reads (`Callable`): Roughly how many times longer a text is than the encoder's limit; above 1, it is split.
@@ -269,7 +269,7 @@ def segment_document(
 
 # Passages: a long text in parts, measured in tokens of the backbone
 class _Gaps:
-    """Places where a text may be cut, in order: where the text before ends, and the text after starts."""
+    """Places where a text may be cut, in order: the end of the text before each, and the start of the text after."""
 
     def __init__(self, ends: Sequence[int], starts: Sequence[int]):
         self.ends, self.starts = ends, starts
@@ -306,14 +306,14 @@ def cut_text(
     line or a word, or between two tokens.
 
     Args:
-        text (`str`): A text as it is read (`readable`).
+        text (`str`): A normalized text (`readable`).
         tokenizer (`PreTrainedTokenizerFast`): The backbone's.
-        passage_tokens (`int`): The most tokens of a passage, white space at its ends aside.
+        passage_tokens (`int`): Maximum number of tokens of a passage, without white space at its ends.
         spacy_model (`str`): As in [`segment_document`].
         sections (`Sequence[int]`): The characters where sections begin, in order.
 
     Returns:
-        `list[tuple[int, int]]`: First and end character of each passage. They hold the whole text.
+        `list[tuple[int, int]]`: First and end character of each passage. Together they contain the whole text.
     """
     ends = _tokenize_document(tokenizer, text, 0)[1].tolist()  # where each token ends
     if len(ends) <= passage_tokens and not sections:
@@ -327,7 +327,7 @@ def cut_text(
     passages, start = [], 0
     while True:
         first = bisect_right(ends, _next_character(text, start, stop))  # the passage's first token
-        if first == len(ends):  # of what no tokenizer reads
+        if first == len(ends):  # the rest has no tokens
             return [*passages, (start, len(text))]
         limit = _end_of_tokens(ends, first, passage_tokens)
         half = _end_of_tokens(ends, first, -(-passage_tokens // 2))
@@ -349,20 +349,20 @@ def cut_text(
 
 
 def _next_character(text: str, start: int, end: int) -> int:
-    """The first character from `start` on that is no white space; `end` where there is none."""
+    """The first character from `start` on that is not white space; `end` if there is none."""
     found = _NO_SPACE.search(text, start, end)
     return found.start() if found else end
 
 
 def _end_before(text: str, start: int) -> int:
-    """Where the text before `start` ends, white space aside."""
+    """The end of the text before `start`, without white space."""
     while start and text[start - 1].isspace():
         start -= 1
     return start
 
 
 def _end_of_tokens(ends: Sequence[int], first: int, count: int) -> int:
-    """Where the last character ends that `count` tokens from `first` on hold whole, at least one."""
+    """The end of the last character that lies completely in `count` tokens from `first` on, at least one."""
     last = min(first + count, len(ends)) - 1
     end = ends[last]
     if last + 1 < len(ends) and ends[last + 1] == end:  # a character of several tokens
@@ -374,8 +374,8 @@ def _end_of_tokens(ends: Sequence[int], first: int, count: int) -> int:
 def cut_long(
     documents: Sequence[str | dict], tokenizer, longest: float, passage_tokens: int, spacy_model: str = "en"
 ) -> tuple[list[str | dict], list[Segment]]:
-    """Passages, and what they are of documents: all or, of one with more than `longest` tokens, what [`cut_text`] makes
-    of it."""
+    """Cut documents of more than `longest` tokens with [`cut_text`]; return all passages, and the place of each in its
+    document."""
     passages, pieces = [], []
     for number, document in enumerate(documents):
         given = given_text(document, number)
@@ -404,7 +404,7 @@ def tokenize_segments(tokenizer, segments: Sequence[Segment], documents: Sequenc
     texts = encoder_texts(segments, documents)
     if tokenizer is None:
         return [SegmentTokens(segment, text, (), ()) for segment, text in zip(segments, texts, strict=True)]
-    # A document is tokenized whole, as the backbone would read it: at a border its pieces would have other tokens.
+    # A document is tokenized whole, as in a prompt of text: its pieces would have other tokens at their borders.
     numbers = sorted({segment.document for segment in segments})
     tokens = _tokenize_documents(tokenizer, [documents[number] for number in numbers], numbers)
     tokens_of = dict(zip(numbers, tokens, strict=True))

@@ -132,14 +132,14 @@ def compare(rows: list[Row], readers: list[Reader], processor) -> dict[str, list
 
 
 def cells_of(title: str, found: list[Asked], text: list[Asked], rows: list[Row]) -> list[str]:
-    """The row of a reader; agreement is to the answers of `text`."""
+    """The table row of a reader; agreement is the F1 to the answers of the reader `text`."""
     known = [
         (each.answer, row["answers"]) for each, row in zip(found, rows, strict=True) if usable_golds(row["answers"])
     ]
     pairs = ((one.answer, other.answer) for one, other in zip(found, text, strict=True))
     agreement = [token_f1(one, [other]) if usable_golds([other]) else float(one == other) for one, other in pairs]
 
-    sooner = [one.seconds / other.seconds for one, other in zip(text, found, strict=True)]
+    speed_ups = [one.seconds / other.seconds for one, other in zip(text, found, strict=True)]
 
     def percent(scores: Iterable[float]) -> str:
         scores = list(scores)
@@ -152,7 +152,7 @@ def cells_of(title: str, found: list[Asked], text: list[Asked], rows: list[Row])
         percent(contains_match(*each) for each in known),
         percent(agreement),
         f"{1000 * statistics.median(each.seconds for each in found):.0f} ms"
-        + ("" if found is text else f" (x{statistics.median(sooner):.1f})"),
+        + ("" if found is text else f" (x{statistics.median(speed_ups):.1f})"),
     ]
 
 
@@ -193,7 +193,8 @@ def run_compare(
     about += f"Base model {aligner.config.base_model_name_or_path}."
     remarks = [REMARKS]
     if max_passages is not None and any(len(row["passages"]) > max_passages for row in rows):
-        remarks += [f"Of more passages slots read the {max_passages} likeliest to answer, which takes time."]
+        used = counted(max_passages, "top-ranked passage")
+        remarks += [f"If a question has more passages, slots are those of its {used}; scoring them takes time."]
     lines = [*markdown_table(COLUMNS, cells), "", " ".join(remarks), "", about]
     write_whole(output / "comparison.md", "\n".join(["# Text and slots", "", *lines, ""]))
     answers = [

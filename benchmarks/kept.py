@@ -2,10 +2,10 @@
 
     python -m arcaligner.benchmarks.kept --output FOLDER [--sizes 1,5,10,20] [--tokens-per-slot 2,4,8,16,segment]
 
-    text                what is not kept: the passages' text, read by the base model
-    text_same_set       text asked about again: keys and values of the same passages in the same order (prefix caching)
-    text_apart          keys and values of each passage's text, read by itself, joined as those of slots are
-    slots_x2, ...       keys and values of each passage's slots, at each rate
+    text                the passages' text without a cache, by the base model
+    text_same_set       cached keys and values of the text of the same passages in the same order (prefix caching)
+    text_apart          cached keys and values of each passage's text, computed separately, joined as those of slots are
+    slots_x2, ...       cached keys and values of each passage's slots, at each rate
 
 The last two also from a folder, `..._folder`: files with checksums that neither this process nor the system has in
 memory. Only `text_same_set` gets the passages of the round before.
@@ -19,7 +19,6 @@ import json
 import os
 import random
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,10 +32,18 @@ from transformers.utils import ModelOutput
 
 from ..answering_arcaligner import Answerer
 from ..attention_arcaligner import cache_of
-from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, digest, run_command, write_whole
+from ..common.files import (
+    DEFAULT_CHECKPOINT,
+    SQUAD_SAMPLE,
+    describe_machine,
+    digest,
+    run_command,
+    temporary_folder,
+    write_whole,
+)
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length
-from ..evaluation.analyses.speed import KEPT_REPORT, LIKELIEST, kept_lines
+from ..evaluation.analyses.speed import KEPT_REPORT, TOP_RANKED, kept_lines
 from ..evaluation.answering import apart_text
 from ..evaluation.settings import split_rates
 from ..kv_cache_arcaligner import (
@@ -73,7 +80,7 @@ class TextReader:
             self.kept[passage["text"]] = keys_values_of(own, 0, start, start + len(ids))
             save_keys_values(self._path(passage), self.kept[passage["text"]], {})
 
-    def anew(self, row: Row) -> ModelOutput:
+    def uncached(self, row: Row) -> ModelOutput:
         """From the whole text."""
         prefix, tail = text_ids(self.processor, row)
         check_length(len(prefix) + len(tail), "The prompt of text", self.base.config)
@@ -112,7 +119,7 @@ def ask_store(store: PassageCache, row: Row, rate: int | str) -> ModelOutput:
     return store.read_question(store.prepare(row["question"], documents=row["passages"], tokens_per_slot=rate))
 
 
-def ask_likeliest(store: PassageCache, row: Row, rate: int | str) -> ModelOutput:
+def ask_top_ranked(store: PassageCache, row: Row, rate: int | str) -> ModelOutput:
     """Scores each cached passage of a row, and answers from the top-ranked one, as is the default."""
     answerer = Answerer(store.model, store.processor, store)
     (selection,) = answerer.select([row["question"]], [row["passages"]], 1, tokens_per_slot=rate)
@@ -150,7 +157,7 @@ class Known:
         reader = TextReader(base, processor, passages, folder / "text_apart")
         self.text_tokens = sum(each.shape[3] for each in reader.kept.values()) / len(rows)
         self.arms: dict[str, Callable[[Row], ModelOutput]] = {
-            "text": reader.anew,
+            "text": reader.uncached,
             "text_same_set": reader.same_set,
             "text_apart": partial(reader.apart, from_folder=False),
             "text_apart_folder": partial(reader.apart, from_folder=True),
@@ -167,7 +174,7 @@ class Known:
             self.kept_bytes[name] = inputs["context_passage_ids"].shape[1] * per_slot / len(rows)
             self.arms[name] = partial(ask_store, memory, rate=rate)
             if Answerer(aligner, processor).can_score and rate == processor.tokens_per_slot:
-                self.arms[f"{name}{LIKELIEST}"] = partial(ask_likeliest, memory, rate=rate)
+                self.arms[f"{name}{TOP_RANKED}"] = partial(ask_top_ranked, memory, rate=rate)
             self.arms[f"{name}_folder"] = partial(ask_store, disk, rate=rate)
             self.folders[f"{name}_folder"] = path
 
@@ -213,8 +220,8 @@ def main(
     processor.passage_attention = "separate"
     rows = pick_rows(read_rows(data), processor, max(asked) + SPARE)
     output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output, prefix=".kept-") as folder:
-        known = Known(models, processor, rows, split_rates(tokens_per_slot), Path(folder))
+    with temporary_folder(output, ".kept-") as folder:
+        known = Known(models, processor, rows, split_rates(tokens_per_slot), folder)
         report = {
             "model": checkpoint.rstrip("/").split("/")[-1],
             "own_tokens_per_slot": processor.tokens_per_slot,

@@ -4,9 +4,9 @@
     python -m arcaligner.benchmarks.shape --shape mistral-7b --device cpu       # operations, and the host's time
 
 Measured are aten operations, the first token of an answer from text and from slots, a generated token, a training step
-of each stage beside PEFT's LoRA on the text, and the memory of each. Random weights: speed and memory are real, answers
-are not, and no gate is open, so *adaptive* is the price of evaluating the gates. All rows of a batch have the same
-length.
+of each stage compared with PEFT's LoRA on the text, and the memory of each. Random weights: speed and memory are real,
+answers are not, and no gate is open, so *adaptive* is the cost of evaluating the gates. All rows of a batch have the
+same length.
 
 A passage has five sentences of 30 tokens; there are 10 tokens before the passages and 40 after them. As slots, a
 passage is five (one a sentence) or 40 (x4, four tokens each). Passages are joint, as in the paper and in the recipes of
@@ -100,8 +100,8 @@ def text_arms(base: PreTrainedModel, batch: int, passages: int) -> Arms:
 
 
 def slot_arms(aligner: ArcAlignerForCausalLM, batch: int, passages: int, name: str) -> Arms:
-    """Slots with gates off, adaptive and always open; the question after a cache of them; and the same with the cache
-    first joined from precomputed passages in memory, as for each new combination."""
+    """Three groups of arms: a prompt of slots with gates off, adaptive and always open; the question after cached
+    slots; and the question after slots that are first joined from precomputed passages, as for each new combination."""
     inputs = slot_inputs(aligner, batch, passages, SLOTS[name])
     arms = {f"{name}_{mode}": partial(read, aligner, inputs | {"gate_mode": mode}) for mode in MODES}
     ids, mask, num_before = inputs["input_ids"], inputs["attention_mask"], BEFORE + passages * SLOTS[name]
@@ -192,7 +192,7 @@ class Bench:
         reserved = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         free = torch.cuda.mem_get_info(self.device)[0] + reserved
         if needed > free:
-            reason = f"needs about {needed / GIB:.1f} GiB beside the weights, {free / GIB:.1f} are free"
+            reason = f"needs about {needed / GIB:.1f} GiB in addition to the weights; {free / GIB:.1f} are free"
             self.left_out.append(what | {"reason": reason})
         return needed <= free
 
@@ -393,9 +393,9 @@ def notes(report: dict[str, Any]) -> list[str]:
     lines = [
         f"`{report['shape']}`, random weights: backbone {sizes['backbone'] / 1e6:,.4g} million in {report['dtype']}, "
         f"aligner {sizes['aligner'] / 1e6:,.4g} million in float32. {passages}.{cut} Medians; {report['seconds']:.0f} "
-        "s in all. In parentheses: operations to those of the bare model that reads text, of its token, and of PEFT's "
-        "step on as many positions. Steps are forward and backward, without an optimizer. Memory: weights, and what a "
-        "call allocates beside them.",
+        "s in all. In parentheses: operations divided by those of the bare model with text, of its generated token, "
+        "and of PEFT's step on as many positions. Steps are forward and backward, without an optimizer. Memory: "
+        "weights, plus the allocations of a call.",
         "",
         f"{machine['device']}{driver}, {machine['cpu']}, {machine['threads']} threads; torch {machine['torch']}, "
         f"transformers {machine['transformers']}, peft {machine['peft']}; {machine['date']}{commit}.",

@@ -4,24 +4,23 @@
         [--arms slots,own]
 
     slots      vLLM from precomputed passages, asked directly
-    front      the same behind the project's server engine, which finds the files and asks how likely they answer
-    text       the same vLLM from the passages' text, with prefix caching: it hits where the same passages stand first
+    front      the same behind the project's server engine, which finds the files and computes the answerability
+    text       the same vLLM from the passages' text, with prefix caching: it hits if prompts begin alike
     own        the project's own engine, from precomputed passages
 
 Each question has its own combination of known passages, among them the one that answers it. All arms answer the same
-questions, in turns; of each the seconds to the first token, the answers per second, and the processor's seconds for an
-answer, which say more where others work on the machine: set OMP_NUM_THREADS=1, for threads that wait count as well.
-Copying is off and all passages are read, so that `slots`, `front` and `own` write the same answers.
+questions, in turns. Measured are the seconds to the first token, the answers per second, and the processor's seconds
+for an answer, which are more reliable on a shared machine: set OMP_NUM_THREADS=1, because waiting threads count as
+well. Copying is off and all passages are used, so that `slots`, `front` and `own` give the same answers.
 
-Before these, batches of questions that arrive together and want one token each: the seconds until all of them have it.
-There no text finds a prefix in vLLM's cache, the beginning of the prompt included.
+Before these, batches of questions that arrive together and need one token each: the seconds until all of them have it.
+In these the text of no prompt, not even its beginning, is in vLLM's prefix cache.
 """
 
 import asyncio
 import json
 import random
 import re
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +33,8 @@ import torch
 import typer
 
 from ..answering_arcaligner import maxsim_score
-from ..apps.server.engine import Engine, Limits, Request
+from ..apps.server.engine import Engine
+from ..apps.server.request import Limits, Request
 from ..apps.server.vllm_engine import VllmEngine, VllmProcess, find_vllm, slots_request
 from ..common.files import (
     DEFAULT_CHECKPOINT,
@@ -42,6 +42,7 @@ from ..common.files import (
     describe_machine,
     markdown_table,
     run_command,
+    temporary_folder,
     write_whole,
 )
 from ..common.rows import Row, read_rows
@@ -59,8 +60,8 @@ LIMITS = Limits(max_slots=8192, seconds=3600.0)
 
 
 class Arms:
-    """The four ways to an answer. Each takes questions with their passages, a number of clients and the longest answer,
-    and gives, for each question, seconds to the first token, and the answer."""
+    """The four arms. Each takes questions with their passages, a number of clients and the maximum length of an answer,
+    and returns for each question the seconds to the first token and the answer."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Arms:
         self.by_name = {name: known[name] for name in names}
 
     def processor_seconds(self, name: str) -> float:
-        """The processor's seconds so far of what an arm runs in: vLLM's processes, or this one, or both."""
+        """The processor's seconds so far of the processes of an arm: vLLM's, or this one, or both."""
         found = time.process_time() if name in ("front", "own") else 0.0
         if name == "own":
             return found
@@ -111,8 +112,8 @@ class Arms:
         return slots_request(files)
 
     def precompute(self, row: Row) -> None:
-        """Leaves what each arm may have known before, as of passages of a corpus: their slots, their keys and values,
-        and the words that answerability compares; nothing is asked, so that vLLM has no prefix of it."""
+        """Cache what each arm may have precomputed for passages of a corpus: their slots, their keys and values, and
+        the words that answerability compares. No request is sent, so that vLLM has no prefix of them."""
         self.slots_body(row)
         for engine in (self.front, self.own):
             # An engine looks passages up by their slots, not by their text.
@@ -161,7 +162,7 @@ class Arms:
     def _ask_engine(
         self, engine: Engine, rows: list[Row], clients: int, new_tokens: int = NEW_TOKENS
     ) -> list[tuple[float, str]]:
-        """Clients that each ask again when they have their answer."""
+        """Clients that each send the next question when they have the answer to the last one."""
 
         async def ask_all() -> list[tuple[float, str]]:
             found, waiting = [(0.0, "")] * len(rows), list(enumerate(rows))[::-1]
@@ -222,8 +223,8 @@ def measure(
 def measure_first_tokens(
     arms: Arms, rows: list[Row], size: int, questions: int, rounds: int, first: int
 ) -> dict[str, Any]:
-    """Seconds until each of some questions that arrive together has its first token, and those of the processor, of
-    each arm, in turns: the median of the rounds. No text finds a prefix in vLLM's cache, as its salt is its own."""
+    """For each arm, in turns, the seconds until all questions of a batch have their first token, and those of the
+    processor: medians of the rounds. No text finds a prefix in vLLM's cache, because its salt is new."""
     found: dict[str, list[float]] = {name: [] for name in arms.by_name}
     used: dict[str, list[float]] = {name: [] for name in arms.by_name}
     for turn in range(rounds):
@@ -270,9 +271,14 @@ def main(
     sizes: Annotated[str, typer.Option(help="Numbers of passages per question, separated by commas.")] = "5,20",
     clients: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "1,8,32",
     batches: Annotated[
-        str, typer.Option(help="Passages and number of questions that arrive together, for first tokens alone.")
+        str,
+        typer.Option(
+            help="Batches for which only the first tokens are timed: PASSAGES:QUESTIONS, separated by commas."
+        ),
     ] = "5:12,20:6",
-    names: Annotated[str, typer.Option("--arms", help="What to measure, separated by commas.")] = ",".join(ARMS),
+    names: Annotated[
+        str, typer.Option("--arms", help=f"Arms to measure, separated by commas: {', '.join(ARMS)}.")
+    ] = ",".join(ARMS),
     tokens_per_slot: Annotated[int, typer.Option(help="Tokens of text per slot.")] = 4,
     rounds: Annotated[
         int, typer.Option(help="Rounds of each arm; a round has as many questions as clients, at least 4.")
@@ -283,13 +289,13 @@ def main(
 ) -> None:
     """Measure vLLM with slots, vLLM with text, and our own engine, in turns."""
     if (python := find_vllm()) is None:
-        raise ImportError("vLLM is not installed: `make vllm`, or name a Python that has it in ARCALIGNER_VLLM.")
+        raise ImportError("vLLM is not installed. Run `make vllm`, or set ARCALIGNER_VLLM to a Python that has it.")
     chosen, together = parse_arms(names), parse_batches(batches)
     rows, measured, first_tokens, number = list(read_rows(data)), [], [], 0
     output.mkdir(parents=True, exist_ok=True)
     columns = ["Passages", "Clients", "Arm", "First token, s", "Answers/s", "Processor s/answer", "Same as own"]
-    with tempfile.TemporaryDirectory(dir=output, prefix=".passages-") as folder:
-        arms = Arms(checkpoint, python, Path(folder), tokens_per_slot, vllm_options.split(), dtype, chosen)
+    with temporary_folder(output, ".passages-") as folder:
+        arms = Arms(checkpoint, python, folder, tokens_per_slot, vllm_options.split(), dtype, chosen)
         try:
             for arm in arms.by_name.values():
                 arm([draw(rows, 2, 0), draw(rows, 2, 1)], 2)  # what is loaded on first use

@@ -17,7 +17,7 @@ ON_GITHUB = (QED, QAMR, "stanford-futuredata/ARES")
 # Name and licence of a set, by its id: a data set of the Hub or a repository of GitHub.
 LICENCES = {
     SQUAD: ("SQuAD 1.1", "CC BY-SA 4.0"),
-    QED: ("NaturalQuestions, by way of QED", "CC BY-SA 3.0"),
+    QED: ("Natural Questions, from QED", "CC BY-SA 3.0"),
     HOTPOTQA: ("HotpotQA", "CC BY-SA 4.0"),
     MUSIQUE: ("MuSiQue", "CC BY 4.0"),
     QAMR: ("QAMR", "MIT"),
@@ -77,7 +77,7 @@ def musique_row(row: dict) -> Row | None:
 
 
 def qed_row(row: dict) -> Row | None:
-    """A question of NaturalQuestions about the paragraph with its answer, from a line of QED; `None` where QED's
+    """A question of Natural Questions about the paragraph with its answer, from a line of QED; `None` where QED's
     annotators found that the paragraph does not answer it."""
     row = json.loads(row["text"])
     if row["annotation"]["explanation_type"] == "none":

@@ -14,7 +14,9 @@ import logging
 import os
 import platform
 import re
+import signal
 import sys
+import tempfile
 import time
 import uuid
 import zlib
@@ -35,7 +37,7 @@ GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"  # the default base model, in the 
 
 
 def find_path(path: str | Path) -> Path:
-    """A path of a recipe: as it is or, if it does not exist, in the folder of this package."""
+    """A path of a recipe: unchanged or, if it does not exist, in the folder of this package."""
     packaged = ROOT / path
     return packaged if packaged.exists() and not Path(path).exists() else Path(path)
 
@@ -97,6 +99,18 @@ def write_whole(path: str | Path, content: str | bytes | Callable[[BinaryIO], An
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """A new folder in `parent`, which is removed at the end, also where SIGTERM ends this process: inside, in the main
+    thread, it raises `SystemExit`."""
+    former = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as folder:
+            yield Path(folder)
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def digest(value: Any) -> str:

@@ -22,7 +22,7 @@ class Document(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """A digest of everything that is read."""
+        """A digest of title and text."""
         return digest([self.title, self.text])
 
 
@@ -40,9 +40,9 @@ def no_text(name: str) -> str:
     """The message for a file without a text, with a possible reason.
 
     >>> no_text("a.PDF")
-    'a.PDF holds no text; its pages may be pictures'
+    'a.PDF contains no text; its pages may be pictures'
     """
-    return f"{name} holds no text{'; its pages may be pictures' * name.lower().endswith('.pdf')}"
+    return f"{name} contains no text{'; its pages may be pictures' * name.lower().endswith('.pdf')}"
 
 
 @functools.cache

@@ -70,7 +70,7 @@ def read_file(path: str | Path, data: bytes | None = None) -> FileText:
 
     Args:
         path (`str` or `Path`): Its name, whose suffix decides how it is read; as text, if it is not one of `CONVERTED`.
-        data (`bytes`, *optional*): What it holds, if it is not on this machine.
+        data (`bytes`, *optional*): Its content, if it is not on this machine.
 
     Raises:
         `ValueError`: a file that is not text, or is broken, encrypted or too large, or whose library is missing.
@@ -88,7 +88,7 @@ def decode(data: bytes, path: str | Path) -> str:
     """Text in the encoding that its byte order mark names, in UTF-8, or in the most likely encoding.
 
     Raises:
-        `ValueError`: what is no text.
+        `ValueError`: data that are not text.
     """
     if encoding := encoding_of_mark(data):
         with contextlib.suppress(UnicodeDecodeError):
@@ -256,7 +256,7 @@ def pdf_pages(data: bytes) -> list[str]:
     except PdfminerException as error:
         if error.args and isinstance(error.args[0], PDFPasswordIncorrect):
             raise ValueError("it is protected by a password") from error
-        raise ValueError("it is broken, or no PDF") from error
+        raise ValueError("it is broken, or not a PDF") from error
 
 
 def _page_text(page: Any) -> str:

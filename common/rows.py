@@ -2,7 +2,7 @@
 
     {"id": str, "question": str, "answers": [str], "passages": [{"title": str, "text": str}], "gold": [int]}
 
-`gold` are the numbers of the passages that the answer needs, in files `meta.gold`; none: all of them. A source is a
+`gold` are the numbers of the passages that the answer needs, in files `meta.gold`; if empty, all of them. A source is a
 path or a Hub id, with options after a question mark:
 
     questions.jsonl.gz                                               rows in our schema
@@ -32,7 +32,7 @@ from .files import find_path, read_numbered_lines
 ROW_FIELDS = ("id", "question", "answers", "passages")
 JSON_LINES = (".jsonl", ".jsonl.gz")
 FILES = (*JSON_LINES, ".json", ".parquet")  # of data
-OTHER_FILES = (".csv", ".tsv", ".txt", ".xlsx", ".ndjson", ".arrow", ".gz", ".zip", ".zst")  # that are not read
+OTHER_FILES = (".csv", ".tsv", ".txt", ".xlsx", ".ndjson", ".arrow", ".gz", ".zip", ".zst")  # that are not supported
 OPTIONS = {"name": None, "split": "train", "text": "text", "title": None}
 
 Row = dict[str, Any]
@@ -59,7 +59,7 @@ def parse_source(source: str) -> tuple[str, dict[str, str | None]]:
 
 
 def find_file(path: str, data_dir: str) -> str:
-    """The path of a data file; the id of a data set of the Hub is returned as it is.
+    """The path of a data file; the id of a data set of the Hub is returned unchanged.
 
     Raises:
         `FileNotFoundError`: a missing file; the message says where it was looked for.

@@ -46,8 +46,8 @@ class Answer:
     text: str
     prompt_ids: list[int]  # one context token per slot
     context_tokens: int  # positions of the prompt that represent the passages: tokens of text, or slots
-    passage_tokens: int  # of the passages' whole text
-    answerability: float | None = None  # how likely it is that the passages answer, where that was fitted
+    passage_tokens: int  # number of tokens of the whole text of the passages
+    answerability: float | None = None  # how likely the passages contain an answer, if that was fitted
 
 
 # Prompts
@@ -106,7 +106,7 @@ def answer_slots(
         rows (`list`): The questions with their passages.
         tokens_per_slot (`int` or `"segment"`, *optional*): Default: the checkpoint's.
         use_lora (`bool`): `False` switches the LoRA off, so that slots pass through the projector only.
-        max_passages (`int`, *optional*): Maximum number of passages to read, those most likely to contain the answer.
+        max_passages (`int`, *optional*): Maximum number of passages to use, those most likely to contain the answer.
         copy_bonus (`float`, *optional*): Bias of copy-biased decoding, in log-odds. Default: the
             processor's.
         refinement (`Any`): Settings of gates and budget, as for `generate`.

@@ -51,7 +51,7 @@ RATE = 1 / 3  # the share of tokens that LLMLingua keeps, as in the paper
 LORA_POSITIONS = {"all_positions": "all", "slot_positions": "slots"}  # expected of the checkpoints in these fields
 COMPRESSORS = ("cocom_x4", "cocom_x16")  # fields of `Checkpoints`
 TEXT_READERS, PROJECTORS = ("full_text_lora", "text_apart"), ("xrag", "projector_only")  # fields of `Checkpoints`
-LIKELIEST = partial(answer_slots, gate_mode="off", max_passages=1)
+TOP_RANKED = partial(answer_slots, gate_mode="off", max_passages=1)
 _NO_LLMLINGUA = "the package llmlingua is not installed; `pip install llmlingua==0.2.2` gets it"
 PART_SIZE = 200  # tokens that LLMLingua scores together, the package's default
 
@@ -172,7 +172,7 @@ class Method:
                 f"{path} has `lora_positions` {model.config.lora_positions!r}; for `{self.option}` expected "
                 f"{LORA_POSITIONS[self.reads]!r}, as `{self.made_by}` trains it."
             )
-        if self.answer is LIKELIEST:
+        if self.answer is TOP_RANKED:
             try:
                 Answerer(model, processor).check(max_passages=1)
             except ValueError as error:
@@ -344,7 +344,7 @@ METHODS = {
         Method("cocom_x16", "COCOM x16 (our training)", answer_compressed, reads="cocom_x16", made_by=_COCOM_16),
         Method("projector_only", "projector only", _ONE_PASS, has_rates=True, **_PROJECTOR),
         Method("arcaligner", "ArcAligner", answer_slots, **_OURS),
-        Method("one_passage", "ArcAligner, top-ranked passage only", LIKELIEST, **_OURS),
+        Method("one_passage", "ArcAligner, top-ranked passage only", TOP_RANKED, **_OURS),
         Method("no_copying", "ArcAligner, without copy bias", partial(_ONE_PASS, copy_bonus=0.0), **_OURS),
         Method("no_recursion", "w/o Recursion", _ONE_PASS, **_OURS),
         Method("max_loop", "w/o Gate (Max Loop)", partial(answer_slots, gate_mode="always"), **_OURS),
@@ -382,8 +382,8 @@ def find_method(name: str) -> Method:
 
 
 def reads_aligner(name: str) -> bool:
-    """Whether a method's answers depend on the aligner's weights. Of texts that are cut to as many positions as slots
-    would take they do not: where sentences end and how tokens are counted decides, which weights do not change."""
+    """Whether a method's answers depend on the aligner's weights. Answers from text that is cut to the length of slots
+    do not: they depend on sentence boundaries and tokens, which weights do not change."""
     method, _ = split_name(name)
     return method.reads == "checkpoint" and method.answer is not _TRUNCATED
 

@@ -3,9 +3,9 @@
     python -m arcaligner reproduce table1 --recipe smollm2_135m --data FOLDER --questions 20
     python -m arcaligner reproduce all --recipe paper --checkpoint user/aligner --device cuda
 
-It stands on `evaluate`: answers, methods and metrics are those of the run's folder, and a second run does what is
-missing. What it makes is in `paper` in that folder: a page for each part and, of figures, the picture and its numbers.
-Each page has the paper's numbers beside ours where the paper prints any; of its figures it prints none.
+It uses `evaluate`: answers, methods and metrics are those of the run's folder, and a second run does only what is
+missing. Results are in `paper` in that folder: a page for each part and, for figures, the picture and its numbers.
+Each page compares ours with the paper's numbers if the paper prints any; for its figures it prints none.
 """
 
 import itertools
@@ -41,12 +41,12 @@ from .tasks import TASKS, choose_passages
 logger = logging.getLogger(__name__)
 
 FOLDER = "paper"  # in a run's folder
-SEGMENT = "_xsegment"  # ends a method's name that reads one slot per sentence, as the paper does
+SEGMENT = "_xsegment"  # suffix of methods with one slot per sentence, as in the paper
 LLMLINGUAS = ("llmlingua2", "llmlingua")  # the paper's, and the variant whose scores are the backbone's
 ABLATIONS = ("no_recursion", "max_loop", "no_lora")
-HELD_OUT = 10_000  # texts that are read back, the paper's
+HELD_OUT = 10_000  # texts that are reconstructed, the paper's number
 CONTROL = ("all_positions", "slot_positions")  # which the paper lacks
-# The paper's names of methods, of which names with a rate are found by what is before it.
+# The paper's names of methods; a name with a rate is looked up without the rate.
 PAPER_NAMES = {
     "naive": "Naive",
     "standard_rag": "StandardRAG",
@@ -85,7 +85,7 @@ class Reproduction:
 
     @property
     def retrieval(self) -> RetrievalSettings | None:
-        """How passages are found, where the recipe says so."""
+        """Settings of the retrieval, if the recipe has them."""
         keys = self.settings.reproduce.retrieval
         return None if keys is None else RetrievalSettings(**keys)
 
@@ -94,7 +94,7 @@ class Reproduction:
         return self.settings.output / FOLDER
 
     def suffix(self, checkpoint: str) -> str:
-        """What ends the names of methods that read one slot per sentence with an aligner."""
+        """The suffix of methods with one slot per sentence of an aligner."""
         return "" if ArcAlignerProcessor.from_pretrained(checkpoint).tokens_per_slot == "segment" else SEGMENT
 
     @property
@@ -108,15 +108,15 @@ class Reproduction:
     # Steps
 
     def skip(self, title: str, reason: object) -> None:
-        """Names what the current part goes without."""
+        """Record and log what the current part lacks."""
         logger.warning("skipped %s: %s", title, reason)
         self.skipped[title] = str(reason)
 
     def answer(
         self, settings: EvaluationSettings, tasks: Sequence[str], methods: Sequence[str], floor: bool = False
     ) -> dict[str, Any]:
-        """Answers the tasks that are here with the methods that are here, and returns the sets of their results, of
-        these methods alone."""
+        """Answer the available tasks with the available methods, and return the sets of their results, of these methods
+        only."""
         about = {} if self.retrieval is None else {"passages": "given", "about": self.retrieval.about}
         own = {name: replace(settings.tasks[name], **about) for name in tasks}
         asked, rows = replace(settings, tasks=own, methods=list(methods), floor=floor), {}
@@ -138,7 +138,7 @@ class Reproduction:
         return {title: _only(sets[title], methods) for title in titles if title in sets}
 
     def load(self, name: str, settings: EvaluationSettings) -> list[Row]:
-        """The questions of a task with the passages that are read: those of its rows, or the first that is found."""
+        """The questions of a task with the passages to use: those of its rows, or the first retrieved one."""
         if self.retrieval is None:
             return load_rows(name, settings)
         rows = TASKS[name].load(self.settings.data, settings.tasks[name].num_questions)
@@ -148,13 +148,13 @@ class Reproduction:
         return choose_passages(found, "given", settings.tasks[name].top_k or 1)
 
     def judge(self, run: Path) -> None:
-        """Has the judge judge what it has not judged of a run, where its endpoint is named."""
+        """Judge the answers of a run that have no verdict yet, if the endpoint of the judge is named."""
         of = self.settings.reproduce
         if of.endpoint is not None:
             logger.info("\n".join(judge_run(run, ChatEndpoint(of.judge, of.endpoint))))
 
     def kept(self, name: str, made_of: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The numbers of a step, which are made once for what they are `made_of`."""
+        """The numbers of a step, cached by its inputs, `made_of`."""
         path, key = self.folder / f"{name}.json", digest(made_of)
         if path.is_file():
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -165,7 +165,7 @@ class Reproduction:
         return numbers
 
     def write(self, name: str, heading: str, lines: list[str], figure: Figure | None = None) -> Path:
-        """Writes a part's page and picture, with what is missing and why, and returns the page's path."""
+        """Write a part's page and picture, with what is missing and why, and return the page's path."""
         picture = [] if figure is None else [f"![{heading}]({name}.svg)", ""]
         if self.skipped:
             reasons = (f"- {title}: {' '.join(reason.split())}" for title, reason in self.skipped.items())
@@ -197,7 +197,7 @@ class Reproduction:
                 self.skip(TASKS[name].title, error)
         if not self.recalls:
             raise MissingPartError("None of the paper's sets is here; see above.")
-        lines = [*recall_table(self.recalls), "", f"Read is {self.retrieval.about}."]
+        lines = [*recall_table(self.recalls), "", f"The passage that is used: {self.retrieval.about}."]
         return self.write("recall", TITLES["recall"], lines)
 
     def ablation(self) -> Path:
@@ -218,22 +218,9 @@ class Reproduction:
         for title, settings in chosen.items():
             methods = ["naive", "standard_rag", f"arcaligner{self.suffix(settings.checkpoint)}"]
             found[title] = self.answer(settings, FOUR, methods)
-        metric = metric_of([sets for sets in found.values()])
-        bars = {
-            (title, set_title): {
-                PAPER_NAMES[find_base(name)]: score(numbers, metric)[0] for name, numbers in entry["methods"].items()
-            }
-            for title, sets in found.items()
-            for set_title, entry in sets.items()
-        }
-        methods = list(dict.fromkeys(name for each in bars.values() for name in each))
-        rows = [
-            [*names, *(f"{each[name]:.1f}" if name in each else "-" for name in methods)]
-            for names, each in bars.items()
-        ]
-        lines = markdown_table(["Backbone", f"{METRIC_NAMES[metric]}, %", *methods], rows)
+        lines, figure = backbones_part(found)
         lines += ["", *(f"{title}: {footnote_of(sets, chosen[title])}" for title, sets in found.items())]
-        return self.write("backbones", TITLES["backbones"], lines, draw_bars(bars, f"{METRIC_NAMES[metric]}, %"))
+        return self.write("backbones", TITLES["backbones"], lines, figure)
 
     def perplexity(self) -> Path:
         """Figure "Reconstruction perplexity"."""
@@ -319,24 +306,11 @@ class Reproduction:
             methods = [f"arcaligner_x{rate}" for rate in of.rates]
             for name, entry in self.answer(self.settings, tasks, methods).items():
                 points[name] = {find_method(method).title: numbers for method, numbers in entry["methods"].items()}
-        rows = [
-            [
-                name,
-                title,
-                f"{each['compression_rate']:.1f}",
-                each["questions"],
-                f"{each['em'][0]:.1f}",
-                f"{each['f1'][0]:.1f}",
-            ]
-            for name, own in points.items()
-            for title, each in own.items()
-        ]
         how = (
             "a model for each ratio" if of.ratios else "one checkpoint at several rates; the paper has a model for each"
         )
-        lines = [f"Tokens per slot are measured; {how}.", ""]
-        lines += markdown_table(["Set", "Slots", "Tokens per slot", "Questions", "EM", "F1"], rows)
-        return self.write("ratios", TITLES["ratios"], lines, draw_ratios(points))
+        lines, figure = ratios_part(points)
+        return self.write("ratios", TITLES["ratios"], [f"Tokens per slot are measured; {how}.", "", *lines], figure)
 
     def cases(self) -> Path:
         """The three case studies."""
@@ -471,13 +445,12 @@ def published_table(results: dict[str, Any], tasks: Sequence[str]) -> list[str]:
     titles = [TASKS[name].title for name in tasks]
     sets = {title: _only(results["sets"].get(title, {"methods": {}}), main_methods(SEGMENT)) for title in titles}
     asked = {title: entry for title, entry in sets.items() if entry["methods"]}
-    counts = ", ".join(f"{title} {entry['questions']} ({entry['passages']})" for title, entry in asked.items())
-    return [*comparison(sets, main_methods(SEGMENT)), *costs(asked), f"Questions and passages: {counts}."]
+    return [*comparison(sets, main_methods(SEGMENT)), *costs(asked), _questions_of(asked)]
 
 
 def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
-    """Markdown lines: EM / F1 / Acc of the paper and of ours side by side, a row for each method with numbers of
-    either. The paper's methods that were not asked are there as well, so that each of its numbers has its place."""
+    """Markdown lines: EM / F1 / Acc of the paper and of ours in adjacent columns, a row for each method with numbers of
+    either. The paper's methods that we did not run are included, so that each of its numbers is shown."""
     titles = {name: find_method(name).title for name in methods}
     paper = {title: PAPER["sets"].get(title, {}) for title in sets}
     rows, shown = [], set()
@@ -504,6 +477,70 @@ def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
     ]
 
 
+def backbones_part(found: dict[str, dict[str, Any]]) -> tuple[list[str], Figure]:
+    """Markdown lines and the bars of sets' entries, by backbone and set, with the methods that are shown."""
+    metric = metric_of(list(found.values()))
+    bars = {
+        (title, set_title): {
+            PAPER_NAMES[find_base(name)]: score(numbers, metric)[0] for name, numbers in entry["methods"].items()
+        }
+        for title, sets in found.items()
+        for set_title, entry in sets.items()
+    }
+    methods = list(dict.fromkeys(name for each in bars.values() for name in each))
+    rows = [
+        [*names, *(f"{each[name]:.1f}" if name in each else "-" for name in methods)] for names, each in bars.items()
+    ]
+    label = f"{METRIC_NAMES[metric]}, %"
+    return markdown_table(["Backbone", label, *methods], rows), draw_bars(bars, label)
+
+
+def published_backbone(results: dict[str, Any], backbone: str) -> tuple[list[str], Figure]:
+    """The figure of backbones for the results of the shipped aligner."""
+    methods = ["naive", "standard_rag", f"arcaligner{SEGMENT}"]
+    sets = {name: _only(results["sets"][name], methods) for name in _titles_in(results, FOUR, methods)}
+    lines, figure = backbones_part({backbone: sets})
+    return [*lines, "", _questions_of(sets)], figure
+
+
+def ratios_part(points: dict[str, dict[str, dict[str, Any]]]) -> tuple[list[str], Figure]:
+    """Markdown lines and the curves of numbers by set and by the title of a ratio."""
+    rows = [
+        [
+            name,
+            title,
+            f"{each['compression_rate']:.1f}",
+            each["questions"],
+            f"{each['em'][0]:.1f}",
+            f"{each['f1'][0]:.1f}",
+        ]
+        for name, own in points.items()
+        for title, each in own.items()
+    ]
+    return markdown_table(["Set", "Slots", "Tokens per slot", "Questions", "EM", "F1"], rows), draw_ratios(points)
+
+
+def published_ratios(results: dict[str, Any], rates: Sequence[int | str]) -> tuple[list[str], Figure]:
+    """The figure of ratios for the results of the shipped aligner at these rates and its own."""
+    methods = ["arcaligner", *(f"arcaligner_x{rate}" for rate in rates)]
+    points = {
+        name: {find_method(method).title: results["sets"][name]["methods"][method] for method in methods}
+        for name in _titles_in(results, FOUR, methods)
+    }
+    return ratios_part(points)
+
+
+def _titles_in(results: dict[str, Any], tasks: Sequence[str], methods: Sequence[str]) -> list[str]:
+    """The titles of those tasks that all the methods answered."""
+    titles = [TASKS[name].title for name in tasks if TASKS[name].title in results["sets"]]
+    return [title for title in titles if all(name in results["sets"][title]["methods"] for name in methods)]
+
+
+def _questions_of(sets: dict[str, Any]) -> str:
+    counts = ", ".join(f"{title} {entry['questions']} ({entry['passages']})" for title, entry in sets.items())
+    return f"Questions and passages: {counts}."
+
+
 ABLATION_NAMES = {PAPER_NAMES[name] for name in ABLATIONS}
 
 
@@ -525,7 +562,7 @@ def _ours(entry: dict[str, Any], method: str) -> str:
 
 
 def costs(sets: dict[str, Any]) -> list[str]:
-    """Markdown lines: beside each F1 the wrong-passage floor and the retention, and the measured rate."""
+    """Markdown lines: each F1 with the wrong-passage floor, the retention and the measured compression."""
 
     def cell(entry: dict, method: str) -> str | None:
         shown, rate = evidence(entry, method), entry["methods"].get(method, {}).get("compression_rate")
@@ -534,7 +571,7 @@ def costs(sets: dict[str, Any]) -> list[str]:
     if sets and not any("full_text_lora" in entry["methods"] for entry in sets.values()):
         text = (
             "text is StandardRAG, the bare base model. It answers in sentences, whose other words lower its F1, so "
-            "shares above 100 % do not mean that slots say more than text"
+            "shares above 100 % do not mean that slots contain more than text"
         )
     else:
         text = "text is the fine-tuned reader where it was measured, else the bare base model"

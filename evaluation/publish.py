@@ -1,6 +1,7 @@
 """Publish measurements: results and card of the checkpoint, tables of the README, pages, figures.
 
     python -m arcaligner.evaluation.publish --run runs/evaluation --figures runs/figures
+    python -m arcaligner.evaluation.publish --reproduced runs/evaluation/paper
     python -m arcaligner.evaluation.publish     # writes the same pages again from the published numbers
 
 No number between the marks is typed by hand: each comes from the run's answers, the checkpoint's `results.json`, or the
@@ -14,25 +15,26 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from matplotlib.figure import Figure
 
 from ..common.files import DEFAULT_CHECKPOINT, ROOT, markdown_table, printable, run_command, write_whole
-from ..configuration_arcaligner import ArcAlignerConfig
+from ..configuration_arcaligner import DEFAULT_BASE_MODEL, ArcAlignerConfig
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.hub import RESULTS_FILE, write_model_card
 from .analyses.figures import draw_rates, draw_speed, save_figure
 from .analyses.speed import (
     KEPT_REPORT,
     LATENCY_REPORT,
-    LIKELIEST,
     SHORT_PASSAGES,
+    TOP_RANKED,
     find_size,
     first_token_ms,
     first_token_table,
     kept_lines,
 )
 from .methods import find_method, fingerprint, reads_aligner, sort_key
-from .paper import FIRST, SECOND, published_table
-from .results import results_page, write_results
+from .paper import FIRST, SECOND, TITLES, published_backbone, published_ratios, published_table
+from .results import MAIN, results_page, write_results
 from .runs import FLOOR, answer_files
 from .tasks import TASKS
 
@@ -46,17 +48,17 @@ README_SETS = {
 }
 # Of the README's first table: what the model is given, and the method.
 COMPARED = (
-    ("the whole text, as it is", "standard_rag"),
+    ("the whole text, model not fine-tuned", "standard_rag"),
     ("**slots, two tokens each**", "arcaligner"),
     ("the whole text, after fine-tuning on such questions", "full_text_lora"),
 )
 # Of the README's table, by rate: what the model is given, tokens per position, the method, and the timed arms of
 # `latency.json` and `kept.json`. Copy-biased decoding is on where it helps, which is everywhere except for whole text.
 README_ROWS = (
-    ("whole text, base model as it is", "1", "standard_rag", "text", "text_same_set"),
+    ("whole text, not fine-tuned", "1", "standard_rag", "text", "text_same_set"),
     ("whole text, fine-tuned", "1", "full_text_lora", "text", "text_same_set"),
     ("text cut to a half, fine-tuned", "2", "truncated_copying_x2", None, None),
-    ("**slots** of the top-ranked passage (default)", "2", "one_passage", None, "slots_x2_likeliest"),
+    ("**slots** of the top-ranked passage (default)", "2", "one_passage", None, "slots_x2_top_ranked"),
     ("**slots** of all passages", "2", "arcaligner", 2, "slots_x2"),
     ("text cut to a quarter, fine-tuned", "4", "truncated_copying_x4", None, None),
     ("**slots** of all passages", "4", "arcaligner_x4", 4, "slots_x4"),
@@ -65,6 +67,10 @@ README_ROWS = (
     ("**slots** of all passages", "a sentence", "arcaligner_xsegment", "segment", "slots_xsegment"),
 )
 ANSWERS_PER_SET = 13
+# Parts of the paper whose pages are in `docs/paper.md` as `reproduce` writes them. Others come from the results.
+REPRODUCED = ("ablation", "perplexity", "gates", "categories", "cases")
+RATES = (4, 8, "segment")  # of the shipped aligner in the figure of ratios, next to its own
+_PICTURE = re.compile(r"\]\((\w+\.svg)\)")
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&])")  # what could become structure of a page
 MARKS = "<!-- {}: evaluation/publish.py -->", "<!-- end of {} -->"  # of a part of a page, by its name
 
@@ -75,22 +81,29 @@ def publish(
     ] = None,
     checkpoint: Annotated[Path, typer.Option(help="The aligner that was measured.")] = DEFAULT_CHECKPOINT,
     figures: Annotated[Path, typer.Option(help="Folder with latency.json and kept.json.")] = DOCS / "figures",
+    reproduced: Annotated[
+        Path | None, typer.Option(help="Folder with the pages of `reproduce`. By default the published ones stay.")
+    ] = None,
 ) -> None:
     """Write the pages and the README's tables from a run and the timings."""
     if run is not None:
         check_weights(run, checkpoint)
-        config = ArcAlignerConfig.from_pretrained(checkpoint)
-        no_answer = ArcAlignerProcessor.from_pretrained(checkpoint).no_answer
-        answers = answers_page(run, config.answerability_threshold, no_answer)
+        config, answers = ArcAlignerConfig.from_pretrained(checkpoint), None
+        if any(file.method == MAIN for file in answer_files(run)):
+            no_answer = ArcAlignerProcessor.from_pretrained(checkpoint).no_answer
+            answers = answers_page(run, config.answerability_threshold, no_answer)
         found = write_results(run)
         if (checkpoint / RESULTS_FILE).exists():
-            found = with_opponents(found, read_json(checkpoint / RESULTS_FILE))
+            found = with_published(found, read_json(checkpoint / RESULTS_FILE))
         write_whole(checkpoint / RESULTS_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
         write_model_card(config, checkpoint)
-        write_whole(DOCS / "answers.md", answers)
+        if answers is not None:
+            write_whole(DOCS / "answers.md", answers)
+    if reproduced is not None:
+        write_reproduced(reproduced)
     results = read_json(checkpoint / RESULTS_FILE)
     published = DOCS / "figures"
-    for name in (LATENCY_REPORT, KEPT_REPORT):  # a report that was not made again stays
+    for name in (LATENCY_REPORT, KEPT_REPORT):  # a report that was not measured again remains
         if (figures / name).exists():
             write_whole(published / name, (figures / name).read_bytes())
     latency = read_json(published / LATENCY_REPORT)
@@ -104,21 +117,60 @@ def publish(
     write_part(DOCS / "speed.md", "known passages", kept_lines(kept))
     for number, tasks in enumerate((FIRST, SECOND), start=1):
         write_part(DOCS / "paper.md", f"table {number}", published_table(results, tasks))
+    write_figure("backbones", *published_backbone(results, DEFAULT_BASE_MODEL.rpartition("/")[2]))
+    write_figure("ratios", *published_ratios(results, RATES))
     write_part(ROOT / "README.md", "comparison", comparison_table(results))
     write_part(ROOT / "README.md", "results", readme_table(results, latency, kept))
 
 
-def with_opponents(found: dict[str, Any], published: dict[str, Any]) -> dict[str, Any]:
-    """The results of a run and, of the sets in it, the published ones of methods that it did not ask again and whose
-    answers do not depend on the aligner's weights. Differences are those of the run: they need the answers."""
-    for title, entry in found["sets"].items():
-        old = published["sets"].get(title, {}).get("methods", {})
-        kept = {name: numbers for name, numbers in old.items() if not reads_aligner(name)}
-        entry["methods"] = {
-            name: (kept | entry["methods"])[name] for name in sorted(kept | entry["methods"], key=sort_key)
-        }
+def with_published(found: dict[str, Any], published: dict[str, Any]) -> dict[str, Any]:
+    """
+    The results of a run, and the published ones of what it did not ask.
+
+    A run that asked an aligner replaces all published numbers that depend on an aligner's weights, and its sets are
+    those of the result: only methods that read no aligner keep their numbers. Any other run adds to what is published.
+    Differences between methods need the answers of both, so they are those of the run that asked the aligner.
+    """
+    replaces = any(reads_aligner(name) for entry in found["sets"].values() for name in entry["methods"])
+    titles = found["sets"].keys() | (set() if replaces else published["sets"].keys())
+    sets = {}
+    for title in (task.title for task in TASKS.values() if task.title in titles):
+        old = published["sets"].get(title, {"questions": 0, "methods": {}})
+        new = found["sets"].get(title, {"questions": 0, "methods": {}})
+        kept = {name: numbers for name, numbers in old["methods"].items() if not (replaces and reads_aligner(name))}
+        methods = kept | new["methods"]
+        first = new if replaces or new["questions"] > old["questions"] else old
+        sets[title] = first | {"methods": {name: methods[name] for name in sorted(methods, key=sort_key)}}
     machines = {*found["machine"].split("; "), *published["machine"].split("; ")}
-    return found | {"machine": "; ".join(sorted(machines))}
+    questions = min(entry["questions"] for entry in sets.values())
+    return {"machine": "; ".join(sorted(machines)), "questions": questions, "sets": sets}
+
+
+def write_figure(name: str, lines: list[str], figure: Figure) -> None:
+    """Writes a figure of the paper and its part of `docs/paper.md`."""
+    save_figure(DOCS / "figures" / f"{name}.svg", figure)
+    write_part(DOCS / "paper.md", name, [f"![{TITLES[name]}](figures/{name}.svg)", "", *lines])
+
+
+def write_reproduced(folder: Path) -> None:
+    """Writes the pages of `reproduce` in a folder into their parts of `docs/paper.md`, and copies their pictures."""
+    pages = [folder / f"{name}.md" for name in REPRODUCED if (folder / f"{name}.md").is_file()]
+    if not pages:
+        raise ValueError(f"{folder} contains no page of `arcaligner reproduce`. Run it first, or name its folder.")
+    for page in pages:
+        lines = page.read_text(encoding="utf-8").splitlines()[1:]  # without the heading
+        pictures = [name for line in lines for name in _PICTURE.findall(line)]
+        for name in pictures:
+            write_whole(DOCS / "figures" / name, (folder / name).read_bytes())
+        shown = (re.sub("^##", "###", _PICTURE.sub(r"](figures/\1)", line)) for line in lines)
+        write_part(DOCS / "paper.md", page.stem, [each for line in shown for each in _wrapped(line)])
+
+
+def _wrapped(line: str) -> list[str]:
+    """A line of Markdown at the width of the pages; rows of tables, headings and pictures stay whole."""
+    is_item = re.match(r"(\d+\.|-) ", line)
+    indent = " " * (is_item.end() if is_item else 0)
+    return textwrap.wrap(line, 120, subsequent_indent=indent) if is_item or line[:1].isalnum() else [line]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -148,7 +200,7 @@ def check_weights(run: Path, checkpoint: Path) -> None:
 
 def answers_page(run: Path, threshold: float, no_answer: str) -> str:
     """The aligner's answers to the first questions of each set, by id, with their answerability; below the
-    threshold `no_answer` is said instead."""
+    threshold the answer would be `no_answer`."""
     lines = [
         "# Answers",
         "",
@@ -187,7 +239,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
 
     def f1(method: str) -> list[float | None]:
         methods = [entry["methods"] for entry in sets.values()]
-        if method == "one_passage":  # of one passage the top-ranked one is all of them, and is not measured again
+        if method == "one_passage":  # with one passage it equals `arcaligner`, and is not measured separately
             methods = [{method: of_set["arcaligner"]} | of_set for of_set in methods]
         return [of_set[method]["f1"][0] if method in of_set else None for of_set in methods]
 
@@ -196,7 +248,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         if any(None in pair for pair in pairs):
             return None
         lost = [own - free for own, free in pairs]
-        return f"{min(lost):.0f} to {max(lost):.0f} points at {rate.removeprefix('_x') or 2} tokens per slot"
+        return f"{min(lost):.0f} to {max(lost):.0f} points lower at {rate.removeprefix('_x') or 2} tokens per slot"
 
     own_rate = latency["own_tokens_per_slot"]
     cached_sizes = [size for k in SHORT_PASSAGES for size in kept["sizes"] if size["k"] == k]
@@ -208,13 +260,13 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
             new = " / ".join(f"{first_token_ms(find_size(latency, k, rate), arm):,.0f}" for k in SHORT_PASSAGES)
         if cached is not None:
             again = " / ".join(f"{first_token_ms(size, cached):,.0f}" for size in cached_sizes)
-            stored = kept["kept_bytes"]["text_apart" if timed == "text" else cached.removesuffix(LIKELIEST)]
+            stored = kept["kept_bytes"]["text_apart" if timed == "text" else cached.removesuffix(TOP_RANKED)]
             memory = " / ".join(f"{k * stored / 2**20:.0f}" for k in SHORT_PASSAGES)
         rows.append(
             [given, tokens, *("-" if each is None else f"{each:.1f}" for each in f1(method)), new, again, memory]
         )
     columns = ["The model is given", "Tokens per position", *README_SETS.values()]
-    columns += ["First token, ms", "the same, cached", "Cache, MiB"]
+    columns += ["First token, ms", "First token if cached, ms", "Cache, MiB"]
     counts = " to ".join(map(str, sorted({entry["questions"] for entry in sets.values()})))
     counts += " questions of each set" + fewer_questions(sets)
     lengths = [entry["methods"]["full_text_lora"]["context_tokens"] for entry in sets.values()]
@@ -223,13 +275,15 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         f"F1 in percent, {counts}; their passages have {min(lengths):.0f} to {max(lengths):.0f} "
         f"tokens on average. *Fine-tuned*: the same model with a LoRA trained on 4,000 questions with their text. "
         f"*First token*: {' / '.join(map(str, SHORT_PASSAGES))} passages ({new_tokens} tokens) in float32 on "
-        f"{latency['machine']['cores']} CPU cores; slots were encoded beforehand. *Cached*: keys and values were "
-        "computed in advance as well: for text, of the same passages in the same order; for slots, of each passage "
-        f"separately ({latency['machine']['cpu']} and {kept['machine']['cpu']}, so compare within a column). "
+        f"{latency['machine']['cores']} CPU cores; slots were encoded beforehand. *If cached*: keys and values of the "
+        "passages were computed beforehand as well. For text they are those of the same passages in the same order, "
+        "for slots those of each passage separately. The two time columns come from different CPUs "
+        f"({latency['machine']['cpu']}, {kept['machine']['cpu']}); compare only within a column. The default's times "
+        "were measured while it scored all passages; now it scores at most the more similar half. "
         "Answers from slots, and from cut text, are biased towards the passages' own words (`copy_bonus`)"
     )
     lost = [each for each in map(loss_without_copying, ("", "_x4")) if each is not None]
-    note += f": without it slots lose {', '.join(lost)}." if lost else "."
+    note += f". With `copy_bonus=0` slots score {', '.join(lost)}." if lost else "."
     return [*markdown_table(columns, rows), "", *textwrap.wrap(note, 120)]
 
 

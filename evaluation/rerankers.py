@@ -2,7 +2,7 @@
 
 One is named by its kind and its model, `kind:model`:
 
-    listwise:castorini/rank_zephyr_7b_v1_full            a chat model that orders all passages at once, the paper's;
+    listwise:castorini/rank_zephyr_7b_v1_full            a chat model that lists all passages in order, the paper's;
                                                          behind an OpenAI-compatible endpoint (`vllm serve`)
     cross_encoder:cross-encoder/ms-marco-MiniLM-L6-v2    a CrossEncoder of sentence-transformers
     aligner:checkpoints/arcaligner-smollm2-135m          an aligner's answerability and cosine; needs no other model
@@ -120,7 +120,7 @@ def by_scores(score: Callable[[str, list[dict[str, str]]], Any]) -> Reranker:
 
 
 def cross_encoder(name: str, device: str) -> Callable[[str, list[dict[str, str]]], Any]:
-    """Scores of a CrossEncoder, which reads a question with one passage at a time."""
+    """Scores of a CrossEncoder, whose input is the question with one passage."""
     from sentence_transformers import CrossEncoder
 
     try:
@@ -133,7 +133,7 @@ def cross_encoder(name: str, device: str) -> Callable[[str, list[dict[str, str]]
 
 
 def aligner(checkpoint: str, device: str) -> Callable[[str, list[dict[str, str]]], list[float]]:
-    """Log-odds that a passage holds the answer, by an aligner whose answerability was fitted."""
+    """Log-odds that a passage contains the answer, by an aligner whose answerability was fitted."""
     answerer = Answerer(*load_aligner(checkpoint, device))
     answerer.check(max_passages=1)
 

@@ -101,7 +101,7 @@ class AnswerFile:
         ]
         if changed:
             raise ValueError(
-                f"{self.path} holds {len(known)} answers made with different settings: {', '.join(changed[:3])}. Name "
+                f"{self.path} contains {len(known)} answers made with other settings: {', '.join(changed[:3])}. Name "
                 "another folder with `--output`, or delete the file to answer again."
             )
 

@@ -3,8 +3,9 @@
     python -m arcaligner.share.export --stages runs/smollm2_135m --output checkpoints/arcaligner-smollm2-135m
 
 Training keeps the aligner in float32, because small updates would be lost in bfloat16. A finished aligner does not need
-the precision, and loads as float32 again. The last stage in the folder is taken. The model card is rewritten each time,
-unless it was edited: run this again after an evaluation has put its `results.json` there, and the card has the numbers.
+the precision, and loads as float32 again. The last stage in the folder is exported. The model card is rewritten each
+time, unless it was edited: run this again after an evaluation has put its `results.json` there, and the card has the
+numbers.
 """
 
 import shutil
@@ -30,8 +31,8 @@ def save_stage(
     recipe: str,
     state_dict: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Writes aligner, processor and the text of the recipe to `output_dir`, a folder that the next stage can load.
-    Checkpoints in it are kept, and so are an edited model card and results of the same weights. `state_dict` has the
+    """Write aligner, processor and the text of the recipe to `output_dir`, a folder that the next stage can load.
+    Checkpoints in it stay, and so do an edited model card and results of the same weights. `state_dict` has the
     weights of a model that is sharded over processes."""
     with written_whole(output_dir) as folder:
         if Path(output_dir, "README.md").exists():  # the new card keeps edits of the old one
@@ -76,7 +77,7 @@ def main(
     recipes = [(folder / RECIPE_FILE).read_text(encoding="utf-8").strip() for folder in folders]
     save_stage(output, model, processor, "\n---\n".join(recipes) + "\n")
     if not write_model_card(model.config, output):
-        typer.echo(f"left {output / 'README.md'} as it is: it was edited. Delete it to have one written.")
+        typer.echo(f"{output / 'README.md'} was edited and is not replaced. Delete it to get a new one.")
     typer.echo(f"wrote {folders[-1]} to {output}")
 
 

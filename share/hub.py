@@ -65,7 +65,7 @@ _FORMER_FILE = re.compile(
 
 
 def write_model_card(config: ArcAlignerConfig, folder: Path) -> bool:
-    """Writes `README.md` of [`model_card`], and return whether it was written: an edited card is kept."""
+    """Write `README.md` of [`model_card`], and return whether it was written: an edited card is not replaced."""
     if (card := model_card(config, folder)) is not None:
         write_whole(folder / "README.md", card)
     return card is not None
@@ -129,8 +129,8 @@ def _read_recipes(folder: Path) -> tuple[Counter[str], dict[str, dict[str, None]
                     data.setdefault(place, {})[recipe["stage"]] = None
     except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} does not hold recipes of stages ({error!r}). Expected YAML with the keys that a stage was trained "
-            "with, `stage: grounding` among them, a line of `---` between stages. Put it there, or remove the file."
+            f"{path} does not contain recipes of stages ({error!r}). Expected YAML with the keys that each stage was "
+            "trained with, such as `stage: grounding`, and `---` between stages. Correct or remove the file."
         ) from error
     return stages, data
 
@@ -158,7 +158,7 @@ def _read_results(folder: Path, processor: dict[str, Any]) -> dict[str, Any] | N
         rows.append(["that contain an expected answer", "", *recalls])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} does not hold results of an evaluation ({error!r}). Expected "
+            f"{path} does not contain results of an evaluation ({error!r}). Expected "
             '{"sets": {set: {"methods": {"arcaligner": {"f1": [value, low, high]}}}}}. Write them again, or remove it.'
         ) from error
     return {"sets": list(sets), "rows": rows} if sets else None
@@ -177,7 +177,7 @@ def read_aligner_config(checkpoint: str | Path) -> ArcAlignerConfig:
     config = ArcAlignerConfig.from_pretrained(checkpoint)
     if config.base_model_name_or_path == str(checkpoint):  # a plain model loads as an untrained aligner around it
         raise ValueError(
-            f"{checkpoint} is a checkpoint of type {config.text_config.model_type!r}; expected 'arcaligner', that is a "
+            f"{checkpoint} is a checkpoint of type {config.text_config.model_type!r}; expected 'arcaligner'. Name a "
             "folder or a Hub id that an ArcAligner model was saved to."
         )
     return config
@@ -207,7 +207,7 @@ def check_checkpoint(folder: Path) -> ArcAlignerConfig:
 def push_checkpoint(repo_id: str, checkpoint: str | Path, *, private: bool = False) -> CommitInfo:
     """Uploads the checkpoint in a folder to the main branch of `repo_id`, in one commit.
 
-    Code is uploaded as it is in this package, and the model card is rewritten unless it was edited.
+    Code is that of this package, and the model card is rewritten unless it was edited.
 
     Args:
         repo_id (`str`): `user/name`; created if it does not exist. Its other files are kept.
@@ -235,16 +235,15 @@ def push_checkpoint(repo_id: str, checkpoint: str | Path, *, private: bool = Fal
         files["README.md"] = card.encode()
     if get_token() is None:
         raise PermissionError(
-            f"No token to write to `{repo_id}` with. Make one with write permission at {api.endpoint}/settings/tokens, "
+            f"There is no token for `{repo_id}`. Make one with write permission at {api.endpoint}/settings/tokens, "
             "then run `hf auth login` or set HF_TOKEN."
         )
     with _translate_hub_errors(repo_id, api.endpoint):
         repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
         if private and not api.model_info(repo_id).private:
             raise ValueError(
-                f"{repo_id} is there already and is public; expected a private repository. Nothing was uploaded. Make "
-                "it private in its settings, "
-                "choose another name, or push without asking for a private one."
+                f"{repo_id} exists and is public; expected a private repository. Nothing was uploaded. Make it private "
+                "in its settings, choose another name, or leave out `--private`."
             )
         former = [name for name in api.list_repo_files(repo_id) if _FORMER_FILE.fullmatch(name) and name not in files]
         operations = [CommitOperationDelete(name) for name in former]
@@ -269,6 +268,6 @@ def _translate_hub_errors(repo_id: str, endpoint: str) -> Iterator[None]:
                 "login` or set HF_TOKEN."
             ) from error
         raise ConnectionError(
-            f"The push to `{repo_id}` broke off ({type(cause).__name__}: {cause}). A push is visible whole or not at "
-            "all. Run it again to finish it: what has arrived is not uploaded twice."
+            f"The push to `{repo_id}` was interrupted ({type(cause).__name__}: {cause}). Nothing of it is visible. Run "
+            "it again to finish it: files that have arrived are not uploaded twice."
         ) from error

@@ -73,7 +73,7 @@ class Reference:
         self.output = ReferenceOutput(logits=None, recursion_depth=depth, slot_embeds=slot_embeds)
         words = self.stock.get_input_embeddings()(input_ids.masked_fill(is_slot, 0))
         rows = [slot_embeds[is_slot[:i].sum()] if is_slot[i] else words[i] for i in range(len(input_ids))]  # Eq. 2
-        apart = {} if passages is None else passages_apart(is_slot.tolist(), list(passages))
+        apart = {} if passages is None else single_passages(is_slot.tolist(), list(passages))
         self.output.logits = self.stock(inputs_embeds=torch.stack(rows)[None], use_cache=False, **apart).logits[0]
         return self.output
 
@@ -147,7 +147,7 @@ class Reference:
             linear.forward = forward
 
 
-def passages_apart(is_slot: list[bool], passages: list[int]) -> dict[str, torch.Tensor]:
+def single_passages(is_slot: list[bool], passages: list[int]) -> dict[str, torch.Tensor]:
     """The mask and the positions of a row whose passages are read apart, by the words of `docs/extensions.md`: a slot
     reads the text before the slots and its own passage up to itself; each passage counts on from the text before the
     slots, the text after them from the longest passage."""

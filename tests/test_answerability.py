@@ -301,9 +301,9 @@ def another_head(tensors):
 @pytest.mark.parametrize(
     "change, settings, message",
     [
-        (without_head, {}, "lacks 1 of .* aligner weights .* first `answerability_head.weight`"),
+        (without_head, {}, "is incomplete: 1 of .* aligner weights .* missing .first: `answerability_head.weight`"),
         (narrow_head, {}, "`answerability_head.weight` has shape"),
-        (another_head, {}, "are not those that it was saved with"),
+        (another_head, {}, "do not match their digest"),
         (
             dict,
             {"answerability_layers": None},

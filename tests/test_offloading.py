@@ -66,3 +66,12 @@ def test_offloaded_models_select_passages(saved, way, tmp_path):
     away = offloaded(way, folder, tmp_path).eval()
     ask = ArcAlignerPipeline(model=away, processor=processor, task="text-generation")  # where the model is
     assert ask(QUESTION, **options) == expected
+
+
+def test_pipeline_of_a_disk_is_refused(saved, tmp_path):
+    """transformers takes "disk" for a device; what can be done is said."""
+    folder, processor = saved
+    away = offloaded("auto 1KB", folder, tmp_path)
+    assert next(iter(away.hf_device_map.values())) == "disk"
+    with pytest.raises(ValueError, match="first weights of the model are on the disk.*`max_memory`"):
+        ArcAlignerPipeline(model=away, processor=processor, task="text-generation")

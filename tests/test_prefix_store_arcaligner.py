@@ -233,7 +233,7 @@ def test_late_gates_warn(model, processor, caplog):
 def test_what_cannot_be_prepared_is_refused(processor):
     model = aligner_for(processor)
     for call, message in [
-        ({}, "Got no `documents` and `context_embeds`; expected one of the two"),
+        ({}, "Got neither `documents` nor `context_embeds`"),
         ({"questions": [], "documents": []}, "`questions` is"),
         ({"documents": [ADA], "gate_mode": "sometimes"}, "`gate_mode`"),
         ({"documents": [ADA], "refinement_budget": -1.0}, "`refinement_budget` is -1.0"),

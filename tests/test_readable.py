@@ -17,7 +17,7 @@ ODD = [
     "\u00ad", "\u200b", "\u200c", "\u200d", "\ufeff", "\u00a0", "\u202f", "\u3000", "\ufb01", "\ufb03",
     "&shy;", "&nbsp;", "&amp;", "&lt;", "&eacute;", "&#173;", "a\u0301", "e\u0302\u0301", "\u1112\u1161\u11ab",
     "\x00", "\x1b[31m", "\x08", "\r\n", "\r", "-\n", "\u00ad\n", "\u2028", "\ufe0f", "\u202e", "\U000e0041",
-    "\u0344", "\ufdfa",
+    "\u0344", "\ufdfa", "\u2011", "\u2f08", "\U0001d465", "\U000e0100", "\u3164", "\u180b",
 ]  # fmt: skip
 
 
@@ -42,6 +42,12 @@ ODD = [
             None,
         ),
         ("m\u00b2 \u00bd \uff11 \u2122 \u201cq\u201d \u2013 \t\n", None),  # all of that is seen
+        ("COVID\u201119, e\u2010mail, 2020\u20132021", "COVID-19, e-mail, 2020\u20132021"),
+        (
+            "\u2f42\u2f08 \u845b\U000e0100 \U0001d465 = \U0001d7cf, \U0001d461\u210e\U0001d452, \u0133s",
+            "\u6587\u4eba \u845b x = 1, the, ijs",
+        ),
+        ("a\u2800b\u3164c\u1820\u180bd\u17b4e\ufffef\U0001d173g", "a b c\u1820defg"),
         ("left\u200eto\u202eright\u2066!", "lefttoright!"),
     ],
 )
@@ -55,7 +61,9 @@ def test_what_is_read_is_read_again(text):
     """Twice is once; a clean text is given back; nothing unseen is left; places go both ways."""
     read = readable(text)
     assert readable(read.text) == (read.text, ()) and (read.edits or read.text == text)
-    assert not set(read.text) & set("\u00ad\u200b\ufeff\u00a0\u3000\ufb01\x00\x08\x1b\r\u2028\u202e")
+    assert not set(read.text) & set(
+        "\u00ad\u200b\ufeff\u2011\U000e0100\u3164\u00a0\u3000\ufb01\x00\x08\x1b\r\u2028\u202e"
+    )
     assert unicodedata.is_normalized("NFC", read.text)
     before = 0
     for place in range(len(read.text)):

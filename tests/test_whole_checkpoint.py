@@ -119,7 +119,7 @@ CHECKABLE = {
     "fewer gates": (CONFIG, fields(gate_layers=[0]), "`gate_layers`"),
     "a wrong type": (CONFIG, fields(lora_alpha="48"), "lora_alpha"),
     "a stranger's weight": (WEIGHTS, fields(**{"foo.weight": torch.ones(2)}), "foo.weight"),
-    "half of the aligner": (WEIGHTS, without("lora_B"), "lacks .* aligner weights"),
+    "half of the aligner": (WEIGHTS, without("lora_B"), "is incomplete: .* aligner weights"),
     "aligner cut": (WEIGHTS, "cut", "model.safetensors cannot be read"),
     "aligner infinite": (WEIGHTS, with_value("projector.up", INFINITE), "1 NaN or .* in `model.projector.up"),
     "fewer words": (TOKENIZER, within("model", within("vocab", first_half)), f"tokenizer.json {NOT_SAVED}"),
@@ -130,8 +130,8 @@ BOUND = {
     "encoder's lora_alpha": (ADAPTER_CONFIG, fields(lora_alpha=99), f"adapter_config.json {NOT_SAVED}"),
     "template gone": (TEMPLATE, None, "lacks chat_template.jinja"),
     "another template": (TEMPLATE, "{{ messages }}", f"chat_template.jinja {NOT_SAVED}"),
-    "aligner's value": (WEIGHTS, with_value("lora_B", 0.125), "weights in .* are not those that it was saved with"),
-    "a base model promised": (CONFIG, fields(includes_base_model=True), "is to hold its base model"),
+    "aligner's value": (WEIGHTS, with_value("lora_B", 0.125), "weights in .* do not match their digest"),
+    "a base model promised": (CONFIG, fields(includes_base_model=True), "has to contain its base model"),
 }
 FULL = {
     "a weight gone": (WEIGHTS, without("layers.1.mlp.up_proj.base_layer"), "lacks 1 weights of a llama, first .*up_p"),

@@ -30,11 +30,13 @@ from peft.utils import CONFIG_NAME
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
+from transformers.modeling_outputs import CausalLMOutput
 from trl import SFTConfig
 
 from ..common.files import write_whole
 from ..common.rows import Row
 from ..loading_arcaligner import resolve_model, written_whole
+from ..modeling_arcaligner import head_nll
 from .batches import padded
 from .examples import choose_template, missing_part, open_corpus
 from .prompts import ApartText, passages_text, text_prompt
@@ -62,6 +64,8 @@ class CocomArguments:
         data_dir (`str`): Folder of a data file with a relative path.
         max_tokens (`int`): Rows with longer passages are left out.
         lora_r (`int`), lora_alpha (`int`): Rank and scale of the LoRA on all linears.
+        dtype (`str`): The dtype of the frozen backbone; what is trained is always float32.
+        attn_implementation (`str`, *optional*): transformers' name of an attention kernel.
     """
 
     model_name_or_path: str
@@ -74,6 +78,8 @@ class CocomArguments:
     max_tokens: int = 400
     lora_r: int = 16
     lora_alpha: int = 32
+    dtype: str = "float32"
+    attn_implementation: str | None = None
 
     def __post_init__(self):
         if self.tokens_per_slot < 1:
@@ -163,10 +169,18 @@ class CompressingModel(nn.Module):
         slots = self.compress(run_ids, run_mask)
         return embeds.masked_scatter(slot_mask[:, :, None], slots.to(embeds.dtype))
 
-    def forward(self, input_ids, slot_mask, run_ids, run_mask, attention_mask, labels=None, **kwargs):
-        """The loss of the labeled positions: inputs of [`CocomCollator`]."""
-        embeds = self.embed(input_ids, slot_mask, run_ids, run_mask)
-        return self.model(inputs_embeds=embeds, attention_mask=attention_mask, labels=labels, **kwargs)
+    def forward(
+        self, input_ids, slot_mask, run_ids, run_mask, attention_mask, labels, num_items_in_batch=None
+    ) -> CausalLMOutput:
+        """The mean NLL of the labeled positions, or their sum over `num_items_in_batch`: inputs of
+        [`CocomCollator`]. Logits of other positions are not computed."""
+        embeds, base = self.embed(input_ids, slot_mask, run_ids, run_mask), self.model.get_base_model()
+        states = base.base_model(inputs_embeds=embeds, attention_mask=attention_mask, use_cache=False)
+        targets = labels[:, 1:]  # (batch, seq_len - 1)
+        is_target = targets != -100
+        predicting = states.last_hidden_state[:, :-1][is_target]  # (num_targets, hidden)
+        nll = head_nll(predicting, targets[is_target], base.get_output_embeddings(), base.config.get_text_config())
+        return CausalLMOutput(loss=nll / (is_target.sum() if num_items_in_batch is None else num_items_in_batch))
 
 
 def _trained_alone(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: dict) -> None:
@@ -217,7 +231,7 @@ def build_dataset(recipe: CocomArguments, tokenizer, seed: int) -> datasets.Data
         if sum(map(len, example["passages"])) > recipe.max_tokens:
             num_long += 1
         else:
-            examples.append(example)
+            examples.append(example | {"length": sum(map(len, (*example["passages"], example["target"])))})
         if len(examples) == recipe.max_train_samples:
             break
     logger.info("%d examples; %d longer than %d tokens left out", len(examples), num_long, recipe.max_tokens)
@@ -276,7 +290,8 @@ def train(recipe: CocomArguments, args: SFTConfig, settings: str) -> None:
         if args.chat_template_path is not None:
             tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
         set_seed(args.seed)
-        model = start_model(recipe, AutoModelForCausalLM.from_pretrained(model_path, dtype="float32"))
+        kernel = {"dtype": recipe.dtype, "attn_implementation": recipe.attn_implementation}
+        model = start_model(recipe, AutoModelForCausalLM.from_pretrained(model_path, **kernel))
         args.remove_unused_columns = False
         trainer = Trainer(
             model,

@@ -2,14 +2,14 @@
 
     python -m arcaligner.train.confidence --recipe train/recipes/smollm2_135m/2_grounding.yaml --aligner FOLDER
 
-The aligner reads questions of the recipe's training articles, half of them with passages that do not contain the answer
-(the nearest of all, or of the same article), at each of its rates. A logistic regression separates the two by the
-hidden states of the prompt's last token; cross-validation chooses its regularization. Questions of held-out articles, a
-fifth of them unanswerable, then calibrate it: they give scale and offset, the weight of the late-interaction score of
-the question's words (`maxsim_score`) and, at the aligner's own rate, the threshold. 6 % of the answerable questions,
-which carry 5 % of the F1, lie below it. Finally the aligner answers these questions, and a second logistic regression
-separates right answers (an F1 of at least a half) from wrong ones by their likelihood and the answerability. The result
-is saved in the folder's model. No test set is read.
+The aligner gets questions about the recipe's training articles, half of them with passages that do not contain the
+answer (the nearest of all, or of the same article), at each of its rates. A logistic regression separates the two by
+the hidden states of the prompt's last token; cross-validation chooses its regularization. Questions of held-out
+articles, a fifth of them unanswerable, then calibrate it: they give scale and offset, the weight of the
+late-interaction score of the question's words (`maxsim_score`) and, at the aligner's own rate, the threshold. 6 % of
+the answerable questions, which account for 5 % of the F1, are below it. Finally the aligner answers these questions,
+and a second logistic regression separates right answers (an F1 of at least a half) from wrong ones by their likelihood
+and the answerability. The result is saved in the folder's model. No test set is read.
 """
 
 import json
@@ -47,7 +47,7 @@ IN_ARTICLE = 0.5  # share of the passages without an answer that are of the same
 WRONGLY_REFUSED = 0.06  # share of answerable questions below the threshold
 RATES = (2, 4, 8, 16, "segment")
 RIGHT = 0.5  # F1 from which an answer is right
-SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # of the answers that remain when the others are refused
+SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # of answers that remain if the others are refused, for a table
 NO_ANSWER = "not in the text"  # the answer below the threshold, if the processor has no sentence for it
 
 
@@ -77,7 +77,7 @@ def last_states(
     """The outputs of `layers` at the last token of each row's prompt, (rows, layers * hidden), float32."""
     order = sorted(range(len(rows)), key=lambda number: sum(len(each["text"]) for each in rows[number]["passages"]))
     states = np.zeros((len(rows), len(layers) * model.config.text_config.hidden_size), dtype=np.float32)
-    for start in tqdm(range(0, len(order), BATCH), desc=f"reading, rate {rate}", leave=False):
+    for start in tqdm(range(0, len(order), BATCH), desc=f"hidden states, rate {rate}", leave=False):
         numbers = order[start : start + BATCH]
         inputs = slot_inputs(processor, [rows[number] for number in numbers], tokens_per_slot=rate)
         read = LayerStates(layers, are_all=True)
@@ -193,8 +193,8 @@ def fit_likelihood(
 
 
 def main(
-    recipe: Annotated[Path, typer.Option(help="The recipe of the stage: its data, and what is held out.")],
-    aligner: Annotated[Path, typer.Option(help="Folder of the aligner, which gets the head.")],
+    recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, for its data and held-out articles.")],
+    aligner: Annotated[Path, typer.Option(help="Folder of the aligner; the head is saved there.")],
     number: Annotated[int, typer.Option("-n", help="Number of training questions.")] = 20_000,
     held_out: Annotated[int, typer.Option(help="Number of held-out questions.")] = 1000,
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,

@@ -64,9 +64,9 @@ ROW_FEATURES = Features(
     passages=List({"title": Value("string"), "text": Value("string")}),
     gold=List(Value("int32")),
 )
-# The paper's Table "Stage-I instruction templates", in its order. A template there reads "... [B] ... [T]": the slots
-# stand for [B], and [T] is what the assistant says. These are the user's words before and after the slots; the full
-# stop after [T] is the target's own. The prompt of stages II and III is the processor's, the same as at inference.
+# The paper's Table "Stage-I instruction templates", in its order. A template there is "... [B] ... [T]": [B] are the
+# slots, and [T] is the assistant's turn. These are the user's words before and after the slots; the full stop after [T]
+# belongs to the target. The prompt of stages II and III is the processor's, the same as at inference.
 RECONSTRUCTION_TEMPLATES = (
     ("Background: ", ". This is equivalent to:"),
     ("Rewrite the background in your own words: ", " →"),
@@ -475,7 +475,7 @@ class ExampleBuilder:
     def _split(
         self, row_ids: Sequence[str], prompts: Sequence[Sequence[str]], wholes: Sequence[Sequence[str]]
     ) -> list[tuple[list[int], Turn]]:
-        """Splits conversations into prompt and target. Labels are on what the assistant says and the token that ends
+        """Split conversations into prompts and targets. Labels are on the assistant's words and the token that ends
         its turn."""
         ids = self.processor.tokenize_prompts([text for _, text in (*prompts, *wholes)])
         turns = []
@@ -666,7 +666,7 @@ class ExampleSelector:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(
-                f"Tokenized examples cannot be kept in {folder} ({error}). Name a folder that you may write to: "
+                f"Tokenized examples cannot be cached in {folder} ({error}). Name a folder that you may write to: "
                 "`examples_cache_dir` of the recipe, or the variable ARCALIGNER_CACHE."
             ) from error
         path = folder / f"{Hasher.hash((settings, groups))}.arrow"
@@ -742,7 +742,7 @@ class _ExampleMaker:
         return pa.Table.from_pylist(examples, _BLOCK_FEATURES.arrow_schema), counts
 
     def _rows(self, numbers: list[int]) -> dict[int, Row]:
-        """Rows by their numbers, all read at once."""
+        """Rows by their numbers, read together."""
         unique = sorted(set(numbers))
         return dict(zip(unique, self.corpus[unique].to_pylist(), strict=True)) if unique else {}
 

@@ -31,7 +31,7 @@ from ..loading_arcaligner import resolve_model, written_whole
 from .batches import padded
 from .distractors import NearestPassages
 from .examples import missing_part, open_corpus
-from .prompts import ApartText, full_text, text_prompt
+from .prompts import ApartText, full_text, question_prompt, text_prompt
 from .recipe import run_script
 from .run import claim_folder, last_checkpoint
 
@@ -52,6 +52,8 @@ class FullTextArguments:
         lora_r (`int`), lora_alpha (`int`): Rank and scale of the LoRA on all linears.
         passage_attention (`str`): With `"separate"`, the passages of a prompt do not attend to each other.
         distractors (`float`): Share of rows that get 1 to 4 of the nearest passages without the answer.
+        writes (`str`): `"answer"`, or `"question"`: the model reads passages and writes an answer and its question,
+            each on a line, for `train/made_questions.py`.
     """
 
     model_name_or_path: str
@@ -63,8 +65,15 @@ class FullTextArguments:
     lora_alpha: int = 32
     passage_attention: str = "joint"
     distractors: float = 0.0
+    writes: str = "answer"
 
     def __post_init__(self):
+        if self.writes not in WRITES:
+            raise ValueError(f"`writes` is {self.writes!r}; expected one of {', '.join(WRITES)}.")
+        if self.writes == "question" and self.passage_attention == "separate":
+            raise ValueError(
+                "`writes: question` reads one passage, so `passage_attention: separate` changes nothing. Leave it out."
+            )
         if self.passage_attention not in PASSAGE_ATTENTIONS:
             raise ValueError(
                 f"`passage_attention` is {self.passage_attention!r}; expected one of {', '.join(PASSAGE_ATTENTIONS)}."
@@ -78,6 +87,7 @@ class FullTextArguments:
         return [self.train_file]
 
 
+WRITES = "answer", "question"
 SCRIPT = "arcaligner.train.full_text"
 KINDS = (FullTextArguments, SFTConfig)
 
@@ -92,7 +102,7 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
             continue
         if nearest is not None:
             row = row | {"passages": nearest.mixed([row], recipe.distractors, seed)}
-        example = tokenize(row, tokenizer, recipe.passage_attention == "separate")
+        example = tokenize(row, tokenizer, recipe.passage_attention == "separate", recipe.writes)
         if len(example["input_ids"]) <= recipe.max_tokens:
             examples.append(example)
         else:
@@ -108,12 +118,16 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
     return datasets.Dataset.from_list(examples)
 
 
-def tokenize(row: Row, tokenizer, is_separate: bool = False) -> dict[str, list[int]]:
-    """Ids of the prompt and the answer; labels on the answer and the end of its turn. With independent passages also
-    `passage_ids`, the number of each id's passage, -1 on other text."""
-    mark = uuid.uuid4().hex if is_separate else None
-    content = full_text(row) if mark is None else text_prompt(row, mark)
-    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": row["answers"][0]}]
+def tokenize(row: Row, tokenizer, is_separate: bool = False, writes: str = "answer") -> dict[str, list[int]]:
+    """Ids of the prompt and the answer, or with `writes` of an answer and its question; labels on what is written and
+    the end of its turn. With independent passages also `passage_ids`, the number of each id's passage, -1 on other
+    text."""
+    mark, target = uuid.uuid4().hex if is_separate else None, row["answers"][0]
+    if writes == "question":
+        content, target = question_prompt(row), f"{target}\n{row['question'].strip()}"
+    else:
+        content = full_text(row) if mark is None else text_prompt(row, mark)
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": target}]
     prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     if not whole.startswith(prompt):

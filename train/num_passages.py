@@ -5,7 +5,8 @@
 The passages that a question needs are given among the nearest others that do not answer it, in random order: two,
 three or five together. The default of `max_passages` rests on this table. It counts questions that need one passage and
 questions that need several separately, since using one passage fails the latter. *Prior*: all passages are used, and
-the attention to the slots of each is weighted by its score (`passage_prior` of `PassageCache.prepare`).
+the attention to the slots of each is weighted by its score (`passage_prior` of `PassageCache.prepare`). *Three if
+unsure*: three passages if the top-ranked one by itself is unlikely to contain the answer, else this one.
 """
 
 import math
@@ -30,13 +31,14 @@ from .recipe import RecipeArguments
 from .validate import asked_rows, load_mean, read_recipe
 
 SIZES = 2, 3, 5
-WAYS = "top-ranked", "two", "all", "all, prior", "needed"
+WAYS = "top-ranked", "two", "three if unsure", "all", "all, prior", "needed"
+UNSURE = 0.5  # answerability of the top-ranked passage, below which three are used
 CACHE_BYTES = 2**30
 
 
 def mixed_rows(recipe: RecipeArguments, number: int) -> list[Row]:
-    """About `number` questions of held-out articles. `passages` are those that the answer needs among the nearest
-    others of these articles, `gold` says where, and `needs` is `"one"` or `"several"`."""
+    """About `number` questions of held-out articles. `passages` are those that the answer needs, mixed with the nearest
+    others of these articles; `gold` has their numbers, and `needs` is `"one"` or `"several"`."""
     rows = asked_rows(recipe, number)
     nearest = NearestPassages(row for source in recipe.train_files for row in open_part(recipe, source, held_out=True))
     mixed = []
@@ -64,19 +66,24 @@ def answers_by_way(
         question, passages = row["question"], row["passages"]
         scores = answerer.score([question], [passages], tokens_per_slot=rate)[0]
         log_odds = [scores[number].log_odds for number in range(len(passages))]
+        (first,) = select_top(scores, 1)
         chosen = {
-            "top-ranked": select_top(scores, 1),
+            "top-ranked": [first],
             "two": select_top(scores, 2),
+            "three if unsure": select_top(scores, 3) if scores[first].answerability < UNSURE else [first],
             "all": range(len(passages)),
             "all, prior": range(len(passages)),
             "needed": row["gold"],
         }
+        answers = {}  # ways often use the same passages
         for column, way in enumerate(WAYS):
-            used = [passages[number] for number in chosen[way]]
             prior = [[each - max(log_odds) for each in log_odds]] if way == "all, prior" else None
-            inputs = cache.prepare([question], [used], tokens_per_slot=rate, passage_prior=prior)
-            texts, _ = greedy_answers(model, processor, inputs, [question], [used])
-            found[place, column] = 100 * token_f1(texts[0], row["answers"])
+            key = (*chosen[way], prior is None)
+            if key not in answers:
+                used = [passages[number] for number in chosen[way]]
+                inputs = cache.prepare([question], [used], tokens_per_slot=rate, passage_prior=prior)
+                (answers[key],), _ = greedy_answers(model, processor, inputs, [question], [used])
+            found[place, column] = 100 * token_f1(answers[key], row["answers"])
     return found
 
 
@@ -93,7 +100,7 @@ def table(rows: Sequence[Row], scores: np.ndarray) -> str:
 
 
 def main(
-    recipe: Annotated[Path, typer.Option(help="The recipe of the stage: its data, and what is held out.")],
+    recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, for its data and held-out articles.")],
     aligner: Annotated[Path, typer.Option(help="Folder of the aligner, with a fitted answerability head.")],
     rates: Annotated[str, typer.Option(help="Tokens per slot, separated by commas.")] = "2",
     number: Annotated[int, typer.Option("-n", help="Number of questions.")] = 150,

@@ -141,12 +141,12 @@ def check_passages_first(model: ArcAlignerForCausalLM, args: TrainingArguments |
     """Raises `ValueError` for a model or arguments that exclude a step in two phases."""
     if model.config.passage_attention != "separate":
         raise ValueError(
-            f"`passage_attention` is {model.config.passage_attention!r}, so that slots read other passages; "
+            f"`passage_attention` is {model.config.passage_attention!r}, so that slots attend to other passages; "
             "`passages_first` needs independent ones. Set `aligner: {passage_attention: separate}`, or leave it out."
         )
     if args is not None and args.gradient_checkpointing:
         raise ValueError(
-            "`gradient_checkpointing` keeps no keys and values, which the second phase of `passages_first` reads. "
+            "`gradient_checkpointing` stores no keys and values, which the second phase of `passages_first` needs. "
             "Leave one of them out."
         )
 

@@ -328,7 +328,7 @@ def lines_of(plans: list[StagePlan], tokens_per_second: float | None = None) -> 
     lines = []
     for plan in plans:
         memory, examples = plan.memory, plan.examples
-        how = "measured on a first block" if examples.is_measured else "assumed: the data are not here as files"
+        how = "measured on a first block" if examples.is_measured else "assumed: the data are not on this machine"
         number = "all" if examples.number is None else f"{examples.number:,}"
         checkpointed = memory.fixed + memory.with_checkpointing
         others = "off" if not plan.activation_checkpointing else "on"
@@ -336,7 +336,7 @@ def lines_of(plans: list[StagePlan], tokens_per_second: float | None = None) -> 
         rows = {
             "starts from": plan.start,
             "trained": f"{plan.num_trained / 1e6:.1f} million parameters",
-            "examples": f"{number}, of {examples.mean:.0f} tokens in the mean ({how}), at most {examples.longest}",
+            "examples": f"{number}, of {examples.mean:.0f} tokens on average ({how}), at most {examples.longest}",
             "a step": f"{plan.global_batch} examples: {plan.num_gpus} GPU{'s' * (plan.num_gpus > 1)} x "
             f"{plan.per_device} x {plan.accumulated} accumulated",
             "steps": "unknown" if plan.steps is None else f"{plan.steps:,}",
@@ -363,7 +363,7 @@ def _of_this_machine(plans: list[StagePlan]) -> list[str]:
     line = f"{torch.cuda.get_device_name()}: {free / GIB:.1f} of {total / GIB:.1f} GiB are free"
     if needed <= free:
         return [f"{line}, which is enough."]
-    busy = " Another process holds the rest: wait for its end." if needed <= total else ""
+    busy = " Another process uses the rest: wait until it ends." if needed <= total else ""
     return [
         f"{line}, and {needed / GIB:.1f} are needed.{busy} `-- --activation_checkpointing true` and a smaller "
         "`--per_device_train_batch_size` need less, and train the same."

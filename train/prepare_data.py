@@ -2,15 +2,15 @@
 
     python -m arcaligner.train.prepare_data                         # into `data`, where the recipes look for them
     python -m arcaligner.train.prepare_data --limit hotpotqa=20000 --limit squad=5000
-    python -m arcaligner.train.prepare_data --copies FOLDER         # of copies of the sets, FOLDER/rajpurkar/squad, ...
+    python -m arcaligner.train.prepare_data --copies FOLDER         # from copies of the sets: FOLDER/rajpurkar/squad
 
-    train_qa        SQuAD, NaturalQuestions by way of QED, HotpotQA with its ten paragraphs, MuSiQue with its twenty
+    train_qa        SQuAD, Natural Questions from QED, HotpotQA with its ten paragraphs, MuSiQue with its twenty
     train_extra     QAMR: questions about one sentence
     recon_train     one paragraph from each of many articles of Wikipedia
     recon_heldout   the same, of further articles that are not in train_qa
 
 By default there are about as many rows of each as the shipped aligner was trained on. The sets are streamed: a limit
-also limits what is downloaded. A finished file is kept, so an interrupted run continues with the next one. `README.md`
+also limits the download. Finished files stay, so an interrupted run continues with the next one. `README.md`
 next to the files describes their content and licences.
 """
 
@@ -56,8 +56,8 @@ DESCRIPTION = """\
 # Training data
 
 Made by `python -m arcaligner.train.prepare_data`, in the schema of `docs/training.md`. Changed: selection, field names;
-QED's text has no spaces before punctuation; of an article of Wikipedia one paragraph is taken. Whoever shares these
-files, or a model trained on them, names the sets and keeps their licences.
+QED's text has no spaces before punctuation; each article of Wikipedia gives one paragraph. If you share these files, or
+a model trained on them, name the sets and keep their licences.
 """
 
 
@@ -176,7 +176,7 @@ def split_paragraphs(rows: Iterable[Row], known_titles: set[str]) -> tuple[list[
 
 
 def prepare(output: Path, sources: Sequence[Source], copies: Path | None = None) -> None:
-    """Makes the files of `TRAINING_FILES` in `output`, and its `README.md`; finished files are kept."""
+    """Make the files of `TRAINING_FILES` in `output`, and its `README.md`; finished files stay."""
     if not (output / "README.md").exists():
         write_whole(output / "README.md", DESCRIPTION)
     for name in TRAINING_FILES:
@@ -184,7 +184,7 @@ def prepare(output: Path, sources: Sequence[Source], copies: Path | None = None)
         if name == HELD_OUT_FILE or not own:
             continue
         if (output / name).exists():
-            typer.echo(f"{output / name} exists and is kept; delete it to make it again.")
+            typer.echo(f"{output / name} exists and was not changed; delete it to make it again.")
         else:
             _make(output, name, own, copies)
 

@@ -31,6 +31,12 @@ def full_text(row: Row) -> str:
     return text_prompt(row, passages_text(row))
 
 
+def question_prompt(row: Row) -> str:
+    """The user's turn that asks for a question about the passages, instead of answering one."""
+    request = "Write a short answer from the background, then the question it answers."
+    return f"{BACKGROUND_LINE}{passages_text(row)}\n{request}"
+
+
 def text_inputs(processor: ArcAlignerProcessor, contents: list[str], **slots: Any):
     """Prompts of the user's turns `contents`, left-padded: `input_ids` and `attention_mask` (batch, seq_len)."""
     return chat_inputs(processor, [[{"role": "user", "content": content}] for content in contents], **slots)

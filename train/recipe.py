@@ -185,7 +185,7 @@ class RecipeArguments:
             )
         if self.attn_implementation != "eager":
             raise ValueError(
-                f"`attn_implementation` is {self.attn_implementation!r}, which returns no attention to learn from. Set "
+                f"`attn_implementation` is {self.attn_implementation!r}, which returns no attention weights. Set "
                 "it to `eager`, or `attention_loss_weight` to 0."
             )
 
@@ -358,7 +358,7 @@ class AlignerTrainingConfig(SFTConfig):
         if mean < 0 or (mean and self.save_strategy == "no") or (kept is not None and kept < mean):
             raise ValueError(
                 f"`average_checkpoints` is {mean}, `save_strategy` {str(self.save_strategy)!r} and `save_total_limit` "
-                f"{kept}; expected 0 or more, and as many checkpoints that are saved and kept."
+                f"{kept}; expected 0 or more, and at least as many saved checkpoints that are not deleted."
             )
         super().__post_init__()
 

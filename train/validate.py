@@ -195,7 +195,7 @@ def load_mean(folders: list[Path]) -> tuple[ArcAlignerForCausalLM, ArcAlignerPro
 
 
 def main(
-    recipe: Annotated[Path, typer.Option(help="The recipe of the stage: its data, and what is held out.")],
+    recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, for its data and held-out articles.")],
     runs: Annotated[str, typer.Option(help="Folders of runs or of aligners, separated by commas.")],
     last: Annotated[
         int, typer.Option(help="Number of last checkpoints of each run to average; 0 for the final weights.")

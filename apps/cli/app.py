@@ -100,7 +100,7 @@ def read_document(path: Path) -> Document:
 
 
 def cut(documents: list[Document], processor) -> tuple[list[Passage], list[dict[str, str]]]:
-    """The passages of files, and the same in the form that an aligner takes: a short text is one passage, a longer one
+    """The passages of files, and the same as documents of an aligner: a short text is one passage, a longer one
     is cut as for a corpus. The pipeline cuts at the same length, but without headings and pages."""
     passages = []
     for document in documents:
@@ -146,7 +146,7 @@ def warn_of_words(answer: str, read: list[dict[str, Any]], no_answer: str | None
 
 
 def tell_how_sure(answerability: float | None, answer_likelihood: float | None) -> None:
-    """Print the two estimates, where the aligner has them."""
+    """Print the two estimates, if the aligner has them."""
     if answerability is not None:
         note = "that the passages contain an answer, not that this answer is right"
         messages.print(f"Answerability {answerability:.2f} [dim]{note}[/]")
@@ -315,7 +315,7 @@ def ask_corpus(
 ) -> None:
     """Answer a question from a corpus, and list the passages that the answer is based on."""
     from ...tokenization_arcaligner import check_question
-    from ..server.engine import Request
+    from ..server.request import Request
 
     check_question(question)
     with busy("Loading the aligner and its base model"):
@@ -333,8 +333,8 @@ def ask_corpus(
     warn_of_words(found.text, read, engine.processor.no_answer)
     if others := len(found.sources) - len(read):
         messages.print(f"[dim]{others} more retrieved but not used (--max-passages)[/]")
-    parts = ("retrieval", "slots", "choosing", "model")
-    milliseconds = ", ".join(f"{name} {1000 * found.seconds[name]:.0f}" for name in parts)
+    parts = {"retrieval": "retrieval", "slots": "slots", "choosing": "scoring", "model": "model"}
+    milliseconds = ", ".join(f"{part} {1000 * found.seconds[name]:.0f}" for name, part in parts.items())
     times = f"First token after {1000 * found.seconds['first_token']:.0f} ms: {milliseconds}"
     tell_how_sure(found.answerability, found.answer_likelihood)
     times += f"; {found.kept} of {counted(len(read), 'passage')} cached"
@@ -385,8 +385,8 @@ def serve_answers(
 ) -> None:
     """Serve an OpenAI-compatible API and a web page."""
     from ..server.app import ServerSettings
-    from ..server.engine import Limits
     from ..server.listen import check_port, serve
+    from ..server.request import Limits
 
     settings = ServerSettings(Path(checkpoint).resolve().name, host, port, api_key or None)
     check_port(host, port)
@@ -435,7 +435,7 @@ def train(
         list[str] | None,
         typer.Argument(metavar="--KEY VALUE", help="Keys to override in every stage, after --."),
     ] = None,
-    stage: Annotated[int | None, typer.Option(help="Run only this stage.", min=0, max=3)] = None,
+    stage: Annotated[int | None, typer.Option(help="Run only this stage.", min=1, max=3)] = None,
     folder: Annotated[
         str | None, typer.Option("--output", help="Folder for the stages. Default: the recipe's.")
     ] = None,
@@ -484,14 +484,28 @@ def evaluate(
         str | None, typer.Option(help="Methods, separated by commas. Default: the recipe's, or all.")
     ] = None,
     checkpoint: Annotated[str | None, typer.Option(help="The aligner: a folder or a Hub id.")] = None,
-    xrag: Annotated[str | None, typer.Option(help="Aligner for the method xrag, of recipe xrag.")] = None,
-    projector_only: Annotated[str | None, typer.Option(help="Aligner for the method projector_only.")] = None,
-    full_text_lora: Annotated[str | None, typer.Option(help="LoRA for full_text_lora, of train/full_text.py.")] = None,
-    text_apart: Annotated[str | None, typer.Option(help="LoRA for text_apart, of train/full_text.py.")] = None,
-    all_positions: Annotated[str | None, typer.Option(help="Aligner for the method all_positions.")] = None,
-    slot_positions: Annotated[str | None, typer.Option(help="Aligner for the method slot_positions.")] = None,
-    cocom_x4: Annotated[str | None, typer.Option(help="Folder for cocom_x4, of train/cocom.py.")] = None,
-    cocom_x16: Annotated[str | None, typer.Option(help="Folder for cocom_x16, of train/cocom.py.")] = None,
+    xrag: Annotated[str | None, typer.Option(help="Folder of the recipe xrag, for the method xrag.")] = None,
+    projector_only: Annotated[
+        str | None, typer.Option(help="Folder of the recipe projector_only, for the method projector_only.")
+    ] = None,
+    full_text_lora: Annotated[
+        str | None, typer.Option(help="Folder written by train/full_text.py, for the method full_text_lora.")
+    ] = None,
+    text_apart: Annotated[
+        str | None, typer.Option(help="Folder written by train/full_text.py, for the method text_apart.")
+    ] = None,
+    all_positions: Annotated[
+        str | None, typer.Option(help="Folder of the recipe all_positions, for the method all_positions.")
+    ] = None,
+    slot_positions: Annotated[
+        str | None, typer.Option(help="Folder of the recipe slot_positions, for the method slot_positions.")
+    ] = None,
+    cocom_x4: Annotated[
+        str | None, typer.Option(help="Folder written by train/cocom.py, for the method cocom_x4.")
+    ] = None,
+    cocom_x16: Annotated[
+        str | None, typer.Option(help="Folder written by train/cocom.py, for the method cocom_x16.")
+    ] = None,
     folder: Annotated[Path | None, typer.Option("--output", help="Folder for answers and tables.")] = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder with TASK.jsonl.gz for each task. Default: the Hub.")

@@ -40,7 +40,12 @@ TokensPerSlot = Annotated[
 ]
 MinConfidence = Annotated[
     float | None,
-    typer.Option(help="Abstain if the answerability is below this value.", min=0, max=1),
+    typer.Option(
+        help="Abstain if the answerability, how likely the passages contain an answer, is below this value. It is not "
+        "the probability that the answer is right.",
+        min=0,
+        max=1,
+    ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Maximum number of tokens of the answer.", min=1, max=1024)]
 MaxPassages = Annotated[

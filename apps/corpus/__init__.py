@@ -1,11 +1,11 @@
-"""A corpus of slots: passages encoded once, kept in a LanceDB table, retrieved for a question and used without
-encoding.
+"""A corpus of slots: passages are encoded once, stored in a LanceDB table, and retrieved for a question without
+encoding them again.
 
 sources.py   files, folders and data sets of the Hub -> documents -> passages
 table.py     the table on disk, with the settings that it was made with
 build.py     documents -> passages with their slots -> the table
 retrieve.py  a question -> passages with their stored slots
-kept.py      precomputed passages: their keys and values, next to the slots, where the server's cache finds them
+kept.py      precomputed passages: their keys and values, in a folder of the corpus, where the server's cache finds them
 """
 
 import os

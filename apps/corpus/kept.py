@@ -17,7 +17,7 @@ from ...kv_cache_arcaligner import entry_shape
 from .retrieve import slot_passages
 from .table import Corpus
 
-# Passages that are computed together; their keys and values are in memory meanwhile.
+# Passages that are computed together; their keys and values are in memory for that time.
 BATCH_PASSAGES = 32
 
 
@@ -41,7 +41,7 @@ def read_corpus(corpus: Corpus, model, processor, tell: Callable[[str], Any] = l
         f"Keys and values of {counted(found['passages'], 'passage')} take {found['slots'] * per_slot / 1e6:,.1f} MB on "
         f"disk: {counted(found['slots'], 'slot')} of {per_slot / 1e3:.1f} KB."
     )
-    done, used, folder = "No passage read", set(), corpus.kept_folder
+    done, used, folder = "No passage computed", set(), corpus.kept_folder
     with corpus.writing():
         store = model.passage_cache(processor, max_bytes=0, folder=folder)
         for batch in corpus.table.search().to_batches():
@@ -51,7 +51,7 @@ def read_corpus(corpus: Corpus, model, processor, tell: Callable[[str], Any] = l
                 if lost := [path for path in paths if not path.exists()]:
                     raise OSError(f"{lost[0]} could not be written. Make room, and run this again to continue.")
                 used.update(paths)
-                done = f"{counted(store.misses, 'passage')} read, {store.loads} kept before"
+                done = f"{counted(store.misses, 'passage')} computed, {store.loads} precomputed before"
                 tell(done)
         if former := set(folder.glob("*.safetensors")) - used:
             done += f", {counted(len(former), 'former file')} removed"

@@ -1,6 +1,6 @@
 """Slots on llama.cpp: transformers makes them, and a GGUF base model answers from them.
 
-    text before the slots -> slots as input embeddings, adapter on -> [state kept] -> question and answer, adapter off
+    text before the slots -> slots as input embeddings, adapter on -> [cached state] -> question and answer, adapter off
 
 Each independent passage is a sequence of its own after the same text; then all are merged into the sequence of the
 question. Gates decide within a layer, which llama.cpp cannot do: they must be off.
@@ -76,7 +76,7 @@ class State(NamedTuple):
 
 class Session:
     """
-    One sequence of a GGUF model in llama.cpp, filled piece by piece.
+    One sequence of a GGUF model in llama.cpp, to which ids and embeddings are appended.
 
     Args:
         path (`Path`): The GGUF file.
@@ -121,7 +121,7 @@ class Session:
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), False)
         self.used = 0
 
-    def read_apart(self, passages: Sequence[np.ndarray]) -> None:
+    def read_single_passages(self, passages: Sequence[np.ndarray]) -> None:
         """Prefill the slots of independent passages, each (num_slots, hidden), with the adapter: each attends to the
         context so far and to no other passage. Later positions attend to all, and continue after the longest."""
         api, memory = self._api, self._api.llama_get_memory(self._context)
@@ -154,7 +154,7 @@ class Session:
             batch.embd = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         else:
             batch.token = (api.llama_token * length)(*what)
-        self._check(api.llama_decode(self._context, batch) == 0, f"{length} more positions were not read")
+        self._check(api.llama_decode(self._context, batch) == 0, f"{length} more positions could not be computed")
         self.used += length
 
     @property
@@ -167,7 +167,7 @@ class Session:
         """The context, for `restore`."""
         size = self._api.llama_state_seq_get_size(self._context, 0)
         buffer = (ctypes.c_uint8 * size)()
-        self._check(self._api.llama_state_seq_get_data(self._context, buffer, size, 0) == size, "no state was given")
+        self._check(self._api.llama_state_seq_get_data(self._context, buffer, size, 0) == size, "it returned no state")
         return State(bytes(buffer), self.used)
 
     def restore(self, state: State) -> None:
@@ -176,7 +176,7 @@ class Session:
         size = len(state.data)
         buffer = (ctypes.c_uint8 * size).from_buffer_copy(state.data)
         done = self._api.llama_state_seq_set_data(self._context, buffer, size, 0)
-        self._check(done == size, "a state of another model or version was not taken")
+        self._check(done == size, "it refused a state of another model or version")
         self.used = state.used
 
 
@@ -191,7 +191,7 @@ class LlamaCppEngine:
     Args:
         folder (`str` or `Path`): The output of `arcaligner export-gguf`.
         base_model (`str` or `Path`, *optional*): GGUF file of the base model. Default: that of the default base model.
-        gate_mode (`str`, *optional*): Default: the checkpoint's. `"off"` is the only one that llama.cpp can do.
+        gate_mode (`str`, *optional*): Default: the checkpoint's. llama.cpp supports `"off"` only.
         context_length (`int`): Positions of prompt and answer.
         cache_type (`str`): The type of keys and values, `"f16"` or `"f32"`.
 
@@ -252,7 +252,8 @@ class LlamaCppEngine:
     def stream(
         self, question: str | list[dict], documents: Any, max_new_tokens: int = 256, **slots: Any
     ) -> Iterator[str]:
-        """The answer to a question or chat, piece by piece; `documents` and `slots` as the processor takes them.
+        """Yield the text of the answer to a question or chat as it is generated; `documents` and `slots` are arguments
+        of the processor.
 
         Raises:
             `ValueError`: as the processor; a prompt that is longer than the context.
@@ -282,7 +283,7 @@ class LlamaCppEngine:
 
     @torch.no_grad()
     def read(self, question: str | list[dict], documents: Any, max_new_tokens: int = 0, **slots: Any) -> np.ndarray:
-        """Reads a prompt and returns the logits of the answer's first token, (vocab_size,), until the next call.
+        """Prefill a prompt; return the logits of the answer's first token, (vocab_size,), valid until the next call.
         Arguments and errors as of `stream`."""
         refuse_unknown("the settings of an answer", slots, SLOT_SETTINGS)
         before, after = self.processor.prompt_ids(question)
@@ -312,7 +313,7 @@ class LlamaCppEngine:
         sizes = encoded.context_passage_ids.unique_consecutive(return_counts=True)[1]
         self.session.clear()
         self.session.read(before, has_logits=False)
-        self.session.read_apart([slots] if is_joint else np.split(slots, sizes.cumsum(0)[:-1]))
+        self.session.read_single_passages([slots] if is_joint else np.split(slots, sizes.cumsum(0)[:-1]))
         return self.session.state()
 
     def _check_length(self, length: int) -> None:
@@ -334,7 +335,10 @@ def _open_gguf(path: Path) -> gguf.GGUFReader:
     try:
         return gguf.GGUFReader(path)
     except (ValueError, IndexError) as error:
-        raise ValueError(f"{path} is not a GGUF file, or is cut off ({error}).") from error
+        raise ValueError(
+            f"{path} is not a GGUF file, or is truncated ({error}). Name the GGUF file of the base model, or download "
+            "it again."
+        ) from error
 
 
 def _load_projector(

@@ -13,7 +13,6 @@ seconds.
 """
 
 import asyncio
-import codecs
 import contextlib
 import json
 import logging
@@ -41,10 +40,11 @@ except ImportError as error:
 
 from ...common.files import CASE_STUDIES, read_json_lines
 from ...common.passages import Document, no_text, passages_of
-from ...common.reading import read_file
+from ...common.reading import encoding_of_mark, read_file
 from .chat_request import ChatRequest
-from .engine import Answer, BusyError, Engine, RequestCancelledError, UnavailableError
-from .engine import Request as EngineRequest
+from .engine import Engine
+from .request import Answer, BusyError, RequestCancelledError, UnavailableError
+from .request import Request as EngineRequest
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,8 @@ async def read_body(request: Request, kind: str, most: int) -> bytes:
     another `kind`: a form of another page, which a browser sends without asking, is neither JSON nor a plain file."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != kind:
         raise HTTPException(415, f"Expected a body with `Content-Type: {kind}`.")
+    if (packing := request.headers.get("content-encoding", "identity")) != "identity":
+        raise HTTPException(415, f"Got a body with `Content-Encoding: {packing}`; expected one that is not compressed.")
     body = b""
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -302,7 +304,8 @@ class Routes:
 
     async def chat(self, request: Request) -> Response:
         data = await read_body(request, "application/json", MAX_BODY_BYTES)
-        data = data.removeprefix(codecs.BOM_UTF8)  # which PowerShell and .NET write
+        if encoding := encoding_of_mark(data):  # PowerShell and .NET write byte order marks
+            data = data.decode(encoding, "replace").encode()
         limits, loop, pieces = self.engine.limits, asyncio.get_running_loop(), asyncio.Queue()
         body = await asyncio.to_thread(ChatRequest.model_validate_json, data, context={"limits": limits})
         await self.model(body.model)

@@ -13,8 +13,8 @@ from pydantic import BaseModel, BeforeValidator, FailFast, Field, ValidationInfo
 
 from ...common.files import refuse_unknown
 from ...common.reading import LONGEST_TITLE
-from .engine import Limits
-from .engine import Request as EngineRequest
+from .request import Limits
+from .request import Request as EngineRequest
 
 # Maximum tokens of an answer, unless the client sets a limit.
 MAX_TOKENS = 256
@@ -307,10 +307,10 @@ class ChatRequest(BaseModel):
             return None
         if self.top_k in PASSAGES_TOP_K:
             return (
-                "`top_k` without a temperature was read as `num_passages`, for this release: it is a setting of the "
-                "draw of tokens elsewhere. Pass `num_passages`."
+                "`top_k` without a temperature was used as `num_passages`; this ends with the next release, because "
+                "elsewhere `top_k` is a setting of sampling. Pass `num_passages`."
             )
-        return "`top_k` is a setting of the draw of tokens; `num_passages` is how many passages are found."
+        return "`top_k` is a setting of sampling. Pass `num_passages` for the number of passages to retrieve."
 
     def num_tokens(self, limits: Limits) -> int:
         """Maximum tokens of the answer. A client's default may exceed the limit, and -1 means the limit: an answer that
@@ -353,5 +353,7 @@ def refuse_what_is_not_done(given: dict[str, Any]) -> None:
         neutral = NOT_DONE.get(name, NOT_DRAWN.get(name) if draws else None)
         if neutral is not None and value not in neutral:
             pass_it = f", or pass {json.dumps(neutral[0])}" if neutral else ""
-            hint = f' This model calls no tools; beside `{TOOLS[name]}` "none" they are taken.' if name in TOOLS else ""
-            raise ValueError(f"`{name}` is not supported; leave it out{pass_it}.{hint}")
+            if name in TOOLS:
+                only_with = f'`{TOOLS[name]}: "none"`'
+                raise ValueError(f"Tools are not supported; `{name}` is accepted only together with {only_with}.")
+            raise ValueError(f"`{name}` is not supported; leave it out{pass_it}.")

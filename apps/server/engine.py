@@ -1,160 +1,46 @@
 """From requests to answers: concurrent requests share a batch, and each gets its answer as it is generated.
 
-One thread encodes passages and runs the model; any number of threads may submit.
+    submit -> passages as slots (given, or of a corpus) -> selected passages -> slot prefixes, cached or computed
+    -> first tokens -> rows of one batch, which new ones join -> pieces of the answer
 
-    submit -> passages as slots (given, or of a corpus) -> the likeliest -> slot prefixes, kept or read -> `generate`
-    -> pieces of the answer
+Any number of threads may submit. A few prepare requests, and one writes the answers; these compute in turns, which they
+pass on between two calls of model or encoder. So a short question does not wait until a long answer is written, or many
+passages are encoded.
 """
 
 import json
 import threading
 import time
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from torch.utils.hooks import RemovableHandle
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    MinPLogitsWarper,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
-from transformers.generation.streamers import BaseStreamer
+from transformers.cache_utils import DynamicCache
 
-from ...answering_arcaligner import Answerer, AnsweringCall, chat_inputs, select_top, similarities_of
-from ...common.rows import find_answer
-from ...configuration_arcaligner import check_length, longest_prompt
-from ...encoder_arcaligner import EncodedDocuments, GivenSlots, passages_apart
+from ...answering_arcaligner import Answerer, chat_inputs, select_top, similarities_of
+from ...configuration_arcaligner import check_length
+from ...encoder_arcaligner import EncodedDocuments, GivenSlots, single_passages
 from ...kv_cache_arcaligner import prefill_beginning
 from ...pipeline_arcaligner import ArcAlignerPipeline
+from ...segmentation_arcaligner import given_text
 from ..corpus.retrieve import Retriever, SlotPassages
+from .live_rows import LiveBatch, LiveRow
+from .request import Answer, BusyError, Limits, Request, RequestCancelledError
+from .turns import Turns
 
 # Number of passages of requests whose slots are cached; slot prefixes have a budget of their own, in bytes.
 KEPT_PASSAGES = 256
 
+# Batches that are prepared in turns, and batches whose rows there may be at a time: paused ones need their memory.
+PREPARED_AT_ONCE, BATCHES_AT_ONCE = 3, 4
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a request, and of the queue."""
-
-    max_documents: int = 64
-    max_slots: int = 2048  # used together: 20 passages of 160 tokens at two tokens per slot are 1,600
-    max_slots_asked: int = 8192  # of all passages, if they are scored one by one and only the top-ranked are used
-    max_new_tokens: int = 1024
-    seconds: float = 120.0
-    waiting: int = 256
-
-
-@dataclass(eq=False)
-class Request:
-    """
-    A chat to be answered.
-
-    Args:
-        messages (`list[dict]`): With `role` and `content`.
-        documents (`list`, *optional*): Passages; `None` uses the corpus, if there is one.
-        top_k (`int`, *optional*): Number of passages to retrieve from the corpus; 0 uses none. Default: the engine's.
-        tokens_per_slot (`int` or `"segment"`, *optional*): Default: the engine's, or the rate of the corpus, whose
-            stored slots are used. At another rate its passages are encoded again.
-        max_new_tokens, temperature, top_p, min_p: Settings of sampling; temperature 0 is greedy decoding.
-        sampling_top_k (`int`): With a temperature, the number of most likely tokens to sample from; 0 means all.
-        seed (`int`, *optional*): With a temperature, makes sampling reproducible.
-        stop (`list[str]`): Texts that end the answer, and are not part of it.
-        min_confidence (`float`, *optional*): If the answerability is lower, the answer is the processor's `no_answer`.
-            Default: the engine's.
-        max_passages (`int`, *optional*): Maximum number of passages to use, those most likely to contain the answer.
-            Default: the engine's.
-        copy_bonus (`float`, *optional*): Bias of copy-biased decoding, in log-odds. Default: the processor's.
-        on_text (`Callable`): Called with each new piece of the answer, in the engine's thread.
-    """
-
-    messages: list[dict[str, str]]
-    documents: list[Any] | None = None
-    top_k: int | None = None
-    tokens_per_slot: int | str | None = None
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    sampling_top_k: int = 0
-    seed: int | None = None
-    stop: list[str] = field(default_factory=list)
-    min_confidence: float | None = None
-    max_passages: int | None = None
-    copy_bonus: float | None = None
-    on_text: Callable[[str], Any] = lambda text: None
-    future: "Future[Answer]" = field(default_factory=Future)
-    arrived: float = field(default_factory=time.monotonic)
-    cancelled: bool = False
-    passages: SlotPassages | None = None
-    kept: int | None = None  # number of cached passages, once it is known
-
-    def wants_fewer(self, num_passages: int) -> bool:
-        """Whether only some of so many passages are read, which are chosen then."""
-        return self.max_passages is not None and num_passages > self.max_passages
-
-
-@dataclass
-class Answer:
-    """The result of a request. `seconds` since it arrived: `waiting`, `retrieval`, `slots`, `choosing` (each passage is
-    scored), `model` add up to `first_token`. `kept` is the number of passages of the answer that were cached,
-    precomputed or from an earlier question. `answerability` is how likely the passages contain an answer,
-    `answer_likelihood` how likely the answer is right, if these were fitted; the latter is only for answers that are
-    neither sampled nor refused."""
-
-    text: str
-    finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
-    batch_size: int
-    seconds: dict[str, float]
-    passages: SlotPassages | None
-    kept: int
-    answerability: float | None
-    statistics: dict[str, Any]
-    answer_likelihood: float | None = None
-
-    @property
-    def confidence(self) -> float | None:
-        """The name of `answerability` in version 0.2."""
-        warnings.warn(
-            "`confidence` is now called `answerability`; the old name will be removed in the next release.",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return self.answerability
-
-    @property
-    def sources(self) -> list[dict[str, Any]]:
-        """The passages, each with `read`, whether it was used, and `answer`: the first occurrence of the answer in its
-        text, in characters, or `None`."""
-        documents = [] if self.passages is None else self.passages.documents
-        return [{"read": True, **each, "answer": find_answer(self.text, each["text"])} for each in documents]
-
-
-class BusyError(RuntimeError):
-    """Too many requests are waiting."""
-
-
-class UnavailableError(OSError):
-    """The engine is temporarily unavailable; `retry_after` is in seconds."""
-
-    retry_after = 5
-
-
-class RequestCancelledError(RuntimeError):
-    """The client no longer waits for the answer."""
+# While others are answered, requests wait so many seconds for more, to be prepared together.
+GATHER_SECONDS = 0.3
 
 
 class _EndedError(Exception):
@@ -162,45 +48,46 @@ class _EndedError(Exception):
 
 
 class PassageEncoder:
-    """The slots of passages, each encoded once for all requests that have it among others: its slots are the same ones
-    then, and what was read of them is found again."""
+    """The slots of passages, each encoded once for all requests with it, so that its slots are the same in all of them
+    and its keys and values are found in the cache."""
 
     def __init__(self, processor, max_passages: int = KEPT_PASSAGES):
         self.processor, self.max_passages = processor, max_passages
         self._kept: OrderedDict[tuple, EncodedDocuments] = OrderedDict()  # longest unused first
 
-    def __call__(self, documents: list[dict], tokens_per_slot: int | str | None, room: int) -> EncodedDocuments:
-        """
+    def count(self, documents: list[dict], tokens_per_slot: int | str | None, room: int) -> int:
+        """How many slots passages have, none of which is encoded.
+
         Raises:
-            `ValueError`: more slots than there is `room` for, which are counted before any passage is encoded.
+            `ValueError`: more than there is `room` for.
         """
+        encode = self.processor.slot_encoder.encode_batch
+        (row,) = encode([documents], tokens_per_slot=tokens_per_slot, room=[room], only_segments=True)
+        return len(row.context_embeds)
+
+    def __call__(
+        self, documents: list[dict], tokens_per_slot: int | str | None, numbers: Sequence[int] | None = None
+    ) -> EncodedDocuments:
+        """The slots of passages, whose `numbers` are by default those of their places."""
+        if not any(each["text"].strip() for each in documents):  # nothing but white space is a slot, too
+            return self.processor.encode_documents(documents, tokens_per_slot=tokens_per_slot)
         keys = [(json.dumps(each), tokens_per_slot) for each in documents]
         found = {key: self._kept[key] for key in keys if key in self._kept}
-        used = sum(len(found[key].segments) for key in keys if key in found)
-        # One that stands twice is encoded twice then: it takes its room twice.
-        new = [(key, each) for key, each in zip(keys, documents, strict=True) if key not in found]
-        try:
-            encoded = self._encode([each for _, each in new], tokens_per_slot, room - used)
-            found |= zip((key for key, _ in new), encoded, strict=True)
-            num_slots = sum(len(found[key].segments) for key in keys)
-        except ValueError:
-            num_slots = None
-        if not num_slots or num_slots > room:  # an error counts all passages; white space alone is a slot, too
-            return self.processor.encode_documents(documents, tokens_per_slot=tokens_per_slot, room=[room])
+        new = {key: each for key, each in zip(keys, documents, strict=True) if key not in found}
+        found |= zip(new, self._encode(list(new.values()), tokens_per_slot), strict=True)
         for key in keys:
             self._kept[key] = found[key]
             self._kept.move_to_end(key)
         while len(self._kept) > self.max_passages:
             self._kept.popitem(last=False)
-        return self._joined([found[key] for key in keys])
+        return self._joined([found[key] for key in keys], range(len(keys)) if numbers is None else numbers)
 
-    def _encode(self, documents: list[dict], tokens_per_slot: int | str | None, room: int) -> list[EncodedDocuments]:
-        """Each passage by itself, no slot for one that is white space; together, which is fastest."""
+    def _encode(self, documents: list[dict], tokens_per_slot: int | str | None) -> list[EncodedDocuments]:
+        """Encode each passage by itself, without a slot for white space; all in one call, which is fastest."""
         if not documents:
             return []
-        settings = {"tokens_per_slot": tokens_per_slot, "room": [room]}
-        segments, *slots, _ = self.processor.encode_documents(documents, **settings)
-        apart, nothing = passages_apart(GivenSlots(*slots)), GivenSlots(slots[0][:0], None)
+        segments, *slots, _ = self.processor.encode_documents(documents, tokens_per_slot=tokens_per_slot)
+        apart, nothing = single_passages(GivenSlots(*slots)), GivenSlots(slots[0][:0], None)
         encoded = []
         for number in range(len(documents)):
             own = [each for each in segments if each.document == number]
@@ -209,8 +96,9 @@ class PassageEncoder:
             encoded.append(EncodedDocuments(own, embeds, words, ids, []))
         return encoded
 
-    def _joined(self, passages: list[EncodedDocuments]) -> EncodedDocuments:
-        segments = [replace(each, document=number) for number, own in enumerate(passages) for each in own.segments]
+    def _joined(self, passages: list[EncodedDocuments], numbers: Sequence[int]) -> EncodedDocuments:
+        named = zip(numbers, passages, strict=True)
+        segments = [replace(each, document=number) for number, own in named for each in own.segments]
         words = [each.context_word_ids for each in passages if each.context_word_ids is not None]
         width = max((own.shape[1] for own in words), default=0)
         words = [pad(own, (0, width - own.shape[1]), value=-1) for own in words]
@@ -229,7 +117,7 @@ class Engine:
             not computed again.
         top_k (`int`), tokens_per_slot (`int` or `"segment"`), min_confidence (`float`), max_passages (`int`): Defaults
             of requests. By default, the top-ranked of several passages is used (`Answerer.max_passages`).
-        max_batch (`int`): Maximum number of requests per batch.
+        max_batch (`int`): Maximum number of requests that are prepared together. Four times as many are written.
         batch_seconds (`float`): Time that the first request of a batch waits for others.
         prefix_bytes (`int`): Memory for slot prefixes that are cached between requests.
         folder (`str` or `Path`, *optional*): Folder to write slot prefixes to, and to read them from. Default: those of
@@ -264,13 +152,28 @@ class Engine:
         self.max_batch, self.batch_seconds, self.limits = max_batch, batch_seconds, limits or Limits()
         self.store = self.answerer.cache
         self._encode = PassageEncoder(self.processor)
-        self._current: list[Request] = []  # requests in computation, before their first tokens
-        self._hooks: list[RemovableHandle] = []
+        self._turns = Turns()
+        self.store.wait = self._turns.wait
+        self._preparing = threading.local()  # `group`: what this thread computes for, before its first tokens
+        self._hooks: dict[Any, Any] = {}
         self._waiting: list[Request] = []
-        self._arrival = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._work, name="arcaligner-engine", daemon=True)
-        self._thread.start()
+        self._joining: list[LiveBatch] = []
+        self._num_prepared = self._num_written = 0  # requests
+        self._change = threading.Condition()  # of these
+        self._closed = self._all_prepared = False
+        self._door = threading.Lock()  # for the thread that takes the next requests
+        self._threads = [
+            threading.Thread(target=self._work, name=f"arcaligner-prepare-{number}", daemon=True)
+            for number in range(PREPARED_AT_ONCE)
+        ]
+        self._writer = threading.Thread(target=self._write, name="arcaligner-write", daemon=True)
+        for thread in (*self._threads, self._writer):
+            thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether one of its threads is alive."""
+        return any(thread.is_alive() for thread in (*self._threads, self._writer))
 
     @property
     def num_waiting(self) -> int:
@@ -292,13 +195,13 @@ class Engine:
         for name in ("top_k", "tokens_per_slot", "min_confidence", "max_passages"):
             if getattr(request, name) is None:
                 setattr(request, name, getattr(self, name))
-        with self._arrival:
+        with self._change:
             if self._closed:
                 raise BusyError("The server is closing.")
             if self.num_waiting >= self.limits.waiting:
                 raise BusyError("Too many requests are waiting. Try again later.")
             self._waiting.append(request)
-            self._arrival.notify()
+            self._change.notify_all()
         return request.future
 
     def _check(self, tokens_per_slot, min_confidence, max_passages, copy_bonus=None) -> None:
@@ -318,32 +221,70 @@ class Engine:
 
     def close(self) -> None:
         """Accept no more requests, answer the waiting ones, and return."""
-        with self._arrival:
+        with self._change:
             self._closed = True
-            self._arrival.notify()
-        self._thread.join()
-        for hook in self._hooks:
+            self._change.notify_all()
+        for thread in self._threads:
+            thread.join()
+        with self._change:
+            self._all_prepared = True
+            self._change.notify_all()
+        self._writer.join()
+        for hook in self._hooks.values():
             hook.remove()
 
-    # The engine's thread
+    # The threads that prepare
 
     def _work(self) -> None:
-        while batch := self._take():
-            wanted = [request for request in batch if request.future.set_running_or_notify_cancel()]
-            read = [request for one in wanted for (request,), _ in each_fails_alone([one], self._read)]
-            chosen = [request for part, _ in each_fails_alone(read, self._choose) for request in part]
-            for has_slots in (False, True):
-                if group := [request for request in chosen if (request.passages is not None) == has_slots]:
-                    self._answer(group)
+        while True:
+            with self._door:
+                if not self._wait_for_requests():
+                    return
+                self._turns.take()
+                batch = self._take()
+            try:
+                self._prepare(batch)
+            finally:
+                self._turns.give()
+                with self._change:
+                    self._num_prepared -= len(batch)
+                    self._change.notify_all()
+
+    def _wait_for_requests(self) -> bool:
+        """Waits until some should be taken; not if the engine is closed, and none are left."""
+
+        def is_full() -> bool:
+            return self._closed or len(self._waiting) >= self.max_batch
+
+        def is_idle() -> bool:
+            return not self._num_prepared + self._num_written
+
+        def is_due() -> bool:
+            has_room = self._num_prepared + self._num_written < self.max_batch * BATCHES_AT_ONCE
+            return has_room if self._waiting else self._closed
+
+        with self._change:
+            self._change.wait_for(is_due)
+            # Wait for others to share the batch: it takes little longer than a single request.
+            self._change.wait_for(lambda: is_full() or is_idle(), GATHER_SECONDS)
+            self._change.wait_for(is_full, self.batch_seconds)
+            return bool(self._waiting)
 
     def _take(self) -> list[Request]:
-        """The next requests, in order of arrival; empty if the engine is closed."""
-        with self._arrival:
-            self._arrival.wait_for(lambda: self._waiting or self._closed)
-            # Wait a moment for others to share the batch: it takes little longer than a single request.
-            self._arrival.wait_for(lambda: len(self._waiting) >= self.max_batch or self._closed, self.batch_seconds)
+        """The next requests, in order of arrival."""
+        with self._change:
             batch, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]
+            self._num_prepared += len(batch)
         return batch
+
+    def _prepare(self, batch: list[Request]) -> None:
+        """Has a batch of requests written, after their first tokens."""
+        wanted = [request for request in batch if request.future.set_running_or_notify_cancel()]
+        read = [request for one in wanted for (request,), _ in each_fails_alone([one], self._read)]
+        chosen = [request for part, _ in each_fails_alone(read, self._choose) for request in part]
+        for has_slots in (False, True):
+            if group := [request for request in chosen if (request.passages is not None) == has_slots]:
+                self._answer(group)
 
     def reason_to_end(self, request: Request) -> Exception | None:
         """Why a request has no client any more, or `None`."""
@@ -354,19 +295,26 @@ class Engine:
         return None
 
     def _begin(self, group: list[Request]) -> None:
-        """Start to compute for `group`: end requests without a client, now and before each call of model and encoder,
-        so that long work for them does not delay others."""
-        self._current = group
-        if not self._hooks:  # models are loaded on first use
-            encoder = self.processor.encoder
-            modules = {self.model.model, encoder.model[0], encoder.untrained.model[0]}
-            self._hooks = [module.register_forward_pre_hook(_pre_hook(self)) for module in modules]
+        """Start to compute for `group`. Before each call of model and encoder, others may compute, and requests without
+        a client end, so that long work for them does not delay others."""
+        self._preparing.group = group
+        encoder = self.processor.encoder
+        for module in (self.model.model, encoder.model[0], encoder.untrained.model[0]):
+            if module not in self._hooks:
+                self._hooks[module] = module.register_forward_pre_hook(_pre_hook(self))
         self._end_current()
 
+    def _between_calls(self) -> None:
+        """Of model or encoder, in a thread of the engine."""
+        if self._turns.is_mine:  # others may share the model
+            self._turns.pass_on()
+            self._end_current()
+
     def _end_current(self) -> None:
-        ended = [request for request in self._current if self.reason_to_end(request) is not None]
+        group = getattr(self._preparing, "group", [])
+        ended = [request for request in group if self.reason_to_end(request) is not None]
         if ended:
-            self._current = []
+            self._preparing.group = []
             for request in ended:
                 request.future.set_exception(self.reason_to_end(request))
             raise _EndedError
@@ -378,13 +326,7 @@ class Engine:
         self._begin(group)
         rate = request.tokens_per_slot
         if request.documents is not None:
-            began = time.perf_counter()
-            documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in request.documents]
-            documents, pieces = self.answerer.cut(documents)
-            encoded = self._encode(documents, rate, self._room(request, len(documents)))
-            documents = [each | {"number": piece.document} for each, piece in zip(documents, pieces, strict=True)]
-            seconds = {"retrieval": 0.0, "slots": time.perf_counter() - began}
-            request.passages = SlotPassages(documents, encoded, seconds)
+            self._read_documents(request)
             return
         if self.retriever is None or request.top_k == 0:
             return
@@ -393,12 +335,46 @@ class Engine:
         if rate not in (None, self.retriever.corpus.settings["tokens_per_slot"]):
             began = time.perf_counter()
             texts = [{name: each[name] for name in ("title", "text")} for each in passages.documents]
-            passages.encoded = self._encode(texts, rate, self._room(request, len(texts)))
+            self._encode.count(texts, rate, self._room(request, len(texts)))
+            passages.encoded = self._encode(texts, rate)
             passages.seconds["slots"] += time.perf_counter() - began
         num_slots, most = len(passages.encoded.context_embeds), self._room(request, len(passages.documents))
         if num_slots > most:
             raise ValueError(f"The passages have {num_slots} slots; expected at most {most}. Pass a lower `top_k`.")
         request.passages = passages
+
+    def _read_documents(self, request: Request) -> None:
+        """Cuts a request's own documents into passages and, if all of these are used, encodes them."""
+        began, rate, passages = time.perf_counter(), request.tokens_per_slot, []
+        documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in request.documents]
+        self._check_size(documents, rate)
+        for number, document in enumerate(documents):
+            pieces, _ = self.answerer.cut([document])
+            passages += [each | {"number": number} for each in pieces]
+            self._turns.pass_on()
+        texts = [_without_number(each) for each in passages]
+        if not passages:
+            encoded = self.processor.encode_documents([], tokens_per_slot=rate)  # nothing was found: an empty slot
+        else:
+            self._encode.count(texts, rate, self._room(request, len(texts)))
+            self._turns.pass_on()
+            encoded = None if request.wants_fewer(len(texts)) else self._encode(texts, rate)
+        seconds = {"retrieval": 0.0, "slots": time.perf_counter() - began}
+        request.passages = SlotPassages(passages, encoded, seconds)
+
+    def _check_size(self, documents: list[dict], rate: int | str | None) -> None:
+        """Refuses documents that have too many slots however they are cut, before that takes seconds."""
+        rate = self.processor.tokens_per_slot if rate is None else rate
+        if rate == "segment":
+            return
+        # A word is at least a token; twice as many as there is room for are surely too many.
+        num_words = sum(len(given_text(each, number).split()) for number, each in enumerate(documents))
+        num_slots = num_words // (2 * rate)
+        if num_slots > self.limits.max_slots_asked:
+            raise ValueError(
+                f"The passages have more than {num_slots} slots; expected at most {self.limits.max_slots_asked}. Pass "
+                "fewer or shorter documents, or put more text into a slot (`tokens_per_slot`)."
+            )
 
     def _room(self, request: Request, num_passages: int) -> int:
         """Slot limit of a request with this many passages: higher if they are scored one by one than if all are
@@ -412,26 +388,52 @@ class Engine:
         if not group:
             return
         self._begin(group)
-        began = time.perf_counter()
-        chats, rows = [self._chat(request) for request in group], [request.passages.inputs for request in group]
-        similar = [
-            similarities_of(self.processor.encoder, chat, request.passages.documents)
-            if request.documents is not None
-            else [each["similarity"] for each in request.passages.documents]
-            for request, chat in zip(group, chats, strict=True)
-        ]
-        slots = {name: [row[name] for row in rows] for name in rows[0]}
+        began, encoding = time.perf_counter(), 0.0
+        chats, documents = [self._chat(request) for request in group], [request.passages.documents for request in group]
+        similar = []
+        for request, chat, own in zip(group, chats, documents, strict=True):
+            if request.documents is None:
+                similar.append([each["similarity"] for each in own])
+            else:
+                similar.append(similarities_of(self.processor.encoder, chat, own))
+
+        def slots_of(only: list[list[int]]) -> dict[str, list]:
+            nonlocal encoding
+            began = time.perf_counter()
+            # Of one whose passages are all scored any that is known, as none of it is read.
+            known = [
+                numbers or [max(range(len(own)), key=own.__getitem__)]
+                for numbers, own in zip(only, similar, strict=True)
+            ]
+            rows = [self._inputs_of(request, numbers) for request, numbers in zip(group, known, strict=True)]
+            encoding += time.perf_counter() - began
+            return {name: [row[name] for row in rows] for name in rows[0]}
+
         most = [request.max_passages for request in group]
-        scores = self.answerer.score_candidates(chats, similarities=similar, most=most, **slots)
-        seconds = time.perf_counter() - began
+        scores = self.answerer.score_candidates(chats, documents, similarities=similar, most=most, slots_of=slots_of)
+        seconds = time.perf_counter() - began - encoding
         for request, own in zip(group, scores, strict=True):
             numbers = select_top(own, request.max_passages)
             request.kept = sum(own[number].is_cached for number in numbers)
+            if request.passages.encoded is None:
+                request.passages.encoded = self._encoded(request, numbers)
+                request.passages.seconds["slots"] += encoding
             request.passages = request.passages.only(numbers)
             request.passages.seconds["choosing"] = seconds
             for number, document in enumerate(request.passages.documents):  # `None` if it was not scored
                 sure = own[number].answerability if number in own else None
                 document |= dict.fromkeys(("answerability", "confidence"), sure)  # the second is its name in 0.2
+
+    def _inputs_of(self, request: Request, numbers: list[int]) -> dict[str, Any]:
+        """The slots of some of a request's passages, which are encoded now unless they are known."""
+        if request.passages.encoded is not None:
+            return request.passages.inputs
+        encoded = self._encoded(request, numbers)
+        return SlotPassages([], encoded, {}).inputs
+
+    def _encoded(self, request: Request, numbers: list[int]) -> EncodedDocuments:
+        texts = [_without_number(request.passages.documents[number]) for number in numbers]
+        return self._encode(texts, request.tokens_per_slot, numbers)
 
     def _answer(self, group: list[Request]) -> None:
         began = time.monotonic()
@@ -484,31 +486,71 @@ class Engine:
 
     @torch.inference_mode()
     def _generate(self, group: list[Request], inputs: dict[str, Any], began: float) -> None:
+        """Writes the first token of each request, and lets the rest be written."""
         self._begin(group)
         inputs = {name: x.to(self.model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        inputs.setdefault("past_key_values", DynamicCache(config=self.model.config.text_config))
         prompt_tokens = inputs["attention_mask"].sum(dim=1).tolist()
         inputs = prefill_beginning(self.model, inputs)
-        read = [[] if request.passages is None else request.passages.read for request in group]
-        call = self.answerer.answer(
-            list(map(self._chat, group)),
-            read,
-            copy_bonus=[request.copy_bonus for request in group],
-            scores=group[0].passages is not None,
-        )
-        rows = AnswerStream(group, prompt_tokens, self, began, call)
-        settings = GenerationConfig(
-            max_new_tokens=max(rows.max_new_tokens),
-            eos_token_id=self.model.generation_config.eos_token_id,
-            pad_token_id=self.processor.tokenizer.pad_token_id or 0,
-            do_sample=False,
-        )
-        call.generate(
-            inputs,
-            last=[RowSampler(group)],
-            generation_config=settings,
-            streamer=rows,
-            stopping_criteria=StoppingCriteriaList([rows]),
-        )
+        ids, mask, cache = (inputs[name] for name in ("input_ids", "attention_mask", "past_key_values"))
+        rows = [
+            LiveRow(
+                self.answerer,
+                request,
+                self._chat(request),
+                prompt_tokens=length,
+                batch_size=len(group),
+                began=began,
+                reason_to_end=self.reason_to_end,
+            )
+            for request, length in zip(group, prompt_tokens, strict=True)
+        ]
+        positions = self.model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
+        batch = LiveBatch(self.answerer, rows, ids, mask, positions, cache)
+        batch.begin(on_first=self._end_alone)
+        with self._change:
+            self._joining.append(batch)
+            self._num_written += batch.num_left
+            self._change.notify_all()
+
+    def _end_alone(self) -> None:
+        """From now on each request of this thread ends by itself."""
+        self._preparing.group = []
+
+    # The thread that writes
+
+    def _write(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._joining or self._all_prepared)
+                if not self._joining:
+                    return
+            self._turns.take()
+            try:
+                self._write_all()
+            finally:
+                self._turns.give()
+
+    def _write_all(self) -> None:
+        """Writes the rest of all answers that are begun, those that join meanwhile, too."""
+        live: list[LiveBatch] = []
+        while True:
+            with self._change:
+                joining, self._joining = self._joining, []
+                live = [batch for batch in (*live, *joining) if batch.num_left]
+                self._num_written = sum(batch.num_left for batch in live)
+                self._change.notify_all()
+            if not live:
+                return
+            rows = [row for batch in live for row in batch.rows if not row.is_done]
+            try:
+                live = [LiveBatch.joined(live)]
+                live[0].write(lambda: bool(self._joining))
+            except Exception as error:
+                live = []
+                for row in rows:
+                    if not row.request.future.done():
+                        row.request.future.set_exception(error)
 
 
 def each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) -> Iterator[tuple[list[Request], Any]]:
@@ -529,167 +571,14 @@ def each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) 
         yield group, result
 
 
+def _without_number(document: dict[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in document.items() if name != "number"}
+
+
 def _pre_hook(engine: Engine) -> Callable:
-    """Before a forward of the engine's thread: others may share the model. A function, which copies of it share."""
+    """Before a call of the model or an encoder. A function, which copies of it share."""
 
     def hook(module, args) -> None:
-        if threading.current_thread() is engine._thread:
-            engine._end_current()
+        engine._between_calls()
 
     return hook
-
-
-class RowSampler(LogitsProcessor):
-    """Samples the tokens of each row with its own temperature, `top_k`, `top_p`, `min_p` and seed, so that all kinds of
-    requests share a batch: the argmax after adding Gumbel noise is a sample from the softmax."""
-
-    def __init__(self, group: list[Request]):
-        self.group = group
-        self.generators = [torch.Generator(device="cpu") for _ in group]
-        for request, generator in zip(group, self.generators, strict=True):
-            generator.seed() if request.seed is None else generator.manual_seed(request.seed)
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Scores (batch, vocab_size) whose argmax is the next token."""
-        rows = list(scores.float().split(1))
-        for number, (request, generator) in enumerate(zip(self.group, self.generators, strict=True)):
-            if request.temperature:
-                row = TemperatureLogitsWarper(float(request.temperature))(input_ids, rows[number])
-                if request.sampling_top_k:
-                    row = TopKLogitsWarper(request.sampling_top_k)(input_ids, row)
-                row = TopPLogitsWarper(request.top_p)(input_ids, row)
-                if request.min_p:
-                    row = MinPLogitsWarper(request.min_p)(input_ids, row)
-                draws = torch.rand(row.shape, generator=generator, dtype=torch.float64, device="cpu")
-                rows[number] = row - torch.log(-torch.log(draws)).to(row)
-        return torch.cat(rows)
-
-
-class AnswerStream(BaseStreamer, StoppingCriteria):
-    """The answers of a batch during generation: passes its tokens to each, and reports which rows are done. `call` has
-    the answerability."""
-
-    def __init__(
-        self,
-        group: list[Request],
-        prompt_tokens: list[int],
-        engine: Engine,
-        began: float,
-        call: AnsweringCall,
-    ):
-        self.group, self.prompt_tokens, self.engine, self.call = group, prompt_tokens, engine, call
-        self.eos = set(torch.tensor(engine.model.generation_config.eos_token_id, device="cpu").reshape(-1).tolist())
-        self.ids: list[list[int]] = [[] for _ in group]
-        self.said = [""] * len(group)
-        self.reasons: list[str | None] = [None] * len(group)
-        self.began, self.first_token = began, 0.0
-        longest = longest_prompt(engine.model.config.text_config)
-        self.max_new_tokens = [
-            request.max_new_tokens if longest is None else max(1, min(request.max_new_tokens, longest - length))
-            for request, length in zip(group, prompt_tokens, strict=True)
-        ]
-
-    def put(self, value: torch.Tensor) -> None:
-        """The prompt (batch, seq_len), then a token of each row (batch,)."""
-        if value.dim() == 2:
-            return
-        self.first_token = self.first_token or time.monotonic()
-        self.engine._current = []  # from now on each request ends separately
-        for row, token in enumerate(value.tolist()):
-            if self.reasons[row] is None:
-                self._put_token(row, token)
-
-    def _put_token(self, row: int, token: int) -> None:
-        request = self.group[row]
-        least, sure = request.min_confidence, self.call.answerability
-        if sure is not None and least is not None and sure[row].item() < least:
-            self.said[row], self.reasons[row] = self.engine.processor.no_answer, "stop"
-            request.on_text(self.said[row])
-            return self._finish(row)
-        if token in self.eos:
-            self.reasons[row] = "stop"
-        else:
-            self.ids[row].append(token)
-            if len(self.ids[row]) == self.max_new_tokens[row]:
-                self.reasons[row] = "length"
-            elif self.engine.reason_to_end(request) is not None:
-                self.reasons[row] = "ended"
-        self._say(row)
-        if self.reasons[row] is not None:
-            self._finish(row)
-
-    def _say(self, row: int) -> None:
-        """Report new text, except for an incomplete character and a possible beginning of a `stop`."""
-        text = self.engine.processor.tokenizer.decode(self.ids[row], skip_special_tokens=True).lstrip()
-        stops = self.group[row].stop
-        if ends := [end for each in stops if (end := text.find(each)) >= 0]:
-            self.reasons[row], text = "stop", text[: min(ends)]
-        elif self.reasons[row] is None:
-            if text.endswith("\ufffd"):
-                return
-            text = text[: len(text) - max((_overlap(text, each) for each in stops), default=0)]
-        new, self.said[row] = text[len(self.said[row]) :], text
-        if new:
-            self.group[row].on_text(new)
-
-    def end(self) -> None:
-        """Nothing to do: each row reports its last piece when it is done."""
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor, **kwargs) -> torch.BoolTensor:
-        return torch.tensor([reason is not None for reason in self.reasons], device=input_ids.device)
-
-    def _likelihood(self, row: int) -> float | None:
-        """How likely the answer of a row is right; `None` if it is sampled or refused."""
-        if self.group[row].temperature or not self.ids[row] or (found := self.call.answer_likelihood) is None:
-            return None
-        return found[row].item()
-
-    def _finish(self, row: int) -> None:
-        request = self.group[row]
-        if self.reasons[row] == "ended":
-            return request.future.set_exception(self.engine.reason_to_end(request))
-        passages, parts = request.passages, {"retrieval": 0.0, "slots": 0.0, "choosing": 0.0}
-        if passages is not None:
-            parts |= passages.seconds
-        first_token = self.first_token - request.arrived
-        parts["model"] = self.first_token - self.began
-        parts["waiting"] = first_token - sum(parts.values())
-        request.future.set_result(
-            Answer(
-                text=self.said[row],
-                finish_reason=self.reasons[row],
-                prompt_tokens=self.prompt_tokens[row],
-                completion_tokens=len(self.ids[row]),
-                batch_size=len(self.group),
-                seconds={**parts, "first_token": first_token, "total": time.monotonic() - request.arrived},
-                passages=passages,
-                kept=request.kept or 0,
-                answerability=None if self.call.answerability is None else self.call.answerability[row].item(),
-                answer_likelihood=self._likelihood(row),
-                statistics=read_statistics(self.engine.processor, passages),
-            )
-        )
-
-
-def read_statistics(processor, passages: SlotPassages | None) -> dict[str, Any]:
-    """The number of tokens, and of the slots that represent them."""
-    if passages is None:
-        return {"tokens": 0, "slots": 0, "compression_rate": None}
-    return processor.slot_encoder.statistics(passages.read, passages.encoded, has_budget=False)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`.
-
-    >>> _overlap("yes\\n", "\\n\\n")
-    1
-    """
-    most = min(len(stop) - 1, len(text))
-    # Knuth, Morris and Pratt: for each prefix, the length of its longest proper prefix that is also its suffix.
-    read, borders = [*stop[:most], None, *text[len(text) - most :]], [0]
-    for character in read[1:]:
-        size = borders[-1]
-        while size and read[size] != character:
-            size = borders[size - 1]
-        borders.append(size + (read[size] == character))
-    return borders[-1]

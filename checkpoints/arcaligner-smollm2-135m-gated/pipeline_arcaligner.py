@@ -25,7 +25,7 @@ _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
 # Options of a call that pad or cut a prompt.
 _PROMPT_OPTIONS = ("truncation", "padding", "max_length", "tokenizer_encode_kwargs")
 
-# What differs between rows in `Row.kept`.
+# The settings of `Row.kept` that may differ between rows.
 _ASKED = ("questions", "documents")
 
 
@@ -47,17 +47,17 @@ def _repeats_prompts(options: dict[str, Any], config: GenerationConfig) -> bool:
 
 @dataclass
 class Row:
-    """What accompanies an input through the pipeline, in addition to its padded ids."""
+    """The data of an input in the pipeline, in addition to its padded ids."""
 
     is_question: bool
     slots: GivenSlots  # empty without slots
     question: str | list[dict] = ""
-    passages: list = field(default_factory=list)  # those that are read, where they are known as texts
+    passages: list = field(default_factory=list)  # those that are used, if their texts are known
     copied: list = field(default_factory=list)  # those that the answer may copy
     trace: dict[str, Any] | None = None  # with `return_slots`: `segments` and `statistics`
-    # Where the passages were scored, how they are read, for `PassageCache.prepare`, which has them; no `slots` then.
+    # If the passages were scored, the arguments of `PassageCache.prepare`, which has cached them; then no `slots`.
     kept: dict[str, Any] | None = None
-    prepared: dict[str, Any] | None = None  # what `prepare` gave for `kept`, for a batch of this row alone
+    prepared: dict[str, Any] | None = None  # the result of `prepare` for `kept`, for a batch of this row only
 
     @property
     def has_slots(self) -> bool:
@@ -66,7 +66,7 @@ class Row:
 
 class ArcAlignerPipeline(TextGenerationPipeline):
     """
-    Answers questions from passages that are read as slots, at the checkpoint's rate by default.
+    Answers questions from passages as slots, at the checkpoint's tokens per slot by default.
 
     Takes what the built-in pipeline takes, one or a list of:
 
@@ -96,8 +96,15 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     _default_generation_config = GenerationConfig(max_new_tokens=256, do_sample=False)
 
     def __init__(self, model, processor, tokenizer=None, **kwargs):
-        if processor.max_prompt_length is None:  # the checkpoint does not say
+        if processor.max_prompt_length is None:  # the checkpoint does not set it
             processor.max_prompt_length = longest_prompt(model.config.text_config)
+        places = getattr(model, "hf_device_map", None) or {"": model.device}
+        if next(iter(places.values())) == "disk":
+            raise ValueError(
+                "The first weights of the model are on the disk (`hf_device_map`), and a pipeline takes "
+                "their place as the device of inputs. Give memory to the first weights (`max_memory`), or call "
+                "`model.generate` with what the processor returns."
+            )
         self._repeats = _repeats_prompts_of_call(kwargs)  # for every call
         super().__init__(model=model, processor=processor, tokenizer=tokenizer or processor.tokenizer, **kwargs)
 
@@ -111,7 +118,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
 
     @property
     def answerer(self) -> Answerer:
-        """What selects passages and answers, with the model and processor of now."""
+        """Selects passages and answers, with the current model and processor."""
         return Answerer(self.model, self.processor, self._scored)
 
     def check_model_type(self, supported_models):
@@ -124,17 +131,17 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         Args:
             text_inputs (`str`, `dict`, chat or a list of one of them): See the class.
             documents (`list`, *optional*): The passages of every input without its own.
-            return_slots (`bool`, *optional*, defaults to `False`): Adds what the passages became.
+            return_slots (`bool`, *optional*, defaults to `False`): Whether to return the slots of the passages.
             tokens_per_slot (`int` or `"segment"`, *optional*): Tokens of text for a slot. Default: the processor's.
             max_slots (`int`, *optional*): Maximum number of slots per input, the first ones.
             max_passages (`int`, *optional*):
-                Of more passages, only those that most likely answer are read, in their order: each is first asked
-                about by itself, the most similar ones first and the others if these do not decide. See [`Answerer`].
-                What was read for this is kept, in at most 256 MiB, and continued for the answer. Default: 1, or all,
-                uncut, if the aligner cannot score passages.
+                Of more passages, only those most likely to contain the answer are used, in their order. Each is scored
+                by itself, the most similar ones first and the others only if these do not decide. See [`Answerer`].
+                Keys and values of the scoring are cached, in at most 256 MiB, and reused for the answer. Default: 1,
+                or all, uncut, if the aligner cannot score passages.
             min_confidence (`float`, *optional*):
-                Where it is less likely, from 0 to 1, that the passages answer the question, the answer becomes the
-                processor's `no_answer`. See [`AnsweringCall`]. Incompatible with a `streamer`, which would emit
+                If the answerability, from 0 to 1, is lower, the answer is the processor's `no_answer`. It is not the
+                chance that the answer is right. See [`AnsweringCall`]. Incompatible with a `streamer`, which would emit
                 the answer before it can be withheld, `return_tensors`, `guidance_scale`, prompt lookup or an assistant
                 model.
             copy_bonus (`float`, *optional*): Bias towards words of the passages, see
@@ -152,10 +159,10 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             - **trajectories** (`list[list[str]]`) -- For each layer and slot the passes taken.
             - **statistics** (`dict`) -- `tokens` of the passages, `slots` and `compression_rate`, the measured tokens
               per slot; with `max_slots`, how many segments are `dropped`;
-              `answerability`, how likely it is that the passages answer, and `answer_likelihood`, how likely the
-              answer is right, where these were fitted, the second one of a greedy answer that was not refused; where
-              `max_passages` left some out, `passage_answerabilities`, that of each document that was asked about, by
-              its number. `confidence` and `passage_confidences` are their names in 0.2, which go in the next release.
+              `answerability`, how likely the passages contain an answer, and `answer_likelihood`, how likely the
+              answer is right, if these were fitted, the second one for greedy answers that are not abstentions; if
+              `max_passages` left some out, `passage_answerabilities`, that of each document that was scored, by its
+              number. `confidence` and `passage_confidences` are their names in 0.2, removed in the next release.
         """
         if isinstance(text_inputs, list | tuple) and not text_inputs:
             raise ValueError("The list of inputs is empty; expected a chat, a string or a question with its passages.")
@@ -179,8 +186,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         if max_passages is not None:
             preprocess["max_passages"] = max_passages
         if _repeats_prompts_of_call(kwargs):
-            preprocess["reads_anew"] = True
-        preprocess |= {name: kwargs[name] for name in REFINEMENT_SETTINGS if name in kwargs}  # to ask about passages
+            preprocess["prefills_again"] = True
+        preprocess |= {name: kwargs[name] for name in REFINEMENT_SETTINGS if name in kwargs}  # for scoring passages
         if min_confidence is not None:
             if given := [name for name in ("streamer", "return_tensors") if kwargs.get(name)]:
                 raise ValueError(f"`min_confidence` cannot be combined with `{given[0]}`. Leave one of them out.")
@@ -193,7 +200,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         documents: list | None = None,
         return_slots: bool = False,
         max_passages: int | None = None,
-        reads_anew: bool = False,
+        prefills_again: bool = False,
         **kwargs,
     ) -> dict[str, Any]:
         """`input_ids`, `attention_mask` (1, seq_len) and, in `row`, what is not padded."""
@@ -219,11 +226,11 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             options = slots | template | gates
             numbers, scores = _choose(answerer, messages, passages, read, max_passages, options)
             read, passages = [read[number] for number in numbers], [passages[number] for number in numbers]
-            if scores is not None and not self._reads_anew(reads_anew, return_slots, gates, kwargs):
+            if scores is not None and not self._prefills_again(prefills_again, return_slots, gates, kwargs):
                 kept = {"questions": messages, "documents": passages, **options}
             texts = {
                 "question": messages,
-                "passages": passages if slots.get("max_slots") is None else [],  # else some texts may not be read
+                "passages": passages if slots.get("max_slots") is None else [],  # else some texts may have no slots
                 "copied": [] if template["continue_final_message"] else passages,  # else an answer has begun
             }
             if kept is None:
@@ -240,9 +247,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             row.trace = _trace_of(encoded, read, scores)
         return {name: encoded[name] for name in ("input_ids", "attention_mask")} | {"row": row, "prompt_text": chat}
 
-    def _reads_anew(self, is_asked: bool, return_slots: bool, gates: dict, options: dict) -> bool:
-        """Whether passages that were scored are read a second time, with the prompt: for what a cache cannot give."""
-        has_steps = return_slots and self.model.config.refines(**gates)  # which are told of slots that are read now
+    def _prefills_again(self, is_asked: bool, return_slots: bool, gates: dict, options: dict) -> bool:
+        """Whether scored passages are computed again with the prompt, for results that a cache does not have."""
+        has_steps = return_slots and self.model.config.refines(**gates)  # reported only for slots that are computed
         is_cut = any(options.get(name) is not None for name in _PROMPT_OPTIONS)
         config = self.model.generation_config
         return is_asked or self._repeats or has_steps or is_cut or _repeats_prompts(config.to_dict(), config)
@@ -260,7 +267,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         return {"segments": [row.segments], "statistics": [statistics]}
 
     def _slots_of(self, row: Row) -> GivenSlots | EncodedDocuments:
-        """The slots of a row, encoded again where they were scored and rows beside it were not."""
+        """The slots of a row, encoded again if they were scored and other rows of the batch were not."""
         if row.kept is None:
             return row.slots
         settings = {name: row.kept.get(name) for name in SLOT_SETTINGS}
@@ -295,7 +302,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         **generate_kwargs,
     ) -> dict:
         row = model_inputs.pop("row")
-        rows = row if isinstance(row, list) else [row]  # a list when it comes from a batch
+        rows = row if isinstance(row, list) else [row]  # a list in a batch
         kept = [each.kept for each in rows]
         if all(kept) and all(_options_of(each) == _options_of(kept[0]) for each in kept):
             slots = dict(rows[0].prepared) if len(rows) == 1 else self._prepare_kept(kept)
@@ -353,7 +360,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             statistics = statistics | {"answerability": sure.item(), "confidence": sure.item()}
             if likelihood is not None and not is_refused:
                 statistics["answer_likelihood"] = likelihood.item()
-        if depth is None:  # the slots were read before, without a step
+        if depth is None:  # the slots were cached, without a step
             depth = torch.zeros(1, self.model.config.text_config.num_hidden_layers, num_slots).long()
         layers = depth[0, :, :num_slots].tolist() if num_slots else []
         trajectories = [[format_trajectory(each) for each in layer] for layer in layers]
@@ -374,7 +381,7 @@ def _choose(
     max_passages: int | None,
     options: dict,
 ) -> tuple[Sequence[int], dict[int, float] | None]:
-    """The numbers of the passages to read and, where some are left out, of each document the highest answerability."""
+    """The numbers of the passages to use and, if some are left out, the highest answerability of each document."""
     (selection,) = answerer.select([asked], [passages], max_passages, **options)
     if (scores := selection.scores) is None:
         return selection.numbers, None
@@ -383,8 +390,8 @@ def _choose(
 
 
 def _trace_of(encoded: dict, read: Sequence[Segment], scores: dict[int, float] | None) -> dict[str, Any]:
-    """What the slots of an input stand for: `read` is what is read of which document, `scores` the answerability of
-    each."""
+    """The segments and statistics of an input's slots: `read` has the place of each passage in its document, `scores`
+    the answerability of each document."""
     segments = encoded.get("segments", [[]])[0]
     no_slots = {"tokens": 0, "slots": 0, "compression_rate": None}
     statistics = encoded.get("statistics", [no_slots])[0]

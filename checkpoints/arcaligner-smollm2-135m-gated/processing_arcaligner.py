@@ -67,29 +67,29 @@ class ArcAlignerProcessor(ProcessorMixin):
         encoder_name_or_path (`str`, defaults to all-MiniLM-L6-v2): Sentence encoder, for sentence-transformers.
         encoder_hidden_size (`int`, defaults to 384): Its width `d_r`.
         encoder_dtype (`str`, defaults to `"float32"`):
-            What it computes in. `"bfloat16"` is twice as fast on CPUs with AMX; `"auto"` measures which one is faster.
+            Its dtype. `"bfloat16"` is twice as fast on CPUs with AMX; `"auto"` measures which one is faster.
         context_token (`str`, defaults to `"<context>"`): How a slot is shown when ids are decoded.
         context_token_id (`int`, *optional*): Id of a slot, outside of the tokenizer's. Default: `len(tokenizer)`.
         sentences_per_segment (`int` or `float`, defaults to 1): 0.5, 1 or n sentences, the paper's 12x, 24x and 72x.
         spacy_model (`str`, defaults to `"en"`): Language code for rule-based sentences, or an installed spaCy pipeline.
         tokens_per_slot (`int` or `"segment"`, defaults to `"segment"`):
-            Beyond the paper: a segment becomes several slots of about this many tokens each, pooled from one reading of
-            the segment by the encoder. `"segment"` is one slot per segment, as in the paper. Can be given per call.
-        trained_tokens_per_slot (`list`, *optional*): The rates that the aligner has learned; others give a warning.
+            Beyond the paper: a segment becomes several slots of about this many tokens each, pooled from one pass
+            through the encoder. `"segment"` is one slot per segment, as in the paper. Can be given per call.
+        trained_tokens_per_slot (`list`, *optional*): The rates that it was trained with; others give a warning.
         context_words (`bool`, defaults to `False`):
-            Whether the slots' own tokens are handed to the model, as an aligner with `word_parts` needs them.
+            Whether the model also gets the token ids of the slots, which an aligner with `word_parts` needs.
         max_prompt_length (`int`, *optional*):
-            The positions that the backbone reads. Passages with more slots are refused before they are encoded.
+            Maximum number of positions of the backbone. Passages with more slots are refused before they are encoded.
         max_passage_tokens (`int`, defaults to 360), passage_tokens (`int`, defaults to 256):
-            A document of more tokens than the first is cut into passages of at most the second, of which those that
-            most likely answer are read; files of a corpus are cut into such passages, too. About 250 and 180 English
-            words, which was fitted for the shipped aligner.
+            A document of more tokens than the first is cut into passages of at most the second, of which those most
+            likely to contain the answer are used; files of a corpus are cut into such passages, too. About 250 and 180
+            English words, chosen for the shipped aligner.
         passage_attention (`"joint"` or `"separate"`, defaults to `"joint"`):
             As in [`ArcAlignerConfig`]; with `"separate"` the model also gets the passage of each slot.
         no_answer (`str`, *optional*):
-            What is answered where the passages do not say: learned by the aligner, or put in the place of an answer
-            with less than `min_confidence`.
-        copy_bonus (`float`, defaults to 0): How much answers in the words of passages are preferred, see `CopyBonus`.
+            The answer if the passages do not contain one: learned by the aligner, or used if the answerability is below
+            `min_confidence`.
+        copy_bonus (`float`, defaults to 0): Bias of [`PassageCopyLogitsProcessor`] towards words of the passages.
         trained_encoder (`bool`, defaults to `False`):
             Whether the encoder was trained with the aligner: the checkpoint's folder `encoder` has its LoRA weights.
         chat_template (`str`, *optional*): Default: the tokenizer's.
@@ -161,7 +161,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         for name in ("dtype", "torch_dtype"):  # of the model, which `pipeline` passes to all; no file could hold it
             kwargs.pop(name, None)
         kwargs.setdefault("trust_remote_code", False)
-        kwargs.setdefault("config", PreTrainedConfig())  # else the tokenizer reads the aligner's, and complains of it
+        kwargs.setdefault("config", PreTrainedConfig())  # else the tokenizer reads the aligner's, and warns about it
         download = {key: kwargs[key] for key in ("cache_dir", "local_files_only", "revision", "token") if key in kwargs}
         subfolder = kwargs.pop("subfolder", None) or ""
         files = (*TEXT_FILES, Path(subfolder, ENCODER_FOLDER, "*").as_posix())
@@ -178,8 +178,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         return processor
 
     def save_pretrained(self, save_directory, **kwargs):
-        """As for any processor; a trained encoder is written to the folder `encoder`. An aligner in the folder is bound
-        to what was written, by the `digests` in its `config.json`."""
+        """As for any processor; a trained encoder is written to the folder `encoder`. If the folder has an aligner, the
+        `digests` in its `config.json` are updated."""
         with written_whole(save_directory, last="processor_config.json") as folder:
             if self.trained_encoder:
                 self.encoder.save(Path(folder, ENCODER_FOLDER))
@@ -225,7 +225,7 @@ class ArcAlignerProcessor(ProcessorMixin):
 
     @property
     def slot_encoder(self) -> SlotEncoder:
-        """What makes slots of passages, with the processor's settings as they are now."""
+        """Makes slots from passages, with the current settings of the processor."""
         return SlotEncoder(**{each.name: getattr(self, each.name) for each in fields(SlotEncoder)})
 
     def encode_documents(self, documents: Sequence[str | dict], **settings: Any) -> EncodedDocuments:
@@ -311,7 +311,7 @@ class ArcAlignerProcessor(ProcessorMixin):
 
     def slot_prefix_store(self, model, **options) -> PassageCache:
         """The name of `passage_cache` in version 0.2."""
-        message = "`slot_prefix_store` is called `passage_cache` now; the old name goes in the next release."
+        message = "`slot_prefix_store` is now called `passage_cache`; the old name will be removed in the next release."
         warnings.warn(message, FutureWarning, stacklevel=2)
         return self.passage_cache(model, **options)
 
@@ -333,14 +333,14 @@ class ArcAlignerProcessor(ProcessorMixin):
             context_embeds (tensor or array of shape `(num_slots, encoder_hidden_size)`, or a list of them, *optional*):
                 Instead of documents: precomputed embeddings. Neither encoder nor segmenter is needed then.
             context_word_ids (tensor of shape `(num_slots, max_words)`, or a list of them, *optional*):
-                The tokens of the slots of `context_embeds`, -1 after them, where the aligner reads them.
+                The token ids of the slots of `context_embeds`, -1 after them, if the aligner uses them.
             context_passage_ids (tensor of shape `(num_slots,)`, or a list of them, *optional*):
                 The number of the passage of each slot of `context_embeds`, with independent passages. Default: all
                 are of one passage.
             return_segments (`bool`, *optional*):
                 Adds `segments` (a list of [`Segment`] per row) and `statistics` (per row: `tokens` of the passages,
                 `slots`, and the measured `compression_rate`; with `max_slots` also how many segments are `dropped`).
-                Remove both before passing the rest to the model. None for precomputed embeddings.
+                Remove both before passing the rest to the model. Not available for precomputed embeddings.
             max_slots (`int`, *optional*): Maximum number of slots of a question. The first ones are kept, so put the
                 best documents first. Default: as many as the backbone reads; a question about 1,000 passages (5,990
                 slots) takes 3.5 GB.

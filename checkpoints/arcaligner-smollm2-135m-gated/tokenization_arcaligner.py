@@ -1,5 +1,4 @@
-"""Input texts: invisible characters are removed from documents, control tokens in them stay text, messages are
-checked."""
+"""Input texts: remove invisible characters from documents, treat control tokens in them as text, check messages."""
 
 import functools
 import html
@@ -86,39 +85,46 @@ def has_empty_message(conversation: Sequence) -> bool:
 
 # Text as people see it. Files from the web, from PDFs and from programs contain invisible characters: a word with
 # one has other tokens, and an answer that copies it is wrong.
-_SPACES = "\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000"  # of other widths, or without a break
+_SPACES = "\u00a0\u1680\u2000-\u200a\u202f\u205f\u2800\u3000\u3164\uffa0"  # of other widths, or without a break
 _BREAKS = "\x0b\x0c\x1c-\x1e\x85\u2028\u2029"  # of lines, pages and records
 _UNSEEN = (
     "\x00-\x08\x0e-\x1b\x1f\x7f-\x84\x86-\x9f"  # control characters
-    "\u00ad\u034f\u180e\u200b\u2060-\u2064\ufeff"  # soft hyphens, widths of zero
-    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u206f\ufff9-\ufffc\U000e0000-\U000e007f"  # directions, tags
+    "\u00ad\u034f\u17b4\u17b5\u180b-\u180f\u200b\u2060-\u2065\ufeff"  # soft hyphens, widths of zero
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u206f"  # directions
+    "\ufff0-\ufffc\ufffe\uffff\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"  # tags, variants
 )
-_LIGATURES = "\ufb00-\ufb17\ufb50-\ufdff\ufe70-\ufefc"  # forms of letters that fonts have and keyboards have not
-# Of what joins or parts letters: where such letters stand on both sides it is seen, as in Persian, Hindi and emoji.
+# Forms of letters that only fonts have, styles of mathematics, radicals that look like characters.
+_LIGATURES = "\u0132\u0133\u0149\ufb00-\ufb17\ufb50-\ufdff\ufe70-\ufefc"
+_LIGATURES += "\u210e\U0001d400-\U0001d7ff\u2e9f\u2ef3\u2f00-\u2fd5"
+# Joiners and non-joiners are visible between letters of these scripts, as in Persian, Hindi and emoji.
 _JOINED = "\u0590-\u109f\u1780-\u18af\u2190-\u2bff\ufb1d-\ufdff\ufe0f\ufe70-\ufefc\U0001f000-\U0001faff"
 
 _ODD = re.compile(
     r"(?P<escape>\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\))|[^\n]\x08)"  # colors; letters struck over
-    r"|(?P<parted>\u00ad[ \t]*\r?\n[ \t]*)"  # a soft hyphen is seen at the end of a line, and the word is one
-    # A word that was parted at the end of a line. Its first half is looked for backwards, once the rest fits.
+    r"|(?P<parted>\u00ad[ \t]*\r?\n[ \t]*)"  # a soft hyphen at the end of a line, inside of a word
+    # A word that is hyphenated at the end of a line. Its first half is searched backwards, once the rest matches.
     r"|(?P<hyphen>(?<=[^\W\d_])[-\u2010][ \t]*\r?\n[ \t]*(?=[^\W\d_A-Z]))"
+    r"|(?P<dash>[\u2010\u2011])"  # a hyphen, or one without a break
     r"|(?P<line>\r\n?|[" + _BREAKS + r"])"
     r"|(?P<space>[" + _SPACES + r"])"
     r"|(?P<unseen>[" + _UNSEEN + r"]+|(?<![" + _JOINED + r"])[\u200c\u200d]|[\u200c\u200d](?![" + _JOINED + r"])"
-    r"|(?<![0-9#*" + _JOINED + r"])[\ufe00-\ufe0f])"  # which form of a sign is meant
+    r"|(?<![0-9#*" + _JOINED + r"])[\ufe00-\ufe0f])"  # selectors of the form of a sign
     r"|(?P<letters>[" + _LIGATURES + r"])"
-    # `&lt;` and `&gt;` stay: a text that has them may be about them. So does `&amp;nbsp;`, which says how to write one.
+    # `&lt;` and `&gt;` stay: a text with them may be about markup. So does `&amp;nbsp;`, which shows how to write one.
     r"|(?P<entity>&(?!(?:lt|gt|amp);)(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{1,31});"
     r"|&amp;(?!#?[a-zA-Z0-9]{2,32};))"
 )
-# One of these is in each text that has anything of the above: a look for it takes a tenth of the time.
+# Any text that has to change contains one of these; to search for them takes a tenth of the time.
 _MAY_BE_ODD = re.compile(
-    r"[&\r\u200c\u200d\ufe00-\ufe0f" + _BREAKS + _SPACES + _UNSEEN + _LIGATURES + r"]|[-\u2010][ \t]*\r?\n"
+    r"[&\r\u200c\u200d\u2010\u2011\ufe00-\ufe0f" + _BREAKS + _SPACES + _UNSEEN + _LIGATURES + r"]|[-\u2010][ \t]*\r?\n"
 )
 
 
+_SEEN_AS = {"line": "\n", "space": " ", "dash": "-"}
+
+
 class _Edits(NamedTuple):
-    """Pieces of a text that were replaced, in order: the place of each in the new and in the old text."""
+    """The replaced pieces of a text, in order, each with its place in the new and in the old text."""
 
     new_starts: list[int]
     new_ends: list[int]
@@ -135,7 +141,7 @@ class _Edits(NamedTuple):
         return self.old_ends[number] + place - self.new_ends[number] + at_end
 
     def new_place(self, place: int) -> int:
-        """Where what follows a character's place in the old text begins in the new one."""
+        """The place in the new text that corresponds to a place in the old one, or the next one after a deletion."""
         number = bisect_right(self.old_starts, place) - 1
         if number < 0:
             return place
@@ -145,10 +151,10 @@ class _Edits(NamedTuple):
 
 
 class ReadableText(NamedTuple):
-    """A text as people see it. `given` and `read` are the ways between its characters and those of the given text."""
+    """A text as people see it. `given` and `read` map between its characters and those of the given text."""
 
     text: str
-    edits: tuple[_Edits, ...] = ()  # none of a text that is as people see it
+    edits: tuple[_Edits, ...] = ()  # none if the text did not change
 
     def given(self, start: int, end: int) -> tuple[int, int]:
         """Characters `start` to `end` in the given text."""
@@ -158,7 +164,7 @@ class ReadableText(NamedTuple):
         return start, max(start, last + 1)
 
     def read(self, place: int) -> int:
-        """Where what follows a place of the given text begins."""
+        """The place in this text that corresponds to a place in the given text."""
         for edits in self.edits:
             place = edits.new_place(place)
         return place
@@ -166,11 +172,9 @@ class ReadableText(NamedTuple):
 
 def readable(text: str) -> ReadableText:
     r"""
-    A text as people see it: without soft hyphens, characters of no width and control characters; with plain spaces and
-    line breaks; ligatures, accents and entities that were left over as letters; words whole that are parted at the end
-    of a line.
-
-    A text that is so already is given back as it is.
+    A text as people see it: without soft hyphens, zero-width characters and control characters; with plain spaces and
+    line breaks; with letters for ligatures, decomposed accents and left-over entities; with hyphenated words joined
+    across line ends. A text that needs no change is returned unchanged.
 
     >>> found = readable("The o\ufb03ce &amp; Inter\u00adnational law")
     >>> found.text, found.given(13, 26)
@@ -184,18 +188,18 @@ def readable(text: str) -> ReadableText:
 
 
 def _odd_edits(text: str) -> list[tuple[int, int, str]]:
-    """Pieces that are displayed differently, each with what is displayed."""
+    """Pieces of a text that are displayed differently, each with the displayed text."""
     edits: list[tuple[int, int, str]] = []
     if not _MAY_BE_ODD.search(text):
         return edits
-    compounds: set[str] | None = None  # words with hyphens, once somebody asks
+    compounds: set[str] | None = None  # words with hyphens, collected on first use
     for found in _ODD.finditer(text):
         kind, seen = found.lastgroup, ""
         if kind == "hyphen":
             compounds = set(_COMPOUND.findall(text)) if compounds is None else compounds
             seen = _seen_hyphen(text, *found.span(), compounds)
-        elif kind in ("line", "space"):
-            seen = "\n" if kind == "line" else " "
+        elif kind in _SEEN_AS:
+            seen = _SEEN_AS[kind]
         elif kind == "letters":
             seen = unicodedata.normalize("NFKC", found[0])
         elif kind == "entity":
@@ -211,7 +215,8 @@ _WORD_BEFORE, _WORD_AFTER = re.compile(rf"{_WORD}(?:-{_WORD})*$"), re.compile(_W
 
 
 def _seen_hyphen(text: str, start: int, end: int, compounds: Set[str]) -> str:
-    """What stands between the halves of a word that is parted from `start` to `end`: a hyphen if it has one anyway."""
+    """The text between the halves of a word that is divided from `start` to `end`: a hyphen if the text also has the
+    word with one on a single line, else nothing."""
     if not text[end].islower():
         return text[start:end].replace("\r", "")
     before = _WORD_BEFORE.search(text, max(0, start - _LONGEST_WORD), start)[0]
@@ -220,17 +225,17 @@ def _seen_hyphen(text: str, start: int, end: int, compounds: Set[str]) -> str:
 
 
 def _seen_entity(entity: str) -> str:
-    """The character that an entity of HTML stands for; the entity where there is none, or where it is markup."""
+    """The character of an HTML entity; the entity itself if there is none, or if it is markup."""
     seen = html.unescape(entity) if entity[1] == "#" else html.entities.html5.get(entity[1:], entity)
     return entity if seen in ("<", ">") else seen
 
 
-# What stands before marks, and what joins the letter before it: marks, and the parts of a Korean syllable.
+# Characters that may combine with the letter before them, and that letter: marks, the parts of a Korean syllable.
 _MARKED = re.compile(r"[\s\S]?[^\x00-\u02ff]+")
 
 
 def _form_edits(text: str) -> Iterable[tuple[int, int, str]]:
-    """Letters that are written in several characters and have one of their own (Unicode's form NFC)."""
+    """Letters written as several characters that also exist as one (Unicode's form NFC)."""
     if text.isascii() or unicodedata.is_normalized("NFC", text):
         return
     for run in _MARKED.finditer(text):
@@ -281,7 +286,8 @@ def title_of(document) -> str | None:
     """The title of a document as it is read, if it has one; raises `ValueError` unless it is a text."""
     title = document.get("title") if isinstance(document, dict) else None
     if title is not None and not isinstance(title, str):
-        raise ValueError(f"A title is of type {type(title).__name__}; expected a string or none.")
+        beginning = f"The title of the document {str(document.get('text'))[:40]!r}"
+        raise ValueError(f"{beginning} is of type {type(title).__name__}; expected a string or none.")
     check_text(title or "", "A title")
     return title and readable(title).text
 
@@ -311,13 +317,13 @@ _START, _END = "\ue0c0", "\ue0c1"
 
 @functools.lru_cache
 def _token_patterns(tokens: tuple[str, ...]) -> tuple[re.Pattern, re.Pattern]:
-    """Finds any of `tokens`, the longest first, and finds them where they are marked, or a mark that is left alone."""
+    """Patterns for any of `tokens`, the longest first, and for marked tokens or a mark without a token."""
     plain = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"  # (?!) never matches
     return re.compile(plain), re.compile(f"{_START}({plain}){_END}|[{_START}{_END}]")
 
 
 def mark_tokens(value, tokens: tuple[str, ...]):
-    """Texts, also in dictionaries and lists, with the `tokens` in them marked. Marks that they hold already go."""
+    """Texts, also in dictionaries and lists, with the `tokens` in them marked. Existing marks are removed."""
     if isinstance(value, str):
         unmarked = value.replace(_START, "").replace(_END, "")
         return _token_patterns(tokens)[0].sub(f"{_START}\\g<0>{_END}", unmarked)
@@ -327,9 +333,8 @@ def mark_tokens(value, tokens: tuple[str, ...]):
 
 
 def mark_control_tokens(tokenizer, text):
-    """Texts or messages with control tokens marked, so that `encode_marked` reads them as text: special tokens, and
-    added ones that the chat template writes. Marks of a turn that are no tokens, such as Llama 2's `[INST]`, are
-    left alone."""
+    """Texts or messages with control tokens marked, so that `encode_marked` treats them as text: special tokens, and
+    added ones that the chat template writes. Marks of a turn that are not tokens, such as Llama 2's `[INST]`, stay."""
     template = str(tokenizer.chat_template or "")
     added = tokenizer.added_tokens_decoder.values()
     of_template = (token.content for token in added if token.content.strip() and token.content in template)
@@ -338,15 +343,15 @@ def mark_control_tokens(tokenizer, text):
 
 
 def control_token_ids(tokenizer) -> set[int]:
-    """Tokens that a document's characters never become: special ones, and those that somebody added to a tokenizer
-    beyond its vocabulary, whose ids are slots or nothing to the model."""
+    """Tokens that a document's characters never become: special ones, and those that were added to a tokenizer beyond
+    its vocabulary, whose ids are slots or unknown to the model."""
     size = tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False)
     return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special or number >= size}
 
 
 def encode_marked(tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of texts, with what `mark_tokens` marked as plain text: `ValueError` for a tokenizer that makes a token of
-    its characters. No special tokens are added."""
+    """Ids of texts, with tokens marked by `mark_tokens` as plain text, without added special tokens. `ValueError` for
+    a tokenizer that makes a control token of plain characters."""
     if not texts:  # no tokenizer takes an empty batch
         return []
     pattern = _token_patterns(tuple(tokenizer.added_tokens_encoder))[1]
@@ -365,11 +370,11 @@ def _with_marked(tokenizer, ids: list[int], pieces: Sequence[str | None]) -> lis
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
     newline, ids = encode("\n"), list(ids)
     for number, piece in enumerate(pieces, start=1):
-        if not piece:  # `None` is a mark that was alone
+        if not piece:  # `None` is a mark without a token
             continue
         is_marked = number % 2 == 1
         read = functools.partial(_encode_as_text, tokenizer) if is_marked else encode
-        # After a newline, since some tokenizers add a space at the beginning of a text.
+        # After a newline, because some tokenizers add a space at the beginning of a text.
         own_ids = read("\n" + piece)
         own_ids = own_ids[len(newline) :] if own_ids[: len(newline)] == newline else read(piece)
         if is_marked and tokenizer.convert_tokens_to_ids(piece) in own_ids:
@@ -379,8 +384,8 @@ def _with_marked(tokenizer, ids: list[int], pieces: Sequence[str | None]) -> lis
 
 
 def _encode_as_text(tokenizer, text: str) -> list[int]:
-    """Ids of a text in which nothing is a control token. `split_special_tokens` would change the tokenizer meanwhile,
-    which other threads may be using."""
+    """Ids of a text in which nothing is a control token. `split_special_tokens` would change the tokenizer, which other
+    threads may be using."""
     backend = tokenizer.backend_tokenizer
     text = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
     words = [(text, None)] if backend.pre_tokenizer is None else backend.pre_tokenizer.pre_tokenize_str(text)

@@ -6,8 +6,8 @@ A step applies layer `l` to its own output. Only slots with an open gate change,
     keys and values   of the text before the last slot and of the other slots, once from the layer's output, and of the
                       slots that change, in each step
 
-The layer gets a stand-in for the cache: it writes the slots' keys and values to it and gets all of them back. The real
-cache holds the mandatory pass only and is never touched. Where all slots are computed and there is little text before
+The layer gets a substitute for the cache: it writes the slots' keys and values to it and gets all of them back. The
+real cache has the mandatory pass only and does not change. If all slots are computed and there is little text before
 them, the whole prefix runs instead. With `refinement_budget=0.1` all of it takes at most 10 % of the operations of the
 slot prefix's prefill, spent layer by layer.
 
@@ -28,7 +28,7 @@ from .configuration_arcaligner import ArcAlignerConfig, normalize_budget
 
 
 class StepRows(NamedTuple):
-    """The rows of a refinement step of one layer: those it computes and those it only reads."""
+    """The rows of a refinement step of one layer: those that it computes and those that it only attends to."""
 
     slot_positions: torch.Tensor  # (batch, width), slots that are computed, -1 padding
     fixed_positions: torch.Tensor  # (batch, max_fixed), before the row's last slot, -1 padding
@@ -44,16 +44,16 @@ class StepInputs(NamedTuple):
 
 
 def open_slots_plan(rows: SlotRows, cells: torch.Tensor, is_taken: torch.Tensor) -> StepRows:
-    """A step that computes the slots in `cells` (batch, width) where `is_taken`, and reads the others like text."""
+    """A step that computes the slots in `cells` (batch, width) where `is_taken`; the others are fixed, like text."""
     max_text, max_slots = rows.text_positions.shape[1], rows.slot_positions.shape[1]
-    # A cell that only fills its row up keeps its place among the others: it is read there and not computed.
+    # A cell that only fills up its row keeps its place among the fixed ones: others attend to it, it is not computed.
     filler = rows.slot_positions.gather(1, cells).masked_fill(is_taken, -1)
     others = rows.slot_positions.scatter(1, cells, filler)  # (batch, max_slots), -1 where taken
     batch_index = rows.slot_cells // max_slots
     return StepRows(
         slot_positions=rows.slot_positions.gather(1, cells).masked_fill(~is_taken, -1),
         fixed_positions=torch.cat([rows.text_positions, others], dim=1),
-        fixed_slots=rows.slot_cells + (batch_index + 1) * max_text,  # those of all slots: masked ones do no harm
+        fixed_slots=rows.slot_cells + (batch_index + 1) * max_text,  # of all slots: masked ones have no effect
     )
 
 
@@ -90,8 +90,8 @@ def prefix_inputs(length: int, kwargs: dict[str, Any]) -> dict[str, Any]:
 class SharedStepInputs:
     """Inputs of a step of all slots, made once per forward for all layers with the same mask and rotary angles.
 
-    Backbones have layers of one or two kinds, so the last two are kept: where each layer gets copies of its own, as
-    with weights on several devices, nothing is shared and no more is held.
+    Backbones have layers of one or two kinds, so the last two are cached: if each layer gets its own copies, as with
+    weights on several devices, nothing is shared and memory stays bounded.
     """
 
     def __init__(self):
@@ -99,7 +99,7 @@ class SharedStepInputs:
         self._made: list[tuple[torch.Tensor | None, torch.Tensor, Any]] = []
 
     def get(self, kwargs: dict[str, Any], make: Callable[[], Any]) -> Any:
-        """What `make` gives for a layer that was called with `kwargs`."""
+        """The cached result of `make` for a layer that was called with `kwargs`."""
         if torch.compiler.is_compiling():
             return make()
         mask, cosines = kwargs["attention_mask"], kwargs["position_embeddings"][0]
@@ -112,7 +112,7 @@ class SharedStepInputs:
 
 
 def refinement_mask(attention_mask: torch.Tensor | None, rows: StepRows, dtype: torch.dtype) -> torch.Tensor:
-    """What each slot of a step may read: the text and the slots that the layer's own mask shows it.
+    """The mask of a step: each slot attends to the text and the slots that the layer's own mask shows it.
 
     Args:
         attention_mask: The layer's mask, (batch or 1, 1, seq_len, kv_len), boolean or additive; `None` means causal.
@@ -120,13 +120,13 @@ def refinement_mask(attention_mask: torch.Tensor | None, rows: StepRows, dtype: 
         dtype (`torch.dtype`): The dtype of the hidden states, for an additive mask.
 
     Returns:
-        `torch.Tensor` of shape `(batch, 1, width, max_fixed + width)`, of the kind that was given.
+        `torch.Tensor` of shape `(batch, 1, width, max_fixed + width)`, boolean or additive as given.
     """
     queries = rows.slot_positions  # (batch, width)
     keys = torch.cat([rows.fixed_positions, rows.slot_positions], dim=1)  # (batch, max_fixed + width)
     num_queries, num_keys = queries.shape[1], keys.shape[1]
     real_keys = (keys >= 0)[:, None, None, :]
-    # A row that is no slot (padding) reads itself, so that its softmax has something to sum over.
+    # A row that is not a slot (padding) attends to itself, so that its softmax is not empty.
     own_key = torch.eye(num_queries, dtype=torch.bool, device=keys.device)
     own_key = torch.nn.functional.pad(own_key, (num_keys - num_queries, 0)) & (queries < 0)[:, None, :, None]
     if attention_mask is None:
@@ -139,12 +139,12 @@ def refinement_mask(attention_mask: torch.Tensor | None, rows: StepRows, dtype: 
     return mask.masked_fill(~real_keys, torch.finfo(dtype).min).masked_fill(own_key, 0.0)
 
 
-class KeysValuesComplete(Exception):  # noqa: N818 - nothing went wrong, the rest of the layer is just not needed
+class KeysValuesComplete(Exception):  # noqa: N818 - no error: the rest of the layer is not needed
     """Ends a layer's forward as soon as its keys and values are known."""
 
 
 class KeysValuesRecorder:
-    """Stands in for the cache to learn a layer's keys and values of fixed rows: (batch, heads, max_fixed, head_dim)."""
+    """A substitute for the cache that records keys and values of fixed rows: (batch, heads, max_fixed, head_dim)."""
 
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
@@ -152,12 +152,12 @@ class KeysValuesRecorder:
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs):
         self.keys, self.values = keys, values
         if torch.compiler.is_compiling():
-            return keys, values  # it cannot trace an exception, and drops the rest of the layer, which nothing reads
+            return keys, values  # it cannot trace an exception, and drops the rest of the layer, which nothing uses
         raise KeysValuesComplete
 
 
 class RefinementKeysValues:
-    """Stands in for the cache in a refinement step: slots read the fixed rows' keys and values, then their own."""
+    """A substitute for the cache in a refinement step: slots attend to the fixed rows' keys and values, then theirs."""
 
     def __init__(self, keys: torch.Tensor | None, values: torch.Tensor | None):
         self.keys, self.values = keys, values
@@ -169,7 +169,7 @@ class RefinementKeysValues:
 
 
 class LayerKeysValues:
-    """Stands in for the cache in compiled code: the part of one layer, independent of its index."""
+    """A substitute for the cache in compiled code: the part of one layer, independent of its index."""
 
     def __init__(self, layer: CacheLayerMixin):
         self.layer = layer
@@ -258,7 +258,7 @@ class RefinementBudget:
         shares = [int(min(share * prefill, _MOST_FLOPS)) for prefill in prefills]
         self.remaining = torch.tensor(shares, device=rows.slot_positions.device)  # (batch,)
         self.asks_gates = asks_gates
-        self._is_spent = False  # kept here, so that the device is not asked again
+        self._is_spent = False  # a copy on the host, so that it does not wait for the device again
 
     def pay_gates(self, cost: LayerCost, num_asked: torch.Tensor) -> bool:
         """Pays for the gates of `num_asked` slots (batch,). Returns whether a row has anything left."""
@@ -279,7 +279,7 @@ class RefinementBudget:
         affordable = torch.div(self.remaining - once, per_slot, rounding_mode="floor").clamp(min=0)
         taken = torch.minimum(wanted, affordable)
         paid = torch.where(taken > 0, once + taken * per_slot, 0)
-        # What cannot be paid in full ends the row's refinement: so a larger budget does all that a smaller one does.
+        # An expense beyond the budget ends the row's refinement, so a larger budget has all steps of a smaller one.
         self.remaining = torch.where(taken < wanted, 0, self.remaining - paid)
         order = gate_prob.masked_fill(~gate_open, -1.0).argsort(dim=1, descending=True, stable=True)
         return gate_open & (order.argsort(dim=1) < taken[:, None])  # the order of an order is each slot's rank
@@ -305,7 +305,7 @@ class RefinementSettings:
 
     @property
     def takes_all(self) -> bool:
-        """Whether each slot takes each step: no gate is asked, nothing is paid for."""
+        """Whether each slot takes each step, without gates and without a budget."""
         return self.gate_mode == "always" and self.budget is None
 
 
@@ -319,10 +319,10 @@ def resolve_settings(
     max_refinement_steps: int | None,
     refinement_budget: float | None,
 ) -> RefinementSettings:
-    """The settings of a forward: the given ones, which are checked already, otherwise the configuration's.
+    """The settings of a forward: those of the call, which are checked already, otherwise the configuration's.
 
     Raises:
-        `ValueError`: a budget in training, or with an attention kernel that computes slots all or none.
+        `ValueError`: a budget in training, or with an attention kernel that cannot compute some slots only.
     """
     gate_mode, refinement_budget = normalize_budget(gate_mode or config.gate_mode, refinement_budget)
     budget = None
@@ -385,11 +385,11 @@ class AllSlotsSteps:
 
     def __init__(self, layer, hidden: SlotStates, slots: Slots, slot_pass: SlotPass):
         self.layer, self.hidden, self.slots = layer, hidden, slots
-        self.reapply = slot_pass(None)  # prepared once for all steps: what they read does not change
+        self.reapply = slot_pass(None)  # prepared once for all steps: the fixed rows do not change
         self.depth = torch.zeros_like(slots.rows.slot_positions)  # (batch, max_slots)
 
     def can_ask(self) -> bool:
-        """Whether gates may be asked: always, no budget goes with this."""
+        """Whether gates may be computed: always, because there is no budget here."""
         return True
 
     def narrow(self, states: torch.Tensor, gate: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -406,8 +406,8 @@ class AllSlotsSteps:
 
 
 class OpenSlotsSteps:
-    """Steps of one layer at inference: of the slots whose gate is open after the mandatory pass. That is exact, since a
-    closed gate reads an unchanged slot and stays closed. Where nearly all are open, a step computes the others too."""
+    """Steps of one layer at inference, of the slots whose gate is open after the mandatory pass. That is exact: the
+    input of a closed gate does not change, so it stays closed. If nearly all are open, a step computes all slots."""
 
     def __init__(self, layer, hidden: SlotStates, slots: Slots, slot_pass: SlotPass):
         self.layer, self.hidden, self.slots, self._slot_pass = layer, hidden, slots, slot_pass
@@ -416,7 +416,7 @@ class OpenSlotsSteps:
         self.depth: torch.Tensor | None = None  # (batch, width), once a slot is open
 
     def _asked(self) -> torch.Tensor:
-        """Slots (batch, width) whose gates are asked: a row in which all have closed is done."""
+        """Slots (batch, width) whose gates are computed: a row in which all have closed is done."""
         return self.is_taken if self.depth is None else self.is_taken & self.is_open.any(dim=1, keepdim=True)
 
     def can_ask(self) -> bool:
@@ -435,7 +435,7 @@ class OpenSlotsSteps:
             self.is_open = budget.take_slots(prob[:, :, 0], self.is_open, cost, rows)
         elif budget is not None:
             self.is_open = budget.take_step(self.is_open, self.is_taken, cost, rows)
-        # Where each slot takes each step the host knows, and does not wait for the device.
+        # If each slot takes each step, the host knows that without waiting for the device.
         if not settings.takes_all and not bool(self.is_open.any()):
             return states, None
         if is_first:
@@ -452,7 +452,7 @@ class OpenSlotsSteps:
             self.is_open = self.is_open.gather(1, self.cells)
             step_rows = open_slots_plan(self.slots.rows, self.cells, self.is_open)
             states = take_rows(states, self.cells)
-        # From here on nothing opens again: the steps that follow are among these slots.
+        # No gate opens again later: the following steps are among these slots.
         self.is_taken, self.depth = self.is_open, torch.zeros_like(self.is_open, dtype=torch.long)
         self.reapply = self._slot_pass(step_rows)
         return states
@@ -464,7 +464,7 @@ class OpenSlotsSteps:
         if settings.takes_all or not has_choice:
             return max_slots  # known without reading the gates, which would make the host wait
         width = int(gate_open.sum(dim=1).max())
-        # Without a budget, a few closed slots are computed too: cheaper than to read each of them like text.
+        # Without a budget, a few closed slots are computed too, which is cheaper than to treat them like text.
         return max_slots if settings.budget is None and width >= DENSE_STEP_SHARE * max_slots else width
 
     def write_back(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -59,13 +59,13 @@ def first_token_ms(size: dict[str, Any], arm: str) -> float:
 
 # Cached passages
 
-LIKELIEST = "_likeliest"  # suffix of an arm that scores each passage first
+TOP_RANKED = "_top_ranked"  # suffix of an arm that scores each passage first
 _KEPT_TITLES = {
     "text": "text, nothing cached",
     "text_same_set": "text, the same passages in the same order cached",
     "text_apart": "text of independent passages, cached",
 }
-_HOW = {"_folder": ", from disk", LIKELIEST: ", each passage scored, the top-ranked read", "": ""}
+_HOW = {"_folder": ", from disk", TOP_RANKED: ", each passage scored, the top-ranked used", "": ""}
 
 
 def _kept_arm(name: str) -> tuple[str, str]:

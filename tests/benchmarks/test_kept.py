@@ -67,7 +67,7 @@ def test_cached_slots_match_the_prompt(known, models, apart):
             assert_same_reading(known.arms[f"slots_x{rate}{end}"](row), expected)
     (best,) = Answerer(models[0], apart).select([row["question"]], [row["passages"]], 1)[0].numbers
     alone = slot_inputs(apart, [row | {"passages": row["passages"][best : best + 1]}])
-    assert_same_reading(known.arms["slots_xsegment_likeliest"](row), models[0](**alone, use_cache=True))
+    assert_same_reading(known.arms["slots_xsegment_top_ranked"](row), models[0](**alone, use_cache=True))
 
 
 def test_known_passages_stay_cached(known):

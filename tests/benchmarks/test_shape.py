@@ -139,7 +139,7 @@ def test_arms_that_do_not_fit_are_left_out(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * GIB)
     assert bench.fits(2 * GIB, arm="text") and bench.left_out == []
     assert not bench.fits(3 * GIB, arm="text", batch=32, passages=20)
-    reason = "needs about 3.0 GiB beside the weights, 2.0 are free"
+    reason = "needs about 3.0 GiB in addition to the weights; 2.0 are free"
     assert bench.left_out == [{"arm": "text", "batch": 32, "passages": 20, "reason": reason}]
 
 

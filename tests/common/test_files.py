@@ -3,6 +3,8 @@
 import gzip
 import io
 import json
+import os
+import signal
 import sys
 
 import pytest
@@ -13,6 +15,7 @@ from arcaligner.common.files import (
     escape_unknown_characters,
     read_json_lines,
     read_numbered_lines,
+    temporary_folder,
     tracked,
 )
 
@@ -79,3 +82,13 @@ def test_characters_that_a_terminal_lacks_are_escaped(monkeypatch):
     escape_unknown_characters()
     print("Zo\u00eb \u6f22", flush=True)
     assert written.getvalue() == b"Zo\\xeb \\u6f22\n"
+
+
+def test_terminated_command_leaves_no_folder(tmp_path):
+    former = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"), temporary_folder(tmp_path, "x-") as folder:
+        (folder / "file").touch()
+        assert folder.parent == tmp_path and folder.name.startswith("x-")
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("It went on.")
+    assert not list(tmp_path.iterdir()) and signal.getsignal(signal.SIGTERM) is former

@@ -173,7 +173,7 @@ BOMB = docx("<w:p>" + " " * (reading.LARGEST_UNPACKED + 1) + "</w:p>")
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("../../a.pdf", b"%PDF-1.4 broken", r"^\.\./\.\./a\.pdf cannot be read: it is broken, or no PDF"),
+        ("../../a.pdf", b"%PDF-1.4 broken", r"^\.\./\.\./a\.pdf cannot be read: it is broken, or not a PDF"),
         ("a.pdf", pdf(PAGE)[:-200], "a.pdf cannot be read: it is broken"),
         ("a.pdf", LOCKED, r"a\.pdf cannot be read: it is protected by a password"),
         ("a.docx", b"PK\3\4", "a.docx cannot be read: it is broken"),

@@ -1,10 +1,13 @@
-"""Texts that users meet use the words of the field: pages, errors, help and messages are searched for a few phrases.
+"""Texts that people read use the words of the field: pages, messages, docstrings and comments are searched for a few
+phrases.
 
-The list holds phrases of ours that readers stumbled over, each with what to write instead. It is no spelling checker.
+The list has phrases of ours that readers stumbled over, each with better words. It is not a spelling checker.
 """
 
 import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -28,13 +31,22 @@ INSTEAD = {
     r"sooner": "faster",
     r"likeliest": "top-ranked, most likely",
     r"apart(?! from)": "independent, separately",
-    r"read ahead": "precomputed",
-    r"kept (?:passages?|slots?|prefix\w*|ones)": "cached",
+    r"read (?:ahead|jointly)": "precomputed, joint",
+    r"kept (?:passages?|slots?|prefix\w*|ones|or read)": "cached",
+    r"what is kept": "entries of the cache",
     r"most likely answers?(?: it| the question)?[,.;)]": "most likely to contain the answer",
     r"(?:is|are) asked about": "is scored",
     r"side by side": "packed",
     r"does nothing with": "ignores",
     r"what (?:people|others|somebody) (?:have|has)": "name the thing",
+    r"(?:is|are|was|were) warned (?:of|about)": "gives a warning",
+    r"(?:is|are) to (?:have|hold|take)": "has to",
+    r"piece by piece": "as it is generated",
+    r"of like length": "of similar length",
+    r"is no (?:list|text)": "is not a",
+    r"says? nothing yet": "is neutral",
+    r"by way of": "through, from",
+    # r"NaturalQ\w+": "Natural Questions",
 }
 # Of a file, phrases that are right there.
 ALLOWED = {
@@ -42,20 +54,6 @@ ALLOWED = {
     "apps/corpus/table.py": {"nobody"},  # the sentence that the fingerprint of an encoder is made of
 }
 PHRASE = re.compile("|".join(rf"(?<![\w-])(?:{phrase})(?![\w-])" for phrase in INSTEAD), flags=re.IGNORECASE)
-# Whose arguments users see.
-SHOWN = {
-    "print",
-    "echo",
-    "warn",
-    "warning",
-    "warning_once",
-    "info",
-    "error",
-    "BadParameter",
-    "Option",
-    "Argument",
-    "Table",
-}
 NO_SOURCES = ("tests", "checkpoints", "runs", "data")
 
 
@@ -65,38 +63,42 @@ def phrases_in(text: str) -> list[str]:
 
 
 def literal(node: ast.AST) -> str:
-    """The text of the strings below a node, with braces for what is filled in."""
+    """The text of a string, with braces for what is filled in; empty for other nodes."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
     if isinstance(node, ast.JoinedStr):
         return "".join("{}" if isinstance(part, ast.FormattedValue) else literal(part) for part in node.values)
-    return " ".join(filter(None, (literal(child) for child in ast.iter_child_nodes(node))))
+    return ""
 
 
-def is_command(node: ast.AST) -> bool:
-    """Whether a function's docstring is what `--help` prints: it has options in its signature."""
-    return isinstance(node, ast.FunctionDef) and "typer." in ast.unparse(node.args)
+def texts_of(code: str) -> list[tuple[int, str]]:
+    """Strings of several words, docstrings included, and comments of a file of code, each with the number of its line.
+    A message that a variable holds until it is shown is a string like any other."""
+    nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant | ast.JoinedStr)]
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    strings = [(node.lineno, literal(node)) for node in nodes if id(node) not in parts]
+    tokens = tokenize.generate_tokens(io.StringIO(code).readline)
+    comments = [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+    return [(line, text) for line, text in (*strings, *comments) if " " in text.strip()]
 
 
-def messages(path: Path) -> list[str]:
-    """What a file of code shows to users: errors, warnings, help, tables, and constants that these may print."""
-    tree, found = ast.parse(path.read_text(encoding="utf-8")), []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Raise) and node.exc is not None:
-            found.append(literal(node.exc))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in SHOWN:
-            found.append(literal(node))
-        elif is_command(node):
-            found.append(ast.get_docstring(node) or "")
-    for node in tree.body:
-        if isinstance(node, ast.Assign):
-            found.append(literal(node.value))
+def comments_of(settings: str) -> list[tuple[int, str]]:
+    """Comments of a YAML file. Adjacent lines of comments are one text, as phrases may be wrapped."""
+    found: list[tuple[int, str]] = []
+    last = 0
+    for number, line in enumerate(settings.splitlines(), start=1):
+        comment = re.search(r"(?:^|\s)#\s?(.*)", line)
+        if comment and last == number - 1 and found:
+            found[-1] = found[-1][0], f"{found[-1][1]} {comment[1]}"
+        elif comment:
+            found.append((number, comment[1]))
+        last = number if comment else last
     return found
 
 
 def pages() -> list[Path]:
     named = ("README.md", "share/model_card.md.jinja", "apps/server/page.html", ".github/SECURITY.md")
-    return [*(ROOT / name for name in named), *sorted(ROOT.glob("docs/*.md"))]
+    return [*(ROOT / name for name in (*named, ".github/CONTRIBUTING.md")), *sorted(ROOT.glob("docs/*.md"))]
 
 
 def sources() -> list[Path]:
@@ -104,37 +106,52 @@ def sources() -> list[Path]:
     return sorted(path for path in found if path.relative_to(ROOT).parts[0] not in NO_SOURCES)
 
 
+def recipes() -> list[Path]:
+    return sorted(path for folder in ("train", "evaluation") for path in (ROOT / folder).rglob("*.yaml"))
+
+
+def stumbles(path: Path, texts: list[tuple[int, str]]) -> list[str]:
+    """Where a file has phrases of the list that are not allowed there."""
+    name = path.relative_to(ROOT).as_posix()
+    found = ((line, {*phrases_in(text)} - ALLOWED.get(name, set())) for line, text in texts)
+    return [f"{name}:{line}: {sorted(words)}" for line, words in found if words]
+
+
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
 def test_pages_are_plain(path):
     """No page has a phrase of the list; answers of the model are its own words."""
-    name = path.relative_to(ROOT).as_posix()
-    lines = path.read_text(encoding="utf-8").splitlines()
-    if name == "docs/answers.md":
-        lines = [line for line in lines if not line.startswith("|")]
-    found = {number: words for number, line in enumerate(lines, start=1) if (words := phrases_in(line))}
-    allowed = ALLOWED.get(name, set())
-    assert {number: words for number, words in found.items() if not allowed.issuperset(words)} == {}
+    lines = [*enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)]
+    if path.name == "answers.md":
+        lines = [(number, line) for number, line in lines if not line.startswith("|")]
+    assert stumbles(path, lines) == []
 
 
 def test_changes_are_plain():
-    """The part of the changelog that is not released yet."""
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert phrases_in(text.split("\n## ")[1]) == []
+    """All versions of the changelog."""
+    path = ROOT / "CHANGELOG.md"
+    assert stumbles(path, [*enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)]) == []
 
 
-def test_messages_are_plain():
-    """Errors, warnings, help and printed tables."""
-    found = [
-        f"{path.relative_to(ROOT)}: {words} in {message[:100]!r}"
-        for path in sources()
-        for message in messages(path)
-        if (words := {*phrases_in(message)} - ALLOWED.get(path.relative_to(ROOT).as_posix(), set()))
-    ]
+def test_code_is_plain():
+    """Messages, help, docstrings and comments of the package."""
+    found = [each for path in sources() for each in stumbles(path, texts_of(path.read_text(encoding="utf-8")))]
+    assert found == []
+
+
+def test_recipes_are_plain():
+    """Comments of recipes, and of configurations of accelerate."""
+    found = [each for path in recipes() for each in stumbles(path, comments_of(path.read_text(encoding="utf-8")))]
     assert found == []
 
 
 def test_phrases_are_found():
-    """The list finds what it is for."""
+    """The search finds phrases in variables, f-strings, docstrings, comments and wrapped comments of YAML."""
     assert phrases_in("It tells of a port, built anew, but for one.") == ["tells of", "anew", "but for"]
     assert phrases_in("apart from this, a stand-in") == []
-    assert messages.__doc__ and literal(ast.parse("raise ValueError(f'no {x} ' 'there')")) == "no {} there"
+    code = '"""Built anew."""\nwhy = f"read {x} " "but for one"  # beside it\nraise ValueError(why)\n'
+    assert [(line, phrases_in(text)) for line, text in texts_of(code)] == [
+        (1, ["anew"]),
+        (2, ["but for"]),
+        (2, ["beside"]),
+    ]
+    assert comments_of("# built\n# anew\nlora_r: 4   # beside it\nseed: 1\n") == [(1, "built anew beside it")]

@@ -14,8 +14,9 @@ from arcaligner.evaluation.publish import (
     answers_page,
     check_weights,
     fewer_questions,
-    with_opponents,
+    with_published,
     write_part,
+    write_reproduced,
 )
 from arcaligner.evaluation.runs import FLOOR
 
@@ -24,7 +25,7 @@ PARTS = {
     "README.md": ["comparison", "results"],
     "docs/results.md": ["results"],
     "docs/speed.md": ["first token", "known passages"],
-    "docs/paper.md": ["table 1", "table 2"],
+    "docs/paper.md": ["table 1", "table 2", "backbones", "ratios"],
 }
 
 
@@ -38,7 +39,10 @@ def test_published_pages_are_current(tmp_path, monkeypatch):
         for name in names:
             write_part(tmp_path / page, name, ["nothing"])
     timed = shutil.copytree(docs / "figures", tmp_path / "timed")
-    drawn = (docs / "figures" / name for name in ("latency.json", "rates.svg", "f1_of_speed.svg"))
+    drawn = (
+        docs / "figures" / name
+        for name in ("latency.json", "rates.svg", "f1_of_speed.svg", "backbones.svg", "ratios.svg")
+    )
     for path in (*drawn, timed / "kept.json"):
         path.unlink()  # what was not measured again stays
     publish.publish(figures=timed)
@@ -64,16 +68,59 @@ def test_wrong_marks_and_weights_are_refused(tmp_path, checkpoint_dir):
 
 
 def test_opponents_of_before_stay():
-    """Rows that do not depend on the aligner's weights stay; those that do are the run's alone."""
+    """After a run of an aligner, rows that do not depend on its weights stay; those that do are the run's alone."""
     opponents = {"naive": {"f1": 1}, "full_text_lora": {"f1": 4}, "truncated_x4": {"f1": 7}, "llmlingua_x4": {"f1": 8}}
     old = opponents | {"arcaligner": {"f1": 2}, "arcaligner_x4": {"f1": 3}, "no_copying_x4": {"f1": 9}}
-    published = {"machine": "a; b", "sets": {"SQuAD": {"methods": old}, "MuSiQue": {"methods": old}}}
-    run = {"machine": "b; c", "sets": {"SQuAD": {"methods": {"arcaligner": {"f1": 5}, "naive": {"f1": 6}}}}}
-    found = with_opponents(run, published)
-    assert found["machine"] == "a; b; c"
+    entry = {"questions": 4, "methods": old}
+    published = {"machine": "a; b", "sets": {"SQuAD": entry, "MuSiQue": entry}}
+    methods = {"arcaligner": {"f1": 5}, "naive": {"f1": 6}}
+    found = with_published({"machine": "b; c", "sets": {"SQuAD": {"questions": 3, "methods": methods}}}, published)
     kept = opponents | {"naive": {"f1": 6}, "arcaligner": {"f1": 5}}
-    assert found["sets"] == {"SQuAD": {"methods": kept}}
+    assert found == {
+        "machine": "a; b; c",
+        "questions": 3,
+        "sets": {"SQuAD": {"questions": 3, "methods": kept}},
+    }
     assert list(found["sets"]["SQuAD"]["methods"]) == list(kept)
+
+
+def test_new_opponents_are_added():
+    """A run without an aligner's answers leaves all published numbers, and what a set is of where more were asked."""
+    differences = {"naive": {"f1": 7}}
+    old = {"questions": 5, "passages": "gold", "methods": {"arcaligner": 1, "naive": 2}, "differences": differences}
+    run = {
+        "NaturalQA": {"questions": 3, "passages": "new", "methods": {"cocom_x4": 3}},
+        "SQuAD": {"questions": 3, "passages": "new", "methods": {"cocom_x4": 4}},
+    }
+    published = {"machine": "a", "sets": {"SQuAD": old, "MuSiQue": old}}
+    found = with_published({"machine": "a", "sets": run}, published)
+    assert found["sets"] == {
+        "NaturalQA": run["NaturalQA"],
+        "SQuAD": old | {"methods": {"naive": 2, "cocom_x4": 4, "arcaligner": 1}},
+        "MuSiQue": old,
+    }
+    assert found["questions"] == 3 and list(found["sets"]) == ["NaturalQA", "SQuAD", "MuSiQue"]
+
+
+def test_reproduced_pages_are_copied(tmp_path, monkeypatch):
+    """A page of `reproduce` without its heading becomes its part of the page, with its pictures; others stay."""
+    monkeypatch.setattr(publish, "DOCS", tmp_path / "docs")
+    (folder := tmp_path / "docs" / "figures").mkdir(parents=True)
+    parts = ("\n".join(mark.format(name) for mark in MARKS) for name in ("cases", "gates"))
+    (page := tmp_path / "docs" / "paper.md").write_text("\n".join(parts))
+    with pytest.raises(ValueError, match="contains no page of `arcaligner reproduce`"):
+        write_reproduced(tmp_path)
+    long = "word " * 40
+    written = ("# Cases", long, "## Case 1", "![Who?](case_1.svg)", f"2. {long}", f"| {long} |\n")
+    (tmp_path / "cases.md").write_text("\n\n".join(written))
+    (tmp_path / "case_1.svg").write_text("<svg/>")
+    write_reproduced(tmp_path)
+    lines = page.read_text().splitlines()
+    assert lines[1:3] == ["word " * 23 + "word", "word " * 15 + "word"]
+    assert lines[3:8] == ["", "### Case 1", "", "![Who?](figures/case_1.svg)", ""]
+    assert lines[8:11] == ["2. " + "word " * 22 + "word", "   " + "word " * 16 + "word", ""]
+    assert lines[11] == f"| {long} |" and lines[13:] == [mark.format("gates") for mark in MARKS]
+    assert (folder / "case_1.svg").read_text() == "<svg/>"
 
 
 def test_fewer_questions_are_said():

@@ -163,9 +163,9 @@ def refusal(status: int) -> HfHubHTTPError:
     [
         ("create_repo", refusal(401), "may not write to `someone/aligner` (401)"),
         ("create_commit", refusal(404), "may not write to `someone/aligner` (404)"),
-        ("create_commit", refusal(500), "broke off (HfHubHTTPError"),
-        ("create_commit", HTTPError("no route"), "broke off (HTTPError: no route). A push is visible whole"),
-        ("create_commit", RuntimeError("upload"), "broke off (RuntimeError: upload)"),
+        ("create_commit", refusal(500), "was interrupted (HfHubHTTPError"),
+        ("create_commit", HTTPError("no route"), "was interrupted (HTTPError: no route)"),
+        ("create_commit", RuntimeError("upload"), "was interrupted (RuntimeError: upload)"),
     ],
 )
 def test_hub_errors_say_the_remedy(fake_hub, push, call, error, message):
@@ -199,9 +199,9 @@ def drop_a_weight(folder: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), "lacks config.json"),
         (lambda folder: edit_json(folder / "config.json", model_type="llama"), "of type 'llama'"),
         (lambda folder: (folder / "model.safetensors").unlink(), "aligner weights"),
-        (drop_a_weight, "lacks 1 of "),
+        (drop_a_weight, "is incomplete: 1 of "),
         (lambda folder: (folder / "processor_config.json").unlink(), "lacks processor_config.json"),
-        (lambda folder: (folder / "results.json").write_text("{}"), "does not hold results"),
+        (lambda folder: (folder / "results.json").write_text("{}"), "does not contain results"),
     ],
 )
 def test_incomplete_checkpoint_is_refused_early(fake_hub, push, folder, damage, message):
@@ -218,4 +218,4 @@ def test_invalid_push_is_refused_early(fake_hub, push, repo_id, monkeypatch):
     monkeypatch.setattr(hub, "get_token", lambda: None)
     code, _, err = push(repo_id=repo_id)
     assert code == 1 and repo_id in err and fake_hub.calls == []
-    assert ("No token to write to" in err and "/settings/tokens" in err) == (repo_id == REPO)
+    assert ("There is no token for" in err and "/settings/tokens" in err) == (repo_id == REPO)

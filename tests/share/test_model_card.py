@@ -98,12 +98,12 @@ def test_card_installs_the_requirements():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("results.json", "{", "results.json does not hold results of an evaluation .* Expected .*Write them"),
-        ("results.json", '{"sets": {"NQ": {"methods": {"arcaligner": {"f1": 3.0}}}}}', "does not hold results"),
-        ("results.json", '{"sets": []}', "does not hold results"),
-        ("recipe.yaml", "stage: a\n---\nstage: [", "(?s)recipe.yaml does not hold recipes of stages.*Put it there"),
-        ("recipe.yaml", "stage: a\n---\ntrain_files: {a.jsonl: 1.0}\n", "does not hold recipes .*'stage'"),
-        ("recipe.yaml", "- a list\n", "does not hold recipes of stages"),
+        ("results.json", "{", "results.json does not contain results of an evaluation .* Expected .*Write them"),
+        ("results.json", '{"sets": {"NQ": {"methods": {"arcaligner": {"f1": 3.0}}}}}', "does not contain results"),
+        ("results.json", '{"sets": []}', "does not contain results"),
+        ("recipe.yaml", "stage: a\n---\nstage: [", "(?s)recipe.yaml does not contain recipes.*Correct or remove"),
+        ("recipe.yaml", "stage: a\n---\ntrain_files: {a.jsonl: 1.0}\n", "does not contain recipes .*'stage'"),
+        ("recipe.yaml", "- a list\n", "does not contain recipes of stages"),
     ],
 )
 def test_unreadable_file_stops_the_card(config, folder, name, content, message):

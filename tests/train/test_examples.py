@@ -452,5 +452,5 @@ def test_no_examples_says_why(select, tmp_path):
 def test_unwritable_cache_is_named(select, tmp_path):
     """A cache that cannot be created is named, with the remedy."""
     (folder := tmp_path / "folder").touch()
-    with pytest.raises(OSError, match=rf"cannot be kept in {folder} \(.*\). Name a folder .*examples_cache_dir"):
+    with pytest.raises(OSError, match=rf"cannot be cached in {folder} \(.*\). Name a folder .*examples_cache_dir"):
         select(question_rows(2), examples_cache_dir=str(folder))

@@ -5,7 +5,7 @@ import pytest
 
 from arcaligner.common.rows import token_f1
 from arcaligner.train import num_passages
-from arcaligner.train.num_passages import WAYS, answers_by_way, mixed_rows, table
+from arcaligner.train.num_passages import answers_by_way, mixed_rows, table
 from arcaligner.train.validate import read_recipe
 
 
@@ -25,11 +25,14 @@ def test_needed_passages_are_mixed_in(recipe_file, rows):
             assert number in row["gold"] or not has_answer
 
 
-def test_each_way_uses_its_passages(rows, separate, monkeypatch):
-    """The answers are those from the passages of each way; the prior is 0 for the top-ranked one alone."""
+@pytest.mark.parametrize("is_sure", [True, False])
+def test_each_way_uses_its_passages(rows, separate, monkeypatch, is_sure):
+    """The answers are those from the passages of each way, each computed once; the prior is 0 for the top-ranked one
+    alone."""
+    monkeypatch.setattr(num_passages, "UNSURE", 0.0 if is_sure else 1.0)
     model, reader = separate
     model.set_answerability_layers([1])
-    row, used, priors = next(row for row in rows if len(row["passages"]) == 3), [], []
+    row, used, priors = next(row for row in rows if len(row["passages"]) == 5), [], []
     cache = type(model.passage_cache(reader))
     prepare = cache.prepare
 
@@ -39,20 +42,28 @@ def test_each_way_uses_its_passages(rows, separate, monkeypatch):
             priors.append(settings["passage_prior"])
         return prepare(self, questions, passages, **settings)
 
+    given, needed = row["passages"], [row["passages"][number] for number in row["gold"]]
     monkeypatch.setattr(cache, "prepare", recorded)
-    monkeypatch.setattr(num_passages, "greedy_answers", lambda *args: (["Ada", None], None))
+    monkeypatch.setattr(
+        num_passages, "greedy_answers", lambda model, processor, inputs, questions, used: ([used[0][0]["text"]], None)
+    )
     scores = answers_by_way(model, reader, [row], 2)
-    given = row["passages"]
-    assert [len(each) for each in used] == [1, 2, 3, 3, 1]
-    assert used[0][0] in used[1] and used[2] == used[3] == given and used[4] == [given[row["gold"][0]]]
-    assert priors[:3] == [None] * 3 and priors[4] is None
-    assert max(priors[3][0]) == 0.0 and given[priors[3][0].index(0.0)] == used[0][0]
-    np.testing.assert_array_equal(scores, np.full((1, len(WAYS)), 100 * token_f1("Ada", row["answers"])))
+    (top,) = used[0]
+    assert [len(each) for each in used[:2]] == [1, 2] and top in used[1]
+    expected = [top, used[1][0], top if is_sure else used[2][0], given[0], given[0], needed[0]]
+    expected = [100 * token_f1(passage["text"], row["answers"]) for passage in expected]
+    np.testing.assert_array_equal(scores, [expected])
+    several = used[2:] if is_sure else used[3:]
+    assert is_sure or (len(used[2]) == 3 and all(each in used[2] for each in used[1]))
+    assert several == [given, given] + [needed] * (needed[0] != top)
+    prior = priors[used.index(given) + 1][0]
+    assert [each for each in priors if each is not None] == [[prior]]
+    assert max(prior) == 0.0 and given[prior.index(0.0)] == top
 
 
 def test_needs_are_counted_separately():
     rows = [{"needs": "one"}, {"needs": "several"}, {"needs": "one"}]
-    scores = np.array([[100.0] * 5, [50.0] * 5, [0.0] * 5])
+    scores = np.array([[100.0] * 6, [50.0] * 6, [0.0] * 6])
     lines = table(rows, scores).splitlines()
     assert lines[2].startswith("| one (2 questions) | 50.0 ± 35.4 |")
     assert lines[3].startswith("| several (1 questions) | 50.0 ± 0.0 |")

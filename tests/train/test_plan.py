@@ -146,7 +146,7 @@ def test_lines_and_a_busy_card(offline, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: tuple(memory.values()))
     assert lines_of(found)[-1] == "Card: 80.0 of 80.0 GiB are free, which is enough."
     memory["free"] = 10 * GIB
-    assert "are needed. Another process holds the rest: wait for its end. `--" in lines_of(found)[-1]
+    assert "are needed. Another process uses the rest: wait until it ends. `--" in lines_of(found)[-1]
     memory["total"] = 20 * GIB
     assert "are needed. `-- --activation_checkpointing true`" in lines_of(found)[-1]
 

@@ -47,7 +47,7 @@ def recipe(**changes):
         ),
         ("eval_slot_gap: true\nper_device_eval_batch_size: 1", "`per_device_eval_batch_size` is 1"),
         *(
-            (f"average_checkpoints: {setting}", "expected 0 or more, and as many checkpoints that are saved and kept")
+            (f"average_checkpoints: {setting}", "expected 0 or more, and at least as many saved checkpoints")
             for setting in ("3\nsave_total_limit: 2", "3\nsave_strategy: 'no'", "-1")
         ),
     ],

@@ -1,4 +1,4 @@
-"""Precomputed passages of ArcAligner in an unmodified vLLM: its requests begin with slots, which are files.
+"""Precomputed passages of ArcAligner in an unmodified vLLM: requests begin with slots, whose keys and values are files.
 
     ARCALIGNER_PASSAGES=FOLDER PYTHONPATH=apps/engines/in_vllm python -m vllm.entrypoints.openai.api_server \
         --model BASE_MODEL --logits-processors arcaligner_slots:SlotsLogitsProcessor --kv-transfer-config \
@@ -8,17 +8,17 @@
 Each worker keeps up to 1 GiB of the passages that it read in memory; another number of bytes is
 `"kv_connector_extra_config": {"passage_bytes": 0}`.
 
-This file needs vLLM, torch and safetensors alone: no other file of ArcAligner is imported. A request of
-`/v1/completions` has as ids the text before the slots, any id for each slot, and the text after them; and beside these
+This file needs only vLLM, torch and safetensors, and no other file of ArcAligner. A request of `/v1/completions` has as
+ids the text before the slots, any id for each slot, and the text after them, and in addition
 
     "kv_transfer_params": {"slots": [[KEY, number of slots], ...], "copy": ...}, "cache_salt": salt_of(slots)
 
-KEY.safetensors in FOLDER are the text before the slots, then each passage in order, equal ones each time; their layout
-is in docs/formats.md. `copy`, which is optional, is for copy-biased decoding.
+KEY.safetensors in FOLDER are the text before the slots, then each passage in order, repeated ones too; their layout is
+in docs/formats.md. `copy`, which is optional, is for copy-biased decoding.
 
-What does not fit fails the request, and never is an answer without its passages: what can be told of the files alone is
-refused by [`SlotsLogitsProcessor`], status 400, before the engine has the request; what takes the prompt and the base
-model fails in the engine, by name in its log.
+A request that does not fit fails; it is never answered without its passages. Faults that the files alone show are
+refused by [`SlotsLogitsProcessor`], status 400, before the engine has the request. Faults that also depend on the
+prompt and the base model fail in the engine, which logs the reason.
 
 Shapes: a file's `keys_values` is (num_layers, 2, key_value_heads, num_slots, head_dim).
 """
@@ -54,10 +54,10 @@ logger = logging.getLogger("vllm.arcaligner")
 
 FOLDER = "ARCALIGNER_PASSAGES"  # the variable that names the folder of the files
 FORMAT, NAME = "arcaligner-passage-3", "keys_values"
-PASSAGE_BYTES = 2**30  # of each worker, for passages that were read; `passage_bytes` of `kv_connector_extra_config`
+PASSAGE_BYTES = 2**30  # of each worker, for cached passages; `passage_bytes` of `kv_connector_extra_config`
 READERS = 4  # threads that read files
-# Backbones whose keys can be rotated on, as several independent passages need; others may have interleaved halves, or
-# layers without positions.
+# Backbones whose keys can be rotated further, as several independent passages need; others may have interleaved halves,
+# or layers without positions.
 ROTATED = ("llama", "mistral", "qwen2", "qwen3")
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # scalings of RoPE with which keys of a prompt depend on its length
 
@@ -70,12 +70,12 @@ def json_digest(value: Any) -> str:
 
 
 def salt_of(slots: Sequence[Sequence]) -> str:
-    """The `cache_salt` of a request: ids of slots say nothing, so that prefixes are equal only where it is."""
+    """The `cache_salt` of a request. Ids of slots mean nothing, so prefixes are equal only if their salts are."""
     return json_digest([list(each) for each in slots])
 
 
 class Header(NamedTuple):
-    """What a file says of itself."""
+    """The metadata of a file."""
 
     shape: tuple[int, ...]
     is_int8: bool
@@ -104,7 +104,7 @@ def read_header(key: str) -> Header:
 
 
 def stamp_of(key: str) -> tuple[int, int]:
-    """What is another after a file was written again: when that was, and its size.
+    """The time of the last write and the size of a file, which change if it is written again.
 
     Raises:
         `ValueError`: a file that is not there.
@@ -114,7 +114,7 @@ def stamp_of(key: str) -> tuple[int, int]:
         state = path.stat()
     except OSError as error:
         raise ValueError(
-            f"The precomputed passage {path.name} is not there ({error.strerror}). Make it again."
+            f"The precomputed passage {path.name} is not there ({error.strerror}). Run `arcaligner corpus read` again."
         ) from error
     return state.st_mtime_ns, state.st_size
 
@@ -122,6 +122,12 @@ def stamp_of(key: str) -> tuple[int, int]:
 def path_of(key: str) -> Path:
     if not (folder := os.environ.get(FOLDER)):
         raise ValueError(f"The engine has no folder of passages: {FOLDER} is not set.")
+    return _path(folder, key)
+
+
+@lru_cache(65536)
+def _path(folder: str, key: str) -> Path:
+    """Made once: a request looks at each of its files several times."""
     return Path(folder) / f"{key}.safetensors"
 
 
@@ -131,19 +137,20 @@ def _read_header(path: Path, modified: int, size: int) -> Header:
         with safe_open(path, framework="pt") as file:
             metadata, names = file.metadata() or {}, list(file.keys())
             if metadata.get("format") != FORMAT or names != [NAME]:
-                raise ValueError(f"its format is {metadata.get('format')!r}, its tensors {names}; expected {FORMAT!r}")
+                found = metadata.get("format")
+                raise ValueError(f"its format is {found!r} with tensors {names}; expected {FORMAT!r} with {[NAME]}")
             tensor = file.get_slice(NAME)
             shape, is_int8 = tuple(tensor.get_shape()), tensor.get_dtype() == "I8"
         if len(shape) != 5:
             raise ValueError(f"its tensor has the shape {shape}; expected (layers, 2, heads, slots, head_dim)")
         if "base_model" not in metadata:
-            raise ValueError("it does not say which base model it is of, as files of version 0.2")
+            raise ValueError("it does not name its base model; files of version 0.2 do not")
         fingerprint, base_model = json.loads(metadata["fingerprint"]), json.loads(metadata["base_model"])
-        # The name is the digest of all that the keys and values depend on.
+        # The name is the digest of everything that the keys and values depend on.
         own = {name: fingerprint[name] for name in ("prompt", "passages", "has_slots")}
         shared = {name: value for name, value in fingerprint.items() if name not in own}
         if json_digest([json_digest(shared), own]) != path.stem:
-            raise ValueError("it is not the file that it is named after")
+            raise ValueError("its name is not the digest of its fingerprint, as if it had been renamed")
         return Header(shape, is_int8, fingerprint, base_model, metadata["payload"])
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise _unusable(path, error) from error
@@ -153,20 +160,25 @@ def check_slots(slots: Any) -> list[Header]:
     """The headers of the files of a request.
 
     Raises:
-        `ValueError`: what is no list of files with their numbers of slots, or files that do not belong together.
+        `ValueError`: not a list of files with their numbers of slots, or files that do not belong together.
     """
     is_list = isinstance(slots, list) and slots and all(isinstance(each, list) and len(each) == 2 for each in slots)
     if not is_list or not all(type(count) is int and count >= 0 for _, count in slots):
         raise ValueError(
-            "`slots` is no list of files; expected [[KEY, number of slots], ...], the text before them first."
+            "`slots` is not a list of files; expected [[KEY, number of slots], ...], the text before them first."
         )
     headers = [read_header(key) for key, _ in slots]
     first = headers[0]
     if (positions := first.fingerprint.get("lora_positions", "slots")) != "slots":
-        raise ValueError(f"The aligner of these passages has a LoRA on {positions} positions, vLLM reads text without.")
+        raise ValueError(
+            f"The aligner of these passages has a LoRA on {positions} positions, but vLLM computes text without LoRA. "
+            "Use an aligner with `lora_positions` 'slots'."
+        )
     for number, ((key, count), header) in enumerate(zip(slots, headers, strict=True)):
         if count > header.num_slots:
-            raise ValueError(f"{count} slots are asked of the passage {key}, which has {header.num_slots}.")
+            raise ValueError(
+                f"`slots` asks for {count} slots of the passage {key}; it has {header.num_slots}. Pass at most that."
+            )
         for name in (
             "prompt",
             "backbone",
@@ -177,31 +189,39 @@ def check_slots(slots: Any) -> list[Header]:
         ):
             if header.fingerprint.get(name) != first.fingerprint.get(name):
                 raise ValueError(
-                    f"The passages {slots[0][0]} and {key} do not belong together: their `{name}` differs."
+                    f"The passages {slots[0][0]} and {key} do not belong together: their `{name}` differs. Precompute "
+                    "both with one checkpoint and the same settings."
                 )
         if header.base_model != first.base_model:
-            raise ValueError(f"The passages {slots[0][0]} and {key} are of different base models.")
+            raise ValueError(
+                f"The passages {slots[0][0]} and {key} are of different base models. Precompute both with one "
+                "checkpoint."
+            )
         if header.fingerprint["has_slots"] != bool(number):
-            raise ValueError("The first of `slots` is the text before them, and no other is.")
+            raise ValueError(
+                "The first of `slots` is the text before them, and all others are passages; got another order."
+            )
     if slots[0][1] != first.num_slots:
         raise ValueError(
             f"`slots` takes {slots[0][1]} tokens of the text before the passages; expected all {first.num_slots} of "
             "its file."
         )
     if first.fingerprint.get("passage_attention") != "separate" and len(slots) > 2:
-        raise ValueError("Passages that attend to each other are one file; got several.")
+        raise ValueError(
+            "These passages are joint, so all passages of a question are one file; got several. Pass that file."
+        )
     return headers
 
 
 class Passages:
     """
-    The keys and values of files, those that were used last in memory.
+    The keys and values of files, of which the last used ones stay in memory.
 
-    A file is looked at each time, so that one that is lost or was replaced is noticed; its values are compared with
-    their digest when they are read.
+    Each use checks the file, so that a lost or replaced one is noticed; its values are compared with their digest when
+    they are read.
 
     Args:
-        max_bytes (`int`): Memory for keys and values; 0 keeps none.
+        max_bytes (`int`): Memory for keys and values; 0 caches none.
         heads (`slice`): The key-value heads that are used.
     """
 
@@ -224,7 +244,7 @@ class Passages:
                 found[key] = self._kept[key][1]
             else:
                 new[key] = header, stamp
-        # The threads wait for the disk and compute digests. What PyTorch computes would start threads of its own.
+        # These threads wait for the disk and compute digests. PyTorch computes elsewhere: it would start more threads.
         read = self._readers.map(_read_values, new, [header for header, _ in new.values()])
         for (key, (header, stamp)), values in zip(new.items(), read, strict=True):
             found[key] = values
@@ -234,7 +254,7 @@ class Passages:
         return found
 
     def _arranged(self, values: torch.Tensor, header: Header) -> torch.Tensor:
-        """A file's values, as an engine's layers take them."""
+        """The values of a file in the form that an engine's layers take."""
         values = values[:, :, self.heads]
         if header.is_int8:  # steps, and in the last four bytes the float32 that a step is
             values = values[..., :-4].float() * values[..., -4:].contiguous().view(torch.float32)
@@ -260,14 +280,16 @@ def _read_values(key: str, header: Header) -> torch.Tensor | ValueError:
         digest = hashlib.sha256(f"{NAME} {values.dtype} {tuple(values.shape)}".encode())
         digest.update(values.contiguous().flatten().view(torch.uint8).numpy())
         if digest.hexdigest() != header.payload:
-            raise ValueError("its keys and values are not those that were written")
+            raise ValueError("its keys and values do not match their digest")
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         return _unusable(path, error)
     return values
 
 
 def _unusable(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"The precomputed passage {path.name} cannot be used: {error}. Make it again.")
+    return ValueError(
+        f"The precomputed passage {path.name} cannot be used: {error}. Run `arcaligner corpus read` again."
+    )
 
 
 # The base model
@@ -318,7 +340,7 @@ def turns(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Ten
 
 
 def rotated(keys: torch.Tensor, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Keys (num_slots, heads, head_dim) as if they stood further on, by [`turns`]."""
+    """Keys (num_slots, heads, head_dim) moved to later positions, by [`turns`]."""
     keys = keys.float()
     return (keys * own).addcmul_(keys.roll(keys.shape[-1] // 2, dims=-1), other)
 
@@ -328,7 +350,7 @@ def rotated(keys: torch.Tensor, own: torch.Tensor, other: torch.Tensor) -> torch
 
 @dataclass
 class Load:
-    """Keys and values of a request that are written to its blocks, but for the first `start`, which are there."""
+    """Keys and values of a request that are written to its blocks, except for the first `start`, already written."""
 
     slots: list[list]
     start: int
@@ -388,7 +410,7 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         except ValueError as error:
             if request.request_id not in self._refused:
                 logger.error("Request %s fails. %s", request.request_id, error)
-            # As if all of its prompt were on the way, so that none of it is computed; then the worker says it is lost.
+            # As if its whole prompt were being loaded, so that none of it is computed; then the worker reports it lost.
             self._refused[request.request_id] = str(error)
             return max(1, request.num_tokens - num_computed_tokens), True
         return max(0, sum(count for _, count in slots) - num_computed_tokens), False
@@ -403,8 +425,8 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if json_digest(ids[:num_before]) != headers[0].fingerprint["prompt"]:
             raise ValueError(
-                "The passages were precomputed after another text than the prompt begins with. Use the chat template "
-                "of the aligner's processor."
+                "The passages were precomputed after another text than the one that the prompt begins with. Write the "
+                "prompt with the chat template of the aligner's processor."
             )
         if request.cache_salt != salt_of(slots):
             raise ValueError(
@@ -420,7 +442,8 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
                 if header.base_model.get(name) != self._base_model[name]:
                     found, expected = header.base_model.get(name), self._base_model[name]
                     raise ValueError(
-                        f"The passage {key} is of another base model: `{name}` {found!r}, expected {expected!r}."
+                        f"The passage {key} is of another base model: its `{name}` is {found!r}; expected "
+                        f"{expected!r}. Start vLLM with the base model of the aligner."
                     )
         if len(slots) > 2 and self._config.model_type not in ROTATED:
             raise ValueError(
@@ -485,7 +508,7 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         for each in loads:
             lengths = [count for _, count in each.slots]
             parts += self._rows_of(each, found)
-            # Independent passages share their positions, and vLLM counts on: all keys are moved to where it ends.
+            # Independent passages share their positions, but vLLM counts all slots, so keys are moved to the end.
             at = torch.arange(each.start, sum(lengths))
             shifts.append(torch.full((len(at),), sum(lengths[1:]) - max(lengths[1:], default=0)))
             places.append(torch.tensor(each.blocks)[at // self._block_size] * self._block_size + at % self._block_size)
@@ -504,13 +527,13 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
 
     @cached_property
     def _passages(self) -> Passages:
-        """Of this worker, its key-value heads alone."""
+        """The key-value heads of this worker."""
         world, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         first = rank * self._heads // world  # where workers are more than heads, several have the same
         return Passages(self._passage_bytes, slice(first, first + max(1, self._heads // world)))
 
     def _rows_of(self, load: Load, found: dict[str, torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-        """Of each file, what is written: of each layer its keys, then its values, (slots, own heads, head_dim)."""
+        """For each file, the tensors to write: for each layer keys, then values, (slots, own heads, head_dim)."""
         rows, start = [], load.start
         for key, count in load.slots:
             if start < count:
@@ -544,10 +567,10 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def copied_next(texts: Sequence[Sequence], written: Sequence[int], end_ids: Sequence[int]) -> list[int]:
-    """Ids that go on with an answer in the words of `texts`, and, where a word of it is whole, of those that end it.
+    """Ids that continue an answer in the words of `texts` and, where a word of it is complete, ids that end it.
 
-    Each text is `[ids, ends, words]`: its ids, with each of which a word may end; and of each of its words the ids by
-    itself, where a word ends in these, and where the text's own ids go on, as `CopiedText` of ArcAligner has them.
+    Each text is `[ids, ends, words]`: its ids; whether a word ends with each; and for each of its words the ids without
+    a space before it, whether a word ends with each, and where the text's own ids continue, as in `CopiedText`.
     """
     found, length = set(), len(written)
     for ids, ends, words in texts:
@@ -563,8 +586,8 @@ def copied_next(texts: Sequence[Sequence], written: Sequence[int], end_ids: Sequ
 
 
 class SlotsLogitsProcessor(AdapterLogitsProcessor):
-    """Refuses requests whose passages cannot be used, before the engine has them; and, where a request asks for it,
-    prefers answers in the words of its passages (`copy`: `bonus` in log-odds, `texts` and `end_ids` of
+    """Refuses requests whose passages cannot be used, before the engine has them, and biases decoding towards the words
+    of the passages if a request asks for it (`copy`: `bonus` in log-odds, `texts` and `end_ids` of
     [`copied_next`])."""
 
     @classmethod

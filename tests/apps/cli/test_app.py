@@ -154,7 +154,7 @@ def test_mistakes_end_in_one_clear_line(answer, base_model_dir, document, tmp_pa
         path.write_bytes(texts[name])
     for path, given, message in (
         (paths["binary"], {}, "binary.txt is not UTF-8 text, nor in another encoding (byte 0)"),
-        (paths["empty"], {}, "empty.txt holds no text"),
+        (paths["empty"], {}, "empty.txt contains no text"),
         (paths["long"], {}, "long.txt has 5 passages; `answer` accepts at most 4. Use `arcaligner corpus build`"),
         (paths["one_word"], {}, "one_word.txt has 5 passages"),  # text without spaces is cut as well
         (Path("tests/data/case_studies.jsonl").absolute(), {}, "case_studies.jsonl contains rows"),

@@ -57,7 +57,7 @@ def test_models_are_found_by_the_variable(models, checkpoint_dir, base_model_dir
     [
         (
             ConnectionError("no route"),
-            r"base model `org/base` is not on this machine, and the Hub does not give it \(ConnectionError\)\.\n"
+            r"base model `org/base` is not on this machine, and the Hub did not return it \(ConnectionError\)\.\n"
             ".*`hf download org/base --local-dir FOLDER/org/base`; here: ARCALIGNER_MODELS=FOLDER",
         ),
         (PermissionError(13, "Denied", "/cache"), "cannot be written to the Hub's cache .*/cache.*\n.*HF_HOME"),

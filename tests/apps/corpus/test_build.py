@@ -309,7 +309,7 @@ def test_what_cannot_be_read_is_named_and_skipped(tmp_path, processor):
     said = {
         ".git/hidden.txt": (b"Hidden.",),
         "binary.txt": (b"\0\1\2 \xff", "binary.txt is not UTF-8 text, nor in another encoding (byte 0)"),
-        "blank.md": (b" \n", "blank.md holds no text"),
+        "blank.md": (b" \n", "blank.md contains no text"),
         "broken.jsonl.gz": (b"no gzip", "broken.jsonl.gz cannot be read"),
         "broken.parquet": (b"PAR1", "broken.parquet cannot be read"),
         "deep.jsonl": (b"[" * 10**5, "deep.jsonl, line 1 is not a JSON object"),

@@ -15,7 +15,8 @@ from arcaligner.apps.corpus import kept
 from arcaligner.apps.corpus.build import build_corpus
 from arcaligner.apps.corpus.kept import read_corpus
 from arcaligner.apps.corpus.retrieve import Retriever
-from arcaligner.apps.server.engine import Engine, Request
+from arcaligner.apps.server.engine import Engine
+from arcaligner.apps.server.request import Request
 from arcaligner.common.files import counted
 
 

@@ -138,7 +138,7 @@ def test_interrupted_answer_raises(make_engine):
     pieces = engine.stream(QUESTION, DOCUMENTS, max_new_tokens=8)
     next(pieces)
     engine.read("When?", DOCUMENTS)
-    with pytest.raises(RuntimeError, match="Another question"):
+    with pytest.raises(RuntimeError, match="A new question was started before this answer ended"):
         list(pieces)
 
 
@@ -167,7 +167,7 @@ def test_what_misfits_is_refused(exported, base_model, base_model_dir, tokenizer
     refused("There is no file .*missing.gguf", path=tmp_path / "missing.gguf", error=FileNotFoundError)
     refused("Make one: `arcaligner export-gguf", folder=checkpoints["joint"], error=FileNotFoundError)
     (tmp_path / "half.gguf").write_bytes(base_model.read_bytes()[:200])
-    refused("half.gguf is not a GGUF file, or is cut off", path=tmp_path / "half.gguf")
+    refused("half.gguf is not a GGUF file, or is truncated", path=tmp_path / "half.gguf")
     base, tokens = AutoModelForCausalLM.from_pretrained(base_model_dir), tokenizer.convert_ids_to_tokens(range(400))
     tokens[300] = "other"
     write_base_model(base, tokens, tmp_path / "tokens.gguf")

@@ -224,7 +224,7 @@ def test_what_does_not_fit_is_never_answered(reference, run_vllm):
     (long,) = cache.prefix_files("Who?", [each["passages"][0] for each in reference.rows], tokens_per_slot=2)
     bad = {
         "is not there": good | {"kv_transfer_params": {"slots": [body[0], ["a" * 64, 3]]}},
-        "is no list of files": good | {"kv_transfer_params": {"slots": []}},
+        "is not a list of files": good | {"kv_transfer_params": {"slots": []}},
         "`prompt_logprobs`": good | {"sampling": {"prompt_logprobs": 1}},
         "maximum": slots_request(long) | {"prompt": [0] * LENGTH, "max_tokens": 4},
         "cache_salt": good | {"cache_salt": "mine"},

@@ -171,7 +171,7 @@ def lose(path):
         (cut, "cannot be used: .*deserializ"),
         (lambda path: path.write_bytes(b""), "cannot be used"),
         (lambda path: save_file(load_file(path), path), "its format is None"),
-        (lambda path: save_file(load_file(path), path, {"format": slots.FORMAT}), "does not say which base model"),
+        (lambda path: save_file(load_file(path), path, {"format": slots.FORMAT}), "does not name its base model"),
         (
             lambda path: shutil.copy(next(p for p in path.parent.iterdir() if p != path), path),
             "not the file that it is",
@@ -197,7 +197,7 @@ def test_damaged_values_are_refused(max_bytes, files):
     assert isinstance(passages.read([key])[key], torch.Tensor)
     damage(files.paths[1])
     slots.check_slots([[files.paths[0].stem, files.num_slots[0]], [key, 1]])  # the header is whole
-    assert "are not those that were written" in str(passages.read([key])[key])
+    assert "do not match their digest" in str(passages.read([key])[key])
     lose(files.paths[1])
     assert "is not there" in str(passages.read([key])[key])
 
@@ -246,12 +246,12 @@ def test_requests_that_do_not_fit_are_refused(files, aligner, folder):
         )
     )
     for given, message in (
-        (None, "is no list of files"),
-        ([], "is no list of files"),
-        ([["a" * 64]], "is no list of files"),
-        ([[body[0][0], True]], "is no list of files"),
+        (None, "is not a list of files"),
+        ([], "is not a list of files"),
+        ([["a" * 64]], "is not a list of files"),
+        ([[body[0][0], True]], "is not a list of files"),
         ([["../../secret", 1]], "names no precomputed passage"),
-        ([body[0], [body[1][0], body[1][1] + 1]], "slots are asked of the passage"),
+        ([body[0], [body[1][0], body[1][1] + 1]], "`slots` asks for"),
         (body[1:], "first of `slots` is the text before them"),
         ([body[0], body[0]], "first of `slots` is the text before them"),
         ([[body[0][0], 1], body[1]], "1 tokens of the text before the passages; expected all"),
@@ -278,7 +278,7 @@ def test_joint_passages_are_one_file(processor, folder):
     (files,) = model.passage_cache(processor, folder=folder).prefix_files(QUESTION, [ADA, RADIK])
     body = slots_request(files)["kv_transfer_params"]["slots"]
     assert len(slots.check_slots(body)) == 2
-    with pytest.raises(ValueError, match="attend to each other are one file; got several"):
+    with pytest.raises(ValueError, match="are joint, so all passages"):
         slots.check_slots([*body, body[1]])
 
 
@@ -286,7 +286,7 @@ def test_lora_on_text_is_refused(processor, folder):
     model = aligner_for(processor, passage_attention="separate", lora_positions="all", dtype=torch.float32)
     apart = processor_with(processor, passage_attention="separate")
     (files,) = model.passage_cache(apart, folder=folder).prefix_files(QUESTION, [ADA])
-    with pytest.raises(ValueError, match="has a LoRA on all positions, vLLM reads text without"):
+    with pytest.raises(ValueError, match="has a LoRA on all positions"):
         slots.check_slots(slots_request(files)["kv_transfer_params"]["slots"])
 
 

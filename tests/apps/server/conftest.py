@@ -20,8 +20,9 @@ from arcaligner.apps.corpus.build import build_corpus
 from arcaligner.apps.corpus.retrieve import Retriever
 from arcaligner.apps.corpus.table import Corpus
 from arcaligner.apps.server.app import ServerSettings, create_app
-from arcaligner.apps.server.engine import Engine, Limits
+from arcaligner.apps.server.engine import Engine
 from arcaligner.apps.server.listen import TimedConnection
+from arcaligner.apps.server.request import Limits
 
 KEY = "a key"
 
@@ -87,7 +88,7 @@ def url(engine):
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     server.should_exit = True
     thread.join()
-    assert not engine._thread.is_alive()
+    assert not engine.is_running
 
 
 @pytest.fixture

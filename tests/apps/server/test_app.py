@@ -3,6 +3,7 @@
 import asyncio
 import codecs
 import dataclasses
+import gzip
 import json
 import time
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from arcaligner.apps.server import app, chat_request
 from arcaligner.apps.server.app import Routes, ServerSettings, create_app, refuse
 from arcaligner.apps.server.chat_request import ChatRequest
-from arcaligner.apps.server.engine import Limits, RequestCancelledError
+from arcaligner.apps.server.request import Limits, RequestCancelledError
 
 QUESTION = "What sport does he play?"
 RADIK = "Radik Zhaparov is a Kazakh ski jumper. He has competed since 2003."
@@ -222,7 +223,7 @@ def test_documents_of_libraries(client):
         ({"documents": [{"title": "T" * 1001, "text": "a"}]}, "documents.0.title: String should have at most 1000"),
         ({"response_format": {"type": "json_object"}}, '`response_format` is not supported; leave it out, or pass {"'),
         ({"numpassages": 3}, "Unknown key `numpassages` in the request. Did you mean `num_passages`?"),
-        ({"tools": [{"type": "function"}]}, "`tools` is not supported; leave it out, or pass []. This model calls no"),
+        ({"tools": [{"type": "function"}]}, "Tools are not supported; `tools` is accepted only together"),
         ({"tool_choice": "required"}, '`tool_choice` is not supported; leave it out, or pass "none".'),
         ({"logit_bias": {"5": 1}}, "`logit_bias` is not supported; leave it out, or pass {}."),
         ({"repetition_penalty": 1.1}, "`repetition_penalty` is not supported; leave it out, or pass 1."),
@@ -272,8 +273,17 @@ def test_what_is_no_request_at_all_is_refused(url, client, monkeypatch):
 def test_a_byte_order_mark_is_nothing(url):
     """A body that PowerShell or .NET wrote."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2}
-    content = codecs.BOM_UTF8 + json.dumps(body).encode()
-    assert httpx.post(f"{url}/v1/chat/completions", content=content, headers=AUTHORIZED).status_code == 200
+    text, post = json.dumps(body), f"{url}/v1/chat/completions"
+    contents = [codecs.BOM_UTF8 + text.encode(), text.encode("utf-16"), codecs.BOM_UTF16_BE + text.encode("utf-16-be")]
+    for content in (*contents, text.encode("utf-32")):
+        assert httpx.post(post, content=content, headers=AUTHORIZED).status_code == 200
+
+
+def test_a_packed_body_is_refused(url):
+    """By the name of its packing, not as JSON that is broken."""
+    packed = AUTHORIZED | {"Content-Encoding": "gzip"}
+    refused = httpx.post(f"{url}/v1/chat/completions", content=gzip.compress(b"{}"), headers=packed)
+    assert refused.status_code == 415 and "`Content-Encoding: gzip`" in refused.json()["error"]["message"]
 
 
 def test_key_in_any_form(engine):

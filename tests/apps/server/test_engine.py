@@ -17,16 +17,9 @@ from arcaligner.apps.corpus.build import build_corpus
 from arcaligner.apps.corpus.retrieve import Retriever
 from arcaligner.apps.corpus.table import Corpus
 from arcaligner.apps.server.app import describe_error
-from arcaligner.apps.server.engine import (
-    BusyError,
-    Engine,
-    Limits,
-    PassageEncoder,
-    Request,
-    RequestCancelledError,
-    RowSampler,
-    _overlap,
-)
+from arcaligner.apps.server.engine import Engine, PassageEncoder
+from arcaligner.apps.server.live_rows import RowSampler, _overlap
+from arcaligner.apps.server.request import BusyError, Limits, Request, RequestCancelledError
 from arcaligner.common.rows import find_answer
 from arcaligner.encoder_arcaligner import SlotEncoder
 
@@ -149,12 +142,12 @@ def test_sampling_follows_probabilities():
     """Tokens are sampled as often as they are likely."""
     scores, rows = torch.tensor([[2.0, 1.0, 0.5, -3.0]]), 4000
     group = [Request(CHAT, temperature=0.7, top_p=0.95, seed=seed) for seed in range(rows)]
-    drawn = RowSampler([*group, Request(CHAT)])(None, scores.repeat(rows + 1, 1))
+    drawn = torch.cat([RowSampler(each)(None, scores) for each in (*group, Request(CHAT))])
     expected = torch.tensor([*(scores[0, :3] / 0.7).softmax(0), 0.0])  # the last is beyond `top_p`
     found = drawn[:-1].argmax(dim=1).bincount(minlength=4) / rows
     torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
     assert torch.equal(drawn[-1], scores[0])
-    whole = [RowSampler([Request(CHAT, temperature=each, seed=1)])(None, scores) for each in (1, 1.0)]
+    whole = [RowSampler(Request(CHAT, temperature=each, seed=1))(None, scores) for each in (1, 1.0)]
     assert torch.equal(*whole)
 
 
@@ -163,7 +156,8 @@ def test_top_k_and_min_p_cut():
     scores, rows = torch.tensor([[2.0, 1.0, 0.5, -3.0]]), 4000
     for settings, left in (({"sampling_top_k": 2}, 2), ({"min_p": 0.3}, 2), ({"min_p": 0.2}, 3)):
         group = [Request(CHAT, temperature=1.0, seed=seed, **settings) for seed in range(rows)]
-        found = RowSampler(group)(None, scores.repeat(rows, 1)).argmax(dim=1).bincount(minlength=4) / rows
+        drawn = torch.cat([RowSampler(each)(None, scores) for each in group])
+        found = drawn.argmax(dim=1).bincount(minlength=4) / rows
         expected = torch.tensor([*scores[0, :left].softmax(0), *[0.0] * (4 - left)])
         torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
 
@@ -302,7 +296,7 @@ def test_passages_are_encoded_once(processor, rate, monkeypatch):
     expected = [processor.encode_documents(each, tokens_per_slot=rate) for each in asked]
     monkeypatch.setattr(SlotEncoder, "encode_tokens", encode_tokens)
     for documents, whole in zip(asked, expected, strict=True):
-        found = encode(documents, rate, 100)
+        found = encode(documents, rate)
         assert found.segments == whole.segments and torch.equal(found.context_passage_ids, whole.context_passage_ids)
         torch.testing.assert_close(found.context_embeds, whole.context_embeds)
         if whole.context_word_ids is not None:
@@ -313,8 +307,49 @@ def test_passages_are_encoded_once(processor, rate, monkeypatch):
         room = len(processor.encode_documents(documents, tokens_per_slot=rate).context_embeds) - 1
         texts.clear()
         with pytest.raises(ValueError, match=f"room for {room} with the question"):
-            encode(documents, rate, room)
-        assert not texts
+            encode.count(documents, rate, room)
+        assert encode.count(documents, rate, room + 1) == room + 1 and not texts
+    found, whole = encode([loom, ada], rate, [7, 9]), encode([loom, ada], rate)
+    assert found.context_passage_ids.tolist() == [[7, 9][number] for number in whole.context_passage_ids]
+    assert [each.document for each in found.segments] == found.context_passage_ids.tolist()
+
+
+@pytest.mark.parametrize("share, read", [(0.5, 3), (0.9, 5)])
+def test_few_passages_are_encoded(apart, engine_of, monkeypatch, share, read):
+    """Of five, those that are scored; their answers are those of a request whose passages are encoded whole."""
+    texts = [f"{name} wrote it in {1800 + number}." for number, name in enumerate(("Ada", "Bob", "Cy", "Di", "Ed"))]
+    monkeypatch.setattr(apart.model.config, "scored_share", share)
+    monkeypatch.setattr(apart.model.config, "most_answerability", 1.0)
+    monkeypatch.setattr(apart.model.config, "similarity_weight", 0.0)
+    engine, encoded = engine_of(None, apart), []
+    encode_tokens = SlotEncoder.encode_tokens
+
+    def recorded(self, tokens, rate):
+        encoded.extend(each.segment.text for each in tokens)
+        return encode_tokens(self, tokens, rate)
+
+    monkeypatch.setattr(SlotEncoder, "encode_tokens", recorded)
+    found = answer(engine, texts)
+    (used,) = (number for number, each in enumerate(found.sources) if each["read"])
+    first = list(encoded)
+    assert len(set(first)) == len(first) == read
+    assert [each.text for each in found.passages.encoded.segments] == [texts[used]]
+    assert {each.document for each in found.passages.encoded.segments} == {used}
+    scored = {number: each["answerability"] for number, each in enumerate(found.sources)}
+    whole = engine.answerer.score([CHAT], [texts])[0]
+    for number, sure in scored.items():
+        assert sure is None if texts[number] not in first else sure == pytest.approx(whole[number].answerability)
+    assert used == max((n for n in scored if scored[n] is not None), key=lambda n: whole[n].answerability)
+    encoded.clear()
+    assert answer(engine, texts).kept == 1 and not encoded
+
+
+def test_endless_text_is_refused_at_once(engine_of, apart, monkeypatch):
+    """More words than there may be slots are not even cut."""
+    engine = engine_of(None, apart, limits=Limits(max_slots=10, max_slots_asked=20))
+    monkeypatch.setattr(engine.answerer, "cut", None)
+    error = engine.submit(asked(["word " * 5000], tokens_per_slot=2)).exception()
+    assert isinstance(error, ValueError) and "more than 1250 slots; expected at most 20" in str(error)
 
 
 def test_slot_prefixes_are_kept_within_their_bytes(engine_of):

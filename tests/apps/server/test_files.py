@@ -39,9 +39,9 @@ def test_a_file_becomes_passages_with_titles_and_pages(drop, monkeypatch):
 @pytest.mark.parametrize(
     ("status", "message", "sent"),
     [
-        (400, "a.pdf holds no text; its pages may be pictures.", {"name": "a.pdf", "data": pdf("50 50 100 100 re f")}),
+        (400, "a.pdf contains no text; its pages may be", {"name": "a.pdf", "data": pdf("50 50 100 100 re f")}),
         (400, "a.txt is not UTF-8 text, nor in another encoding", {"name": "x/a.txt", "data": b"\0\1\2"}),
-        (400, "file holds no text.", {"name": "", "data": b""}),
+        (400, "file contains no text.", {"name": "", "data": b""}),
         (413, f"longer than {app.MAX_FILE_BYTES} bytes", {"data": b"x" * (app.MAX_FILE_BYTES + 1)}),
         (401, "The API key is missing or wrong", {"key": "another"}),
         (415, "`Content-Type: application/octet-stream`", {"kind": "text/plain"}),  # of a form of another page

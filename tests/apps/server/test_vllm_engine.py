@@ -24,8 +24,9 @@ from starlette.testclient import TestClient
 
 from arcaligner.apps.server import vllm_engine
 from arcaligner.apps.server.app import ServerSettings, create_app
-from arcaligner.apps.server.engine import Engine, Limits, UnavailableError
-from arcaligner.apps.server.engine import Request as Asked
+from arcaligner.apps.server.engine import Engine
+from arcaligner.apps.server.request import Limits, UnavailableError
+from arcaligner.apps.server.request import Request as Asked
 from arcaligner.apps.server.vllm_engine import VllmEngine, VllmProcess, VllmServer
 from arcaligner.common.files import ROOT
 

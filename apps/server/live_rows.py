@@ -1,0 +1,335 @@
+"""Rows of a batch while their answers are written: new ones join, and those that are done leave.
+
+    inputs of `generate` -> a `LiveBatch` -> `write` -> pieces of each answer, until another batch waits to join
+    batches -> `LiveBatch.joined` -> one batch, of those rows that are not done -> `write`
+
+All of what a row needs but the keys and values is its own: tokens, seed, stop, what it may copy. So the others of its
+batch, and when they join, do not change its answer.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.cache_utils import Cache
+from transformers.generation.streamers import BaseStreamer
+
+from ...answering_arcaligner import Answerer
+from ...configuration_arcaligner import longest_prompt
+from ...kv_cache_arcaligner import join_keys_values, keys_values_of
+from ...modeling_arcaligner import PrefillOutputs
+from .request import Answer, Request, read_statistics
+
+
+class RowSampler(LogitsProcessor):
+    """Samples the tokens of a row with its own temperature, `top_k`, `top_p`, `min_p` and seed, so that all kinds of
+    requests share a batch: the argmax after adding Gumbel noise is a sample from the softmax."""
+
+    def __init__(self, request: Request):
+        self.request, self.generator = request, torch.Generator(device="cpu")
+        self.generator.seed() if request.seed is None else self.generator.manual_seed(request.seed)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Scores (1, vocab_size) whose argmax is the next token."""
+        request, row = self.request, scores.float()
+        if not request.temperature:
+            return row
+        row = TemperatureLogitsWarper(float(request.temperature))(input_ids, row)
+        if request.sampling_top_k:
+            row = TopKLogitsWarper(request.sampling_top_k)(input_ids, row)
+        row = TopPLogitsWarper(request.top_p)(input_ids, row)
+        if request.min_p:
+            row = MinPLogitsWarper(request.min_p)(input_ids, row)
+        draws = torch.rand(row.shape, generator=self.generator, dtype=torch.float64, device="cpu")
+        return row - torch.log(-torch.log(draws)).to(row)
+
+
+class LiveRow:
+    """
+    The answer to a request, token by token.
+
+    Args:
+        answerer ([`Answerer`]): Of the engine.
+        request ([`Request`]): Whose passages are chosen.
+        chat (`list[dict]` or `str`): Its question, in the form of the processor.
+        prompt_tokens (`int`): Tokens and slots of its prompt.
+        batch_size (`int`): Requests that were prepared together.
+        began (`float`): When the model began to read it, in the seconds of `time.monotonic`.
+        reason_to_end (`Callable`): The error with which a request without a client ends.
+    """
+
+    def __init__(
+        self,
+        answerer: Answerer,
+        request: Request,
+        chat: list[dict] | str,
+        *,
+        prompt_tokens: int,
+        batch_size: int,
+        began: float,
+        reason_to_end: Callable[[Request], Exception | None],
+    ):
+        model, self.processor, self.request = answerer.model, answerer.processor, request
+        self.prompt_tokens, self.batch_size, self.began = prompt_tokens, batch_size, began
+        self.reason_to_end = reason_to_end
+        self.end_ids = set(torch.tensor(model.generation_config.eos_token_id, device="cpu").reshape(-1).tolist())
+        longest = longest_prompt(model.config.text_config)
+        room = request.max_new_tokens if longest is None else longest - prompt_tokens
+        self.max_new_tokens = max(1, min(request.max_new_tokens, room))
+        self.ids: list[int] = []
+        self.num_taken, self.said, self.reason, self.first_token = 0, "", None, 0.0
+        read = [] if request.passages is None else request.passages.read
+        self.call = answerer.answer(
+            [chat], [read], copy_bonus=[request.copy_bonus], scores=request.passages is not None
+        )
+        options = self.call.options({"generation_config": greedy(answerer, 1)}, last=[RowSampler(request)])
+        self.choose: LogitsProcessorList = options["logits_processor"]
+        self.prefill: PrefillOutputs | None = options.get("prefill")
+
+    @property
+    def is_done(self) -> bool:
+        return self.reason is not None
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still be written."""
+        return self.max_new_tokens - len(self.ids)
+
+    def put(self, token: int) -> None:
+        """The next token."""
+        self.num_taken += 1
+        self.first_token = self.first_token or time.monotonic()
+        least, sure = self.request.min_confidence, self.call.answerability
+        if sure is not None and least is not None and sure.item() < least:
+            self.said, self.reason = self.processor.no_answer, "stop"
+            self.request.on_text(self.said)
+            return self._finish()
+        if token in self.end_ids:
+            self.reason = "stop"
+        else:
+            self.ids.append(token)
+            if not self.num_left:
+                self.reason = "length"
+            elif self.reason_to_end(self.request) is not None:
+                self.reason = "ended"
+        self._say()
+        if self.is_done:
+            self._finish()
+
+    def _say(self) -> None:
+        """Report new text, except for an incomplete character and a possible beginning of a `stop`."""
+        text, stops = self.processor.tokenizer.decode(self.ids, skip_special_tokens=True).lstrip(), self.request.stop
+        if ends := [end for each in stops if (end := text.find(each)) >= 0]:
+            self.reason, text = "stop", text[: min(ends)]
+        elif self.reason is None:
+            if text.endswith("\ufffd"):
+                return
+            text = text[: len(text) - max((_overlap(text, each) for each in stops), default=0)]
+        new, self.said = text[len(self.said) :], text
+        if new:
+            self.request.on_text(new)
+
+    def _likelihood(self) -> float | None:
+        """How likely the answer is right; `None` if it is sampled or refused."""
+        if self.request.temperature or not self.ids or (found := self.call.answer_likelihood) is None:
+            return None
+        return found.item()
+
+    def _finish(self) -> None:
+        request = self.request
+        if self.reason == "ended":
+            return request.future.set_exception(self.reason_to_end(request))
+        passages, parts = request.passages, {"retrieval": 0.0, "slots": 0.0, "choosing": 0.0}
+        if passages is not None:
+            parts |= passages.seconds
+        first_token = self.first_token - request.arrived
+        parts["model"] = self.first_token - self.began
+        parts["waiting"] = first_token - sum(parts.values())
+        request.future.set_result(
+            Answer(
+                text=self.said,
+                finish_reason=self.reason,
+                prompt_tokens=self.prompt_tokens,
+                completion_tokens=len(self.ids),
+                batch_size=self.batch_size,
+                seconds={**parts, "first_token": first_token, "total": time.monotonic() - request.arrived},
+                passages=passages,
+                kept=request.kept or 0,
+                answerability=None if self.call.answerability is None else self.call.answerability.item(),
+                answer_likelihood=self._likelihood(),
+                statistics=read_statistics(self.processor, passages),
+            )
+        )
+
+
+def greedy(answerer: Answerer, max_new_tokens: int) -> GenerationConfig:
+    """Settings of `generate`; tokens are drawn by the rows themselves."""
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        eos_token_id=answerer.model.generation_config.eos_token_id,
+        pad_token_id=answerer.processor.tokenizer.pad_token_id or 0,
+        do_sample=False,
+    )
+
+
+class LiveBatch:
+    """
+    Rows that are written together, left-padded.
+
+    Args:
+        answerer ([`Answerer`]): Of the engine.
+        rows (`list[LiveRow]`): Of each row of the tensors.
+        input_ids, attention_mask, position_ids (`torch.LongTensor` of shape `(batch, seq_len)`): Prompts, and what was
+            written.
+        cache ([`Cache`]): Keys and values of the beginning of these.
+    """
+
+    def __init__(
+        self,
+        answerer: Answerer,
+        rows: Sequence[LiveRow],
+        input_ids: torch.LongTensor,
+        attention_mask: torch.LongTensor,
+        position_ids: torch.LongTensor,
+        cache: Cache | None,
+    ):
+        self.answerer, self.rows = answerer, list(rows)
+        self.input_ids, self.attention_mask, self.position_ids = input_ids, attention_mask, position_ids
+        self.cache = cache
+
+    @classmethod
+    def joined(cls, batches: Sequence["LiveBatch"]) -> "LiveBatch":
+        """One batch of those rows that are not done. What is written of each is in the cache but for the last token."""
+        answerer = batches[0].answerer
+        rows, entries, columns = [], [], []
+        for batch in batches:
+            length, of_columns = batch.cache.get_seq_length(), (batch.input_ids, batch.position_ids)
+            for number, row in enumerate(batch.rows):
+                if row.is_done:
+                    continue
+                is_real = batch.attention_mask[number].bool()
+                first = int(is_real.long().argmax())
+                entry = keys_values_of(batch.cache, number, first, length)
+                if not (is_within := is_real[first:length]).all():  # slots and question are padded each by itself
+                    entry = entry[:, :, :, is_within]
+                rows.append(row)
+                entries.append([entry])
+                columns.append([each[number][is_real] for each in of_columns])
+        padding = {"batch_first": True, "padding_side": "left"}
+        ids, positions = (pad_sequence(list(each), **padding) for each in zip(*columns, strict=True))
+        mask = pad_sequence([torch.ones_like(each) for each, _ in columns], **padding)
+        cache = join_keys_values(entries, answerer.model.config.text_config)
+        return cls(answerer, rows, ids, mask, positions, cache)
+
+    @property
+    def num_left(self) -> int:
+        """Rows that are not done."""
+        return sum(not row.is_done for row in self.rows)
+
+    def begin(self, on_first: Callable[[], Any]) -> None:
+        """Reads the rest of the prompts and, after `on_first`, writes the first token of each row."""
+        prefill = PrefillOutputs() if any(row.prefill is not None for row in self.rows) else None
+        self._generate(_RowProcessors(self.rows, prefill, on_first), lambda: True, prefill)
+
+    def write(self, is_wanted: Callable[[], bool]) -> None:
+        """Writes until all rows are done, so many that few are left, or another batch `is_wanted` to join."""
+        few = self.num_left // 2
+        self._generate(_RowProcessors(self.rows), lambda: self.num_left <= few or is_wanted())
+
+    @torch.inference_mode()
+    def _generate(
+        self, processor: LogitsProcessor, pause: Callable[[], bool], prefill: PrefillOutputs | None = None
+    ) -> None:
+        live = _LiveGeneration(self.rows, pause)
+        ids = self.answerer.model.generate(
+            input_ids=self.input_ids,
+            attention_mask=self.attention_mask,
+            position_ids=self.position_ids,
+            past_key_values=self.cache,
+            logits_processor=LogitsProcessorList([processor]),
+            generation_config=greedy(self.answerer, max(row.num_left for row in self.rows if not row.is_done)),
+            streamer=live,
+            stopping_criteria=StoppingCriteriaList([live]),
+            prefill=prefill,
+        )
+        num_new = ids.shape[1] - self.input_ids.shape[1]
+        later = torch.arange(1, num_new + 1, device=ids.device)
+        ones = self.attention_mask.new_ones(len(ids), num_new)
+        self.input_ids, self.attention_mask = ids, torch.cat([self.attention_mask, ones], dim=1)
+        self.position_ids = torch.cat([self.position_ids, self.position_ids[:, -1:] + later], dim=1)
+
+
+class _LiveGeneration(BaseStreamer, StoppingCriteria):
+    """One call of `generate` for rows, which ends early where `pause` says so."""
+
+    def __init__(self, rows: Sequence[LiveRow], pause: Callable[[], bool]):
+        self.rows, self.pause = rows, pause
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt (batch, seq_len), then a token of each row (batch,)."""
+        if value.dim() == 1:
+            for row, token in zip(self.rows, value.tolist(), strict=True):
+                if not row.is_done:
+                    row.put(token)
+
+    def end(self) -> None:
+        """Nothing to do: each row reports its last piece when it is done."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor, **kwargs) -> torch.BoolTensor:
+        paused = self.pause()
+        return torch.tensor([paused or row.is_done for row in self.rows], device=input_ids.device)
+
+
+class _RowProcessors(LogitsProcessor):
+    """Gives the scores of each row, and what was written of it, to its own logits processors."""
+
+    def __init__(
+        self,
+        rows: Sequence[LiveRow],
+        prefill: PrefillOutputs | None = None,
+        on_first: Callable[[], Any] | None = None,
+    ):
+        self.rows, self.prefill, self.on_first = rows, prefill, on_first
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if self.on_first is not None:  # the prompts have been read
+            self.on_first()
+            for number, row in enumerate(self.rows if self.prefill is not None else ()):
+                logits = self.prefill.answerability_logits
+                row.prefill.answerability_logits = None if logits is None else logits[number : number + 1]
+            self.on_first = None
+        chosen = []
+        for number, (row, own) in enumerate(zip(self.rows, scores.float().split(1), strict=True)):
+            written = input_ids[number : number + 1, input_ids.shape[1] - row.num_taken :]
+            chosen.append(own if row.is_done else row.choose(written, own))
+        return torch.cat(chosen)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`.
+
+    >>> _overlap("yes\\n", "\\n\\n")
+    1
+    """
+    most = min(len(stop) - 1, len(text))
+    # Knuth, Morris and Pratt: for each prefix, the length of its longest proper prefix that is also its suffix.
+    read, borders = [*stop[:most], None, *text[len(text) - most :]], [0]
+    for character in read[1:]:
+        size = borders[-1]
+        while size and read[size] != character:
+            size = borders[size - 1]
+        borders.append(size + (read[size] == character))
+    return borders[-1]

@@ -1,0 +1,94 @@
+"""How long a short question waits while a server works on something long.
+
+    python -m arcaligner.benchmarks.waiting --url http://127.0.0.1:8000
+
+Seconds until the first token of a short question about one passage: alone, behind an answer of 256 tokens, and behind a
+question about five new documents of 2,000 words, or about 64 new passages.
+"""
+
+import asyncio
+import json
+import time
+from typing import Annotated, Any
+
+import httpx
+import numpy as np
+import typer
+
+from ..common.files import CASE_STUDIES, describe_machine, markdown_table, read_json_lines, run_command
+from .serving import headers_of, memory
+
+SHORT = {"documents": ["Ada wrote the letter in 1843. It was long."], "max_tokens": 16}
+# Seconds after the long request that the short one is sent: when it is in the middle of its work.
+LATER = 1.0
+
+
+def long_requests(number: int) -> dict[str, dict[str, Any]]:
+    """The long requests of a round, by their names."""
+    words = " ".join(passage["text"] for row in read_json_lines(CASE_STUDIES) for passage in row["passages"]).split()
+    names = np.random.default_rng(number).permutation(words * 10).tolist()
+    text = [" ".join(names[start : start + 12]) + "." for start in range(0, len(names), 12)]
+    documents = [" ".join(text[start : start + 167]) for start in range(0, 5 * 167, 167)]
+    passages = [" ".join(text[start : start + 8]) for start in range(0, 64 * 8, 8)]
+    return {
+        "256 tokens": {"documents": [], "max_tokens": 256, "temperature": 2.0, "seed": number},
+        "five documents": {"documents": documents, "max_tokens": 16},
+        "64 passages": {"documents": passages, "max_tokens": 16},
+    }
+
+
+async def first_token(client: httpx.AsyncClient, model: str, body: dict[str, Any]) -> tuple[float, float, int]:
+    """Seconds until the first token and the last, and the number of pieces."""
+    question = [{"role": "user", "content": "Who wrote the letter?"}]
+    body = {"model": model, "messages": question, "stream": True} | body
+    began, first, pieces = time.perf_counter(), 0.0, 0
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            raise ValueError(f"Status {response.status_code}: {(await response.aread()).decode()[:300]}")
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                choices = json.loads(line.removeprefix("data: ")).get("choices", [])
+                if choices and choices[0]["delta"].get("content"):
+                    first, pieces = first or time.perf_counter() - began, pieces + 1
+    return first, time.perf_counter() - began, pieces
+
+
+async def measure(url: str, key: str, rounds: int) -> dict[str, list[tuple[float, float, float]]]:
+    """Of each long request, in each round: the short one's seconds, and the long one's until its first and last
+    token."""
+    found: dict[str, list] = {"alone": []}
+    async with httpx.AsyncClient(base_url=url, timeout=600, headers=headers_of(key)) as client:
+        model = (await client.get("/health")).json()["model"]
+        await first_token(client, model, SHORT)
+        for number in range(rounds):
+            found["alone"].append(((await first_token(client, model, SHORT))[0], 0.0, 0.0))
+            for name, body in long_requests(number).items():
+                long = asyncio.create_task(first_token(client, model, body))
+                await asyncio.sleep(LATER)
+                short, _, _ = await first_token(client, model, SHORT)
+                first, last, _ = await long
+                found.setdefault(name, []).append((short, first, last))
+    return found
+
+
+def main(
+    url: Annotated[str, typer.Option(help="Address of a running server.")] = "http://127.0.0.1:8000",
+    rounds: Annotated[int, typer.Option(help="How often each is measured.", min=1)] = 3,
+    api_key: Annotated[str, typer.Option(envvar="ARCALIGNER_API_KEY", help="The server's API key.")] = "",
+) -> None:
+    """Print the median seconds as a table, and all of them as a JSON line."""
+    memory(url, api_key)  # raises if there is no server
+    found = asyncio.run(measure(url, api_key, rounds))
+    columns = ["Behind", "First token, s", "Longest, s", "Long request: first token, s", "Whole, s"]
+    rows = []
+    for name, each in found.items():
+        short, first, last = np.array(each).T
+        rows.append(
+            [name, *(f"{value:.2f}" for value in (np.median(short), short.max(), np.median(first), np.median(last)))]
+        )
+    typer.echo("\n".join(markdown_table(columns, rows)))
+    typer.echo(json.dumps({"waiting": found, "machine": describe_machine()}))
+
+
+if __name__ == "__main__":
+    run_command(main)

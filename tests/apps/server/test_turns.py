@@ -1,0 +1,249 @@
+"""Long work of one request delays the others by a few calls of model and encoder, and changes no answer."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import aligner_for, pipeline_of
+
+from arcaligner import encoder_arcaligner, kv_cache_arcaligner
+from arcaligner.apps.server import engine as engine_module
+from arcaligner.apps.server.engine import Engine
+from arcaligner.apps.server.request import Request
+from arcaligner.apps.server.turns import Turns
+
+CHAT = [{"role": "user", "content": "Who wrote it?"}]
+PASSAGES = ["Ada wrote it.", {"title": "Loom", "text": "The loom wove. It was loud."}, "Nobody read it."]
+# Calls of model and encoder that come before the first token of a short question, each of which passes the turn on.
+CALLS = 12
+
+
+@pytest.fixture
+def engine_of(monkeypatch):
+    """Engines whose turns end at each call of model and encoder, and which gather no requests."""
+    made = []
+    monkeypatch.setattr(engine_module, "GATHER_SECONDS", 0.0)
+
+    def make(pipeline, **settings):
+        made.append(Engine(pipeline, **{"batch_seconds": 0.0} | settings))
+        made[-1]._turns.seconds = made[-1]._turns.first_seconds = 0.0
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def apart(separate):
+    return pipeline_of(*separate)
+
+
+def asked(documents=("Ada wrote it.",), chat=CHAT, **settings) -> Request:
+    documents = None if documents is None else list(documents)
+    return Request(chat, documents, **{"max_new_tokens": 4} | settings)
+
+
+def until_queued(turns: Turns) -> None:
+    """Waits until another thread asks for the turn."""
+    with turns._change:
+        while not turns._waiting:
+            turns._change.wait(0.001)
+
+
+def test_short_question_behind_long_answer(apart, engine_of):
+    """It has its answer while the long one is written, after few of its tokens."""
+    engine, written, short = engine_of(apart), [], asked(PASSAGES)
+
+    def on_text(text):
+        written.append(text)
+        if len(written) == 5:
+            engine.submit(short)
+            until_queued(engine._turns)
+
+    short.on_text = lambda text: seen.append(len(written))
+    seen = []
+    long = engine.submit(asked(None, max_new_tokens=200, on_text=on_text)).result()
+    assert long.completion_tokens == 200 and short.future.done()
+    assert 5 <= seen[0] <= 5 + CALLS
+
+
+@pytest.mark.parametrize("module", ["encoder", "untrained", "model"])
+def test_short_question_behind_many_passages(apart, engine_of, monkeypatch, module):
+    """It has its answer while those are encoded, compared or read."""
+    monkeypatch.setattr(encoder_arcaligner, "CPU_TOKENS", 1)  # each text is a call
+    monkeypatch.setattr(kv_cache_arcaligner, "SLOTS_PER_BATCH", 1)
+    monkeypatch.setattr(kv_cache_arcaligner, "SLOTS_PER_ROW", 1)
+    processor = apart.processor
+    of_name = {"encoder": processor.encoder.model[0], "untrained": processor.encoder.untrained.model[0]}
+    slow = of_name.get(module, apart.model.model)
+    engine, short, calls = engine_of(apart), asked(None, max_new_tokens=1), []
+    engine.warm_up()
+    forward = slow.forward
+
+    def counted(*args, **kwargs):
+        calls.append(short.future.done())
+        if len(calls) == 2:
+            engine.submit(short)
+            until_queued(engine._turns)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(slow, "forward", counted)
+    documents = [f"Text {number} is about {number} and {number + 1}." for number in range(60)]
+    long = engine.submit(asked(documents, max_passages=60 if module == "model" else 1, max_new_tokens=1))
+    long.result()
+    assert len(calls) > 50 and calls.index(True) <= CALLS
+
+
+def test_turns_change_no_answer(apart, engine_of):
+    """Greedy, drawn, stopped and refused answers, streamed, that begin while others are written, are those of requests
+    that are asked alone."""
+    cases = [
+        {"documents": None},
+        {"documents": PASSAGES, "max_passages": 3},
+        {"documents": PASSAGES, "max_passages": 1},
+        {"documents": None, "temperature": 1.5, "seed": 3, "sampling_top_k": 9},
+        {"documents": PASSAGES, "max_passages": 2, "temperature": 1.0, "top_p": 0.9, "seed": 4},
+        {"documents": PASSAGES, "copy_bonus": 0.0, "max_new_tokens": 7},
+        {"documents": PASSAGES[:1], "min_confidence": 1.0},
+        {"documents": PASSAGES[1:], "max_passages": 2, "chat": [{"role": "user", "content": "When? " * 20}]},
+    ]
+    apart.model.config.answer_calibration = [1.5, 0.5, 1.0]
+    alone, expected = engine_of(apart), []
+    for case in cases:
+        expected.append(alone.submit(asked(**{"max_new_tokens": 40} | case)).result())
+    stop = expected[0].text[3:6]
+    cases.append({"documents": None, "stop": [stop]})
+    expected.append(alone.submit(asked(**{"max_new_tokens": 40} | cases[-1])).result())
+    engine, pieces, futures = engine_of(apart, max_batch=2), [[] for _ in cases], []
+
+    def ask(number):
+        def on_text(text):
+            pieces[number].append(text)
+            if len(pieces[number]) == 1 and number + 1 < len(cases):  # the next one joins this one
+                ask(number + 1)
+
+        futures.append(engine.submit(asked(**{"max_new_tokens": 40, "on_text": on_text} | cases[number])))
+
+    ask(0)
+    for number, (own, one) in enumerate(zip(expected, pieces, strict=True)):
+        found = futures[number].result()
+        assert (found.text, found.finish_reason, found.completion_tokens) == (
+            own.text,
+            own.finish_reason,
+            own.completion_tokens,
+        )
+        assert "".join(one) == own.text and found.statistics == own.statistics
+        assert found.answerability == pytest.approx(own.answerability, abs=1e-6)
+        assert found.answer_likelihood == pytest.approx(own.answer_likelihood, abs=1e-6)
+    assert expected[4].text != expected[1].text and expected[6].text == "not in the text"
+    assert max(each.result().completion_tokens for each in futures) == 40
+
+
+@pytest.mark.parametrize("backbone", ["llama", "gemma2", "phi3_window", "smollm3"])
+def test_rows_join_behind_windows(processor, engine_of, backbone):
+    """Rows of several lengths, whose caches have dropped other positions, are joined and left."""
+    pipeline = pipeline_of(aligner_for(processor, backbone), processor)
+    chats = [[{"role": "user", "content": "Who? " * number}] for number in (9, 1, 4)]
+    alone = engine_of(pipeline)
+    requests = [{"documents": PASSAGES[number:], "chat": chat} for number, chat in enumerate(chats)]
+    expected = [alone.submit(asked(**each, max_new_tokens=30)).result().text for each in requests]
+    engine, begun = engine_of(pipeline), threading.Event()
+    first = engine.submit(asked(**requests[0], max_new_tokens=30, on_text=lambda text: begun.set()))
+    begun.wait()
+    others = [engine.submit(asked(**each, max_new_tokens=30)) for each in requests[1:]]
+    assert [each.result().text for each in (first, *others)] == expected
+
+
+def test_same_passages_in_two_threads(apart, engine_of, monkeypatch):
+    """A request waits for what another one reads, which goes on meanwhile; all is read once."""
+    engine, forward, second = engine_of(apart, prefix_bytes=2**24), apart.model.model.forward, asked(PASSAGES)
+    monkeypatch.setattr(kv_cache_arcaligner, "SLOTS_PER_BATCH", 1)
+    monkeypatch.setattr(kv_cache_arcaligner, "SLOTS_PER_ROW", 1)
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            engine.submit(second)
+            until_queued(engine._turns)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(apart.model.model, "forward", counted)
+    first = engine.submit(asked(PASSAGES)).result()
+    assert second.future.result().text == first.text
+    assert engine.store.misses == len(engine.store._kept) - 1 <= len(PASSAGES)
+
+
+def test_rows_have_a_limit(apart, engine_of):
+    """Of many long answers few are written at a time, and all are."""
+    engine = engine_of(apart, max_batch=1)
+    most = []
+
+    def on_text(text):
+        most.append(engine._num_prepared + engine._num_written)
+
+    futures = [engine.submit(asked(None, max_new_tokens=20, on_text=on_text)) for _ in range(9)]
+    assert len({each.result().text for each in futures}) == 1
+    assert 1 < max(most) <= engine_module.BATCHES_AT_ONCE
+
+
+def test_cancelled_row_leaves_others(apart, engine_of):
+    """A request that is cancelled while others are written ends at its next token."""
+    engine = engine_of(apart)
+    alone = engine.submit(asked(None, max_new_tokens=40)).result()
+    left, pieces = asked(None, max_new_tokens=200), []
+
+    def on_text(text):
+        pieces.append(text)
+        if len(pieces) == 3:
+            other.append(engine.submit(asked(None, max_new_tokens=40)))
+        left.cancelled = len(pieces) > 20
+
+    other, left.on_text = [], on_text
+    assert str(engine.submit(left).exception()) == "The request was cancelled." and len(pieces) < 30
+    assert other[0].result().text == alone.text
+
+
+def test_turns_go_to_new_and_old():
+    """Long work has every second turn, however much new work comes; new work has the others."""
+    turns, order, started = Turns(seconds=0.0, first_seconds=0.0), [], threading.Barrier(3)
+
+    def work(name, pieces):
+        turns.take()
+        if name == "long":
+            started.wait()
+            until_all_wait(turns, 2)
+        for _ in range(pieces):
+            order.append(name)
+            turns.pass_on()
+        turns.give()
+
+    def until_all_wait(turns, number):
+        while len(turns._waiting) < number:
+            threading.Event().wait(0.001)
+
+    with ThreadPoolExecutor(3) as threads:
+        long = threads.submit(work, "long", 6)
+        while not turns._holder:
+            pass
+        news = []
+        for name in ("first", "second"):
+            news.append(threads.submit(lambda name=name: (started.wait(), work(name, 3))))
+        for each in (long, *news):
+            each.result(timeout=10)
+    assert order[0] == "long" and set(order[1:4]) >= {"first", "second"}
+    assert order.count("long") == 6 and order.index("long", 1) <= 4
+
+
+def test_other_threads_need_no_turn():
+    """A thread that shares the model, but is not one of the engine's, waits for nothing."""
+    turns, event = Turns(), threading.Event()
+    turns.take()
+    event.set()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(turns.pass_on).result(timeout=10)
+        threads.submit(turns.wait, event).result(timeout=10)
+    assert turns.is_mine
+    turns.give()
+    assert not turns.is_mine

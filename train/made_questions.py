@@ -1,0 +1,220 @@
+"""Make questions about paragraphs without questions, to train on more questions than people wrote.
+
+    python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml       # a reader
+    python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/question_maker.yaml  # a maker
+    python -m arcaligner.train.made_questions --maker runs/smollm2_135m/question_maker \\
+        --reader runs/smollm2_135m/full_text --data data
+
+Both are LoRAs of the base model with text as input. The maker writes an answer from a paragraph and a question for it.
+The reader then answers the question from the same paragraph, and the question is kept if the answers agree (the *round
+trip*). Neither gets slots, so the selection does not depend on what an aligner can already answer.
+
+The result is a file of rows like the others, `made_qa.jsonl.gz`, which a recipe names in `train_files`. Paragraphs of
+the recipe's other questions are left out. The work is written in parts, and an interrupted run continues with
+the next part. Not in the paper, which trains on the questions of HotpotQA.
+"""
+
+import json
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from peft import AutoPeftModelForCausalLM
+from peft.utils import CONFIG_NAME
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer, set_seed
+
+from ..common.files import digest, digest_files, markdown_table, run_command, write_whole
+from ..common.rows import Row, find_answer, find_file, normalize_answer, read_rows
+from ..loading_arcaligner import default_dtype
+from ..tokenization_arcaligner import encode_marked, mark_control_tokens
+from .prepare_data import write_file
+from .prompts import full_text, question_prompt
+
+logger = logging.getLogger(__name__)
+
+MAX_TOKENS = 48  # of a question with its answer
+PARAGRAPHS_PER_PART = 1024
+TOP_P = 0.95  # of the maker: different answers from the same paragraph
+
+
+class TextReader:
+    """
+    A base model with a LoRA of `train/full_text.py`, which generates texts of the kind that it was trained on.
+
+    Args:
+        folder (`str` or `Path`): The `output_dir` of that script.
+        device (`str`): Where it runs.
+        batch_tokens (`int`): Maximum number of tokens of a batch, with padding and generated ones.
+    """
+
+    def __init__(self, folder: str | Path, device: str = "cpu", batch_tokens: int = 16_384):
+        if not Path(folder, CONFIG_NAME).exists():
+            raise ValueError(f"{folder} has no {CONFIG_NAME}; name a finished folder of `train/full_text.py`.")
+        model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=default_dtype(device))
+        self.model = model.merge_and_unload().eval().to(device)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        self.digest = digest_files(sorted(Path(folder).glob("*.safetensors")))
+        self.batch_tokens = batch_tokens
+
+    @torch.inference_mode()
+    def write(self, contents: Sequence[str], max_new_tokens: int, samples: int = 0, **options) -> list[list[str]]:
+        """Generated answers to each user's turn of `contents`: `samples` different ones, sampled with the `options` of
+        `generate`, or by default the greedy one."""
+        prompts = [self._prompt(content) for content in contents]
+        written: list[list[str]] = [[] for _ in contents]
+        drawn = {"do_sample": True, "num_return_sequences": samples, **options} if samples else {"do_sample": False}
+        for numbers in batches_of([len(ids) + max_new_tokens for ids in prompts], self.batch_tokens // max(samples, 1)):
+            inputs = self.tokenizer.pad({"input_ids": [prompts[n] for n in numbers]}, return_tensors="pt")
+            ids = self.model.generate(
+                **inputs.to(self.model.device), max_new_tokens=max_new_tokens, **drawn, top_k=0
+            )  # (len(numbers) * max(samples, 1), seq_len)
+            texts = self.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            for place, text in enumerate(texts):
+                written[numbers[place // max(samples, 1)]].append(text.strip())
+        return written
+
+    def _prompt(self, content: str) -> list[int]:
+        """The ids of a conversation that begins with `content`, in which no character is a control token."""
+        turn = mark_control_tokens(self.tokenizer, [{"role": "user", "content": content}])
+        prompt = self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        return encode_marked(self.tokenizer, prompt)
+
+
+def batches_of(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Numbers of the rows of each batch, the longest first; a batch has at most `most` tokens with padding, or one
+    row.
+
+    >>> batches_of([3, 9, 4, 3], 8)
+    [[1], [2, 0], [3]]
+    """
+    batches: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= most:
+            batches[-1].append(number)
+        else:
+            batches.append([number])
+    return batches
+
+
+def unasked(paragraphs: Iterable[Row], asked: Iterable[Row]) -> list[Row]:
+    """The rows of `paragraphs` with one passage each that none of the rows `asked` has, without duplicates."""
+    known = {passage["text"] for row in asked for passage in row["passages"]}
+    found = {}
+    for row in paragraphs:
+        if len(row["passages"]) == 1 and (text := row["passages"][0]["text"]).strip() and text not in known:
+            found.setdefault(text, row)
+    return list(found.values())
+
+
+def read_made(text: str, passage: dict[str, str]) -> tuple[str, str] | str:
+    """The question and the answer of a maker's text, which has the answer and the question on a line each; or the
+    reason why it is not used."""
+    answer, _, question = (part.strip() for part in text.partition("\n"))
+    if not question:
+        return "no question on a second line"
+    if not question.endswith("?"):
+        return "a question that does not end"
+    if not normalize_answer(answer) or find_answer(answer, passage["text"]) is None:
+        return "an answer that is not in the paragraph"
+    if find_answer(answer, question) is not None:
+        return "a question that contains its answer"
+    return question, answer
+
+
+def make_questions(maker: TextReader, rows: Sequence[Row], number: int) -> tuple[list[Row], Counter]:
+    """Up to `number` different questions about each row's paragraph, sampled, and how many were left out, by reason."""
+    prompts = [question_prompt(row) for row in rows]
+    texts = maker.write(prompts, max_new_tokens=MAX_TOKENS, samples=number, top_p=TOP_P)
+    made, left_out = [], Counter()
+    for row, written in zip(rows, texts, strict=True):
+        answers = set()
+        for text in written:
+            read = read_made(text, row["passages"][0])
+            if isinstance(read, str):
+                left_out[read] += 1
+                continue
+            question, answer = read
+            if normalize_answer(answer) in answers:
+                left_out["an answer that was asked for already"] += 1
+                continue
+            answers.add(normalize_answer(answer))
+            made.append(
+                {"id": f"made_{row['id']}_{len(answers)}", "question": question, "answers": [answer]}
+                | {"passages": row["passages"], "dataset": "made"}
+            )
+    return made, left_out
+
+
+def agreed(reader: TextReader, made: Sequence[Row]) -> list[Row]:
+    """The rows whose question the reader answers as the maker did, from the same paragraph; answers are compared after
+    SQuAD's normalization."""
+    found = reader.write([full_text(row) for row in made], max_new_tokens=MAX_TOKENS)
+    pairs = zip(made, found, strict=True)
+    return [row for row, (text,) in pairs if normalize_answer(text) == normalize_answer(row["answers"][0])]
+
+
+def make_file(
+    output: Path, paragraphs: Sequence[Row], maker: TextReader, reader: TextReader, number: int, seed: int
+) -> Counter:
+    """Writes the questions about `paragraphs` to `output`, and returns how many were kept and how many left out, by
+    reason. Parts that are there already are not made again."""
+    parts = output.with_name(f"{output.name}.parts")
+    parts.mkdir(parents=True, exist_ok=True)
+    counts, names = Counter(), []
+    starts = range(0, len(paragraphs), PARAGRAPHS_PER_PART)
+    with tqdm(total=len(paragraphs), desc="making questions", unit="paragraph") as bar:
+        for start in starts:
+            rows = paragraphs[start : start + PARAGRAPHS_PER_PART]
+            # The name is a digest of everything that the part depends on, so that other settings do not reuse it.
+            key = digest([[row["id"], row["passages"]] for row in rows] + [maker.digest, reader.digest, number, seed])
+            path = parts / f"{start:07}-{key[:16]}.json"
+            if not path.exists():
+                set_seed(seed + start)
+                made, left_out = make_questions(maker, rows, number)
+                kept = agreed(reader, made)
+                left_out["an answer that the reader does not agree with"] = len(made) - len(kept)
+                write_whole(path, json.dumps({"rows": kept, "left_out": left_out}))
+            part = json.loads(path.read_text(encoding="utf-8"))
+            counts += Counter(part["left_out"]) + Counter({"kept": len(part["rows"])})
+            names.append(path)
+            bar.update(len(rows))
+            bar.set_postfix(kept=counts["kept"])
+    write_file(output, (row for path in names for row in json.loads(path.read_text(encoding="utf-8"))["rows"]))
+    shutil.rmtree(parts)
+    return counts
+
+
+def main(
+    maker: Annotated[Path, typer.Option(help="Folder of the LoRA that makes questions (question_maker.yaml).")],
+    reader: Annotated[Path, typer.Option(help="Folder of the LoRA that answers from text (full_text.yaml).")],
+    data: Annotated[str, typer.Option(help="Folder of the data files.")] = "data",
+    paragraphs: Annotated[str, typer.Option(help="The paragraphs, a file in `--data`.")] = "recon_train.jsonl.gz",
+    asked: Annotated[
+        list[str], typer.Option(help="Files in `--data` with questions; their paragraphs are left out.")
+    ] = ["train_qa.jsonl.gz", "train_extra.jsonl.gz"],  # noqa: B006
+    output: Annotated[Path, typer.Option(help="File to write.")] = Path("data/made_qa.jsonl.gz"),
+    limit: Annotated[int | None, typer.Option("-n", help="Number of paragraphs. Default: all.", min=1)] = None,
+    questions: Annotated[int, typer.Option(help="Maximum number of questions about a paragraph.", min=1)] = 3,
+    device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
+    batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch; 500,000 on a GPU of 80 GB.")] = 16_384,
+    seed: Annotated[int, typer.Option(help="Seed of the maker's sampling.")] = 0,
+) -> None:
+    """Make questions about paragraphs, and keep those to which a reader of text gives the same answer."""
+    if output.exists():
+        raise ValueError(f"{output} exists. Delete it to make it again, or name another `--output`.")
+    known = (row for file in asked for row in read_rows(find_file(file, data)))
+    chosen = unasked(read_rows(find_file(paragraphs, data)), known)[:limit]
+    models = (TextReader(folder, device, batch_tokens) for folder in (maker, reader))
+    counts = make_file(output, chosen, *models, questions, seed)
+    table = markdown_table(["of the questions that were made", "number"], counts.most_common())
+    print("\n".join([f"{len(chosen)} paragraphs", "", *table, "", f"Written to {output}."]))
+
+
+if __name__ == "__main__":
+    run_command(main)
