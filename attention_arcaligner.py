@@ -249,7 +249,7 @@ def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torc
     """Raises `ValueError` unless `passage_ids` number the passages of a row's slots in order, each in one run.
 
     Args:
-        passage_ids: What was given, to be (batch, max_slots).
+        passage_ids: The argument, which has to be (batch, max_slots).
         context_embeds (`torch.Tensor` of shape `(batch, max_slots, encoder_hidden_size)`): What it has to fit.
         slot_mask (`torch.Tensor` of shape `(batch, seq_len)`): Where the slots are.
     """
@@ -357,14 +357,14 @@ def keep_passages_apart(
     cache: Cache | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.LongTensor]:
-    """The mask and the positions of a prompt whose passages do not read each other: those that were given,
-    `position_ids` as they are, with `slot_mask` (batch, seq_len) and `passage_ids` (batch, max_slots)."""
+    """The mask and the positions of a prompt with independent passages; `position_ids` of a caller do not change.
+    `slot_mask` is (batch, seq_len), `passage_ids` (batch, max_slots)."""
     placed = place_passage_ids(slot_mask, passage_ids)  # (batch, seq_len)
     if position_ids is None:
         is_2d = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
         is_real = attention_mask[:, : slot_mask.shape[1]] if is_2d else torch.ones_like(slot_mask)
         position_ids = passage_positions(placed, is_real)
-    is_static = cache is not None and cache.is_compileable  # then keys have columns for room that is left
+    is_static = cache is not None and cache.is_compileable  # then the mask has columns for unused positions, too
     num_keys = cache.get_mask_sizes(slot_mask.shape[1], 0)[0] if is_static else None
     return separate_passages(attention_mask, placed, dtype, num_keys), position_ids
 

@@ -47,11 +47,11 @@ def check_conversation(given: Any) -> None:
 
 
 def with_plain_texts(given: Sequence) -> list:
-    """The conversation, or each of several, with each message's parts joined to one text; `None` beside calls of tools
-    stays.
+    """The conversation, or each of several, with each message's parts joined to one text; `None` in a message with tool
+    calls stays.
 
     Raises:
-        `ValueError`: as [`check_conversation`], or a content that is no text.
+        `ValueError`: as [`check_conversation`], or a content that is not text.
     """
     check_conversation(given)
     if isinstance(given[0], dict):
@@ -310,8 +310,8 @@ def given_text(document, number: int) -> str:
     return text
 
 
-# Control tokens in users' texts. Private-use characters surround each, so that a chat template passes them
-# on and they can still be told from those that the template writes.
+# Control tokens in users' texts. Private-use characters surround each, so that they pass through a chat
+# template and remain distinguishable from those that the template writes.
 _START, _END = "\ue0c0", "\ue0c1"
 
 

@@ -1,10 +1,10 @@
-"""Rows of a batch while their answers are written: new ones join, and those that are done leave.
+"""Rows of a batch while their answers are generated: new ones join, and those that are done leave.
 
     inputs of `generate` -> a `LiveBatch` -> `write` -> pieces of each answer, until another batch waits to join
     batches -> `LiveBatch.joined` -> one batch, of those rows that are not done -> `write`
 
-All of what a row needs but the keys and values is its own: tokens, seed, stop, what it may copy. So the others of its
-batch, and when they join, do not change its answer.
+Everything of a row except for keys and values is separate: tokens, seed, stop, what it may copy. So its answer does not
+depend on the other rows of its batch, nor on when they join.
 """
 
 import time
@@ -187,7 +187,7 @@ def greedy(answerer: Answerer, max_new_tokens: int) -> GenerationConfig:
 
 class LiveBatch:
     """
-    Rows that are written together, left-padded.
+    Rows that are generated together, left-padded.
 
     Args:
         answerer ([`Answerer`]): Of the engine.
@@ -212,7 +212,7 @@ class LiveBatch:
 
     @classmethod
     def joined(cls, batches: Sequence["LiveBatch"]) -> "LiveBatch":
-        """One batch of those rows that are not done. What is written of each is in the cache but for the last token."""
+        """One batch of the rows that are not done. All tokens of a row except for the last one are in the cache."""
         answerer = batches[0].answerer
         rows, entries, columns = [], [], []
         for batch in batches:
@@ -240,12 +240,12 @@ class LiveBatch:
         return sum(not row.is_done for row in self.rows)
 
     def begin(self, on_first: Callable[[], Any]) -> None:
-        """Reads the rest of the prompts and, after `on_first`, writes the first token of each row."""
+        """Prefill the rest of the prompts and, after `on_first`, generate the first token of each row."""
         prefill = PrefillOutputs() if any(row.prefill is not None for row in self.rows) else None
         self._generate(_RowProcessors(self.rows, prefill, on_first), lambda: True, prefill)
 
     def write(self, is_wanted: Callable[[], bool]) -> None:
-        """Writes until all rows are done, so many that few are left, or another batch `is_wanted` to join."""
+        """Generate until all rows are done, until only few remain, or until another batch `is_wanted` to join."""
         few = self.num_left // 2
         self._generate(_RowProcessors(self.rows), lambda: self.num_left <= few or is_wanted())
 
@@ -273,7 +273,7 @@ class LiveBatch:
 
 
 class _LiveGeneration(BaseStreamer, StoppingCriteria):
-    """One call of `generate` for rows, which ends early where `pause` says so."""
+    """One call of `generate` for rows, which ends early if `pause` returns true."""
 
     def __init__(self, rows: Sequence[LiveRow], pause: Callable[[], bool]):
         self.rows, self.pause = rows, pause
@@ -294,7 +294,7 @@ class _LiveGeneration(BaseStreamer, StoppingCriteria):
 
 
 class _RowProcessors(LogitsProcessor):
-    """Gives the scores of each row, and what was written of it, to its own logits processors."""
+    """Pass the scores and the tokens of each row to its own logits processors."""
 
     def __init__(
         self,

@@ -9,16 +9,16 @@ import time
 
 
 class _Turn:
-    """Of one thread: the seconds that it has computed, and since when it computes or waits."""
+    """For one thread, the seconds that it has computed, and since when it computes or waits."""
 
     used = since = 0.0
 
 
 class Turns:
     """
-    One thread at a time has the turn, and gives it away at its next `pass_on` when it has computed long enough. The
-    turn goes in alternation to the thread that has computed least, so that new work begins soon, and to the one that
-    waits longest, so that long work goes on.
+    One thread at a time has the turn, and passes it on at its next `pass_on` when it has computed long enough. The turn
+    goes alternately to the thread that has computed least, so that new work begins soon, and to the one that has waited
+    longest, so that long work continues.
 
     Args:
         seconds (`float`): How long a turn takes while others wait.
@@ -49,7 +49,7 @@ class Turns:
         self._own.turn = None
 
     def pass_on(self) -> None:
-        """Lets others compute, if any wait and this thread's turn is over. Of other threads nothing is asked."""
+        """Let others compute, if any wait and this thread's turn is over. Does nothing in threads without a turn."""
         if not self.is_mine:
             return
         turn = self._own.turn

@@ -507,8 +507,8 @@ class PassageCache:
         return entries, missing
 
     def _claim(self, units: list[_Unit], is_kept: bool) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
-        """What is kept of the units, by their keys, and those that the caller has to read. What another thread reads
-        is waited for: concurrent questions about one passage compute it once."""
+        """The cached units, by their keys, and those that the caller has to compute. Waits for units that another
+        thread computes, so that concurrent questions about one passage compute it once."""
         while True:
             with self._lock:
                 if not (busy := [self._reading[unit.key] for unit in units if unit.key in self._reading]):

@@ -46,7 +46,7 @@ INSTEAD = {
     r"is no (?:list|text)": "is not a",
     r"says? nothing yet": "is neutral",
     r"by way of": "through, from",
-    # r"NaturalQ\w+": "Natural Questions",
+    r"NaturalQuestions": "Natural Questions",
 }
 # Of a file, phrases that are right there.
 ALLOWED = {

@@ -179,7 +179,7 @@ def test_a_recipe_trains_passages_first(tmp_path, write_recipe):
                 "aligner": {"lora_r": 4, "passage_attention": "separate"},
                 "gradient_checkpointing": True,
             },
-            "keeps no keys",
+            "stores no keys",
         ),
     ],
 )

@@ -174,7 +174,7 @@ def lose(path):
         (lambda path: save_file(load_file(path), path, {"format": slots.FORMAT}), "does not name its base model"),
         (
             lambda path: shutil.copy(next(p for p in path.parent.iterdir() if p != path), path),
-            "not the file that it is",
+            "name is not the digest of its fingerprint",
         ),
     ],
 )
@@ -351,13 +351,13 @@ def test_preempted_requests_are_loaded_again(connect, files):
 @pytest.mark.parametrize(
     ("change", "engine", "message"),
     [
-        ({"prompt": lambda ids: [ids[0] + 1, *ids[1:]]}, {}, "after another text than the prompt begins with"),
+        ({"prompt": lambda ids: [ids[0] + 1, *ids[1:]]}, {}, "after another text than the one that"),
         ({"prompt": lambda ids: ids[:4]}, {}, "The prompt has 4 ids"),
         ({"cache_salt": lambda salt: None}, {}, "The `cache_salt` does not match the slots"),
         ({"cache_salt": lambda salt: salt[::-1]}, {}, "The `cache_salt` does not match the slots"),
         ({}, {"num_hidden_layers": 5}, "has layers, two, heads, head_dim"),
         ({}, {"head_dim": 4}, "has layers, two, heads, head_dim"),
-        ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "another base model: `rope`"),
+        ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "another base model: its `rope`"),
         ({}, {"model_type": "cohere"}, "Several independent passages need one of llama"),
     ],
 )
@@ -387,7 +387,7 @@ def test_other_weights_are_another_base_model(connect, files, base_model_dir, tm
     connector = connect()
     connector._base_model["weights"] = slots.base_model_digest(folder)
     assert ask(connector, request_of(slots_request(files)))[1]
-    assert "another base model: `weights`" in caplog.text
+    assert "another base model: its `weights`" in caplog.text
 
 
 # The worker's side
