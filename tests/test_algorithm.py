@@ -47,12 +47,13 @@ def after_first_layer(model, row, **gates):
 # --- Eq. 1 and 2: the slots -----------------------------------------------------------------------
 
 
-def test_eq1_projector_maps_context_embeds_to_slot_embeds(model, row):
+def test_eq1_projector_maps_embeddings(model, row):
     expected = Reference(model)(row.input_ids, row.context_embeds).slot_embeds
     torch.testing.assert_close(model.model.projector(row.context_embeds), expected, **EXACT)
 
 
-def test_eq2_slots_replace_embeddings_and_words_keep_theirs(model, row, is_slot):
+def test_eq2_slots_replace_embeddings(model, row, is_slot):
+    """Slots take projected embeddings; text positions keep their token embeddings."""
     expected = Reference(model)(row.input_ids, row.context_embeds).layers[0]
     first = run(model, row).hidden_states[0][0]
     torch.testing.assert_close(first, expected, **EXACT)
@@ -62,7 +63,8 @@ def test_eq2_slots_replace_embeddings_and_words_keep_theirs(model, row, is_slot)
 # --- Eq. 3 and 4: selective LoRA, the mandatory pass ----------------------------------------------
 
 
-def test_eq3_lora_reaches_slots_and_leaves_text_on_frozen_weights(model, row, is_slot):
+def test_eq3_lora_reaches_slots_only(model, row, is_slot):
+    """LoRA is applied to slots, and text passes through the frozen weights."""
     model.config.gate_mode = "off"
     found = after_first_layer(model, row)
     torch.testing.assert_close(found, Reference(model)(row.input_ids, row.context_embeds).layers[1], **EXACT)
@@ -76,7 +78,7 @@ def test_eq3_lora_reaches_slots_and_leaves_text_on_frozen_weights(model, row, is
     assert not torch.isclose(found[is_slot], without[is_slot]).any(1).all()
 
 
-def test_eq4_every_layer_applies_the_mandatory_pass_once(model, row):
+def test_eq4_mandatory_pass_runs_once(model, row):
     model.config.gate_mode = "off"
     output = run(model, row)
     *expected, _ = Reference(model)(row.input_ids, row.context_embeds).layers
@@ -87,7 +89,7 @@ def test_eq4_every_layer_applies_the_mandatory_pass_once(model, row):
 # --- Eq. 5 to 9: gates and refinement -------------------------------------------------------------
 
 
-def test_eq5_gate_opens_exactly_at_its_probability(model):
+def test_eq5_gate_opens_at_threshold(model):
     """The threshold a hair below and above each slot's probability flips that slot's first decision, and no other."""
     model.config.max_refinement_steps, row = 1, random_row(model, 4)
     for slot, prob in enumerate(Reference(model)(row.input_ids, row.context_embeds).gate_probs[0, 0].tolist()):
@@ -98,7 +100,7 @@ def test_eq5_gate_opens_exactly_at_its_probability(model):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_eq7_probability_at_the_threshold_opens_the_gate(model, row, training):
+def test_eq7_threshold_probability_opens(model, row, training):
     with torch.no_grad():
         for name, parameter in model.train(training).named_parameters():
             if ".slot_gate.out." in name:
@@ -107,7 +109,7 @@ def test_eq7_probability_at_the_threshold_opens_the_gate(model, row, training):
     assert (depth[:, : 3 if training else 2] == 2).all()
 
 
-def test_eq6_candidate_is_the_same_layer_applied_to_its_own_output(model, row, is_slot):
+def test_eq6_candidate_reapplies_the_layer(model, row, is_slot):
     """With gates forced open, one step later the slots are the candidate itself."""
     model.config.gate_mode, model.config.max_refinement_steps = "always", 1
     found, mandatory = after_first_layer(model, row), after_first_layer(model, row, gate_mode="off")
@@ -115,8 +117,9 @@ def test_eq6_candidate_is_the_same_layer_applied_to_its_own_output(model, row, i
     assert not torch.isclose(found[is_slot], mandatory[is_slot]).all(1).any()
 
 
-def test_eq7_straight_through_gate_is_hard_forward_and_soft_backward(model):
-    """Training gives the same logits as inference, and gate gradients through the probability."""
+def test_eq7_gate_is_straight_through(model):
+    """Hard forward, soft backward: training gives the same logits as inference, and gate gradients through the
+    probability."""
     rows = random_rows(model, [5, 3])
     batch = collate(rows)
     with torch.no_grad():
@@ -131,14 +134,14 @@ def test_eq7_straight_through_gate_is_hard_forward_and_soft_backward(model):
     torch.testing.assert_close(found, expected, **EXACT)
 
 
-def test_eq8_only_slots_with_an_open_gate_move(model, row, is_slot):
+def test_eq8_only_open_slots_move(model, row, is_slot):
     output, mandatory = run(model, row), after_first_layer(model, row, gate_mode="off")
     moved = (output.hidden_states[1][0] != mandatory)[is_slot].any(1)
     assert 0 < moved.sum() < 8
     assert torch.equal(moved, output.recursion_depth[0, 0] > 0)
 
 
-def test_eq9_text_rows_stay_at_the_mandatory_pass(model, row, is_slot):
+def test_eq9_text_keeps_mandatory_pass(model, row, is_slot):
     off, always = (after_first_layer(model, row, gate_mode=mode)[~is_slot] for mode in ("off", "always"))
     assert torch.equal(off, always)
 
@@ -148,7 +151,8 @@ def test_eq9_text_rows_stay_at_the_mandatory_pass(model, row, is_slot):
 
 @pytest.mark.parametrize("gate_mode", ["adaptive", "off", "always"])
 @pytest.mark.parametrize("padding_side", ["left", "right"])
-def test_eq10_loss_and_gradients_of_every_trainable_parameter(model, gate_mode, padding_side):
+def test_eq10_loss_and_gradients(model, gate_mode, padding_side):
+    """The loss, and the gradients of every trainable parameter."""
     model.config.gate_mode = gate_mode
     rows = random_rows(model, [4, 0, 7, 1], seed=2)
     torch.testing.assert_close(*loss_gradients(model, rows, padding_side), **EXACT)
@@ -157,7 +161,7 @@ def test_eq10_loss_and_gradients_of_every_trainable_parameter(model, gate_mode, 
 # --- Algorithm 1 ----------------------------------------------------------------------------------
 
 
-def test_algorithm1_on_a_prompt_of_slots_only(model):
+def test_algorithm1_without_text(model):
     rows = [random_row(model, 4, num_text=0), random_row(model, 2, seed=1)]
     assert_matches_reference(model, rows, "left", training=True)
 

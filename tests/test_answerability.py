@@ -59,7 +59,7 @@ def test_logits_are_the_regression(backbone, gate_mode, float64_model_code):
     torch.testing.assert_close(output.answerability_logits, expected, **EXACT)
 
 
-def test_last_layer_is_read_before_the_norm():
+def test_last_layer_precedes_norm():
     model, seen = tiny_aligner("llama"), []
     random_head(model, [2])
     model.model.decoder_layers[2].register_forward_hook(lambda layer, given, states: seen.append(states))
@@ -92,7 +92,7 @@ def test_cached_passages_equal_whole_prompt(processor, only):
 
 
 @torch.no_grad()
-def test_only_answerability_runs_no_upper_layer(aligner):
+def test_only_answerability_skips_upper_layers(aligner):
     batch, run = left_padded(aligner), []
     expected = aligner(**batch)
     layers = aligner.model.decoder_layers
@@ -126,7 +126,7 @@ def read(model, batch):
 
 
 @torch.no_grad()
-def test_compiled_layers_are_read(aligner):
+def test_compiled_layers_give_states(aligner):
     batch = left_padded(aligner)
     expected = aligner(**batch).answerability_logits
     for layer in aligner.model.decoder_layers:
@@ -164,7 +164,7 @@ def test_head_changes_no_other_output():
     assert all(torch.equal(each, states[1][name]) for name, each in states[0].items()) and len(states[0]) > 9
 
 
-def test_match_counts_beside_the_states(aligner):
+def test_head_adds_match_score(aligner):
     """A row without words keeps its logit; a row has as many logits as it has beams."""
     random_head(aligner, [0], match=(0.5, 3.0, -1.0))
     head, logits = aligner.answerability_head, torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -205,7 +205,7 @@ def test_generate_fills_prefill_before_scores(aligner, options, float64_model_co
 
 
 @torch.no_grad()
-def test_assisted_decoding_tells_depths_alone(aligner):
+def test_assisted_decoding_reports_depths_only(aligner):
     """It reads candidates behind the prompt, whose last token is then not the prompt's."""
     batch = for_generate(left_padded(aligner, [4]))
     batch["input_ids"][0, -1] = batch["input_ids"][0, 2]
@@ -215,7 +215,7 @@ def test_assisted_decoding_tells_depths_alone(aligner):
 
 
 @torch.no_grad()
-def test_without_head_prefill_tells_depths():
+def test_headless_prefill_reports_depths():
     model, prefill = tiny_aligner("llama"), PrefillOutputs()
     batch = for_generate(left_padded(model, (3, 5)))
     model.generate(**batch, **TOKENS, prefill=prefill)
@@ -275,7 +275,7 @@ def test_head_is_replaced_in_place(saved, model):
     assert ArcAlignerForCausalLM.from_pretrained(saved).answerability_head is None
 
 
-def test_head_of_a_split_checkpoint_is_replaced(model, tmp_path):
+def test_split_checkpoint_replaces_head(model, tmp_path):
     """Of one that holds its base model in several files."""
     model.save_pretrained(tmp_path, save_base_model=True, max_shard_size="20KB")
     random_head(model)
@@ -314,14 +314,14 @@ def another_head(tensors):
         (dict, {"answerability_layers": [0, 3]}, "`answerability_layers` is .* layers 0 to 2"),
     ],
 )
-def test_head_that_does_not_fit_is_refused(saved, change, settings, message):
+def test_mismatched_head_is_refused(saved, change, settings, message):
     save_file(change(load_file(saved / "model.safetensors")), saved / "model.safetensors", {"format": "pt"})
     edit_json(saved / "config.json", **settings)
     with pytest.raises(ValueError, match=message):
         ArcAlignerForCausalLM.from_pretrained(saved)
 
 
-def test_layers_that_no_backbone_has_are_refused(aligner):
+def test_unknown_layers_are_refused(aligner):
     for layers in ([], [-1], [0, 0], [3]):
         with pytest.raises(ValueError, match="`answerability_layers` is"):
             ArcAlignerConfig(text_config=backbone_config("llama"), answerability_layers=layers)
@@ -353,7 +353,7 @@ def test_processor_ignores_old_probe(caplog):
     assert "answer_probe" not in processor.to_dict() and "answer_probe" not in caplog.text
 
 
-def test_old_probe_in_another_order_is_sorted(checkpoint_dir, tmp_path):
+def test_unordered_old_probe_is_sorted(checkpoint_dir, tmp_path):
     folder, width = copy_with_probe(checkpoint_dir, tmp_path, layers=[2, 0]), 32
     model = ArcAlignerForCausalLM.from_pretrained(folder)
     weight = torch.arange(2.0 * width)
@@ -383,7 +383,7 @@ CHANGED = ("model.safetensors", "config.json", "processor_config.json")
 
 
 @pytest.mark.parametrize("changes", [{"layers": [0, 9]}, {"weight": [0.5] * 7}, {"layers": None}, {"bias": "a"}])
-def test_old_probe_of_another_model_is_refused(checkpoint_dir, tmp_path, changes):
+def test_foreign_old_probe_is_refused(checkpoint_dir, tmp_path, changes):
     with pytest.raises(ValueError, match="`answer_probe` in .* cannot be used .*fitted for another model"):
         ArcAlignerForCausalLM.from_pretrained(copy_with_probe(checkpoint_dir, tmp_path, **changes))
 
@@ -402,8 +402,8 @@ def copy_with_probe(checkpoint_dir, tmp_path, **changes):
 ASKED = {"question": "Who wrote it?", "documents": ["It was written by Ada.", "Bob read it."]}
 
 
-def test_likelihood_is_of_the_tokens_taken(separate):
-    """Their mean log-likelihood as the model finds them, with the answerability beside it, calibrated."""
+def test_likelihood_covers_chosen_tokens(separate):
+    """The mean log-likelihood of the chosen tokens without the copy bonus, with the answerability, calibrated."""
     model, processor = separate
     model.config.answer_calibration, ask = [1.5, 0.5, 1.0], pipeline_of(model, processor)
     for copy_bonus in (0.0, 8.0):
@@ -430,7 +430,8 @@ def pipeline_ids(ask, settings) -> torch.LongTensor:
 
 
 @pytest.mark.parametrize("options", [{"do_sample": True}, {"num_beams": 2}, {"min_confidence": 1.0}])
-def test_no_likelihood_of_answers_drawn_searched_or_refused(separate, options):
+def test_likelihood_needs_greedy_answers(separate, options):
+    """Sampled and searched answers and abstentions have no likelihood."""
     separate[0].config.answer_calibration = [1.5, 0.5, 1.0]
     (record,) = pipeline_of(*separate)(ASKED, return_slots=True, max_new_tokens=3, **options)
     assert "answer_likelihood" not in record["statistics"] and "answerability" in record["statistics"]

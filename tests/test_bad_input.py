@@ -83,8 +83,8 @@ def test_prompt_may_fill_the_context(model):
         model.generate(torch.full((1, 129), 5), max_new_tokens=2)
 
 
-def test_padding_of_embeddings_is_never_read():
-    """Rows with fewer slots than the fullest: what stands in their padding changes neither logits nor gradients."""
+def test_embedding_padding_is_ignored():
+    """Rows with fewer slots than the fullest: the content of their padding changes neither logits nor gradients."""
     model = tiny_aligner("llama").train()
     batch, trained = collate(random_rows(model, [2, 0, 5]), "left"), [p for _, p in model.aligner_parameters()]
     results = []
@@ -106,7 +106,7 @@ def test_labels_beyond_the_vocabulary(model, value):
             model(**GOOD, labels=torch.full(IDS.shape, value), skip_logits=skip_logits)
 
 
-def test_embeddings_of_words_come_without_ids_and_slots(model):
+def test_inputs_embeds_exclude_ids(model):
     words = model.get_input_embeddings()(IDS.clamp(max=SLOT - 1))
     for call in (model, model.model):
         with pytest.raises(ValueError, match=r"(?s)`?inputs_embeds`?.*`?input_ids`?"):
@@ -130,7 +130,7 @@ def test_embeddings_of_words_come_without_ids_and_slots(model):
         (None, "is missing: with `config.word_parts` 2"),
     ],
 )
-def test_words_of_slots_are_checked_as_ids_are(words, message):
+def test_slot_words_are_checked(words, message):
     reader = tiny_aligner("llama", word_parts=2)
     assert_refused(reader, "`context_word_ids` .*" + message, **GOOD, context_word_ids=words)
     assert torch.equal(*(reader(**GOOD, context_word_ids=ids).logits for ids in (WORDS, WORDS.int())))
@@ -231,7 +231,7 @@ def test_misfit_checkpoints_are_refused(checkpoint):
 
 
 @pytest.mark.parametrize("load", [ArcAlignerForCausalLM.from_pretrained, load_another_way])
-def test_a_base_model_that_lacks_weights_is_refused(checkpoint, load):
+def test_incomplete_base_model_is_refused(checkpoint, load):
     tensors = load_file(checkpoint / "base" / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, checkpoint / "base" / "model.safetensors", metadata={"format": "pt"})

@@ -52,7 +52,6 @@ NOT_HERE = {
     "evaluation.retrieval": "a retriever of the Hub; tested in tests/evaluation/test_retrieval.py",
     "tests/matrix.py": "minutes for each environment",
     "reproduce all": "an hour",
-    "reproduce gates": "the gated checkpoint, which is in a clone only; tested in tests/evaluation/test_paper.py",
     "evaluation.publish": "writes the documents of a clone",
 }
 
@@ -114,7 +113,7 @@ def test_lists_of_commands_are_current():
 @pytest.mark.load
 @pytest.mark.default_backbone
 @pytest.mark.parametrize("command", [each for each in COMMANDS if "serv" not in each and "curl" not in each])
-def test_a_command_of_the_documents_runs(command, start):
+def test_documented_command_runs(command, start):
     added = next((short for beginning, short in SHORTER.items() if command.startswith(beginning)), "")
     code, said = end_of(start(f"{command} {added}"))
     assert code == 0, said

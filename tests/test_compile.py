@@ -76,7 +76,7 @@ def test_compiled_layers_match_plain(backbone, dtype, tolerance, traced):
 
 
 @torch.no_grad()
-def test_what_compiled_code_cannot_do_runs_without_it(traced):
+def test_unsupported_cases_run_uncompiled(traced):
     model, compiled = (tiny_aligner(backbone_config("llama", attn_implementation="eager")) for _ in range(2))
     compile_layers(compiled, traced[0])
     batch = batch_of(model, [4, 0, 9, 1])

@@ -115,7 +115,7 @@ def test_bonus_of_tokens(processor, as_ends):
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3, "num_return_sequences": 2}], ids=str)
-def test_answer_stands_in_the_passages(ask, options):
+def test_answer_is_a_passage_span(ask, options):
     """Word for word."""
     torch.manual_seed(0)
     records = ask(ROW, copy_bonus=HUGE, **options)
@@ -173,8 +173,8 @@ def test_evaluation_copies_as_the_pipeline(ask, model, processor, few_tokens):
 # What stays as it was
 
 
-def test_what_is_not_copied(ask):
-    """Of no text nothing, and into an answer that is begun."""
+def test_begun_answers_ignore_copy_bonus(ask):
+    """An empty text is not copied, and an answer that has begun has no bonus."""
     begun = {"documents": DOCUMENTS, "messages": [*CHAT, {"role": "assistant", "content": "It was"}]}
     for row in (begun, *(ROW | {"documents": [each]} for each in ("", " ", {"title": "Ada", "text": ""}))):
         assert ask(row, copy_bonus=HUGE) == ask(row, copy_bonus=0)

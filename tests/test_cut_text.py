@@ -80,7 +80,7 @@ def test_passages_end_where_people_pause(tokenizer, text, options, expected):
     assert found == expected if expected else all(each.endswith(" ") for each in found) and len(found) > 1
 
 
-def test_sentence_stays_whole_where_it_fits(tokenizer):
+def test_fitting_sentence_stays_whole(tokenizer):
     """A short one before it makes a short passage; before one that is cut anyway it does not."""
     short, fitting, longer = "Ada. ", "It was " + "a" * 14 + ". ", "It was " + "a" * 60 + ". "
     for second, first_end in ((fitting, len(short)), (longer, None)):
@@ -89,8 +89,8 @@ def test_sentence_stays_whole_where_it_fits(tokenizer):
         assert spans[0][1] == first_end if first_end else spans[0][1] > len(short)
 
 
-def test_long_documents_are_cut_in_given_text(tokenizer):
-    """Pieces are those of the text that was given, with what nobody sees, and titles stay."""
+def test_cuts_refer_to_given_text(tokenizer):
+    """Pieces are those of the given text, with its invisible characters, and titles stay."""
     given = "It was writ\u00adten by Ada. " * 5
     documents = [{"title": "T", "text": given, "id": 3}, "Short.", given]
     passages, pieces = cut_long(documents, tokenizer, 30, 20)

@@ -42,7 +42,7 @@ def test_examples_of_functions_are_so(path):
     assert runner.failures == 0
 
 
-def test_the_map_lists_the_flat_files_there_are():
+def test_map_lists_flat_files():
     contributing = (ROOT / ".github" / "CONTRIBUTING.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\s*(\w+_arcaligner\.py)", contributing, flags=re.MULTILINE))
     assert listed == {path.name for path in ROOT.glob("*_arcaligner.py")}
@@ -88,7 +88,7 @@ def test_readme_names_make_targets():
     assert targets and all(f"\n{target}:" in makefile for target in targets)
 
 
-def test_every_equation_has_a_test_that_exists():
+def test_every_equation_has_a_test():
     tests = (ROOT / "tests" / "test_algorithm.py").read_text(encoding="utf-8")
     named = re.findall(r"`(test_\w+)`", METHOD)
     assert [f"Eq. {n}" in METHOD for n in range(1, 11)] == [True] * 10
@@ -109,7 +109,7 @@ def shown(notebook) -> list[list[str]]:
 
 
 @pytest.mark.default_backbone
-def test_the_notebook_prints_what_is_saved_in_it():
+def test_notebook_reproduces_saved_outputs():
     saved, again = (nbformat.read(NOTEBOOK, as_version=4) for _ in range(2))
     for cell in again.cells:
         cell.pop("outputs", None)

@@ -104,7 +104,7 @@ def test_inputs_move_as_flat_tensors(processor):
     assert (moved.batches, moved.num_slots, moved.of_tokens) == (inputs.batches, 3, True)
 
 
-def test_gradients_do_not_depend_on_batches(checkpoint_dir, monkeypatch):
+def test_gradients_ignore_batch_sizes(checkpoint_dir, monkeypatch):
     texts, starts, ends = ["Ada wrote it.", "No.", "Radik jumps far."], [0, 0, 6], [[3, 13], [3], [10, 16]]
     gradients = []
     for batch_tokens in (1, 10_000):

@@ -40,7 +40,7 @@ def kill_while(action: Callable[[], object], seconds: float) -> None:
 MOMENTS = [random.Random(seed).uniform(0.001, 0.1) for seed in range(20)]
 
 
-def test_killed_save_leaves_a_checkpoint_that_loads(model, processor, checkpoint_dir, tmp_path):
+def test_killed_save_leaves_loadable_checkpoint(model, processor, checkpoint_dir, tmp_path):
     folder = tmp_path / "checkpoint"
     shutil.copytree(checkpoint_dir, folder)
     before = (folder / "model.safetensors").read_bytes()
@@ -70,7 +70,7 @@ def test_killed_write_keeps_old_file(tmp_path):
     assert [each.name for each in tmp_path.glob("[!.]*")] == ["results.json"]
 
 
-def test_save_without_space_leaves_what_was_there(model, checkpoint_dir, tmp_path, monkeypatch):
+def test_full_disk_restores_old_files(model, checkpoint_dir, tmp_path, monkeypatch):
     folder = tmp_path / "checkpoint"
     shutil.copytree(checkpoint_dir, folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -74,8 +74,8 @@ def test_all_passes_are_recorded(recorded, monkeypatch):
 
 
 @pytest.mark.parametrize("ngram", [1, 2])
-def test_assisted_decoding_finds_what_greedy_search_finds(model, ngram):
-    """Also when the last word stands right before the slots, which are then looked up as candidates."""
+def test_assisted_decoding_equals_greedy_search(model, ngram):
+    """Also if the last word is right before the slots, which are then looked up as candidates."""
     batch, settings = prompts(model, [4]), {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
     batch["input_ids"][0, -1] = batch["input_ids"][0, 2]
     expected = model.generate(**batch, **settings)
@@ -90,7 +90,7 @@ PROCESSORS += [{"bad_words_ids": [[4]], "sequence_bias": {(5,): 2.0}}]
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
-def test_logits_processors_work_on_prompts_of_slots(model, processor):
+def test_logits_processors_skip_slots(model, processor):
     """Also on a prompt without any text, which ends in a slot; with a cache or not. Among text they see none."""
     slots_only, seen = torch.full((1, 4), model.config.context_token_id), []
     embeds = torch.randn(1, 4, ENCODER_HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
@@ -106,7 +106,7 @@ def test_logits_processors_work_on_prompts_of_slots(model, processor):
 # Other forms of input and output
 
 
-def test_embeddings_of_text_are_read_as_its_tokens(model):
+def test_text_embeddings_equal_tokens(model):
     batch = prompts(model, [0, 0])
     ids = batch.pop("input_ids")
     words = model.get_input_embeddings()(ids)
@@ -116,7 +116,7 @@ def test_embeddings_of_text_are_read_as_its_tokens(model):
 
 
 @pytest.mark.parametrize("keep", [2, torch.tensor([1, 5]), torch.tensor([[0, 3], [2, 4], [1, 1]])])
-def test_logits_are_kept_where_asked(model, keep):
+def test_logits_to_keep_selects_positions(model, keep):
     batch = prompts(model, [3, 6, 0])
     every, kept = model(**batch).logits, model(**batch, logits_to_keep=keep).logits
     places = torch.tensor([-2, -1]) if isinstance(keep, int) else keep
@@ -124,7 +124,7 @@ def test_logits_are_kept_where_asked(model, keep):
     torch.testing.assert_close(kept, torch.stack(expected))
 
 
-def test_copy_and_pickle_generate_the_same(model):
+def test_copied_model_generates_the_same(model):
     batch = prompts(model, [3, 6, 0])
     expected = model.generate(**batch, **GREEDY)
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -135,7 +135,7 @@ def test_copy_and_pickle_generate_the_same(model):
 
 
 @torch.no_grad()
-def test_logits_copy_no_weights_of_the_head(model):
+def test_logits_do_not_copy_head(model):
     """A batched product would, of the whole frozen head: in bfloat16 a third of the time to the first token."""
     read = []
     hook = model.lm_head.register_forward_pre_hook(lambda head, given: read.append(given[0].dim()))
@@ -209,7 +209,7 @@ def test_impossible_settings_are_refused(model, name):
 
 
 @pytest.mark.parametrize("option", [{"encoder_repetition_penalty": 1.2}, {"encoder_no_repeat_ngram_size": 2}], ids=str)
-def test_processors_of_the_prompt_see_no_slot(model, option):
+def test_prompt_processors_see_text_only(model, option):
     """Logits processors that look into the prompt find text where slots are."""
     batch = for_generate(collate(random_rows(model, [4])))
     found = model.generate(**batch, max_new_tokens=3, do_sample=False, **option)

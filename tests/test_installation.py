@@ -108,7 +108,7 @@ def test_missing_extra_is_named(run_without, extra, arguments):
     assert error.startswith("Error: ") and f"pip install 'arcaligner[{extra}]'" in error and extra in EXTRAS
 
 
-def test_a_checkpoint_answers_without_any_extra(run_without, checkpoint_dir):
+def test_checkpoint_answers_without_extras(run_without, checkpoint_dir):
     code = f"""
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
 processor = ArcAlignerProcessor.from_pretrained({str(checkpoint_dir)!r})

@@ -55,7 +55,7 @@ def test_residual_follows_eq_3(layer, states, rows, with_gradients):
 
 @pytest.mark.parametrize("with_gradients", [True, False])
 @some_or_all_rows
-def test_residual_in_the_backbone_s_dtype(layer, states, rows, with_gradients):
+def test_residual_has_backbone_dtype(layer, states, rows, with_gradients):
     """A bfloat16 backbone multiplies with LoRA weights that are cast, not with its states cast to float32."""
     layer.float().base_layer.to(torch.bfloat16).weight.data.zero_()
     states = states.bfloat16()
@@ -88,7 +88,7 @@ def test_changed_weights_are_used(layer, states, change, dtype):
         assert torch.equal(layer(states), layer.base_layer(states))
 
 
-def test_sharded_weights_are_cast_again_after_training(layer, states):
+def test_sharded_weights_are_cast_again(layer, states):
     """Sharding writes weights without a new version; a change of mode forgets the cast ones."""
     layer.base_layer.to(torch.bfloat16)
     states, down = states.bfloat16(), layer.lora_A[ADAPTER_NAME].weight
@@ -100,7 +100,7 @@ def test_sharded_weights_are_cast_again_after_training(layer, states):
         assert torch.equal(layer(states), layer.base_layer(states))
 
 
-def test_linears_of_one_input_share_its_slots(layer, states, monkeypatch):
+def test_linears_share_input_slots(layer, states, monkeypatch):
     """Query, key and value take the slot rows of their input once; another input has its own."""
     taken = []
     monkeypatch.setattr(modeling_arcaligner, "_slots_of", lambda x, rows: taken.append(x) or x.view(10, -1)[rows])
@@ -159,7 +159,7 @@ class WideLinear(nn.Linear):
 
 
 @some_or_all_rows
-def test_autocast_and_another_layout_of_the_frozen_linear(layer, states, rows):
+def test_frozen_linear_supports_other_layouts(layer, states, rows):
     layer.float().base_layer.__class__ = WideLinear
     found = []
     for gradients in (True, False):

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("lancedb")
 
 
-def test_old_name_is_the_same_module(monkeypatch):
+def test_old_name_is_same_module(monkeypatch):
     for name in [each for each in sys.modules if each.startswith("arcaligner.corpus")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.warns(FutureWarning, match=r"arcaligner\.corpus\.sources is now arcaligner\.apps\.corpus\.sources"):

@@ -68,7 +68,7 @@ def test_offloaded_models_select_passages(saved, way, tmp_path):
     assert ask(QUESTION, **options) == expected
 
 
-def test_pipeline_of_a_disk_is_refused(saved, tmp_path):
+def test_disk_pipeline_is_refused(saved, tmp_path):
     """transformers takes "disk" for a device; what can be done is said."""
     folder, processor = saved
     away = offloaded("auto 1KB", folder, tmp_path)

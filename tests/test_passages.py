@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import EXACT, assert_matches_reference, loss_gradients
 from safetensors.torch import load_file, save_file
-from test_prefix_store_arcaligner import FIVE_TOKENS, assert_answers
+from test_passage_cache import FIVE_TOKENS, assert_answers
 from tiny_models import collate, for_generate, random_rows, tiny_aligner
 from transformers import StaticCache
 
@@ -58,7 +58,7 @@ def cut(draw: random.Random, num_slots: int) -> list[int]:
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(draw=st.randoms(use_true_random=False), training=st.booleans(), attention=st.sampled_from(["eager", "sdpa"]))
-def test_passages_apart_are_those_of_the_plain_algorithm(draw, training, attention):
+def test_independent_passages_equal_reference(draw, training, attention):
     settings = {"gate_mode": draw.choice(["off", "adaptive", "always"]), "max_refinement_steps": draw.choice([1, 2, 3])}
     model = tiny_aligner("llama", seed=draw.randrange(999), passage_attention="separate", **settings)
     model.set_attn_implementation(attention)
@@ -69,7 +69,7 @@ def test_passages_apart_are_those_of_the_plain_algorithm(draw, training, attenti
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_gradients_are_those_of_the_plain_algorithm(seed):
+def test_gradients_equal_reference(seed):
     draw = random.Random(seed)
     model = tiny_aligner("qwen3", seed=seed, passage_attention="separate")
     rows = random_rows(model, [7, 0, 4], seed=seed, contiguous=True)
@@ -162,7 +162,7 @@ def test_slot_budget_of_cached_passages(store):
     assert store.misses == 3  # whole passages are kept
 
 
-def test_passages_without_text_have_no_slots_beside_others(apart, store):
+def test_empty_passages_have_no_slots(apart, store):
     for documents in ([], [" "], [" ", PASSAGES[0], {"title": "Nothing", "text": ""}]):
         inputs, plain = store.prepare("Who?", documents), chat_inputs(apart, "Who?", documents)
         assert torch.equal(inputs["input_ids"], plain["input_ids"])
@@ -238,7 +238,7 @@ def test_broken_file_is_recomputed(apart, model, tmp_path, caplog):
     torch.testing.assert_close(load_file(path)["keys_values"], kept)
 
 
-def test_a_disk_that_fills_up_costs_no_answer(apart, model, tmp_path, monkeypatch, caplog):
+def test_full_disk_loses_no_answer(apart, model, tmp_path, monkeypatch, caplog):
     def save(tensors, path, metadata):
         if len(list(tmp_path.iterdir())) == 2:
             path.write_bytes(b"half")
@@ -335,7 +335,7 @@ def test_joint_checkpoint_run_separately(processor, tmp_path, caplog):
     assert config.from_pretrained(tmp_path).passage_attention == "joint"  # the file says what it was trained for
 
 
-def test_old_names_of_the_cache_warn(apart, model, tmp_path):
+def test_old_cache_names_warn(apart, model, tmp_path):
     """Names of version 0.2 work for one release."""
     with pytest.warns(FutureWarning, match="passage_cache"):
         store = model.slot_prefix_store(apart, folder=tmp_path)
@@ -384,7 +384,7 @@ def test_prior_in_a_prompt(apart, model, store):
     assert torch.equal(ids, same)
 
 
-def test_priors_of_a_batch_are_each_its_own(model, store):
+def test_priors_are_per_row(model, store):
     """Padding, of prompts and of priors, changes nothing; passages without text have a number as well."""
     questions, documents = ["Who wrote it, and why?", "When?"], [PASSAGES, ["", PASSAGES[2]]]
     priors = [[0.0, -1.0, -2.0], [5.0, -0.5]]
@@ -394,7 +394,7 @@ def test_priors_of_a_batch_are_each_its_own(model, store):
         torch.testing.assert_close(both[row : row + 1], one, **EXACT)
 
 
-def test_a_question_in_pieces_keeps_the_prior(model, store, monkeypatch):
+def test_question_pieces_keep_prior(model, store, monkeypatch):
     prepared = [store.prepare("Who wrote it?", PASSAGES, passage_prior=[[0.0, -1.0, -2.0]]) for _ in range(3)]
     expected, _ = weighed(model, prepared[0])
     monkeypatch.setattr("arcaligner.kv_cache_arcaligner.PIECE_POSITIONS", 2)
@@ -412,7 +412,7 @@ def test_a_question_in_pieces_keeps_the_prior(model, store, monkeypatch):
         (torch.tensor([[0.0, float("nan"), 0.0]]), "not finite"),
     ],
 )
-def test_priors_that_do_not_fit_are_refused(apart, model, prior, message):
+def test_mismatched_priors_are_refused(apart, model, prior, message):
     inputs = chat_inputs(apart, "Who?", PASSAGES)
     with pytest.raises(ValueError, match=message):
         model.generate(**inputs, **FIVE_TOKENS, passage_prior=prior)
@@ -421,7 +421,7 @@ def test_priors_that_do_not_fit_are_refused(apart, model, prior, message):
         model.generate(**inputs, **FIVE_TOKENS, passage_prior=torch.zeros(1, 3))
 
 
-def test_a_prior_for_too_few_passages_is_refused(store):
+def test_short_priors_are_refused(store):
     with pytest.raises(ValueError, match="2 numbers for a question with passage 2"):
         store.prepare("Who?", PASSAGES, passage_prior=[[0.0, 0.0]])
     with pytest.raises(ValueError, match="for 2 questions; expected 1"):

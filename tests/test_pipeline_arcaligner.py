@@ -36,7 +36,7 @@ def ask(model, processor):
     ],
     ids=["question", "earlier turns", "no passage"],
 )
-def test_the_answer_is_what_the_model_generates(ask, model, processor, given, chat, documents):
+def test_pipeline_equals_generate(ask, model, processor, given, chat, documents):
     expected = greedy_answer(model, processor, chat_inputs(processor, chat, documents), NEW_TOKENS)
     record = ask({"documents": documents} | given, return_full_text=False, return_slots=True)[0]
     assert record["generated_text"] == expected and record["statistics"]["slots"] == (3 if documents else 1)
@@ -51,7 +51,7 @@ def test_question_and_chat_outputs(ask):
         assert answer_only == [{"generated_text": answer}]
 
 
-def test_chat_ending_with_the_assistant_is_continued(ask, model, processor):
+def test_assistant_turn_is_continued(ask, model, processor):
     chat = [*CHAT, {"role": "assistant", "content": "It was"}]
     inputs = chat_inputs(processor, chat, DOCUMENTS, add_generation_prompt=False, continue_final_message=True)
     expected = "It was" + greedy_answer(model, processor, inputs, NEW_TOKENS)
@@ -121,7 +121,7 @@ def test_generation_options_reach_the_model(ask, model, processor):
     assert len(record["generated_token_ids"]) == inputs["input_ids"].shape[1] + 1
 
 
-def test_backbone_without_chat_template_gets_the_plain_prompt(ask, model, processor):
+def test_missing_template_uses_plain_prompt(ask, model, processor):
     plain = processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt")
     expected = greedy_answer(model, processor, plain, NEW_TOKENS)
     assert ask(ROWS[0]) != [{"generated_text": expected}]
@@ -149,7 +149,7 @@ def test_backbone_without_chat_template_gets_the_plain_prompt(ask, model, proces
         (ROWS[0], {"truncation": True, "max_length": 4}, "would cut slots"),
     ],
 )
-def test_bad_input_is_refused_with_what_was_given(ask, given, options, message):
+def test_bad_input_is_named(ask, given, options, message):
     with pytest.raises(ValueError, match=message):
         ask(given, **options)
 

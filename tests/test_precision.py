@@ -100,7 +100,7 @@ def test_int8_passages(processor, tmp_path):
         model.passage_cache(processor, dtype="int4")
 
 
-def test_float16_that_overflows_is_told():
+def test_float16_overflow_is_an_error():
     """Logits of a prompt that are not finite are an error, not an answer."""
     model = tiny_aligner("llama").to(torch.float16).eval()
     ids = torch.tensor([[5, 6, 7]])

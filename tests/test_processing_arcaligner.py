@@ -162,7 +162,7 @@ def test_dropped_slots_are_counted(processor):
     assert [slots_in(processor, ids) for ids in both["input_ids"]] == [2, 2]  # each row has the budget for itself
 
 
-def test_truncation_cuts_text_after_the_slots_only(processor):
+def test_truncation_never_cuts_slots(processor):
     whole = processor(text=QUESTION, documents=DOCUMENTS)["input_ids"][0]
     last_slot = max(place for place, token in enumerate(whole) if token == processor.context_token_id)
     cut = processor(text=QUESTION, documents=DOCUMENTS, truncation=True, max_length=last_slot + 3)
@@ -236,7 +236,7 @@ def test_processor_loads_without_config(checkpoint_dir, processor, monkeypatch):
         ({"text": "a", "documents": {"One."}}, r"`documents` of row 0 is {'One.'}; expected a list of strings"),
     ],
 )
-def test_bad_input_is_refused_with_both_sides(processor, call, message):
+def test_bad_input_names_expectation(processor, call, message):
     with pytest.raises(ValueError, match=message):
         processor(**call)
 
@@ -266,7 +266,7 @@ def test_messages_of_several_texts(processor, options):
     assert processor.apply_chat_template([*chat, *calls], template).startswith(";Who wrote it?;")
 
 
-def test_a_template_that_reads_a_file_is_named(processor):
+def test_file_reading_template_is_refused(processor):
     for documents in (None, DOCUMENTS):
         with pytest.raises(ValueError, match=r"chat template \(chat_template.jinja\) cannot be used: no loader"):
             chat_inputs(processor, QUESTION, documents, chat_template='{% include "/etc/passwd" %}')
@@ -283,7 +283,7 @@ def test_a_template_that_reads_a_file_is_named(processor):
         (None, "Got `context_embeds` without `context_word_ids`"),
     ],
 )
-def test_words_of_precomputed_slots_are_checked(processor, words, message):
+def test_precomputed_words_are_checked(processor, words, message):
     reader, embeds = processor_with(processor, context_words=True), torch.ones(2, ENCODER_WIDTH)
     with pytest.raises(ValueError, match=message):
         reader(text=QUESTION, context_embeds=embeds, context_word_ids=words)
@@ -291,14 +291,14 @@ def test_words_of_precomputed_slots_are_checked(processor, words, message):
     assert found["context_word_ids"] == [[[1, -1], [2, 3]]]
 
 
-def test_context_token_in_text_is_refused(processor, tokenizer):
+def test_context_token_text_is_refused(processor, tokenizer):
     """A text that becomes the id of the context token is refused."""
     taken = ArcAlignerProcessor(tokenizer, context_token_id=tokenizer("?")["input_ids"][0], encoder_hidden_size=2)
     with pytest.raises(ValueError, match=rf"which is `context_token_id`.*Set it to {len(tokenizer)} or more"):
         taken(text="Why?", context_embeds=np.zeros((1, 2)))
 
 
-def test_processor_leaves_out_the_model_s_dtype(processor, tmp_path):
+def test_processor_ignores_model_dtype(processor, tmp_path):
     """`pipeline(dtype=...)` passes it to the processor as well, which has to be saved afterwards."""
     processor.save_pretrained(tmp_path / "first")
     again = ArcAlignerProcessor.from_pretrained(tmp_path / "first", dtype=torch.bfloat16)
@@ -306,7 +306,7 @@ def test_processor_leaves_out_the_model_s_dtype(processor, tmp_path):
     assert "dtype" not in (tmp_path / "second" / "tokenizer_config.json").read_text()
 
 
-def test_a_call_of_tools_without_text_is_named(processor):
+def test_textless_tool_call_is_named(processor):
     """Where the chat template cannot write it."""
     template = "{% for m in messages %}{{ m['content'] + '\\n' }}{% endfor %}"
     chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]

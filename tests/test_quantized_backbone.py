@@ -28,7 +28,7 @@ def saved_keys(folder):
         return set(file.keys())
 
 
-def test_quantizers_take_the_backbone_and_leave_the_aligner():
+def test_quantizers_skip_aligner():
     model = tiny_aligner(word_parts=2)
     kept = HfQuantizer.get_modules_to_not_convert(model, keep_in_fp32_modules=model._keep_in_fp32_modules)
     linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}

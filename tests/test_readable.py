@@ -57,8 +57,8 @@ def test_text_is_what_people_see(given, seen):
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.sampled_from(ODD) | st.text("ab. -\n", max_size=4), max_size=30).map("".join))
-def test_what_is_read_is_read_again(text):
-    """Twice is once; a clean text is given back; nothing unseen is left; places go both ways."""
+def test_normalization_is_idempotent(text):
+    """A clean text is returned unchanged, no invisible character remains, and places map both ways."""
     read = readable(text)
     assert readable(read.text) == (read.text, ()) and (read.edits or read.text == text)
     assert not set(read.text) & set(
@@ -100,7 +100,7 @@ UNCLEAN = "\ufeffThe o\ufb03ce\u00a0(cafe\u0301) wro\u00adte it.\r\nA\u200bda re
 
 
 @pytest.mark.parametrize("rate", [2, "segment"])
-def test_slots_are_those_of_clean_text(base_model_dir, encoder_dir, rate):
+def test_slots_equal_clean_text(base_model_dir, encoder_dir, rate):
     """Embeddings, words, what may be copied and statistics are equal, titles included; places are in the given text."""
     processor = new_processor(base_model_dir, encoder_dir, context_words=True)
     clean, unclean = CLEAN.replace("it. ", "it.\n"), UNCLEAN

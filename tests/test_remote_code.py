@@ -159,7 +159,7 @@ def test_copied_checkpoint_loads(tmp_path):
     assert run.returncode == 0, run.stderr[-2000:]
 
 
-def test_importing_the_package_imports_no_library():
+def test_import_loads_no_library():
     code = (
         "import sys, arcaligner; "
         "assert not {'torch', 'transformers'} & sys.modules.keys() and 'ArcAlignerConfig' in dir(arcaligner); "
@@ -168,5 +168,5 @@ def test_importing_the_package_imports_no_library():
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "arcaligner"
 
 
-def test_generation_settings_hold_none_of_the_aligners(model):
+def test_generation_config_excludes_aligner_settings(model):
     assert not {"encoder_hidden_size", "lora_r"} & model.generation_config.to_dict().keys()

@@ -14,7 +14,7 @@ from conftest import ENCODER_WIDTH, chat_inputs, greedy_answer, pipeline_of, ran
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from test_prefix_store_arcaligner import assert_answers
+from test_passage_cache import assert_answers
 from torch.nn.functional import normalize
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, encoder_arcaligner, segmentation_arcaligner
@@ -73,12 +73,12 @@ URL = "https://" + "example.com/!?" * 20
         (f"See {URL}page. It is long! Yes.", {}, [f"See {URL}page.", "It is long!", "Yes."]),
     ],
 )
-def test_sentences_are_segments_or_halved_or_merged(text, options, expected):
+def test_segments_halve_or_merge_sentences(text, options, expected):
     assert [segment.text for segment in segment_document(text, **options)] == expected
 
 
 @pytest.mark.parametrize("text", [*'("[😀$a!. \n', "(.a", "你好。", "(" * 16 + " ", "[1].", "a ", "мир! Hi. "])
-def test_time_is_linear_in_any_text(text):
+def test_segmentation_takes_linear_time(text):
     """On runs of brackets, spaCy's own tokenizer needs 25 seconds for 10,000 characters, four times that for 20,000."""
     text, start = (text * 100_000)[:100_000], time.process_time()
     segments = segment_document(text, sentences_per_segment=0.5, num_reads=reads_of(500))
@@ -86,7 +86,7 @@ def test_time_is_linear_in_any_text(text):
     assert "".join("".join(segment.text for segment in segments).split()) == "".join(text.split())
 
 
-def test_spacy_forgets_the_words_of_others(monkeypatch):
+def test_spacy_vocabulary_stays_bounded(monkeypatch):
     nlp, most_words = segmentation_arcaligner._load_spacy("en")
     monkeypatch.setattr(segmentation_arcaligner, "_MAX_NEW_WORDS", 100)
     segmentation_arcaligner._new_spacy.cache_clear()
@@ -126,7 +126,7 @@ def trained(load, tmp_path):
     return tmp_path / "trained"
 
 
-def test_texts_are_encoded_as_sentence_transformers_does(processor):
+def test_encoder_equals_sentence_transformers(processor):
     expected = processor.encoder.model.encode(TEXTS, normalize_embeddings=True, convert_to_tensor=True)
     torch.testing.assert_close(processor.encoder.encode(TEXTS), expected, **EXACT)
 
@@ -164,7 +164,7 @@ def test_prompt_words_are_not_text(encoder_dir):
     assert found == plain and len(states) == len(plain)
 
 
-def test_all_words_of_a_long_passage_are_matched(processor, monkeypatch):
+def test_long_passages_match_every_word(processor, monkeypatch):
     encoder, read = processor.encoder, []
     encode = encoder.encode_words
     monkeypatch.setattr(encoder, "encode_words", lambda texts: read.extend(texts) or encode(texts))

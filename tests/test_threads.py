@@ -39,7 +39,7 @@ def trained_folder(encoder_dir, tmp_path_factory):
     return folder
 
 
-def test_first_calls_give_the_same_slots(encoder_dir, trained_folder, monkeypatch):
+def test_concurrent_first_calls_agree(encoder_dir, trained_folder, monkeypatch):
     """Each of eight first calls of a trained encoder sees all of its LoRA merged, and one encoder."""
     merge = Linear.merge
 

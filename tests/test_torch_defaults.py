@@ -41,7 +41,7 @@ def test_default_device_changes_no_answer(answered):
         assert answered(min_confidence=0.0) == expected
 
 
-def test_inputs_are_on_the_default_device(processor):
+def test_inputs_use_default_device(processor):
     """All of them, as the tokenizer's are."""
     processor.encode_documents(DOCUMENTS)  # loads the encoder
     with torch.device("meta"):

@@ -18,7 +18,7 @@ PROJECTOR_AND_LORA = (".projector.", ".lora_")
 
 
 @pytest.mark.parametrize("stage", ["reconstruction", "grounding", "gating"])
-def test_a_step_moves_exactly_what_the_stage_trains(stage):
+def test_step_moves_stage_parameters_only(stage):
     """In the last layer only keys and values of slots matter: the rest of its LoRA and its gate get zero gradients."""
     model = tiny_aligner("llama").train()
     for previous in ("gating", "reconstruction", stage):  # whatever was set before
@@ -51,7 +51,7 @@ def save_base_model(folder, backbone="llama", **changes):
 
 
 @pytest.mark.parametrize("backbone", ["llama", "gemma2", "gemma3_text", "phi3", "cohere"])
-def test_fresh_aligner_starts_from_the_base_model(tmp_path, backbone):
+def test_new_aligner_equals_base_model(tmp_path, backbone):
     """LoRA B is zero, gates are closed, the base weights are the base model's and frozen."""
     base = save_base_model(tmp_path, backbone)
     torch.manual_seed(3)
@@ -77,8 +77,9 @@ def test_fresh_aligner_starts_from_the_base_model(tmp_path, backbone):
 @pytest.mark.parametrize("stage", ["reconstruction", "gating"])
 @pytest.mark.parametrize("max_slots", [None, 0, 1])
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_batch_without_slots_gives_zero_gradients_not_none(stage, max_slots, is_sharded, request):
-    """So that a process that happens on such a batch takes part in the reduction, also with FSDP2's sharded weights."""
+def test_slotless_batch_gives_zero_gradients(stage, max_slots, is_sharded, request):
+    """Zeros, not `None`, so that a process with such a batch takes part in the reduction, also with FSDP2's sharded
+    weights."""
     model = tiny_aligner("llama").train()
     model.set_stage(stage)
     if is_sharded:
@@ -95,7 +96,7 @@ def test_batch_without_slots_gives_zero_gradients_not_none(stage, max_slots, is_
             assert parameter.grad is not None and not parameter.grad.any(), name
 
 
-def test_context_token_as_label_is_ignored():
+def test_context_token_label_is_ignored():
     model = tiny_aligner("llama").train()
     batch = collate(random_rows(model, SLOT_COUNTS))
     expected = model(**batch).loss

@@ -143,7 +143,7 @@ FULL = {
 
 
 @pytest.mark.parametrize("case", CHECKABLE | BOUND | FULL)
-def test_a_changed_part_is_refused_and_named(saved, tmp_path, case):
+def test_changed_part_is_named(saved, tmp_path, case):
     folder = shutil.copytree(saved["full" if case in FULL else "aligner"], tmp_path / "checkpoint")
     name, change, message = (CHECKABLE | BOUND | FULL)[case]
     edit(folder / name, change)
@@ -166,7 +166,7 @@ def test_older_checkpoints_load(saved, folder, tmp_path):
 
 
 @pytest.mark.parametrize("names", [[CONFIG], [WEIGHTS], [PROCESSOR, ADAPTER, ADAPTER_CONFIG], [ADAPTER]])
-def test_parts_of_two_trainings_are_refused(folder, saved, names):
+def test_mixed_trainings_are_refused(folder, saved, names):
     for name in names:
         shutil.copy(saved["other"] / name, folder / name)
     with pytest.raises(ValueError, match="saved with|do not match their digest"):
@@ -235,7 +235,7 @@ def test_changes_are_saved_and_bound(folder, tmp_path, order, place):
         load(target)
 
 
-def test_a_configuration_saved_alone_binds_nothing(folder, tmp_path):
+def test_lone_configuration_has_no_digests(folder, tmp_path):
     config = ArcAlignerForCausalLM.from_pretrained(folder).config
     assert config.digests is None and config.includes_base_model is None
     for each in (config, type(config).from_pretrained(folder)):
@@ -253,7 +253,7 @@ def test_subfolder_of_a_processor(folder, tmp_path):
     assert torch.equal(processor.encoder.encode(["Ada."]), expected.encoder.encode(["Ada."]))
 
 
-def test_changed_base_weights_are_warned_of(folder, tmp_path, caplog):
+def test_changed_base_weights_warn(folder, tmp_path, caplog):
     """An aligner saved alone loses them; a cast or a changed aligner loses nothing."""
     model = load(folder)[0]
     for parameter in dict(model.aligner_parameters()).values():

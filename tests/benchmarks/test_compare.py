@@ -36,7 +36,7 @@ def ask(run_cli, checkpoint_dir, tmp_path):
     return run
 
 
-def test_questions_with_passages_are_answered_by_each_reader(ask, tmp_path, model, processor, base_model_dir):
+def test_every_reader_answers(ask, tmp_path, model, processor, base_model_dir):
     lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     reader = get_peft_model(AutoModelForCausalLM.from_pretrained(base_model_dir), lora)
     reader.save_pretrained(tmp_path / "lora")
@@ -58,7 +58,7 @@ def test_questions_with_passages_are_answered_by_each_reader(ask, tmp_path, mode
     assert any(answer[plain] != answer[tuned] for answer in answers)
 
 
-def test_passages_are_found_in_a_folder(ask, tmp_path):
+def test_folder_is_searched(ask, tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "letter.txt").write_text(LETTER)
     (tmp_path / "texts" / "ship.txt").write_text(OTHER["text"])
@@ -78,7 +78,7 @@ def test_passages_are_found_in_a_folder(ask, tmp_path):
         ([ROWS[0]], "--full-text-lora", "empty"),
     ],
 )
-def test_what_cannot_be_compared_ends_in_one_line(ask, tmp_path, rows, option, message):
+def test_compare_errors_print_one_line(ask, tmp_path, rows, option, message):
     (tmp_path / "empty").mkdir()
     code, out, err = ask(rows, *((option, tmp_path / "empty") if option else ()))
     assert (code, out) == (1, "") and err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]

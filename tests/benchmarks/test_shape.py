@@ -89,7 +89,7 @@ def test_base_shares_weights_and_buffers():
     assert torch.equal(base(ids).logits, aligner(ids).logits)
 
 
-def test_steps_train_what_a_stage_trains(monkeypatch):
+def test_steps_train_stage_parameters(monkeypatch):
     """Gradients are gone after a step, and each stage leaves the model able to read."""
     monkeypatch.setattr(shape, "GROUP_SECONDS", 0.0)
     monkeypatch.setattr(shape, "EXAMPLES", 1)
@@ -130,7 +130,7 @@ def test_too_small_card_is_refused():
     check_fits("smollm2-135m", torch.bfloat16, 3050, "cuda:0", 6 * GIB, 8 * GIB)
 
 
-def test_arms_that_do_not_fit_are_left_out(monkeypatch):
+def test_oversized_arms_are_skipped(monkeypatch):
     """Free memory is that of the GPU and what torch has reserved and does not use."""
     bench = Bench(*tiny(), time.perf_counter() + 60, lambda what: None)
     bench.device = torch.device("cuda")

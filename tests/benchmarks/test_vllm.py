@@ -66,7 +66,7 @@ def test_first_tokens_of_questions_together(monkeypatch):
         (vllm.parse_arms, "slots,files", "`--arms` has 'files'; expected some of slots, front, text, own"),
     ],
 )
-def test_wrong_arms_and_batches_are_named(parse, given, message):
+def test_wrong_arms_are_named(parse, given, message):
     with pytest.raises(ValueError, match=message):
         parse(given)
 

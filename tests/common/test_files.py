@@ -26,7 +26,7 @@ LINES = [json.dumps(row, ensure_ascii=False) for row in ROWS]
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
-def test_empty_lines_and_marks_hold_nothing(tmp_path, caplog, name, encoding, ending):
+def test_empty_lines_are_ignored(tmp_path, caplog, name, encoding, ending):
     """Rows have the numbers of their lines; files that were joined have marks inside."""
     data = ending.join([LINES[0], "", " \t", "\ufeff" + LINES[1], "", ""]).encode(encoding)
     (path := tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
@@ -49,7 +49,7 @@ def test_broken_line_is_left_out(tmp_path, caplog, line):
     assert list(read_json_lines(path)) == ROWS and told[0][1] in caplog.text
 
 
-def test_file_of_broken_lines_is_refused(tmp_path, caplog):
+def test_broken_file_is_refused(tmp_path, caplog):
     (path := tmp_path / "rows.jsonl").write_text("\nno\n" * 30)
     with pytest.raises(ValueError, match=r"rows\.jsonl, line 2 is not a JSON object"):
         list(read_json_lines(path))
@@ -68,14 +68,14 @@ def test_torn_gzip_file_is_named(tmp_path):
             list(read_json_lines(path))
 
 
-def test_progress_is_told_in_lines(monkeypatch, capsys):
+def test_progress_prints_lines(monkeypatch, capsys):
     """Every few seconds, where standard error is no terminal."""
     monkeypatch.setattr(files, "PROGRESS_SECONDS", 0.0)
     assert list(tracked([7, 8, 9], "Answering")) == [7, 8, 9]
     assert "Answering: 1 of 3" in capsys.readouterr().err
 
 
-def test_characters_that_a_terminal_lacks_are_escaped(monkeypatch):
+def test_unprintable_characters_are_escaped(monkeypatch):
     """An answer in another script ends no command in a traceback."""
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))

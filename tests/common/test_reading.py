@@ -51,14 +51,14 @@ def test_pdf_has_pages_and_tables():
     assert read_file("pictures.pdf", pdf("50 50 100 100 re f")).text.strip() == ""
 
 
-def test_two_columns_are_read_one_after_the_other():
+def test_pdf_columns_keep_order():
     sides = (("left", 50), ("right", 350))
     columns = [line(x, 700 - 12 * row, f"{side} {row}.") for side, x in sides for row in range(9)]
     text = read_file("a.pdf", pdf("".join(columns))).text
     assert text.split() == " ".join(f"{side} {row}." for side in ("left", "right") for row in range(9)).split()
 
 
-def test_a_docx_gives_headings_and_tables():
+def test_docx_keeps_headings_and_tables():
     cells = "".join(f"<w:tc>{paragraph(text)}</w:tc>" for text in ("Mast", "30 m"))
     body = paragraph("Ships", "Title") + paragraph("Sails", "Heading1") + paragraph("Of linen.")
     found = read_file("a.docx", docx(body + f"<w:tbl><w:tr>{cells}</w:tr></w:tbl>"))
@@ -132,8 +132,8 @@ def test_underlined_headings_are_headings():
 
 
 @pytest.mark.parametrize("name", ["a.rst", "a.tex", "a.log", "a.adoc", "README", "a.txt"])
-def test_texts_of_any_name_are_read(name):
-    """They stay as they are, control characters included, so that places can be counted in them."""
+def test_any_suffix_is_text(name):
+    """Texts of any suffix are not changed, control characters included, so that offsets refer to the file."""
     text = "writ\u00ad\nten\0 at \x1b[1mnight\x1b[0m, in a long line of a log"
     assert read_file(name, text.encode()) == ("", text, [])
     with pytest.raises(ValueError, match="is not UTF-8 text"):
@@ -189,7 +189,7 @@ def test_unreadable_files_are_named(name, data, message):
         read_file(name, data)
 
 
-def test_size_and_time_of_a_conversion_are_bounded(monkeypatch, tmp_path):
+def test_conversions_are_bounded(monkeypatch, tmp_path):
     monkeypatch.setattr(reading, "SECONDS", 0.01)
     with pytest.raises(ValueError, match=r"a\.html takes longer than 0\.01 seconds"):
         read_file("a.html", b"<p>x")
@@ -199,7 +199,7 @@ def test_size_and_time_of_a_conversion_are_bounded(monkeypatch, tmp_path):
         read_file(tmp_path / "a.pdf")
 
 
-def test_a_library_that_is_missing_is_named(monkeypatch, tmp_path):
+def test_missing_library_is_named(monkeypatch, tmp_path):
     (tmp_path / "pdfplumber.py").write_text("raise ImportError(name='pdfplumber')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ValueError, match=r"a\.pdf needs pdfplumber: `pip install 'arcaligner\[files\]'`"):

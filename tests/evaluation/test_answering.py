@@ -33,7 +33,7 @@ def texts(answers) -> list[str]:
     return [answer.text for answer in answers]
 
 
-def test_text_is_read_by_the_bare_backbone(model, processor, base_model_dir):
+def test_text_uses_bare_backbone(model, processor, base_model_dir):
     base = AutoModelForCausalLM.from_pretrained(base_model_dir)
     for row, answer in zip(ROWS, answer_text(whole_text, model, processor, ROWS), strict=True):
         inputs = text_inputs(processor, [full_text(row)])
@@ -53,7 +53,7 @@ def test_copies_use_whole_passages(model, processor, monkeypatch):
 
 
 @pytest.mark.parametrize("gate_mode", ["off", "adaptive", "always"])
-def test_slots_in_the_given_gate_mode(model, processor, gate_mode):
+def test_gate_mode_is_per_call(model, processor, gate_mode):
     """Slots are computed in the gate mode of the call only."""
     answers = answer_slots(model, processor, ROWS, gate_mode=gate_mode)
     assert model.config.gate_mode == "adaptive"
@@ -65,7 +65,7 @@ def test_slots_in_the_given_gate_mode(model, processor, gate_mode):
         assert answer.prompt_ids.count(model.config.context_token_id) == answer.context_tokens
 
 
-def test_without_lora_the_slots_are_the_projectors_alone(model, processor):
+def test_no_lora_uses_projector_only(model, processor):
     model.config.gate_mode = "off"
     with_lora = texts(answer_slots(model, processor, ROWS))
     without = texts(answer_slots(model, processor, ROWS, use_lora=False))
@@ -122,7 +122,7 @@ def test_top_ranked_of_more_passages(separate):
     assert found.passage_tokens > expected.passage_tokens
 
 
-def test_slots_are_the_same_on_any_machine(checkpoint_dir, tmp_path, monkeypatch):
+def test_slots_ignore_machine_dtype(checkpoint_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(encoder_arcaligner, "fastest_dtype", lambda device_type: torch.bfloat16)
     copied = shutil.copytree(checkpoint_dir, tmp_path / "copied")
     ArcAlignerProcessor.from_pretrained(copied, encoder_dtype="auto").save_pretrained(copied)

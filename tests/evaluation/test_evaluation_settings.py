@@ -11,7 +11,7 @@ from arcaligner.evaluation.tasks import TASKS
 NEEDED = {"checkpoint": "user/aligner", "output": "runs/x"}
 
 
-def test_the_command_line_goes_over_the_recipe(tmp_path):
+def test_command_line_overrides_recipe(tmp_path):
     tasks = "{squad: {top_k: 3, num_questions: 5}, nq: }"
     (path := tmp_path / "r.yaml").write_text(f"{{checkpoint: a, batch_size: 4, tasks: {tasks}}}")
     settings = read_settings(path, NEEDED | {"methods": ["naive"], "device": None}, {"num_questions": 7})
@@ -56,6 +56,6 @@ def test_recipes_parse_by_name():
         ({"output": None}, {}, "No folder was given"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(given, of_tasks, message):
+def test_invalid_settings_are_refused(given, of_tasks, message):
     with pytest.raises(ValueError, match=message):
         read_settings(None, NEEDED | given, of_tasks)

@@ -83,7 +83,7 @@ def test_verdict_is_first_word():
     assert list(map(parse_verdict, replies)) == ["yes"] * 2 + ["no"] * 2 + ["unreadable"] * 4
 
 
-def test_killed_judge_goes_on(file):
+def test_killed_judge_continues(file):
     rows = answers("Paris", "Rome", "Lyon", "Paris")
 
     def dies(prediction):

@@ -78,7 +78,7 @@ NO_PROMPTS = ["Question: Who?\nAnswer:", "5", '"text"', '{"question": "Who?"}', 
         (lambda lm: ArcAlignerLM("unused", batch_size=-1), "batch_size=-1; expected a number"),
     ],
 )
-def test_what_an_aligner_cannot_do_is_refused(checkpoint_dir, ask, message):
+def test_unsupported_requests_are_refused(checkpoint_dir, ask, message):
     with pytest.raises(ValueError, match=message):
         ask(ArcAlignerLM(str(checkpoint_dir), batch_size=2, device="cpu"))
 

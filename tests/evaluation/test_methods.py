@@ -143,7 +143,7 @@ def test_cache_of_pairs_continues(tokenizer, model):
 
 
 @needs_llmlingua
-def test_llmlingua_compresses_the_passages_and_leaves_the_question(checkpoint_dir, model, processor):
+def test_llmlingua_compresses_passages_only(checkpoint_dir, model, processor):
     rows = [ROWS[0], ROWS[1] | {"passages": []}, ROWS[2]]
     answers = METHODS["llmlingua"].load(Checkpoints(str(checkpoint_dir)))(rows)
     compress = llmlingua_compressor(model, processor.tokenizer)

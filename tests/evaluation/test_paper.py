@@ -103,7 +103,7 @@ def test_retention_is_between_bounds():
     assert retention(entry, "arcaligner") is None
 
 
-def test_acc_stands_beside_where_judged():
+def test_judged_answers_show_acc():
     numbers = {"em": [1.0] * 3, "f1": [2.0] * 3, "questions": 4}
     methods = {"naive": numbers | {"acc": {"judge": [3.0, 0, 9]}}, "arcaligner": numbers | {"questions": 2}}
     sets = {"HotpotQA": {"questions": 4, "methods": methods}}
@@ -140,7 +140,7 @@ def test_gates_are_counted(make, checkpoint_dir, monkeypatch):
     assert reproduce("gates", made) == [page] and (made.folder / "gates.svg").exists()
 
 
-def test_gates_that_are_off_are_refused(make, base_model_dir, processor, tmp_path):
+def test_closed_gates_are_refused(make, base_model_dir, processor, tmp_path):
     random_aligner(base_model_dir, processor, seed=4, gate_mode="off").save_pretrained(tmp_path / "off")
     processor.save_pretrained(tmp_path / "off")
     with pytest.raises(ValueError, match="gates: The gates of .*off decide nothing: its `gate_mode` is 'off'"):

@@ -51,7 +51,7 @@ def test_published_pages_are_current(tmp_path, monkeypatch):
     assert {path.name for path in docs.rglob("figures/*")} == {path.name for path in ROOT.rglob("docs/figures/*")}
 
 
-def test_wrong_marks_and_weights_are_refused(tmp_path, checkpoint_dir):
+def test_wrong_marks_are_refused(tmp_path, checkpoint_dir):
     """A page without both marks of a part, and a run of other weights, are refused."""
     for text in ("none", "{1}{0}", "{0}{0}{1}"):
         (page := tmp_path / "page.md").write_text(text.format(*(mark.format("a") for mark in MARKS)))

@@ -79,7 +79,7 @@ def test_export_of_the_last_stage(stages, exported):
     assert 'model="user/name", trust_remote_code=True)' in card
 
 
-def test_another_export_keeps_an_edited_card(stages, exported):
+def test_export_keeps_edited_card(stages, exported):
     (exported / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
     said = export_to(exported, stages).output
     assert "README.md" in said and "Delete it" in said
@@ -105,13 +105,14 @@ def test_results_follow_the_weights(stages, measured, change):
     assert not (measured / "results.json").exists() and "9.7" not in (measured / "README.md").read_text()
 
 
-def test_results_are_gone_before_other_weights_are_there(stages, measured, monkeypatch):
+def test_old_results_go_first(stages, measured, monkeypatch):
+    """Results of other weights are removed before the new weights are written."""
     add_to_weights(stages / "3_gating", 1.0)
     monkeypatch.setattr(export, "write_model_card", Mock(side_effect=KeyboardInterrupt))  # in what is not there yet
     assert export_to(measured, stages).exit_code != 0 and not (measured / "results.json").exists()
 
 
-def test_a_folder_without_a_finished_stage_is_refused(stages, tmp_path):
+def test_unfinished_stages_are_refused(stages, tmp_path):
     result = export_to(tmp_path / "exported", stages / "4_broken")
     assert result.exit_code == 2 and "contains no finished stage" in " ".join(result.output.replace("│", "").split())
     assert not (tmp_path / "exported").exists()

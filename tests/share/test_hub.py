@@ -121,7 +121,7 @@ def test_push_is_one_commit(fake_hub, run_cli, folder, tmp_path):
     ArcAlignerForCausalLM.from_pretrained(fake_hub.pull(tmp_path / "pulled"))
 
 
-def test_the_shipped_checkpoint_can_be_pushed(fake_hub):
+def test_shipped_checkpoint_is_pushed_whole(fake_hub):
     hub.push_checkpoint(REPO, DEFAULT_CHECKPOINT)
     assert {"encoder/adapter_config.json", "encoder/adapter_model.safetensors"} < fake_hub.files.keys() > CHECKPOINT
     for name in fake_hub.files.keys() - {"README.md"}:

@@ -54,7 +54,7 @@ def runs(tmp_path_factory, base_model_dir) -> tuple[Path, Path]:
     return folder / "first", folder / "second"
 
 
-def test_run_is_compressed_alone(base_model_dir):
+def test_spans_are_compressed_independently(base_model_dir):
     """A run's vectors are its own, whatever else is in the batch and however much it is padded, and as many as one for
     each four tokens; they have the norm of a word."""
     model = compressing(base_model_dir)
@@ -80,7 +80,7 @@ def test_long_passages_are_cut(base_model_dir):
     assert compressing(base_model_dir, 16).num_slots(row["passages"][0]) == 9
 
 
-def test_slots_stand_where_passages_stood(base_model_dir):
+def test_slots_replace_passages(base_model_dir):
     """Prompts are embedded with the compressed passages in order in their places; without passages as they are."""
     model = compressing(base_model_dir)
     rows = [
@@ -151,7 +151,7 @@ def test_two_runs_train_and_load(runs, base_model_dir):
     assert not any("embed_tokens" in name for name in new)
 
 
-def test_broken_run_ends_as_unbroken(tmp_path, base_model_dir, runs):
+def test_resumed_run_equals_uninterrupted(tmp_path, base_model_dir, runs):
     options = arguments(tmp_path, base_model_dir, tmp_path / "run", asks=False)
     run_until(1, options, run, Trainer)
     assert not (tmp_path / "run" / "adapter_config.json").exists()

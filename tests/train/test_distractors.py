@@ -95,6 +95,6 @@ def test_unneeded_passages_are_distractors(nearest):
         ("Romeo came.", ["Rome"], False),
     ],
 )
-def test_an_answer_is_found_as_whole_words(text, answers, found):
+def test_answers_match_whole_words(text, answers, found):
     assert contains_answer({"title": "", "text": text}, answers) is found
     assert contains_answer({"title": text, "text": ""}, answers) is found

@@ -86,7 +86,7 @@ def test_epochs_reorder_rows(runs):
     assert orders[0] != orders[1]
 
 
-def test_a_broken_run_ends_as_if_unbroken(runs):
+def test_resumed_run_equals_uninterrupted(runs):
     assert [report["error"] for report in runs.reports["interrupted"]] == ["interrupted"] * 2
     whole, resumed = runs.reports["whole"], runs.reports["resumed"]
     assert [report["rows"] for report in resumed] == [report["rows"][4:] for report in whole]

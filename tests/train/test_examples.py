@@ -53,7 +53,7 @@ def targets(processor, example) -> list[str]:
 # Questions
 
 
-def test_a_question_has_the_prompt_of_inference(processor, builder):
+def test_questions_use_inference_prompt(processor, builder):
     for row in (*question_rows(3), question_rows(1)[0] | {"question": "What does <context> mean?"}):
         (example,) = builder.question_examples([row])
         prompt = chat_inputs(processor, row["question"], row["passages"])["input_ids"][0].tolist()
@@ -200,7 +200,7 @@ def select(selector):
     return lambda *args, **kwargs: selector(*args, **kwargs).training_examples()
 
 
-def test_a_mixture_has_the_shares_and_repeats_nothing(select, tmp_path):
+def test_mixture_keeps_shares(select, tmp_path):
     def write(kind, count):
         rows = [row | {"id": f"{kind}-{row['id']}"} for row in question_rows(count)]
         return write_rows(tmp_path / f"{kind}.jsonl", rows)
@@ -223,7 +223,7 @@ def test_a_mixture_has_the_shares_and_repeats_nothing(select, tmp_path):
         counts(8, 1.0, 0.0)
 
 
-def test_stage_one_examples_mix_in_without_distractors(select, tmp_path, processor):
+def test_mixed_reconstruction_has_no_distractors(select, tmp_path, processor):
     questions = write_rows(tmp_path / "questions.jsonl", question_rows(12))
     passages = write_rows(tmp_path / "passages.jsonl", passage_rows(12))
     share = {"reconstruction_files": {passages: 1.0}, "reconstruction_share": 0.25, "distractors": 1.0}
@@ -265,7 +265,7 @@ def test_incomplete_rows_are_reported(select, tmp_path, caplog):
     assert len(examples) == 14 and not {"row-2", "row-3"} & {*examples["row_id"]}
 
 
-def test_texts_are_cut_as_the_recipe_says(select, tmp_path):
+def test_passage_words_cut_texts(select, tmp_path):
     path = str(tmp_path / "texts.parquet")
     datasets.Dataset.from_dict({"text": ["One two three."]}).to_parquet(path)
     assert sorted(select(path, stage="reconstruction", passage_words=2)["row_id"]) == ["0-0", "0-1"]
@@ -274,7 +274,7 @@ def test_texts_are_cut_as_the_recipe_says(select, tmp_path):
 @pytest.mark.parametrize(
     "max_questions, sizes", [(1, [1] * 13), (2, [1] + [2] * 6), (3, [1, 1, 1, 1, 3, 3, 3]), (9, [1, 4, 4, 4])]
 )
-def test_questions_about_the_same_passages_share_an_example(select, max_questions, sizes):
+def test_same_passages_share_example(select, max_questions, sizes):
     rows = question_rows(13)
     rows[12]["passages"] = [rows[12]["passages"][0] | {"title": "Another"}]  # so they are not the same
     examples = select(rows, max_questions=max_questions)
@@ -410,7 +410,7 @@ def test_blocks_hold_plain_examples(selector, tmp_path, processor, monkeypatch):
     assert {len(each["turns"]) for each in examples} >= {1, 2, 3}
 
 
-def test_several_processes_make_the_same_examples(select, tmp_path, processor):
+def test_processes_make_equal_examples(select, tmp_path, processor):
     rows, builder = question_rows(12), ExampleBuilder(processor)
     rows[3]["answers"] = []  # in its place, too, with no example
     one = select(rows, builder=builder)
@@ -419,7 +419,7 @@ def test_several_processes_make_the_same_examples(select, tmp_path, processor):
         assert several.to_dict() == one.to_dict()
 
 
-def test_makers_can_be_sent_to_processes(selector, tmp_path, processor):
+def test_makers_can_be_pickled(selector, tmp_path, processor):
     """Where processes are spawned rather than forked, what they need is pickled."""
     path = write_rows(tmp_path / "rows.jsonl", city_rows(CITIES))
     _, maker, order = selector(path, builder=ExampleBuilder(processor), distractors=1.0)._prepare(path, None, False)
@@ -438,7 +438,7 @@ def test_cut_cache_is_made_again(select, tmp_path, caplog, part):
     assert f"{block} is truncated; its examples are made again." in caplog.text
 
 
-def test_no_examples_says_why(select, tmp_path):
+def test_missing_examples_name_the_reason(select, tmp_path):
     """A misspelt key is named, not the limits."""
     rows = [{key: row[key] for key in ("id", "question", "passages")} | {"answer": "Ada"} for row in question_rows(3)]
     path = write_rows(tmp_path / "rows.jsonl", rows)

@@ -87,7 +87,7 @@ def test_rows_that_are_taken(tmp_path, tokenizer):
     assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
 
 
-def test_broken_run_goes_on(tmp_path, base_model_dir, whole_run, caplog):
+def test_interrupted_run_continues(tmp_path, base_model_dir, whole_run, caplog):
     """It ends as if unbroken, and is then left alone."""
     options = arguments(tmp_path, base_model_dir, tmp_path / "run")
     run_until(1, options, run, SFTTrainer)
@@ -124,7 +124,7 @@ def test_shipped_recipes_match_stage_two():
 # Passages apart
 
 
-def test_passages_are_tokenized_alone(tokenizer):
+def test_passages_are_tokenized_separately(tokenizer):
     """Between the parts of the prompt."""
     row = question_rows(3)[1]
     row["passages"] += question_rows(3)[2]["passages"]
@@ -142,7 +142,7 @@ def test_passages_are_tokenized_alone(tokenizer):
     assert tokenizer.decode(ids[~is_passage]) == prompt + tokenizer.decode(target)
 
 
-def test_passages_apart_in_a_batch(base_model_dir, tokenizer):
+def test_independent_passages_in_a_batch(base_model_dir, tokenizer):
     """The loss of a row is that of its answer after keys and values of passages that were read one by one."""
     model = AutoModelForCausalLM.from_pretrained(base_model_dir, dtype=torch.float32).eval()
     rows = question_rows(4)

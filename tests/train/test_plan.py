@@ -34,7 +34,7 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setenv("ARCALIGNER_MODELS", str(tmp_path / "models"))
 
 
-def test_a_7b_aligner_on_the_meta_device(offline):
+def test_meta_7b_aligner_has_sizes(offline):
     """Its parts have the sizes of Mistral-7B, with LoRA of rank 128 on its 224 linears, and no weights."""
     model = empty_aligner(model_config(MISTRAL), "gating", encoder_hidden_size=4096, lora_r=128)
     assert all(each.is_meta for each in model.parameters())
@@ -151,7 +151,7 @@ def test_lines_and_a_busy_card(offline, monkeypatch):
     assert "are needed. `-- --activation_checkpointing true`" in lines_of(found)[-1]
 
 
-def test_the_command_says_it(offline, capsys, monkeypatch):
+def test_dry_run_prints_the_plan(offline, capsys, monkeypatch):
     """`arcaligner train --dry-run` prints the plan and starts nothing."""
     monkeypatch.setattr("arcaligner.train.stages.run_stages", lambda *args: pytest.fail("training began"))
     app(["train", "--recipe", "mistral_7b", "--dry-run", "--gpus", "2", "--stage", "2"], standalone_mode=False)
@@ -160,7 +160,7 @@ def test_the_command_says_it(offline, capsys, monkeypatch):
         app(["train", "--recipe", "mistral_7b", "--gpus", "2"], standalone_mode=False)
 
 
-def test_gpu_values_of_the_default_recipe():
+def test_device_gpu_overrides_keys():
     """`--device gpu` sets keys of all stages and of one; the command line's come last; examples of a step stay."""
     stages = read_stages(find_recipe("smollm2_135m"), overrides=["--compile_layers", "true"], device="gpu")
     for stage, batch in zip(stages, (32, 12, 24), strict=True):

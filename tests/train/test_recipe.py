@@ -82,13 +82,13 @@ def test_unsafe_settings_are_refused(tmp_path, setting, message):
         ({"attn_implementation": "flash_attention_2", "max_questions": 2}, "packed questions"),
     ],
 )
-def test_values_that_do_not_fit_are_refused(changes, message):
+def test_invalid_values_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         recipe(**changes)
 
 
 @pytest.mark.parametrize("max_tokens, limit", [(None, 512), (600, 512), (200, 200)])
-def test_no_example_is_longer_than_the_backbone_reads(base_model_dir, max_tokens, limit):
+def test_examples_fit_backbone_context(base_model_dir, max_tokens, limit):
     assert recipe(model_name_or_path=str(base_model_dir), max_tokens=max_tokens).token_limit() == limit
 
 
@@ -257,7 +257,7 @@ ALIGNER = {"lora_r": 128, "lora_alpha": 32, "lora_dropout": 0.05, "gate_layers":
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", ["mistral_7b", "llama_3_1_8b"])
-def test_the_recipes_of_the_paper_have_its_values(name, stage, monkeypatch):
+def test_paper_recipes_match_tables(name, stage, monkeypatch):
     (path,) = (RECIPES / name).glob(f"{stage}_*.yaml")
     monkeypatch.setattr(recipe_module, "num_processes", lambda: NUM_GPUS)
     parsed, args, _ = parse_shipped(path)
@@ -275,7 +275,7 @@ def test_the_recipes_of_the_paper_have_its_values(name, stage, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.default_backbone
-def test_the_tiny_recipe_trains_all_stages(tmp_path, monkeypatch):
+def test_tiny_recipe_trains_all_stages(tmp_path, monkeypatch):
     monkeypatch.chdir(RECIPES.parents[1])
     quick = ["--max_steps", "1", "--per_device_train_batch_size", "1", "--eval_strategy", "no"]
     quick += ["--examples_cache_dir", str(tmp_path / "cache")]
@@ -295,7 +295,7 @@ def test_missing_data_fails_early(tmp_path, monkeypatch, capsys):
     assert f"There is no file {tmp_path}/train_qa.jsonl.gz" in capsys.readouterr().err.replace("\n", "")
 
 
-def test_bad_data_end_in_one_line(tmp_path, monkeypatch, capsys):
+def test_bad_data_print_one_line(tmp_path, monkeypatch, capsys):
     """Before training begins; an error in training shows where it was raised."""
     path, rows = tmp_path / "recipe.yaml", tmp_path / "mine.jsonl"
     keys = yaml.safe_load((RECIPES / "tiny" / "2_grounding.yaml").read_text())

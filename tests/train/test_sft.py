@@ -76,7 +76,7 @@ def test_stage_folder_answers(stages):
     assert model.generate(**inputs, max_new_tokens=4, do_sample=False).shape[1] > inputs["input_ids"].shape[1]
 
 
-def test_logs_tell_tokens_and_gates(tmp_path, write_recipe, stages, monkeypatch):
+def test_logs_report_tokens_and_gates(tmp_path, write_recipe, stages, monkeypatch):
     seen, compute_loss = [], AlignerTrainer.compute_loss
 
     def recording(self, *args, **kwargs):
@@ -95,7 +95,7 @@ def test_logs_tell_tokens_and_gates(tmp_path, write_recipe, stages, monkeypatch)
     assert not logs(stages["grounding"], "open_gates")
 
 
-def test_the_gates_can_learn_faster_than_the_rest(tmp_path, write_recipe, stages):
+def test_gates_have_own_learning_rate(tmp_path, write_recipe, stages):
     keys = {"max_steps": 1, "warmup_steps": 0, "learning_rate": 1e-3}
     run(write_recipe("gating", tmp_path / "slow", stages["grounding"], **keys))
     run(write_recipe("gating", tmp_path / "fast", stages["grounding"], gate_learning_rate=1e-1, **keys))
@@ -120,7 +120,7 @@ def test_projector_without_lora(tmp_path, write_recipe):
 
 
 @pytest.mark.parametrize("step, checkpoint", [(3, "checkpoint-2"), (5, "checkpoint-4")])
-def test_a_broken_run_ends_as_if_unbroken(tmp_path, write_recipe, whole_run, caplog, step, checkpoint):
+def test_resumed_run_equals_uninterrupted(tmp_path, write_recipe, whole_run, caplog, step, checkpoint):
     """To the bit, in the same or a later epoch, with batches at several rates."""
     arguments = write_recipe("grounding", tmp_path / "run", **STEPS)
     run_until(step, arguments)
@@ -146,7 +146,7 @@ def test_trained_run_is_only_saved(tmp_path, write_recipe, monkeypatch):
     assert json.loads((tmp_path / "run" / "trainer_state.json").read_text())["global_step"] == 4
 
 
-def test_rare_words_weigh_more_and_none_nothing():
+def test_rare_words_weigh_more():
     segments = [{"word_ids": ids} for ids in ([0, 1], [0, 2, 2], [0], [0, 2])]
     rarity = word_rarity([{"segments": segments[:1]}, {"segments": []}, {"segments": segments[1:]}], 4)
     np.testing.assert_allclose(rarity, [MIN_RARITY, *np.log([5 / 2, 5 / 3, 5]) / np.log(5)])
@@ -156,7 +156,7 @@ def test_rare_words_weigh_more_and_none_nothing():
 
 
 @pytest.mark.parametrize("name", ["bfloat61", "int8", "nn"])
-def test_a_dtype_that_is_none_is_refused(name):
+def test_invalid_dtype_is_refused(name):
     with pytest.raises(ValueError, match=f"`dtype` is '{name}'; expected auto, float32, bfloat16"):
         recipe.resolve_dtype(name, torch.device("cpu"))
 

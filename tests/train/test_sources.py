@@ -92,7 +92,7 @@ def test_broken_line_costs_one_line(tmp_path, caplog, line):
             read(path)
 
 
-def test_what_a_row_lacks_is_empty(tmp_path):
+def test_missing_fields_are_empty(tmp_path):
     texts = {"passages": [{"text": "Text."}, {"title": "T"}], "meta": {"gold": [1]}}
     rows = [
         {"answers": ["  ", None, " Ada "], "note": 7},
@@ -161,7 +161,7 @@ def test_hub_configuration_and_split(tmp_path, monkeypatch):
         open_corpus("org/corpus?name=en&split=test")
 
 
-def test_texts_of_the_hub_are_streamed(tmp_path, monkeypatch):
+def test_hub_texts_are_streamed(tmp_path, monkeypatch):
     """Enough passages come of the first texts of each file, and nothing is read as a whole."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
@@ -183,7 +183,7 @@ def test_texts_of_the_hub_are_streamed(tmp_path, monkeypatch):
         open_corpus("org?text=body", at_least=10)
 
 
-def test_questions_of_the_hub_are_read_whole(tmp_path, monkeypatch):
+def test_hub_questions_are_read_whole(tmp_path, monkeypatch):
     """A limit streams texts alone: questions are taken in random order of all."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
@@ -212,7 +212,7 @@ def test_unknown_rows_are_refused(tmp_path):
             open_corpus(str(tmp_path / name))
 
 
-def test_files_are_found_in_the_data_folder(tmp_path):
+def test_data_folder_is_searched(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", question_rows(2))
     assert list(open_corpus("rows.jsonl", data_dir=str(tmp_path))) == list(open_corpus(path, data_dir="elsewhere"))
     with pytest.raises(FileNotFoundError, match="no file elsewhere/rows.jsonl.*`data_dir`, which is 'elsewhere': set"):

@@ -87,7 +87,7 @@ def test_finished_stages_are_skipped(recipe, calls, caplog):
     assert len(calls) == 5  # settings are looked at before anything runs
 
 
-def test_one_stage_alone_needs_its_finished_start(recipe, calls):
+def test_single_stage_needs_finished_start(recipe, calls):
     message = "2_grounding starts from mine/1_reconstruction, which is not finished. .*`--stage 1`"
     Path("mine/1_reconstruction/checkpoint-2").mkdir(parents=True)  # broken
     with pytest.raises(ValueError, match=message):
@@ -105,7 +105,7 @@ def test_one_stage_alone_needs_its_finished_start(recipe, calls):
 
 
 @pytest.mark.parametrize("code, end", [(3, "failed with exit code 3"), (-9, "was killed by signal 9")])
-def test_a_stage_that_fails_stops_the_others(recipe, monkeypatch, code, end):
+def test_failed_stage_stops_others(recipe, monkeypatch, code, end):
     made = []
     monkeypatch.setattr(stages, "run_to_end", lambda command: made.append(command) or code)
     with pytest.raises(ChildProcessError, match=f"1_reconstruction {end}"):
@@ -114,7 +114,7 @@ def test_a_stage_that_fails_stops_the_others(recipe, monkeypatch, code, end):
 
 
 @pytest.mark.parametrize("num_devices", [0, 3])
-def test_accelerate_launches_the_stages_on_all_accelerators(recipe, calls, tmp_path, monkeypatch, num_devices):
+def test_accelerate_launches_stages(recipe, calls, tmp_path, monkeypatch, num_devices):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_devices)
     run_stages(read_stages(recipe, only=1), accelerate="ddp")
     shipped = str(RECIPES.parent / "accelerate" / "ddp.yaml")
@@ -146,7 +146,7 @@ def test_mistakes_are_named(recipe):
             read_stages(recipe)
 
 
-def test_recipes_are_found_by_name_or_folder(recipe):
+def test_recipes_have_names_or_folders(recipe):
     for name, folder in (("recipe", recipe), ("smollm2_135m", RECIPES / "smollm2_135m")):  # each has a full_text.yaml
         assert find_recipe(name) == folder
         found = read_stages(folder)

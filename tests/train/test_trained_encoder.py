@@ -54,7 +54,7 @@ def test_search_device_and_encoder(trained, processor):
     assert found.encoder.untrained.model.device.type == "meta"
 
 
-def test_broken_run_keeps_the_encoder(tmp_path, write_recipe, trained):
+def test_resumed_run_keeps_encoder(tmp_path, write_recipe, trained):
     """A broken run continues with the encoder that it had."""
     arguments = write_recipe("grounding", tmp_path / "run", lr_scheduler_type="constant", **RATES)
     run_until(2, arguments)
@@ -82,7 +82,7 @@ def test_later_stage_keeps_the_encoder(tmp_path, write_recipe, trained):
         run(write_recipe("grounding", tmp_path / "run", model=trained, encoder_lora_r=3))
 
 
-def test_an_exported_checkpoint_holds_the_encoder_in_bfloat16(tmp_path, trained):
+def test_exported_encoder_is_bfloat16(tmp_path, trained):
     for _ in range(2):  # the second one replaces the first
         export.main(stages=trained.parent, output=tmp_path / "shipped")
     weights = load_file(tmp_path / "shipped" / "encoder" / "adapter_model.safetensors")

@@ -57,7 +57,8 @@ def examples_of(processor, count):
 # Batches
 
 
-def test_a_batch_is_padded_and_tells_turns_apart(collate):
+def test_batch_is_padded_and_numbered(collate):
+    """Padding, and `turn_ids` that number the turns."""
     batch = collate([row("x", 2, num_turns=2), row("y", 4)], context_words=True)
     expected = {
         "input_ids": torch.tensor([[1, 2, SLOT, 20, 30, 21, 31], [1, 2, SLOT, 20, 30, PAD, PAD]]),
@@ -97,7 +98,7 @@ def test_ids_decide_the_rate(collate):
     assert once == again == more_turns and set(once) == {4, 2, 1}
 
 
-def test_slots_of_a_batch_are_those_of_inference(processor, model, monkeypatch):
+def test_batch_slots_equal_inference(processor, model, monkeypatch):
     """The same embeddings and words as `encode_documents` has for each row, however many texts are read at once."""
     monkeypatch.setattr("arcaligner.encoder_arcaligner.CPU_TOKENS", 40)
     rows, tokenizer = examples_of(processor, 3), processor.encoder.text_tokenizer
@@ -115,7 +116,7 @@ def test_slots_of_a_batch_are_those_of_inference(processor, model, monkeypatch):
             assert found[found >= 0].tolist() == [word for each in words for word in each]
 
 
-def test_a_batch_moves_without_a_walk(collate):
+def test_batch_has_no_nested_lists(collate):
     """A tensor, a number, the encoder's inputs, or the few ids of the rows; all tensors get to the device."""
     batch = collate([row("x", 6, 2), row("y", 3)], rates=(3,), context_words=True)
     assert {type(value) for key, value in batch.items() if key != "row_ids"} == {torch.Tensor, int, EncoderInputs}
@@ -126,7 +127,7 @@ def test_a_batch_moves_without_a_walk(collate):
     assert moved["row_ids"] == ["x", "y"]
 
 
-def test_a_worker_makes_the_same_batches(processor):
+def test_workers_make_equal_batches(processor):
     """Also where it gets the collator as bytes."""
     rows = examples_of(processor, 4)
     collator = ContextCollator(processor.context_token_id, PAD, processor.encoder.text_tokenizer, (2, 4, "segment"))
@@ -233,7 +234,7 @@ def test_predictions_are_logits(trainer):
     assert (seen[0].label_ids == found.label_ids).all()
 
 
-def test_the_loss_is_that_of_the_whole_model(trainer):
+def test_loss_equals_whole_model(trainer):
     batch = trainer.data_collator(list(trainer.train_dataset))
     inputs = {"attention_mask": (batch["turn_ids"] >= 0).long(), "labels": batch["labels"]}
     inputs |= encode_slots(trainer.model.config, trainer.processing_class, batch)
@@ -268,7 +269,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_waits_for_the_device_once(trainer, monkeypatch):
+def test_step_synchronizes_once(trainer, monkeypatch):
     """Outside of the models: for whether loss and gradients are finite."""
     waits, batch = Waits(), trainer.data_collator(list(trainer.train_dataset)[:2])
     for name in ("tolist", "cpu", "numpy"):  # no operations where the device is the CPU
@@ -353,7 +354,7 @@ def test_infinite_loss_stops_the_run(trainer, name):
     torch.testing.assert_close(trainer.model.state_dict(), before, rtol=0, atol=0, equal_nan=True)
 
 
-def test_an_error_of_the_model_names_the_rows(trainer, monkeypatch):
+def test_model_error_names_rows(trainer, monkeypatch):
     broken = lambda self, inputs: torch.full((inputs.num_slots, 12), torch.nan)  # noqa: E731
     monkeypatch.setattr(SentenceEncoder, "encode_inputs", broken)
     with pytest.raises(ValueError, match="NaN or values beyond") as error:

@@ -25,7 +25,7 @@ def test_questions_are_held_out(recipe):
     assert not trained & {row["passages"][0]["title"] for row in rows}
 
 
-def test_loss_has_an_error_over_articles():
+def test_loss_error_is_over_articles():
     """A loss is a mean over tokens, with the standard error over articles."""
     losses = np.array([[2.0, 1], [4.0, 1], [3.0, 2], [9.0, 3], [5.0, 1]])
     found = means_and_errors(losses, ["squad"] * 4 + ["nq"], ["a", "a", "b", "c", "d"])
@@ -51,7 +51,7 @@ def test_loss_matches_the_logits(separate):
     assert loss == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_the_command_measures_and_writes_the_mean(recipe_file, checkpoint_dir, tmp_path, capsys):
+def test_command_writes_measured_mean(recipe_file, checkpoint_dir, tmp_path, capsys):
     other = tmp_path / "other"
     model = ArcAlignerForCausalLM.from_pretrained(checkpoint_dir)
     with torch.no_grad():

@@ -65,7 +65,7 @@ def chooser(checkpoint_dir, monkeypatch, give_head):
     return ask
 
 
-def test_answer_prints_the_pipelines_answer_and_nothing_else(answer, document, model, processor):
+def test_answer_prints_pipeline_answer_only(answer, document, model, processor):
     record = pipeline_of(model, processor)({"question": QUESTION, "documents": [TEXT, TEXT]}, return_slots=True)[0]
     code, out, err = answer(document, document)
     assert (code, out) == (0, printable(record["generated_text"].strip()) + "\n")
@@ -88,7 +88,7 @@ def test_show_slots_lists_sentences(answer, document, tmp_path):
 
 
 @pytest.mark.parametrize("rate", ["segment", 3])
-def test_options_of_answer_reach_the_pipeline(answer, monkeypatch, document, rate):
+def test_answer_options_reach_pipeline(answer, monkeypatch, document, rate):
     asked, ask = [], ArcAlignerPipeline.__call__
     monkeypatch.setattr(ArcAlignerPipeline, "__call__", lambda *own, **given: asked.append(given) or ask(*own, **given))
     options = ["--max-new-tokens", 3, "--gate-mode", "always", "--tokens-per-slot", rate, "--max-slots", 2]
@@ -111,7 +111,7 @@ LONG = "One two three four five six seven eight nine ten. "
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_long_file_uses_top_ranked_passages(answer, chooser, tmp_path, number):
+def test_long_file_is_cut(answer, chooser, tmp_path, number):
     """A long file is cut, and the passages that are used are listed."""
     (path := tmp_path / "long.md").write_text(f"# Numbers\n\n{12 * LONG}\n\n## Letters\n\n{15 * LONG}")
     code, out, err = answer(path, options=[] if number == 1 else ["--max-passages", number])  # one is the default
@@ -127,7 +127,7 @@ def test_long_file_uses_top_ranked_passages(answer, chooser, tmp_path, number):
     assert path.read_text("utf-8")[slice(*spans[0][:2])] == documents[read[0]]["text"]
 
 
-def test_the_version_is_that_of_the_package(run_cli):
+def test_version_equals_package_version(run_cli):
     assert run_cli("--version") == (0, f"arcaligner {metadata.version('arcaligner')}\n", "")
 
 
@@ -146,7 +146,7 @@ def test_missing_checkpoint_fails_fast(run_cli, monkeypatch, tmp_path, command):
     model_info.assert_called_once_with("nowhere/x", timeout=shared.HUB_SECONDS)
 
 
-def test_mistakes_end_in_one_clear_line(answer, base_model_dir, document, tmp_path, monkeypatch):
+def test_user_errors_print_one_line(answer, base_model_dir, document, tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "MANY_PASSAGES", 4)
     texts = {"binary": b"\0\1\2 \xff", "empty": b" \n", "long": 25 * LONG.encode(), "one_word": b"x" * (4 * 256 + 1)}
     paths = {name: tmp_path / f"{name}.txt" for name in texts}
@@ -201,7 +201,7 @@ def cut_in_half(path) -> None:
         ("chat_template.jinja", lambda path: path.write_text("{%"), "The chat template (chat_template.jinja) cannot"),
     ],
 )
-def test_a_broken_file_is_named_in_one_line(answer, checkpoint_dir, document, tmp_path, name, damage, message):
+def test_broken_file_prints_one_line(answer, checkpoint_dir, document, tmp_path, name, damage, message):
     broken = shutil.copytree(checkpoint_dir, tmp_path / "broken")
     edit_json(broken / "config.json", digests=None)  # as of an older one, of which each file is looked at by itself
     damage(broken / name)
@@ -237,7 +237,7 @@ def test_control_characters_are_escaped(answer, monkeypatch, document):
 # Training
 
 
-def test_train_runs_the_stages_of_a_recipe(run_cli, monkeypatch):
+def test_train_runs_recipe_stages(run_cli, monkeypatch):
     asked = []
     monkeypatch.setattr(stages, "run_stages", lambda *arguments: asked.append(arguments))
     code, out, err = run_cli("train", "--recipe", "tiny", "--output", "mine", "--", "--seed", "2", "--max_steps=3")
@@ -248,7 +248,7 @@ def test_train_runs_the_stages_of_a_recipe(run_cli, monkeypatch):
     assert asked[1] == (stages.read_stages(folder, only=2), "cpu")
 
 
-def test_mistakes_in_train_end_in_one_clear_line(run_cli, monkeypatch):
+def test_train_errors_print_one_line(run_cli, monkeypatch):
     monkeypatch.setattr(stages, "run_to_end", lambda command: 1)
     for options, message in (
         (("--recipe", "tiny", "--", "--output_dir", "x"), "Name a folder for all stages with `--output`"),

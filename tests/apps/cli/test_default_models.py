@@ -25,7 +25,7 @@ def models(tmp_path, monkeypatch) -> Path:
     return tmp_path / "models"
 
 
-def test_models_are_found_by_the_variable(models, checkpoint_dir, base_model_dir, encoder_dir, processor, tmp_path):
+def test_environment_variable_locates_models(models, checkpoint_dir, base_model_dir, encoder_dir, processor, tmp_path):
     """As on a machine without the Hub: the checkpoint names two repositories, which lie in one folder."""
     saved = ArcAlignerForCausalLM.from_pretrained(checkpoint_dir)
     saved.config.base_model_name_or_path = "org/base"
@@ -63,7 +63,7 @@ def test_models_are_found_by_the_variable(models, checkpoint_dir, base_model_dir
         (PermissionError(13, "Denied", "/cache"), "cannot be written to the Hub's cache .*/cache.*\n.*HF_HOME"),
     ],
 )
-def test_missing_model_says_the_remedy(models, monkeypatch, error, message):
+def test_missing_model_names_remedy(models, monkeypatch, error, message):
     """A missing model is looked up once, and two lines say how to get it."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", asked := Mock(side_effect=error))

@@ -39,7 +39,7 @@ def test_markdown_heading_becomes_the_title(tmp_path):
     assert found == [("Ada", "\n      \nShe wrote."), ("", "# Alone"), ("", fenced), ("", long)]
 
 
-def test_a_killed_build_goes_on_where_it_was(tmp_path, monkeypatch, processor, make_corpus):
+def test_killed_build_resumes(tmp_path, monkeypatch, processor, make_corpus):
     monkeypatch.setattr(build, "BATCH_DOCUMENTS", 2)
     rows = [{"id": number, "text": f"Sentence {number} stands here. It ends."} for number in range(7)]
     source = write_rows(tmp_path / "rows.jsonl", rows)
@@ -81,8 +81,8 @@ def test_processes_make_the_same_table(tmp_path, monkeypatch, processor, make_co
     assert made[0].table.search().to_arrow().equals(made[1].table.search().to_arrow())
 
 
-def test_process_that_ends_leaves_what_is_written(tmp_path, monkeypatch, processor, make_corpus):
-    """As for lack of memory: an error says so, and the next build goes on."""
+def test_killed_worker_keeps_written_rows(tmp_path, monkeypatch, processor, make_corpus):
+    """A worker that ends, as for lack of memory, gives an error, and the next build continues."""
     source, corpus, given = numbered_rows(tmp_path, monkeypatch), make_corpus(), []
 
     class Pool:
@@ -187,8 +187,8 @@ def test_prune_keeps_what_is_unknown(corpus, letters, processor, prune, monkeypa
     assert ("--prune removed nothing, because 1 sources or rows could not be read" in caplog.text) == prune
 
 
-def test_empty_and_broken_lines_cost_no_other(make_corpus, processor, tmp_path):
-    """Rows are known by their lines: what is deleted goes, what stands in a line that breaks stays."""
+def test_broken_lines_lose_only_themselves(make_corpus, processor, tmp_path):
+    """Rows are identified by their lines: deleted ones are removed, and the row of a line that breaks stays."""
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(
         b'\xef\xbb\xbf{"text": "Ships sail."}\n\n{"text": "The password is hunter2."}\n{"text": "Oars."}\n'
@@ -218,7 +218,7 @@ def test_unseen_characters_change_no_row(make_corpus, tmp_path):
     assert [readable(unclean[row["start"] : row["end"]]).text for row in made[1]] == [row["text"] for row in made[0]]
 
 
-def test_texts_without_a_known_suffix_are_read(tmp_path):
+def test_more_text_suffixes_are_read(tmp_path):
     texts = {
         "a.rst": "One.",
         "b.tex": "Two.",
@@ -237,8 +237,8 @@ def test_texts_without_a_known_suffix_are_read(tmp_path):
     assert len(told) == 2 and "e.cfg has none of the suffixes" in told[0][0] and told[1][1] == {"id": "program"}
 
 
-def test_corpus_that_counted_words_is_continued(corpus, letters, processor):
-    """One of a version before, and the old name of the argument."""
+def test_word_limited_corpus_is_updated(corpus, letters, processor):
+    """A corpus of version 0.2, which limited passages in words, and the old name of the argument."""
     settings = {name: value for name, value in corpus.settings.items() if name != "passage_tokens"}
     metadata = {METADATA: json.dumps(settings | {"passage_words": 26}).encode()}
     old = corpus.path.parent / "old"
@@ -273,7 +273,7 @@ def test_file_has_one_id(letters, corpus, processor, monkeypatch):
     assert corpus.documents() == {"letters/letter.txt", "letters/old/ski.md"}
 
 
-def test_ids_are_data_whatever_they_hold(tmp_path, processor, make_corpus):
+def test_ids_may_have_any_characters(tmp_path, processor, make_corpus):
     ids = ["o'neil", "'); --", "%", "a\nb", "\u00e9\u202e", '"', "\\", "x#0", "x"]
     source = write_rows(tmp_path / "rows.jsonl", [{"id": each, "text": f"It is {each}."} for each in ids])
     corpus = make_corpus(source)
@@ -283,7 +283,7 @@ def test_ids_are_data_whatever_they_hold(tmp_path, processor, make_corpus):
         assert len(corpus) == len(ids) - number
 
 
-def test_each_kind_of_source_gives_its_documents(tmp_path):
+def test_every_source_kind_gives_documents(tmp_path):
     rows = [{"title": "A", "text": "One."}, {"text": "Two.", "id": 7}]
     write_rows(tmp_path / "a.jsonl.gz", rows)
     passages = [{"title": "B", "text": "Three."}, {"text": "Four \ud800."}]
@@ -303,7 +303,7 @@ def test_each_kind_of_source_gives_its_documents(tmp_path):
     assert documents[2] == documents[4]
 
 
-def test_what_cannot_be_read_is_named_and_skipped(tmp_path, processor):
+def test_unreadable_sources_are_listed(tmp_path, processor):
     rows = [{"text": None}, *[{"id": "a", "text": "One."}] * 3, {"id": "a", "text": "Two."}]
     rows.append({"id": "b", "title": "T" * 1001, "text": "One."})
     said = {
@@ -335,7 +335,7 @@ def test_what_cannot_be_read_is_named_and_skipped(tmp_path, processor):
     assert (report.added, report.unchanged, len(corpus)) == (3, 2, 3)
 
 
-def test_sources_that_give_no_document_are_refused(tmp_path, make_corpus, monkeypatch):
+def test_sources_without_documents_are_refused(tmp_path, make_corpus, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     for source, error, message in (
@@ -358,7 +358,7 @@ def test_sources_that_give_no_document_are_refused(tmp_path, make_corpus, monkey
         ({}, {"encoder_dtype": "bfloat16"}, "`encoder_dtype` 'float32'; expected 'bfloat16'"),
     ],
 )
-def test_a_corpus_of_other_settings_is_refused(own, settings, message, corpus, base_model_dir, encoder_dir):
+def test_other_settings_are_refused(own, settings, message, corpus, base_model_dir, encoder_dir):
     with pytest.raises(ValueError, match=message):
         Corpus.create(corpus.path, new_processor(base_model_dir, encoder_dir, **settings), **own)
 
@@ -376,7 +376,7 @@ def test_corpus_of_another_encoder(corpus, processor, monkeypatch):
         corpus.check(processor)
 
 
-def test_encoder_trained_further_is_warned_of(corpus, processor, monkeypatch):
+def test_further_trained_encoder_warns(corpus, processor, monkeypatch):
     """Weights that moved a little make other slots: the corpus is read, with a warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")

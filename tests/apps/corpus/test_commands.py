@@ -13,7 +13,7 @@ from arcaligner.common.files import printable
 DOCUMENT = Path(__file__).parents[3] / "docs" / "corpus.md"
 
 
-def test_from_a_folder_to_an_answer(run_cli, letters, checkpoint_dir, tmp_path, model, processor, monkeypatch):
+def test_folder_becomes_answer(run_cli, letters, checkpoint_dir, tmp_path, model, processor, monkeypatch):
     (letters / "binary.txt").write_bytes(b"\0\xff")
     folder, aligner = tmp_path / "corpus", ("--checkpoint", checkpoint_dir)
     options = ("--passage-tokens", 36, *aligner)
@@ -45,7 +45,7 @@ def test_from_a_folder_to_an_answer(run_cli, letters, checkpoint_dir, tmp_path, 
 
     assert "The answer does not appear word for word in the passages; please check it." in err
     said = lambda answer, text: {"start": 3, "end": 5} if "Radik" in text else None  # noqa: E731
-    monkeypatch.setattr("arcaligner.apps.server.engine.find_answer", said)
+    monkeypatch.setattr("arcaligner.apps.server.request.find_answer", said)
     _, out, err = run_cli("ask", question, "--corpus", folder, "--top-k", 9, "--max-new-tokens", 5, *aligner)
     assert "letter.txt:66-132, the answer at 69-71" in out and out.count("the answer at") == 1 and "none of" not in err
 
@@ -55,8 +55,8 @@ def test_from_a_folder_to_an_answer(run_cli, letters, checkpoint_dir, tmp_path, 
     assert code == 0 and {"documents: 2", "passage_tokens: 36", "tokens_per_slot: segment"} <= {*out.splitlines()}
 
 
-def test_strict_build_fails_at_its_end(run_cli, letters, checkpoint_dir, tmp_path):
-    """With `--strict`, what could not be read is an error of the whole build; all else is in the corpus."""
+def test_strict_build_fails_last(run_cli, letters, checkpoint_dir, tmp_path):
+    """With `--strict` an unreadable source is an error at the end of the build; everything else is in the corpus."""
     folder, aligner = tmp_path / "corpus", ("--checkpoint", checkpoint_dir)
     build = ("corpus", "build", letters, "--output", folder, "--strict", *aligner)
     assert run_cli(*build)[0] == 0
@@ -84,7 +84,7 @@ def test_verbose_names_all_skipped(run_cli, letters, checkpoint_dir, tmp_path):
     assert all(f"{number}.svg has none" in err for number in range(22)) and " more" not in err
 
 
-def test_mistakes_end_in_one_clear_line(run_cli, letters, corpus, checkpoint_dir, tmp_path):
+def test_user_errors_print_one_line(run_cli, letters, corpus, checkpoint_dir, tmp_path):
     (empty := tmp_path / "empty.txt").write_text(" ")
     aligner = ("--checkpoint", checkpoint_dir)
     existing, new = (("--output", folder, *aligner) for folder in (corpus.path, tmp_path / "new"))

@@ -49,7 +49,10 @@ def test_corpus_uses_precomputed_passages(corpus, apart, monkeypatch):
     ask, found = pipeline_of(model, reader), []
     for is_ahead in (False, True):
         if is_ahead:
-            assert read_corpus(corpus, model, reader) == "4 passages read, 0 kept before" and len(files(corpus)) == 5
+            assert (
+                read_corpus(corpus, model, reader) == "4 passages computed, 0 precomputed before"
+                and len(files(corpus)) == 5
+            )
             monkeypatch.setattr("arcaligner.kv_cache_arcaligner.read_text", None)
         engine = Engine(ask, Retriever(corpus, reader), max_passages=3)
         for question, top_k in (("Who wrote it?", 3), ("Since when?", 2)):
@@ -72,21 +75,21 @@ def test_killed_precomputation_continues(corpus, letters, apart, monkeypatch):
     model, reader = apart
 
     def stop(done):
-        if done.startswith("3 passages read"):
+        if done.startswith("3 passages computed"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         read_corpus(corpus, model, reader, stop)
     first, told = files(corpus), []
-    assert read_corpus(corpus, model, reader, told.append) == told[-1] == "1 passage read, 3 kept before"
+    assert read_corpus(corpus, model, reader, told.append) == told[-1] == "1 passage computed, 3 precomputed before"
     assert first.items() < (before := files(corpus)).items()
     (letters / "old" / "ski.md").write_text("# Zhaparov\n\nHe jumps no more.", encoding="utf-8")
     build_corpus([str(letters)], corpus, reader)
-    assert read_corpus(corpus, model, reader) == "1 passage read, 3 kept before, 1 former file removed"
+    assert read_corpus(corpus, model, reader) == "1 passage computed, 3 precomputed before, 1 former file removed"
     assert len(before.items() & files(corpus).items()) == 4  # the text before the slots, and three passages
     with torch.no_grad():
         model.model.projector.out.bias.add_(1.0)
-    assert read_corpus(corpus, model, reader) == "4 passages read, 0 kept before, 5 former files removed"
+    assert read_corpus(corpus, model, reader) == "4 passages computed, 0 precomputed before, 5 former files removed"
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(None, 4), ("bfloat16", 2), ("auto", 2)])
@@ -97,7 +100,7 @@ def test_commands_use_their_precision(run_cli, corpus, apart_dir, monkeypatch, d
     monkeypatch.setattr("arcaligner.encoder_arcaligner.fastest_dtype", fastest.__getitem__)
     aligner = ("--corpus", corpus.path, "--checkpoint", apart_dir)
     code, out, err = run_cli("corpus", "read", *aligner, *(("--dtype", dtype) if dtype else ()))
-    assert code == 0 and out == "4 passages read, 0 kept before\n"
+    assert code == 0 and out == "4 passages computed, 0 precomputed before\n"
     num_bytes = corpus.info()["slots"] * 3 * 2 * 2 * 8 * width  # layers, keys and values, heads, head_dim
     told = f"{num_bytes / 1e6:.1f} MB on disk: {corpus.info()['slots']} slots of 0.{width} KB"
     assert told in err.replace("\n", " ")
@@ -125,7 +128,7 @@ def test_command_precomputes_or_refuses(run_cli, corpus, apart_dir):
     assert not [each for each in set(threading.enumerate()) - before if each.name == "arcaligner-engine"]
 
 
-def test_what_cannot_be_read_ahead_is_refused(run_cli, corpus, apart, checkpoint_dir, monkeypatch):
+def test_precompute_errors_are_reported(run_cli, corpus, apart, checkpoint_dir, monkeypatch):
     code, out, err = run_cli("corpus", "read", "--corpus", corpus.path, "--checkpoint", checkpoint_dir)
     assert code == 1 and out == "" and "`passage_attention`" in err
     with corpus.writing(), pytest.raises(ValueError, match="Another process is writing"):

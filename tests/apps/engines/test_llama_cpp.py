@@ -66,7 +66,7 @@ def make_engine(exported, base_model):
 
 @needs_llama_cpp
 @pytest.mark.parametrize("backbone", ["llama", "qwen2", "qwen3"])
-def test_backbones_read_slots_as_pytorch_does(backbone, tmp_path):
+def test_llama_cpp_equals_pytorch(backbone, tmp_path):
     aligner = tiny_aligner(backbone_config(backbone, hidden_size=32), dtype=torch.float32)
     bare = AutoModelForCausalLM.from_config(aligner.config.text_config)
     weights = {name.replace(".base_layer", ""): weight for name, weight in aligner.model.backbone.state_dict().items()}
@@ -208,7 +208,7 @@ def test_what_misfits_is_refused(exported, base_model, base_model_dir, tokenizer
     ("backbone", "message"),
     [("gemma2", "Backbone `gemma2` has no GGUF export here"), ("mistral_window", "without a sliding window")],
 )
-def test_backbones_that_llama_cpp_names_otherwise_are_refused(backbone, message):
+def test_unsupported_backbones_are_refused(backbone, message):
     with pytest.raises(ValueError, match=message):
         gguf_files.architecture_of(tiny_aligner(backbone).config.text_config)
 

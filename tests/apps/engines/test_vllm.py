@@ -139,8 +139,9 @@ def test_answers_are_those_of_pytorch(reference, run_vllm):
     assert all(answer["cached"] for answer in together)
 
 
-def test_small_caches_and_chunks_answer_the_same(reference, run_vllm):
-    """Prompts are read in chunks of 32 ids, and requests are preempted and begun again, their passages loaded anew."""
+def test_small_caches_keep_answers(reference, run_vllm):
+    """Prompts are prefilled in chunks of 32 ids, and requests are preempted and started again, with their passages
+    loaded again."""
     cache = reference.cache()
     long = {"max_new_tokens": 60, "eos_token_id": None}
     asked = [reference.ask(cache, number, **long) for number in (0, 3, 6, 9, 12, 15, 18, 21)]  # of one passage each
@@ -150,7 +151,7 @@ def test_small_caches_and_chunks_answer_the_same(reference, run_vllm):
     assert run_vllm.preemptions > 0 and not other and largest < 1e-3
 
 
-def test_copied_answers_are_those_of_pytorch(reference, run_vllm):
+def test_copied_answers_equal_pytorch(reference, run_vllm):
     cache = reference.cache()
     plain, copied = ([reference.ask(cache, number, bonus=bonus) for number in range(6)] for bonus in (0.0, 8.0))
     assert any(ids != others for (_, ids, _), (_, others, _) in zip(plain, copied, strict=True))
@@ -160,7 +161,7 @@ def test_copied_answers_are_those_of_pytorch(reference, run_vllm):
         assert differences(asked, found)[0] == []
 
 
-def test_other_precisions_answer_nearly_the_same(reference, run_vllm):
+def test_precisions_agree_approximately(reference, run_vllm):
     """A bfloat16 engine from float32 files, and a float32 one from int8 files."""
     asked = [reference.ask(reference.cache(), number) for number in range(6)]
     (answers,) = run_vllm([[request for request, _, _ in asked]], dtype="bfloat16")
@@ -217,8 +218,8 @@ def test_killed_vllm_loses_no_answer(reference, monkeypatch):
     assert refused and set(refused) == {"5"}
 
 
-def test_what_does_not_fit_is_never_answered(reference, run_vllm):
-    """Beside a request that is answered, in one batch."""
+def test_invalid_requests_are_never_answered(reference, run_vllm):
+    """In one batch with a valid request, which is answered."""
     (good, ids, _), cache = reference.ask(reference.cache(), 1), reference.cache()
     body = good["kv_transfer_params"]["slots"]
     (long,) = cache.prefix_files("Who?", [each["passages"][0] for each in reference.rows], tokens_per_slot=2)

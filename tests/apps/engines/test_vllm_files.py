@@ -99,7 +99,7 @@ def request_of(body, name="one"):
 # Files
 
 
-def test_prefix_files_stand_in_order(cache, files, aligner):
+def test_prefix_files_keep_order(cache, files, aligner):
     keys = [path.stem for path in files.paths]
     assert len(set(keys)) == 3 and keys[1] == keys[3] and (files.num_passages, files.num_cached) == (3, 0)
     inputs = cache.prepare(QUESTION, documents=DOCUMENTS)
@@ -178,7 +178,7 @@ def lose(path):
         ),
     ],
 )
-def test_broken_files_are_refused_by_name(change, message, files):
+def test_broken_files_are_named(change, message, files):
     body = slots_request(files)["kv_transfer_params"]
     params = SimpleNamespace(
         extra_args={"kv_transfer_params": body}, prompt_logprobs=None, skip_reading_prefix_cache=None
@@ -236,7 +236,7 @@ def foreign(files, aligner, folder):
     return other.paths[1].stem
 
 
-def test_requests_that_do_not_fit_are_refused(files, aligner, folder):
+def test_mismatched_requests_are_refused(files, aligner, folder):
     body = slots_request(files)["kv_transfer_params"]["slots"]
     (other_prompt,) = (
         aligner[0]
@@ -318,7 +318,7 @@ def ask(connector, request, computed=0):
     return connector.get_num_new_matched_tokens(request, computed)
 
 
-def test_slots_are_what_is_not_computed_yet(connect, files):
+def test_slots_exclude_computed_positions(connect, files):
     connector, request = connect(), request_of(slots_request(files))
     total = sum(files.num_slots)
     assert ask(connector, request) == (total, False)
@@ -361,7 +361,7 @@ def test_preempted_requests_are_loaded_again(connect, files):
         ({}, {"model_type": "cohere"}, "Several independent passages need one of llama"),
     ],
 )
-def test_misfits_fail_and_are_never_answered(connect, files, change, engine, message, caplog):
+def test_mismatched_requests_fail(connect, files, change, engine, message, caplog):
     body = slots_request(files)
     body |= {name: edit(body[name]) for name, edit in change.items()}
     connector, request = connect(config=engine), request_of(body)
@@ -379,7 +379,7 @@ def test_misfits_fail_and_are_never_answered(connect, files, change, engine, mes
     assert worker.get_transfer_results(set()).failed_recving == set() and step(connector).refused == set()
 
 
-def test_other_weights_are_another_base_model(connect, files, base_model_dir, tmp_path_factory, caplog):
+def test_other_base_weights_are_refused(connect, files, base_model_dir, tmp_path_factory, caplog):
     folder = tmp_path_factory.mktemp("other")
     other = AutoModelForCausalLM.from_pretrained(base_model_dir)
     other.model.embed_tokens.weight.data[3] += 1
@@ -419,7 +419,7 @@ def load(worker, model, *loads, heads=None, dtype=torch.float32):
 
 @pytest.mark.parametrize("start", [0, BLOCK])
 @torch.no_grad()
-def test_base_model_answers_from_what_is_written(start, connect, cache, files, base_model_dir, aligner):
+def test_base_model_continues_from_files(start, connect, cache, files, base_model_dir, aligner):
     """Read with one position after the other, as vLLM does, the base model's logits are those of the aligner."""
     expected = cache.read_question(cache.prepare(QUESTION, documents=DOCUMENTS)).logits[0, -1]
     total, blocks = sum(files.num_slots), random.Random(1).sample(range(40), -(-sum(files.num_slots) // BLOCK))
@@ -455,8 +455,8 @@ def test_workers_write_their_own_heads(connect, files, aligner, monkeypatch):
     assert torch.equal(half, whole.bfloat16())
 
 
-def test_requests_of_a_step_are_written_together(connect, cache, aligner):
-    """Each as it is alone, whatever it has been given before, and whatever the others need."""
+def test_step_writes_all_requests(connect, cache, aligner):
+    """Each as if alone, whatever was loaded before, and whatever the others need."""
     asked = [DOCUMENTS, [RADIK], [RADIK, ADA]]
     bodies = [slots_request(cache.prefix_files(QUESTION, each)[0])["kv_transfer_params"]["slots"] for each in asked]
     starts, free = (0, BLOCK, sum(count for _, count in bodies[2][:2]) + 1), iter(range(40))
@@ -469,8 +469,8 @@ def test_requests_of_a_step_are_written_together(connect, cache, aligner):
     assert all(each.any() for each in alone) and torch.equal(together, sum(alone))
 
 
-def test_file_lost_while_running_fails_its_blocks(connect, cache, files, aligner, caplog):
-    """And no request beside it."""
+def test_lost_file_fails_its_blocks(connect, cache, files, aligner, caplog):
+    """A file that is lost while the engine runs fails its own request and no other."""
     body, worker = slots_request(files)["kv_transfer_params"]["slots"], connect(Role.WORKER)
     (other,) = cache.prefix_files(QUESTION, [ADA])
     beside = slots.Load(slots_request(other)["kv_transfer_params"]["slots"], 0, list(range(20, 30)))
@@ -486,7 +486,7 @@ def test_file_lost_while_running_fails_its_blocks(connect, cache, files, aligner
 # Copying
 
 
-def test_answers_are_copied_as_by_pytorch(processor):
+def test_copying_equals_pytorch(processor):
     """Walks through texts, some of which leave them."""
     documents, draws = [ADA, RADIK, "No. 7 is long-lived."], random.Random(0)
     texts = copied_texts(processor.tokenizer, documents, "not in the text")

@@ -78,7 +78,7 @@ def test_corpus_serves_requests_without_documents(client, retriever, ask):
     assert nothing["sources"] == [] and nothing["statistics"]["slots"] == 1
 
 
-def test_a_stream_says_the_same_piece_by_piece(client):
+def test_stream_equals_whole_answer(client):
     whole = ask_server(client, documents=DOCUMENTS)
     options = {"documents": DOCUMENTS, "stream_options": {"include_usage": True}}
     pieces = list(ask_server(client, stream=True, **options))
@@ -244,13 +244,13 @@ def test_documents_of_libraries(client):
         ({"messages": [{"role": "user", "content": "Too long " * 600}]}, "positions but the backbone"),
     ],
 )
-def test_a_bad_request_is_refused_with_the_reason(url, change, message):
+def test_bad_request_names_reason(url, change, message):
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2} | change
     response = httpx.post(f"{url}/v1/chat/completions", content=json.dumps(body), headers=AUTHORIZED)
     assert response.status_code == 400 and message in response.json()["error"]["message"]
 
 
-def test_what_is_no_request_at_all_is_refused(url, client, monkeypatch):
+def test_non_requests_are_refused(url, client, monkeypatch):
     monkeypatch.setattr(app, "MAX_BODY_BYTES", 20_000)
     post = f"{url}/v1/chat/completions"
     parts = (b"x" * 9_000 for _ in range(3))
@@ -270,7 +270,7 @@ def test_what_is_no_request_at_all_is_refused(url, client, monkeypatch):
         assert refused.status_code == status and refused.json()["error"]["message"]
 
 
-def test_a_byte_order_mark_is_nothing(url):
+def test_byte_order_mark_is_ignored(url):
     """A body that PowerShell or .NET wrote."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2}
     text, post = json.dumps(body), f"{url}/v1/chat/completions"
@@ -317,8 +317,8 @@ def test_model_by_its_name(url, client):
     assert {"Message", "Passage", "Text"} <= described["components"]["schemas"].keys()
 
 
-def test_time_of_an_answer_is_kept(engine):
-    """An answer that the engine does not give is not waited for longer than an answer may take."""
+def test_answer_time_is_limited(engine):
+    """An answer that the engine does not give is not waited for longer than the limit."""
     routes = Routes(SimpleNamespace(limits=Limits(seconds=0.05)), ServerSettings())
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="The answer was not finished within 0.05 seconds"):
@@ -346,7 +346,7 @@ def test_stream_ends_with_its_error(client, held, engine, monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_stops_its_answer(client, held, stream):
+def test_disconnect_stops_answer(client, held, stream):
     chat = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64}
     if stream:
         answer = client.chat.completions.create(**chat, stream=True)
@@ -387,7 +387,7 @@ def test_health_metrics_and_models(url, client, engine, monkeypatch):
     assert about["corpus"] is None and [each["text"] != "" for each in about["examples"]] == [True] * 3
 
 
-def test_without_a_key_only_this_machine_may_ask(engine):
+def test_keyless_server_refuses_foreign_hosts(engine):
     client = TestClient(create_app(engine, ServerSettings()))  # without a lifespan, which would close the engine
     for host, status in (("evil.example:8000", 400), ("[::1]:8000", 200), ("localhost", 200)):
         assert client.get("/health", headers={"Host": host}).status_code == status

@@ -151,7 +151,7 @@ def test_sampling_follows_probabilities():
     assert torch.equal(*whole)
 
 
-def test_top_k_and_min_p_cut():
+def test_top_k_min_p_cut():
     """Of 4000 draws none is beyond the two likeliest tokens, or below `min_p` of the likeliest one."""
     scores, rows = torch.tensor([[2.0, 1.0, 0.5, -3.0]]), 4000
     for settings, left in (({"sampling_top_k": 2}, 2), ({"min_p": 0.3}, 2), ({"min_p": 0.2}, 3)):
@@ -165,7 +165,7 @@ def test_top_k_and_min_p_cut():
 @pytest.mark.parametrize(
     "text, stop, size", [("yes\n", "\n\n", 1), ("aab", "aabaa", 3), ("aaa", "aaa", 2), ("", "a", 0), ("b", "a", 0)]
 )
-def test_overlap_is_what_may_become_stop(text, stop, size):
+def test_overlap_finds_stop_prefix(text, stop, size):
     assert _overlap(text, stop) == size
 
 
@@ -176,7 +176,7 @@ def test_a_long_stop_costs_little():
     assert time.process_time() - began < 1
 
 
-def test_pieces_of_a_prompt_answer_as_one(engine_of, apart, monkeypatch):
+def test_prompt_pieces_equal_whole(engine_of, apart, monkeypatch):
     """A batch of chats of different lengths, with and without passages."""
     texts = ["Who wrote it? " * 20, "Who?"]
     requests = [(documents, [{"role": "user", "content": text}]) for documents in (PASSAGES, None) for text in texts]
@@ -192,8 +192,8 @@ def test_pieces_of_a_prompt_answer_as_one(engine_of, apart, monkeypatch):
 
 
 @pytest.mark.parametrize("documents", [None, PASSAGES])
-def test_a_prompt_nobody_waits_for_ends(engine_of, apart, monkeypatch, documents):
-    """It ends at its next piece; the other of its batch is answered as alone."""
+def test_abandoned_prompt_ends(engine_of, apart, monkeypatch, documents):
+    """It ends at its next piece; the other request of its batch is answered as if alone."""
     alone = answer(engine_of(None, apart), documents, max_new_tokens=8)
     monkeypatch.setattr(kv_cache_arcaligner, "PIECE_POSITIONS", 10)
     left = asked(documents, [{"role": "user", "content": "Who wrote it? " * 20}])
@@ -212,7 +212,7 @@ def test_a_prompt_nobody_waits_for_ends(engine_of, apart, monkeypatch, documents
     assert beside.text == alone.text
 
 
-def test_passages_nobody_waits_for_end(engine_of, apart, monkeypatch):
+def test_abandoned_passages_end(engine_of, apart, monkeypatch):
     """Encoding and reading of passages ends at the next call of encoder and model."""
     engine = engine_of(None, apart)
     engine.warm_up()
@@ -266,7 +266,7 @@ def test_vanished_corpus_fails_its_questions(tmp_path, engine_of, processor):
     assert answer(engine).statistics["slots"] == 1
 
 
-def test_slots_to_score_have_a_limit(engine_of, apart, processor, monkeypatch):
+def test_scored_slots_are_limited(engine_of, apart, processor, monkeypatch):
     """Those that are too many to be asked about are refused before any is encoded."""
     documents = ["Ada wrote it.", "Bob did not.", "Carol read it."]  # three slots
     engine = engine_of(None, apart, limits=Limits(max_slots=1, max_slots_asked=3))
@@ -344,7 +344,7 @@ def test_few_passages_are_encoded(apart, engine_of, monkeypatch, share, read):
     assert answer(engine, texts).kept == 1 and not encoded
 
 
-def test_endless_text_is_refused_at_once(engine_of, apart, monkeypatch):
+def test_endless_text_is_refused_early(engine_of, apart, monkeypatch):
     """More words than there may be slots are not even cut."""
     engine = engine_of(None, apart, limits=Limits(max_slots=10, max_slots_asked=20))
     monkeypatch.setattr(engine.answerer, "cut", None)
@@ -352,14 +352,14 @@ def test_endless_text_is_refused_at_once(engine_of, apart, monkeypatch):
     assert isinstance(error, ValueError) and "more than 1250 slots; expected at most 20" in str(error)
 
 
-def test_slot_prefixes_are_kept_within_their_bytes(engine_of):
+def test_prefix_cache_respects_bytes(engine_of):
     for most, hits in ((2**20, 1), (0, 0)):
         engine = engine_of(prefix_bytes=most)
         assert answer(engine).text == answer(engine).text
         assert (engine.store.hits, engine.store.bytes > 0) == (hits, hits > 0)
 
 
-def test_low_confidence_refuses_early(engine_of, ask, monkeypatch, give_head):
+def test_low_answerability_abstains_early(engine_of, ask, monkeypatch, give_head):
     """An answer with less confidence than requested is the refusal, sent immediately."""
     monkeypatch.setattr(ask.processor, "no_answer", "not in the text")
     give_head(ask.model)
@@ -381,7 +381,7 @@ def test_low_confidence_refuses_early(engine_of, ask, monkeypatch, give_head):
         told(min_confidence=2)
 
 
-def test_settings_that_cannot_be_are_refused(engine_of):
+def test_invalid_settings_are_refused(engine_of):
     for name, value, message in (
         ("min_confidence", 0.5, "needs an aligner whose answerability was fitted"),
         ("max_passages", 0, "is 0; expected a whole number of at least 1"),

@@ -22,7 +22,7 @@ def drop(url):
     return drop
 
 
-def test_a_file_becomes_passages_with_titles_and_pages(drop, monkeypatch):
+def test_file_becomes_titled_passages(drop, monkeypatch):
     text = "# Ships\n\nOf wood. And tar.\n\n## Sails\n\nOf linen."
     found = drop("../../etc/ships.md", text.encode()).json()
     assert found["name"] == "ships.md" and found["characters"] == found["read"] == len(text)

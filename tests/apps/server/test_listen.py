@@ -74,7 +74,7 @@ def test_incomplete_requests_time_out(connect, monkeypatch):
     drip(connection)
 
 
-def test_who_waits_for_an_answer_is_not_closed(connect, held, monkeypatch):
+def test_waiting_client_stays_connected(connect, held, monkeypatch):
     monkeypatch.setattr(TimedConnection, "seconds", 0.2)
     body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 64})
     asking = connect()
@@ -157,7 +157,7 @@ def test_slow_reader_has_its_time(connect, lost, monkeypatch, most, is_closed):
     assert (port in lost) == is_closed
 
 
-def test_unread_answers_keep_nobody_out(connect, lost, monkeypatch):
+def test_unread_answers_make_room(connect, lost, monkeypatch):
     """Of too many connections that all ask, one that does not read makes room for each new one."""
     monkeypatch.setattr(TimedConnection, "most", 8)
     ports = [ask_for_pages(connect).getsockname()[1] for _ in range(8)]
@@ -212,7 +212,7 @@ def test_idle_connections_closed(connect, lost, monkeypatch):
     assert wait_until(lambda: lost.issuperset(connection.getsockname()[1] for connection in idle))
 
 
-def test_the_command_serves_a_checkpoint_and_a_corpus(run_cli, monkeypatch, checkpoint_dir, retriever):
+def test_serve_command_answers(run_cli, monkeypatch, checkpoint_dir, retriever):
     served = []
     monkeypatch.setattr("uvicorn.run", lambda app, **settings: served.append((app, settings)))
     monkeypatch.setenv("ARCALIGNER_API_KEY", "")

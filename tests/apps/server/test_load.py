@@ -9,7 +9,7 @@ from arcaligner.benchmarks import serving
 from arcaligner.common.files import CASE_STUDIES
 
 
-def test_load_generator_tells_what_it_measured(url, capsys, monkeypatch):
+def test_load_generator_prints_table(url, capsys, monkeypatch):
     """A row for each number of clients; questions that were asked before have cached passages."""
     settings = {"url": url, "api_key": "a key"}
     serving.main(CASE_STUDIES, clients="1,3", requests=4, **settings)

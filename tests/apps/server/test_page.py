@@ -92,7 +92,7 @@ def test_page_marks_the_answer(browser, monkeypatch):
     """The page marks the answer in the passage."""
     text = "😀 " + TEXT  # offsets count characters, of which a browser may count two
     place = {"start": text.index("jumper"), "end": text.index("competed") + 8}  # in two slots
-    find_answer = "arcaligner.apps.server.engine.find_answer"
+    find_answer = "arcaligner.apps.server.request.find_answer"
     monkeypatch.setattr(find_answer, lambda answer, text: place if "Radik" in text else None)
     ask(browser, text)
     marks = browser.evaluate("[...document.querySelectorAll('mark')].map(each => each.textContent)")
@@ -140,7 +140,7 @@ def test_page_with_and_without_corpus(browser, engine, monkeypatch):
     assert browser.evaluate("$('question').value") == names[1] and "Radik Zhaparov" in browser.seen("article")
 
 
-def test_a_small_and_a_dark_screen(browser):
+def test_page_fits_small_dark_screens(browser):
     for width in (400, 320):
         browser.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=True)
         ask(browser, TEXT + " " + "y" * 200)
@@ -175,7 +175,7 @@ def test_dropped_files_become_passages(browser, monkeypatch):
     assert browser.seen("#chosen").startswith("1 of 3 passages sent")
 
 
-def test_markup_in_files_and_their_names_is_text(browser):
+def test_file_markup_stays_text(browser):
     evil = "<img src=x onerror=window.evil=1><script>window.evil=1</script>"
     browser.drop(
         f"[new File([{json.dumps(evil + ' A letter &amp; more.')}], 'a<img src=x onerror=window.evil=1>.html'),"

@@ -205,7 +205,7 @@ def test_cancelled_row_leaves_others(apart, engine_of):
     assert other[0].result().text == alone.text
 
 
-def test_turns_go_to_new_and_old():
+def test_turns_alternate_new_and_old():
     """Long work has every second turn, however much new work comes; new work has the others."""
     turns, order, started = Turns(seconds=0.0, first_seconds=0.0), [], threading.Barrier(3)
 

@@ -64,7 +64,7 @@ def ask(engine, *documents, question="Who wrote it?", **settings):
     return engine.submit(request).result(60), request
 
 
-def test_answers_are_those_of_the_own_engine(front, pipeline, vllm):
+def test_vllm_answers_equal_own_engine(front, pipeline, vllm):
     """One passage, the likeliest of several, several, one that stands twice, none found, and text alone; of an aligner
     whose gates are open, as their passes are in the files."""
     assert pipeline.model.config.refines()
@@ -85,7 +85,7 @@ def test_answers_are_those_of_the_own_engine(front, pipeline, vllm):
     engine.close()
 
 
-def test_refused_answers_are_not_asked_for(front, vllm):
+def test_abstentions_skip_vllm(front, vllm):
     assert ask(front, ADA)[0].text  # after which vLLM is known
     before = len(vllm.asked)
     answer, request = ask(front, ADA, min_confidence=1.0)
@@ -99,7 +99,7 @@ def test_refused_answers_are_not_asked_for(front, vllm):
         ({"apart": 1.0}, "that differ by 1.00"),
     ],
 )
-def test_vllm_that_answers_otherwise_is_refused(front, vllm, change, message):
+def test_differing_vllm_is_refused(front, vllm, change, message):
     vars(vllm).update(change)
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
@@ -123,7 +123,7 @@ def test_vllm_may_come_back(front, vllm):
         assert client.post("/v1/chat/completions", json=body | {"stream": stream}).status_code == 200
 
 
-def test_clients_of_killed_vllm_lose_nothing(front, vllm):
+def test_killed_vllm_loses_no_answers(front, vllm):
     """It is killed twice while clients ask: they get 503 with `Retry-After`, ask again, and all have their answers."""
     app, answers, refused = create_app(front, ServerSettings("tiny")), [], []
 
@@ -161,7 +161,7 @@ def test_lora_on_text_is_refused(processor, vllm, tmp_path):
         VllmEngine(pipeline_of(model.eval(), apart), vllm=VllmServer(vllm.url), folder=tmp_path)
 
 
-def test_vllm_that_ends_within_an_answer(front, vllm):
+def test_vllm_ends_within_answer(front, vllm):
     ask(front, ADA)
     vllm.dies = True
     with pytest.raises(UnavailableError, match="Try again later"):
@@ -177,7 +177,7 @@ def test_vllm_that_ends_within_an_answer(front, vllm):
     assert ask(front, ADA)[0].text
 
 
-def test_prompts_that_do_not_fit_are_refused(front, vllm):
+def test_long_prompts_are_refused(front, vllm):
     """Several passages, and one that is too long by itself."""
     vllm.max_model_len = 45
     front.warm_up()
@@ -186,7 +186,7 @@ def test_prompts_that_do_not_fit_are_refused(front, vllm):
             ask(front, *documents, max_passages=8, tokens_per_slot=2)
 
 
-def test_folder_that_is_full_is_503(front, tmp_path, monkeypatch):
+def test_full_folder_gives_503(front, tmp_path, monkeypatch):
     ask(front, RADIK)
 
     def full(*args, **kwargs):
@@ -215,7 +215,7 @@ def wait_for(is_so):
         time.sleep(0.05)
 
 
-def test_process_that_ends_is_started_again(tmp_path):
+def test_ended_process_restarts(tmp_path):
     script = tmp_path / "python"
     script.write_text(f'#!/bin/sh\necho "$$ $*" >> {tmp_path}/started\nexec sleep 600\n')
     script.chmod(0o755)
@@ -284,7 +284,7 @@ def test_options_of_the_command_line(run_cli, checkpoint_dir, monkeypatch):
 
 @pytest.mark.load
 @pytest.mark.skipif(shutil.which("haproxy") is None, reason="`apt-get install haproxy`")
-def test_replica_that_ends_costs_no_answer(pipeline, tmp_path):
+def test_ended_replica_loses_no_answers(pipeline, tmp_path):
     """Two replicas behind the router of `docs/container`, one of which ends and comes back while eight clients ask."""
     replicas = [SmallVllm(pipeline.model, pipeline.processor, tmp_path) for _ in range(2)]
     ports = {

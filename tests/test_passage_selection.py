@@ -1,4 +1,4 @@
-"""How likely it is that passages answer a question: what is read, and answers that are given up for it."""
+"""Answerability in the pipeline, abstention, and the selection of passages."""
 
 from unittest import mock
 
@@ -60,8 +60,8 @@ def told(records):
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 0}, {"num_beams": 2}], ids=str)
-def test_answerability_is_that_of_the_prefill(model, fitted, options):
-    """One number for a row, however many beams or samples it has; also behind cached passages."""
+def test_answerability_comes_from_prefill(model, fitted, options):
+    """One number for a row, however many beams or samples it has; also after cached passages."""
     inputs, store = chat_inputs(fitted, QUESTION, DOCUMENTS), model.passage_cache(fitted)
     with torch.no_grad():
         expected = torch.sigmoid(model(**inputs).answerability_logits)  # (1,)
@@ -101,7 +101,7 @@ def test_word_match_counts(ask, fitted, options):
 # Answers that are given up
 
 
-def test_an_answer_with_less_confidence_becomes_the_sentence(ask, model, fitted):
+def test_low_answerability_abstains(ask, model, fitted):
     unwatched, plain = ask(ROW), ask(ROW, return_slots=True)
     sure = told(plain)
     assert 0 < sure < 1 and unwatched[0]["generated_text"] == plain[0]["generated_text"]
@@ -114,7 +114,7 @@ def test_an_answer_with_less_confidence_becomes_the_sentence(ask, model, fitted)
     assert record["generated_text"][-1]["content"] != "not in the text" and "confidence" not in record["statistics"]
 
 
-def test_confidence_of_each_row(ask):
+def test_answerability_of_each_row(ask):
     """Each row of a batch has its own confidence, and its samples share it."""
     rows = [ROW | {"question": question} for question in (QUESTION, "When?", "Where was it?")]
     together, alone = (ask(rows, batch_size=size, return_slots=True) for size in (3, 1))
@@ -202,7 +202,7 @@ def test_scored_row_is_prepared_once(ask_apart, monkeypatch):
 @pytest.mark.parametrize(
     "options", [{}, {"batch_size": 3}, {"num_beams": 2}, {"max_slots": 2}, {"gate_mode": "always"}], ids=str
 )
-def test_a_scored_passage_is_read_once(ask_apart, monkeypatch, options):
+def test_scored_passage_is_computed_once(ask_apart, monkeypatch, options):
     """Its keys and values serve the answer, which is that of the passage alone."""
     rows = [{"question": question, "documents": MANY} for question in (QUESTION, "When?", "Where was it?")]
     reader = mock.Mock(side_effect=read_passages)
@@ -224,8 +224,8 @@ def test_a_scored_passage_is_read_once(ask_apart, monkeypatch, options):
             assert told([record]) == pytest.approx(told([expected]), abs=1e-4)
 
 
-def test_rows_of_both_kinds_are_batched(ask_apart):
-    """A question about several passages beside others about one and about none."""
+def test_mixed_rows_share_a_batch(ask_apart):
+    """A question about several passages in a batch with others about one and about none."""
     rows = [
         {"question": QUESTION, "documents": MANY},
         {"question": QUESTION, "documents": MANY[:1]},
@@ -263,8 +263,8 @@ def test_text_without_sentences_is_cut(ask_apart):
         assert all(each["text"] == text[each["start"] : each["end"]] for each in segments)
 
 
-def test_setting_says_what_is_long(ask_apart, ask, monkeypatch):
-    """A document is read whole up to the processor's `max_passage_tokens`, and where nothing can choose."""
+def test_setting_defines_long_documents(ask_apart, ask, monkeypatch):
+    """A document is used whole up to the processor's `max_passage_tokens`, and if passages cannot be scored."""
     text = "It was written by Ada. Nobody else read it."
     size = len(ask.processor.tokenizer(text)["input_ids"])
     monkeypatch.setattr(ask_apart.processor, "passage_tokens", size // 2)
@@ -357,7 +357,7 @@ def test_unwatchable_weights_cache_nothing(separate, ask_apart, caplog):
         store.precompute(QUESTION, PASSAGES[:2])
 
 
-def test_what_cannot_be_ranked_is_refused(model, fitted, apart, ask, ask_apart):
+def test_unrankable_passages_are_refused(model, fitted, apart, ask, ask_apart):
     for most in (1, 9):
         with pytest.raises(ValueError, match="no user message"):
             ask_apart([{"role": "assistant", "content": "Hi."}], documents=PASSAGES, max_passages=most)

@@ -1,4 +1,4 @@
-"""The slot-prefix store: passages are read once, and questions get the answers they get without it."""
+"""The passage cache: passages are computed once, and questions get the answers that they get without it."""
 
 import contextlib
 import copy
@@ -121,7 +121,7 @@ def test_mixed_batch_of_prefixes(models, processor, backbone):
 
 
 @in_float64
-def test_documents_are_encoded_once_for_all_questions(model, processor, monkeypatch):
+def test_documents_are_encoded_once(model, processor, monkeypatch):
     store, encoded, encode = model.passage_cache(processor), [], SlotEncoder.encode_tokens
     watched = lambda self, *given: encoded.append(len(given[0])) or encode(self, *given)  # noqa: E731
     monkeypatch.setattr(SlotEncoder, "encode_tokens", watched)
@@ -134,7 +134,7 @@ def test_documents_are_encoded_once_for_all_questions(model, processor, monkeypa
 
 @in_float64
 @pytest.mark.parametrize("has_template", [True, False])
-def test_text_before_the_slots_belongs_to_the_prefix(model, processor, has_template):
+def test_prefix_includes_text_before(model, processor, has_template):
     chats, misses, reader = QUESTIONS, 1, processor_with(processor)
     if has_template:
         turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ada."}]
@@ -178,7 +178,7 @@ def test_continued_prefix_is_not_changed(model, processor):
 # What is kept
 
 
-def test_least_recently_used_prefix_leaves_first(model, processor):
+def test_least_recent_prefix_is_dropped(model, processor):
     one = model.passage_cache(processor)
     one.prepare(["Who?", "Who?"], context_embeds=[embeddings(1), embeddings(40)])
     text = prefix_of(one, context_embeds=embeddings(1)).get_seq_length() - 1  # before the slots, which is kept as well
@@ -230,7 +230,7 @@ def test_late_gates_warn(model, processor, caplog):
     assert caplog.messages == [message]
 
 
-def test_what_cannot_be_prepared_is_refused(processor):
+def test_invalid_inputs_are_refused(processor):
     model = aligner_for(processor)
     for call, message in [
         ({}, "Got neither `documents` nor `context_embeds`"),
@@ -293,8 +293,8 @@ def prefix_and_tail(model, num_slots=4):
 
 @in_float64
 @pytest.mark.parametrize("backbone", list(BACKBONES))
-def test_unmodified_backbone_continues_from_the_file(backbone, tmp_path):
-    """By the recipe of the module's docstring, with nothing of ours; also behind a window, which drops positions."""
+def test_bare_backbone_continues_from_file(backbone, tmp_path):
+    """By the recipe of the module's docstring, with the base model only; also after a window, which drops positions."""
     recipe = re.search(r"\n\n(    parts = (?:.*\n    )+.*\n)", kv_cache_arcaligner.__doc__).group(1)
     model = tiny_aligner(backbone)
     prefix, row, tail = prefix_and_tail(model, num_slots=7)
@@ -318,7 +318,7 @@ def test_unmodified_backbone_continues_from_the_file(backbone, tmp_path):
 # Files that are refused
 
 
-def test_every_field_of_a_fingerprint_is_compared(model, processor, tmp_path):
+def test_every_fingerprint_field_is_compared(model, processor, tmp_path):
     store, config = model.passage_cache(processor, folder=tmp_path), model.config.text_config
     path = store.precompute("?", ADA)[-1]
     with safe_open(path, framework="pt") as file:
@@ -361,7 +361,7 @@ def test_wrong_file_is_refused(saved, change, message):
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_file_with_a_changed_byte_is_refused(saved, data):
+def test_changed_byte_is_refused(saved, data):
     whole = saved.read_bytes()
     expected = load_keys_values(saved, FINGERPRINT, backbone_config())
     header = int.from_bytes(whole[:8], "little")
