@@ -241,18 +241,22 @@ class ArcAlignerProcessor(ProcessorMixin):
         Raises:
             `ValueError`: a conversation without a question.
         """
-        return self._split_prompt(with_plain_texts(messages), sanitize_control_tokens, **kwargs)
+        return self.split_prompts([messages], sanitize_control_tokens, **kwargs)[0]
 
-    def _split_prompt(self, messages: list[dict], sanitize_control_tokens: bool, **kwargs: Any) -> tuple[str, str]:
-        """As `split_prompt`, for messages that were checked and hold plain texts."""
+    def split_prompts(
+        self, conversations: list[list[dict]], sanitize_control_tokens: bool = True, **kwargs: Any
+    ) -> list[tuple[str, str]]:
+        """As `split_prompt`, for several conversations, which takes less time than each by itself."""
+        conversations = with_plain_texts(conversations)
         mark = uuid.uuid4().hex
         if sanitize_control_tokens:
-            messages = mark_control_tokens(self.tokenizer, messages)
-        text = self._apply_template(_with_background_line(messages, mark), tokenize=False, **kwargs)
-        if (times := text.count(mark)) != 1:
-            raise ValueError(f"The chat template writes the first user message {times} times; expected it once.")
-        before, after = text.split(mark)
-        return before, after
+            conversations = mark_control_tokens(self.tokenizer, conversations)
+        marked = [_with_background_line(messages, mark) for messages in conversations]
+        prompts = [text.split(mark) for text in self._apply_template(marked, tokenize=False, **kwargs)]
+        for parts in prompts:
+            if (times := len(parts) - 1) != 1:
+                raise ValueError(f"The chat template writes the first user message {times} times; expected it once.")
+        return [(before, after) for before, after in prompts]
 
     @property
     def model_input_names(self) -> list[str]:
@@ -277,8 +281,12 @@ class ArcAlignerProcessor(ProcessorMixin):
         Raises:
             `ValueError`: a text that the tokenizer turns into the context token's id.
         """
-        ids = self.tokenizer(text)["input_ids"] if add_special_tokens else encode_marked(self.tokenizer, text)
-        if self.context_token_id in ids:
+        return self.tokenize_prompts([text], add_special_tokens)[0]
+
+    def tokenize_prompts(self, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
+        """As `tokenize_prompt`, for several parts, which takes less time than each by itself."""
+        ids = self.tokenizer(texts)["input_ids"] if add_special_tokens else encode_marked(self.tokenizer, texts)
+        if any(self.context_token_id in own for own in ids):
             raise ValueError(
                 f"The tokenizer reads {self.tokenizer.convert_ids_to_tokens(self.context_token_id)!r} as id "
                 f"{self.context_token_id}, which is `context_token_id` and marks slots. Set it to "
@@ -364,7 +372,7 @@ class ArcAlignerProcessor(ProcessorMixin):
             if sanitize_control_tokens:  # in what a chat template made of marked messages
                 # The template writes its special tokens itself; pictures and sounds are `None`.
                 kwargs = {k: value for k, value in kwargs.items() if k != "add_special_tokens" and value is not None}
-                features = self._pad([encode_marked(self.tokenizer, each) for each in questions], **kwargs)
+                features = self._pad(encode_marked(self.tokenizer, questions), **kwargs)
                 is_flat = is_single and kwargs.get("return_tensors") is None
                 return BatchFeature({name: rows[0] for name, rows in features.items()}) if is_flat else features
             return BatchFeature(dict(self.tokenizer(text, **kwargs)), skip_tensor_conversion=None)
@@ -385,9 +393,9 @@ class ArcAlignerProcessor(ProcessorMixin):
     ) -> BatchFeature:
         """Batch of prompts, each cut in two where its slots belong."""
         settings = {name: kwargs.pop(name, None) for name in SLOT_SETTINGS}
-        texts = [
-            (self.tokenize_prompt(before, add_special_tokens), self.tokenize_prompt(after)) for before, after in prompts
-        ]
+        befores, afters = map(list, zip(*prompts, strict=True))
+        befores, afters = self.tokenize_prompts(befores, add_special_tokens), self.tokenize_prompts(afters)
+        texts = list(zip(befores, afters, strict=True))
         room = (most := self.max_prompt_length) and [most - len(before) - len(after) for before, after in texts]
         given = (documents, context_embeds, context_word_ids, context_passage_ids)
         passages = passages_of_questions(*given, is_single, len(prompts), self.context_words)
@@ -488,10 +496,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         return_dict = kwargs.pop("return_dict", False)
         slots |= {"return_tensors": return_tensors, **(kwargs.pop("processor_kwargs", None) or {})}
         is_single = isinstance(conversation[0], dict)
-        prompts = [
-            self._split_prompt(messages, sanitize_control_tokens, **kwargs)
-            for messages in ([conversation] if is_single else conversation)
-        ]
+        conversations = [conversation] if is_single else conversation
+        prompts = self.split_prompts(conversations, sanitize_control_tokens, **kwargs)
         features = self._with_slots(prompts, is_single, documents, context_embeds, **slots)
         if not tokenize:
             texts = [

@@ -81,11 +81,11 @@ def test_torn_marks_hide_no_token(processor):
     tokenizer = processor.tokenizer
     marked = mark_control_tokens(tokenizer, "a<|im_end|>b")
     start, end = marked[1], marked[-2]
-    ids = encode_marked(tokenizer, f"a{start}<|im_start|>user\n{end}b")
+    (ids,) = encode_marked(tokenizer, [f"a{start}<|im_start|>user\n{end}b"])
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 1
     assert tokenizer.decode(ids) == "a<|im_start|>user\nb"
     forged = mark_control_tokens(tokenizer, f"{start}a{end}<|im_end|>")
-    assert forged == f"a{start}<|im_end|>{end}" and tokenizer.eos_token_id not in encode_marked(tokenizer, forged)
+    assert forged == f"a{start}<|im_end|>{end}" and tokenizer.eos_token_id not in encode_marked(tokenizer, [forged])[0]
 
 
 def test_template_token_in_a_message(encoder_dir):
@@ -94,9 +94,9 @@ def test_template_token_in_a_message(encoder_dir):
     tokenizer.add_tokens(["<call>"])  # no special token
     tokenizer.chat_template += "{# <call> #}"
     call = tokenizer.convert_tokens_to_ids("<call>")
-    ids = encode_marked(tokenizer, mark_control_tokens(tokenizer, "a <call> b"))
+    (ids,) = encode_marked(tokenizer, [mark_control_tokens(tokenizer, "a <call> b")])
     assert call not in ids and tokenizer.decode(ids) == "a <call> b"
-    assert call in encode_marked(tokenizer, "a <call> b")
+    assert call in encode_marked(tokenizer, ["a <call> b"])[0]
 
 
 @pytest.mark.parametrize("documents, as_text", [(None, {"sanitize_control_tokens": True}), (["One."], {})])

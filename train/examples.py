@@ -25,7 +25,7 @@ import os
 import random
 import uuid
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -98,6 +98,7 @@ EXAMPLE_FEATURES = Features(
 _BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
 ROWS_PER_BLOCK = 2048
 MOST_PASSAGES, MOST_QUESTIONS = 2**14, 2**15  # that a process caches, 10 and 3 KB each
+GROUPS_READ_TOGETHER = 256  # groups of rows whose passages and questions are tokenized together
 SPECIAL_TOKENS = 8  # upper bound of what an encoder's tokenizer adds to a text
 NAMED_ROWS = 5  # ids in a report
 # Passages to stream per example: a passage becomes one or several examples, or none if it is too long or empty.
@@ -305,6 +306,25 @@ def choose_template(example_id: str) -> tuple[str, str]:
     return RECONSTRUCTION_TEMPLATES[stable_number(f"template:{example_id}", len(RECONSTRUCTION_TEMPLATES))]
 
 
+class Remembered:
+    """A function of a list that gives a result for each key, of which about the last `most` are kept."""
+
+    def __init__(self, compute: Callable[[list], list], most: int):
+        self.compute, self.most, self.found = compute, most, {}
+
+    def __call__(self, keys: Sequence) -> list:
+        if missing := [key for key in dict.fromkeys(keys) if key not in self.found]:
+            self.found |= zip(missing, self.compute(missing), strict=True)
+        found = [self.found[key] for key in keys]
+        for key in list(self.found)[: max(0, len(self.found) - self.most)]:
+            del self.found[key]
+        return found
+
+
+def _asked(row: Row) -> tuple[str, str, str]:
+    return row["id"], row["question"], row["answers"][0]
+
+
 @dataclass
 class ExampleBuilder:
     """
@@ -330,19 +350,25 @@ class ExampleBuilder:
         builder = copy.copy(self)
         builder._head_ids = functools.lru_cache(self._head_ids)
         builder._ends_of_turns = functools.cache(self._ends_of_turns)
-        builder._passage_tokens = functools.lru_cache(MOST_PASSAGES)(self._passage_tokens)
-        builder._question_turn = functools.lru_cache(MOST_QUESTIONS)(builder._question_turn)
+        builder._passages_tokens = Remembered(self._passages_tokens, MOST_PASSAGES)
+        builder._question_turns = Remembered(builder._question_turns, MOST_QUESTIONS)
         return builder
 
     def load(self) -> None:
         """Load spaCy and the like now rather than with the first example, so that processes forked later share it."""
-        self._passage_tokens("", "A sentence.")
+        self._passages_tokens([("", "A sentence.")])
+
+    def read(self, passages: Sequence[dict[str, str]], rows: Sequence[Row] = ()) -> None:
+        """Reads passages, and questions of rows, together, which takes less time than one by one; for a builder that
+        caches them."""
+        self._passages_tokens([(passage["title"], passage["text"]) for passage in passages])
+        self._question_turns([_asked(row) for row in rows])
 
     def reconstruction_examples(self, rows: list[Row]) -> Iterator[Example]:
         """Stage I: each run of 1 to `max_segments` segments of a passage as slots, its text as the target."""
         for row in rows:
             for document, passage in enumerate(row["passages"]):
-                segments, start = self._passage_tokens(passage["title"], passage["text"]), 0
+                (segments,), start = self._passages_tokens([(passage["title"], passage["text"])]), 0
                 while start < len(segments):
                     end = start + 1 + stable_number(f"chunk:{row['id']}:{document}:{start}", self.max_segments)
                     chunk, following = segments[start:end], segments[end : end + 1]
@@ -353,7 +379,8 @@ class ExampleBuilder:
         """An example of stage I for each passage that has a text: all of its segments as slots, its text as the
         target."""
         for document, passage in enumerate(row["passages"]):
-            if segments := self._passage_tokens(passage["title"], passage["text"]):
+            (segments,) = self._passages_tokens([(passage["title"], passage["text"])])
+            if segments:
                 yield self._reconstruction(row["id"], document, passage["text"], segments, [])
 
     def _reconstruction(
@@ -373,14 +400,10 @@ class ExampleBuilder:
 
     def question_examples(self, rows: list[Row]) -> Iterator[Example]:
         """Stages II and III: the passages that `rows` share as slots, a turn for each question."""
-        tokens = [
-            (document, each)
-            for document, passage in enumerate(rows[0]["passages"])
-            for each in self._passage_tokens(passage["title"], passage["text"])
-        ]
+        passages = self._passages_tokens([(passage["title"], passage["text"]) for passage in rows[0]["passages"]])
+        tokens = [(document, each) for document, own in enumerate(passages) for each in own]
         example = None
-        for row in rows:
-            head, turn = self._question_turn(row["id"], row["question"], row["answers"][0])
+        for row, (head, turn) in zip(rows, self._question_turns(list(map(_asked, rows))), strict=True):
             # The slots count once: a further question adds only its turn.
             added = len(turn["input_ids"])
             if example and (self.max_tokens is None or example["length"] + added <= self.max_tokens):
@@ -392,9 +415,9 @@ class ExampleBuilder:
             example = self._example(row["id"], head, [turn], tokens)
         yield example
 
-    def _passage_tokens(self, title: str, text: str) -> list[SegmentTokens]:
-        """The segments of a passage, as of document 0."""
-        title, text = readable(title).text, readable(text).text
+    def _passages_tokens(self, passages: Sequence[tuple[str, str]]) -> list[list[SegmentTokens]]:
+        """The segments of each passage, a title and a text."""
+        documents = [{"title": readable(title).text, "text": readable(text).text} for title, text in passages]
         encoder, limit = self.processor.encoder, self.processor.encoder.tokenizer.model_max_length
 
         def num_reads(text: str) -> int:
@@ -403,15 +426,25 @@ class ExampleBuilder:
             return 1 if fits else encoder.num_reads(text)
 
         cut = {key: getattr(self.processor, key) for key in ("sentences_per_segment", "spacy_model")}
-        segments = segment_document(text, num_reads=num_reads, **cut)
-        return tokenize_segments(self.processor.tokenizer, segments, [{"title": title, "text": text}])
+        segments = [
+            segment
+            for number, document in enumerate(documents)
+            for segment in segment_document(document["text"], number, num_reads=num_reads, **cut)
+        ]
+        found: list[list[SegmentTokens]] = [[] for _ in passages]
+        for tokens in tokenize_segments(self.processor.tokenizer, segments, documents):
+            found[tokens.segment.document].append(tokens)
+        return found
 
-    def _question_turn(self, row_id: str, question: str, answer: str) -> tuple[list[int], Turn]:
-        """The ids before the slots, and the turn of a question."""
-        asked = {"role": "user", "content": question}
-        prompt = self.processor.split_prompt([asked], add_generation_prompt=True)
-        whole = self.processor.split_prompt([asked, {"role": "assistant", "content": answer}])
-        return self._split(row_id, prompt, whole)
+    def _question_turns(self, asked: Sequence[tuple[str, str, str]]) -> list[tuple[list[int], Turn]]:
+        """For each id, question and answer, the ids before the slots, and the turn."""
+        if not asked:
+            return []
+        chats = [[{"role": "user", "content": question}] for _, question, _ in asked]
+        prompts = self.processor.split_prompts(chats, add_generation_prompt=True)
+        chats = [[*chat, {"role": "assistant", "content": each[2]}] for chat, each in zip(chats, asked, strict=True)]
+        wholes = self.processor.split_prompts(chats)
+        return self._split([row_id for row_id, *_ in asked], prompts, wholes)
 
     def _example(self, row_id, head, turns, tokens: list[tuple[int, SegmentTokens]]) -> Example:
         """An example of segments and the numbers of their documents. Without segments it has one slot, the encoding of
@@ -437,20 +470,26 @@ class ExampleBuilder:
         messages = [{"role": "user", "content": before + mark + after}, {"role": "assistant", "content": target}]
         prompt = self.processor.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
         whole = self.processor.apply_chat_template(messages, tokenize=False)
-        return self._split(row_id, prompt.split(mark), whole.split(mark))
+        return self._split([row_id], [prompt.split(mark)], [whole.split(mark)])[0]
 
-    def _split(self, row_id: str, prompt: Sequence[str], whole: Sequence[str]) -> tuple[list[int], Turn]:
-        """Split a conversation into prompt and target. Labels are on the assistant's words and the token that ends its
-        turn."""
-        tokenize = self.processor.tokenize_prompt
-        head, asked, said = self._head_ids(prompt[0]), tokenize(prompt[1]), tokenize(whole[1])
-        if prompt[0] != whole[0] or said[: len(asked)] != asked:
-            raise ValueError(
-                f"Row {row_id}: the prompt {prompt!r} is not how the whole conversation {whole!r} begins, so the "
-                "target cannot be separated from the prompt. Name another `chat_template_path`."
-            )
-        target = self._end_of_turn(said[len(asked) :])
-        return head, {"input_ids": asked + target, "labels": [-100] * len(asked) + target}
+    def _split(
+        self, row_ids: Sequence[str], prompts: Sequence[Sequence[str]], wholes: Sequence[Sequence[str]]
+    ) -> list[tuple[list[int], Turn]]:
+        """Split conversations into prompts and targets. Labels are on the assistant's words and the token that ends
+        its turn."""
+        ids = self.processor.tokenize_prompts([text for _, text in (*prompts, *wholes)])
+        turns = []
+        rows = zip(row_ids, prompts, wholes, ids[: len(prompts)], ids[len(prompts) :], strict=True)
+        for row_id, prompt, whole, asked, said in rows:
+            if prompt[0] != whole[0] or said[: len(asked)] != asked:
+                raise ValueError(
+                    f"Row {row_id}: the prompt {prompt!r} is not how the whole conversation {whole!r} begins, so the "
+                    "target cannot be separated from the prompt. Name another `chat_template_path`."
+                )
+            target = self._end_of_turn(said[len(asked) :])
+            turn = {"input_ids": asked + target, "labels": [-100] * len(asked) + target}
+            turns.append((self._head_ids(prompt[0]), turn))
+        return turns
 
     def _head_ids(self, text: str) -> list[int]:
         return self.processor.tokenize_prompt(text)
@@ -683,14 +722,20 @@ class _ExampleMaker:
             passages, joined = self._passages(whole) if whole and asks else (None, [])
             chosen.append((numbers, problems, whole, passages, joined))
         others = self._rows([number for *_, joined in chosen for number in joined])
-        for numbers, problems, whole, passages, joined in chosen:
+        wholes = [
+            whole if passages is None else [row | {"passages": passages} for row in (*whole, *map(others.get, joined))]
+            for _, _, whole, passages, joined in chosen
+        ]
+        for place, ((numbers, problems, *_), whole) in enumerate(zip(chosen, wholes, strict=True)):
+            if place % GROUPS_READ_TOGETHER == 0:
+                some = [each for each in wholes[place : place + GROUPS_READ_TOGETHER] if each]
+                passages = [passage for own in some for passage in own[0]["passages"]]
+                self.builder.read(passages, [row for own in some for row in own] if asks else ())
             before = len(examples)
             for number, problem in zip(numbers, problems, strict=True):
                 if problem:
                     empty = {"head": [], "turns": [], "segments": [], "length": 0}
                     examples.append(empty | {"row_id": rows[number]["id"], "problem": problem})
-            if passages is not None:
-                whole = [row | {"passages": passages} for row in (*whole, *(others[number] for number in joined))]
             if whole:
                 examples += self._examples(whole)
             counts.append(len(examples) - before)

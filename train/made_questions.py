@@ -83,7 +83,7 @@ class TextReader:
         """The ids of a conversation that begins with `content`, in which no character is a control token."""
         turn = mark_control_tokens(self.tokenizer, [{"role": "user", "content": content}])
         prompt = self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        return encode_marked(self.tokenizer, prompt)
+        return encode_marked(self.tokenizer, [prompt])[0]
 
 
 def batches_of(lengths: Sequence[int], most: int) -> list[list[int]]:

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import DynamicCache
 
 from ...answering_arcaligner import Answerer, chat_inputs, select_top, similarities_of
-from ...configuration_arcaligner import check_length
+from ...configuration_arcaligner import check_length, longest_prompt
 from ...encoder_arcaligner import EncodedDocuments, GivenSlots, single_passages
 from ...kv_cache_arcaligner import prefill_beginning
 from ...pipeline_arcaligner import ArcAlignerPipeline
@@ -41,6 +41,9 @@ PREPARED_AT_ONCE, BATCHES_AT_ONCE = 3, 4
 
 # While others are answered, requests wait so many seconds for more, to be prepared together.
 GATHER_SECONDS = 0.3
+
+# How long answers of one length are written before those of another.
+TURN_SECONDS = 0.5
 
 
 class _EndedError(Exception):
@@ -159,6 +162,7 @@ class Engine:
         self._waiting: list[Request] = []
         self._joining: list[LiveBatch] = []
         self._num_prepared = self._num_written = 0  # requests
+        self._num_positions, self._freed = 0, threading.Event()  # of keys and values; when some are no longer needed
         self._change = threading.Condition()  # of these
         self._closed = self._all_prepared = False
         self._door = threading.Lock()  # for the thread that takes the next requests
@@ -491,6 +495,7 @@ class Engine:
         inputs = {name: x.to(self.model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         inputs.setdefault("past_key_values", DynamicCache(config=self.model.config.text_config))
         prompt_tokens = inputs["attention_mask"].sum(dim=1).tolist()
+        self._wait_for_room(group, inputs["input_ids"].shape[1])
         inputs = prefill_beginning(self.model, inputs)
         ids, mask, cache = (inputs[name] for name in ("input_ids", "attention_mask", "past_key_values"))
         rows = [
@@ -512,6 +517,29 @@ class Engine:
             self._joining.append(batch)
             self._num_written += batch.num_left
             self._change.notify_all()
+
+    def _wait_for_room(self, group: list[Request], length: int) -> None:
+        """Waits until there is memory for keys and values of a batch beside those that are written: for as many
+        positions as `max_batch` of the longest prompts have, unless there are no others."""
+        longest = longest_prompt(self.model.config.text_config)
+        sizes = [length + request.max_new_tokens for request in group]
+        while True:
+            with self._change:
+                used = self._num_positions
+                if not used or longest is None or used + sum(sizes) <= self.max_batch * longest:
+                    self._num_positions += sum(sizes)
+                    break
+                if self._freed.is_set():  # else others wait for it, too
+                    self._freed = threading.Event()
+                freed = self._freed
+            self._turns.wait(freed)
+        for request, size in zip(group, sizes, strict=True):
+            request.future.add_done_callback(lambda _, size=size: self._free(size))
+
+    def _free(self, num_positions: int) -> None:
+        with self._change:
+            self._num_positions -= num_positions
+            self._freed.set()
 
     def _end_alone(self) -> None:
         """From now on each request of this thread ends by itself."""
@@ -537,20 +565,28 @@ class Engine:
         while True:
             with self._change:
                 joining, self._joining = self._joining, []
-                live = [batch for batch in (*live, *joining) if batch.num_left]
-                self._num_written = sum(batch.num_left for batch in live)
+                batches = [batch for batch in (*live, *joining) if batch.num_left]
+                self._num_written = sum(batch.num_left for batch in batches)
                 self._change.notify_all()
-            if not live:
+            if not batches:
                 return
-            rows = [row for batch in live for row in batch.rows if not row.is_done]
+            rows = [row for batch in batches for row in batch.rows if not row.is_done]
             try:
-                live = [LiveBatch.joined(live)]
-                live[0].write(lambda: bool(self._joining))
+                if joining or any(each.is_sparse for each in batches):
+                    batches = LiveBatch.packed(batches)
+                    joining.clear()  # their memory
+                live = batches
+                for batch in live:
+                    self._write_some(batch, alone=len(live) == 1)
             except Exception as error:
                 live = []
                 for row in rows:
                     if not row.request.future.done():
                         row.request.future.set_exception(error)
+
+    def _write_some(self, batch: LiveBatch, alone: bool) -> None:
+        end = time.monotonic() + TURN_SECONDS
+        batch.write(lambda: bool(self._joining) or not alone and time.monotonic() > end)
 
 
 def each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) -> Iterator[tuple[list[Request], Any]]:

@@ -1,7 +1,7 @@
 """Rows of a batch while their answers are generated: new ones join, and those that are done leave.
 
     inputs of `generate` -> a `LiveBatch` -> `write` -> pieces of each answer, until another batch waits to join
-    batches -> `LiveBatch.joined` -> one batch, of those rows that are not done -> `write`
+    batches -> `LiveBatch.packed` -> batches of those rows that are not done, mostly one -> `write`
 
 Everything of a row except for keys and values is separate: tokens, seed, stop, what it may copy. So its answer does not
 depend on the other rows of its batch, nor on when they join.
@@ -211,28 +211,45 @@ class LiveBatch:
         self.cache = cache
 
     @classmethod
-    def joined(cls, batches: Sequence["LiveBatch"]) -> "LiveBatch":
-        """One batch of the rows that are not done. All tokens of a row except for the last one are in the cache."""
-        answerer = batches[0].answerer
-        rows, entries, columns = [], [], []
-        for batch in batches:
-            length, of_columns = batch.cache.get_seq_length(), (batch.input_ids, batch.position_ids)
-            for number, row in enumerate(batch.rows):
-                if row.is_done:
-                    continue
-                is_real = batch.attention_mask[number].bool()
-                first = int(is_real.long().argmax())
-                entry = keys_values_of(batch.cache, number, first, length)
-                if not (is_within := is_real[first:length]).all():  # slots and question are padded each by itself
-                    entry = entry[:, :, :, is_within]
-                rows.append(row)
-                entries.append([entry])
-                columns.append([each[number][is_real] for each in of_columns])
+    def packed(cls, batches: Sequence["LiveBatch"]) -> list["LiveBatch"]:
+        """The rows of some batches that are not done, in batches of similar length: no more than half is padding."""
+        rows = [(batch, number) for batch in batches for number, row in enumerate(batch.rows) if not row.is_done]
+        lengths = [int(batch.attention_mask[number].sum()) for batch, number in rows]
+        packs: list[list[tuple[LiveBatch, int]]] = []
+        total = 0
+        for place in sorted(range(len(rows)), key=lengths.__getitem__):
+            total += lengths[place]
+            if not packs or (len(packs[-1]) + 1) * lengths[place] > 2 * total:
+                packs.append([])
+                total = lengths[place]
+            packs[-1].append(rows[place])
+        return [cls._joined(pack) for pack in packs]
+
+    @classmethod
+    def _joined(cls, pack: Sequence[tuple["LiveBatch", int]]) -> "LiveBatch":
+        """One batch of these rows. What is written of each is in its cache but for the last token."""
+        first_batch = pack[0][0]
+        if len(pack) == len(first_batch.rows) and all(batch is first_batch for batch, _ in pack):
+            return first_batch
+        answerer, entries, columns = first_batch.answerer, [], []
+        for batch, number in pack:
+            length, is_real = batch.cache.get_seq_length(), batch.attention_mask[number].bool()
+            first = int(is_real.long().argmax())
+            entry = keys_values_of(batch.cache, number, first, length)
+            if not (is_within := is_real[first:length]).all():  # slots and question are padded each by itself
+                entry = entry[:, :, :, is_within]
+            entries.append([entry])
+            columns.append([each[number][is_real] for each in (batch.input_ids, batch.position_ids)])
         padding = {"batch_first": True, "padding_side": "left"}
         ids, positions = (pad_sequence(list(each), **padding) for each in zip(*columns, strict=True))
         mask = pad_sequence([torch.ones_like(each) for each, _ in columns], **padding)
         cache = join_keys_values(entries, answerer.model.config.text_config)
-        return cls(answerer, rows, ids, mask, positions, cache)
+        return cls(answerer, [batch.rows[number] for batch, number in pack], ids, mask, positions, cache)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether half of its rows are done, so that it is worth to leave them behind."""
+        return 2 * self.num_left <= len(self.rows)
 
     @property
     def num_left(self) -> int:
@@ -244,10 +261,9 @@ class LiveBatch:
         prefill = PrefillOutputs() if any(row.prefill is not None for row in self.rows) else None
         self._generate(_RowProcessors(self.rows, prefill, on_first), lambda: True, prefill)
 
-    def write(self, is_wanted: Callable[[], bool]) -> None:
-        """Generate until all rows are done, until only few remain, or until another batch `is_wanted` to join."""
-        few = self.num_left // 2
-        self._generate(_RowProcessors(self.rows), lambda: self.num_left <= few or is_wanted())
+    def write(self, pause: Callable[[], bool]) -> None:
+        """Generate until half of the rows are done, or until `pause`, called after each token, returns true."""
+        self._generate(_RowProcessors(self.rows), lambda: self.is_sparse or pause())
 
     @torch.inference_mode()
     def _generate(

@@ -55,10 +55,9 @@ class Turns:
         turn = self._own.turn
         with self._change:
             seconds = time.monotonic() - turn.since
-            if not self._waiting or seconds < (self.seconds if turn.used else self.first_seconds):
-                return
-        self._give()
-        self._take()
+            if self._waiting and seconds >= (self.seconds if turn.used else self.first_seconds):
+                self._leave(turn)
+                self._queue(turn)
 
     def wait(self, event: threading.Event) -> None:
         """Waits for another thread's work without the turn."""
@@ -72,22 +71,26 @@ class Turns:
             self._take()
 
     def _take(self) -> None:
-        turn = self._own.turn
         with self._change:
-            turn.since = time.monotonic()
-            self._waiting.append(turn)
-            if self._holder is None:
-                self._choose()
-            self._change.wait_for(lambda: self._holder is turn)
-            turn.since = time.monotonic()
+            self._queue(self._own.turn)
 
     def _give(self) -> None:
-        turn = self._own.turn
         with self._change:
-            turn.used += time.monotonic() - turn.since
-            self._holder = None
-            if self._waiting:
-                self._choose()
+            self._leave(self._own.turn)
+
+    def _queue(self, turn: _Turn) -> None:
+        turn.since = time.monotonic()
+        self._waiting.append(turn)
+        if self._holder is None:
+            self._choose()
+        self._change.wait_for(lambda: self._holder is turn)
+        turn.since = time.monotonic()
+
+    def _leave(self, turn: _Turn) -> None:
+        turn.used += time.monotonic() - turn.since
+        self._holder = None
+        if self._waiting:
+            self._choose()
 
     def _choose(self) -> None:
         self._new_first = not self._new_first

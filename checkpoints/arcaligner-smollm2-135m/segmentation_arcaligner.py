@@ -405,9 +405,9 @@ def tokenize_segments(tokenizer, segments: Sequence[Segment], documents: Sequenc
     if tokenizer is None:
         return [SegmentTokens(segment, text, (), ()) for segment, text in zip(segments, texts, strict=True)]
     # A document is tokenized whole, as in a prompt of text: its pieces would have other tokens at their borders.
-    tokens_of = {
-        number: _tokenize_document(tokenizer, documents[number], number) for number in {s.document for s in segments}
-    }
+    numbers = sorted({segment.document for segment in segments})
+    tokens = _tokenize_documents(tokenizer, [documents[number] for number in numbers], numbers)
+    tokens_of = dict(zip(numbers, tokens, strict=True))
     tokenized = []
     for number, (segment, text) in enumerate(zip(segments, texts, strict=True)):
         ids, ends = tokens_of[segment.document]
@@ -420,21 +420,34 @@ def tokenize_segments(tokenizer, segments: Sequence[Segment], documents: Sequenc
 
 
 def _tokenize_document(tokenizer, document: str | dict, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of a document's tokens, title first, and the character of its text where each ends, below 1 in titles."""
-    text, title = text_of(document, number), title_of(document)
-    title = f"{title}: " if title else ""
-    read = tokenizer(title + text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, ends = read["input_ids"], [end for _, end in read["offset_mapping"]]
-    special = control_token_ids(tokenizer)
-    if special.intersection(ids):  # a document's `<|im_end|>` is text
-        tokens = [tokenizer.convert_ids_to_tokens(token_id) if token_id in special else None for token_id in ids]
-        read_as_text = [
-            [each] if token is None else encode_marked(tokenizer, mark_tokens(token, (token,)))
-            for each, token in zip(ids, tokens, strict=True)
-        ]
-        ends = [end for end, each in zip(ends, read_as_text, strict=True) for _ in each]
-        ids = [each for row in read_as_text for each in row]
-    return np.array(ids, dtype=np.int64), np.array(ends, dtype=np.int64) - len(title)
+    return _tokenize_documents(tokenizer, [document], [number])[0]
+
+
+def _tokenize_documents(
+    tokenizer, documents: Sequence[str | dict], numbers: Sequence[int]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Ids of each document's tokens, title first, and the character of its text where each ends, below 1 in titles;
+    errors call a document by its number."""
+    if not documents:  # no tokenizer takes an empty batch
+        return []
+    titles = [f"{title}: " if (title := title_of(document)) else "" for document in documents]
+    texts = [text_of(document, number) for document, number in zip(documents, numbers, strict=True)]
+    options = {"return_attention_mask": False, "return_token_type_ids": False, "return_offsets_mapping": True}
+    texts = [title + text for title, text in zip(titles, texts, strict=True)]
+    read = tokenizer(texts, add_special_tokens=False, **options)
+    special, found = control_token_ids(tokenizer), []
+    for title, ids, offsets in zip(titles, read["input_ids"], read["offset_mapping"], strict=True):
+        ends = [end for _, end in offsets]
+        if special.intersection(ids):  # a document's `<|im_end|>` is text
+            tokens = [tokenizer.convert_ids_to_tokens(token_id) if token_id in special else None for token_id in ids]
+            read_as_text = [
+                [each] if token is None else encode_marked(tokenizer, [mark_tokens(token, (token,))])[0]
+                for each, token in zip(ids, tokens, strict=True)
+            ]
+            ends = [end for end, each in zip(ends, read_as_text, strict=True) for _ in each]
+            ids = [each for row in read_as_text for each in row]
+        found.append((np.array(ids, dtype=np.int64), np.array(ends, dtype=np.int64) - len(title)))
+    return found
 
 
 def stop_words(spacy_model: str) -> set[str]:

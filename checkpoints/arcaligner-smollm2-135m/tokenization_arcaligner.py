@@ -54,10 +54,14 @@ def with_plain_texts(given: Sequence) -> list:
         `ValueError`: as [`check_conversation`], or a content that is not text.
     """
     check_conversation(given)
-    if not isinstance(given[0], dict):
-        return [with_plain_texts(getattr(each, "messages", each)) for each in given]
+    if isinstance(given[0], dict):
+        return _with_plain_texts(given)
+    return [_with_plain_texts(getattr(each, "messages", each)) for each in given]
+
+
+def _with_plain_texts(messages: Sequence[dict]) -> list[dict]:
     texts = []
-    for message in given:
+    for message in messages:
         content = message["content"]
         if isinstance(content, list | tuple) and content:
             parts = [part.get("text") if isinstance(part, dict) else None for part in content]
@@ -345,14 +349,27 @@ def control_token_ids(tokenizer) -> set[int]:
     return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special or number >= size}
 
 
-def encode_marked(tokenizer, text: str) -> list[int]:
-    """Ids of a text, with tokens marked by `mark_tokens` as plain text, without added special tokens. `ValueError` for
+def encode_marked(tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of texts, with tokens marked by `mark_tokens` as plain text, without added special tokens. `ValueError` for
     a tokenizer that makes a control token of plain characters."""
-    pieces = _token_patterns(tuple(tokenizer.added_tokens_encoder))[1].split(text)  # text, marked token, text, ...
+    if not texts:  # no tokenizer takes an empty batch
+        return []
+    pattern = _token_patterns(tuple(tokenizer.added_tokens_encoder))[1]
+    pieces = [pattern.split(text) for text in texts]  # each: text, marked token, text, ...
+    encode = functools.partial(
+        tokenizer, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
+    )
+    rows = encode([own[0] for own in pieces])["input_ids"]
+    return [
+        ids if len(own) == 1 else _with_marked(tokenizer, ids, own[1:]) for ids, own in zip(rows, pieces, strict=True)
+    ]
+
+
+def _with_marked(tokenizer, ids: list[int], pieces: Sequence[str | None]) -> list[int]:
+    """The ids of a text's beginning and of what follows: marked tokens and, after each, text."""
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
-    ids = encode(pieces[0])
-    newline = encode("\n") if len(pieces) > 1 else []
-    for number, piece in enumerate(pieces[1:], start=1):
+    newline, ids = encode("\n"), list(ids)
+    for number, piece in enumerate(pieces, start=1):
         if not piece:  # `None` is a mark without a token
             continue
         is_marked = number % 2 == 1

@@ -170,6 +170,7 @@ class Generation:
     def __init__(self, model):
         self.model, self.lock = model, threading.Lock()
         self.logits, self.margins, self.bonuses, self.raised = [], [], [], []
+        self.steps: list[tuple[torch.Tensor, torch.Tensor]] = []  # scores and logits of each row, (steps, vocab_size)
 
     def __enter__(self) -> "Generation":
         self.generate = self.model.generate
@@ -190,17 +191,25 @@ class Generation:
         else:
             kwargs["generation_config"] = copy.deepcopy(kwargs["generation_config"])
             kwargs["generation_config"].update(**wanted)
+        continues = self._continues(**kwargs)
         output = self.generate(*args, **kwargs)
-        self.logits += [top_logits(row) for row in output.logits[0]]
+        if not continues:
+            self.logits += [top_logits(row) for row in output.logits[0]]
         if getattr(output, "beam_indices", None) is None:
             end = self.model.generation_config.eos_token_id
             for row, ids in enumerate(output.sequences[:, -len(output.scores) :].tolist()):
                 steps = ids.index(end) + 1 if end in ids else len(ids)
                 scores, logits = (torch.stack([each[row] for each in output[name][:steps]]) for name in _STEPS)
-                best = scores.topk(2, dim=1).values
-                self.margins.append(round((best[:, 0] - best[:, 1]).min().item(), 6))
-                self._record_bonus(scores, logits)
+                if continues:
+                    before = self.steps.pop()
+                    scores, logits = torch.cat([before[0], scores]), torch.cat([before[1], logits])
+                self.steps.append((scores, logits))
         return output.sequences
+
+    def _continues(self, input_ids=None, past_key_values=None, **kwargs) -> bool:
+        """Whether a call goes on with the answer of the last one, as the server's second call does."""
+        is_read = past_key_values is not None and past_key_values.get_seq_length() == input_ids.shape[1] - 1
+        return is_read and bool(self.steps)
 
     def _record_bonus(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
         """How much logits processors have raised some tokens over the others, and which, (steps, vocab_size) each."""
@@ -212,6 +221,11 @@ class Generation:
     @property
     def recorded(self) -> dict[str, Any]:
         with self.lock:
+            for scores, logits in self.steps:
+                best = scores.topk(2, dim=1).values
+                self.margins.append(round((best[:, 0] - best[:, 1]).min().item(), 6))
+                self._record_bonus(scores, logits)
+            self.steps.clear()
             margin = min(self.margins, default=None)
             return {"margin": margin, "logits": self.logits, "bonus": self.bonuses, "raised": self.raised}
 

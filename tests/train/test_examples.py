@@ -179,6 +179,9 @@ class OneExample:
     def load(self):
         pass
 
+    def read(self, passages, rows):
+        pass
+
 
 @pytest.fixture
 def selector(tmp_path):

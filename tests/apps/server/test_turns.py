@@ -9,6 +9,7 @@ from conftest import aligner_for, pipeline_of
 from arcaligner import encoder_arcaligner, kv_cache_arcaligner
 from arcaligner.apps.server import engine as engine_module
 from arcaligner.apps.server.engine import Engine
+from arcaligner.apps.server.live_rows import LiveBatch
 from arcaligner.apps.server.request import Request
 from arcaligner.apps.server.turns import Turns
 
@@ -186,6 +187,34 @@ def test_rows_have_a_limit(apart, engine_of):
     futures = [engine.submit(asked(None, max_new_tokens=20, on_text=on_text)) for _ in range(9)]
     assert len({each.result().text for each in futures}) == 1
     assert 1 < max(most) <= engine_module.BATCHES_AT_ONCE
+
+
+def test_rows_are_packed_by_length(apart, engine_of, monkeypatch):
+    """Long prompts and short ones are not padded to each other, and are answered as alone."""
+    chats = [[{"role": "user", "content": "Who? " * number}] for number in (1, 60, 2, 1)]
+    alone = engine_of(apart)
+    expected = [alone.submit(asked(None, chat, max_new_tokens=30)).result().text for chat in chats]
+    packed, packs = LiveBatch.packed, []
+    monkeypatch.setattr(LiveBatch, "packed", lambda batches: packs.append(packed(batches)) or packs[-1])
+    monkeypatch.setattr(engine_module, "TURN_SECONDS", 0.0)
+    engine = engine_of(apart, max_batch=4, batch_seconds=30.0)
+    futures = [engine.submit(asked(None, chat, max_new_tokens=30)) for chat in chats]
+    assert [each.result().text for each in futures] == expected
+    assert [len(each.rows) for each in packs[0]] == [3, 1]
+    for batch in packs[0]:
+        assert 2 * batch.attention_mask.sum() >= batch.attention_mask.numel()
+
+
+def test_long_prompts_wait_for_memory(apart, engine_of):
+    """Keys and values of as many positions as a batch of the longest prompts has are held at a time."""
+    engine, used = engine_of(apart, max_batch=1), []  # 300 positions
+    chat = [{"role": "user", "content": "Who? " * 60}]
+    futures = [
+        engine.submit(asked(None, chat, max_new_tokens=20, on_text=lambda text: used.append(engine._num_positions)))
+        for _ in range(3)
+    ]
+    assert len({each.result().text for each in futures}) == 1
+    assert 0 < max(used) <= 300 and engine._num_positions == 0
 
 
 def test_cancelled_row_leaves_others(apart, engine_of):
