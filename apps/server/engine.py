@@ -519,8 +519,8 @@ class Engine:
             self._change.notify_all()
 
     def _wait_for_room(self, group: list[Request], length: int) -> None:
-        """Waits until there is memory for keys and values of a batch beside those that are written: for as many
-        positions as `max_batch` of the longest prompts have, unless there are no others."""
+        """Wait until there is memory for the keys and values of a batch in addition to those of live answers: for as many
+        positions as `max_batch` of the longest prompts have. A batch does not wait if there are no others."""
         longest = longest_prompt(self.model.config.text_config)
         sizes = [length + request.max_new_tokens for request in group]
         while True:

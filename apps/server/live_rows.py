@@ -227,7 +227,7 @@ class LiveBatch:
 
     @classmethod
     def _joined(cls, pack: Sequence[tuple["LiveBatch", int]]) -> "LiveBatch":
-        """One batch of these rows. What is written of each is in its cache but for the last token."""
+        """One batch of these rows. All tokens of a row except for the last one are in the cache."""
         first_batch = pack[0][0]
         if len(pack) == len(first_batch.rows) and all(batch is first_batch for batch, _ in pack):
             return first_batch

@@ -72,7 +72,8 @@ def test_two_processes_equal_one(runs):
     for key in ("loss", "grad_norm"):
         entries = (logs(runs.root / f"grounding-{processes}", key) for processes in (2, 1))
         two, one = (torch.tensor([entry[key] for entry in each]) for each in entries)
-        torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-6)
+        # Rounding of other kernels grows over four steps at this learning rate: 1.5e-5 on a CPU with avx512_bf16.
+        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
     assert (one.diff().abs() > 1e-3).all()
     two, one = (parameters(runs.root / f"grounding-{processes}") for processes in (2, 1))
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
