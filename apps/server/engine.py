@@ -9,6 +9,7 @@ passages are encoded.
 """
 
 import json
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -32,6 +33,8 @@ from ..corpus.retrieve import Retriever, SlotPassages
 from .live_rows import LiveBatch, LiveRow
 from .request import Answer, BusyError, Limits, Request, RequestCancelledError
 from .turns import Turns
+
+logger = logging.getLogger(__name__)
 
 # Number of passages of requests whose slots are cached; slot prefixes have a budget of their own, in bytes.
 KEPT_PASSAGES = 256
@@ -162,7 +165,8 @@ class Engine:
         self._waiting: list[Request] = []
         self._joining: list[LiveBatch] = []
         self._num_prepared = self._num_written = 0  # requests
-        self._num_positions, self._freed = 0, threading.Event()  # of keys and values; when some are no longer needed
+        self._positions: dict[Request, int] = {}  # of the keys and values of live answers
+        self._freed = threading.Event()  # set when some of these are no longer needed
         self._change = threading.Condition()  # of these
         self._closed = self._all_prepared = False
         self._door = threading.Lock()  # for the thread that takes the next requests
@@ -248,6 +252,10 @@ class Engine:
                 batch = self._take()
             try:
                 self._prepare(batch)
+            except Exception as error:  # a fault of ours ends no thread, and no request waits for ever
+                for request in batch:
+                    if not request.future.done() and request not in self._positions:
+                        request.future.set_exception(error)
             finally:
                 self._turns.give()
                 with self._change:
@@ -277,7 +285,9 @@ class Engine:
     def _take(self) -> list[Request]:
         """The next requests, in order of arrival."""
         with self._change:
-            batch, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]
+            room = self.max_batch * BATCHES_AT_ONCE - self._num_prepared - self._num_written
+            most = max(1, min(self.max_batch, room))
+            batch, self._waiting = self._waiting[:most], self._waiting[most:]
             self._num_prepared += len(batch)
         return batch
 
@@ -495,7 +505,7 @@ class Engine:
         inputs = {name: x.to(self.model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         inputs.setdefault("past_key_values", DynamicCache(config=self.model.config.text_config))
         prompt_tokens = inputs["attention_mask"].sum(dim=1).tolist()
-        self._wait_for_room(group, inputs["input_ids"].shape[1])
+        self._wait_for_room(group, prompt_tokens)
         inputs = prefill_beginning(self.model, inputs)
         ids, mask, cache = (inputs[name] for name in ("input_ids", "attention_mask", "past_key_values"))
         rows = [
@@ -513,32 +523,45 @@ class Engine:
         positions = self.model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
         batch = LiveBatch(self.answerer, rows, ids, mask, positions, cache)
         batch.begin(on_first=self._end_alone)
+        left = [row.request.future for row in rows if not row.is_done]
+        if not left:
+            return
         with self._change:
             self._joining.append(batch)
-            self._num_written += batch.num_left
+            self._num_written += len(left)
+            self._change.notify_all()
+        for future in left:
+            future.add_done_callback(self._count_written)
+
+    def _count_written(self, future: Future) -> None:
+        with self._change:
+            self._num_written -= 1
             self._change.notify_all()
 
-    def _wait_for_room(self, group: list[Request], length: int) -> None:
-        """Wait until there is memory for the keys and values of a batch in addition to those of live answers: for as many
-        positions as `max_batch` of the longest prompts have. A batch does not wait if there are no others."""
+    def _wait_for_room(self, group: list[Request], prompt_tokens: list[int]) -> None:
+        """Wait until there is memory for the keys and values of a batch in addition to those of live answers: for as
+        many positions as `max_batch` of the longest prompts have. A batch does not wait if there are no others, nor a
+        second time if it begins again because one of its requests ended."""
         longest = longest_prompt(self.model.config.text_config)
-        sizes = [length + request.max_new_tokens for request in group]
+        lengths = zip(group, prompt_tokens, strict=True)
+        sizes = {each: length + each.max_new_tokens for each, length in lengths if each not in self._positions}
         while True:
             with self._change:
-                used = self._num_positions
-                if not used or longest is None or used + sum(sizes) <= self.max_batch * longest:
-                    self._num_positions += sum(sizes)
+                used = sum(self._positions.values())
+                if not used or longest is None or used + sum(sizes.values()) <= self.max_batch * longest:
+                    self._positions |= sizes
                     break
                 if self._freed.is_set():  # else others wait for it, too
                     self._freed = threading.Event()
                 freed = self._freed
-            self._turns.wait(freed)
-        for request, size in zip(group, sizes, strict=True):
-            request.future.add_done_callback(lambda _, size=size: self._free(size))
+            self._turns.wait(freed, TURN_SECONDS)
+            self._end_current()
+        for request in sizes:
+            request.future.add_done_callback(lambda _, request=request: self._free(request))
 
-    def _free(self, num_positions: int) -> None:
+    def _free(self, request: Request) -> None:
         with self._change:
-            self._num_positions -= num_positions
+            del self._positions[request]
             self._freed.set()
 
     def _end_alone(self) -> None:
@@ -566,23 +589,20 @@ class Engine:
             with self._change:
                 joining, self._joining = self._joining, []
                 batches = [batch for batch in (*live, *joining) if batch.num_left]
-                self._num_written = sum(batch.num_left for batch in batches)
-                self._change.notify_all()
             if not batches:
                 return
-            rows = [row for batch in batches for row in batch.rows if not row.is_done]
-            try:
-                if joining or any(each.is_sparse for each in batches):
+            if joining or any(each.is_sparse for each in batches):
+                try:
                     batches = LiveBatch.packed(batches)
-                    joining.clear()  # their memory
-                live = batches
-                for batch in live:
+                except (RuntimeError, MemoryError) as error:  # no memory for a copy: continue without one
+                    logger.warning("answers are written in separate batches: %s", error)
+                joining.clear()  # their memory
+            live = batches
+            for batch in live:
+                try:
                     self._write_some(batch, alone=len(live) == 1)
-            except Exception as error:
-                live = []
-                for row in rows:
-                    if not row.request.future.done():
-                        row.request.future.set_exception(error)
+                except Exception as error:
+                    batch.fail(error)
 
     def _write_some(self, batch: LiveBatch, alone: bool) -> None:
         end = time.monotonic() + TURN_SECONDS

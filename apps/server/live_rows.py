@@ -256,6 +256,13 @@ class LiveBatch:
         """Rows that are not done."""
         return sum(not row.is_done for row in self.rows)
 
+    def fail(self, error: Exception) -> None:
+        """End the rows that are not done with an error."""
+        for row in self.rows:
+            if not row.request.future.done():
+                row.reason = row.reason or "failed"
+                row.request.future.set_exception(error)
+
     def begin(self, on_first: Callable[[], Any]) -> None:
         """Prefill the rest of the prompts and, after `on_first`, generate the first token of each row."""
         prefill = PrefillOutputs() if any(row.prefill is not None for row in self.rows) else None

@@ -59,14 +59,14 @@ class Turns:
                 self._leave(turn)
                 self._queue(turn)
 
-    def wait(self, event: threading.Event) -> None:
-        """Waits for another thread's work without the turn."""
+    def wait(self, event: threading.Event, seconds: float | None = None) -> None:
+        """Wait for another thread's work without the turn, `seconds` at most."""
         if not self.is_mine:
-            event.wait()
+            event.wait(seconds)
             return
         self._give()
         try:
-            event.wait()
+            event.wait(seconds)
         finally:
             self._take()
 

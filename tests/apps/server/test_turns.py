@@ -210,11 +210,13 @@ def test_long_prompts_wait_for_memory(apart, engine_of):
     engine, used = engine_of(apart, max_batch=1), []  # 300 positions
     chat = [{"role": "user", "content": "Who? " * 60}]
     futures = [
-        engine.submit(asked(None, chat, max_new_tokens=20, on_text=lambda text: used.append(engine._num_positions)))
+        engine.submit(
+            asked(None, chat, max_new_tokens=20, on_text=lambda text: used.append(sum(engine._positions.values())))
+        )
         for _ in range(3)
     ]
     assert len({each.result().text for each in futures}) == 1
-    assert 0 < max(used) <= 300 and engine._num_positions == 0
+    assert 0 < max(used) <= 300 and not engine._positions
 
 
 def test_cancelled_row_leaves_others(apart, engine_of):
@@ -276,3 +278,41 @@ def test_other_threads_need_no_turn():
     assert turns.is_mine
     turns.give()
     assert not turns.is_mine
+
+
+def test_batch_that_begins_again_waits_once(apart, engine_of):
+    """If a request of a batch ends before its first token, the others have their memory already."""
+    engine = engine_of(apart, max_batch=1)  # 300 positions
+    group = [asked(None, max_new_tokens=150), asked(None, max_new_tokens=150)]
+    engine._wait_for_room(group, [20, 20])  # no other batch, so there is room
+    group[0].future.set_exception(TimeoutError())
+    engine._wait_for_room(group[1:], [20])
+    assert engine._positions == {group[1]: 170}
+    group[1].future.set_result(None)
+    assert not engine._positions
+
+
+def test_request_that_waits_for_memory_ends(apart, engine_of):
+    """A request is cancelled although there is no memory for its answer."""
+    engine = engine_of(apart, max_batch=1)
+    held = asked(None, max_new_tokens=290)
+    engine._wait_for_room([held], [10])
+    waiting = asked(None, max_new_tokens=20)
+    future = engine.submit(waiting)
+    waiting.cancelled = True
+    assert str(future.exception(timeout=60)) == "The request was cancelled."
+    held.future.set_result(None)
+    assert engine.submit(asked(None, max_new_tokens=4)).result(timeout=60).completion_tokens
+
+
+def test_fault_in_one_batch_spares_others(apart, engine_of, monkeypatch):
+    """An answer that cannot be delivered fails, and the engine goes on."""
+
+    def fails(text):
+        raise OSError("the client is gone")
+
+    engine = engine_of(apart)
+    broken = engine.submit(asked(None, max_new_tokens=20, on_text=fails))
+    assert str(broken.exception(timeout=60)) == "the client is gone"
+    assert engine.submit(asked(None, max_new_tokens=4)).result(timeout=60).completion_tokens
+    assert engine.is_running and engine._num_prepared + engine._num_written == 0
