@@ -329,10 +329,10 @@ class Reproduction:
 
 
 TITLES = {
-    "table1": "Table 1: EM, F1 and Acc on 2WikiMultiHopQA, HotpotQA and NaturalQA",
+    "table1": "Table 1: EM, F1 and Acc on 2WikiMultiHopQA, HotpotQA and Natural Questions",
     "table2": "Table 2: EM, F1 and Acc on PopQA_longtail, TriviaQA* and WebQuestions",
     "recall": "Recall of the retriever, before and after re-ranking",
-    "ablation": "Table 3: ablations on HotpotQA, NaturalQA and TriviaQA*",
+    "ablation": "Table 3: ablations on HotpotQA, Natural Questions and TriviaQA*",
     "backbones": "Accuracy across different backbones",
     "perplexity": "Reconstruction perplexity after stage I",
     "gates": "Loops that the gates trigger at each layer",

@@ -34,7 +34,7 @@ from .analyses.speed import (
 )
 from .methods import find_method, fingerprint, reads_aligner, sort_key
 from .paper import FIRST, SECOND, TITLES, published_backbone, published_ratios, published_table
-from .results import MAIN, results_page, write_results
+from .results import MAIN, read_results, results_page, write_results
 from .runs import FLOOR, answer_files
 from .tasks import TASKS
 
@@ -42,7 +42,7 @@ DOCS = ROOT / "docs"
 # Sets of the README's tables, with the names that readers know.
 README_SETS = {
     "SQuAD": "SQuAD",
-    "NaturalQA": "Natural Questions",
+    "Natural Questions": "Natural Questions",
     "HotpotQA": "HotpotQA",
     "PopQA_longtail": "PopQA",
 }
@@ -94,14 +94,14 @@ def publish(
             answers = answers_page(run, config.answerability_threshold, no_answer)
         found = write_results(run)
         if (checkpoint / RESULTS_FILE).exists():
-            found = with_published(found, read_json(checkpoint / RESULTS_FILE))
+            found = with_published(found, read_results(checkpoint / RESULTS_FILE))
         write_whole(checkpoint / RESULTS_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
         write_model_card(config, checkpoint)
         if answers is not None:
             write_whole(DOCS / "answers.md", answers)
     if reproduced is not None:
         write_reproduced(reproduced)
-    results = read_json(checkpoint / RESULTS_FILE)
+    results = read_results(checkpoint / RESULTS_FILE)
     published = DOCS / "figures"
     for name in (LATENCY_REPORT, KEPT_REPORT):  # a report that was not measured again remains
         if (figures / name).exists():

@@ -89,17 +89,17 @@ def test_new_opponents_are_added():
     differences = {"naive": {"f1": 7}}
     old = {"questions": 5, "passages": "gold", "methods": {"arcaligner": 1, "naive": 2}, "differences": differences}
     run = {
-        "NaturalQA": {"questions": 3, "passages": "new", "methods": {"cocom_x4": 3}},
+        "Natural Questions": {"questions": 3, "passages": "new", "methods": {"cocom_x4": 3}},
         "SQuAD": {"questions": 3, "passages": "new", "methods": {"cocom_x4": 4}},
     }
     published = {"machine": "a", "sets": {"SQuAD": old, "MuSiQue": old}}
     found = with_published({"machine": "a", "sets": run}, published)
     assert found["sets"] == {
-        "NaturalQA": run["NaturalQA"],
+        "Natural Questions": run["Natural Questions"],
         "SQuAD": old | {"methods": {"naive": 2, "cocom_x4": 4, "arcaligner": 1}},
         "MuSiQue": old,
     }
-    assert found["questions"] == 3 and list(found["sets"]) == ["NaturalQA", "SQuAD", "MuSiQue"]
+    assert found["questions"] == 3 and list(found["sets"]) == ["Natural Questions", "SQuAD", "MuSiQue"]
 
 
 def test_reproduced_pages_are_copied(tmp_path, monkeypatch):

@@ -152,7 +152,7 @@ def test_tables_read_first_found(pool, encoder_dir, checkpoint_dir, tmp_path, ca
     of = {"retrieval": {"pool": [pool], "retriever": str(encoder_dir), "num_found": 3}}
     made = Reproduction(read_settings(None, keys | {"tasks": list(TASKS_OF_PAPER), "reproduce": of}, {}))
     (page,) = reproduce("recall", made)
-    assert "| NaturalQA | after |" in page.read_text("utf-8")
+    assert "| Natural Questions | after |" in page.read_text("utf-8")
     reproduce("table1", made)
     found = {row["id"]: row["passages"] for row in read_rows(tmp_path / "run" / "retrieved" / "nq.jsonl.gz")}
     path = tmp_path / "run" / "nq" / "arcaligner.jsonl"
@@ -160,4 +160,4 @@ def test_tables_read_first_found(pool, encoder_dir, checkpoint_dir, tmp_path, ca
         row = next(each for each in ROWS if each["id"] == line["id"])
         assert line["row"] == row_digest(row | {"passages": found[line["id"]][:1]})
     main(pool, tmp_path / "out", "nq", tmp_path, str(encoder_dir))
-    assert "| NaturalQA | before |" in capsys.readouterr().out and (tmp_path / "out" / "recall.md").exists()
+    assert "| Natural Questions | before |" in capsys.readouterr().out and (tmp_path / "out" / "recall.md").exists()
