@@ -77,7 +77,8 @@ TYPED = [
     ("docs/decisions.md", f"at 2 tokens 62.3 / 60.1 / 45.8 / 41.4 -> {FOUR_NUMBERS}", f1s()),
     (
         "CHANGELOG.md",
-        rf"at two tokens per slot {FOUR_NUMBERS} \(.*?\), at four {FOUR_NUMBERS} \(.*?\), at eight {FOUR_NUMBERS} \(.*?\), "
+        rf"at two tokens per slot {FOUR_NUMBERS} \(.*?\), "
+        rf"at four {FOUR_NUMBERS} \(.*?\), at eight {FOUR_NUMBERS} \(.*?\), "
         f"at a sentence {FOUR_NUMBERS} ",
         OTHERS,
     ),
