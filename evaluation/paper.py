@@ -126,7 +126,10 @@ class Reproduction:
             except (FileNotFoundError, OSError) as error:
                 self.skip(TASKS[name].title, error)
         if not rows:
-            raise MissingPartError(f"None of {', '.join(TASKS[name].title for name in tasks)} is here; see above.")
+            raise MissingPartError(
+                f"None of the sets {', '.join(TASKS[name].title for name in tasks)} could be loaded; messages above "
+                "say why."
+            )
         counts = len(methods) + (len([name for name in methods if name != "naive"]) if floor else 0)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, transient=True) as progress:
@@ -196,7 +199,7 @@ class Reproduction:
             except (FileNotFoundError, OSError) as error:
                 self.skip(TASKS[name].title, error)
         if not self.recalls:
-            raise MissingPartError("None of the paper's sets is here; see above.")
+            raise MissingPartError("None of the paper's sets could be loaded; messages above say why.")
         lines = [*recall_table(self.recalls), "", f"The passage that is used: {self.retrieval.about}."]
         return self.write("recall", TITLES["recall"], lines)
 
@@ -283,7 +286,7 @@ class Reproduction:
         metric, names = metric_of([sets]), [name for name in TASKS if TASKS[name].title in sets]
         found = categories.categorize(self.settings.output, names, ["xrag", ours], right_by(metric))
         if not found:
-            raise MissingPartError("Naive and StandardRAG answered no set.")
+            raise MissingPartError("Naive and StandardRAG have answers to none of the sets. Evaluate both first.")
         picture = categories.draw_categories(found, METRIC_NAMES[metric])
         about = (
             f"Right by {METRIC_NAMES[metric]}. TT: Naive and StandardRAG are right; TF: Naive alone; FT: StandardRAG "

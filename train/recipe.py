@@ -243,7 +243,8 @@ def accumulation_steps(global_batch_size: int, per_device: int, processes: int) 
     remedies += [f"for {_listed(numbers)} processes with a size of {per_device}"] if numbers else []
     raise ValueError(
         f"`global_batch_size` {global_batch_size} is not a multiple of {processes} processes with a "
-        f"`per_device_train_batch_size` of {per_device}. It is {', or '.join(remedies) or 'for no others: change it'}."
+        f"`per_device_train_batch_size` of {per_device}. It is one "
+        f"{', or '.join(remedies) or 'for no others: change it'}."
     )
 
 
@@ -266,8 +267,8 @@ def check_devices(needs_bfloat16: bool) -> None:
         )
     if 0 < count < local:
         raise ValueError(
-            f"{local} processes were started on a machine with {count} GPU{'s' * (count > 1)}, and each needs one of "
-            f"its own. Start {count}: `--num_processes {count}` of `accelerate launch`."
+            f"{local} processes were started on a machine with {count} GPU{'s' * (count > 1)}, but each process needs "
+            f"its own GPU. Pass `--num_processes {count}` to `accelerate launch`."
         )
     if needs_bfloat16:
         check_bfloat16()
@@ -278,7 +279,7 @@ def check_bfloat16() -> None:
     if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(
             f"{torch.cuda.get_device_name()} does not compute in bfloat16. Train in float32, which takes twice the "
-            "memory: `--bf16 false --dtype float32`, after `--` of `arcaligner train`; or take a card of 2020 or later."
+            "memory: `--bf16 false --dtype float32`, after `--` of `arcaligner train`; or use a GPU that has bfloat16."
         )
 
 

@@ -565,7 +565,7 @@ def reproduce(
         str | None, typer.Option(help="Model that judges answers, for Acc. Default: the recipe's.")
     ] = None,
     endpoint: Annotated[
-        str | None, typer.Option(help="The judge's OpenAI-compatible address; without one, there is no Acc.")
+        str | None, typer.Option(help="Address of the judge, OpenAI-compatible. Without it answers have no Acc.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device of the models: cpu or cuda.")] = None,
 ) -> None:

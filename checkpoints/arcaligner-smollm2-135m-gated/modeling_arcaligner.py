@@ -397,7 +397,7 @@ def check_adapters(backbone: nn.Module) -> None:
     if adapters != [ADAPTER_NAME]:
         raise ValueError(
             f"PEFT adapter {adapters} is active or merged, which switches the slots' own LoRA `{ADAPTER_NAME}` off. "
-            "ArcAligner brings its LoRA: train it with `set_stage` and without a `peft_config`."
+            "ArcAligner has its own LoRA: train it with `set_stage` and without a `peft_config`."
         )
 
 
@@ -1314,8 +1314,8 @@ class SlotGenerationMixin(GenerationMixin):
         generation_config = kwargs.get("generation_config") or self.generation_config
         if kwargs.get("prefill_chunk_size", generation_config.prefill_chunk_size) is not None:
             raise ValueError(
-                "`prefill_chunk_size` is set, but slots are refined together with all text before them and cannot be "
-                "read in chunks. Leave it unset: a compressed prompt is short."
+                "`prefill_chunk_size` is set, but a prompt with slots cannot be prefilled in chunks: slots are refined "
+                "together with all text before them. Leave it unset; a compressed prompt is short."
             )
         if (passage_prior := kwargs.pop("passage_prior", None)) is not None:
             kwargs["slot_bias"] = self.slot_bias(input_ids, kwargs.get("context_passage_ids"), passage_prior)
