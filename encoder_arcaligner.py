@@ -590,8 +590,8 @@ def single_passages(passages: list | GivenSlots) -> dict[int, list | GivenSlots]
     words = [None] * len(sizes) if words is None else [own[:, (own >= 0).any(dim=0)] for own in words.split(sizes)]
     if len(set(numbers)) < len(numbers):
         raise ValueError(
-            f"`context_passage_ids` has the runs {numbers}, with a passage in two of them; expected the slots of a "
-            "passage to be adjacent."
+            f"`context_passage_ids` has a passage in two separate spans ({numbers}); expected the slots of a passage "
+            "to be adjacent."
         )
     apart = map(GivenSlots, embeds.split(sizes), words)
     return dict(zip(numbers, apart, strict=True))

@@ -333,7 +333,7 @@ class AlignerTrainingConfig(SFTConfig):
                 self.global_batch_size, self.per_device_train_batch_size, processes
             )
             logger.info(
-                "%d examples make a step: %d of each of %d processes, accumulated %d times",
+                "%d examples per step: %d per process, %d processes, accumulated %d times",
                 *(self.global_batch_size, self.per_device_train_batch_size, processes),
                 self.gradient_accumulation_steps,
             )
@@ -359,7 +359,8 @@ class AlignerTrainingConfig(SFTConfig):
         if mean < 0 or (mean and self.save_strategy == "no") or (kept is not None and kept < mean):
             raise ValueError(
                 f"`average_checkpoints` is {mean}, `save_strategy` {str(self.save_strategy)!r} and `save_total_limit` "
-                f"{kept}; expected 0 or more, and at least as many saved checkpoints that are not deleted."
+                f"{kept}. To average checkpoints, save them and keep at least as many; else set `average_checkpoints` "
+                "to 0."
             )
         super().__post_init__()
 

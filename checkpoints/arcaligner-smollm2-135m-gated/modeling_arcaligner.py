@@ -291,7 +291,7 @@ class SlotLoraVariant(LoraVariant):
     @staticmethod
     def _refuse_merge(module, active_adapter, orig_weight):
         raise ValueError(
-            f"LoRA adapter `{active_adapter}` cannot be merged: it applies to context slots only, a merged weight "
+            f"LoRA adapter `{active_adapter}` cannot be merged: it applies to context slots only, but a merged weight "
             "would apply it to text as well. Keep it unmerged; text rows already run on the frozen weights alone."
         )
 
