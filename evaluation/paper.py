@@ -32,6 +32,7 @@ from .chat_endpoint import ChatEndpoint
 from .evaluate import answer_all, load_rows
 from .judge import judge_run, judged_scores, judges_of
 from .methods import MissingMethodError, find_method, fingerprint
+from .metrics import shown_interval
 from .results import PAPER, evidence, method_titles, summarize, table
 from .retrieval import RetrievalSettings, recall_table, retrieve
 from .runs import AnswerFile
@@ -44,6 +45,7 @@ FOLDER = "paper"  # in a run's folder
 SEGMENT = "_xsegment"  # suffix of methods with one slot per sentence, as in the paper
 LLMLINGUAS = ("llmlingua2", "llmlingua")  # the paper's, and the variant whose scores are the backbone's
 ABLATIONS = ("no_recursion", "max_loop", "no_lora")
+FEW = 50  # questions; of fewer, a table shows the interval of F1
 HELD_OUT = 10_000  # texts that are reconstructed, the paper's number
 CONTROL = ("all_positions", "slot_positions")  # which the paper lacks
 # The paper's names of methods; a name with a rate is looked up without the rate.
@@ -465,12 +467,12 @@ def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
             cell for set_title in sets for cell in (_triple(paper[set_title].get(named)), _ours(sets[set_title], name))
         ]
         if set(cells) != {"-"}:
-            rows.append([title, named or "-", *cells])
+            rows.append([title, _paper_title(named) or "-", *cells])
     known = [name for each in paper.values() for name in each if (name in ABLATION_NAMES) == _is_ablation(methods)]
     for named in dict.fromkeys(known):
         if named not in shown:
             cells = [cell for set_title in sets for cell in (_triple(paper[set_title].get(named)), "-")]
-            rows.append(["-", named, *cells])
+            rows.append(["-", _paper_title(named), *cells])
     columns = [column for title in sets for column in (f"{title}: paper", "ours")]
     return [
         *markdown_table(["Ours", "Paper", *columns], rows),
@@ -540,8 +542,13 @@ def _titles_in(results: dict[str, Any], tasks: Sequence[str], methods: Sequence[
 
 
 def _questions_of(sets: dict[str, Any]) -> str:
-    counts = ", ".join(f"{title} {entry['questions']} ({entry['passages']})" for title, entry in sets.items())
-    return f"Questions and passages: {counts}."
+    asked = PAPER["questions"]
+    counts = ", ".join(
+        f"{title} {entry['questions']} ({entry['passages']}; paper: {asked[title]:,})" for title, entry in sets.items()
+    )
+    few = [title for title, entry in sets.items() if entry["questions"] < FEW]
+    note = f" Too few for a comparison: {', '.join(few)}; brackets are 95 % intervals of F1." if few else ""
+    return f"Questions and passages: {counts}.{note}"
 
 
 ABLATION_NAMES = {PAPER_NAMES[name] for name in ABLATIONS}
@@ -556,11 +563,23 @@ def _triple(numbers: Sequence[float | None] | None, digits: int = 2) -> str:
     return " / ".join(shown) or "-"
 
 
+def _paper_title(named: str) -> str:
+    """The paper's name of a method with its compression rate, if it prints one.
+
+    >>> _paper_title("xRAG"), _paper_title("COCOM x4"), _paper_title("Naive")
+    ('xRAG, x128', 'COCOM x4', 'Naive')
+    """
+    rate = PAPER["rates"].get(named)
+    return named if rate is None or named.endswith(f"x{rate}") else f"{named}, x{rate}"
+
+
 def _ours(entry: dict[str, Any], method: str) -> str:
-    """Our EM, F1 and Acc, with the number of questions if not all."""
+    """Our EM, F1 and Acc, with the number of questions if not all, and the interval of F1 if they are few."""
     if (numbers := entry["methods"].get(method)) is None:
         return "-"
-    shown = _triple([(score(numbers, metric) or [None])[0] for metric in ("em", "f1", "acc")], digits=1)
+    em, f1, acc = (score(numbers, metric) for metric in ("em", "f1", "acc"))
+    f1_shown = shown_interval(f1) if numbers["questions"] < FEW else f"{f1[0]:.1f}"
+    shown = f"{em[0]:.1f} / {f1_shown} / {_triple([acc and acc[0]], digits=1)}"
     return shown + (f" of {numbers['questions']}" if numbers["questions"] < entry["questions"] else "")
 
 
