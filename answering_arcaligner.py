@@ -339,6 +339,7 @@ class AnsweringCall:
         ends = options.get("eos_token_id", end_ids)
         if any(self._copied):
             copies = PassageCopyLogitsProcessor(self.processor, self._copied, self._copy_bonus, ends)
+        # It wraps the processor of copies, as it needs the scores without their bonus.
         if self._scores and self.model.config.answer_calibration is not None and _is_greedy(options, config or default):
             copies = self.likelihood = LikelihoodRecorder(copies, ends)
         processors += [] if copies is None else [copies]
@@ -388,6 +389,7 @@ class AnsweringCall:
 
     def _of_rows(self, repeated: torch.Tensor) -> torch.Tensor:
         """The first of the beams or samples of each row."""
+        # `generate` repeats rows before the prefill; copies of a row have equal outputs.
         return repeated[:: len(repeated) // len(self.passages)]
 
 

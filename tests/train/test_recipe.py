@@ -151,7 +151,11 @@ def test_accumulation_is_given_once():
     [
         (4, {}, "has 4 GPUs, but only one process would train. Train on all of them with `--accelerate ddp` or"),
         (1, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "2 processes were started on a machine with 1 GPU, but"),
-        (2, {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3"}, "3 processes were started on a machine with 2 GPUs.*num_processes 2"),
+        (
+            2,
+            {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3"},
+            "3 processes were started on a machine with 2 GPUs.*num_processes 2",
+        ),
         (0, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, None),
         (1, {}, None),
         (2, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, None),
