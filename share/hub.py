@@ -150,9 +150,9 @@ def _read_results(folder: Path, processor: dict[str, Any]) -> dict[str, Any] | N
         sets = {title: each for title, each in sets.items() if _MAIN in each["methods"]}
         rows = []
         for what, rate, name in named:
-            scores = [each["methods"][name]["f1"][0] if name in each["methods"] else None for each in sets.values()]
+            scores = [_shown_f1(each, name) for each in sets.values()]
             if any(score is not None for score in scores):
-                rows.append([what, rate, *("-" if score is None else f"{score:.1f}" for score in scores)])
+                rows.append([what, rate, *("-" if score is None else score for score in scores)])
         rows.append(["passages", "", *(each.get("passages", "given") for each in sets.values())])
         recalls = (f"{each['recall'][0]:.0f} %" if "recall" in each else "-" for each in sets.values())
         rows.append(["that contain an expected answer", "", *recalls])
@@ -162,6 +162,14 @@ def _read_results(folder: Path, processor: dict[str, Any]) -> dict[str, Any] | N
             '{"sets": {set: {"methods": {"arcaligner": {"f1": [value, low, high]}}}}}. Write them again, or remove it.'
         ) from error
     return {"sets": list(sets), "rows": rows} if sets else None
+
+
+def _shown_f1(entry: dict[str, Any], method: str) -> str | None:
+    """The F1 of a method on a set, with the number of its questions if others were asked more."""
+    if (numbers := entry["methods"].get(method)) is None:
+        return None
+    asked = numbers.get("questions")
+    return f"{numbers['f1'][0]:.1f}" + (f" of {asked}" if asked and asked < entry.get("questions", asked) else "")
 
 
 # The upload

@@ -39,7 +39,7 @@ class Turns:
         return getattr(self._own, "turn", None) is not None
 
     def take(self) -> None:
-        """New work: waits for the turn. `give` it back at the end."""
+        """Wait for a turn for new work; `give` it back at the end."""
         self._own.turn = _Turn()
         self._take()
 

@@ -114,7 +114,7 @@ class VllmServer:
         return False
 
     def close(self) -> None:
-        """It is left running."""
+        """Leave a vLLM running that another process started."""
 
 
 class VllmProcess(VllmServer):
@@ -178,7 +178,7 @@ class VllmProcess(VllmServer):
         return self.process.poll() is None
 
     def close(self) -> None:
-        """Ends it."""
+        """End the vLLM that was started."""
         self._closed.set()
         self.process.terminate()
         try:

@@ -282,7 +282,7 @@ class PassageCache:
     def ask(
         self, questions, documents, context_embeds=None, context_word_ids=None, context_passage_ids=None, **kwargs
     ) -> AskedQuestions:
-        """Reads questions with their passages, of which nothing is encoded yet; arguments as for `prepare`."""
+        """Check questions and their passages, of which nothing is encoded yet; arguments as for `prepare`."""
         if not isinstance(questions, str | list | tuple) or not questions:
             raise ValueError(f"`questions` is {questions!r}; expected a question, or a list of at least one.")
         is_single = isinstance(questions, str) or isinstance(questions[0], dict)
