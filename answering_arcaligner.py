@@ -258,7 +258,7 @@ class Answerer:
         """As `score`, of what `_ask` gives; `only` are the numbers of each question's passages that are scored."""
         scores, weight = [{} for _ in asked.questions], self.model.config.similarity_weight
         for rows, inputs in self.cache.iter_asked(asked, only):
-            logits = self.cache.read_question(inputs, only_answerability=True).answerability_logits
+            logits = self.cache.read_question(inputs, True, asked.turn).answerability_logits
             for (question, passage, is_cached), sure in zip(rows, torch.sigmoid(logits).tolist(), strict=True):
                 similarity = similarities[question][passage] if similarities else 0.0
                 scores[question][passage] = ScoredPassage(sure, similarity, is_cached, weight)

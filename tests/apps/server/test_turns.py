@@ -1,6 +1,7 @@
 """Long work of one request delays the others by a few calls of model and encoder, and changes no answer."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,7 +11,7 @@ from arcaligner import encoder_arcaligner, kv_cache_arcaligner
 from arcaligner.apps.server import engine as engine_module
 from arcaligner.apps.server.engine import Engine
 from arcaligner.apps.server.live_rows import LiveBatch
-from arcaligner.apps.server.request import Request
+from arcaligner.apps.server.request import Limits, Request
 from arcaligner.apps.server.turns import Turns
 
 CHAT = [{"role": "user", "content": "Who wrote it?"}]
@@ -73,6 +74,7 @@ def test_short_question_behind_long_answer(apart, engine_of):
 def test_short_question_behind_many_passages(apart, engine_of, monkeypatch, module):
     """It has its answer while those are encoded, compared or read."""
     monkeypatch.setattr(encoder_arcaligner, "CPU_TOKENS", 1)  # each text is a call
+    monkeypatch.setattr(kv_cache_arcaligner, "PIECE_SECONDS", 0.0)  # and soon a piece
     monkeypatch.setattr(kv_cache_arcaligner, "SLOTS_PER_BATCH", 1)
     monkeypatch.setattr(kv_cache_arcaligner, "SLOTS_PER_ROW", 1)
     processor = apart.processor
@@ -206,17 +208,16 @@ def test_rows_are_packed_by_length(apart, engine_of, monkeypatch):
 
 
 def test_long_prompts_wait_for_memory(apart, engine_of):
-    """Keys and values of as many positions as a batch of the longest prompts has are held at a time."""
-    engine, used = engine_of(apart, max_batch=1), []  # 300 positions
-    chat = [{"role": "user", "content": "Who? " * 60}]
-    futures = [
-        engine.submit(
-            asked(None, chat, max_new_tokens=20, on_text=lambda text: used.append(sum(engine._positions.values())))
-        )
-        for _ in range(3)
-    ]
+    """Keys and values of few answers are held at a time, and all are written."""
+    engine, used, chat = engine_of(apart, max_batch=1), [], [{"role": "user", "content": "Who? " * 60}]
+    engine.answer_bytes = bytes_of(engine, 300)
+
+    def on_text(text):
+        used.append(sum(engine._held.values()))
+
+    futures = [engine.submit(asked(None, chat, max_new_tokens=20, on_text=on_text)) for _ in range(3)]
     assert len({each.result().text for each in futures}) == 1
-    assert 0 < max(used) <= 300 and not engine._positions
+    assert bytes_of(engine, 200) < max(used) <= bytes_of(engine, 300) and not engine._held
 
 
 def test_cancelled_row_leaves_others(apart, engine_of):
@@ -229,7 +230,8 @@ def test_cancelled_row_leaves_others(apart, engine_of):
         pieces.append(text)
         if len(pieces) == 3:
             other.append(engine.submit(asked(None, max_new_tokens=40)))
-        left.cancelled = len(pieces) > 20
+        if len(pieces) > 20:
+            left.cancel()
 
     other, left.on_text = [], on_text
     assert str(engine.submit(left).exception()) == "The request was cancelled." and len(pieces) < 30
@@ -241,14 +243,14 @@ def test_turns_alternate_new_and_old():
     turns, order, started = Turns(seconds=0.0, first_seconds=0.0), [], threading.Barrier(3)
 
     def work(name, pieces):
-        turns.take()
+        turn = turns.take()
         if name == "long":
             started.wait()
             until_all_wait(turns, 2)
         for _ in range(pieces):
             order.append(name)
-            turns.pass_on()
-        turns.give()
+            turn.pass_on()
+        turn.give()
 
     def until_all_wait(turns, number):
         while len(turns._waiting) < number:
@@ -267,42 +269,46 @@ def test_turns_alternate_new_and_old():
     assert order.count("long") == 6 and order.index("long", 1) <= 4
 
 
-def test_other_threads_need_no_turn():
-    """A thread that shares the model, but is not one of the engine's, waits for nothing."""
-    turns, event = Turns(), threading.Event()
-    turns.take()
-    event.set()
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(turns.pass_on).result(timeout=10)
-        threads.submit(turns.wait, event).result(timeout=10)
-    assert turns.is_mine
-    turns.give()
-    assert not turns.is_mine
+def bytes_of(engine, num_positions: int) -> int:
+    return num_positions * engine._bytes_per_position
 
 
 def test_batch_that_begins_again_waits_once(apart, engine_of):
     """If a request of a batch ends before its first token, the others have their memory already."""
-    engine = engine_of(apart, max_batch=1)  # 300 positions
+    engine, turn = engine_of(apart), Turns().take()
+    engine.answer_bytes = bytes_of(engine, 300)
     group = [asked(None, max_new_tokens=150), asked(None, max_new_tokens=150)]
-    engine._wait_for_room(group, [20, 20])  # no other batch, so there is room
+    engine._wait_for_room(group, [10, 20], turn)  # no other batch, so there is room
     group[0].future.set_exception(TimeoutError())
-    engine._wait_for_room(group[1:], [20])
-    assert engine._positions == {group[1]: 170}
+    engine._wait_for_room(group[1:], [20], turn)
+    assert engine._held == {group[1]: bytes_of(engine, 170)}
     group[1].future.set_result(None)
-    assert not engine._positions
+    assert not engine._held
 
 
-def test_request_that_waits_for_memory_ends(apart, engine_of):
-    """A request is cancelled although there is no memory for its answer."""
-    engine = engine_of(apart, max_batch=1)
+@pytest.mark.parametrize("documents", [None, PASSAGES])
+@pytest.mark.parametrize("ends", ["cancelled", "late"])
+def test_request_that_waits_for_memory_ends(apart, engine_of, monkeypatch, documents, ends):
+    """As soon as it is cancelled or too late, although there is no memory for its answer; nothing of it is read."""
+    engine = engine_of(apart)
+    engine.answer_bytes = bytes_of(engine, 300)
     held = asked(None, max_new_tokens=290)
-    engine._wait_for_room([held], [10])
-    waiting = asked(None, max_new_tokens=20)
-    future = engine.submit(waiting)
-    waiting.cancelled = True
-    assert str(future.exception(timeout=60)) == "The request was cancelled."
+    engine._wait_for_room([held], [10], Turns().take())
+    if ends == "late":
+        engine.limits = Limits(seconds=0.2)
+    waiting = asked(documents, max_new_tokens=20, max_passages=documents and len(documents))
+    with monkeypatch.context() as patch:
+        patch.setattr(apart.model.model, "forward", None)
+        future = engine.submit(waiting)
+        time.sleep(0.1)
+        if ends == "cancelled":
+            waiting.cancel()
+        began = time.monotonic()
+        assert {"cancelled": "was cancelled", "late": "within 0.2 seconds"}[ends] in str(future.exception(timeout=60))
+        assert time.monotonic() - began < 0.4
     held.future.set_result(None)
-    assert engine.submit(asked(None, max_new_tokens=4)).result(timeout=60).completion_tokens
+    engine.limits = Limits()
+    assert engine.submit(asked(documents, max_new_tokens=4)).result(timeout=60).completion_tokens
 
 
 def test_fault_in_one_batch_spares_others(apart, engine_of, monkeypatch):
