@@ -31,7 +31,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,6 +114,17 @@ class _Question(NamedTuple):
         """The numbers of the passages that have text or slots."""
         return [unit.number for unit in self.units[1:] if unit.passages != []]
 
+    def only(self, numbers: Sequence[int]) -> "_Question":
+        """The same with some of its passages; if none of them has text, with the slot for no passages."""
+        chosen = [unit for unit in self.units[1:] if unit.number in numbers] or self.units[1:]
+        return self._replace(units=[self.units[0], *chosen])
+
+    def with_slots(self, slots: GivenSlots) -> "_Question":
+        """The same with precomputed slots of some of its independent passages in place of their texts."""
+        own = single_passages(slots)
+        units = [replace(each, passages=own.get(each.number, each.passages)) for each in self.units[1:]]
+        return self._replace(units=[self.units[0], *units])
+
 
 class Turn:
     """The turn of a thread to compute. This one is of a thread that shares the model with no other; a server has its
@@ -136,7 +147,12 @@ class AskedQuestions(NamedTuple):
 
     questions: list[_Question]
     settings: dict[str, Any]
-    turn: Turn
+    turn: Turn = ALONE
+
+    def with_slots(self, given: Sequence[GivenSlots | None]) -> "AskedQuestions":
+        """The same with precomputed slots of some passages of each question; `None` for one that stays."""
+        pairs = zip(self.questions, given, strict=True)
+        return self._replace(questions=[own if slots is None else own.with_slots(slots) for own, slots in pairs])
 
     @property
     def num_positions(self) -> list[int]:
@@ -404,9 +420,14 @@ class PassageCache:
             `ValueError`: a cache without a `folder`; a model whose passages cannot be cached.
             `OSError`: a file that could not be written.
         """
+        return self.prefix_files_asked(self.ask(questions, documents, **kwargs))
+
+    @torch.no_grad()
+    def prefix_files_asked(self, read: AskedQuestions) -> list[PrefixFiles]:
+        """As `prefix_files`, of questions that `ask` has read."""
         if self.folder is None:
             raise ValueError("This cache has no `folder`, so it writes no files for other engines. Pass `folder=`.")
-        asked, settings, turn = self.ask(questions, documents, **kwargs)
+        asked, settings, turn = read.questions, {**read.settings}, read.turn
         self.weights(asked[0].units[1].passages)
         most = settings.pop("max_slots", None) if self._is_separate else None
         entries, missing = self._fetch(asked, settings, turn)

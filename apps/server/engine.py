@@ -25,10 +25,10 @@ import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import DynamicCache
 
-from ...answering_arcaligner import Answerer, chat_inputs, select_top, similarities_of
+from ...answering_arcaligner import Answerer, chat_inputs, similarities_of
 from ...configuration_arcaligner import check_length
 from ...encoder_arcaligner import EncodedDocuments, GivenSlots, single_passages
-from ...kv_cache_arcaligner import ALONE, Turn, entry_shape, in_pieces, prefill_beginning
+from ...kv_cache_arcaligner import ALONE, AskedQuestions, Turn, entry_shape, in_pieces, prefill_beginning
 from ...pipeline_arcaligner import ArcAlignerPipeline
 from ...segmentation_arcaligner import given_text
 from ..corpus.retrieve import Retriever, SlotPassages
@@ -393,26 +393,18 @@ class Engine:
         chats, documents = [self._chat(request) for request in group], [request.passages.documents for request in group]
         similar = [self._similarities(request, own_turn) for request in group]
 
-        def slots_of(only: list[list[int]]) -> dict[str, list]:
+        def slots_of(only: list[list[int]]) -> list[GivenSlots | None]:
             nonlocal encoding
             began = time.perf_counter()
-            # Of one whose passages are all scored any that is known, as none of it is read.
-            known = [
-                numbers or [max(range(len(own)), key=own.__getitem__)]
-                for numbers, own in zip(only, similar, strict=True)
-            ]
-            rows = [self._inputs_of(request, numbers, own_turn) for request, numbers in zip(group, known, strict=True)]
+            slots = [self._slots_of(request, numbers, own_turn) for request, numbers in zip(group, only, strict=True)]
             encoding += time.perf_counter() - began
-            return {name: [row[name] for row in rows] for name in rows[0]}
+            return slots
 
         most = [request.max_passages for request in group]
-        scores = self.answerer.score_candidates(
-            chats, documents, similarities=similar, most=most, slots_of=slots_of, turn=own_turn
-        )
+        selected = self.answerer.select(chats, documents, most, similar, slots_of, turn=own_turn)
         seconds = time.perf_counter() - began - encoding
-        for request, own in zip(group, scores, strict=True):
-            numbers = select_top(own, request.max_passages)
-            request.kept = sum(own[number].is_cached for number in numbers)
+        for request, (numbers, own, asked) in zip(group, selected, strict=True):
+            request.asked, request.kept = asked, sum(own[number].is_cached for number in numbers)
             if request.passages.encoded is None:
                 request.passages.encoded = self._encoded(request, numbers, own_turn)
                 request.passages.seconds["slots"] += encoding
@@ -432,12 +424,12 @@ class Engine:
             found += similarities_of(encoder, chat, documents[some])
         return found
 
-    def _inputs_of(self, request: Request, numbers: list[int], turn: GroupTurn) -> dict[str, Any]:
-        """The slots of some of a request's passages, which are encoded now unless they are known."""
-        if request.passages.encoded is not None:
-            return request.passages.inputs
-        encoded = self._encoded(request, numbers, turn)
-        return SlotPassages([], encoded, {}).inputs
+    def _slots_of(self, request: Request, numbers: list[int], turn: GroupTurn) -> GivenSlots | None:
+        """The slots of at least these of a request's passages, which are encoded now unless they are known."""
+        if not numbers:
+            return None
+        encoded = request.passages.encoded or self._encoded(request, numbers, turn)
+        return GivenSlots(encoded.context_embeds, encoded.context_word_ids, encoded.context_passage_ids)
 
     def _encoded(self, request: Request, numbers: list[int], turn: GroupTurn) -> EncodedDocuments:
         texts = [_without_number(request.passages.documents[number]) for number in numbers]
@@ -456,11 +448,8 @@ class Engine:
     def _inputs(self, turn: ThreadTurn, group: list[Request]) -> dict[str, Any]:
         """The inputs of `generate` for a batch, with everything except for the end of the prompts in the cache."""
         own_turn = GroupTurn(turn, group)
-        chats = [self._chat(request) for request in group]
         if group[0].passages is not None:
-            rows = self._slots_of(group)
-            slots = {name: [row[name] for row in rows] for name in rows[0]}
-            asked = self.store.ask(chats, None, turn=own_turn, **slots)
+            asked = self._asked(group, own_turn)
             self._wait_for_room(group, asked.num_positions, own_turn)
             inputs = self.store.prepare_asked(asked)
             for request, kept, parts in zip(group, inputs.num_cached, inputs.num_passages, strict=True):
@@ -469,7 +458,7 @@ class Engine:
         else:
             # Text of a client must never end a turn.
             slots = {} if self.processor.chat_template is None else {"sanitize_control_tokens": True}
-            inputs = {**chat_inputs(self.processor, chats, **slots)}
+            inputs = {**chat_inputs(self.processor, [self._chat(request) for request in group], **slots)}
             check_length(inputs["input_ids"].shape[1], "The prompt", self.model.config.text_config)
             self._wait_for_room(group, inputs["attention_mask"].sum(dim=1).tolist(), own_turn)
             inputs["past_key_values"] = DynamicCache(config=self.model.config.text_config)
@@ -477,16 +466,20 @@ class Engine:
         inputs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         return prefill_beginning(self.model, inputs, own_turn)
 
-    def _slots_of(self, group: list[Request]) -> list[dict[str, Any]]:
-        """The slots that each request uses."""
-        rows = [request.passages.inputs for request in group]
-        for row in rows:
-            if (num_slots := len(row["context_embeds"])) > self.limits.max_slots:
+    def _asked(self, group: list[Request], turn: Turn) -> AskedQuestions:
+        """The questions of requests, each with the slots of the passages that it uses."""
+        asked = []
+        for request in group:
+            slots = request.passages.inputs
+            if (num_slots := len(slots["context_embeds"])) > self.limits.max_slots:
                 raise ValueError(
                     f"The passages have {num_slots} slots; expected at most {self.limits.max_slots}. Pass fewer "
                     "passages, a lower `max_passages`, or put more text into a slot (`tokens_per_slot`)."
                 )
-        return rows
+            if (known := request.asked) is None:  # else its passages were scored
+                known = self.store.ask([self._chat(request)], None, **{name: [each] for name, each in slots.items()})
+            asked += known.questions
+        return known._replace(questions=asked, turn=turn)
 
     def _chat(self, request: Request) -> list[dict[str, str]] | str:
         """The question or chat, in the form of the processor."""

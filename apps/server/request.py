@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.rows import find_answer
+from ...kv_cache_arcaligner import AskedQuestions
 from ..corpus.retrieve import SlotPassages
 
 
@@ -68,6 +69,7 @@ class Request:
     until: float = math.inf  # when it ends, in the seconds of `time.monotonic`; it is 0 after `cancel`
     on_cancel: Callable[[], Any] = lambda: None
     passages: SlotPassages | None = None
+    asked: AskedQuestions | None = None  # its question with the passages that it uses, if these were scored
     kept: int | None = None  # number of cached passages, once it is known
 
     def cancel(self) -> None:

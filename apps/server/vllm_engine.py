@@ -306,18 +306,15 @@ class VllmEngine(Engine):
 
     def _bodies(self, turn: ThreadTurn, group: list[Request]) -> list[dict[str, Any]]:
         """What is sent to vLLM for each request: a prompt with files, or of text alone."""
-        chats = [self._chat(request) for request in group]
         if group[0].passages is None:
             slots = {} if self.processor.chat_template is None else {"sanitize_control_tokens": True}
             bodies = []
-            for chat in chats:
-                ids = chat_inputs(self.processor, [chat], **slots)["input_ids"][0].tolist()
+            for request in group:
+                ids = chat_inputs(self.processor, [self._chat(request)], **slots)["input_ids"][0].tolist()
                 check_length(len(ids), "The prompt", self.model.config.text_config)
                 bodies.append({"prompt": ids})
         else:
-            rows = self._slots_of(group)
-            slots = {name: [row[name] for row in rows] for name in rows[0]}
-            found = self.store.prefix_files(chats, turn=GroupTurn(turn, group), **slots)
+            found = self.store.prefix_files_asked(self._asked(group, GroupTurn(turn, group)))
             bodies = [slots_request(files) for files in found]
             for request, body, files in zip(group, bodies, found, strict=True):
                 if request.kept is None:
@@ -351,9 +348,7 @@ class VllmEngine(Engine):
         for number in known:
             logits[number] = torch.tensor(scored[number][0], dtype=torch.float64, device="cpu").logit(eps=1e-12)
         if rest := [number for number in range(len(group)) if number not in known]:
-            rows = self._slots_of([group[number] for number in rest])
-            slots = {name: [row[name] for row in rows] for name in rows[0]}
-            inputs = self.store.prepare([chats[number] for number in rest], turn=turn, **slots)
+            inputs = self.store.prepare_asked(self._asked([group[number] for number in rest], turn))
             logits[rest] = self.store.read_question(inputs, True, turn).answerability_logits.float().cpu()
         call = self.answerer.answer(chats, [request.passages.read for request in group])
         return call.answerability_of(logits).tolist()
