@@ -396,6 +396,12 @@ def test_invalid_settings_are_refused(engine_of):
             engine_of(**{name: value})
 
 
+def test_cache_implementation_is_refused(engine_of, ask, monkeypatch):
+    monkeypatch.setattr(ask.model.generation_config, "cache_implementation", "static")
+    with pytest.raises(ValueError, match="`generation_config.cache_implementation` is 'static'"):
+        engine_of()
+
+
 def test_similarity_selects_passages(apart, engine_of, tmp_path, monkeypatch):
     """With a `similarity_weight` beside which the answerability does not count."""
     corpus = corpus_of(tmp_path, apart.processor, "ada", "bob")

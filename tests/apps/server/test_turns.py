@@ -5,12 +5,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import aligner_for, pipeline_of
+from conftest import aligner_for, chat_inputs, pipeline_of
 
 from arcaligner import encoder_arcaligner, kv_cache_arcaligner
 from arcaligner.apps.server import engine as engine_module
 from arcaligner.apps.server.engine import Engine
-from arcaligner.apps.server.live_rows import LiveBatch
+from arcaligner.apps.server.live_rows import LiveBatch, frequencies_change_at
 from arcaligner.apps.server.request import Limits, Request
 from arcaligner.apps.server.turns import Turns
 
@@ -44,6 +44,15 @@ def apart(separate):
 def asked(documents=("Ada wrote it.",), chat=CHAT, **settings) -> Request:
     documents = None if documents is None else list(documents)
     return Request(chat, documents, **{"max_new_tokens": 4} | settings)
+
+
+def joined_answers(engine, requests, **settings) -> list[str]:
+    """The texts of answers, of which the others join the first one while it is written."""
+    begun = threading.Event()
+    first = engine.submit(asked(**requests[0], on_text=lambda text: begun.set(), **settings))
+    begun.wait()
+    others = [engine.submit(asked(**each, **settings)) for each in requests[1:]]
+    return [each.result().text for each in (first, *others)]
 
 
 def until_queued(turns: Turns) -> None:
@@ -151,11 +160,42 @@ def test_rows_join_behind_windows(processor, engine_of, backbone):
     alone = engine_of(pipeline)
     requests = [{"documents": PASSAGES[number:], "chat": chat} for number, chat in enumerate(chats)]
     expected = [alone.submit(asked(**each, max_new_tokens=30)).result().text for each in requests]
-    engine, begun = engine_of(pipeline), threading.Event()
-    first = engine.submit(asked(**requests[0], max_new_tokens=30, on_text=lambda text: begun.set()))
-    begun.wait()
-    others = [engine.submit(asked(**each, max_new_tokens=30)) for each in requests[1:]]
-    assert [each.result().text for each in (first, *others)] == expected
+    assert joined_answers(engine_of(pipeline), requests, max_new_tokens=30) == expected
+
+
+def test_beginning_is_that_of_each_answer(apart, engine_of):
+    """`min_new_tokens` and `begin_suppress_tokens` do not count from when other rows join."""
+    config, processor = apart.model.generation_config, apart.processor
+    chats = [[{"role": "user", "content": "Who? " * number}] for number in (9, 1, 4)]
+
+    def alone(chat) -> list[int]:
+        inputs = chat_inputs(processor, chat, sanitize_control_tokens=True)
+        ids = apart.model.generate(**inputs, max_new_tokens=30, do_sample=False)
+        return ids[0, inputs["input_ids"].shape[1] :].tolist()
+
+    config.begin_suppress_tokens = sorted({alone(chat)[0] for chat in chats})
+    config.eos_token_id = sorted({alone(chat)[12] for chat in chats})
+    config.min_new_tokens = 12
+    whole = [alone(chat) for chat in chats]
+    assert 13 in map(len, whole)  # the first token that may end an answer does
+    expected = [processor.decode(ids[: -(ids[-1] in config.eos_token_id) or None]).lstrip() for ids in whole]
+    requests = [{"documents": None, "chat": chat} for chat in chats]
+    assert joined_answers(engine_of(apart), requests, max_new_tokens=30) == expected
+
+
+def test_long_rows_change_no_frequencies(processor, engine_of):
+    """LongRoPE turns the positions of a batch by other frequencies as soon as one row is long."""
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 64}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0, 4.0, 5.0, 6.0]}
+    text = {"rope_parameters": rope, "original_max_position_embeddings": 64}
+    pipeline = pipeline_of(aligner_for(processor, "phi3", text), processor)
+    chats = [[{"role": "user", "content": "Who? " * number}] for number in (8, 3, 2)]
+    engine, requests = engine_of(pipeline), [{"documents": None, "chat": chat} for chat in chats]
+    alone = [engine.submit(asked(**each, max_new_tokens=30)).result() for each in requests]
+    assert frequencies_change_at(pipeline.model.config.text_config) == 64
+    lengths = [each.prompt_tokens + 30 for each in alone]
+    assert lengths[0] > 64 >= max(lengths[1:]) and max(lengths) < 1.5 * min(lengths)  # they would share a batch
+    assert joined_answers(engine, requests, max_new_tokens=30) == [each.text for each in alone]
 
 
 def test_same_passages_in_two_threads(apart, engine_of, monkeypatch):
