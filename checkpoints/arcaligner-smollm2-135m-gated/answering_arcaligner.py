@@ -13,8 +13,6 @@ import torch
 from transformers import BatchFeature, LogitsProcessor, LogitsProcessorList
 
 from .configuration_arcaligner import is_number
-from .encoder_arcaligner import GivenSlots
-from .kv_cache_arcaligner import AskedQuestions
 from .modeling_arcaligner import PrefillOutputs
 from .processing_arcaligner import check_copy_bonus
 from .segmentation_arcaligner import (
@@ -83,7 +81,7 @@ class Selection(NamedTuple):
     # If some are left out: scores by the number of the passage, of those that were scored, and the question with the
     # selected passages, for `PassageCache.prepare_asked`.
     scores: dict[int, ScoredPassage] | None = None
-    asked: AskedQuestions | None = None
+    asked: Any = None  # [`AskedQuestions`]
 
 
 class Answerer:
@@ -177,7 +175,7 @@ class Answerer:
         documents: list[list],
         max_passages: int | Sequence[int] | None = None,
         similarities: list | None = None,
-        slots_of: Callable[[list[list[int]]], list[GivenSlots | None]] | None = None,
+        slots_of: Callable[[list[list[int]]], list] | None = None,
         **kwargs: Any,
     ) -> list[Selection]:
         """Select passages for each question: of more than `max_passages`, those with the highest scores. Only as many
@@ -188,7 +186,7 @@ class Answerer:
             max_passages (`int` or `list`, *optional*): Of all questions, or of each. Default: 1, or all if passages
                 cannot be scored.
             slots_of (`Callable`, *optional*): Returns the slots of some passages of each question, given their numbers,
-                if they are cached elsewhere; `None` for a question without numbers.
+                if they are cached elsewhere: [`GivenSlots`], or `None` for a question without numbers.
         """
         most = max_passages or self.max_passages
         wanted = [most] * len(questions) if isinstance(most, int | None) else most
@@ -206,11 +204,11 @@ class Answerer:
 
     def _score_candidates(
         self,
-        asked: AskedQuestions,
+        asked,
         similarities: list[list[float]],
         wanted: Sequence[int],
-        slots_of: Callable[[list[list[int]]], list[GivenSlots | None]] | None,
-    ) -> tuple[AskedQuestions, list[dict[int, ScoredPassage]]]:
+        slots_of: Callable[[list[list[int]]], list] | None,
+    ) -> tuple[Any, list[dict[int, ScoredPassage]]]:
         """The scores that select the `wanted` number of passages of each question, and the questions with the slots
         that were asked for."""
         config = self.model.config
@@ -251,7 +249,7 @@ class Answerer:
         """
         return self._score(*self._ask(questions, documents, similarities, **kwargs))
 
-    def _ask(self, questions, documents, similarities, **kwargs) -> tuple[AskedQuestions, list[list[float]] | None]:
+    def _ask(self, questions, documents, similarities, **kwargs) -> tuple[Any, list[list[float]] | None]:
         """What `PassageCache.ask` gives, and the cosines of questions and passages where these are texts."""
         self._check_can_score("Scoring passages")
         if documents is not None:
