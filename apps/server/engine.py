@@ -31,6 +31,7 @@ from ...pipeline_arcaligner import ArcAlignerPipeline
 from ...segmentation_arcaligner import given_text
 from ..corpus.retrieve import Retriever, SlotPassages
 from .live_rows import LiveBatch, LiveRow
+from .products import fast_products
 from .request import Answer, BusyError, Limits, Request, RequestCancelledError
 from .turns import Turns
 
@@ -61,15 +62,17 @@ class PassageEncoder:
         self.processor, self.max_passages = processor, max_passages
         self._kept: OrderedDict[tuple, EncodedDocuments] = OrderedDict()  # longest unused first
 
-    def count(self, documents: list[dict], tokens_per_slot: int | str | None, room: int) -> int:
-        """How many slots passages have, none of which is encoded.
-
-        Raises:
-            `ValueError`: more than there is `room` for.
-        """
+    def check_room(self, documents: list[dict], tokens_per_slot: int | str | None, room: int) -> None:
+        """Raises `ValueError` for passages with more slots than there is `room` for, before any of them is encoded."""
+        known = [self._kept.get(key) for key in self._keys(documents, tokens_per_slot)]
+        if None not in known and sum(len(each.context_embeds) for each in known) <= room:
+            return
         encode = self.processor.slot_encoder.encode_batch
-        (row,) = encode([documents], tokens_per_slot=tokens_per_slot, room=[room], only_segments=True)
-        return len(row.context_embeds)
+        encode([documents], tokens_per_slot=tokens_per_slot, room=[room], only_segments=True)
+
+    @staticmethod
+    def _keys(documents: list[dict], tokens_per_slot: int | str | None) -> list[tuple]:
+        return [(json.dumps(each), tokens_per_slot) for each in documents]
 
     def __call__(
         self, documents: list[dict], tokens_per_slot: int | str | None, numbers: Sequence[int] | None = None
@@ -77,7 +80,7 @@ class PassageEncoder:
         """The slots of passages, whose `numbers` are by default those of their places."""
         if not any(each["text"].strip() for each in documents):  # nothing but white space is a slot, too
             return self.processor.encode_documents(documents, tokens_per_slot=tokens_per_slot)
-        keys = [(json.dumps(each), tokens_per_slot) for each in documents]
+        keys = self._keys(documents, tokens_per_slot)
         found = {key: self._kept[key] for key in keys if key in self._kept}
         new = {key: each for key, each in zip(keys, documents, strict=True) if key not in found}
         found |= zip(new, self._encode(list(new.values()), tokens_per_slot), strict=True)
@@ -243,6 +246,7 @@ class Engine:
 
     # The threads that prepare
 
+    @fast_products()
     def _work(self) -> None:
         while True:
             with self._door:
@@ -349,7 +353,7 @@ class Engine:
         if rate not in (None, self.retriever.corpus.settings["tokens_per_slot"]):
             began = time.perf_counter()
             texts = [{name: each[name] for name in ("title", "text")} for each in passages.documents]
-            self._encode.count(texts, rate, self._room(request, len(texts)))
+            self._encode.check_room(texts, rate, self._room(request, len(texts)))
             passages.encoded = self._encode(texts, rate)
             passages.seconds["slots"] += time.perf_counter() - began
         num_slots, most = len(passages.encoded.context_embeds), self._room(request, len(passages.documents))
@@ -370,7 +374,7 @@ class Engine:
         if not passages:
             encoded = self.processor.encode_documents([], tokens_per_slot=rate)  # nothing was found: an empty slot
         else:
-            self._encode.count(texts, rate, self._room(request, len(texts)))
+            self._encode.check_room(texts, rate, self._room(request, len(texts)))
             self._turns.pass_on()
             encoded = None if request.wants_fewer(len(texts)) else self._encode(texts, rate)
         seconds = {"retrieval": 0.0, "slots": time.perf_counter() - began}
@@ -570,6 +574,7 @@ class Engine:
 
     # The thread that writes
 
+    @fast_products()
     def _write(self) -> None:
         while True:
             with self._change:
