@@ -31,7 +31,6 @@ from ...pipeline_arcaligner import ArcAlignerPipeline
 from ...segmentation_arcaligner import given_text
 from ..corpus.retrieve import Retriever, SlotPassages
 from .live_rows import LiveBatch, LiveRow
-from .products import fast_products
 from .request import Answer, BusyError, Limits, Request, RequestCancelledError
 from .turns import Turns
 
@@ -246,7 +245,6 @@ class Engine:
 
     # The threads that prepare
 
-    @fast_products()
     def _work(self) -> None:
         while True:
             with self._door:
@@ -574,7 +572,6 @@ class Engine:
 
     # The thread that writes
 
-    @fast_products()
     def _write(self) -> None:
         while True:
             with self._change:
