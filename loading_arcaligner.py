@@ -213,7 +213,7 @@ class AlignerMixin:
         if empty.hf_quantizer is not None:
             raise RuntimeError(
                 f"transformers {transformers_version} loads weights in a way that ArcAligner does not know, so it "
-                "cannot quantize a base model with it. Load it without quantization, take a version that "
+                "cannot quantize a base model with it. Load it without quantization, use a version that "
                 "docs/versions.md lists, or a newer ArcAligner."
             )
         download = {name: options[name] for name in _DOWNLOAD_OPTIONS if options.get(name) is not None}

@@ -115,7 +115,7 @@ def main(
     }
     models = load_models(checkpoint, getattr(torch, dtype), device)
     for k, rate in itertools.product(asked, rates):
-        typer.echo(f"{k} passages, rate {rate}")
+        typer.echo(f"{k} passages, tokens per slot: {rate}")
         numbers = measure_size(models, processor, rows, k, rate, seconds)
         report["sizes"].append({"dtype": dtype, **numbers})
     typer.echo("\n".join(first_token_table(report)))

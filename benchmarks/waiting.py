@@ -44,7 +44,9 @@ async def first_token(client: httpx.AsyncClient, model: str, body: dict[str, Any
     began, first, pieces = time.perf_counter(), 0.0, 0
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
-            raise ValueError(f"Status {response.status_code}: {(await response.aread()).decode()[:300]}")
+            raise ValueError(
+                f"The server answered with status {response.status_code}: {(await response.aread()).decode()[:300]}"
+            )
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
                 choices = json.loads(line.removeprefix("data: ")).get("choices", [])
@@ -73,7 +75,7 @@ async def measure(url: str, key: str, rounds: int) -> dict[str, list[tuple[float
 
 def main(
     url: Annotated[str, typer.Option(help="Address of a running server.")] = "http://127.0.0.1:8000",
-    rounds: Annotated[int, typer.Option(help="How often each is measured.", min=1)] = 3,
+    rounds: Annotated[int, typer.Option(help="How often each wait is measured.", min=1)] = 3,
     api_key: Annotated[str, typer.Option(envvar="ARCALIGNER_API_KEY", help="The server's API key.")] = "",
 ) -> None:
     """Print the median seconds as a table, and all of them as a JSON line."""

@@ -49,7 +49,7 @@ class ArcAlignerLM(LM):
             if request.args[1] != DECODING:
                 raise ValueError(
                     f"Got generation settings {request.args[1]}; the aligner answers as in `arcaligner evaluate`, with "
-                    f"{DECODING}. Leave out `--gen_kwargs`, and name a task of {TASKS_DIRECTORY.name}."
+                    f"{DECODING}. Leave `--gen_kwargs` out, and choose a task of {TASKS_DIRECTORY.name}."
                 )
         rows = [{"number": number, **parse_prompt(request.args[0])} for number, request in enumerate(requests)]
         answers = [""] * len(rows)

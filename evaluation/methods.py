@@ -91,7 +91,7 @@ def fingerprint(checkpoint: str) -> str:
     if any(folder.glob("*.safetensors")):
         return digest_files([path for pattern in CHECKPOINT_FILES for path in sorted(folder.glob(pattern))])[:16]
     if folder.is_dir() or checkpoint.count("/") != 1:
-        raise ValueError(f"There is no checkpoint in {checkpoint}: no weights (*.safetensors). Name a finished folder.")
+        raise ValueError(f"{checkpoint} has no weights (*.safetensors). Name the folder of a finished run.")
     ArcAlignerConfig.from_pretrained(checkpoint)  # downloads it, so that the cache has its commit
     commit = Path(try_to_load_from_cache(checkpoint, CONFIG_NAME)).parent.name
     return f"{checkpoint}@{commit}"
@@ -169,8 +169,8 @@ class Method:
             )
         if self.reads in LORA_POSITIONS and model.config.lora_positions != LORA_POSITIONS[self.reads]:
             raise ValueError(
-                f"{path} has `lora_positions` {model.config.lora_positions!r}; for `{self.option}` expected "
-                f"{LORA_POSITIONS[self.reads]!r}, as `{self.made_by}` trains it."
+                f"{path} has `lora_positions` {model.config.lora_positions!r}; `{self.option}` needs an aligner with "
+                f"{LORA_POSITIONS[self.reads]!r}. `{self.made_by}` trains one."
             )
         if self.answer is TOP_RANKED:
             try:

@@ -32,6 +32,7 @@ from .chat_endpoint import ChatEndpoint
 from .evaluate import answer_all, load_rows
 from .judge import judge_run, judged_scores, judges_of
 from .methods import MissingMethodError, find_method, fingerprint
+from .metrics import shown_interval
 from .results import PAPER, evidence, method_titles, summarize, table
 from .retrieval import RetrievalSettings, recall_table, retrieve
 from .runs import AnswerFile
@@ -44,6 +45,7 @@ FOLDER = "paper"  # in a run's folder
 SEGMENT = "_xsegment"  # suffix of methods with one slot per sentence, as in the paper
 LLMLINGUAS = ("llmlingua2", "llmlingua")  # the paper's, and the variant whose scores are the backbone's
 ABLATIONS = ("no_recursion", "max_loop", "no_lora")
+FEW = 50  # questions; of fewer, a table shows the interval of F1
 HELD_OUT = 10_000  # texts that are reconstructed, the paper's number
 CONTROL = ("all_positions", "slot_positions")  # which the paper lacks
 # The paper's names of methods; a name with a rate is looked up without the rate.
@@ -126,7 +128,10 @@ class Reproduction:
             except (FileNotFoundError, OSError) as error:
                 self.skip(TASKS[name].title, error)
         if not rows:
-            raise MissingPartError(f"None of {', '.join(TASKS[name].title for name in tasks)} is here; see above.")
+            raise MissingPartError(
+                f"None of the sets {', '.join(TASKS[name].title for name in tasks)} could be loaded; messages above "
+                "say why."
+            )
         counts = len(methods) + (len([name for name in methods if name != "naive"]) if floor else 0)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, transient=True) as progress:
@@ -196,7 +201,7 @@ class Reproduction:
             except (FileNotFoundError, OSError) as error:
                 self.skip(TASKS[name].title, error)
         if not self.recalls:
-            raise MissingPartError("None of the paper's sets is here; see above.")
+            raise MissingPartError("None of the paper's sets could be loaded; messages above say why.")
         lines = [*recall_table(self.recalls), "", f"The passage that is used: {self.retrieval.about}."]
         return self.write("recall", TITLES["recall"], lines)
 
@@ -283,7 +288,7 @@ class Reproduction:
         metric, names = metric_of([sets]), [name for name in TASKS if TASKS[name].title in sets]
         found = categories.categorize(self.settings.output, names, ["xrag", ours], right_by(metric))
         if not found:
-            raise MissingPartError("Naive and StandardRAG answered no set.")
+            raise MissingPartError("Naive and StandardRAG have answers to none of the sets. Evaluate both first.")
         picture = categories.draw_categories(found, METRIC_NAMES[metric])
         about = (
             f"Right by {METRIC_NAMES[metric]}. TT: Naive and StandardRAG are right; TF: Naive alone; FT: StandardRAG "
@@ -329,10 +334,10 @@ class Reproduction:
 
 
 TITLES = {
-    "table1": "Table 1: EM, F1 and Acc on 2WikiMultiHopQA, HotpotQA and NaturalQA",
+    "table1": "Table 1: EM, F1 and Acc on 2WikiMultiHopQA, HotpotQA and Natural Questions",
     "table2": "Table 2: EM, F1 and Acc on PopQA_longtail, TriviaQA* and WebQuestions",
     "recall": "Recall of the retriever, before and after re-ranking",
-    "ablation": "Table 3: ablations on HotpotQA, NaturalQA and TriviaQA*",
+    "ablation": "Table 3: ablations on HotpotQA, Natural Questions and TriviaQA*",
     "backbones": "Accuracy across different backbones",
     "perplexity": "Reconstruction perplexity after stage I",
     "gates": "Loops that the gates trigger at each layer",
@@ -462,12 +467,12 @@ def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
             cell for set_title in sets for cell in (_triple(paper[set_title].get(named)), _ours(sets[set_title], name))
         ]
         if set(cells) != {"-"}:
-            rows.append([title, named or "-", *cells])
+            rows.append([title, _paper_title(named) or "-", *cells])
     known = [name for each in paper.values() for name in each if (name in ABLATION_NAMES) == _is_ablation(methods)]
     for named in dict.fromkeys(known):
         if named not in shown:
             cells = [cell for set_title in sets for cell in (_triple(paper[set_title].get(named)), "-")]
-            rows.append(["-", named, *cells])
+            rows.append(["-", _paper_title(named), *cells])
     columns = [column for title in sets for column in (f"{title}: paper", "ours")]
     return [
         *markdown_table(["Ours", "Paper", *columns], rows),
@@ -537,8 +542,13 @@ def _titles_in(results: dict[str, Any], tasks: Sequence[str], methods: Sequence[
 
 
 def _questions_of(sets: dict[str, Any]) -> str:
-    counts = ", ".join(f"{title} {entry['questions']} ({entry['passages']})" for title, entry in sets.items())
-    return f"Questions and passages: {counts}."
+    asked = PAPER["questions"]
+    counts = ", ".join(
+        f"{title} {entry['questions']} ({entry['passages']}; paper: {asked[title]:,})" for title, entry in sets.items()
+    )
+    few = [title for title, entry in sets.items() if entry["questions"] < FEW]
+    note = f" Too few for a comparison: {', '.join(few)}; brackets are 95 % intervals of F1." if few else ""
+    return f"Questions and passages: {counts}.{note}"
 
 
 ABLATION_NAMES = {PAPER_NAMES[name] for name in ABLATIONS}
@@ -553,11 +563,23 @@ def _triple(numbers: Sequence[float | None] | None, digits: int = 2) -> str:
     return " / ".join(shown) or "-"
 
 
+def _paper_title(named: str) -> str:
+    """The paper's name of a method with its compression rate, if it prints one.
+
+    >>> _paper_title("xRAG"), _paper_title("COCOM x4"), _paper_title("Naive")
+    ('xRAG, x128', 'COCOM x4', 'Naive')
+    """
+    rate = PAPER["rates"].get(named)
+    return named if rate is None or named.endswith(f"x{rate}") else f"{named}, x{rate}"
+
+
 def _ours(entry: dict[str, Any], method: str) -> str:
-    """Our EM, F1 and Acc, with the number of questions if not all."""
+    """Our EM, F1 and Acc, with the number of questions if not all, and the interval of F1 if they are few."""
     if (numbers := entry["methods"].get(method)) is None:
         return "-"
-    shown = _triple([(score(numbers, metric) or [None])[0] for metric in ("em", "f1", "acc")], digits=1)
+    em, f1, acc = (score(numbers, metric) for metric in ("em", "f1", "acc"))
+    f1_shown = shown_interval(f1) if numbers["questions"] < FEW else f"{f1[0]:.1f}"
+    shown = f"{em[0]:.1f} / {f1_shown} / {_triple([acc and acc[0]], digits=1)}"
     return shown + (f" of {numbers['questions']}" if numbers["questions"] < entry["questions"] else "")
 
 

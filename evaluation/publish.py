@@ -34,7 +34,7 @@ from .analyses.speed import (
 )
 from .methods import find_method, fingerprint, reads_aligner, sort_key
 from .paper import FIRST, SECOND, TITLES, published_backbone, published_ratios, published_table
-from .results import MAIN, results_page, write_results
+from .results import MAIN, read_results, results_page, write_results
 from .runs import FLOOR, answer_files
 from .tasks import TASKS
 
@@ -42,7 +42,7 @@ DOCS = ROOT / "docs"
 # Sets of the README's tables, with the names that readers know.
 README_SETS = {
     "SQuAD": "SQuAD",
-    "NaturalQA": "Natural Questions",
+    "Natural Questions": "Natural Questions",
     "HotpotQA": "HotpotQA",
     "PopQA_longtail": "PopQA",
 }
@@ -92,16 +92,16 @@ def publish(
         if any(file.method == MAIN for file in answer_files(run)):
             no_answer = ArcAlignerProcessor.from_pretrained(checkpoint).no_answer
             answers = answers_page(run, config.answerability_threshold, no_answer)
-        found = write_results(run)
+        found = write_results(run) | {"weights": fingerprint(str(checkpoint))}
         if (checkpoint / RESULTS_FILE).exists():
-            found = with_published(found, read_json(checkpoint / RESULTS_FILE))
+            found = with_published(found, read_results(checkpoint / RESULTS_FILE))
         write_whole(checkpoint / RESULTS_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
         write_model_card(config, checkpoint)
         if answers is not None:
             write_whole(DOCS / "answers.md", answers)
     if reproduced is not None:
         write_reproduced(reproduced)
-    results = read_json(checkpoint / RESULTS_FILE)
+    results = read_results(checkpoint / RESULTS_FILE)
     published = DOCS / "figures"
     for name in (LATENCY_REPORT, KEPT_REPORT):  # a report that was not measured again remains
         if (figures / name).exists():
@@ -127,11 +127,12 @@ def with_published(found: dict[str, Any], published: dict[str, Any]) -> dict[str
     """
     The results of a run, and the published ones of what it did not ask.
 
-    A run that asked an aligner replaces all published numbers that depend on an aligner's weights, and its sets are
-    those of the result: only methods that read no aligner keep their numbers. Any other run adds to what is published.
-    Differences between methods need the answers of both, so they are those of the run that asked the aligner.
+    A run that asked an aligner of other weights than the published ones replaces all numbers that depend on them, and
+    its sets are those of the result: only methods that read no aligner keep their numbers. Any other run adds to what
+    is published. Differences between methods need the answers of both, so they are those of the first such run.
     """
-    replaces = any(reads_aligner(name) for entry in found["sets"].values() for name in entry["methods"])
+    asked = any(reads_aligner(name) for entry in found["sets"].values() for name in entry["methods"])
+    replaces = asked and found["weights"] != published.get("weights")
     titles = found["sets"].keys() | (set() if replaces else published["sets"].keys())
     sets = {}
     for title in (task.title for task in TASKS.values() if task.title in titles):
@@ -143,7 +144,8 @@ def with_published(found: dict[str, Any], published: dict[str, Any]) -> dict[str
         sets[title] = first | {"methods": {name: methods[name] for name in sorted(methods, key=sort_key)}}
     machines = {*found["machine"].split("; "), *published["machine"].split("; ")}
     questions = min(entry["questions"] for entry in sets.values())
-    return {"machine": "; ".join(sorted(machines)), "questions": questions, "sets": sets}
+    weights = {"weights": found["weights"] if asked else published.get("weights")}
+    return {"machine": "; ".join(sorted(machines)), "questions": questions} | weights | {"sets": sets}
 
 
 def write_figure(name: str, lines: list[str], figure: Figure) -> None:

@@ -66,7 +66,7 @@ def parse_ranking(reply: str, count: int) -> list[int]:
     if not numbers:
         raise WrongListError("no list")
     if any(not 1 <= number <= count for number in numbers):
-        raise WrongListError("numbers of no passage")
+        raise WrongListError("numbers without a passage")
     if len(set(numbers)) < len(numbers):
         raise WrongListError("passages twice")
     if len(numbers) < count:

@@ -32,6 +32,9 @@ MAIN_ROWS = (
 NOT_COMPRESSED = ("standard_rag", "full_text_lora", "full_text_copying", "text_apart")
 PAPER = json.loads((Path(__file__).parent / "paper_results.json").read_text(encoding="utf-8"))
 
+# Titles of sets in results that version 0.2 wrote.
+_NEW_TITLES = {"NaturalQA": "Natural Questions"}
+
 Answers = dict[str, dict[str, Any]]  # by question id
 
 
@@ -44,6 +47,12 @@ def write_results(run: Path) -> dict[str, Any]:
     write_whole(run / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     write_whole(run / "results.md", results_page(results))
     return results
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """The results in a `results.json`; sets that have been renamed since it was written get their new titles."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found | {"sets": {_NEW_TITLES.get(title, title): entry for title, entry in found["sets"].items()}}
 
 
 def summarize(run: Path) -> dict[str, Any]:

@@ -202,7 +202,7 @@ def retrieve(
     if wrong:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(wrong.items()))
         logger.warning(
-            "%s: %d of %d wrong lists of %s, these questions keep the retriever's order (%s)",
+            "%s: %d of %d lists of %s are not usable, so these questions keep the retriever's order (%s)",
             *(name, wrong.total(), len(rows), settings.reranker, reasons),
         )
     return after, {

@@ -158,7 +158,7 @@ TASKS = {
     for task in (
         Task("2wikimultihopqa", "2WikiMultiHopQA", "framolfese/2WikiMultihopQA", None, "validation", hotpotqa_row, 500),
         Task("hotpotqa", "HotpotQA", HOTPOTQA, "distractor", "validation", hotpotqa_row, 500),
-        Task("nq", "NaturalQA", "google-research-datasets/nq_open", None, "validation", _nq, 3610),
+        Task("nq", "Natural Questions", "google-research-datasets/nq_open", None, "validation", _nq, 3610),
         Task("popqa_longtail", "PopQA_longtail", "akariasai/PopQA", None, "test", _popqa, 1399),
         # The asterisk is the paper's, for 500 random questions.
         Task("triviaqa", "TriviaQA*", "mandarjoshi/trivia_qa", "unfiltered.nocontext", "validation", _triviaqa, 500),

@@ -24,6 +24,8 @@ PAGES += ("docs/engines.md", "docs/gpu.md", "docs/gpu_training.md", "docs/paper.
 SHORTER = {
     "python -m arcaligner train --recipe tiny --output": "--max_train_samples 4",
     "python -m arcaligner train --recipe tiny": "-- --max_train_samples 4",
+    "python -m arcaligner.train.full_text": "--max_train_samples 4 --bf16 false",
+    "python -m arcaligner.train.made_questions": "-n 1 --questions 1",
     "python -m arcaligner evaluate --recipe smollm2_135m --tasks": "--data FOLDER --methods naive,arcaligner -n 2",
     "python -m arcaligner evaluate --recipe": "--tasks squad --methods naive,standard_rag,arcaligner -n 2",
     "python -m arcaligner evaluate": "--data FOLDER -n 2",
@@ -76,14 +78,26 @@ COMMANDS = [command for command in DOCUMENTED if not any(part in command for par
 def place(tmp_path_factory, installed) -> Path:
     """A folder with a reader's files."""
     folder = tmp_path_factory.mktemp("place")
-    for name in ("letters", "FOLDER", "tests/data"):
+    for name in ("letters", "FOLDER", "tests/data", "data"):
         (folder / name).mkdir(parents=True)
     shutil.copytree(ROOT / "docs", folder / "docs", ignore=lambda _, names: {*names} - {"precision.md", "server.md"})
     (folder / "letters" / "letter.txt").write_text("It was written by Ada.")
     (folder / "mine.jsonl").write_text('{"question": "Who wrote it?", "answers": ["Ada"]}\n')
-    rows = (installed / "tests" / "data" / "squad_dev_sample.jsonl").read_bytes().splitlines(keepends=True)[:8]
-    for name in ("nq", "squad", "hotpotqa", "recon_train", "paragraphs", "FOLDER/squad", "FOLDER/nq"):
+    shutil.copytree(installed / "train" / "recipes", folder / "train" / "recipes")  # of a clone
+    *rows, last = (installed / "tests" / "data" / "squad_dev_sample.jsonl").read_bytes().splitlines(keepends=True)[:9]
+    for name in (
+        "nq",
+        "squad",
+        "hotpotqa",
+        "recon_train",
+        "paragraphs",
+        "FOLDER/squad",
+        "FOLDER/nq",
+        "data/train_qa",
+        "data/train_extra",
+    ):
         (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(b"".join(rows)))
+    (folder / "data" / "recon_train.jsonl.gz").write_bytes(gzip.compress(last))  # a paragraph without questions
     (folder / "tests" / "data" / "squad_dev_sample.jsonl").write_bytes(b"".join(rows))  # the README's, of a clone
     return folder
 

@@ -422,7 +422,7 @@ def test_mismatched_priors_are_refused(apart, model, prior, message):
 
 
 def test_short_priors_are_refused(store):
-    with pytest.raises(ValueError, match="2 numbers for a question with passage 2"):
+    with pytest.raises(ValueError, match="2 numbers for a question with 3 passages"):
         store.prepare("Who?", PASSAGES, passage_prior=[[0.0, 0.0]])
     with pytest.raises(ValueError, match="for 2 questions; expected 1"):
         store.prepare("Who?", PASSAGES, passage_prior=[[0.0] * 3] * 2)

@@ -210,7 +210,7 @@ def tokenize(row: Row, tokenizer, asks: bool) -> dict[str, Any]:
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     if not whole.startswith(prompt):
         raise ValueError(
-            f"Row {row['id']}: the prompt {prompt!r} is not how the whole conversation {whole!r} begins, so the answer "
+            f"Row {row['id']}: the conversation {whole!r} does not begin with its prompt {prompt!r}, so the answer "
             "cannot be separated from the prompt. Name another `chat_template_path`."
         )
 

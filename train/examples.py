@@ -483,7 +483,7 @@ class ExampleBuilder:
         for row_id, prompt, whole, asked, said in rows:
             if prompt[0] != whole[0] or said[: len(asked)] != asked:
                 raise ValueError(
-                    f"Row {row_id}: the prompt {prompt!r} is not how the whole conversation {whole!r} begins, so the "
+                    f"Row {row_id}: the conversation {whole!r} does not begin with its prompt {prompt!r}, so the "
                     "target cannot be separated from the prompt. Name another `chat_template_path`."
                 )
             target = self._end_of_turn(said[len(asked) :])

@@ -72,7 +72,7 @@ class FullTextArguments:
             raise ValueError(f"`writes` is {self.writes!r}; expected one of {', '.join(WRITES)}.")
         if self.writes == "question" and self.passage_attention == "separate":
             raise ValueError(
-                "`writes: question` reads one passage, so `passage_attention: separate` changes nothing. Leave it out."
+                "`writes: question` uses one passage, so `passage_attention: separate` changes nothing. Leave it out."
             )
         if self.passage_attention not in PASSAGE_ATTENTIONS:
             raise ValueError(
@@ -132,7 +132,7 @@ def tokenize(row: Row, tokenizer, is_separate: bool = False, writes: str = "answ
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     if not whole.startswith(prompt):
         raise ValueError(
-            f"Row {row['id']}: the prompt {prompt!r} is not how the whole conversation {whole!r} begins, so the answer "
+            f"Row {row['id']}: the conversation {whole!r} does not begin with its prompt {prompt!r}, so the answer "
             "cannot be separated from the prompt. Name another `chat_template_path`."
         )
 

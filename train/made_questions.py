@@ -202,7 +202,7 @@ def main(
     limit: Annotated[int | None, typer.Option("-n", help="Number of paragraphs. Default: all.", min=1)] = None,
     questions: Annotated[int, typer.Option(help="Maximum number of questions about a paragraph.", min=1)] = 3,
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch; 500,000 on a GPU of 80 GB.")] = 16_384,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens per batch; a GPU with 80 GB takes 500,000.")] = 16_384,
     seed: Annotated[int, typer.Option(help="Seed of the maker's sampling.")] = 0,
 ) -> None:
     """Make questions about paragraphs, and keep those to which a reader of text gives the same answer."""

@@ -243,7 +243,8 @@ def accumulation_steps(global_batch_size: int, per_device: int, processes: int) 
     remedies += [f"for {_listed(numbers)} processes with a size of {per_device}"] if numbers else []
     raise ValueError(
         f"`global_batch_size` {global_batch_size} is not a multiple of {processes} processes with a "
-        f"`per_device_train_batch_size` of {per_device}. It is {', or '.join(remedies) or 'for no others: change it'}."
+        f"`per_device_train_batch_size` of {per_device}. It is one "
+        f"{', or '.join(remedies) or 'for no others: change it'}."
     )
 
 
@@ -266,8 +267,8 @@ def check_devices(needs_bfloat16: bool) -> None:
         )
     if 0 < count < local:
         raise ValueError(
-            f"{local} processes were started on a machine with {count} GPU{'s' * (count > 1)}, and each needs one of "
-            f"its own. Start {count}: `--num_processes {count}` of `accelerate launch`."
+            f"{local} processes were started on a machine with {count} GPU{'s' * (count > 1)}, but each process needs "
+            f"its own GPU. Pass `--num_processes {count}` to `accelerate launch`."
         )
     if needs_bfloat16:
         check_bfloat16()
@@ -278,7 +279,7 @@ def check_bfloat16() -> None:
     if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(
             f"{torch.cuda.get_device_name()} does not compute in bfloat16. Train in float32, which takes twice the "
-            "memory: `--bf16 false --dtype float32`, after `--` of `arcaligner train`; or take a card of 2020 or later."
+            "memory: `--bf16 false --dtype float32`, after `--` of `arcaligner train`; or use a GPU that has bfloat16."
         )
 
 
@@ -332,7 +333,7 @@ class AlignerTrainingConfig(SFTConfig):
                 self.global_batch_size, self.per_device_train_batch_size, processes
             )
             logger.info(
-                "%d examples make a step: %d of each of %d processes, accumulated %d times",
+                "%d examples per step: %d per process, %d processes, accumulated %d times",
                 *(self.global_batch_size, self.per_device_train_batch_size, processes),
                 self.gradient_accumulation_steps,
             )
@@ -358,7 +359,8 @@ class AlignerTrainingConfig(SFTConfig):
         if mean < 0 or (mean and self.save_strategy == "no") or (kept is not None and kept < mean):
             raise ValueError(
                 f"`average_checkpoints` is {mean}, `save_strategy` {str(self.save_strategy)!r} and `save_total_limit` "
-                f"{kept}; expected 0 or more, and at least as many saved checkpoints that are not deleted."
+                f"{kept}. To average checkpoints, save them and keep at least as many; else set `average_checkpoints` "
+                "to 0."
             )
         super().__post_init__()
 

@@ -382,7 +382,7 @@ class AlignerTrainer(SFTTrainer):
             own = [f"{value} at step {step} for the rows {ids}" for value, ids in values if not math.isfinite(value)]
             if failed := gather_object(own):
                 raise ValueError(
-                    f"The {name} is {' and '.join(failed)}. Check their segments' embeddings, or lower "
+                    f"The {name} is {' and '.join(failed)}. Check the embeddings of these rows, or lower "
                     f"`learning_rate`; checkpoints are in {self.args.output_dir}."
                 )
 

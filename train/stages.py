@@ -156,7 +156,7 @@ def run_stages(stages: list[Stage], accelerate: str | None = None) -> None:
         if stage.is_finished:
             logger.info("%s is finished: %s", stage.name, stage.output_dir)
             continue
-        logger.info("%s -> %s", stage.name, stage.output_dir)
+        logger.info("training %s into %s", stage.name, stage.output_dir)
         code = run_to_end([*launcher, "-m", SCRIPT, *stage.arguments])
         if code != 0:
             end = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"

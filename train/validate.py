@@ -201,7 +201,9 @@ def main(
         int, typer.Option(help="Number of last checkpoints of each run to average; 0 for the final weights.")
     ] = 0,
     rates: Annotated[str, typer.Option(help="Tokens per slot, separated by commas.")] = "2,4",
-    number: Annotated[int, typer.Option("-n", help="Number of questions; a quarter as many texts.")] = 1000,
+    number: Annotated[
+        int, typer.Option("-n", help="Number of questions; a quarter as many texts are reconstructed.")
+    ] = 1000,
     num_answers: Annotated[
         int, typer.Option("--answers", help="Number of questions to answer as well; 0 for none.")
     ] = 0,

@@ -489,10 +489,10 @@ def evaluate(
         str | None, typer.Option(help="Folder of the recipe projector_only, for the method projector_only.")
     ] = None,
     full_text_lora: Annotated[
-        str | None, typer.Option(help="Folder written by train/full_text.py, for the method full_text_lora.")
+        str | None, typer.Option(help="Folder written by arcaligner.train.full_text, for the method full_text_lora.")
     ] = None,
     text_apart: Annotated[
-        str | None, typer.Option(help="Folder written by train/full_text.py, for the method text_apart.")
+        str | None, typer.Option(help="Folder written by arcaligner.train.full_text, for the method text_apart.")
     ] = None,
     all_positions: Annotated[
         str | None, typer.Option(help="Folder of the recipe all_positions, for the method all_positions.")
@@ -501,10 +501,10 @@ def evaluate(
         str | None, typer.Option(help="Folder of the recipe slot_positions, for the method slot_positions.")
     ] = None,
     cocom_x4: Annotated[
-        str | None, typer.Option(help="Folder written by train/cocom.py, for the method cocom_x4.")
+        str | None, typer.Option(help="Folder written by arcaligner.train.cocom, for the method cocom_x4.")
     ] = None,
     cocom_x16: Annotated[
-        str | None, typer.Option(help="Folder written by train/cocom.py, for the method cocom_x16.")
+        str | None, typer.Option(help="Folder written by arcaligner.train.cocom, for the method cocom_x16.")
     ] = None,
     folder: Annotated[Path | None, typer.Option("--output", help="Folder for answers and tables.")] = None,
     data: Annotated[
@@ -565,7 +565,7 @@ def reproduce(
         str | None, typer.Option(help="Model that judges answers, for Acc. Default: the recipe's.")
     ] = None,
     endpoint: Annotated[
-        str | None, typer.Option(help="The judge's OpenAI-compatible address; without one, there is no Acc.")
+        str | None, typer.Option(help="Address of the judge, OpenAI-compatible. Without it answers have no Acc.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device of the models: cpu or cuda.")] = None,
 ) -> None:
@@ -609,7 +609,10 @@ def compare(
         ),
     ] = None,
     full_text_lora: Annotated[
-        str | None, typer.Option(help="LoRA of a fine-tuned reader to compare with, of train/full_text.py.")
+        str | None,
+        typer.Option(
+            help="LoRA of a fine-tuned reader to compare with, a folder written by arcaligner.train.full_text."
+        ),
     ] = None,
     top_k: Annotated[int, typer.Option(help="Number of passages to retrieve.", min=1)] = 5,
     max_passages: MaxPassages = None,

@@ -42,7 +42,9 @@ def build(
     passage_tokens: Annotated[
         int | None, typer.Option(help="Maximum number of tokens per passage. Default: the checkpoint's.", min=1)
     ] = None,
-    passage_words: Annotated[int | None, typer.Option(help="The same in English words.", min=1, hidden=True)] = None,
+    passage_words: Annotated[
+        int | None, typer.Option(help="Deprecated: `--passage-tokens` in English words.", min=1, hidden=True)
+    ] = None,
     tokens_per_slot: TokensPerSlot = None,
     prune: Annotated[bool, typer.Option("--prune", help="Remove documents that are in none of the sources.")] = False,
     strict: Strict = False,

@@ -230,7 +230,7 @@ def turns_of(messages: list[Message]) -> list[dict[str, str]]:
     for number, message in enumerate(messages):
         if message.role in ("tool", "function"):
             if question is None:
-                raise ValueError(f"messages.{number}: the result of a tool follows no message of the user.")
+                raise ValueError(f"messages.{number}: a tool's result comes before any message of the user.")
             results.append(message.text)
             question[0]["content"] = "\n\n".join([*results, question[1]])
         elif not message.calls:

@@ -356,7 +356,9 @@ class Engine:
             passages.seconds["slots"] += time.perf_counter() - began
         num_slots, most = len(passages.encoded.context_embeds), self._room(request, len(passages.documents))
         if num_slots > most:
-            raise ValueError(f"The passages have {num_slots} slots; expected at most {most}. Pass a lower `top_k`.")
+            raise ValueError(
+                f"The passages have {num_slots} slots; expected at most {most}. Pass a lower `num_passages`."
+            )
         request.passages = passages
 
     def _read_documents(self, request: Request) -> None:

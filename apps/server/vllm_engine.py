@@ -369,7 +369,7 @@ class VllmEngine(Engine):
                 room = self.max_model_len - len(body["prompt"])
                 if room < 1:
                     raise ValueError(
-                        f"The prompt has {len(body['prompt'])} positions, a slot counts as one; expected at most "
+                        f"The prompt has {len(body['prompt'])} positions (a slot counts as one); expected at most "
                         f"{self.max_model_len - 1}, vLLM's context. Pass fewer or shorter passages."
                     )
                 body["max_tokens"] = min(request.max_new_tokens, room)

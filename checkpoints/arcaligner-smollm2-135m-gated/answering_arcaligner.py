@@ -150,7 +150,7 @@ class Answerer:
         if self.processor.passage_attention != "separate":
             raise ValueError(
                 f"{what} needs independent passages, and this aligner was trained with joint ones. Pass fewer "
-                'documents, or take an aligner with `passage_attention` "separate".'
+                'documents, or use an aligner with `passage_attention` "separate".'
             )
 
     # Passages

@@ -590,8 +590,8 @@ def single_passages(passages: list | GivenSlots) -> dict[int, list | GivenSlots]
     words = [None] * len(sizes) if words is None else [own[:, (own >= 0).any(dim=0)] for own in words.split(sizes)]
     if len(set(numbers)) < len(numbers):
         raise ValueError(
-            f"`context_passage_ids` has the runs {numbers}, with a passage in two of them; expected the slots of a "
-            "passage to be adjacent."
+            f"`context_passage_ids` has a passage in two separate spans ({numbers}); expected the slots of a passage "
+            "to be adjacent."
         )
     apart = map(GivenSlots, embeds.split(sizes), words)
     return dict(zip(numbers, apart, strict=True))
@@ -644,7 +644,9 @@ def load_encoder_lora(model, folder: Path) -> None:
     try:
         inject_adapter_in_model(LoraConfig.from_pretrained(str(folder)), transformer)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{folder / 'adapter_config.json'} does not fit the encoder ({error}).") from error
+        raise ValueError(
+            f"{folder / 'adapter_config.json'} does not fit the encoder ({error}). Save the processor again."
+        ) from error
     expected = _lora_tensors(transformer)
     for name in sorted(weights.keys() | expected.keys()):
         found, wanted = (None if name not in each else list(each[name].shape) for each in (weights, expected))
@@ -654,7 +656,7 @@ def load_encoder_lora(model, folder: Path) -> None:
                 "adapter_config.json. Save the processor again, or download the checkpoint again."
             )
         if not torch.isfinite(weights[name]).all():
-            raise ValueError(f"{path} has NaN or infinite values in `{name}`. Take another checkpoint.")
+            raise ValueError(f"{path} has NaN or infinite values in `{name}`. Use another checkpoint.")
     set_peft_model_state_dict(transformer, {name.removeprefix(_PREFIX): each for name, each in weights.items()})
 
 

@@ -292,7 +292,7 @@ class SlotLoraVariant(LoraVariant):
     @staticmethod
     def _refuse_merge(module, active_adapter, orig_weight):
         raise ValueError(
-            f"LoRA adapter `{active_adapter}` cannot be merged: it applies to context slots only, a merged weight "
+            f"LoRA adapter `{active_adapter}` cannot be merged: it applies to context slots only, but a merged weight "
             "would apply it to text as well. Keep it unmerged; text rows already run on the frozen weights alone."
         )
 
@@ -427,7 +427,7 @@ def check_adapters(backbone: nn.Module) -> None:
     if adapters != [ADAPTER_NAME]:
         raise ValueError(
             f"PEFT adapter {adapters} is active or merged, which switches the slots' own LoRA `{ADAPTER_NAME}` off. "
-            "ArcAligner brings its LoRA: train it with `set_stage` and without a `peft_config`."
+            "ArcAligner has its own LoRA: train it with `set_stage` and without a `peft_config`."
         )
 
 
@@ -1346,8 +1346,8 @@ class SlotGenerationMixin(GenerationMixin):
         generation_config = kwargs.get("generation_config") or self.generation_config
         if kwargs.get("prefill_chunk_size", generation_config.prefill_chunk_size) is not None:
             raise ValueError(
-                "`prefill_chunk_size` is set, but slots are refined together with all text before them and cannot be "
-                "read in chunks. Leave it unset: a compressed prompt is short."
+                "`prefill_chunk_size` is set, but a prompt with slots cannot be prefilled in chunks: slots are refined "
+                "together with all text before them. Leave it unset; a compressed prompt is short."
             )
         if (passage_prior := kwargs.pop("passage_prior", None)) is not None:
             kwargs["slot_bias"] = self.slot_bias(input_ids, kwargs.get("context_passage_ids"), passage_prior)

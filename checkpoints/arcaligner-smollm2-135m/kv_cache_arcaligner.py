@@ -668,14 +668,16 @@ def _prior_of_units(asked: list[_Question], passage_prior: Sequence[Sequence[flo
     """The prior of each question's passages that have slots, (batch, num_passages), padded with 0."""
     if len(passage_prior) != len(asked):
         raise ValueError(
-            f"`passage_prior` is for {len(passage_prior)} questions; expected {len(asked)}, a list for each."
+            f"`passage_prior` has lists for {len(passage_prior)} questions; expected {len(asked)}, one for each "
+            "question."
         )
     rows = []
     for question, prior in zip(asked, passage_prior, strict=True):
         last = max((unit.number for unit in question.units), default=0)
         if len(prior) <= last:
             raise ValueError(
-                f"`passage_prior` has {len(prior)} numbers for a question with passage {last}. Pass one each."
+                f"`passage_prior` has {len(prior)} numbers for a question with {last + 1} passages. Pass one for each "
+                "passage."
             )
         numbers = [float(prior[unit.number]) for unit in question.units[1:]]
         rows.append(torch.tensor(numbers, dtype=torch.float64, device="cpu"))

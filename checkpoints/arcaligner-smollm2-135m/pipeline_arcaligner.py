@@ -101,9 +101,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         places = getattr(model, "hf_device_map", None) or {"": model.device}
         if next(iter(places.values())) == "disk":
             raise ValueError(
-                "The first weights of the model are on the disk (`hf_device_map`), and a pipeline takes "
-                "their place as the device of inputs. Give memory to the first weights (`max_memory`), or call "
-                "`model.generate` with what the processor returns."
+                "The first weights of the model are on the disk (`hf_device_map`), where a pipeline would put its "
+                "inputs. Keep the first weights in memory (`max_memory`), or call `model.generate` with the outputs "
+                "of the processor."
             )
         self._repeats = _repeats_prompts_of_call(kwargs)  # for every call
         super().__init__(model=model, processor=processor, tokenizer=tokenizer or processor.tokenizer, **kwargs)
@@ -424,8 +424,8 @@ def _read_input(given: Any, documents: list | None) -> tuple[str | Chat, list | 
     if isinstance(given, dict):
         found = ", ".join(f"`{key}` of type {type(value).__name__}" for key, value in given.items())
     raise ValueError(
-        'Expected a chat, a string or {"question": str, "documents": [...]}, one or a list of one of them (of a data '
-        f"set `list(dataset)`); got {found}."
+        'Expected a chat, a string or {"question": str, "documents": [...]}, or a list of them (for a data set, '
+        f"pass `list(dataset)`); got {found}."
     )
 
 

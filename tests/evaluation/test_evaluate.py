@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("few_tokens")
 
 @pytest.fixture
 def data(tmp_path):
-    """Four questions of SQuAD, the same of HotpotQA with a second passage, and two of NaturalQA without any."""
+    """Four questions of SQuAD, the same of HotpotQA with a second passage, and two of Natural Questions without any."""
     (folder := tmp_path / "data").mkdir()
     rows, other = question_rows(4), {"title": "", "text": "This is one. Not that."}
     write_rows(folder / "squad.jsonl.gz", rows)
@@ -157,14 +157,14 @@ def test_rates_in_one_run(settings):
 
 def test_task_without_passages(settings, data, caplog):
     """A task without passages is answered only by methods that use none."""
-    with pytest.raises(ValueError, match="NaturalQA has no passages of its own. Retrieve some"):
+    with pytest.raises(ValueError, match="Natural Questions has no passages of its own. Retrieve some"):
         evaluate(settings(["nq"], ["naive", "arcaligner"]))
-    assert evaluate(settings(["nq"], ["naive"]))["sets"]["NaturalQA"]["recall"][0] == 0.0
+    assert evaluate(settings(["nq"], ["naive"]))["sets"]["Natural Questions"]["recall"][0] == 0.0
     rows = question_rows(2)
     write_rows(data / "nq.jsonl", [rows[0] | {"passages": []}, rows[1]])
     with caplog.at_level(logging.WARNING):
         evaluate(made := settings(["nq"], ["standard_rag", "arcaligner"], output=data / "other"))
-    assert "NaturalQA: 1 of 2 questions have no passage" in caplog.text
+    assert "Natural Questions: 1 of 2 questions have no passage" in caplog.text
     by_id = {row["id"]: row for row in answers(made, "nq", "arcaligner")}
     assert by_id["row-0"]["context_tokens"] == 1 and by_id["row-0"]["recall"] == 0.0
 

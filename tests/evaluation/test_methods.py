@@ -2,18 +2,23 @@
 third of the passages' tokens and nothing else of the prompt changes."""
 
 import shutil
+import string
 import sys
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 from conftest import edit_json
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from training_rows import question_rows
+from transformers import PreTrainedTokenizerFast, XLMRobertaConfig, XLMRobertaForTokenClassification
 
 from arcaligner import ArcAlignerConfig
 from arcaligner.evaluation import methods
 from arcaligner.evaluation.answering import text_inputs
 from arcaligner.evaluation.methods import (
+    LLMLINGUA2,
     METHODS,
     RATE,
     Checkpoints,
@@ -70,7 +75,7 @@ def test_copy_has_the_same_fingerprint(checkpoint_dir, copied):
     for path in (*copied.glob("*.safetensors"), copied / "config.json", copied / "processor_config.json"):
         assert changed(path) == (True, False)
     assert changed(copied / "chat_template.jinja") == (True, True)  # the backbone is asked otherwise
-    with pytest.raises(ValueError, match="There is no checkpoint in"):
+    with pytest.raises(ValueError, match="has no weights"):
         fingerprint(str(copied / "nowhere"))
 
 
@@ -153,3 +158,64 @@ def test_llmlingua_compresses_passages_only(checkpoint_dir, model, processor):
     expected = [ids[mask.bool()].tolist() for ids, mask in zip(*prompts.values(), strict=True)]
     assert [answer.prompt_ids for answer in answers] == expected
     assert answers[1].context_tokens == 0 < answers[0].context_tokens < 0.5 * answers[0].passage_tokens
+
+
+@pytest.fixture
+def classifier(tmp_path, monkeypatch):
+    """A random classifier of tokens in place of LLMLingua-2's own, in a folder of its name, and its tokenizer."""
+    words = Tokenizer(models.Unigram())
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    words.train_from_iterator(
+        [TEXT], trainers.UnigramTrainer(vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False)
+    )
+    ends = [(token, words.token_to_id(token)) for token in ("<s>", "</s>")]
+    words.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    names = {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<s>", "sep_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", **names)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = XLMRobertaForTokenClassification(
+        XLMRobertaConfig(vocab_size=len(tokenizer), max_position_embeddings=520, initializer_range=1.0, **sizes)
+    )
+    folder = tmp_path / LLMLINGUA2.rpartition("/")[2]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    monkeypatch.setattr(methods, "LLMLINGUA2", str(folder))
+    methods.llmlingua2_compressor.cache_clear()
+    yield model.eval(), tokenizer
+    methods.llmlingua2_compressor.cache_clear()
+
+
+@needs_llmlingua
+def test_llmlingua2_keeps_probable_words(checkpoint_dir, classifier, processor):
+    """LLMLingua-2 keeps the third of the words that its classifier finds most probable, in order."""
+    model, tokenizer = classifier
+    answers = METHODS["llmlingua2"].load(Checkpoints(str(checkpoint_dir)))([ROWS[0], ROWS[1] | {"passages": []}])
+    ids, ends = tokenizer(passages_text(ROWS[0]), add_special_tokens=False)["input_ids"], [tokenizer.unk_token_id]
+    with torch.no_grad():  # the package has the names of BERT's ends, which are unknown to this kind of classifier
+        probable = model(torch.tensor([ends + ids + ends])).logits.softmax(-1)[0, 1:-1, 1].tolist()
+    words: list[tuple[str, list[float]]] = []
+    for token, each in zip(tokenizer.convert_ids_to_tokens(ids), probable, strict=True):
+        if token.startswith("\u2581") or token in string.punctuation:
+            words.append((token, [each]))
+        else:
+            words[-1] = words[-1][0] + token, [*words[-1][1], each]
+    means = [float(np.mean(each)) for _, each in words]
+    lengths = [len(processor.tokenizer(word)["input_ids"]) for word, _ in words]
+    least = np.percentile(np.repeat(means, lengths), int(100 * (1 - RATE) + 1))
+    kept = [word for (word, _), mean in zip(words, means, strict=True) if mean > least]
+    text = "".join(kept).replace("\u2581", " ").strip()
+    assert 0.15 < len(text) / len(passages_text(ROWS[0])) < 0.45
+    prompts = text_inputs(processor, [text_prompt(row, kept) for row, kept in zip(ROWS, (text, ""), strict=False)])
+    expected = [ids[mask.bool()].tolist() for ids, mask in zip(*prompts.values(), strict=True)]
+    assert [answer.prompt_ids for answer in answers] == expected
+
+
+@needs_llmlingua
+def test_llmlingua2_needs_its_classifier(checkpoint_dir, monkeypatch, tmp_path):
+    """Without its classifier LLMLingua-2 is missing, and names it; no other model takes its place."""
+    monkeypatch.setattr(methods, "LLMLINGUA2", str(tmp_path / "nowhere"))
+    methods.llmlingua2_compressor.cache_clear()
+    with pytest.raises(MissingMethodError, match="classifier.*nowhere"):
+        METHODS["llmlingua2"].load(Checkpoints(str(checkpoint_dir)))

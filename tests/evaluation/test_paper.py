@@ -48,9 +48,9 @@ def test_main_table_has_both(make, caplog):
     text = page.read_text(encoding="utf-8")
     paper_row = "31.80 / 36.00 / 33.40"
     (line,) = (line for line in text.splitlines() if paper_row in line)
-    assert line.startswith("| **ArcAligner** | ArcAligner |") or line.startswith("| ArcAligner")
+    assert line.startswith("| ArcAligner | ArcAligner, x24 |")
     for named in PAPER["sets"]["HotpotQA"].keys() - paper.ABLATION_NAMES:
-        assert f"| {named} |" in text, named
+        assert any(f"| {named}{rate} |" in text for rate in ("", f", x{PAPER['rates'].get(named)}")), named
     assert "w/o Recursion" not in text and "skipped xRAG" in caplog.text
     assert (
         "- xRAG (our training): name its checkpoint with `--xrag`; `python -m arcaligner train --recipe xrag`" in text
@@ -108,12 +108,13 @@ def test_retention_is_between_bounds():
 
 
 def test_judged_answers_show_acc():
-    numbers = {"em": [1.0] * 3, "f1": [2.0] * 3, "questions": 4}
-    methods = {"naive": numbers | {"acc": {"judge": [3.0, 0, 9]}}, "arcaligner": numbers | {"questions": 2}}
-    sets = {"HotpotQA": {"questions": 4, "methods": methods}}
+    """A cell has EM, F1 and the first judge's Acc, and, of few questions, the interval of F1."""
+    numbers = {"em": [1.0] * 3, "f1": [2.0, 0.5, 3.5], "questions": 60}
+    methods = {"naive": numbers | {"acc": {"judge": [3.0, 0, 9]}}, "arcaligner": numbers | {"questions": 49}}
+    sets = {"HotpotQA": {"questions": 60, "methods": methods}}
     lines = comparison(sets, ["naive", "arcaligner"])
     assert "| Naive | Naive | 21.20 / 13.39 / 23.20 | 1.0 / 2.0 / 3.0 |" in lines
-    assert "| ArcAligner | ArcAligner | 26.60 / 34.92 / 33.40 | 1.0 / 2.0 / - of 2 |" in lines
+    assert "| ArcAligner | ArcAligner, x24 | 26.60 / 34.92 / 33.40 | 1.0 / 2.0 [0.5, 3.5] / - of 49 |" in lines
     assert "| - | COCOM x4 | 25.20 / 32.45 / 31.18 | - |" in lines
 
 

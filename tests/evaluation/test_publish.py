@@ -72,16 +72,31 @@ def test_opponents_of_before_stay():
     opponents = {"naive": {"f1": 1}, "full_text_lora": {"f1": 4}, "truncated_x4": {"f1": 7}, "llmlingua_x4": {"f1": 8}}
     old = opponents | {"arcaligner": {"f1": 2}, "arcaligner_x4": {"f1": 3}, "no_copying_x4": {"f1": 9}}
     entry = {"questions": 4, "methods": old}
-    published = {"machine": "a; b", "sets": {"SQuAD": entry, "MuSiQue": entry}}
+    published = {"machine": "a; b", "weights": "old", "sets": {"SQuAD": entry, "MuSiQue": entry}}
     methods = {"arcaligner": {"f1": 5}, "naive": {"f1": 6}}
-    found = with_published({"machine": "b; c", "sets": {"SQuAD": {"questions": 3, "methods": methods}}}, published)
+    run = {"machine": "b; c", "weights": "new", "sets": {"SQuAD": {"questions": 3, "methods": methods}}}
+    found = with_published(run, published)
     kept = opponents | {"naive": {"f1": 6}, "arcaligner": {"f1": 5}}
     assert found == {
         "machine": "a; b; c",
         "questions": 3,
+        "weights": "new",
         "sets": {"SQuAD": {"questions": 3, "methods": kept}},
     }
     assert list(found["sets"]["SQuAD"]["methods"]) == list(kept)
+
+
+def test_same_weights_are_added():
+    """A run of the weights that are published adds its methods and sets, and replaces only what it asked."""
+    entry = {"questions": 4, "methods": {"naive": 1, "arcaligner": 2, "arcaligner_x4": 3}}
+    published = {"machine": "a", "weights": "same", "sets": {"SQuAD": entry}}
+    methods = {"naive": 5, "arcaligner_x4": 6, "arcaligner_xsegment": 7}
+    sets = {"SQuAD": {"questions": 3, "methods": methods}, "HotpotQA": {"questions": 3, "methods": {"arcaligner": 8}}}
+    found = with_published({"machine": "a", "weights": "same", "sets": sets}, published)
+    assert found["weights"] == "same" and found["sets"] == {
+        "HotpotQA": sets["HotpotQA"],
+        "SQuAD": {"questions": 4, "methods": {"naive": 5, "arcaligner": 2} | methods},
+    }
 
 
 def test_new_opponents_are_added():
@@ -89,17 +104,17 @@ def test_new_opponents_are_added():
     differences = {"naive": {"f1": 7}}
     old = {"questions": 5, "passages": "gold", "methods": {"arcaligner": 1, "naive": 2}, "differences": differences}
     run = {
-        "NaturalQA": {"questions": 3, "passages": "new", "methods": {"cocom_x4": 3}},
+        "Natural Questions": {"questions": 3, "passages": "new", "methods": {"cocom_x4": 3}},
         "SQuAD": {"questions": 3, "passages": "new", "methods": {"cocom_x4": 4}},
     }
-    published = {"machine": "a", "sets": {"SQuAD": old, "MuSiQue": old}}
-    found = with_published({"machine": "a", "sets": run}, published)
-    assert found["sets"] == {
-        "NaturalQA": run["NaturalQA"],
+    published = {"machine": "a", "weights": "old", "sets": {"SQuAD": old, "MuSiQue": old}}
+    found = with_published({"machine": "a", "weights": "other", "sets": run}, published)
+    assert found["weights"] == "old" and found["sets"] == {
+        "Natural Questions": run["Natural Questions"],
         "SQuAD": old | {"methods": {"naive": 2, "cocom_x4": 4, "arcaligner": 1}},
         "MuSiQue": old,
     }
-    assert found["questions"] == 3 and list(found["sets"]) == ["NaturalQA", "SQuAD", "MuSiQue"]
+    assert found["questions"] == 3 and list(found["sets"]) == ["Natural Questions", "SQuAD", "MuSiQue"]
 
 
 def test_reproduced_pages_are_copied(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from tiny_models import random_head
 from arcaligner.common.rows import contains_match, token_f1
 from arcaligner.evaluation.analyses.refusals import TASKS, refusals
 from arcaligner.evaluation.metrics import percent_interval
-from arcaligner.evaluation.results import compare, results_page, summarize, write_results
+from arcaligner.evaluation.results import compare, read_results, results_page, summarize, write_results
 from arcaligner.evaluation.runs import AnswerFile
 from arcaligner.share.hub import write_model_card
 
@@ -90,6 +90,15 @@ def test_pages_have_no_empty_parts(tmp_path):
     assert results["machine"] == "here"
     folded = [line for line in page.splitlines() if line.startswith("<details>")]
     assert folded == ["<details><summary>Positions of the prompt</summary>"] and "\n\n\n" not in page
+
+
+def test_renamed_sets_are_read(tmp_path):
+    """Results of version 0.2 name a set by its former title."""
+    sets = {"NaturalQA": {"questions": 2}, "SQuAD": {"questions": 1}}
+    (path := tmp_path / "results.json").write_text(json.dumps({"questions": 1, "sets": sets}))
+    renamed = {"Natural Questions": {"questions": 2}, "SQuAD": {"questions": 1}}
+    found = read_results(path)
+    assert found == {"questions": 1, "sets": renamed} and list(found["sets"]) == list(renamed)
 
 
 def test_results_in_three_forms(run, model):

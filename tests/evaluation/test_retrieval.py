@@ -80,7 +80,7 @@ def test_recall_counts_first_passages():
 
 def test_ranking_names_each_passage_once():
     assert parse_ranking("Sure: [3] > [1] > [2].", 3) == [2, 0, 1]
-    wrong = {"I cannot": "no list", "[4] > [1] > [2]": "numbers of no passage", "[1] > [1] > [2]": "passages twice"}
+    wrong = {"I cannot": "no list", "[4] > [1] > [2]": "numbers without a passage", "[1] > [1] > [2]": "passages twice"}
     for reply, reason in (wrong | {"[1] > [3]": "passages left out"}).items():
         with pytest.raises(WrongListError, match=f"^{reason}$"):
             parse_ranking(reply, 3)
@@ -100,7 +100,7 @@ def test_wrong_lists_are_counted(pool, encoder_dir, tmp_path, monkeypatch, caplo
     with caplog.at_level(logging.WARNING):
         rows, found = retrieval.retrieve(settings, "nq", ROWS, tmp_path / "out")
     assert found["wrong_lists"] == {"passages twice": 1, "no reply": 1, "no list": 1}
-    assert "nq: 3 of 4 wrong lists of listwise:judge" in caplog.text and "passages twice: 1" in caplog.text
+    assert "nq: 3 of 4 lists of listwise:judge" in caplog.text and "passages twice: 1" in caplog.text
     unordered = RetrievalSettings([pool], str(encoder_dir), num_found=3)
     plain, _ = retrieval.retrieve(unordered, "nq", ROWS, tmp_path / "plain")
     first = plain[0]["passages"]
@@ -152,7 +152,7 @@ def test_tables_read_first_found(pool, encoder_dir, checkpoint_dir, tmp_path, ca
     of = {"retrieval": {"pool": [pool], "retriever": str(encoder_dir), "num_found": 3}}
     made = Reproduction(read_settings(None, keys | {"tasks": list(TASKS_OF_PAPER), "reproduce": of}, {}))
     (page,) = reproduce("recall", made)
-    assert "| NaturalQA | after |" in page.read_text("utf-8")
+    assert "| Natural Questions | after |" in page.read_text("utf-8")
     reproduce("table1", made)
     found = {row["id"]: row["passages"] for row in read_rows(tmp_path / "run" / "retrieved" / "nq.jsonl.gz")}
     path = tmp_path / "run" / "nq" / "arcaligner.jsonl"
@@ -160,4 +160,4 @@ def test_tables_read_first_found(pool, encoder_dir, checkpoint_dir, tmp_path, ca
         row = next(each for each in ROWS if each["id"] == line["id"])
         assert line["row"] == row_digest(row | {"passages": found[line["id"]][:1]})
     main(pool, tmp_path / "out", "nq", tmp_path, str(encoder_dir))
-    assert "| NaturalQA | before |" in capsys.readouterr().out and (tmp_path / "out" / "recall.md").exists()
+    assert "| Natural Questions | before |" in capsys.readouterr().out and (tmp_path / "out" / "recall.md").exists()

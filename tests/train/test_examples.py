@@ -103,7 +103,7 @@ def test_inconsistent_template_is_refused(builder, processor, monkeypatch):
     (example,) = builder.question_examples(question_rows(1))
     assert processor.decode(example["turns"][0]["input_ids"]).endswith("it?<|im_end|>")
     monkeypatch.setattr(processor, "chat_template", plain + "{% if add_generation_prompt %}?{% endif %}")
-    with pytest.raises(ValueError, match="Row row-0: the prompt .* is not how the whole .*chat_template_path"):
+    with pytest.raises(ValueError, match="Row row-0: the conversation .*chat_template_path"):
         list(builder.question_examples(question_rows(1)))
 
 

@@ -67,7 +67,7 @@ def test_answers_are_learned(tokenizer, monkeypatch):
             assert example["labels"] == [-100] * len(asked) + target
             assert tokenizer.decode(target) == row["answers"][0] + "<|im_end|>"
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages | length }}{{ messages[0]['content'] }}")
-    with pytest.raises(ValueError, match="Row row-0: the prompt .* is not how the whole conversation"):
+    with pytest.raises(ValueError, match="Row row-0: the conversation .*chat_template_path"):
         tokenize(question_rows(1)[0], tokenizer)
 
 

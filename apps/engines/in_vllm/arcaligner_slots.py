@@ -121,7 +121,7 @@ def stamp_of(key: str) -> tuple[int, int]:
 
 def path_of(key: str) -> Path:
     if not (folder := os.environ.get(FOLDER)):
-        raise ValueError(f"The engine has no folder of passages: {FOLDER} is not set.")
+        raise ValueError(f"{FOLDER} is not set. Set it to the folder of precomputed passages.")
     return _path(folder, key)
 
 
@@ -150,7 +150,7 @@ def _read_header(path: Path, modified: int, size: int) -> Header:
         own = {name: fingerprint[name] for name in ("prompt", "passages", "has_slots")}
         shared = {name: value for name, value in fingerprint.items() if name not in own}
         if json_digest([json_digest(shared), own]) != path.stem:
-            raise ValueError("its name is not the digest of its fingerprint, as if it had been renamed")
+            raise ValueError("its name is not the digest of its fingerprint; it may have been renamed")
         return Header(shape, is_int8, fingerprint, base_model, metadata["payload"])
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise _unusable(path, error) from error
@@ -199,7 +199,7 @@ def check_slots(slots: Any) -> list[Header]:
             )
         if header.fingerprint["has_slots"] != bool(number):
             raise ValueError(
-                "The first of `slots` is the text before them, and all others are passages; got another order."
+                "`slots` has another order; expected the text before the passages first, then passages only."
             )
     if slots[0][1] != first.num_slots:
         raise ValueError(
@@ -409,7 +409,7 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
             self._check(request, slots)
         except ValueError as error:
             if request.request_id not in self._refused:
-                logger.error("Request %s fails. %s", request.request_id, error)
+                logger.error("Request %s failed: %s", request.request_id, error)
             # As if its whole prompt were being loaded, so that none of it is computed; then the worker reports it lost.
             self._refused[request.request_id] = str(error)
             return max(1, request.num_tokens - num_computed_tokens), True
@@ -437,7 +437,7 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
             found = (header.shape[0], header.shape[1], header.shape[2], header.head_dim)
             expected = (self._config.num_hidden_layers, 2, self._heads, self._head_dim)
             if found != expected:
-                raise ValueError(f"The passage {key} has layers, two, heads, head_dim {found}; expected {expected}.")
+                raise ValueError(f"The passage {key} has (layers, 2, heads, head_dim) {found}; expected {expected}.")
             for name in ("rope", "weights"):
                 if header.base_model.get(name) != self._base_model[name]:
                     found, expected = header.base_model.get(name), self._base_model[name]
@@ -495,7 +495,7 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
                 loads.append(each)
                 continue
             # A file was lost or damaged since the request was admitted.
-            logger.error("A request fails. %s", broken[0])
+            logger.error("A request failed: %s", broken[0])
             end = sum(count for _, count in each.slots)
             self._broken |= set(each.blocks[each.start // self._block_size : -(-end // self._block_size)])
         if loads:
@@ -599,7 +599,8 @@ class SlotsLogitsProcessor(AdapterLogitsProcessor):
             check_slots(given["slots"])
             if sampling_params.prompt_logprobs is not None or sampling_params.skip_reading_prefix_cache:
                 raise ValueError(
-                    "Slots are a cached prefix: `prompt_logprobs` and `skip_reading_prefix_cache` are off."
+                    "Slots are a cached prefix, so `prompt_logprobs` and `skip_reading_prefix_cache` do not work. "
+                    "Leave both out."
                 )
         if (copy := given.get("copy")) is not None:
             try:

@@ -252,8 +252,8 @@ def test_mismatched_requests_are_refused(files, aligner, folder):
         ([[body[0][0], True]], "is not a list of files"),
         ([["../../secret", 1]], "names no precomputed passage"),
         ([body[0], [body[1][0], body[1][1] + 1]], "`slots` asks for"),
-        (body[1:], "first of `slots` is the text before them"),
-        ([body[0], body[0]], "first of `slots` is the text before them"),
+        (body[1:], "`slots` has another order"),
+        ([body[0], body[0]], "`slots` has another order"),
         ([[body[0][0], 1], body[1]], "1 tokens of the text before the passages; expected all"),
         ([body[0], [foreign(files, aligner, folder), 1]], "belong together: their `aligner_weights` differs"),
         ([body[0], [other_prompt.paths[1].stem, 1]], "belong together: their `prompt` differs"),
@@ -263,7 +263,7 @@ def test_mismatched_requests_are_refused(files, aligner, folder):
     for extra, options, message in (
         ({"slot": body}, {}, "expected `slots` and `copy`"),
         ({"slots": body}, {"prompt_logprobs": 1}, "`prompt_logprobs` and"),
-        ({"slots": body}, {"skip_reading_prefix_cache": True}, "`skip_reading_prefix_cache` are off"),
+        ({"slots": body}, {"skip_reading_prefix_cache": True}, "`skip_reading_prefix_cache` do not work"),
         ({"copy": {"bonus": 8, "texts": [[1]], "end_ids": []}}, {}, "`copy` is malformed"),
     ):
         given = {"prompt_logprobs": None, "skip_reading_prefix_cache": None} | options
@@ -355,8 +355,8 @@ def test_preempted_requests_are_loaded_again(connect, files):
         ({"prompt": lambda ids: ids[:4]}, {}, "The prompt has 4 ids"),
         ({"cache_salt": lambda salt: None}, {}, "The `cache_salt` does not match the slots"),
         ({"cache_salt": lambda salt: salt[::-1]}, {}, "The `cache_salt` does not match the slots"),
-        ({}, {"num_hidden_layers": 5}, "has layers, two, heads, head_dim"),
-        ({}, {"head_dim": 4}, "has layers, two, heads, head_dim"),
+        ({}, {"num_hidden_layers": 5}, "layers, 2, heads, head_dim"),
+        ({}, {"head_dim": 4}, "layers, 2, heads, head_dim"),
         ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "another base model: its `rope`"),
         ({}, {"model_type": "cohere"}, "Several independent passages need one of llama"),
     ],

@@ -1,0 +1,112 @@
+"""Numbers that are written by hand equal those of the results, the shipped checkpoints and the code.
+
+Tables between marks are written by `evaluation/publish.py`; `tests/evaluation/test_publish.py` compares them.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from arcaligner.apps.cli.demo import demo_questions
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
+CONFIG = json.loads((SHIPPED / "config.json").read_text("utf-8"))
+GATED = json.loads((SHIPPED.with_name("arcaligner-smollm2-135m-gated") / "config.json").read_text("utf-8"))
+PROCESSOR = json.loads((SHIPPED / "processor_config.json").read_text("utf-8"))
+SETS = json.loads((SHIPPED / "results.json").read_text("utf-8"))["sets"]
+README_SETS = ("SQuAD", "Natural Questions", "HotpotQA", "PopQA_longtail")
+NUMBER = r"(\d[\d,]*(?:\.\d+)?)"
+FOUR_NUMBERS = " / ".join([NUMBER] * 4)
+
+
+def f1(name: str, method: str = "arcaligner") -> str:
+    return f"{SETS[name]['methods'][method]['f1'][0]:.1f}"
+
+
+def f1s(method: str = "arcaligner") -> list[str]:
+    return [f1(name, method) for name in README_SETS]
+
+
+def tokens_per_slot(method: str) -> list[float]:
+    return [each["methods"][method]["compression_rate"] for each in SETS.values() if method in each["methods"]]
+
+
+def bytes_per_slot(size: int) -> int:
+    """Of keys and values in all layers."""
+    text = CONFIG["text_config"]
+    return text["num_hidden_layers"] * 2 * text["num_key_value_heads"] * text["head_dim"] * size
+
+
+SEGMENTS = [
+    f"{each:.1f}" for each in (min(tokens_per_slot("arcaligner_xsegment")), max(tokens_per_slot("arcaligner_xsegment")))
+]
+THRESHOLD = f"{CONFIG['answerability_threshold']:.2f}"
+LONGEST = str(PROCESSOR["max_passage_tokens"])
+CACHED = [str(round(bytes_per_slot(4) / 1000))]
+OTHERS = [
+    each for method in ("arcaligner", "arcaligner_x4", "arcaligner_x8", "arcaligner_xsegment") for each in f1s(method)
+]
+# A page, what to find in its text (line breaks are spaces), and the numbers that have to be there.
+TYPED = [
+    ("README.md", f"its F1 is {NUMBER} instead of {NUMBER}", [f1("SQuAD, more"), f1("SQuAD")]),
+    ("README.md", f"min_confidence={NUMBER}` .* is below {NUMBER}", [THRESHOLD, THRESHOLD]),
+    ("README.md", f"Documents of more than {NUMBER} tokens", [LONGEST]),
+    ("README.md", f"A slot takes {NUMBER} bytes", [str(2 * CONFIG["encoder_hidden_size"])]),
+    ("docs/corpus.md", f"A slot takes {NUMBER} bytes", [str(2 * CONFIG["encoder_hidden_size"])]),
+    ("docs/corpus.md", f"a slot of SmolLM2-135M takes {NUMBER} KB in float32", CACHED),
+    ("docs/server.md", f"a slot of the shipped aligner takes {NUMBER} KB", CACHED),
+    ("docs/formats.md", f"a slot of the shipped aligner is {NUMBER} KB in float32", CACHED),
+    ("docs/server.md", f"those of more than {NUMBER} tokens cut", [LONGEST]),
+    (
+        "docs/extensions.md",
+        f"more than {NUMBER} tokens .* at most {NUMBER} ",
+        [LONGEST, str(PROCESSOR["passage_tokens"])],
+    ),
+    ("docs/evaluation.md", f"min_confidence={NUMBER}` .* falls from {NUMBER} to", [THRESHOLD, f1("SQuAD")]),
+    ("docs/paper.md", f"{NUMBER} to {NUMBER} measured tokens per slot", SEGMENTS),
+    ("docs/paper.md", f"sentences have {NUMBER} to {NUMBER} tokens", SEGMENTS),
+    (
+        "docs/paper.md",
+        "gates on layers (.*?) and allows",
+        [", ".join(map(str, GATED["gate_layers"])).replace(", 20", " and 20")],
+    ),
+    ("docs/decisions.md", f"at 2 tokens 62.3 / 60.1 / 45.8 / 41.4 -> {FOUR_NUMBERS}", f1s()),
+    (
+        "CHANGELOG.md",
+        rf"at two tokens per slot {FOUR_NUMBERS} \(.*?\), "
+        rf"at four {FOUR_NUMBERS} \(.*?\), at eight {FOUR_NUMBERS} \(.*?\), "
+        f"at a sentence {FOUR_NUMBERS} ",
+        OTHERS,
+    ),
+    ("CHANGELOG.md", f"min_confidence={NUMBER}` abstains", [THRESHOLD]),
+]
+
+
+@pytest.mark.parametrize(("page", "pattern", "numbers"), TYPED, ids=range(len(TYPED)))
+def test_typed_numbers_are_current(page, pattern, numbers):
+    text = " ".join((ROOT / page).read_text("utf-8").split())
+    assert (found := re.search(pattern, text)), pattern
+    assert list(found.groups()) == numbers
+
+
+def test_number_words_are_current():
+    """Numbers that are words: questions of the demo, layers with gates, parts of the training."""
+    readme, training = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/training.md"))
+    asked = sum(map(len, demo_questions("not in the text").values()))
+    parts = [each for each in yaml.safe_load_all((SHIPPED / "recipe.yaml").read_text("utf-8")) if each]
+    assert (asked, len(GATED["gate_layers"]), len(parts)) == (14, 5, 15)
+    assert "answers fourteen sample questions" in readme and "trained in fifteen parts" in training
+    assert "trained and open on five layers" in " ".join(readme.split())
+
+
+def test_positions_saved_are_measured():
+    """The README's first number: from two tokens per slot to a sentence."""
+    text = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    least, most = re.search(f"take {NUMBER} to about {NUMBER} times fewer positions", text).groups()
+    assert round(min(tokens_per_slot("arcaligner"))) == int(least)
+    measured = tokens_per_slot("arcaligner_xsegment")
+    assert round(sum(measured) / len(measured), -1) == int(most)
