@@ -59,15 +59,17 @@ class PassageEncoder:
         self.processor, self.max_passages = processor, max_passages
         self._kept: OrderedDict[tuple, EncodedDocuments] = OrderedDict()  # longest unused first
 
-    def count(self, documents: list[dict], tokens_per_slot: int | str | None, room: int) -> int:
-        """How many slots passages have, none of which is encoded.
-
-        Raises:
-            `ValueError`: more than there is `room` for.
-        """
+    def check_room(self, documents: list[dict], tokens_per_slot: int | str | None, room: int) -> None:
+        """Raises `ValueError` for passages with more slots than there is `room` for, before any of them is encoded."""
+        known = [self._kept.get(key) for key in self._keys(documents, tokens_per_slot)]
+        if None not in known and sum(len(each.context_embeds) for each in known) <= room:
+            return
         encode = self.processor.slot_encoder.encode_batch
-        (row,) = encode([documents], tokens_per_slot=tokens_per_slot, room=[room], only_segments=True)
-        return len(row.context_embeds)
+        encode([documents], tokens_per_slot=tokens_per_slot, room=[room], only_segments=True)
+
+    @staticmethod
+    def _keys(documents: list[dict], tokens_per_slot: int | str | None) -> list[tuple]:
+        return [(json.dumps(each), tokens_per_slot) for each in documents]
 
     def __call__(
         self,
@@ -79,7 +81,7 @@ class PassageEncoder:
         """The slots of passages, whose `numbers` are by default those of their places."""
         if not any(each["text"].strip() for each in documents):  # nothing but white space is a slot, too
             return self.processor.encode_documents(documents, tokens_per_slot=tokens_per_slot)
-        keys = [(json.dumps(each), tokens_per_slot) for each in documents]
+        keys = self._keys(documents, tokens_per_slot)
         found = {key: self._kept[key] for key in keys if key in self._kept}
         new = {key: each for key, each in zip(keys, documents, strict=True) if key not in found}
         found |= zip(new, self._encode(list(new.values()), tokens_per_slot, turn), strict=True)
@@ -336,7 +338,7 @@ class Engine:
         if rate not in (None, self.retriever.corpus.settings["tokens_per_slot"]):
             began = time.perf_counter()
             texts = [{name: each[name] for name in ("title", "text")} for each in passages.documents]
-            self._encode.count(texts, rate, self._room(request, len(texts)))
+            self._encode.check_room(texts, rate, self._room(request, len(texts)))
             passages.encoded = self._encode(texts, rate, turn=own_turn)
             passages.seconds["slots"] += time.perf_counter() - began
         num_slots, most = len(passages.encoded.context_embeds), self._room(request, len(passages.documents))
@@ -359,7 +361,7 @@ class Engine:
         if not passages:
             encoded = self.processor.encode_documents([], tokens_per_slot=rate)  # nothing was found: an empty slot
         else:
-            self._encode.count(texts, rate, self._room(request, len(texts)))
+            self._encode.check_room(texts, rate, self._room(request, len(texts)))
             turn.pass_on()
             encoded = None if request.wants_fewer(len(texts)) else self._encode(texts, rate, turn=turn)
         seconds = {"retrieval": 0.0, "slots": time.perf_counter() - began}

@@ -47,6 +47,9 @@ CONNECTOR |= {"kv_role": "kv_consumer", "kv_load_failure_policy": "fail"}
 START_SECONDS = 900.0  # that a vLLM may take to load its model
 # How far log-probabilities of a first token may be from those of this process, whatever the precision of each.
 CLOSE = 0.5
+# Tokens that vLLM sends together after the first one where only the whole answer is wanted: each piece costs both
+# processes time, and a request without a client ends at the next one.
+UNREAD_TOKENS = 16
 NO_FILE = "0" * 64  # names a file that is nowhere
 
 
@@ -295,7 +298,7 @@ class VllmEngine(Engine):
                     self._send(request, body, score, len(part), began)
                     continue
                 text = self.processor.no_answer
-                request.on_text(text)
+                request.say(text)
                 self._finish(request, text, "stop", len(body["prompt"]), 0, sure, len(part), began, time.monotonic())
 
     def _send(self, request: Request, body: dict, score: Future, batch_size: int, began: float) -> None:
@@ -330,6 +333,7 @@ class VllmEngine(Engine):
                 "stop": request.stop,
             }
             body |= {"stop_token_ids": self._end_ids}
+            body |= {"stream_interval": 1 if request.on_text is not None else UNREAD_TOKENS}
             if self.processor.context_token_id < self.model.config.text_config.vocab_size:
                 body["logit_bias"] = {str(self.processor.context_token_id): -100}
         return bodies
@@ -395,7 +399,7 @@ class VllmEngine(Engine):
                         new = choice["text"] if text else choice["text"].lstrip()
                         text, reason = text + new, choice["finish_reason"] or reason
                         if new:
-                            request.on_text(new)
+                            request.say(new)
         except (httpx.TransportError, json.JSONDecodeError) as error:
             self._is_checked = False
             raise self._gone(error) from error

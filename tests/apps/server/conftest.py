@@ -55,7 +55,7 @@ class HeldRequests:
         self.begun, self.go_on = threading.Event(), threading.Event()
 
     def submit(self, request):
-        put = request.on_text
+        put = request.on_text or (lambda text: None)  # whether the client streams or not
         request.on_text = lambda text: (put(text), self.begun.set(), self.go_on.wait(30))
         self.requests.append(request)
         return self.engine_submit(request)

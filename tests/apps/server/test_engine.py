@@ -311,9 +311,14 @@ def test_passages_are_encoded_once(processor, rate, monkeypatch):
         room = len(processor.encode_documents(documents, tokens_per_slot=rate).context_embeds) - 1
         texts.clear()
         with pytest.raises(ValueError, match=f"room for {room} with the question"):
-            encode.count(documents, rate, room)
-        assert encode.count(documents, rate, room + 1) == room + 1 and not texts
+            encode.check_room(documents, rate, room)
+        encode.check_room(documents, rate, room + 1)
+        assert not texts
     found, whole = encode([loom, ada], rate, [7, 9]), encode([loom, ada], rate)
+    with pytest.raises(ValueError, match="room for"):  # of known ones, too
+        encode.check_room([loom, ada], rate, len(whole.context_embeds) - 1)
+    monkeypatch.delattr(SlotEncoder, "encode_batch")  # which known ones do not need
+    encode.check_room([loom, ada], rate, len(whole.context_embeds))
     assert found.context_passage_ids.tolist() == [[7, 9][number] for number in whole.context_passage_ids]
     assert [each.document for each in found.segments] == found.context_passage_ids.tolist()
 
