@@ -9,7 +9,15 @@ from tiny_models import collate, for_generate, random_rows, tiny_aligner
 from torch import nn
 
 from arcaligner import modeling_arcaligner
-from arcaligner.modeling_arcaligner import ADAPTER_NAME, ALL_ROWS, lora_on, slot_lora_layers
+from arcaligner.modeling_arcaligner import (
+    ADAPTER_NAME,
+    ALL_ROWS,
+    LEAST_ROWS,
+    FrozenLinear,
+    lora_on,
+    mix_in,
+    slot_lora_layers,
+)
 
 SLOTS = torch.tensor([1, 2, 5, 9])  # flat, of two rows of five
 TOGETHER = slice(3, 8)
@@ -202,3 +210,50 @@ def test_ordinary_lora_is_merged(gate_mode):
     prompts = for_generate(batch)
     ids = [each.generate(**prompts, max_new_tokens=4, do_sample=False) for each in (model, merged)]
     assert torch.equal(*ids)
+
+
+@pytest.fixture
+def linear(monkeypatch):
+    """A frozen linear on a CPU whose MKL is slow, and the shapes that oneDNN is given."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("PyTorch was built without oneDNN")
+    monkeypatch.setattr(modeling_arcaligner, "has_slow_mkl", lambda: True)
+    monkeypatch.setattr(modeling_arcaligner, "LEAST_WEIGHT", 96 * 64)
+    made, convert = nn.Linear(64, 96), torch.Tensor.to_mkldnn
+    mix_in(FrozenLinear, made)
+    made.shapes = []
+    monkeypatch.setattr(torch.Tensor, "to_mkldnn", lambda x: made.shapes.append(tuple(x.shape)) or convert(x))
+    return made
+
+
+@pytest.mark.parametrize("shape", [(LEAST_ROWS, 64), (2, 40, 64)])
+@torch.no_grad()
+def test_large_products_equal_pytorch(linear, shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for bias in (linear.bias, None):
+        linear.bias = bias
+        expected = nn.functional.linear(x.double(), linear.weight.double(), None if bias is None else bias.double())
+        torch.testing.assert_close(linear(x).double(), expected, **CLOSE)
+    assert linear.shapes == [shape, shape]
+
+
+def test_other_products_stay(linear, monkeypatch):
+    """Of few rows, small weights and other precisions, with gradients, and where MKL is fast."""
+    x = torch.randn(40, 64)
+    assert linear(x).requires_grad
+    with torch.no_grad():
+        assert torch.equal(linear(x[: LEAST_ROWS - 1]), nn.functional.linear(x[: LEAST_ROWS - 1], *linear.parameters()))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert linear(x).dtype == torch.bfloat16
+        assert copy.deepcopy(linear).double()(x.double()).dtype == torch.float64
+        for name, value in (("LEAST_WEIGHT", 96 * 64 + 1), ("has_slow_mkl", lambda: False)):
+            with monkeypatch.context() as changed:
+                changed.setattr(modeling_arcaligner, name, value)
+                linear(x)
+        assert not linear.shapes
+        linear(x)
+    assert linear.shapes == [(40, 64)]
+
+
+def test_base_linears_multiply_fast(layer):
+    assert isinstance(layer.base_layer, FrozenLinear)

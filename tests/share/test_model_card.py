@@ -10,7 +10,7 @@ import yaml
 
 from arcaligner.common.files import DEFAULT_CHECKPOINT, ROOT
 from arcaligner.configuration_arcaligner import REQUIREMENTS, ArcAlignerConfig
-from arcaligner.share.hub import is_hub_id, model_card, write_model_card
+from arcaligner.share.hub import asked_enough, is_hub_id, model_card, write_model_card
 
 # As `evaluation/results.py` writes them: F1, and more that is not for the card.
 RESULTS = {
@@ -126,3 +126,10 @@ def test_hub_names_and_paths(tmp_path, monkeypatch):
     (tmp_path / "someone" / "data").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert not is_hub_id("someone/data")
+
+
+def test_few_questions_are_left_out():
+    """A set of few questions is left out, unless no other has more; one that does not say how many stays."""
+    few, many, unsaid = {"questions": 49}, {"questions": 50}, {}
+    assert asked_enough({"a": few, "b": many, "c": unsaid}) == {"b": many, "c": unsaid}
+    assert asked_enough({"a": few}) == {"a": few}

@@ -1,35 +1,18 @@
-"""What an unmodified vLLM answers from precomputed passages is what PyTorch does, and what does not fit is refused.
+"""An unmodified vLLM answers from precomputed passages as PyTorch does in small caches, other precisions and with
+copying, and what does not fit is refused. `test_conformance.py` compares it with the other engines.
 
 They need vLLM's environment (`make vllm`, or `ARCALIGNER_VLLM` names a Python that has it); those of
 `test_vllm_files.py` do not.
 """
 
-import json
 import os
-import random
 import signal
-import subprocess
 import threading
 import time
-from pathlib import Path
 
 import pytest
-import torch
-from transformers import LogitsProcessorList
 
-from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
-from arcaligner.answering_arcaligner import PassageCopyLogitsProcessor
-from arcaligner.apps.server.vllm_engine import (
-    IN_VLLM,
-    VllmEngine,
-    VllmProcess,
-    copying,
-    find_vllm,
-    slots_request,
-)
-from arcaligner.common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, read_json_lines
-from arcaligner.configuration_arcaligner import DEFAULT_BASE_MODEL
-from arcaligner.loading_arcaligner import models_directory
+from arcaligner.apps.server.vllm_engine import VllmEngine, VllmProcess, find_vllm, slots_request
 from arcaligner.pipeline_arcaligner import ArcAlignerPipeline
 
 VLLM = find_vllm()
@@ -38,80 +21,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(VLLM is None, reason="vLLM is not there: `make vllm`, or ARCALIGNER_VLLM=its Python"),
 ]
-RATES, SIZES, NEW_TOKENS = (2, 4, "segment"), (1, 5, 20), 16
 LENGTH = 4096
-
-
-class Reference:
-    """The shipped aligner in float32, and the requests and answers of questions about its passages."""
-
-    def __init__(self, folder: Path):
-        self.model = ArcAlignerForCausalLM.from_pretrained(DEFAULT_CHECKPOINT, dtype=torch.float32).eval()
-        self.processor = ArcAlignerProcessor.from_pretrained(DEFAULT_CHECKPOINT)
-        self.rows = list(read_json_lines(SQUAD_SAMPLE))
-        self.folder, self.end = folder, self.model.generation_config.eos_token_id
-
-    def cache(self, **settings):
-        return self.model.passage_cache(self.processor, folder=self.folder, **settings)
-
-    def draw(self, number: int) -> tuple[str, list, int | str]:
-        """A question, its passages, of several one twice, and a rate."""
-        size, rate = SIZES[number % 3], RATES[number // 3 % 3]
-        row, draws = self.rows[number % len(self.rows)], random.Random(number)
-        others = [each["passages"][0] for each in draws.sample(self.rows, size)]
-        passages = [*row["passages"], *others][:size]
-        if size > 1:
-            passages[-1] = passages[0]
-        return row["question"], passages, rate
-
-    @torch.no_grad()
-    def ask(self, cache, number: int, bonus: float = 0.0, **options) -> tuple[dict, list[int], torch.Tensor]:
-        """The request of a question, its greedy ids in PyTorch, and the log-probabilities of the first token."""
-        question, passages, rate = self.draw(number)
-        options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": self.end} | options
-        (files,) = cache.prefix_files(question, passages, tokens_per_slot=rate)
-        inputs = cache.prepare(question, documents=passages, tokens_per_slot=rate)
-        length = inputs["input_ids"].shape[1]
-        copies = PassageCopyLogitsProcessor(self.processor, [passages], bonus, self.end)
-        output = self.model.generate(
-            **inputs,
-            **options,
-            do_sample=False,
-            logits_processor=LogitsProcessorList([copies]),
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        first = output.logits[0][0].log_softmax(-1)
-        ends = [] if options["eos_token_id"] is None else [self.end]
-        request = slots_request(files) | {"max_tokens": options["max_new_tokens"], "stop_token_ids": ends}
-        request["sampling"] = {} if ends else {"ignore_eos": True}
-        if bonus:
-            request["kv_transfer_params"]["copy"] = copying(self.processor, passages, bonus, [self.end])
-        return request, output.sequences[0, length:].tolist(), first
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    return Reference(tmp_path_factory.mktemp("passages"))
-
-
-@pytest.fixture
-def run_vllm(tmp_path, reference):
-    """Asks vLLM rounds of requests, each in one batch; `options` are those of its `LLM`."""
-
-    def run(rounds: list[list[dict]], **options) -> list[list[dict]]:
-        options = {"dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 8} | options
-        asked = {"model": str(models_directory() / DEFAULT_BASE_MODEL), "options": options, "rounds": rounds}
-        (tmp_path / "requests.json").write_text(json.dumps(asked))
-        paths = [Path(__file__).parent / "run_in_vllm.py", tmp_path / "requests.json", tmp_path / "answers.json"]
-        own = {"PYTHONPATH": str(IN_VLLM), "ARCALIGNER_PASSAGES": str(reference.folder)}
-        done = subprocess.run([VLLM, *map(str, paths)], env=os.environ | own, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-        run.log, found = done.stdout + done.stderr, json.loads((tmp_path / "answers.json").read_text())
-        run.preemptions = found["preemptions"]
-        return found["rounds"]
-
-    return run
 
 
 def differences(asked, answers) -> tuple[list[int], float]:
@@ -123,20 +33,6 @@ def differences(asked, answers) -> tuple[list[int], float]:
         for id, found in answer["first"].items():
             largest = max(largest, abs(first[int(id)].item() - found))
     return other, largest
-
-
-def test_answers_are_those_of_pytorch(reference, run_vllm):
-    """A hundred questions about 1, 5 and 20 passages at three rates, some of which stand twice, prefix caching on:
-    alone, then all at once, when the prefixes of the first time are found."""
-    cache = reference.cache()
-    asked = [reference.ask(cache, number) for number in range(100)]
-    requests = [request for request, _, _ in asked]
-    *alone, together = run_vllm([*[[each] for each in requests], requests])
-    for answers in ([answer for (answer,) in alone], together):
-        other, largest = differences(asked, answers)
-        print(f"{len(asked) - len(other)} of {len(asked)} equal, first log-probabilities within {largest:.1e}")
-        assert not other and largest < 1e-3
-    assert all(answer["cached"] for answer in together)
 
 
 def test_small_caches_keep_answers(reference, run_vllm):
@@ -183,7 +79,7 @@ def test_killed_vllm_loses_no_answer(reference, monkeypatch):
     for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}.items():
         monkeypatch.setenv(name, value)
     options = ["--enforce-eager", "--dtype", "float32", "--max-model-len", str(LENGTH)]
-    process = VllmProcess(VLLM, str(models_directory() / DEFAULT_BASE_MODEL), reference.folder, options)
+    process = VllmProcess(VLLM, str(reference.base_model), reference.folder, options)
     ask = ArcAlignerPipeline(model=reference.model, processor=reference.processor, task="text-generation")
     engine = VllmEngine(ask, vllm=process, folder=reference.folder)
     app, answers, refused = create_app(engine, ServerSettings("aligner")), [], []

@@ -55,7 +55,7 @@ class HeldRequests:
         self.begun, self.go_on = threading.Event(), threading.Event()
 
     def submit(self, request):
-        put = request.on_text
+        put = request.on_text or (lambda text: None)  # whether the client streams or not
         request.on_text = lambda text: (put(text), self.begun.set(), self.go_on.wait(30))
         self.requests.append(request)
         return self.engine_submit(request)
@@ -63,7 +63,7 @@ class HeldRequests:
     def end_of_the_first(self) -> BaseException | None:
         """The error with which the first one ends, after it was cancelled."""
         end = time.monotonic() + 10
-        while not self.requests[0].cancelled and time.monotonic() < end:
+        while not self.requests[0].is_cancelled and time.monotonic() < end:
             pass
         self.go_on.set()
         return self.requests[0].future.exception()

@@ -27,7 +27,7 @@ from arcaligner.apps.server.app import ServerSettings, create_app
 from arcaligner.apps.server.engine import Engine
 from arcaligner.apps.server.request import Limits, UnavailableError
 from arcaligner.apps.server.request import Request as Asked
-from arcaligner.apps.server.vllm_engine import VllmEngine, VllmProcess, VllmServer
+from arcaligner.apps.server.vllm_engine import UNREAD_TOKENS, VllmEngine, VllmProcess, VllmServer
 from arcaligner.common.files import ROOT
 
 ADA = {"title": "Ada", "text": "Ada wrote the letter in 1843. It was long."}
@@ -83,6 +83,14 @@ def test_vllm_answers_equal_own_engine(front, pipeline, vllm):
         assert found.confidence == pytest.approx(expected.confidence, abs=1e-6)
     assert ask(front, ADA)[0].kept == 1
     engine.close()
+
+
+def test_unread_pieces_come_together(front, vllm):
+    """Where only the whole answer is wanted, vLLM sends few of them, and the answer is the same."""
+    (streamed, _), message = ask(front, ADA), {"role": "user", "content": "Who wrote it?"}
+    whole = front.submit(Asked([message], [ADA], max_new_tokens=12)).result(60)
+    assert [each["stream_interval"] for each in vllm.asked[-2:]] == [1, UNREAD_TOKENS]
+    assert whole.text == streamed.text and whole.completion_tokens == streamed.completion_tokens
 
 
 def test_abstentions_skip_vllm(front, vllm):
