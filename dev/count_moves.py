@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINT = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
 QUESTION = "Who wrote the letter?"
 PASSAGES = ["Ada wrote the letter in 1843. It was long.", "The loom wove cloth. It was loud."]
-OTHERS = ["A pen is new. Nobody used it.", "The river is long."]
+OTHERS = ["A pen is new. It is blue.", "The river is long."]
 NEW_TOKENS = 4
 
 # The first project function that runs after the scores of the first token are known.
