@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINT = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
 QUESTION = "Who wrote the letter?"
 PASSAGES = ["Ada wrote the letter in 1843. It was long.", "The loom wove cloth. It was loud."]
-OTHERS = ["A pen is new. Nobody used it.", "The river is long."]
+OTHERS = ["A pen is new. It is blue.", "The river is long."]
 NEW_TOKENS = 4
 
 # The first project function that runs after the scores of the first token are known.
@@ -90,7 +90,7 @@ def changes(files: list[str]) -> list[str]:
 
 
 def folded(walk: list[str]) -> list[str]:
-    """A walk in which whatever follows itself stands once, the shortest repetitions first.
+    """A walk in which what repeats itself at once is written once, the shortest repetitions first.
 
     >>> folded(["a", "b", "c", "b", "c", "b", "a"])
     ['a', 'b', 'c', 'b', 'a']

@@ -453,7 +453,7 @@ class Engine:
         """The inputs of `generate` for a batch, with everything except for the end of the prompts in the cache."""
         own_turn = GroupTurn(turn, group)
         if group[0].passages is not None:
-            asked = self._asked(group, own_turn)
+            asked = self._questions(group, own_turn)
             self._wait_for_room(group, asked.num_positions, own_turn)
             inputs = self.store.prepare_asked(asked)
             for request, kept, parts in zip(group, inputs.num_cached, inputs.num_passages, strict=True):
@@ -470,7 +470,7 @@ class Engine:
         inputs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         return prefill_beginning(self.model, inputs, own_turn)
 
-    def _asked(self, group: list[Request], turn: Turn) -> AskedQuestions:
+    def _questions(self, group: list[Request], turn: Turn) -> AskedQuestions:
         """The questions of requests, each with the slots of the passages that it uses."""
         asked = []
         for request in group:

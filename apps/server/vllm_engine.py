@@ -317,7 +317,7 @@ class VllmEngine(Engine):
                 check_length(len(ids), "The prompt", self.model.config.text_config)
                 bodies.append({"prompt": ids})
         else:
-            found = self.store.prefix_files_asked(self._asked(group, GroupTurn(turn, group)))
+            found = self.store.prefix_files_asked(self._questions(group, GroupTurn(turn, group)))
             bodies = [slots_request(files) for files in found]
             for request, body, files in zip(group, bodies, found, strict=True):
                 if request.kept is None:
@@ -352,7 +352,7 @@ class VllmEngine(Engine):
         for number in known:
             logits[number] = torch.tensor(scored[number][0], dtype=torch.float64, device="cpu").logit(eps=1e-12)
         if rest := [number for number in range(len(group)) if number not in known]:
-            inputs = self.store.prepare_asked(self._asked([group[number] for number in rest], turn))
+            inputs = self.store.prepare_asked(self._questions([group[number] for number in rest], turn))
             logits[rest] = self.store.read_question(inputs, True, turn).answerability_logits.float().cpu()
         call = self.answerer.answer(chats, [request.passages.read for request in group])
         return call.answerability_of(logits).tolist()
