@@ -226,15 +226,24 @@ def linear(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("shape", [(LEAST_ROWS, 64), (2, 40, 64)])
+@pytest.mark.parametrize(("shape", "padded"), [((LEAST_ROWS, 64), LEAST_ROWS), ((3, 43, 64), 144)])
 @torch.no_grad()
-def test_large_products_equal_pytorch(linear, shape):
+def test_large_products_equal_pytorch(linear, shape, padded):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     for bias in (linear.bias, None):
         linear.bias = bias
         expected = nn.functional.linear(x.double(), linear.weight.double(), None if bias is None else bias.double())
         torch.testing.assert_close(linear(x).double(), expected, **CLOSE)
-    assert linear.shapes == [shape, shape]
+    assert linear.shapes == [(padded, 64)] * 2
+
+
+@torch.no_grad()
+def test_few_numbers_of_rows(linear):
+    """oneDNN keeps code for each."""
+    for rows in range(LEAST_ROWS, 513):
+        assert linear(torch.ones(rows, 64)).shape == (rows, 96)
+    found = {rows for rows, _ in linear.shapes}
+    assert len(found) == 8 * 3 and all(rows % LEAST_ROWS == 0 for rows in found)
 
 
 def test_other_products_stay(linear, monkeypatch):
@@ -252,7 +261,7 @@ def test_other_products_stay(linear, monkeypatch):
                 linear(x)
         assert not linear.shapes
         linear(x)
-    assert linear.shapes == [(40, 64)]
+    assert linear.shapes == [(48, 64)]
 
 
 def test_base_linears_multiply_fast(layer):
