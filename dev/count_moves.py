@@ -90,7 +90,7 @@ def changes(files: list[str]) -> list[str]:
 
 
 def folded(walk: list[str]) -> list[str]:
-    """A walk in which what repeats itself at once is written once, the shortest repetitions first.
+    """A walk in which repeated parts occur once, the shortest repetitions first.
 
     >>> folded(["a", "b", "c", "b", "c", "b", "a"])
     ['a', 'b', 'c', 'b', 'a']
