@@ -56,7 +56,7 @@ async def first_token(client: httpx.AsyncClient, model: str, body: dict[str, Any
 
 
 async def measure(url: str, key: str, rounds: int) -> dict[str, list[tuple[float, float, float]]]:
-    """Of each long request, in each round: the short one's seconds, and the long one's until its first and last
+    """For each long request and round: the seconds of the short one, and those of the long one until its first and last
     token."""
     found: dict[str, list] = {"alone": []}
     async with httpx.AsyncClient(base_url=url, timeout=600, headers=headers_of(key)) as client:

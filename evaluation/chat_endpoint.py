@@ -66,7 +66,7 @@ class ChatEndpoint:
             problem = f"no reply within {self.timeout:g} seconds"
         except openai.APIConnectionError as error:
             raise ConnectionError(
-                f"No endpoint can be reached at {self.url} ({error.__cause__}). Start the server, or "
+                f"Cannot reach the endpoint {self.url} ({error.__cause__}). Start the server, or "
                 "name another with `--endpoint`; the same command continues with the replies so far."
             ) from error
         except (openai.InternalServerError, openai.RateLimitError) as error:

@@ -23,6 +23,7 @@ from ..common.files import CASE_STUDIES, digest, markdown_table, read_json_lines
 from ..common.rows import Row
 from ..pipeline_arcaligner import ArcAlignerPipeline
 from ..processing_arcaligner import ArcAlignerProcessor
+from ..share.hub import FEW_QUESTIONS
 from ..train.examples import open_corpus
 from ..train.stages import RECIPES
 from .analyses import categories, gates, perplexity
@@ -45,7 +46,6 @@ FOLDER = "paper"  # in a run's folder
 SEGMENT = "_xsegment"  # suffix of methods with one slot per sentence, as in the paper
 LLMLINGUAS = ("llmlingua2", "llmlingua")  # the paper's, and the variant whose scores are the backbone's
 ABLATIONS = ("no_recursion", "max_loop", "no_lora")
-FEW = 50  # questions; of fewer, a table shows the interval of F1
 HELD_OUT = 10_000  # texts that are reconstructed, the paper's number
 CONTROL = ("all_positions", "slot_positions")  # which the paper lacks
 # The paper's names of methods; a name with a rate is looked up without the rate.
@@ -546,7 +546,7 @@ def _questions_of(sets: dict[str, Any]) -> str:
     counts = ", ".join(
         f"{title} {entry['questions']} ({entry['passages']}; paper: {asked[title]:,})" for title, entry in sets.items()
     )
-    few = [title for title, entry in sets.items() if entry["questions"] < FEW]
+    few = [title for title, entry in sets.items() if entry["questions"] < FEW_QUESTIONS]
     note = f" Too few for a comparison: {', '.join(few)}; brackets are 95 % intervals of F1." if few else ""
     return f"Questions and passages: {counts}.{note}"
 
@@ -578,7 +578,7 @@ def _ours(entry: dict[str, Any], method: str) -> str:
     if (numbers := entry["methods"].get(method)) is None:
         return "-"
     em, f1, acc = (score(numbers, metric) for metric in ("em", "f1", "acc"))
-    f1_shown = shown_interval(f1) if numbers["questions"] < FEW else f"{f1[0]:.1f}"
+    f1_shown = shown_interval(f1) if numbers["questions"] < FEW_QUESTIONS else f"{f1[0]:.1f}"
     shown = f"{em[0]:.1f} / {f1_shown} / {_triple([acc and acc[0]], digits=1)}"
     return shown + (f" of {numbers['questions']}" if numbers["questions"] < entry["questions"] else "")
 

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from ..common.files import DEFAULT_CHECKPOINT, ROOT, markdown_table, printable, run_command, write_whole
 from ..configuration_arcaligner import DEFAULT_BASE_MODEL, ArcAlignerConfig
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..share.hub import RESULTS_FILE, write_model_card
+from ..share.hub import RESULTS_FILE, asked_enough, write_model_card
 from .analyses.figures import draw_rates, draw_speed, save_figure
 from .analyses.speed import (
     KEPT_REPORT,
@@ -88,13 +88,15 @@ def publish(
     """Write the pages and the README's tables from a run and the timings."""
     if run is not None:
         check_weights(run, checkpoint)
-        config, answers = ArcAlignerConfig.from_pretrained(checkpoint), None
-        if any(file.method == MAIN for file in answer_files(run)):
+        found = write_results(run) | {"weights": fingerprint(str(checkpoint))}
+        has_results = (checkpoint / RESULTS_FILE).exists()
+        published = read_results(checkpoint / RESULTS_FILE) if has_results else {"sets": {}}
+        answers, config = None, ArcAlignerConfig.from_pretrained(checkpoint)
+        if are_of_new_weights(found, published) and any(file.method == MAIN for file in answer_files(run)):
             no_answer = ArcAlignerProcessor.from_pretrained(checkpoint).no_answer
             answers = answers_page(run, config.answerability_threshold, no_answer)
-        found = write_results(run) | {"weights": fingerprint(str(checkpoint))}
-        if (checkpoint / RESULTS_FILE).exists():
-            found = with_published(found, read_results(checkpoint / RESULTS_FILE))
+        if published["sets"]:
+            found = with_published(found, published)
         write_whole(checkpoint / RESULTS_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
         write_model_card(config, checkpoint)
         if answers is not None:
@@ -107,7 +109,7 @@ def publish(
         if (figures / name).exists():
             write_whole(published / name, (figures / name).read_bytes())
     latency = read_json(published / LATENCY_REPORT)
-    save_figure(published / "rates.svg", draw_rates(results["sets"]))
+    save_figure(published / "rates.svg", draw_rates(asked_enough(results["sets"])))
     save_figure(
         published / "f1_of_speed.svg", draw_speed(latency, {name: results["sets"][name] for name in README_SETS})
     )
@@ -131,8 +133,7 @@ def with_published(found: dict[str, Any], published: dict[str, Any]) -> dict[str
     its sets are those of the result: only methods that read no aligner keep their numbers. Any other run adds to what
     is published. Differences between methods need the answers of both, so they are those of the first such run.
     """
-    asked = any(reads_aligner(name) for entry in found["sets"].values() for name in entry["methods"])
-    replaces = asked and found["weights"] != published.get("weights")
+    replaces = are_of_new_weights(found, published)
     titles = found["sets"].keys() | (set() if replaces else published["sets"].keys())
     sets = {}
     for title in (task.title for task in TASKS.values() if task.title in titles):
@@ -144,8 +145,14 @@ def with_published(found: dict[str, Any], published: dict[str, Any]) -> dict[str
         sets[title] = first | {"methods": {name: methods[name] for name in sorted(methods, key=sort_key)}}
     machines = {*found["machine"].split("; "), *published["machine"].split("; ")}
     questions = min(entry["questions"] for entry in sets.values())
-    weights = {"weights": found["weights"] if asked else published.get("weights")}
+    weights = {"weights": found["weights"] if replaces else published.get("weights")}
     return {"machine": "; ".join(sorted(machines)), "questions": questions} | weights | {"sets": sets}
+
+
+def are_of_new_weights(found: dict[str, Any], published: dict[str, Any]) -> bool:
+    """Whether the results of a run are of an aligner, and of other weights than the published ones."""
+    asked = any(reads_aligner(name) for entry in found["sets"].values() for name in entry["methods"])
+    return asked and found["weights"] != published.get("weights")
 
 
 def write_figure(name: str, lines: list[str], figure: Figure) -> None:

@@ -44,6 +44,7 @@ GENERATED = (
     "<!-- Generated from the other files of this folder whenever they change. Remove this line to edit it yourself. -->"
 )
 
+FEW_QUESTIONS = 50  # fewer say little: such a set is left out of cards and figures that have others
 _MAIN = "arcaligner"  # the method in results that is the aligner at its own rate
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".gz", ".csv")
@@ -147,12 +148,12 @@ def _read_results(folder: Path, processor: dict[str, Any]) -> dict[str, Any] | N
     named += [("no passages, by the base model", "-", "naive")]
     try:
         sets = json.loads(path.read_text(encoding="utf-8"))["sets"]
-        sets = {title: each for title, each in sets.items() if _MAIN in each["methods"]}
+        sets = asked_enough({title: each for title, each in sets.items() if _MAIN in each["methods"]})
         rows = []
         for what, rate, name in named:
-            scores = [each["methods"][name]["f1"][0] if name in each["methods"] else None for each in sets.values()]
+            scores = [_shown_f1(each, name) for each in sets.values()]
             if any(score is not None for score in scores):
-                rows.append([what, rate, *("-" if score is None else f"{score:.1f}" for score in scores)])
+                rows.append([what, rate, *("-" if score is None else score for score in scores)])
         rows.append(["passages", "", *(each.get("passages", "given") for each in sets.values())])
         recalls = (f"{each['recall'][0]:.0f} %" if "recall" in each else "-" for each in sets.values())
         rows.append(["that contain an expected answer", "", *recalls])
@@ -162,6 +163,21 @@ def _read_results(folder: Path, processor: dict[str, Any]) -> dict[str, Any] | N
             '{"sets": {set: {"methods": {"arcaligner": {"f1": [value, low, high]}}}}}. Write them again, or remove it.'
         ) from error
     return {"sets": list(sets), "rows": rows} if sets else None
+
+
+def _shown_f1(entry: dict[str, Any], method: str) -> str | None:
+    """The F1 of a method on a set, with the number of its questions if others were asked more."""
+    if (numbers := entry["methods"].get(method)) is None:
+        return None
+    asked = numbers.get("questions")
+    return f"{numbers['f1'][0]:.1f}" + (f" of {asked}" if asked and asked < entry.get("questions", asked) else "")
+
+
+def asked_enough(sets: dict[str, Any]) -> dict[str, Any]:
+    """The sets of results with at least `FEW_QUESTIONS`; all of them, if none has as many."""
+    return {
+        title: each for title, each in sets.items() if each.get("questions", FEW_QUESTIONS) >= FEW_QUESTIONS
+    } or sets
 
 
 # The upload

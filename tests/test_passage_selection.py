@@ -191,12 +191,16 @@ def test_few_passages_are_scored(ask_apart, monkeypatch, limit, num_scored):
     assert {each["document"] for each in record["segments"]} == {best}
 
 
-def test_scored_row_is_prepared_once(ask_apart, monkeypatch):
-    """The keys and values of its passages are joined for its one batch, not before it as well."""
-    prepare = mock.Mock(side_effect=PassageCache.prepare)
-    monkeypatch.setattr(PassageCache, "prepare", lambda *args, **kwargs: prepare(*args, **kwargs))
-    ask_apart(QUESTION, documents=MANY, gate_mode="off")
-    assert prepare.call_count == 1
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_scored_rows_are_prepared_once(ask_apart, monkeypatch, batch_size):
+    """The keys and values of their passages are joined, and their prompts written, for their one batch, not before it
+    as well."""
+    counts = {name: mock.Mock(side_effect=getattr(PassageCache, name)) for name in ("ask", "prepare_asked")}
+    for name, counted in counts.items():
+        monkeypatch.setattr(PassageCache, name, lambda *args, counted=counted, **kwargs: counted(*args, **kwargs))
+    rows = [{"question": f"{QUESTION} {number}", "documents": MANY} for number in range(batch_size)]
+    ask_apart(rows, gate_mode="off", batch_size=batch_size)
+    assert counts["ask"].call_count == batch_size and counts["prepare_asked"].call_count == 1
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ a model trained on them, name the sets and keep their licences.
 
 @dataclass(frozen=True)
 class Source:
-    """A public set."""
+    """A public data set."""
 
     name: str  # in `--limit`, and prefix of the ids of its rows
     place: str  # a data set of the Hub or, with `files`, a repository of GitHub

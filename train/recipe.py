@@ -386,7 +386,13 @@ class RecipeParser(TrlParser):
 def parse_recipe(script: str, kinds: tuple[type, type], arguments: list[str]) -> tuple[Any, Any, str]:
     """The recipe named by `--config`, overridden by the command line, as two `kinds` of arguments, and the text of
     [`run_settings`] for `script`."""
-    recipe, args = RecipeParser(kinds).parse_args_and_config(arguments)
+    try:
+        recipe, args = RecipeParser(kinds).parse_args_and_config(arguments)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"There is no recipe file {error.filename}. Name one with `--config`; those of the package are in "
+            f"{Path(__file__).parent / 'recipes'}."
+        ) from error
     if isinstance(recipe, RecipeArguments) and args.eval_strategy != "no" and not recipe.eval_files:
         raise ValueError(
             f"`eval_strategy` is {args.eval_strategy.value!r}, but the recipe has no `eval_files`. Name some, or set "

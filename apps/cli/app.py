@@ -367,6 +367,9 @@ def serve_answers(
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
     max_batch: Annotated[int, typer.Option(help="Maximum number of requests per batch.", min=1)] = 8,
     prefix_megabytes: Annotated[int, typer.Option(help="Memory for cached passages, in MiB.", min=0)] = 512,
+    answer_megabytes: Annotated[
+        int, typer.Option(help="Memory for answers that are written together, in MiB; further requests wait.", min=0)
+    ] = 4096,
     api_key: Annotated[
         str | None, typer.Option(envvar="ARCALIGNER_API_KEY", help="API key that clients have to send.")
     ] = None,
@@ -391,7 +394,8 @@ def serve_answers(
     settings = ServerSettings(Path(checkpoint).resolve().name, host, port, api_key or None)
     check_port(host, port)
     asked = {"top_k": top_k, "tokens_per_slot": tokens_per_slot, "min_confidence": min_confidence}
-    asked |= {"max_passages": max_passages, "max_batch": max_batch, "prefix_bytes": prefix_megabytes * 2**20}
+    asked |= {"max_passages": max_passages, "max_batch": max_batch}
+    asked |= {"prefix_bytes": prefix_megabytes * 2**20, "answer_bytes": answer_megabytes * 2**20}
     if engine_name != "vllm" and (vllm_url or vllm_options or passages):
         raise ValueError(
             "`--vllm-url`, `--vllm-options` and `--passages` work with `--engine vllm` only. Add it, or leave them out."

@@ -329,7 +329,7 @@ class Routes:
             if first is None:
                 future.result()  # raises if the request failed before its answer began
         except BaseException as error:
-            asked.cancelled = True
+            asked.cancel()
             if isinstance(error, Exception):
                 return refuse(request, error)
             raise
@@ -363,7 +363,7 @@ class Routes:
         except Exception as error:
             yield event(describe_error(error)[1])
         finally:
-            asked.cancelled = True  # the client has disconnected
+            asked.cancel()  # the client has disconnected
 
 
 async def while_connected(request: Request, result: Awaitable[Any]) -> Any:

@@ -8,8 +8,10 @@ pass on between two calls of model or encoder. So a short question does not wait
 passages are encoded.
 """
 
+import functools
 import json
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -23,16 +25,16 @@ import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import DynamicCache
 
-from ...answering_arcaligner import Answerer, chat_inputs, select_top, similarities_of
-from ...configuration_arcaligner import check_length, longest_prompt
+from ...answering_arcaligner import Answerer, chat_inputs, similarities_of
+from ...configuration_arcaligner import check_length
 from ...encoder_arcaligner import EncodedDocuments, GivenSlots, single_passages
-from ...kv_cache_arcaligner import prefill_beginning
+from ...kv_cache_arcaligner import ALONE, AskedQuestions, Turn, entry_shape, in_pieces, prefill_beginning
 from ...pipeline_arcaligner import ArcAlignerPipeline
 from ...segmentation_arcaligner import given_text
 from ..corpus.retrieve import Retriever, SlotPassages
-from .live_rows import LiveBatch, LiveRow
-from .request import Answer, BusyError, Limits, Request, RequestCancelledError
-from .turns import Turns
+from .live_rows import LiveBatch, LiveRow, frequencies_change_at
+from .request import Answer, BusyError, Limits, Request
+from .turns import EndedError, GroupTurn, ThreadTurn, Turns
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +49,6 @@ GATHER_SECONDS = 0.3
 
 # How long answers of one length are written before those of another.
 TURN_SECONDS = 0.5
-
-
-class _EndedError(Exception):
-    """Some requests of a group have ended during a computation for all of them; their futures say how."""
 
 
 class PassageEncoder:
@@ -74,7 +72,11 @@ class PassageEncoder:
         return [(json.dumps(each), tokens_per_slot) for each in documents]
 
     def __call__(
-        self, documents: list[dict], tokens_per_slot: int | str | None, numbers: Sequence[int] | None = None
+        self,
+        documents: list[dict],
+        tokens_per_slot: int | str | None,
+        numbers: Sequence[int] | None = None,
+        turn: Turn = ALONE,
     ) -> EncodedDocuments:
         """The slots of passages, whose `numbers` are by default those of their places."""
         if not any(each["text"].strip() for each in documents):  # nothing but white space is a slot, too
@@ -82,7 +84,7 @@ class PassageEncoder:
         keys = self._keys(documents, tokens_per_slot)
         found = {key: self._kept[key] for key in keys if key in self._kept}
         new = {key: each for key, each in zip(keys, documents, strict=True) if key not in found}
-        found |= zip(new, self._encode(list(new.values()), tokens_per_slot), strict=True)
+        found |= zip(new, self._encode(list(new.values()), tokens_per_slot, turn), strict=True)
         for key in keys:
             self._kept[key] = found[key]
             self._kept.move_to_end(key)
@@ -90,10 +92,12 @@ class PassageEncoder:
             self._kept.popitem(last=False)
         return self._joined([found[key] for key in keys], range(len(keys)) if numbers is None else numbers)
 
-    def _encode(self, documents: list[dict], tokens_per_slot: int | str | None) -> list[EncodedDocuments]:
-        """Encode each passage by itself, without a slot for white space; all in one call, which is fastest."""
-        if not documents:
-            return []
+    def _encode(self, documents: list[dict], tokens_per_slot: int | str | None, turn: Turn) -> list[EncodedDocuments]:
+        """Encode each passage by itself, without a slot for white space; many in a call, which is fastest."""
+        pieces = in_pieces(len(documents), self.processor.passage_tokens, turn)
+        return [each for some in pieces for each in self._encode_some(documents[some], tokens_per_slot)]
+
+    def _encode_some(self, documents: list[dict], tokens_per_slot: int | str | None) -> list[EncodedDocuments]:
         segments, *slots, _ = self.processor.encode_documents(documents, tokens_per_slot=tokens_per_slot)
         apart, nothing = single_passages(GivenSlots(*slots)), GivenSlots(slots[0][:0], None)
         encoded = []
@@ -128,9 +132,14 @@ class Engine:
         max_batch (`int`): Maximum number of requests that are prepared together. Four times as many are written.
         batch_seconds (`float`): Time that the first request of a batch waits for others.
         prefix_bytes (`int`): Memory for slot prefixes that are cached between requests.
+        answer_bytes (`int`): Memory for the keys and values of answers that are written together, for a while twice as
+            much when rows join. Further requests wait; one that needs more by itself is answered alone.
         folder (`str` or `Path`, *optional*): Folder to write slot prefixes to, and to read them from. Default: those of
             the corpus are read, if there is one.
         limits ([`Limits`]): What a request may ask for.
+
+    Raises:
+        `ValueError`: settings that are invalid; a `generation_config` with a `cache_implementation`.
     """
 
     def __init__(
@@ -145,11 +154,17 @@ class Engine:
         max_batch: int = 8,
         batch_seconds: float = 0.01,
         prefix_bytes: int = 2**29,
+        answer_bytes: int = 2**32,
         folder: str | Path | None = None,
         limits: Limits | None = None,
     ):
         if max_batch < 1:
             raise ValueError(f"`max_batch` is {max_batch}; expected at least 1 request.")
+        if (kind := ask.model.generation_config.cache_implementation) is not None:
+            raise ValueError(
+                f"The model's `generation_config.cache_implementation` is {kind!r}, but requests to a server share a "
+                "cache that grows and shrinks with them. Set it to None, in generation_config.json."
+            )
         self.model, self.processor, self.retriever = ask.model, ask.processor, retriever
         kept = None if retriever is None else retriever.corpus.kept_folder
         options = {"max_bytes": prefix_bytes, "folder": folder or kept, "read_only": folder is None}
@@ -160,15 +175,15 @@ class Engine:
         self.max_batch, self.batch_seconds, self.limits = max_batch, batch_seconds, limits or Limits()
         self.store = self.answerer.cache
         self._encode = PassageEncoder(self.processor)
+        # With LongRoPE, rows are no longer prepared together, as a long one would change the others.
+        self._most_prepared = max_batch if frequencies_change_at(ask.model.config.text_config) is None else 1
+        self.answer_bytes = answer_bytes
+        self._bytes_per_position = ask.model.dtype.itemsize * math.prod(entry_shape(ask.model.config.text_config, 1))
         self._turns = Turns()
-        self.store.wait = self._turns.wait
-        self._preparing = threading.local()  # `group`: what this thread computes for, before its first tokens
-        self._hooks: dict[Any, Any] = {}
         self._waiting: list[Request] = []
         self._joining: list[LiveBatch] = []
         self._num_prepared = self._num_written = 0  # requests
-        self._positions: dict[Request, int] = {}  # of the keys and values of live answers
-        self._freed = threading.Event()  # set when some of these are no longer needed
+        self._held: dict[Request, int] = {}  # bytes of the keys and values of live answers
         self._change = threading.Condition()  # of these
         self._closed = self._all_prepared = False
         self._door = threading.Lock()  # for the thread that takes the next requests
@@ -205,6 +220,8 @@ class Engine:
         for name in ("top_k", "tokens_per_slot", "min_confidence", "max_passages"):
             if getattr(request, name) is None:
                 setattr(request, name, getattr(self, name))
+        request.seconds, request.until = self.limits.seconds, request.arrived + self.limits.seconds
+        request.on_cancel = self._wake
         with self._change:
             if self._closed:
                 raise BusyError("The server is closing.")
@@ -213,6 +230,11 @@ class Engine:
             self._waiting.append(request)
             self._change.notify_all()
         return request.future
+
+    def _wake(self) -> None:
+        """Have all threads that wait for a change look again."""
+        with self._change:
+            self._change.notify_all()
 
     def _check(self, tokens_per_slot, min_confidence, max_passages, copy_bonus=None) -> None:
         self.answerer.check(
@@ -240,8 +262,6 @@ class Engine:
             self._all_prepared = True
             self._change.notify_all()
         self._writer.join()
-        for hook in self._hooks.values():
-            hook.remove()
 
     # The threads that prepare
 
@@ -250,16 +270,16 @@ class Engine:
             with self._door:
                 if not self._wait_for_requests():
                     return
-                self._turns.take()
+                turn = self._turns.take()
                 batch = self._take()
             try:
-                self._prepare(batch)
+                self._prepare(batch, turn)
             except Exception as error:  # a fault of ours ends no thread, and no request waits for ever
                 for request in batch:
-                    if not request.future.done() and request not in self._positions:
+                    if not request.future.done() and request not in self._held:
                         request.future.set_exception(error)
             finally:
-                self._turns.give()
+                turn.give()
                 with self._change:
                     self._num_prepared -= len(batch)
                     self._change.notify_all()
@@ -268,7 +288,7 @@ class Engine:
         """Waits until some should be taken; not if the engine is closed, and none are left."""
 
         def is_full() -> bool:
-            return self._closed or len(self._waiting) >= self.max_batch
+            return self._closed or len(self._waiting) >= self._most_prepared
 
         def is_idle() -> bool:
             return not self._num_prepared + self._num_written
@@ -288,61 +308,28 @@ class Engine:
         """The next requests, in order of arrival."""
         with self._change:
             room = self.max_batch * BATCHES_AT_ONCE - self._num_prepared - self._num_written
-            most = max(1, min(self.max_batch, room))
+            most = max(1, min(self._most_prepared, room))
             batch, self._waiting = self._waiting[:most], self._waiting[most:]
             self._num_prepared += len(batch)
         return batch
 
-    def _prepare(self, batch: list[Request]) -> None:
+    def _prepare(self, batch: list[Request], turn: ThreadTurn) -> None:
         """Has a batch of requests written, after their first tokens."""
         wanted = [request for request in batch if request.future.set_running_or_notify_cancel()]
-        read = [request for one in wanted for (request,), _ in each_fails_alone([one], self._read)]
-        chosen = [request for part, _ in each_fails_alone(read, self._choose) for request in part]
+        read, choose = (functools.partial(each, turn) for each in (self._read, self._choose))
+        found = [request for one in wanted for (request,), _ in each_fails_alone([one], read)]
+        chosen = [request for part, _ in each_fails_alone(found, choose) for request in part]
         for has_slots in (False, True):
             if group := [request for request in chosen if (request.passages is not None) == has_slots]:
-                self._answer(group)
+                self._answer(turn, group)
 
-    def reason_to_end(self, request: Request) -> Exception | None:
-        """Why a request has no client any more, or `None`."""
-        if request.cancelled:
-            return RequestCancelledError("The request was cancelled.")
-        if time.monotonic() - request.arrived > self.limits.seconds:
-            return TimeoutError(f"The answer was not done within {self.limits.seconds:g} seconds.")
-        return None
-
-    def _begin(self, group: list[Request]) -> None:
-        """Start to compute for `group`. Before each call of model and encoder, others may compute, and requests without
-        a client end, so that long work for them does not delay others."""
-        self._preparing.group = group
-        encoder = self.processor.encoder
-        for module in (self.model.model, encoder.model[0], encoder.untrained.model[0]):
-            if module not in self._hooks:
-                self._hooks[module] = module.register_forward_pre_hook(_pre_hook(self))
-        self._end_current()
-
-    def _between_calls(self) -> None:
-        """Of model or encoder, in a thread of the engine."""
-        if self._turns.is_mine:  # others may share the model
-            self._turns.pass_on()
-            self._end_current()
-
-    def _end_current(self) -> None:
-        group = getattr(self._preparing, "group", [])
-        ended = [request for request in group if self.reason_to_end(request) is not None]
-        if ended:
-            self._preparing.group = []
-            for request in ended:
-                request.future.set_exception(self.reason_to_end(request))
-            raise _EndedError
-
-    def _read(self, group: list[Request]) -> None:
+    def _read(self, turn: ThreadTurn, group: list[Request]) -> None:
         """Give a request its passages as slots: its own, or those of the corpus, if there is one and the request uses
         it."""
-        (request,) = group
-        self._begin(group)
+        (request,), own_turn = group, GroupTurn(turn, group)
         rate = request.tokens_per_slot
         if request.documents is not None:
-            self._read_documents(request)
+            self._read_documents(request, own_turn)
             return
         if self.retriever is None or request.top_k == 0:
             return
@@ -352,7 +339,7 @@ class Engine:
             began = time.perf_counter()
             texts = [{name: each[name] for name in ("title", "text")} for each in passages.documents]
             self._encode.check_room(texts, rate, self._room(request, len(texts)))
-            passages.encoded = self._encode(texts, rate)
+            passages.encoded = self._encode(texts, rate, turn=own_turn)
             passages.seconds["slots"] += time.perf_counter() - began
         num_slots, most = len(passages.encoded.context_embeds), self._room(request, len(passages.documents))
         if num_slots > most:
@@ -361,7 +348,7 @@ class Engine:
             )
         request.passages = passages
 
-    def _read_documents(self, request: Request) -> None:
+    def _read_documents(self, request: Request, turn: GroupTurn) -> None:
         """Cuts a request's own documents into passages and, if all of these are used, encodes them."""
         began, rate, passages = time.perf_counter(), request.tokens_per_slot, []
         documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in request.documents]
@@ -369,14 +356,14 @@ class Engine:
         for number, document in enumerate(documents):
             pieces, _ = self.answerer.cut([document])
             passages += [each | {"number": number} for each in pieces]
-            self._turns.pass_on()
+            turn.pass_on()
         texts = [_without_number(each) for each in passages]
         if not passages:
             encoded = self.processor.encode_documents([], tokens_per_slot=rate)  # nothing was found: an empty slot
         else:
             self._encode.check_room(texts, rate, self._room(request, len(texts)))
-            self._turns.pass_on()
-            encoded = None if request.wants_fewer(len(texts)) else self._encode(texts, rate)
+            turn.pass_on()
+            encoded = None if request.wants_fewer(len(texts)) else self._encode(texts, rate, turn=turn)
         seconds = {"retrieval": 0.0, "slots": time.perf_counter() - began}
         request.passages = SlotPassages(passages, encoded, seconds)
 
@@ -399,42 +386,31 @@ class Engine:
         used."""
         return self.limits.max_slots_asked if request.wants_fewer(num_passages) else self.limits.max_slots
 
-    def _choose(self, group: list[Request]) -> None:
+    def _choose(self, turn: ThreadTurn, group: list[Request]) -> None:
         """Reduce the passages of each request to its maximum: score each passage separately, and keep the top-ranked
         ones."""
         group = [each for each in group if each.passages and each.wants_fewer(len(each.passages.documents))]
         if not group:
             return
-        self._begin(group)
+        own_turn = GroupTurn(turn, group)
         began, encoding = time.perf_counter(), 0.0
         chats, documents = [self._chat(request) for request in group], [request.passages.documents for request in group]
-        similar = []
-        for request, chat, own in zip(group, chats, documents, strict=True):
-            if request.documents is None:
-                similar.append([each["similarity"] for each in own])
-            else:
-                similar.append(similarities_of(self.processor.encoder, chat, own))
+        similar = [self._similarities(request, own_turn) for request in group]
 
-        def slots_of(only: list[list[int]]) -> dict[str, list]:
+        def slots_of(only: list[list[int]]) -> list[GivenSlots | None]:
             nonlocal encoding
             began = time.perf_counter()
-            # Of one whose passages are all scored any that is known, as none of it is read.
-            known = [
-                numbers or [max(range(len(own)), key=own.__getitem__)]
-                for numbers, own in zip(only, similar, strict=True)
-            ]
-            rows = [self._inputs_of(request, numbers) for request, numbers in zip(group, known, strict=True)]
+            slots = [self._slots_of(request, numbers, own_turn) for request, numbers in zip(group, only, strict=True)]
             encoding += time.perf_counter() - began
-            return {name: [row[name] for row in rows] for name in rows[0]}
+            return slots
 
         most = [request.max_passages for request in group]
-        scores = self.answerer.score_candidates(chats, documents, similarities=similar, most=most, slots_of=slots_of)
+        selected = self.answerer.select(chats, documents, most, similar, slots_of, turn=own_turn)
         seconds = time.perf_counter() - began - encoding
-        for request, own in zip(group, scores, strict=True):
-            numbers = select_top(own, request.max_passages)
-            request.kept = sum(own[number].is_cached for number in numbers)
+        for request, (numbers, own, asked) in zip(group, selected, strict=True):
+            request.asked, request.kept = asked, sum(own[number].is_cached for number in numbers)
             if request.passages.encoded is None:
-                request.passages.encoded = self._encoded(request, numbers)
+                request.passages.encoded = self._encoded(request, numbers, own_turn)
                 request.passages.seconds["slots"] += encoding
             request.passages = request.passages.only(numbers)
             request.passages.seconds["choosing"] = seconds
@@ -442,57 +418,72 @@ class Engine:
                 sure = own[number].answerability if number in own else None
                 document |= dict.fromkeys(("answerability", "confidence"), sure)  # the second is its name in 0.2
 
-    def _inputs_of(self, request: Request, numbers: list[int]) -> dict[str, Any]:
-        """The slots of some of a request's passages, which are encoded now unless they are known."""
-        if request.passages.encoded is not None:
-            return request.passages.inputs
-        encoded = self._encoded(request, numbers)
-        return SlotPassages([], encoded, {}).inputs
+    def _similarities(self, request: Request, turn: GroupTurn) -> list[float]:
+        """The cosine of the question and each of a request's passages."""
+        documents = request.passages.documents
+        if request.documents is None:  # the search has them
+            return [each["similarity"] for each in documents]
+        encoder, chat, found = self.processor.encoder, self._chat(request), []
+        for some in in_pieces(len(documents), self.processor.passage_tokens, turn):
+            found += similarities_of(encoder, chat, documents[some])
+        return found
 
-    def _encoded(self, request: Request, numbers: list[int]) -> EncodedDocuments:
+    def _slots_of(self, request: Request, numbers: list[int], turn: GroupTurn) -> GivenSlots | None:
+        """The slots of at least these of a request's passages, which are encoded now unless they are known."""
+        if not numbers:
+            return None
+        encoded = request.passages.encoded or self._encoded(request, numbers, turn)
+        return GivenSlots(encoded.context_embeds, encoded.context_word_ids, encoded.context_passage_ids)
+
+    def _encoded(self, request: Request, numbers: list[int], turn: GroupTurn) -> EncodedDocuments:
         texts = [_without_number(request.passages.documents[number]) for number in numbers]
-        return self._encode(texts, request.tokens_per_slot, numbers)
+        return self._encode(texts, request.tokens_per_slot, numbers, turn)
 
-    def _answer(self, group: list[Request]) -> None:
+    def _answer(self, turn: ThreadTurn, group: list[Request]) -> None:
         began = time.monotonic()
-        for part, inputs in each_fails_alone(group, self._inputs):
+        for part, inputs in each_fails_alone(group, functools.partial(self._inputs, turn)):
             try:
                 self._generate(part, inputs, began)
-            except _EndedError:
-                if waiting := [request for request in part if not request.future.done()]:
-                    self._answer(waiting)
             except Exception as error:
                 for request in part:
                     if not request.future.done():
                         request.future.set_exception(error)
 
-    def _inputs(self, group: list[Request]) -> dict[str, Any]:
-        """The inputs of `generate` for a batch."""
-        self._begin(group)
-        chats = [self._chat(request) for request in group]
+    def _inputs(self, turn: ThreadTurn, group: list[Request]) -> dict[str, Any]:
+        """The inputs of `generate` for a batch, with everything except for the end of the prompts in the cache."""
+        own_turn = GroupTurn(turn, group)
         if group[0].passages is not None:
-            rows = self._slots_of(group)
-            inputs = self.store.prepare(chats, **{name: [row[name] for row in rows] for name in rows[0]})
+            asked = self._asked(group, own_turn)
+            self._wait_for_room(group, asked.num_positions, own_turn)
+            inputs = self.store.prepare_asked(asked)
             for request, kept, parts in zip(group, inputs.num_cached, inputs.num_passages, strict=True):
                 if request.kept is None:  # else known from before they were scored
                     request.kept = len(request.passages.documents) * kept // parts
-            return inputs
-        # Text of a client must never end a turn.
-        slots = {} if self.processor.chat_template is None else {"sanitize_control_tokens": True}
-        inputs = chat_inputs(self.processor, chats, **slots)
-        check_length(inputs["input_ids"].shape[1], "The prompt", self.model.config.text_config)
-        return {**inputs}
+        else:
+            # Text of a client must never end a turn.
+            slots = {} if self.processor.chat_template is None else {"sanitize_control_tokens": True}
+            inputs = {**chat_inputs(self.processor, [self._chat(request) for request in group], **slots)}
+            check_length(inputs["input_ids"].shape[1], "The prompt", self.model.config.text_config)
+            self._wait_for_room(group, inputs["attention_mask"].sum(dim=1).tolist(), own_turn)
+            inputs["past_key_values"] = DynamicCache(config=self.model.config.text_config)
+        device = self.model.device
+        inputs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        return prefill_beginning(self.model, inputs, own_turn)
 
-    def _slots_of(self, group: list[Request]) -> list[dict[str, Any]]:
-        """The slots that each request uses."""
-        rows = [request.passages.inputs for request in group]
-        for row in rows:
-            if (num_slots := len(row["context_embeds"])) > self.limits.max_slots:
+    def _asked(self, group: list[Request], turn: Turn) -> AskedQuestions:
+        """The questions of requests, each with the slots of the passages that it uses."""
+        asked = []
+        for request in group:
+            slots = request.passages.inputs
+            if (num_slots := len(slots["context_embeds"])) > self.limits.max_slots:
                 raise ValueError(
                     f"The passages have {num_slots} slots; expected at most {self.limits.max_slots}. Pass fewer "
                     "passages, a lower `max_passages`, or put more text into a slot (`tokens_per_slot`)."
                 )
-        return rows
+            if (known := request.asked) is None:  # else its passages were scored
+                known = self.store.ask([self._chat(request)], None, **{name: [each] for name, each in slots.items()})
+            asked += known.questions
+        return known._replace(questions=asked, turn=turn)
 
     def _chat(self, request: Request) -> list[dict[str, str]] | str:
         """The question or chat, in the form of the processor."""
@@ -502,15 +493,8 @@ class Engine:
             raise ValueError("This base model has no chat template; expected exactly one user message.")
         return request.messages[0]["content"]
 
-    @torch.inference_mode()
     def _generate(self, group: list[Request], inputs: dict[str, Any], began: float) -> None:
         """Writes the first token of each request, and lets the rest be written."""
-        self._begin(group)
-        inputs = {name: x.to(self.model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
-        inputs.setdefault("past_key_values", DynamicCache(config=self.model.config.text_config))
-        prompt_tokens = inputs["attention_mask"].sum(dim=1).tolist()
-        self._wait_for_room(group, prompt_tokens)
-        inputs = prefill_beginning(self.model, inputs)
         ids, mask, cache = (inputs[name] for name in ("input_ids", "attention_mask", "past_key_values"))
         rows = [
             LiveRow(
@@ -520,13 +504,12 @@ class Engine:
                 prompt_tokens=length,
                 batch_size=len(group),
                 began=began,
-                reason_to_end=self.reason_to_end,
             )
-            for request, length in zip(group, prompt_tokens, strict=True)
+            for request, length in zip(group, mask.sum(dim=1).tolist(), strict=True)
         ]
         positions = self.model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
         batch = LiveBatch(self.answerer, rows, ids, mask, positions, cache)
-        batch.begin(on_first=self._end_alone)
+        batch.begin()
         left = [row.request.future for row in rows if not row.is_done]
         if not left:
             return
@@ -542,35 +525,34 @@ class Engine:
             self._num_written -= 1
             self._change.notify_all()
 
-    def _wait_for_room(self, group: list[Request], prompt_tokens: list[int]) -> None:
-        """Wait until there is memory for the keys and values of a batch in addition to those of live answers: for as
-        many positions as `max_batch` of the longest prompts have. A batch does not wait if there are no others, nor a
-        second time if it begins again because one of its requests ended."""
-        longest = longest_prompt(self.model.config.text_config)
-        lengths = zip(group, prompt_tokens, strict=True)
-        sizes = {each: length + each.max_new_tokens for each, length in lengths if each not in self._positions}
-        while True:
-            with self._change:
-                used = sum(self._positions.values())
-                if not used or longest is None or used + sum(sizes.values()) <= self.max_batch * longest:
-                    self._positions |= sizes
-                    break
-                if self._freed.is_set():  # else others wait for it, too
-                    self._freed = threading.Event()
-                freed = self._freed
-            self._turns.wait(freed, TURN_SECONDS)
-            self._end_current()
-        for request in sizes:
-            request.future.add_done_callback(lambda _, request=request: self._free(request))
+    def _wait_for_room(self, group: list[Request], num_positions: list[int], turn: GroupTurn) -> None:
+        """Wait until there is memory for the keys and values of a batch in addition to those of live answers. A batch
+        does not wait if there are no others, nor a second time if it begins again because one of its requests ended."""
+        longest = max(num_positions)  # prompts are padded to it
+        bytes_of = {each: (longest + each.max_new_tokens) * self._bytes_per_position for each in group}
+
+        def hold() -> bool:
+            new = {each: size for each, size in bytes_of.items() if each not in self._held}
+            used = sum(self._held.values())
+            if new and used and used + sum(new.values()) > self.answer_bytes:
+                return False
+            self._held |= new
+            for request in new:
+                request.future.add_done_callback(lambda _, request=request: self._free(request))
+            return True
+
+        with self._change:
+            is_held = hold()
+        while not is_held:
+            seconds = min(min(each.until for each in group) - time.monotonic(), threading.TIMEOUT_MAX)
+            with turn.away(), self._change:
+                is_held = self._change.wait_for(lambda: hold() or any(each.is_cancelled for each in group), seconds)
+            turn.check()
 
     def _free(self, request: Request) -> None:
         with self._change:
-            del self._positions[request]
-            self._freed.set()
-
-    def _end_alone(self) -> None:
-        """From now on each request of this thread ends by itself."""
-        self._preparing.group = []
+            del self._held[request]
+            self._change.notify_all()
 
     # The thread that writes
 
@@ -580,13 +562,13 @@ class Engine:
                 self._change.wait_for(lambda: self._joining or self._all_prepared)
                 if not self._joining:
                     return
-            self._turns.take()
+            turn = self._turns.take()
             try:
-                self._write_all()
+                self._write_all(turn)
             finally:
-                self._turns.give()
+                turn.give()
 
-    def _write_all(self) -> None:
+    def _write_all(self, turn: ThreadTurn) -> None:
         """Writes the rest of all answers that are begun, those that join meanwhile, too."""
         live: list[LiveBatch] = []
         while True:
@@ -604,13 +586,18 @@ class Engine:
             live = batches
             for batch in live:
                 try:
-                    self._write_some(batch, alone=len(live) == 1)
+                    self._write_some(batch, turn, alone=len(live) == 1)
                 except Exception as error:
                     batch.fail(error)
 
-    def _write_some(self, batch: LiveBatch, alone: bool) -> None:
+    def _write_some(self, batch: LiveBatch, turn: ThreadTurn, alone: bool) -> None:
         end = time.monotonic() + TURN_SECONDS
-        batch.write(lambda: bool(self._joining) or not alone and time.monotonic() > end)
+
+        def pause() -> bool:
+            turn.pass_on()
+            return bool(self._joining) or not alone and time.monotonic() > end
+
+        batch.write(pause)
 
 
 def each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) -> Iterator[tuple[list[Request], Any]]:
@@ -618,7 +605,7 @@ def each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) 
     meanwhile are left out. Yields the parts that could be run, each with its result."""
     try:
         result = run(group)
-    except _EndedError:
+    except EndedError:
         if waiting := [request for request in group if not request.future.done()]:
             yield from each_fails_alone(waiting, run)
     except Exception as error:
@@ -633,12 +620,3 @@ def each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) 
 
 def _without_number(document: dict[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in document.items() if name != "number"}
-
-
-def _pre_hook(engine: Engine) -> Callable:
-    """Before a call of the model or an encoder. A function, which copies of it share."""
-
-    def hook(module, args) -> None:
-        engine._between_calls()
-
-    return hook

@@ -4,12 +4,12 @@
     batches -> `LiveBatch.packed` -> batches of those rows that are not done, mostly one -> `write`
 
 Everything of a row except for keys and values is separate: tokens, seed, stop, what it may copy. So its answer does not
-depend on the other rows of its batch, nor on when they join.
+depend on the other rows of its batch, nor on when they join. Rows whose answer would (`frequencies_change_at`) have a
+batch of their own.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -17,15 +17,17 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    PreTrainedConfig,
     StoppingCriteria,
     StoppingCriteriaList,
+    SuppressTokensAtBeginLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 from transformers.cache_utils import Cache
-from transformers.generation.streamers import BaseStreamer
 
 from ...answering_arcaligner import Answerer
 from ...configuration_arcaligner import longest_prompt
@@ -68,7 +70,6 @@ class LiveRow:
         prompt_tokens (`int`): Tokens and slots of its prompt.
         batch_size (`int`): Requests that were prepared together.
         began (`float`): When the model began to read it, in the seconds of `time.monotonic`.
-        reason_to_end (`Callable`): The error with which a request without a client ends.
     """
 
     def __init__(
@@ -80,24 +81,37 @@ class LiveRow:
         prompt_tokens: int,
         batch_size: int,
         began: float,
-        reason_to_end: Callable[[Request], Exception | None],
     ):
         model, self.processor, self.request = answerer.model, answerer.processor, request
         self.prompt_tokens, self.batch_size, self.began = prompt_tokens, batch_size, began
-        self.reason_to_end = reason_to_end
         self.end_ids = set(torch.tensor(model.generation_config.eos_token_id, device="cpu").reshape(-1).tolist())
         longest = longest_prompt(model.config.text_config)
         room = request.max_new_tokens if longest is None else longest - prompt_tokens
         self.max_new_tokens = max(1, min(request.max_new_tokens, room))
+        changes_at = frequencies_change_at(model.config.text_config)
+        self.is_alone = changes_at is not None and prompt_tokens + self.max_new_tokens > changes_at
         self.ids: list[int] = []
         self.num_taken, self.said, self.reason, self.first_token = 0, "", None, 0.0
         read = [] if request.passages is None else request.passages.read
         self.call = answerer.answer(
             [chat], [read], copy_bonus=[request.copy_bonus], scores=request.passages is not None
         )
-        options = self.call.options({"generation_config": greedy(answerer, 1)}, last=[RowSampler(request)])
+        beginning = self._of_beginning(model.generation_config)
+        options = {"generation_config": greedy(answerer, 1), "logits_processor": beginning}
+        options = self.call.options(options, last=[RowSampler(request)])
         self.choose: LogitsProcessorList = options["logits_processor"]
         self.prefill: PrefillOutputs | None = options.get("prefill")
+
+    def _of_beginning(self, config: GenerationConfig) -> list[LogitsProcessor]:
+        """Those of `generate` that depend on how much is written: a call of it for rows would count from their last
+        join."""
+        processors: list[LogitsProcessor] = []
+        least = max(config.min_new_tokens or 0, (config.min_length or 0) - self.prompt_tokens)
+        if least > 0 and self.end_ids:
+            processors.append(MinNewTokensLengthLogitsProcessor(0, least, sorted(self.end_ids)))
+        if config.begin_suppress_tokens:
+            processors.append(SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, 0))
+        return processors
 
     @property
     def is_done(self) -> bool:
@@ -123,7 +137,7 @@ class LiveRow:
             self.ids.append(token)
             if not self.num_left:
                 self.reason = "length"
-            elif self.reason_to_end(self.request) is not None:
+            elif time.monotonic() > self.request.until:
                 self.reason = "ended"
         self._say()
         if self.is_done:
@@ -151,7 +165,7 @@ class LiveRow:
     def _finish(self) -> None:
         request = self.request
         if self.reason == "ended":
-            return request.future.set_exception(self.reason_to_end(request))
+            return request.end()
         passages, parts = request.passages, {"retrieval": 0.0, "slots": 0.0, "choosing": 0.0}
         if passages is not None:
             parts |= passages.seconds
@@ -176,13 +190,27 @@ class LiveRow:
 
 
 def greedy(answerer: Answerer, max_new_tokens: int) -> GenerationConfig:
-    """Settings of `generate`; tokens are drawn by the rows themselves."""
+    """Settings of `generate`; tokens are drawn, and the beginning is watched, by the rows themselves."""
+    config = answerer.model.generation_config
+    # 0 where the model's own configuration would apply; of both, transformers takes the first and warns.
+    least = {"min_length": 0} if config.min_new_tokens is None else {"min_new_tokens": 0}
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
-        eos_token_id=answerer.model.generation_config.eos_token_id,
+        begin_suppress_tokens=[],
+        eos_token_id=config.eos_token_id,
         pad_token_id=answerer.processor.tokenizer.pad_token_id or 0,
         do_sample=False,
+        **least,
     )
+
+
+def frequencies_change_at(config: PreTrainedConfig) -> int | None:
+    """The number of positions beyond which LongRoPE turns all positions of a batch by other frequencies, those of
+    shorter rows, too; `None` for other backbones."""
+    ropes = config.to_dict().get("rope_parameters") or {}
+    ropes = [ropes, *(each for each in ropes.values() if isinstance(each, dict))]  # one, or one for each kind of layer
+    lengths = [each["original_max_position_embeddings"] for each in ropes if each.get("rope_type") == "longrope"]
+    return min(lengths, default=None)
 
 
 class LiveBatch:
@@ -217,13 +245,17 @@ class LiveBatch:
         lengths = [int(batch.attention_mask[number].sum()) for batch, number in rows]
         packs: list[list[tuple[LiveBatch, int]]] = []
         total = 0
+        alone = [[(batch, number)] for batch, number in rows if batch.rows[number].is_alone]
         for place in sorted(range(len(rows)), key=lengths.__getitem__):
+            batch, number = rows[place]
+            if batch.rows[number].is_alone:
+                continue
             total += lengths[place]
             if not packs or (len(packs[-1]) + 1) * lengths[place] > 2 * total:
                 packs.append([])
                 total = lengths[place]
             packs[-1].append(rows[place])
-        return [cls._joined(pack) for pack in packs]
+        return [cls._joined(pack) for pack in packs + alone]
 
     @classmethod
     def _joined(cls, pack: Sequence[tuple["LiveBatch", int]]) -> "LiveBatch":
@@ -263,29 +295,25 @@ class LiveBatch:
                 row.reason = row.reason or "failed"
                 row.request.future.set_exception(error)
 
-    def begin(self, on_first: Callable[[], Any]) -> None:
-        """Prefill the rest of the prompts and, after `on_first`, generate the first token of each row."""
+    def begin(self) -> None:
+        """Prefill the rest of the prompts, and generate the first token of each row."""
         prefill = PrefillOutputs() if any(row.prefill is not None for row in self.rows) else None
-        self._generate(_RowProcessors(self.rows, prefill, on_first), lambda: True, prefill)
+        self._generate(lambda: True, prefill)
 
     def write(self, pause: Callable[[], bool]) -> None:
         """Generate until half of the rows are done, or until `pause`, called after each token, returns true."""
-        self._generate(_RowProcessors(self.rows), lambda: self.is_sparse or pause())
+        self._generate(lambda: pause() or self.is_sparse)
 
     @torch.inference_mode()
-    def _generate(
-        self, processor: LogitsProcessor, pause: Callable[[], bool], prefill: PrefillOutputs | None = None
-    ) -> None:
-        live = _LiveGeneration(self.rows, pause)
+    def _generate(self, pause: Callable[[], bool], prefill: PrefillOutputs | None = None) -> None:
         ids = self.answerer.model.generate(
             input_ids=self.input_ids,
             attention_mask=self.attention_mask,
             position_ids=self.position_ids,
             past_key_values=self.cache,
-            logits_processor=LogitsProcessorList([processor]),
+            logits_processor=LogitsProcessorList([_RowProcessors(self.rows)]),
             generation_config=greedy(self.answerer, max(row.num_left for row in self.rows if not row.is_done)),
-            streamer=live,
-            stopping_criteria=StoppingCriteriaList([live]),
+            stopping_criteria=StoppingCriteriaList([_Rows(self.rows, pause, prefill)]),
             prefill=prefill,
         )
         num_new = ids.shape[1] - self.input_ids.shape[1]
@@ -295,45 +323,31 @@ class LiveBatch:
         self.position_ids = torch.cat([self.position_ids, self.position_ids[:, -1:] + later], dim=1)
 
 
-class _LiveGeneration(BaseStreamer, StoppingCriteria):
-    """One call of `generate` for rows, which ends early if `pause` returns true."""
+class _Rows(StoppingCriteria):
+    """Gives each row its next token. Ends a call of `generate` for all of them if `pause` returns true."""
 
-    def __init__(self, rows: Sequence[LiveRow], pause: Callable[[], bool]):
-        self.rows, self.pause = rows, pause
-
-    def put(self, value: torch.Tensor) -> None:
-        """The prompt (batch, seq_len), then a token of each row (batch,)."""
-        if value.dim() == 1:
-            for row, token in zip(self.rows, value.tolist(), strict=True):
-                if not row.is_done:
-                    row.put(token)
-
-    def end(self) -> None:
-        """Nothing to do: each row reports its last piece when it is done."""
+    def __init__(self, rows: Sequence[LiveRow], pause: Callable[[], bool], prefill: PrefillOutputs | None):
+        self.rows, self.pause, self.prefill = rows, pause, prefill
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor, **kwargs) -> torch.BoolTensor:
-        paused = self.pause()
-        return torch.tensor([paused or row.is_done for row in self.rows], device=input_ids.device)
+        if self.prefill is not None:  # the prompts have been read, by the call of `begin`
+            logits = self.prefill.answerability_logits
+            for number, row in enumerate(self.rows):
+                row.prefill.answerability_logits = None if logits is None else logits[number : number + 1]
+        for row, token in zip(self.rows, input_ids[:, -1].tolist(), strict=True):
+            if not row.is_done:
+                row.put(token)
+        is_paused = self.pause()
+        return torch.tensor([is_paused or row.is_done for row in self.rows], device=input_ids.device)
 
 
 class _RowProcessors(LogitsProcessor):
     """Pass the scores and the tokens of each row to its own logits processors."""
 
-    def __init__(
-        self,
-        rows: Sequence[LiveRow],
-        prefill: PrefillOutputs | None = None,
-        on_first: Callable[[], Any] | None = None,
-    ):
-        self.rows, self.prefill, self.on_first = rows, prefill, on_first
+    def __init__(self, rows: Sequence[LiveRow]):
+        self.rows = rows
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        if self.on_first is not None:  # the prompts have been read
-            self.on_first()
-            for number, row in enumerate(self.rows if self.prefill is not None else ()):
-                logits = self.prefill.answerability_logits
-                row.prefill.answerability_logits = None if logits is None else logits[number : number + 1]
-            self.on_first = None
         chosen = []
         for number, (row, own) in enumerate(zip(self.rows, scores.float().split(1), strict=True)):
             written = input_ids[number : number + 1, input_ids.shape[1] - row.num_taken :]

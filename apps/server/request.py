@@ -1,5 +1,6 @@
 """What is asked of an engine, and what it answers."""
 
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.rows import find_answer
+from ...kv_cache_arcaligner import AskedQuestions
 from ..corpus.retrieve import SlotPassages
 
 
@@ -64,14 +66,34 @@ class Request:
     on_text: Callable[[str], Any] | None = None
     future: "Future[Answer]" = field(default_factory=Future)
     arrived: float = field(default_factory=time.monotonic)
-    cancelled: bool = False
+    seconds: float = math.inf  # that it has since then
+    until: float = math.inf  # when it ends, in the seconds of `time.monotonic`; it is 0 after `cancel`
+    on_cancel: Callable[[], Any] = lambda: None
     passages: SlotPassages | None = None
+    asked: AskedQuestions | None = None  # its question with the passages that it uses, if these were scored
     kept: int | None = None  # number of cached passages, once it is known
 
     def say(self, text: str) -> None:
         """Reports a new piece of the answer."""
         if self.on_text is not None:
             self.on_text(text)
+
+    def cancel(self) -> None:
+        """No client waits for the answer any more."""
+        self.until = 0.0
+        self.on_cancel()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.until == 0.0
+
+    def end(self) -> None:
+        """End a request without a client, or without time."""
+        if self.is_cancelled:
+            error: Exception = RequestCancelledError("The request was cancelled.")
+        else:
+            error = TimeoutError(f"The answer was not done within {self.seconds:g} seconds.")
+        self.future.set_exception(error)
 
     def wants_fewer(self, num_passages: int) -> bool:
         """Whether only some of so many passages are read, which are chosen then."""

@@ -1,17 +1,20 @@
 """Threads that compute in turns, so that long work of one does not delay the others.
 
-Each has its own stack and thread-locals, such as the mode of PyTorch, but only one runs between two calls of
+Who computes has a turn, which goes as an argument to what it calls. Only one thread computes between two calls of
 `pass_on`, so that nothing else has to be safe for threads.
 """
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator, Sequence
+
+from ...kv_cache_arcaligner import Turn
+from .request import Request
 
 
-class _Turn:
-    """For one thread, the seconds that it has computed, and since when it computes or waits."""
-
-    used = since = 0.0
+class EndedError(Exception):
+    """Some requests of a group have ended during a computation for all of them; their futures say how."""
 
 
 class Turns:
@@ -27,58 +30,36 @@ class Turns:
 
     def __init__(self, seconds: float = 0.1, first_seconds: float = 0.5):
         self.seconds, self.first_seconds = seconds, first_seconds
-        self._own = threading.local()
         self._change = threading.Condition()
-        self._holder: _Turn | None = None
-        self._waiting: list[_Turn] = []
+        self._holder: ThreadTurn | None = None
+        self._waiting: list[ThreadTurn] = []
         self._new_first = False
 
-    @property
-    def is_mine(self) -> bool:
-        """Whether this thread has the turn."""
-        return getattr(self._own, "turn", None) is not None
+    def take(self) -> "ThreadTurn":
+        """Wait for a turn for new work; `give` it back at the end."""
+        turn = ThreadTurn(self)
+        self.wait_for(turn)
+        return turn
 
-    def take(self) -> None:
-        """New work: waits for the turn. `give` it back at the end."""
-        self._own.turn = _Turn()
-        self._take()
+    def wait_for(self, turn: "ThreadTurn") -> None:
+        """Wait until it is this one's turn."""
+        with self._change:
+            self._queue(turn)
 
-    def give(self) -> None:
-        """The work of this thread is done."""
-        self._give()
-        self._own.turn = None
+    def leave(self, turn: "ThreadTurn") -> None:
+        """Let others compute."""
+        with self._change:
+            self._leave(turn)
 
-    def pass_on(self) -> None:
-        """Let others compute, if any wait and this thread's turn is over. Does nothing in threads without a turn."""
-        if not self.is_mine:
-            return
-        turn = self._own.turn
+    def pass_on(self, turn: "ThreadTurn") -> None:
+        """Let others compute, if any wait and this turn is over."""
         with self._change:
             seconds = time.monotonic() - turn.since
             if self._waiting and seconds >= (self.seconds if turn.used else self.first_seconds):
                 self._leave(turn)
                 self._queue(turn)
 
-    def wait(self, event: threading.Event, seconds: float | None = None) -> None:
-        """Wait for another thread's work without the turn, `seconds` at most."""
-        if not self.is_mine:
-            event.wait(seconds)
-            return
-        self._give()
-        try:
-            event.wait(seconds)
-        finally:
-            self._take()
-
-    def _take(self) -> None:
-        with self._change:
-            self._queue(self._own.turn)
-
-    def _give(self) -> None:
-        with self._change:
-            self._leave(self._own.turn)
-
-    def _queue(self, turn: _Turn) -> None:
+    def _queue(self, turn: "ThreadTurn") -> None:
         turn.since = time.monotonic()
         self._waiting.append(turn)
         if self._holder is None:
@@ -86,7 +67,7 @@ class Turns:
         self._change.wait_for(lambda: self._holder is turn)
         turn.since = time.monotonic()
 
-    def _leave(self, turn: _Turn) -> None:
+    def _leave(self, turn: "ThreadTurn") -> None:
         turn.used += time.monotonic() - turn.since
         self._holder = None
         if self._waiting:
@@ -97,3 +78,58 @@ class Turns:
         self._holder = min(self._waiting, key=lambda turn: (turn.used if self._new_first else 0.0, turn.since))
         self._waiting.remove(self._holder)
         self._change.notify_all()
+
+
+class ThreadTurn(Turn):
+    """The turn of one thread, taken from `Turns`. Attributes: `used`, the seconds that it has computed, and since when
+    it computes or waits."""
+
+    def __init__(self, turns: Turns):
+        self.turns, self.used, self.since = turns, 0.0, 0.0
+
+    def pass_on(self) -> None:
+        """Let others compute, if any wait and this turn is over."""
+        self.turns.pass_on(self)
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """Inside, others compute."""
+        self.turns.leave(self)
+        try:
+            yield
+        finally:
+            self.turns.wait_for(self)
+
+    def give(self) -> None:
+        """The work of this thread is done."""
+        self.turns.leave(self)
+
+
+class GroupTurn(Turn):
+    """A thread's turn while it computes for some requests together. If one of them ends, so does the computation, and
+    whoever called it computes for the rest: nothing is computed for a request without a client."""
+
+    def __init__(self, turn: ThreadTurn, requests: Sequence[Request]):
+        self.turn, self.requests = turn, requests
+        self.check()
+
+    def pass_on(self) -> None:
+        """As of the thread's turn.
+
+        Raises:
+            `EndedError`: some of the requests have ended.
+        """
+        self.turn.pass_on()
+        self.check()
+
+    def away(self) -> contextlib.AbstractContextManager:
+        """As of the thread's turn."""
+        return self.turn.away()
+
+    def check(self) -> None:
+        """Raises `EndedError` if some of the requests have ended."""
+        now = time.monotonic()
+        if ended := [request for request in self.requests if now > request.until]:
+            for request in ended:
+                request.end()
+            raise EndedError

@@ -12,6 +12,7 @@ vLLM reads the files, because without them it would answer without passages.
 """
 
 import asyncio
+import functools
 import json
 import logging
 import os
@@ -36,6 +37,7 @@ from ...pipeline_arcaligner import ArcAlignerPipeline
 from ..corpus.retrieve import Retriever
 from .engine import Engine, each_fails_alone
 from .request import Answer, Request, UnavailableError, read_statistics
+from .turns import GroupTurn, ThreadTurn
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +119,7 @@ class VllmServer:
         return False
 
     def close(self) -> None:
-        """It is left running."""
+        """Leave a vLLM running that another process started."""
 
 
 class VllmProcess(VllmServer):
@@ -181,7 +183,7 @@ class VllmProcess(VllmServer):
         return self.process.poll() is None
 
     def close(self) -> None:
-        """Ends it."""
+        """End the vLLM that was started."""
         self._closed.set()
         self.process.terminate()
         try:
@@ -272,17 +274,16 @@ class VllmEngine(Engine):
 
     # The engine's thread: what is asked of vLLM
 
-    def _answer(self, group: list[Request]) -> None:
+    def _answer(self, turn: ThreadTurn, group: list[Request]) -> None:
         began = time.monotonic()
-        for part, bodies in each_fails_alone(group, self._bodies):
-            self._end_alone()  # no request of it ends what is computed for all of them
+        for part, bodies in each_fails_alone(group, functools.partial(self._bodies, turn)):
             scores = [Future() for _ in part]
             # vLLM computes the answer meanwhile, unless `min_confidence` decides by the answerability first.
             for request, body, score in zip(part, bodies, scores, strict=True):
                 if request.min_confidence is None:
                     self._send(request, body, score, len(part), began)
             try:
-                found = self._answerability(part)
+                found = self._answerability(turn, part)
             except Exception as error:
                 for request, body, score in zip(part, bodies, scores, strict=True):
                     score.set_exception(error)
@@ -306,19 +307,17 @@ class VllmEngine(Engine):
         self._asked.add(asked := asyncio.run_coroutine_threadsafe(work, self._loop))
         asked.add_done_callback(self._asked.discard)
 
-    def _bodies(self, group: list[Request]) -> list[dict[str, Any]]:
+    def _bodies(self, turn: ThreadTurn, group: list[Request]) -> list[dict[str, Any]]:
         """What is sent to vLLM for each request: a prompt with files, or of text alone."""
-        chats = [self._chat(request) for request in group]
         if group[0].passages is None:
             slots = {} if self.processor.chat_template is None else {"sanitize_control_tokens": True}
             bodies = []
-            for chat in chats:
-                ids = chat_inputs(self.processor, [chat], **slots)["input_ids"][0].tolist()
+            for request in group:
+                ids = chat_inputs(self.processor, [self._chat(request)], **slots)["input_ids"][0].tolist()
                 check_length(len(ids), "The prompt", self.model.config.text_config)
                 bodies.append({"prompt": ids})
         else:
-            rows = self._slots_of(group)
-            found = self.store.prefix_files(chats, **{name: [row[name] for row in rows] for name in rows[0]})
+            found = self.store.prefix_files_asked(self._asked(group, GroupTurn(turn, group)))
             bodies = [slots_request(files) for files in found]
             for request, body, files in zip(group, bodies, found, strict=True):
                 if request.kept is None:
@@ -340,7 +339,7 @@ class VllmEngine(Engine):
         return bodies
 
     @torch.inference_mode()
-    def _answerability(self, group: list[Request]) -> list[float | None]:
+    def _answerability(self, turn: ThreadTurn, group: list[Request]) -> list[float | None]:
         """How likely the passages of each request contain the answer, from the aligner's layers; already known for a
         passage that was scored by itself."""
         if group[0].passages is None or self.model.answerability_head is None:
@@ -353,10 +352,8 @@ class VllmEngine(Engine):
         for number in known:
             logits[number] = torch.tensor(scored[number][0], dtype=torch.float64, device="cpu").logit(eps=1e-12)
         if rest := [number for number in range(len(group)) if number not in known]:
-            rows = self._slots_of([group[number] for number in rest])
-            slots = {name: [row[name] for row in rows] for name in rows[0]}
-            inputs = self.store.prepare([chats[number] for number in rest], **slots)
-            logits[rest] = self.store.read_question(inputs, only_answerability=True).answerability_logits.float().cpu()
+            inputs = self.store.prepare_asked(self._asked([group[number] for number in rest], turn))
+            logits[rest] = self.store.read_question(inputs, True, turn).answerability_logits.float().cpu()
         call = self.answerer.answer(chats, [request.passages.read for request in group])
         return call.answerability_of(logits).tolist()
 
@@ -391,7 +388,7 @@ class VllmEngine(Engine):
                 async for line in response.aiter_lines():
                     if not line.startswith("data: ") or line == "data: [DONE]":
                         continue
-                    if request.cancelled:
+                    if request.is_cancelled:
                         raise TimeoutError
                     part = json.loads(line.removeprefix("data: "))
                     if "error" in part:

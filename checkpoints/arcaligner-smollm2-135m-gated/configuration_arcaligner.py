@@ -227,7 +227,7 @@ class ArcAlignerConfig(PreTrainedConfig):
                 f"Backbone `{self.text_config.model_type}` is not supported: it has no vocabulary of its own, so "
                 "it is not a causal language model. Choose a decoder-only one; of a multimodal model, its text model."
             )
-        if self.context_token_id is None:
+        if self.context_token_id is None:  # beyond the vocabulary, so that no text has this id
             self.context_token_id = self.text_config.vocab_size
         # Some backbones say in their own config only whether head and embeddings are one matrix.
         self.tie_word_embeddings = self.tie_word_embeddings or self.text_config.tie_word_embeddings
@@ -308,6 +308,7 @@ class ArcAlignerConfig(PreTrainedConfig):
                 f"{pretrained_model_name_or_path} was trained with `passage_attention` {trained!r} and is loaded with "
                 f"{wanted!r}: expect worse answers from several passages until it is trained that way."
             )
+        # A base model's name loads as an untrained aligner around it, which is how training starts.
         if model_type is not None and model_type != cls.model_type:
             config_dict = {
                 "text_config": config_dict,
@@ -332,6 +333,7 @@ def check_length(length: int, what: str, config: PreTrainedConfig, position_ids=
     """Raises `ValueError` if `what`, such as "The prompt", has more positions than the backbone reads: `length` or,
     where several rows share a position, the highest of `position_ids`."""
     longest = longest_prompt(config)
+    # Independent passages share positions, so a prompt may have more tokens than the backbone has positions.
     if longest is not None and length > longest and position_ids is not None:
         length = int(position_ids.max()) + 1
     if longest is not None and length > longest:

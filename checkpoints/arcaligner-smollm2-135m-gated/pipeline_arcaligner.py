@@ -13,24 +13,21 @@ from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
-from .answering_arcaligner import READ_MORE, Answerer, reads_more
+from .answering_arcaligner import READ_MORE, Answerer, ScoredPassage, reads_more
 from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, longest_prompt
-from .encoder_arcaligner import EncodedDocuments, GivenSlots, pad_slots
+from .encoder_arcaligner import GivenSlots, pad_slots
+from .kv_cache_arcaligner import AskedQuestions
 from .segmentation_arcaligner import LOADING, Segment
 from .tokenization_arcaligner import check_conversation, documents_of
 
 # Options of a call that go to the processor.
 _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
 
+# In the place of ids that are known later, (1, seq_len).
+_UNKNOWN_IDS = torch.zeros(1, 1, dtype=torch.long, device="cpu")
+
 # Options of a call that pad or cut a prompt.
 _PROMPT_OPTIONS = ("truncation", "padding", "max_length", "tokenizer_encode_kwargs")
-
-# The settings of `Row.kept` that may differ between rows.
-_ASKED = ("questions", "documents")
-
-
-def _options_of(kept: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kept.items() if name not in _ASKED}
 
 
 def _repeats_prompts_of_call(options: dict[str, Any]) -> bool:
@@ -55,13 +52,13 @@ class Row:
     passages: list = field(default_factory=list)  # those that are used, if their texts are known
     copied: list = field(default_factory=list)  # those that the answer may copy
     trace: dict[str, Any] | None = None  # with `return_slots`: `segments` and `statistics`
-    # If the passages were scored, the arguments of `PassageCache.prepare`, which has cached them; then no `slots`.
-    kept: dict[str, Any] | None = None
-    prepared: dict[str, Any] | None = None  # the result of `prepare` for `kept`, for a batch of this row only
+    # If the passages were scored, the question with those that are used, which are cached. Its ids are known with its
+    # `slots`, neither of which it has before a batch is put together.
+    scored: AskedQuestions | None = None
 
     @property
     def has_slots(self) -> bool:
-        return self.kept is not None or len(self.slots.context_embeds) > 0
+        return self.scored is not None or len(self.slots.context_embeds) > 0
 
 
 class ArcAlignerPipeline(TextGenerationPipeline):
@@ -92,7 +89,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     _load_processor = True
     # The processor's: two tokenizers would have two padding sides.
     _load_tokenizer = False
-    _passages = None  # of `_scored`
+    _answerer = None
     _default_generation_config = GenerationConfig(max_new_tokens=256, do_sample=False)
 
     def __init__(self, model, processor, tokenizer=None, **kwargs):
@@ -109,17 +106,13 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         super().__init__(model=model, processor=processor, tokenizer=tokenizer or processor.tokenizer, **kwargs)
 
     @property
-    def _scored(self):
-        """The passages that were scored."""
-        with LOADING:
-            if self._passages is None:
-                self._passages = self.processor.passage_cache(self.model, max_bytes=2**28)
-            return self._passages
-
-    @property
     def answerer(self) -> Answerer:
-        """Selects passages and answers, with the current model and processor."""
-        return Answerer(self.model, self.processor, self._scored)
+        """Selects passages, caches those that it scores, and answers."""
+        with LOADING:
+            if self._answerer is None:
+                cache = self.processor.passage_cache(self.model, max_bytes=2**28)
+                self._answerer = Answerer(self.model, self.processor, cache)
+            return self._answerer
 
     def check_model_type(self, supported_models):
         super().check_model_type(["ArcAlignerForCausalLM"])
@@ -212,7 +205,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         passages, read = answerer.cut(given)
         if isinstance(prompt, Chat):
             check_conversation(prompt.messages)
-        scores, texts, kept, prepared = None, {}, None, None
+        scores, texts, scored = None, {}, None
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
         else:
@@ -224,25 +217,26 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             slots.setdefault("sanitize_control_tokens", True)
             messages = asked.messages if isinstance(asked, Chat) else asked
             options = slots | template | gates
-            numbers, scores = _choose(answerer, messages, passages, read, max_passages, options)
+            ((numbers, scores, scored),) = answerer.select([messages], [passages], max_passages, **options)
+            scores = None if scores is None else _by_document(scores, read)
             read, passages = [read[number] for number in numbers], [passages[number] for number in numbers]
-            if scores is not None and not self._prefills_again(prefills_again, return_slots, gates, kwargs):
-                kept = {"questions": messages, "documents": passages, **options}
+            if self._prefills_again(prefills_again, return_slots, gates, kwargs):
+                scored = None
             texts = {
                 "question": messages,
                 "passages": passages if slots.get("max_slots") is None else [],  # else some texts may have no slots
                 "copied": [] if template["continue_final_message"] else passages,  # else an answer has begun
             }
-            if kept is None:
+            if scored is None:
                 slots |= {"documents": None if documents is None else passages, "return_segments": return_slots}
                 encoded = self._encode(asked, slots | {"return_tensors": "pt"}, template, **kwargs)
             else:
-                prepared = self._prepare_kept([kept])
-                encoded = prepared | (self._trace_kept(kept) if return_slots else {})
-        slots = [encoded[name][0].cpu() if name in encoded and kept is None else None for name in GivenSlots._fields]
+                encoded = {"input_ids": _UNKNOWN_IDS, "attention_mask": torch.ones_like(_UNKNOWN_IDS)}
+                encoded |= self._trace_scored(passages, slots) if return_slots else {}
+        slots = [encoded[name][0].cpu() if name in encoded else None for name in GivenSlots._fields]
         if slots[0] is None:
             slots[0] = torch.zeros(0, self.model.config.encoder_hidden_size, device="cpu")
-        row = Row(is_question, GivenSlots(*slots), **texts, kept=kept, prepared=prepared)
+        row = Row(is_question, GivenSlots(*slots), **texts, scored=scored)
         if return_slots:
             row.trace = _trace_of(encoded, read, scores)
         return {name: encoded[name] for name in ("input_ids", "attention_mask")} | {"row": row, "prompt_text": chat}
@@ -254,24 +248,33 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         config = self.model.generation_config
         return is_asked or self._repeats or has_steps or is_cut or _repeats_prompts(config.to_dict(), config)
 
-    def _prepare_kept(self, kept: list[dict[str, Any]]) -> dict[str, Any]:
-        """The inputs of `generate` for rows whose passages were scored, with the same options."""
-        asked = ([each[name] for each in kept] for name in _ASKED)
-        return self._scored.prepare(*asked, **_options_of(kept[0]))
-
-    def _trace_kept(self, kept: dict[str, Any]) -> dict[str, Any]:
-        """As the processor's `return_segments`, of a row whose passages were scored."""
-        settings, encoder = {name: kept.get(name) for name in SLOT_SETTINGS}, self.processor.slot_encoder
-        (row,) = encoder.encode_batch([kept["documents"]], **settings, only_segments=True)
-        statistics = encoder.statistics(kept["documents"], row, settings["max_slots"] is not None)
+    def _trace_scored(self, passages: list, slots: dict[str, Any]) -> dict[str, Any]:
+        """As the processor's `return_segments`, of passages that were scored."""
+        settings, encoder = {name: slots.get(name) for name in SLOT_SETTINGS}, self.processor.slot_encoder
+        (row,) = encoder.encode_batch([passages], **settings, only_segments=True)
+        statistics = encoder.statistics(passages, row, settings["max_slots"] is not None)
         return {"segments": [row.segments], "statistics": [statistics]}
 
-    def _slots_of(self, row: Row) -> GivenSlots | EncodedDocuments:
-        """The slots of a row, encoded again if they were scored and other rows of the batch were not."""
-        if row.kept is None:
-            return row.slots
-        settings = {name: row.kept.get(name) for name in SLOT_SETTINGS}
-        return self.processor.encode_documents(row.kept["documents"], **settings)
+    def _prefix_of(self, rows: list[Row]) -> dict[str, Any]:
+        """The ids and the slots of rows that were scored with the same settings, from the cache."""
+        asked = rows[0].scored
+        questions = [question for row in rows for question in row.scored.questions]
+        return dict(self.answerer.cache.prepare_asked(asked._replace(questions=questions)))
+
+    def _slots_of(self, rows: list[Row], model_inputs: dict[str, Any]) -> dict[str, Any]:
+        """The ids and the slots of rows, which are encoded again if they were scored and other rows were not."""
+        encoded, ids = [row.slots for row in rows], []
+        for place, (row, mask) in enumerate(zip(rows, model_inputs["attention_mask"].bool(), strict=True)):
+            ids.append(model_inputs["input_ids"][place][mask].tolist())
+            if row.scored is not None:
+                (question,), settings, _ = row.scored
+                settings = {name: settings.get(name) for name in SLOT_SETTINGS}
+                documents = [each for unit in question.units[1:] for each in unit.passages]
+                encoded[place] = self.processor.encode_documents(documents, **settings)
+                slots = [self.processor.context_token_id] * len(encoded[place].context_embeds)
+                ids[place] = [*question.units[0].head, *slots, *question.tail]
+        inputs = self.tokenizer.pad({"input_ids": ids}, return_tensors="pt") | pad_slots(encoded)
+        return {name: each.to(model_inputs["input_ids"].device) for name, each in inputs.items()}
 
     def _encode(
         self,
@@ -303,13 +306,12 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     ) -> dict:
         row = model_inputs.pop("row")
         rows = row if isinstance(row, list) else [row]  # a list in a batch
-        kept = [each.kept for each in rows]
-        if all(kept) and all(_options_of(each) == _options_of(kept[0]) for each in kept):
-            slots = dict(rows[0].prepared) if len(rows) == 1 else self._prepare_kept(kept)
-            model_inputs |= {name: slots.pop(name) for name in ("input_ids", "attention_mask")}
+        settings = [None if each.scored is None else each.scored.settings for each in rows]
+        if settings[0] is not None and all(each == settings[0] for each in settings):
+            slots = self._prefix_of(rows)
         else:
-            slots = pad_slots([self._slots_of(each) for each in rows])
-            slots = {name: each.to(model_inputs["input_ids"].device) for name, each in slots.items()}
+            slots = self._slots_of(rows, model_inputs)
+        model_inputs |= {name: slots.pop(name) for name in ("input_ids", "attention_mask")}
         config = generate_kwargs.get("generation_config") or self.model.generation_config
         may_score = not reads_more(generate_kwargs, config)
         if min_confidence is not None and not may_score:
@@ -373,20 +375,10 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         self.processor.save_pretrained(save_directory)
 
 
-def _choose(
-    answerer: Answerer,
-    asked: str | list,
-    passages: list,
-    pieces: list[Segment],
-    max_passages: int | None,
-    options: dict,
-) -> tuple[Sequence[int], dict[int, float] | None]:
-    """The numbers of the passages to use and, if some are left out, the highest answerability of each document."""
-    (selection,) = answerer.select([asked], [passages], max_passages, **options)
-    if (scores := selection.scores) is None:
-        return selection.numbers, None
+def _by_document(scores: dict[int, ScoredPassage], pieces: list[Segment]) -> dict[int, float]:
+    """The highest answerability of each document, whose passages are `pieces`."""
     surest = sorted(scores, key=lambda number: scores[number].answerability)  # of a document's the last one counts
-    return selection.numbers, {pieces[number].document: scores[number].answerability for number in surest}
+    return {pieces[number].document: scores[number].answerability for number in surest}
 
 
 def _trace_of(encoded: dict, read: Sequence[Segment], scores: dict[int, float] | None) -> dict[str, Any]:

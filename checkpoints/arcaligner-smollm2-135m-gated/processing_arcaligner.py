@@ -146,7 +146,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         self.no_answer, self.copy_bonus = no_answer, copy_bonus
         self.encoder_name_or_path, self.encoder_hidden_size = encoder_name_or_path, encoder_hidden_size
         self.encoder_dtype, self.trained_encoder = encoder_dtype, trained_encoder
-        self.encoder = SentenceEncoder(encoder_name_or_path, dtype=encoder_dtype)
+        self.encoder = SentenceEncoder(encoder_name_or_path, dtype=encoder_dtype)  # reads files on its first use
         self.auto_map = {"AutoProcessor": "processing_arcaligner.ArcAlignerProcessor"}
         super().__init__(tokenizer, chat_template=chat_template or tokenizer.chat_template)
 
@@ -248,6 +248,7 @@ class ArcAlignerProcessor(ProcessorMixin):
     ) -> list[tuple[str, str]]:
         """As `split_prompt`, for several conversations, which takes less time than each by itself."""
         conversations = with_plain_texts(conversations)
+        # Templates may trim or repeat messages, so the place of the slots is found by a mark that no text contains.
         mark = uuid.uuid4().hex
         if sanitize_control_tokens:
             conversations = mark_control_tokens(self.tokenizer, conversations)
@@ -376,6 +377,7 @@ class ArcAlignerProcessor(ProcessorMixin):
                 is_flat = is_single and kwargs.get("return_tensors") is None
                 return BatchFeature({name: rows[0] for name, rows in features.items()}) if is_flat else features
             return BatchFeature(dict(self.tokenizer(text, **kwargs)), skip_tensor_conversion=None)
+        # `None` is the default: on, as there are slots.
         prompts = [self.plain_prompt(question, sanitize_control_tokens is not False) for question in questions]
         return self._with_slots(prompts, is_single, documents, context_embeds, **{"add_special_tokens": True, **kwargs})
 
@@ -394,8 +396,11 @@ class ArcAlignerProcessor(ProcessorMixin):
         """Batch of prompts, each cut in two where its slots belong."""
         settings = {name: kwargs.pop(name, None) for name in SLOT_SETTINGS}
         befores, afters = map(list, zip(*prompts, strict=True))
+        # Both parts are tokenized by themselves: no token spans a slot, and the ids before the slots, on which cached
+        # passages depend, are the same for every question.
         befores, afters = self.tokenize_prompts(befores, add_special_tokens), self.tokenize_prompts(afters)
         texts = list(zip(befores, afters, strict=True))
+        # Positions left for slots: a prompt that is too long is refused before anything is encoded.
         room = (most := self.max_prompt_length) and [most - len(before) - len(after) for before, after in texts]
         given = (documents, context_embeds, context_word_ids, context_passage_ids)
         passages = passages_of_questions(*given, is_single, len(prompts), self.context_words)
@@ -532,6 +537,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         text = ""
         for is_slot, run in groupby(token_ids, lambda token_id: token_id == self.context_token_id):
             ids = list(run)
+            # The tokenizer does not know the id of a slot and leaves it out.
             text += self.context_token * len(ids) if is_slot else self.tokenizer.decode(ids, **kwargs)
         return text
 

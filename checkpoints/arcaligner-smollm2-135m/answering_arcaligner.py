@@ -78,8 +78,10 @@ class Selection(NamedTuple):
     """The selected passages of a question."""
 
     numbers: Sequence[int]  # in the order of the passages
-    # Scores by the number of the passage, of those that were scored; `None` if all are used, unscored.
-    scores: dict[int, ScoredPassage] | None
+    # If some are left out: scores by the number of the passage, of those that were scored, and the question with the
+    # selected passages, for `PassageCache.prepare_asked`.
+    scores: dict[int, ScoredPassage] | None = None
+    asked: Any = None  # [`AskedQuestions`]
 
 
 class Answerer:
@@ -168,51 +170,57 @@ class Answerer:
         return most is not None and num_passages > most
 
     def select(
-        self, questions: list, documents: list[list], max_passages: int | None = None, **kwargs: Any
-    ) -> list[Selection]:
-        """Select passages for each question: of more than `max_passages`, those with the highest scores. Without
-        `max_passages` the top-ranked one, or all if passages cannot be scored. `kwargs` are those of
-        `score_candidates`."""
-        most = max_passages or self.max_passages
-        chosen = [place for place, own in enumerate(documents) if self.selects(len(own), most)]
-        selected = [Selection(range(len(own)), None) for own in documents]
-        if chosen:
-            scores = self.score_candidates(
-                [questions[place] for place in chosen], [documents[place] for place in chosen], most=most, **kwargs
-            )
-            for place, own in zip(chosen, scores, strict=True):
-                selected[place] = Selection(select_top(own, most), own)
-        return selected
-
-    def score_candidates(
         self,
         questions: list,
-        documents: list[list] | None = None,
+        documents: list[list],
+        max_passages: int | Sequence[int] | None = None,
         similarities: list | None = None,
-        *,
-        most: int | Sequence[int],
-        slots_of: Callable[[list[list[int]]], dict[str, list]] | None = None,
+        slots_of: Callable[[list[list[int]]], list] | None = None,
         **kwargs: Any,
-    ) -> list[dict[int, ScoredPassage]]:
-        """As `score`, for as few passages as are needed to select `most` of each question: the most similar ones first,
-        the other candidates only if these do not decide. Without cosines all are scored.
+    ) -> list[Selection]:
+        """Select passages for each question: of more than `max_passages`, those with the highest scores. Only as many
+        are scored as are needed to select: the most similar ones first, the others only if these do not decide.
 
-        `slots_of` returns the slots of some passages of each question, given their numbers, as `PassageCache.prepare`
-        takes them: for `documents` whose slots are cached elsewhere.
+        Args:
+            questions, documents, similarities, kwargs: As for `score`.
+            max_passages (`int` or `list`, *optional*): Of all questions, or of each. Default: 1, or all if passages
+                cannot be scored.
+            slots_of (`Callable`, *optional*): Returns the slots of some passages of each question, given their numbers,
+                if they are cached elsewhere: [`GivenSlots`], or `None` for a question without numbers.
         """
-        asked, similarities = self._ask(questions, documents, similarities, **kwargs)
-        if similarities is None:
-            return self._score(asked)
-        wanted, config = [most] * len(questions) if isinstance(most, int) else most, self.model.config
+        most = max_passages or self.max_passages
+        wanted = [most] * len(questions) if isinstance(most, int | None) else most
+        chosen = [place for place, own in enumerate(documents) if self.selects(len(own), wanted[place])]
+        selected = [Selection(range(len(own))) for own in documents]
+        if chosen:
+            wanted = [wanted[place] for place in chosen]
+            some = [each and [each[place] for place in chosen] for each in (questions, documents, similarities)]
+            asked, similarities = self._ask(*some, **kwargs)
+            asked, scores = self._score_candidates(asked, similarities, wanted, slots_of)
+            for place, question, own, each in zip(chosen, asked.questions, scores, wanted, strict=True):
+                numbers = select_top(own, each)
+                selected[place] = Selection(numbers, own, asked._replace(questions=[question.only(numbers)]))
+        return selected
+
+    def _score_candidates(
+        self,
+        asked,
+        similarities: list[list[float]],
+        wanted: Sequence[int],
+        slots_of: Callable[[list[list[int]]], list] | None,
+    ) -> tuple[Any, list[dict[int, ScoredPassage]]]:
+        """The scores that select the `wanted` number of passages of each question, and the questions with the slots
+        that were asked for."""
+        config = self.model.config
         waiting = [
             candidates_of({number: own[number] for number in question.passage_numbers}, each, config.scored_share)
             for own, question, each in zip(similarities, asked.questions, wanted, strict=True)
         ]
-        scores: list[dict[int, ScoredPassage]] = [{} for _ in questions]
+        scores: list[dict[int, ScoredPassage]] = [{} for _ in wanted]
         for is_first in (True, False):  # a call for each passage would read the model's weights as often
             only = [own[: each if is_first else None] for own, each in zip(waiting, wanted, strict=True)]
             if slots_of is not None and any(only):
-                asked = self.cache.ask(questions, None, **kwargs, **slots_of(only))
+                asked = asked.with_slots(slots_of(only))
             found = self._score(asked, similarities, only) if any(only) else scores
             scores = [dict(sorted((old | new).items())) for old, new in zip(scores, found, strict=True)]
             waiting = [own[len(done) :] for own, done in zip(waiting, only, strict=True)]
@@ -221,7 +229,7 @@ class Answerer:
                 [] if not own or are_sure(had, each, near[own[0]], config.most_answerability) else own
                 for own, had, each, near in decided
             ]
-        return scores
+        return asked, scores
 
     def score(
         self, questions: list, documents: list[list] | None = None, similarities: list | None = None, **kwargs: Any
@@ -258,7 +266,7 @@ class Answerer:
         """As `score`, of what `_ask` gives; `only` are the numbers of each question's passages that are scored."""
         scores, weight = [{} for _ in asked.questions], self.model.config.similarity_weight
         for rows, inputs in self.cache.iter_asked(asked, only):
-            logits = self.cache.read_question(inputs, only_answerability=True).answerability_logits
+            logits = self.cache.read_question(inputs, True, asked.turn).answerability_logits
             for (question, passage, is_cached), sure in zip(rows, torch.sigmoid(logits).tolist(), strict=True):
                 similarity = similarities[question][passage] if similarities else 0.0
                 scores[question][passage] = ScoredPassage(sure, similarity, is_cached, weight)
@@ -339,6 +347,7 @@ class AnsweringCall:
         ends = options.get("eos_token_id", end_ids)
         if any(self._copied):
             copies = PassageCopyLogitsProcessor(self.processor, self._copied, self._copy_bonus, ends)
+        # It wraps the processor of copies, as it needs the scores without their bonus.
         if self._scores and self.model.config.answer_calibration is not None and _is_greedy(options, config or default):
             copies = self.likelihood = LikelihoodRecorder(copies, ends)
         processors += [] if copies is None else [copies]
@@ -388,6 +397,7 @@ class AnsweringCall:
 
     def _of_rows(self, repeated: torch.Tensor) -> torch.Tensor:
         """The first of the beams or samples of each row."""
+        # `generate` repeats rows before the prefill; copies of a row have equal outputs.
         return repeated[:: len(repeated) // len(self.passages)]
 
 

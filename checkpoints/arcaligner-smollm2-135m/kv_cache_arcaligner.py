@@ -18,6 +18,7 @@ for int8; with independent passages `position_ids` continue after the longest on
 Shapes: keys and values (num_layers, 2, key_value_heads, num_slots, head_dim); rows of a batch left-padded.
 """
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -29,7 +30,8 @@ import uuid
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,12 +114,53 @@ class _Question(NamedTuple):
         """The numbers of the passages that have text or slots."""
         return [unit.number for unit in self.units[1:] if unit.passages != []]
 
+    def only(self, numbers: Sequence[int]) -> "_Question":
+        """The same with some of its passages; if none of them has text, with the slot for no passages."""
+        chosen = [unit for unit in self.units[1:] if unit.number in numbers] or self.units[1:]
+        return self._replace(units=[self.units[0], *chosen])
+
+    def with_slots(self, slots: GivenSlots) -> "_Question":
+        """The same with precomputed slots of some of its independent passages in place of their texts."""
+        own = single_passages(slots)
+        units = [replace(each, passages=own.get(each.number, each.passages)) for each in self.units[1:]]
+        return self._replace(units=[self.units[0], *units])
+
+
+class Turn:
+    """The turn of a thread to compute. This one is of a thread that shares the model with no other; a server has its
+    own kind, which lets other threads compute, or raises to end a computation that nobody waits for any more."""
+
+    def pass_on(self) -> None:
+        """Called before each call of the model."""
+
+    def away(self) -> AbstractContextManager:
+        """Inside, this thread waits for what another one computes."""
+        return contextlib.nullcontext()
+
+
+ALONE = Turn()
+
 
 class AskedQuestions(NamedTuple):
-    """Questions as [`PassageCache.ask`] read them: prompts, passages, and settings of slots and gates."""
+    """Questions as [`PassageCache.ask`] read them: prompts, passages, settings of slots and gates, and the turn of the
+    thread that computes them."""
 
     questions: list[_Question]
     settings: dict[str, Any]
+    turn: Turn = ALONE
+
+    def with_slots(self, given: Sequence[GivenSlots | None]) -> "AskedQuestions":
+        """The same with precomputed slots of some passages of each question; `None` for one that stays."""
+        pairs = zip(self.questions, given, strict=True)
+        return self._replace(questions=[own if slots is None else own.with_slots(slots) for own, slots in pairs])
+
+    @property
+    def num_positions(self) -> list[int]:
+        """The positions of each prompt, whose passages are precomputed slots."""
+        return [
+            len(own.units[0].head) + sum(len(unit.passages.context_embeds) for unit in own.units[1:]) + len(own.tail)
+            for own in self.questions
+        ]
 
 
 class PrefixFiles(NamedTuple):
@@ -166,8 +209,7 @@ class PassageCache:
         read_only (`bool`, defaults to `False`): Whether nothing is written to the folder, such as that of a corpus.
 
     Attributes: `hits`, `loads` and `misses` count passages found in memory, loaded from the folder and computed by the
-    model; `bytes` are in use. `wait` is called with the `threading.Event` of an entry that another thread computes, and
-    returns when it is set.
+    model; `bytes` are in use.
 
     Example:
 
@@ -207,7 +249,6 @@ class PassageCache:
         self._encoder: WatchedWeights | None = None
         self._base_model: tuple[str, dict[str, Any]] | None = None  # with the digest of the weights that it describes
         self._tokenizers = {}  # the digest of each, by its id
-        self.wait: Callable[[threading.Event], Any] = threading.Event.wait
         self._lock = threading.RLock()
         self._reading: dict[str, threading.Event] = {}  # set when what has the key has been read
 
@@ -261,12 +302,16 @@ class PassageCache:
             `ValueError`: as the processor; prompts longer than the backbone's context; no question. A file that cannot
                 be used is no error: a warning is logged, and the passage is computed again.
         """
-        asked, settings = self.ask(
-            questions, documents, context_embeds, context_word_ids, context_passage_ids, **kwargs
-        )
+        read = self.ask(questions, documents, context_embeds, context_word_ids, context_passage_ids, **kwargs)
+        return self.prepare_asked(read, passage_prior)
+
+    @torch.no_grad()
+    def prepare_asked(self, read: AskedQuestions, passage_prior: Sequence[Sequence[float]] | None = None) -> Prepared:
+        """As `prepare`, of questions that `ask` has read."""
+        asked, settings = read.questions, {**read.settings}
         # An independent passage is cached whole and cut afterwards, so that one entry serves any `max_slots`.
         most = settings.pop("max_slots", None) if self._is_separate else None
-        entries, missing = self._fetch(asked, settings)
+        entries, missing = self._fetch(asked, settings, read.turn)
         inputs = self._batch(
             asked, [first_slots([entries[unit.key] for unit in question.units], most) for question in asked]
         )
@@ -280,9 +325,17 @@ class PassageCache:
         return inputs
 
     def ask(
-        self, questions, documents, context_embeds=None, context_word_ids=None, context_passage_ids=None, **kwargs
+        self,
+        questions,
+        documents,
+        context_embeds=None,
+        context_word_ids=None,
+        context_passage_ids=None,
+        turn: Turn = ALONE,
+        **kwargs,
     ) -> AskedQuestions:
-        """Reads questions with their passages, of which nothing is encoded yet; arguments as for `prepare`."""
+        """Check questions and their passages, of which nothing is encoded yet; arguments as for `prepare`. `turn` is
+        that of the thread, for what is computed of them."""
         if not isinstance(questions, str | list | tuple) or not questions:
             raise ValueError(f"`questions` is {questions!r}; expected a question, or a list of at least one.")
         is_single = isinstance(questions, str) or isinstance(questions[0], dict)
@@ -302,7 +355,7 @@ class PassageCache:
                 name = f"Passage {number}{whose} is" if self._is_separate else f"The passages{whose} are"
                 units.append(_Unit(tuple(head), passage, name, number))
             asked.append(_Question(units, tail))
-        return AskedQuestions(asked, settings)
+        return AskedQuestions(asked, settings, turn)
 
     def iter_single_passages(
         self, questions, documents=None, only: Sequence[Sequence[int]] | None = None, **kwargs
@@ -333,7 +386,7 @@ class PassageCache:
             if unit.number in numbers[place] and unit.passages != []
         ]
         for rows in (alone[first : first + PASSAGES_AT_ONCE] for first in range(0, len(alone), PASSAGES_AT_ONCE)):
-            entries, missing = self._fetch([each for _, each in rows], settings)
+            entries, missing = self._fetch([each for _, each in rows], settings, asked.turn)
             rows.sort(key=lambda row: entries[row[1].units[1].key].shape[3])  # rows of similar length together
             for some in (rows[start : start + ROWS_AT_ONCE] for start in range(0, len(rows), ROWS_AT_ONCE)):
                 parts = [first_slots([entries[unit.key] for unit in each.units], most) for _, each in some]
@@ -351,9 +404,9 @@ class PassageCache:
         Returns:
             `list[Path]`: The files of the passages and of the text before them.
         """
-        asked, settings = self.ask(questions, documents, **kwargs)
+        asked, settings, turn = self.ask(questions, documents, **kwargs)
         self.weights(asked[0].units[1].passages)
-        entries, _ = self._fetch(asked, settings)
+        entries, _ = self._fetch(asked, settings, turn)
         return [] if self.folder is None else [self._path(key) for key in entries]
 
     @torch.no_grad()
@@ -367,12 +420,17 @@ class PassageCache:
             `ValueError`: a cache without a `folder`; a model whose passages cannot be cached.
             `OSError`: a file that could not be written.
         """
+        return self.prefix_files_asked(self.ask(questions, documents, **kwargs))
+
+    @torch.no_grad()
+    def prefix_files_asked(self, read: AskedQuestions) -> list[PrefixFiles]:
+        """As `prefix_files`, of questions that `ask` has read."""
         if self.folder is None:
             raise ValueError("This cache has no `folder`, so it writes no files for other engines. Pass `folder=`.")
-        asked, settings = self.ask(questions, documents, **kwargs)
+        asked, settings, turn = read.questions, {**read.settings}, read.turn
         self.weights(asked[0].units[1].passages)
         most = settings.pop("max_slots", None) if self._is_separate else None
-        entries, missing = self._fetch(asked, settings)
+        entries, missing = self._fetch(asked, settings, turn)
         for unit in {unit.key: unit for question in asked for unit in question.units}.values():
             # Removed meanwhile, written by a version that did not name the base model, or not written: a full disk.
             if not names_base_model(path := self._path(unit.key)):
@@ -403,10 +461,10 @@ class PassageCache:
         _warn_of("each_alone", "iter_single_passages")
         return self.iter_single_passages(questions, documents, **kwargs)
 
-    def read_question(self, inputs: Prepared, only_answerability: bool = False):
+    def read_question(self, inputs: Prepared, only_answerability: bool = False, turn: Turn = ALONE):
         """Prefill the text after the slots on the cached keys and values: the model's output, with the logits of the
         first token of the answer, (batch, 1, vocab_size), or only its `answerability_logits` (batch,)."""
-        inputs = prefill_beginning(self.model, inputs)
+        inputs = prefill_beginning(self.model, inputs, turn)
         ids, mask, cache = (inputs[name] for name in ("input_ids", "attention_mask", "past_key_values"))
         positions = self.model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
         new = slice(cache.get_seq_length(), None)
@@ -468,7 +526,7 @@ class PassageCache:
     # Passages to keys and values
 
     def _fetch(
-        self, asked: list[_Question], settings: dict[str, Any]
+        self, asked: list[_Question], settings: dict[str, Any], turn: Turn
     ) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
         """Keys and values of each unit, cached or computed now, by its key, and the units that were not cached. The
         cache owns the tensors: copy before use."""
@@ -487,12 +545,12 @@ class PassageCache:
         for unit in units:
             own = passage_fingerprint(unit.head, unit.passages)
             unit.key, unit.fingerprint = json_digest([digest, own]), shared | own
-        entries, missing = self._claim(units, weights is not None)
+        entries, missing = self._claim(units, weights is not None, turn)
         try:
             if missing:
                 # Passages are computed after the text before them, which may be cached even if they are not.
                 heads = {one.units[0].head: entries.get(one.units[0].key) for one in asked}
-                entries |= self._read(missing, heads, settings, max(len(question.tail) for question in asked))
+                entries |= self._read(missing, heads, settings, max(len(question.tail) for question in asked), turn)
                 # If the weights have changed meanwhile, return the result but do not cache it.
                 if weights is not None and self._current_weights(passages) == weights:
                     with self._lock:
@@ -506,14 +564,15 @@ class PassageCache:
                         read.set()
         return entries, missing
 
-    def _claim(self, units: list[_Unit], is_kept: bool) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
+    def _claim(self, units: list[_Unit], is_kept: bool, turn: Turn) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
         """The cached units, by their keys, and those that the caller has to compute. Waits for units that another
         thread computes, so that concurrent questions about one passage compute it once."""
         while True:
             with self._lock:
                 if not (busy := [self._reading[unit.key] for unit in units if unit.key in self._reading]):
                     return self._find_all(units, is_kept)
-            self.wait(busy[0])
+            with turn.away():
+                busy[0].wait()
 
     def _find_all(self, units: list[_Unit], is_kept: bool) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
         entries: dict[str, torch.Tensor] = {}
@@ -536,6 +595,7 @@ class PassageCache:
         heads: dict[tuple[int, ...], torch.Tensor | None],
         settings: dict[str, Any],
         tail_length: int,
+        turn: Turn,
     ) -> dict[str, torch.Tensor]:
         """Compute units, by their keys. `heads` are texts before the slots, each with its cached keys and values."""
         if self.model.training:
@@ -554,7 +614,7 @@ class PassageCache:
         for head, kept in heads.items():  # mostly one, as questions have the same system message
             heads[head] = read_text(self.model, head) if kept is None else kept
             own = [(unit.key, slots) for unit, slots in zip(units, encoded, strict=True) if unit.head == head]
-            some = read_passages(self.model, head, heads[head], [slots for _, slots in own], **gates)
+            some = read_passages(self.model, head, heads[head], [slots for _, slots in own], turn, **gates)
             some = (
                 some if self.dtype is None else map(to_int8, some)
             )  # quantized now, so that first and later uses are equal
@@ -709,15 +769,17 @@ SLOTS_PER_BATCH = 1024
 SLOTS_PER_ROW = 256
 
 
-# Positions, of all rows together, that the first piece of a long prompt has, and the seconds that each further one may
-# take: between two of them a forward hook of the model can end a prefill that is no longer needed.
+# Positions, of all rows together, that the first piece of a long computation has, and the seconds that each further one
+# may take.
 PIECE_POSITIONS, PIECE_SECONDS = 1024, 0.5
 
 
-def in_pieces(length: int, num_rows: int = 1) -> Iterator[slice]:
-    """Parts of `length` positions, one after the other, as long as the caller can compute in `PIECE_SECONDS`."""
+def in_pieces(length: int, num_rows: int = 1, turn: Turn = ALONE) -> Iterator[slice]:
+    """Parts of `length` positions, one after the other, as long as the caller can compute in `PIECE_SECONDS`; `turn` is
+    passed on before each."""
     start, size = 0, max(1, PIECE_POSITIONS // num_rows)
     while start < length:
+        turn.pass_on()
         end, began = min(length, start + size), time.perf_counter()
         yield slice(start, end)
         start, share = end, PIECE_SECONDS / max(1e-9, time.perf_counter() - began)
@@ -725,18 +787,19 @@ def in_pieces(length: int, num_rows: int = 1) -> Iterator[slice]:
 
 
 @torch.no_grad()
-def prefill_beginning(model, inputs: dict[str, Any]) -> dict[str, Any]:
+def prefill_beginning(model, inputs: dict[str, Any], turn: Turn = ALONE) -> dict[str, Any]:
     """The inputs of `generate` for text, or for text after slots that are in `past_key_values`, with everything except
     the last piece in the cache; short texts stay unchanged."""
     ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], inputs.get("past_key_values")
     start = 0 if cache is None else cache.get_seq_length()
     if (ids.shape[1] - start) * len(ids) <= PIECE_POSITIONS:
+        turn.pass_on()
         return inputs
     cache = DynamicCache(config=model.config.text_config) if cache is None else cache
     numbers = inputs.get("context_passage_ids")
     positions = model.prompt_positions(ids, mask, numbers)
     bias = model.slot_bias(ids, numbers, inputs.get("passage_prior"))
-    for part in in_pieces(ids.shape[1] - start, len(ids)):
+    for part in in_pieces(ids.shape[1] - start, len(ids), turn):
         first, end = start + part.start, start + part.stop
         if end == ids.shape[1]:
             break
@@ -761,7 +824,9 @@ def read_text(model, ids: Sequence[int]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def read_passages(model, head_ids: Sequence[int], head: torch.Tensor, passages: Sequence, **settings) -> list:
+def read_passages(
+    model, head_ids: Sequence[int], head: torch.Tensor, passages: Sequence, turn: Turn = ALONE, **settings
+) -> list:
     """Keys and values of independent passages after the same text.
 
     Short passages share a row, without attention across; rows are of about the same length, so that there is little
@@ -772,6 +837,7 @@ def read_passages(model, head_ids: Sequence[int], head: torch.Tensor, passages: 
         model ([`ArcAlignerForCausalLM`]): In evaluation mode.
         head_ids (`Sequence[int]`), head (`torch.Tensor`): The text before the slots, and the result of `read_text`.
         passages (`Sequence[EncodedDocuments]`): Slots of each; several documents in one are joint.
+        turn ([`Turn`]): Passed on before each batch of rows.
         settings: `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget`, as in `forward`.
 
     Returns:
@@ -780,14 +846,14 @@ def read_passages(model, head_ids: Sequence[int], head: torch.Tensor, passages: 
     lengths = [len(passage.context_embeds) for passage in passages]
     shares = can_separate(model.config.text_config) and not model.config.refines(**settings)
     entries: list[torch.Tensor | None] = [None] * len(passages)
-    batch: list[list[int]] = []
+    batches: list[list[list[int]]] = []
     for row in share_rows(lengths, -(-sum(lengths) // SLOTS_PER_ROW) if shares else len(lengths)):
-        width = sum(lengths[number] for number in (batch or [row])[0])  # the first row is the longest
-        if (len(batch) + 1) * width > SLOTS_PER_BATCH and batch:
-            _read_batch(model, head_ids, head, passages, batch, entries, settings)
-            batch = []
-        batch.append(row)
-    if batch:
+        # The first row of a batch is the longest.
+        if not batches or (len(batches[-1]) + 1) * sum(lengths[each] for each in batches[-1][0]) > SLOTS_PER_BATCH:
+            batches.append([])
+        batches[-1].append(row)
+    for batch in batches:
+        turn.pass_on()
         _read_batch(model, head_ids, head, passages, batch, entries, settings)
     return entries
 

@@ -115,7 +115,7 @@ def trace(ask: ArcAlignerPipeline, row: Row, **settings: Any) -> dict[str, Any]:
 
 
 def draw_trace(case: dict[str, Any], max_loops: int) -> Figure:
-    """Slots down, layers across, loops as color and, above one, as the paper's letters."""
+    """Draw a row for each slot and a column for each layer: loops as colors and, above one, as the paper's letters."""
     loops = np.array([[each.count("L") for each in layer] for layer in case["trajectories"]]).T  # (slots, layers)
     labels = [one_line(segment["text"], TEXT_WIDTH) for segment in case["segments"]] or ["(no passage)"]
     figure, axes = new_figure(11.0, 1.7 + 0.28 * len(labels))

@@ -71,7 +71,7 @@ NO_PROMPTS = ["Question: Who?\nAnswer:", "5", '"text"', '{"question": "Who?"}', 
     "ask, message",
     [
         *((lambda lm, text=text: lm.generate_until([request(text)]), "expected JSON.*hf") for text in NO_PROMPTS),
-        (lambda lm: lm.generate_until([request("{}", max_gen_toks=64)]), "'max_gen_toks': 64.*Leave out `--gen_kw"),
+        (lambda lm: lm.generate_until([request("{}", max_gen_toks=64)]), "'max_gen_toks': 64.*Leave `--gen_kw"),
         (lambda lm: lm.loglikelihood([]), "gives no likelihoods"),
         (lambda lm: lm.loglikelihood_rolling([]), "gives no likelihoods"),
         (lambda lm: ArcAlignerLM("unused", batch_size="auto"), "batch_size=auto; expected a number"),

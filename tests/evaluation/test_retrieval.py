@@ -126,7 +126,7 @@ def test_cross_encoder_orders_passages(encoder_dir, tmp_path):
     model = CrossEncoder(str(tmp_path / "reranker"), device="cpu")
     scores = model.predict([("Who wrote it?", f"{each['title']} {each['text']}") for each in PASSAGES])
     assert [scores[number] for number in order] == sorted(scores, reverse=True)
-    for name, message in (("colbert:x", "expected kind:model"), ("listwise:", "expected kind:model")):
+    for name, message in (("colbert:x", "expected KIND:MODEL"), ("listwise:", "expected KIND:MODEL")):
         with pytest.raises(ValueError, match=message):
             load_reranker(name)
     with pytest.raises(OSError, match="re-ranker"):

@@ -10,12 +10,16 @@ import yaml
 
 from arcaligner.common.files import DEFAULT_CHECKPOINT, ROOT
 from arcaligner.configuration_arcaligner import REQUIREMENTS, ArcAlignerConfig
-from arcaligner.share.hub import is_hub_id, model_card, write_model_card
+from arcaligner.share.hub import asked_enough, is_hub_id, model_card, write_model_card
 
 # As `evaluation/results.py` writes them: F1, and more that is not for the card.
 RESULTS = {
     "SQuAD": {"recall": [99.6, 99.0, 100.0], "methods": {"arcaligner": {"em": [5.0], "f1": [9.6512, 6.5, 13.2]}}},
-    "NQ": {"passages": "gold", "methods": {"arcaligner": {"f1": [8.0]}, "arcaligner_xsegment": {"f1": [6.0]}}},
+    "NQ": {
+        "passages": "gold",
+        "questions": 5,
+        "methods": {"arcaligner": {"questions": 5, "f1": [8.0]}, "arcaligner_xsegment": {"questions": 3, "f1": [6.0]}},
+    },
     "PopQA": {"methods": {"naive": {"f1": [8.0]}}},
 }
 RECIPES = """stage: reconstruction
@@ -28,7 +32,7 @@ RESULT_TABLE = """\
 | F1, given | tokens of text per position | SQuAD | NQ |
 | --- | --- | --- | --- |
 | **slots** | 2 | 9.7 | 8.0 |
-| **slots** | segment | - | 6.0 |
+| **slots** | segment | - | 6.0 of 3 |
 | passages |  | given | gold |
 | that contain an expected answer |  | 100 % | - |
 """
@@ -122,3 +126,10 @@ def test_hub_names_and_paths(tmp_path, monkeypatch):
     (tmp_path / "someone" / "data").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert not is_hub_id("someone/data")
+
+
+def test_few_questions_are_left_out():
+    """A set of few questions is left out, unless no other has more; one that does not say how many stays."""
+    few, many, unsaid = {"questions": 49}, {"questions": 50}, {}
+    assert asked_enough({"a": few, "b": many, "c": unsaid}) == {"b": many, "c": unsaid}
+    assert asked_enough({"a": few}) == {"a": few}

@@ -37,6 +37,11 @@ def recipe(**changes):
     return RecipeArguments(**required | changes)
 
 
+def test_missing_recipe_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"no recipe file {tmp_path}/none.yaml.*`--config`.*{RECIPES}"):
+        parse_recipe(SCRIPT, sft.KINDS, ["--config", f"{tmp_path}/none.yaml"])
+
+
 @pytest.mark.parametrize(
     "setting, message",
     [
@@ -47,7 +52,7 @@ def recipe(**changes):
         ),
         ("eval_slot_gap: true\nper_device_eval_batch_size: 1", "`per_device_eval_batch_size` is 1"),
         *(
-            (f"average_checkpoints: {setting}", "expected 0 or more, and at least as many saved checkpoints")
+            (f"average_checkpoints: {setting}", "`average_checkpoints` is .*keep at least as many")
             for setting in ("3\nsave_total_limit: 2", "3\nsave_strategy: 'no'", "-1")
         ),
     ],
@@ -120,12 +125,12 @@ def test_global_batch_decides_accumulation(monkeypatch, processes, accumulated):
     [
         (
             (12, 4, 2),
-            "not a multiple of 2 processes with .* of 4. It is for 2 processes with a size of 1, 2, 3 or 6",
+            "not a multiple of 2 processes with .* of 4. It is one for 2 processes with a size of 1, 2, 3 or 6",
         ),
-        ((256, 8, 3), "It is for 1, 2, 4, 8, 16 or 32 processes with a size of 8"),
-        ((2, 4, 4), "It is for no others: change it"),
-        ((0, 4, 4), "It is for no others: change it"),
-        ((4, 0, 2), "It is for 2 processes with a size of 1 or 2"),
+        ((256, 8, 3), "It is one for 1, 2, 4, 8, 16 or 32 processes with a size of 8"),
+        ((2, 4, 4), "It is one for no others: change it"),
+        ((0, 4, 4), "It is one for no others: change it"),
+        ((4, 0, 2), "It is one for 2 processes with a size of 1 or 2"),
     ],
 )
 def test_batches_that_do_not_divide(numbers, message):
@@ -145,8 +150,12 @@ def test_accumulation_is_given_once():
     "count, started, message",
     [
         (4, {}, "has 4 GPUs, but only one process would train. Train on all of them with `--accelerate ddp` or"),
-        (1, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "2 processes were started on a machine with 1 GPU, and"),
-        (2, {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3"}, "3 processes were started on a machine with 2 GPUs.*Start 2"),
+        (1, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "2 processes were started on a machine with 1 GPU, but"),
+        (
+            2,
+            {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3"},
+            "3 processes were started on a machine with 2 GPUs.*num_processes 2",
+        ),
         (0, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, None),
         (1, {}, None),
         (2, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, None),

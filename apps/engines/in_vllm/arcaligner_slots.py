@@ -99,7 +99,7 @@ def read_header(key: str) -> Header:
         `ValueError`: a file that is not there, broken, of another format, or not the one that it is named after.
     """
     if not isinstance(key, str) or not re.fullmatch("[0-9a-f]{64}", key):
-        raise ValueError(f"{key!r} names no precomputed passage; expected 64 digits of a SHA-256.")
+        raise ValueError(f"{key!r} is not the key of a precomputed passage; expected the 64 digits of a SHA-256.")
     return _read_header(path_of(key), *stamp_of(key))
 
 

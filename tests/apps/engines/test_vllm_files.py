@@ -250,7 +250,7 @@ def test_mismatched_requests_are_refused(files, aligner, folder):
         ([], "is not a list of files"),
         ([["a" * 64]], "is not a list of files"),
         ([[body[0][0], True]], "is not a list of files"),
-        ([["../../secret", 1]], "names no precomputed passage"),
+        ([["../../secret", 1]], "is not the key of a precomputed passage"),
         ([body[0], [body[1][0], body[1][1] + 1]], "`slots` asks for"),
         (body[1:], "`slots` has another order"),
         ([body[0], body[0]], "`slots` has another order"),

@@ -63,7 +63,7 @@ class HeldRequests:
     def end_of_the_first(self) -> BaseException | None:
         """The error with which the first one ends, after it was cancelled."""
         end = time.monotonic() + 10
-        while not self.requests[0].cancelled and time.monotonic() < end:
+        while not self.requests[0].is_cancelled and time.monotonic() < end:
             pass
         self.go_on.set()
         return self.requests[0].future.exception()

@@ -233,7 +233,7 @@ def test_documents_of_libraries(client):
             {"messages": [{"role": "user", "content": "Who?", "images": ["x"]}]},
             "A message with `images` is not supported",
         ),
-        ({"messages": [{"role": "tool", "content": "It."}]}, "messages.0: the result of a tool follows no message of"),
+        ({"messages": [{"role": "tool", "content": "It."}]}, "messages.0: a tool's result comes before any message of"),
         ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content: Field required"),
         ({"messages": [{"role": "user", "content": "Who?"}] * 1001}, "messages: List should have at most 1000"),
         ({"stop": ["a"] * 17}, "stop: List should have at most 16"),

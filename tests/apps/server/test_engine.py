@@ -67,11 +67,15 @@ def test_slow_request_ends(engine_of):
 
     def slow(text):
         written.append(text)
-        engine.limits = Limits(seconds=0.0)  # from now on, it is too late
+        request.until = time.monotonic()  # from now on, it is too late
 
-    late = engine.submit(asked(on_text=slow, max_new_tokens=64)).exception(), engine.submit(asked()).exception()
+    engine.limits, request = Limits(seconds=99), asked(on_text=slow, max_new_tokens=64)
+    late = [engine.submit(request).exception()]
+    engine.limits = Limits(seconds=0.0)
+    late.append(engine.submit(asked()).exception())
     assert [describe_error(error)[0] for error in late] == [408, 408] and len(written) == 2
-    assert all("was not done within 0 seconds" in str(error) for error in late)
+    for error, seconds in zip(late, (99, 0), strict=True):
+        assert f"was not done within {seconds} seconds" in str(error)
     engine.limits = Limits()
     assert answer(engine, None, max_new_tokens=2).completion_tokens <= 2
 
@@ -201,7 +205,8 @@ def test_abandoned_prompt_ends(engine_of, apart, monkeypatch, documents):
 
     def leave(**kwargs):
         pieces.append(left.future.done())
-        left.cancelled = len(pieces) > 6
+        if len(pieces) > 6:
+            left.cancel()
         return forward(**kwargs)
 
     monkeypatch.setattr(apart.model.model, "forward", leave)
@@ -221,13 +226,12 @@ def test_abandoned_passages_end(engine_of, apart, monkeypatch):
 
         def leave(*args, left=left, calls=calls, forward=forward, **kwargs):
             calls.append(1)
-            left.cancelled = True
+            left.cancel()
             return forward(*args, **kwargs)
 
         monkeypatch.setattr(module, "forward", leave)
         assert isinstance(engine.submit(left).exception(), RequestCancelledError) and len(calls) == 1
         monkeypatch.setattr(module, "forward", forward)
-        left.cancelled = False
 
 
 def test_place_of_an_answer():
@@ -395,6 +399,12 @@ def test_invalid_settings_are_refused(engine_of):
     ):
         with pytest.raises(ValueError, match=f"`{name}` {message}"):
             engine_of(**{name: value})
+
+
+def test_cache_implementation_is_refused(engine_of, ask, monkeypatch):
+    monkeypatch.setattr(ask.model.generation_config, "cache_implementation", "static")
+    with pytest.raises(ValueError, match="`generation_config.cache_implementation` is 'static'"):
+        engine_of()
 
 
 def test_similarity_selects_passages(apart, engine_of, tmp_path, monkeypatch):

@@ -1,16 +1,17 @@
 """Long work of one request delays the others by a few calls of model and encoder, and changes no answer."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import aligner_for, pipeline_of
+from conftest import aligner_for, chat_inputs, pipeline_of
 
 from arcaligner import encoder_arcaligner, kv_cache_arcaligner
 from arcaligner.apps.server import engine as engine_module
 from arcaligner.apps.server.engine import Engine
-from arcaligner.apps.server.live_rows import LiveBatch
-from arcaligner.apps.server.request import Request
+from arcaligner.apps.server.live_rows import LiveBatch, frequencies_change_at
+from arcaligner.apps.server.request import Limits, Request
 from arcaligner.apps.server.turns import Turns
 
 CHAT = [{"role": "user", "content": "Who wrote it?"}]
@@ -45,6 +46,15 @@ def asked(documents=("Ada wrote it.",), chat=CHAT, **settings) -> Request:
     return Request(chat, documents, **{"max_new_tokens": 4} | settings)
 
 
+def joined_answers(engine, requests, **settings) -> list[str]:
+    """The texts of answers, of which the others join the first one while it is written."""
+    begun = threading.Event()
+    first = engine.submit(asked(**requests[0], on_text=lambda text: begun.set(), **settings))
+    begun.wait()
+    others = [engine.submit(asked(**each, **settings)) for each in requests[1:]]
+    return [each.result().text for each in (first, *others)]
+
+
 def until_queued(turns: Turns) -> None:
     """Waits until another thread asks for the turn."""
     with turns._change:
@@ -73,6 +83,7 @@ def test_short_question_behind_long_answer(apart, engine_of):
 def test_short_question_behind_many_passages(apart, engine_of, monkeypatch, module):
     """It has its answer while those are encoded, compared or read."""
     monkeypatch.setattr(encoder_arcaligner, "CPU_TOKENS", 1)  # each text is a call
+    monkeypatch.setattr(kv_cache_arcaligner, "PIECE_SECONDS", 0.0)  # and soon a piece
     monkeypatch.setattr(kv_cache_arcaligner, "SLOTS_PER_BATCH", 1)
     monkeypatch.setattr(kv_cache_arcaligner, "SLOTS_PER_ROW", 1)
     processor = apart.processor
@@ -149,11 +160,42 @@ def test_rows_join_behind_windows(processor, engine_of, backbone):
     alone = engine_of(pipeline)
     requests = [{"documents": PASSAGES[number:], "chat": chat} for number, chat in enumerate(chats)]
     expected = [alone.submit(asked(**each, max_new_tokens=30)).result().text for each in requests]
-    engine, begun = engine_of(pipeline), threading.Event()
-    first = engine.submit(asked(**requests[0], max_new_tokens=30, on_text=lambda text: begun.set()))
-    begun.wait()
-    others = [engine.submit(asked(**each, max_new_tokens=30)) for each in requests[1:]]
-    assert [each.result().text for each in (first, *others)] == expected
+    assert joined_answers(engine_of(pipeline), requests, max_new_tokens=30) == expected
+
+
+def test_beginning_is_that_of_each_answer(apart, engine_of):
+    """`min_new_tokens` and `begin_suppress_tokens` do not count from when other rows join."""
+    config, processor = apart.model.generation_config, apart.processor
+    chats = [[{"role": "user", "content": "Who? " * number}] for number in (9, 1, 4)]
+
+    def alone(chat) -> list[int]:
+        inputs = chat_inputs(processor, chat, sanitize_control_tokens=True)
+        ids = apart.model.generate(**inputs, max_new_tokens=30, do_sample=False)
+        return ids[0, inputs["input_ids"].shape[1] :].tolist()
+
+    config.begin_suppress_tokens = sorted({alone(chat)[0] for chat in chats})
+    config.eos_token_id = sorted({alone(chat)[12] for chat in chats})
+    config.min_new_tokens = 12
+    whole = [alone(chat) for chat in chats]
+    assert 13 in map(len, whole)  # the first token that may end an answer does
+    expected = [processor.decode(ids[: -(ids[-1] in config.eos_token_id) or None]).lstrip() for ids in whole]
+    requests = [{"documents": None, "chat": chat} for chat in chats]
+    assert joined_answers(engine_of(apart), requests, max_new_tokens=30) == expected
+
+
+def test_long_rows_change_no_frequencies(processor, engine_of):
+    """LongRoPE turns the positions of a batch by other frequencies as soon as one row is long."""
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 64}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0, 4.0, 5.0, 6.0]}
+    text = {"rope_parameters": rope, "original_max_position_embeddings": 64}
+    pipeline = pipeline_of(aligner_for(processor, "phi3", text), processor)
+    chats = [[{"role": "user", "content": "Who? " * number}] for number in (8, 3, 2)]
+    engine, requests = engine_of(pipeline), [{"documents": None, "chat": chat} for chat in chats]
+    alone = [engine.submit(asked(**each, max_new_tokens=30)).result() for each in requests]
+    assert frequencies_change_at(pipeline.model.config.text_config) == 64
+    lengths = [each.prompt_tokens + 30 for each in alone]
+    assert lengths[0] > 64 >= max(lengths[1:]) and max(lengths) < 1.5 * min(lengths)  # they would share a batch
+    assert joined_answers(engine, requests, max_new_tokens=30) == [each.text for each in alone]
 
 
 def test_same_passages_in_two_threads(apart, engine_of, monkeypatch):
@@ -206,17 +248,16 @@ def test_rows_are_packed_by_length(apart, engine_of, monkeypatch):
 
 
 def test_long_prompts_wait_for_memory(apart, engine_of):
-    """Keys and values of as many positions as a batch of the longest prompts has are held at a time."""
-    engine, used = engine_of(apart, max_batch=1), []  # 300 positions
-    chat = [{"role": "user", "content": "Who? " * 60}]
-    futures = [
-        engine.submit(
-            asked(None, chat, max_new_tokens=20, on_text=lambda text: used.append(sum(engine._positions.values())))
-        )
-        for _ in range(3)
-    ]
+    """Keys and values of few answers are held at a time, and all are written."""
+    engine, used, chat = engine_of(apart, max_batch=1), [], [{"role": "user", "content": "Who? " * 60}]
+    engine.answer_bytes = bytes_of(engine, 300)
+
+    def on_text(text):
+        used.append(sum(engine._held.values()))
+
+    futures = [engine.submit(asked(None, chat, max_new_tokens=20, on_text=on_text)) for _ in range(3)]
     assert len({each.result().text for each in futures}) == 1
-    assert 0 < max(used) <= 300 and not engine._positions
+    assert bytes_of(engine, 200) < max(used) <= bytes_of(engine, 300) and not engine._held
 
 
 def test_cancelled_row_leaves_others(apart, engine_of):
@@ -229,7 +270,8 @@ def test_cancelled_row_leaves_others(apart, engine_of):
         pieces.append(text)
         if len(pieces) == 3:
             other.append(engine.submit(asked(None, max_new_tokens=40)))
-        left.cancelled = len(pieces) > 20
+        if len(pieces) > 20:
+            left.cancel()
 
     other, left.on_text = [], on_text
     assert str(engine.submit(left).exception()) == "The request was cancelled." and len(pieces) < 30
@@ -241,14 +283,14 @@ def test_turns_alternate_new_and_old():
     turns, order, started = Turns(seconds=0.0, first_seconds=0.0), [], threading.Barrier(3)
 
     def work(name, pieces):
-        turns.take()
+        turn = turns.take()
         if name == "long":
             started.wait()
             until_all_wait(turns, 2)
         for _ in range(pieces):
             order.append(name)
-            turns.pass_on()
-        turns.give()
+            turn.pass_on()
+        turn.give()
 
     def until_all_wait(turns, number):
         while len(turns._waiting) < number:
@@ -267,42 +309,46 @@ def test_turns_alternate_new_and_old():
     assert order.count("long") == 6 and order.index("long", 1) <= 4
 
 
-def test_other_threads_need_no_turn():
-    """A thread that shares the model, but is not one of the engine's, waits for nothing."""
-    turns, event = Turns(), threading.Event()
-    turns.take()
-    event.set()
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(turns.pass_on).result(timeout=10)
-        threads.submit(turns.wait, event).result(timeout=10)
-    assert turns.is_mine
-    turns.give()
-    assert not turns.is_mine
+def bytes_of(engine, num_positions: int) -> int:
+    return num_positions * engine._bytes_per_position
 
 
 def test_batch_that_begins_again_waits_once(apart, engine_of):
     """If a request of a batch ends before its first token, the others have their memory already."""
-    engine = engine_of(apart, max_batch=1)  # 300 positions
+    engine, turn = engine_of(apart), Turns().take()
+    engine.answer_bytes = bytes_of(engine, 300)
     group = [asked(None, max_new_tokens=150), asked(None, max_new_tokens=150)]
-    engine._wait_for_room(group, [20, 20])  # no other batch, so there is room
+    engine._wait_for_room(group, [10, 20], turn)  # no other batch, so there is room
     group[0].future.set_exception(TimeoutError())
-    engine._wait_for_room(group[1:], [20])
-    assert engine._positions == {group[1]: 170}
+    engine._wait_for_room(group[1:], [20], turn)
+    assert engine._held == {group[1]: bytes_of(engine, 170)}
     group[1].future.set_result(None)
-    assert not engine._positions
+    assert not engine._held
 
 
-def test_request_that_waits_for_memory_ends(apart, engine_of):
-    """A request is cancelled although there is no memory for its answer."""
-    engine = engine_of(apart, max_batch=1)
+@pytest.mark.parametrize("documents", [None, PASSAGES])
+@pytest.mark.parametrize("ends", ["cancelled", "late"])
+def test_request_that_waits_for_memory_ends(apart, engine_of, monkeypatch, documents, ends):
+    """As soon as it is cancelled or too late, although there is no memory for its answer; nothing of it is read."""
+    engine = engine_of(apart)
+    engine.answer_bytes = bytes_of(engine, 300)
     held = asked(None, max_new_tokens=290)
-    engine._wait_for_room([held], [10])
-    waiting = asked(None, max_new_tokens=20)
-    future = engine.submit(waiting)
-    waiting.cancelled = True
-    assert str(future.exception(timeout=60)) == "The request was cancelled."
+    engine._wait_for_room([held], [10], Turns().take())
+    if ends == "late":
+        engine.limits = Limits(seconds=0.2)
+    waiting = asked(documents, max_new_tokens=20, max_passages=documents and len(documents))
+    with monkeypatch.context() as patch:
+        patch.setattr(apart.model.model, "forward", None)
+        future = engine.submit(waiting)
+        time.sleep(0.1)
+        if ends == "cancelled":
+            waiting.cancel()
+        began = time.monotonic()
+        assert {"cancelled": "was cancelled", "late": "within 0.2 seconds"}[ends] in str(future.exception(timeout=60))
+        assert time.monotonic() - began < 0.4
     held.future.set_result(None)
-    assert engine.submit(asked(None, max_new_tokens=4)).result(timeout=60).completion_tokens
+    engine.limits = Limits()
+    assert engine.submit(asked(documents, max_new_tokens=4)).result(timeout=60).completion_tokens
 
 
 def test_fault_in_one_batch_spares_others(apart, engine_of, monkeypatch):
