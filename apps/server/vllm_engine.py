@@ -140,7 +140,7 @@ class VllmProcess(VllmServer):
                 port = free.getsockname()[1]
         super().__init__(f"http://127.0.0.1:{port}")
         command, variables = vllm_command(python, base_model, "127.0.0.1", port, options)
-        self._command, self._closed = command, threading.Event()
+        self._command, self._closed, self._starting = command, threading.Event(), threading.Lock()
         self._variables = os.environ | variables | {"ARCALIGNER_PASSAGES": str(folder.resolve())}
         self.process, self._guard = self._start()
         self._watch = threading.Thread(target=self._start_again, name="arcaligner-vllm", daemon=True)
@@ -167,7 +167,10 @@ class VllmProcess(VllmServer):
                 return
             waited = min(60.0, waited * 2)  # one that cannot start is tried less and less often
             logger.warning("vLLM exited with %s. Starting it again.", self.process.returncode)
-            self.process, self._guard = self._start()
+            with self._starting:  # so that `close` ends the new one
+                if self._closed.is_set():
+                    return
+                self.process, self._guard = self._start()
 
     def _end_group(self) -> None:
         try:
