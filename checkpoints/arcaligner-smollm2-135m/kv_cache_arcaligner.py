@@ -128,7 +128,7 @@ class _Question(NamedTuple):
 
 class Turn:
     """The turn of a thread to compute. This one is of a thread that shares the model with no other; a server has its
-    own kind, which lets other threads compute, or raises to end a computation that nobody waits for any more."""
+    own kind, which lets other threads compute, or raises to end a computation whose result is no longer needed."""
 
     def pass_on(self) -> None:
         """Called before each call of the model."""
