@@ -134,7 +134,7 @@ def test_missing_method_is_skipped(settings, caplog, place, checkpoint_dir):
     assert f"skipped projector only: there is no {place}, named with `--projector-only`" in caplog.text
     with pytest.raises(ValueError, match="LoRA of rank 4; for `--xrag` expected an aligner with a projector alone"):
         evaluate(settings(methods=["xrag"], xrag=str(checkpoint_dir)))
-    with pytest.raises(ValueError, match="`lora_positions` 'slots'; for `--all-positions` expected 'all'"):
+    with pytest.raises(ValueError, match="`lora_positions` 'slots'; `--all-positions` needs an aligner with 'all'"):
         evaluate(settings(methods=["all_positions"], all_positions=str(checkpoint_dir)))
 
 
