@@ -187,7 +187,8 @@ class VllmProcess(VllmServer):
 
     def close(self) -> None:
         """End the vLLM that was started."""
-        self._closed.set()
+        with self._starting:
+            self._closed.set()
         self.process.terminate()
         try:
             self.process.wait(END_SECONDS)
