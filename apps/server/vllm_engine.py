@@ -187,7 +187,8 @@ class VllmProcess(VllmServer):
 
     def close(self) -> None:
         """End the vLLM that was started."""
-        self._closed.set()
+        with self._starting:
+            self._closed.set()
         self.process.terminate()
         try:
             self.process.wait(END_SECONDS)
@@ -219,7 +220,7 @@ class VllmEngine(Engine):
         **settings: Any,
     ):
         self.vllm, self._is_checked = vllm, False
-        self._asked: set[Future] = set()  # answers that vLLM writes
+        self._pending: set[Future] = set()  # answers that vLLM writes
         self.model_name, self.max_model_len = "", 0
         self._loop = asyncio.new_event_loop()
         self._answering = threading.Thread(target=self._loop.run_forever, name="arcaligner-answers", daemon=True)
@@ -242,7 +243,7 @@ class VllmEngine(Engine):
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._asked)
+        return len(self._waiting) + len(self._pending)
 
     def warm_up(self) -> None:
         """Waits until vLLM answers, and for a first answer.
@@ -265,7 +266,7 @@ class VllmEngine(Engine):
     def close(self) -> None:
         """Takes no more requests, answers those that wait, ends a vLLM that was started, and returns."""
         super().close()
-        wait(set(self._asked))
+        wait(set(self._pending))
         if self._answering.is_alive():
             self._wait(self._client.aclose())
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -307,8 +308,8 @@ class VllmEngine(Engine):
     def _send(self, request: Request, body: dict, score: Future, batch_size: int, began: float) -> None:
         """Has vLLM asked by the thread of answers; `score` is the answerability when it is known."""
         work = self._ask_vllm(request, body, score, batch_size, began)
-        self._asked.add(asked := asyncio.run_coroutine_threadsafe(work, self._loop))
-        asked.add_done_callback(self._asked.discard)
+        self._pending.add(asked := asyncio.run_coroutine_threadsafe(work, self._loop))
+        asked.add_done_callback(self._pending.discard)
 
     def _bodies(self, turn: ThreadTurn, group: list[Request]) -> list[dict[str, Any]]:
         """What is sent to vLLM for each request: a prompt with files, or of text alone."""
