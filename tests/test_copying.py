@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 from conftest import chat_inputs, greedy_answer, pipeline_of, processor_with, score_passages
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
@@ -22,6 +22,7 @@ from arcaligner.answering_arcaligner import (
 from arcaligner.benchmarks.compare import Reader
 from arcaligner.encoder_arcaligner import SentenceEncoder
 from arcaligner.evaluation.methods import METHODS
+from arcaligner.tokenization_arcaligner import readable
 
 QUESTION = "Who wrote it?"
 DOCUMENTS = ["It was written by Ada.  Nobody else knew.", {"title": "Toronto Northwest", "text": "A riding, in 1924."}]
@@ -50,10 +51,12 @@ def texts_of(documents: list) -> str:
 # What can be copied
 
 
+@example(text="a-\na")  # a word that is divided at the end of a line
 @given(text=st.text(st.sampled_from("ab Z.,-!?\n\té漢😀'\"1"), max_size=60))
 def test_copies_are_of_the_text(processor, text):
-    """What can be copied is the text, from one of its words on."""
+    """What can be copied is the text as it is read, from one of its words on."""
     tokenizer, texts = processor.tokenizer, copied_texts(processor.tokenizer, [text])
+    text = readable(text).text
     for ids, ends_word in copies(tokenizer, [text])[: -len(YES_NO)]:
         copied = tokenizer.decode(ids).rstrip("\ufffd")
         assert len(ids) == len(ends_word) > 0 and copied and not copied[0].isspace()
