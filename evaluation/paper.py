@@ -312,7 +312,9 @@ class Reproduction:
             for name, entry in self.answer(self.settings, tasks, methods).items():
                 points[name] = {find_method(method).title: numbers for method, numbers in entry["methods"].items()}
         how = (
-            "a model for each ratio" if of.ratios else "one checkpoint at several rates; the paper has a model for each"
+            "a model for each ratio"
+            if of.ratios
+            else "one checkpoint at several numbers of tokens per slot; the paper has a model for each"
         )
         lines, figure = ratios_part(points)
         return self.write("ratios", TITLES["ratios"], [f"Tokens per slot are measured; {how}.", "", *lines], figure)

