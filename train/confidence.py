@@ -194,7 +194,7 @@ def fit_likelihood(
 
 def main(
     recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, for its data and held-out articles.")],
-    aligner: Annotated[Path, typer.Option(help="Folder of the aligner; the head is saved there.")],
+    aligner: Annotated[Path, typer.Option(help="Folder of the aligner, whose answerability head is fitted.")],
     number: Annotated[int, typer.Option("-n", help="Number of training questions.")] = 20_000,
     held_out: Annotated[int, typer.Option(help="Number of held-out questions.")] = 1000,
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,

@@ -162,8 +162,8 @@ class Engine:
             raise ValueError(f"`max_batch` is {max_batch}; expected at least 1 request.")
         if (kind := ask.model.generation_config.cache_implementation) is not None:
             raise ValueError(
-                f"The model's `generation_config.cache_implementation` is {kind!r}, but requests to a server share a "
-                "cache that grows and shrinks with them. Set it to None, in generation_config.json."
+                f"`generation_config.cache_implementation` is {kind!r}; expected none, because requests to a server "
+                "share a cache that grows and shrinks with them. Remove the field from generation_config.json."
             )
         self.model, self.processor, self.retriever = ask.model, ask.processor, retriever
         kept = None if retriever is None else retriever.corpus.kept_folder

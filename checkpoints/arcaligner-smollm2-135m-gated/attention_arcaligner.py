@@ -400,7 +400,9 @@ def check_passage_prior(passage_prior, passage_ids: torch.Tensor | None, config:
     if not is_numbers or len(shape) != 2 or shape[0] != least[0] or shape[1] < least[1]:
         raise ValueError(f"`passage_prior` is {shape}; expected floating-point numbers of shape {least}.")
     if not bool(passage_prior.isfinite().all()):
-        raise ValueError("`passage_prior` has numbers that are not finite. A large negative one hides a passage.")
+        raise ValueError(
+            "`passage_prior` contains inf or NaN; expected finite numbers. To hide a passage, use a large negative one."
+        )
 
 
 def slot_bias_of(

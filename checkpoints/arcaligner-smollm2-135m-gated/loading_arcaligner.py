@@ -324,8 +324,9 @@ class AlignerMixin:
                 shutil.copyfile(source, folder / name)
         if missing:
             logger.warning(
-                f"The checkpoint lacks {', '.join(missing)}: this model was made from a configuration by remote code "
-                "that has not loaded them. Load processor or pipeline first, or save from the installed package."
+                f"The saved checkpoint lacks the code files {', '.join(missing)}: the model was created with remote "
+                "code, which had not downloaded them. Load the processor or the pipeline before saving, or save with "
+                "the installed package."
             )
 
 
@@ -671,7 +672,7 @@ def read_json(path: Path, key: str | None = None) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}). {advice}") from error
     if not isinstance(content, dict) or (key is not None and key not in content):
-        raise ValueError(f"{path} is not an object{f' with `{key}`' if key else ''}. {advice}")
+        raise ValueError(f"{path} does not contain a JSON object{f' with the key `{key}`' if key else ''}. {advice}")
     return content
 
 
