@@ -38,7 +38,7 @@ from .results import PAPER, evidence, method_titles, summarize, table
 from .retrieval import RetrievalSettings, recall_table, retrieve
 from .runs import AnswerFile
 from .settings import EvaluationSettings
-from .tasks import TASKS, choose_passages
+from .tasks import TASKS, choose_passages, wrong_passages
 
 logger = logging.getLogger(__name__)
 
@@ -132,15 +132,30 @@ class Reproduction:
                 f"None of the sets {', '.join(TASKS[name].title for name in tasks)} could be loaded; messages above "
                 "say why."
             )
-        counts = len(methods) + (len([name for name in methods if name != "naive"]) if floor else 0)
+        with_floor = {name for name in rows if floor and self.has_floor(name, rows[name])}
+        on_floor = len([name for name in methods if name != "naive"])
+        total = sum(len(own) * (len(methods) + on_floor * (name in with_floor)) for name, own in rows.items())
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, transient=True) as progress:
-            bar = progress.add_task("all answers", total=counts * sum(map(len, rows.values())))
-            self.skipped |= answer_all(rows, asked, lambda number: progress.advance(bar, number))
+            bar = progress.add_task("all answers", total=total)
+            for each in (True, False):
+                if some := {name: own for name, own in rows.items() if (name in with_floor) == each}:
+                    self.skipped |= answer_all(
+                        some, replace(asked, floor=each), lambda number: progress.advance(bar, number)
+                    )
         self.judge(settings.output)
         sets = summarize(settings.output)["sets"]
         titles = [TASKS[name].title for name in rows]
         return {title: _only(sets[title], methods) for title in titles if title in sets}
+
+    def has_floor(self, name: str, rows: list[Row]) -> bool:
+        """Whether each question has another one whose passages do not answer it, which few questions may lack."""
+        try:
+            wrong_passages(rows, TASKS[name].title)
+        except ValueError as error:
+            self.skip(f"the floor of {TASKS[name].title}", error)
+            return False
+        return True
 
     def load(self, name: str, settings: EvaluationSettings) -> list[Row]:
         """The questions of a task with the passages to use: those of its rows, or the first retrieved one."""

@@ -320,7 +320,7 @@ class ChatRequest(BaseModel):
             raise ValueError("`max_tokens` is 0; expected at least 1.")
         return limits.max_new_tokens if asked == -1 else min(asked, limits.max_new_tokens)
 
-    def engine_request(self, on_text: Callable[[str], Any] | None, limits: Limits) -> EngineRequest:
+    def engine_request(self, on_text: Callable[[str], Any], limits: Limits) -> EngineRequest:
         """The request for the engine, which has most fields under the same names."""
         one_token = self.top_k == 1 or self.top_p == 0  # sampling from one token is greedy
         temperature = 0.0 if one_token else round(self.temperature, 4)  # a smaller temperature may make logits overflow
@@ -339,6 +339,7 @@ class ChatRequest(BaseModel):
             top_k=num_passages,
             seed=None if self.seed == -1 else self.seed,  # for llama.cpp, -1 means a random seed
             on_text=on_text,
+            is_streamed=self.stream,
             **self.model_dump(include=same),
         )
 

@@ -129,7 +129,7 @@ class LiveRow:
         least, sure = self.request.min_confidence, self.call.answerability
         if sure is not None and least is not None and sure.item() < least:
             self.said, self.reason = self.processor.no_answer, "stop"
-            self.request.say(self.said)
+            self.request.on_text(self.said)
             return self._finish()
         if token in self.end_ids:
             self.reason = "stop"
@@ -154,7 +154,7 @@ class LiveRow:
             text = text[: len(text) - max((_overlap(text, each) for each in stops), default=0)]
         new, self.said = text[len(self.said) :], text
         if new:
-            self.request.say(new)
+            self.request.on_text(new)
 
     def _likelihood(self) -> float | None:
         """How likely the answer is right; `None` if it is sampled or refused."""

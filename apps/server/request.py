@@ -45,8 +45,8 @@ class Request:
         max_passages (`int`, *optional*): Maximum number of passages to use, those most likely to contain the answer.
             Default: the engine's.
         copy_bonus (`float`, *optional*): Bias of copy-biased decoding, in log-odds. Default: the processor's.
-        on_text (`Callable`, *optional*): Called with each new piece of the answer, in the engine's thread. Default:
-            only the whole answer is wanted.
+        on_text (`Callable`, *optional*): Called with each new piece of the answer, in the engine's thread.
+        is_streamed (`bool`): Whether the client gets the pieces as they are written; if not, they may be larger.
     """
 
     messages: list[dict[str, str]]
@@ -63,7 +63,8 @@ class Request:
     min_confidence: float | None = None
     max_passages: int | None = None
     copy_bonus: float | None = None
-    on_text: Callable[[str], Any] | None = None
+    on_text: Callable[[str], Any] = lambda text: None
+    is_streamed: bool = False
     future: "Future[Answer]" = field(default_factory=Future)
     arrived: float = field(default_factory=time.monotonic)
     seconds: float = math.inf  # that it has since then
@@ -72,11 +73,6 @@ class Request:
     passages: SlotPassages | None = None
     asked: AskedQuestions | None = None  # its question with the passages that it uses, if these were scored
     kept: int | None = None  # number of cached passages, once it is known
-
-    def say(self, text: str) -> None:
-        """Reports a new piece of the answer."""
-        if self.on_text is not None:
-            self.on_text(text)
 
     def cancel(self) -> None:
         """No client waits for the answer any more."""

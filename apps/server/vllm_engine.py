@@ -302,7 +302,7 @@ class VllmEngine(Engine):
                     self._send(request, body, score, len(part), began)
                     continue
                 text = self.processor.no_answer
-                request.say(text)
+                request.on_text(text)
                 self._finish(request, text, "stop", len(body["prompt"]), 0, sure, len(part), began, time.monotonic())
 
     def _send(self, request: Request, body: dict, score: Future, batch_size: int, began: float) -> None:
@@ -337,7 +337,7 @@ class VllmEngine(Engine):
                 "stop": request.stop,
             }
             body |= {"stop_token_ids": self._end_ids}
-            body |= {"stream_interval": 1 if request.on_text is not None else UNREAD_TOKENS}
+            body |= {"stream_interval": 1 if request.is_streamed else UNREAD_TOKENS}
             if self.processor.context_token_id < self.model.config.text_config.vocab_size:
                 body["logit_bias"] = {str(self.processor.context_token_id): -100}
         return bodies
@@ -403,7 +403,7 @@ class VllmEngine(Engine):
                         new = choice["text"] if text else choice["text"].lstrip()
                         text, reason = text + new, choice["finish_reason"] or reason
                         if new:
-                            request.say(new)
+                            request.on_text(new)
         except (httpx.TransportError, json.JSONDecodeError) as error:
             self._is_checked = False
             raise self._gone(error) from error

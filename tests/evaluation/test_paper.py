@@ -62,6 +62,16 @@ def test_main_table_has_both(make, caplog):
     assert not AnswerFile(make().settings.output / FLOOR, "nq", "naive").read()
 
 
+def test_missing_floor_is_named(make, data):
+    """A set without passages of other questions has its scores and no floor; other sets keep theirs."""
+    write_rows(data / "hotpotqa.jsonl", question_rows(1))
+    (page,) = reproduce("table1", make(floor=True, methods=["arcaligner"]))
+    answers = [AnswerFile(make().settings.output / FLOOR, name, "arcaligner").read() for name in ("hotpotqa", "nq")]
+    assert [len(each) for each in answers] == [0, 4]
+    assert len(AnswerFile(make().settings.output, "hotpotqa", "arcaligner").read()) == 1
+    assert "the floor of HotpotQA: HotpotQA: no other of the 1 questions" in page.read_text(encoding="utf-8")
+
+
 def test_second_run_asks_nothing(make, monkeypatch):
     reproduce("ablation", make())
     monkeypatch.setattr("arcaligner.evaluation.evaluate.in_batches", None)

@@ -87,7 +87,7 @@ def test_vllm_answers_equal_own_engine(front, pipeline, vllm):
 
 def test_unread_pieces_come_together(front, vllm):
     """Where only the whole answer is wanted, vLLM sends few of them, and the answer is the same."""
-    (streamed, _), message = ask(front, ADA), {"role": "user", "content": "Who wrote it?"}
+    (streamed, _), message = ask(front, ADA, is_streamed=True), {"role": "user", "content": "Who wrote it?"}
     whole = front.submit(Asked([message], [ADA], max_new_tokens=12)).result(60)
     assert [each["stream_interval"] for each in vllm.asked[-2:]] == [1, UNREAD_TOKENS]
     assert whole.text == streamed.text and whole.completion_tokens == streamed.completion_tokens
