@@ -58,10 +58,11 @@ from .configuration_arcaligner import (
     REFINEMENT_SETTINGS,
     ArcAlignerConfig,
     check_answerability_layers,
+    check_multihop_passages,
     check_gates,
     check_length,
 )
-from .loading_arcaligner import HEAD, AlignerMixin
+from .loading_arcaligner import HEADS, AlignerMixin
 from .refinement_arcaligner import (
     AllSlotsSteps,
     KeysValuesComplete,
@@ -847,6 +848,9 @@ class ArcAlignerPreTrainedModel(AlignerMixin, PreTrainedModel):
                 init.zeros_(module.weight)
                 init.zeros_(module.bias)
                 init.copy_(module.match, torch.tensor(NO_MATCH))
+            if isinstance(module, MultihopHead):
+                init.zeros_(module.weight)
+                init.zeros_(module.bias)
         for layer in slot_lora_layers(self):
             init.kaiming_uniform_(layer.lora_A[ADAPTER_NAME].weight, a=5**0.5)
             init.zeros_(layer.lora_B[ADAPTER_NAME].weight)
@@ -874,7 +878,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         `ValueError`: a backbone that cannot be refined, by name and with the reason.
     """
 
-    _keys_to_ignore_on_load_unexpected = [rf"^{HEAD}\."]
+    _keys_to_ignore_on_load_unexpected = [rf"^{head}\." for head in HEADS]
 
     def __init__(self, config: ArcAlignerConfig, **kwargs):
         super().__init__(config, **kwargs)
@@ -1088,6 +1092,7 @@ def _fetched(module: nn.Module) -> contextlib.AbstractContextManager:
 
 # Answerability, beyond the paper
 NO_MATCH = (1.0, 0.0, 0.0)
+MOST_ODDS = 6.0  # of an answerability, in log-odds: beyond, they say nothing more about the question
 
 
 class AnswerabilityHead(nn.Module):
@@ -1120,6 +1125,28 @@ class AnswerabilityHead(nn.Module):
         scores = scores.repeat_interleave(len(logits) // len(scores))  # (batch,)
         scale, weight, bias = self.match.to(logits)
         return torch.where(scores.isnan(), logits, scale * logits + weight * scores + bias)
+
+
+class MultihopHead(nn.Module):
+    """Logistic regression for whether a question is a multi-hop question, which needs several passages at once: its
+    wording shows it, and so does a top-ranked passage that does not answer it. `train/multihop.py` fits it; it is not
+    trained with the aligner, and is in float32 like it.
+    """
+
+    def __init__(self, encoder_hidden_size: int):
+        super().__init__()
+        # Buffers for the reasons of the answerability head.
+        self.register_buffer("weight", torch.zeros(encoder_hidden_size + 2, dtype=torch.float32))
+        self.register_buffer("bias", torch.zeros((), dtype=torch.float32))
+
+    def forward(
+        self, question_embeds: torch.Tensor, num_words: torch.Tensor, answerability_logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Embeddings of questions by the search encoder (batch, d_r), their numbers of words (batch,) and the
+        answerability of their top-ranked passages, in log-odds (batch,), to log-odds (batch,)."""
+        num_words, sure = num_words.clamp(min=1).log(), answerability_logits.clamp(-MOST_ODDS, MOST_ODDS)
+        features = torch.cat([question_embeds, num_words[:, None], sure[:, None]], dim=1)  # (batch, d_r + 2)
+        return features.to(self.weight) @ self.weight + self.bias
 
 
 # The frozen head and the loss (Eq. 10)
@@ -1442,7 +1469,10 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             name = next(name for name, module in self.named_modules() if module is embeddings)
             self._tied_weights_keys = {"lm_head.weight": f"{name}.weight"}
         self.answerability_head: AnswerabilityHead | None = None
+        self.multihop_head: MultihopHead | None = None
+        multihop_passages = config.multihop_passages
         self.set_answerability_layers(config.answerability_layers)
+        self.set_multihop_passages(multihop_passages)
         self.post_init()
         self.freeze_base_model()
 
@@ -1457,7 +1487,8 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
 
     def set_answerability_layers(self, layers: list[int] | None) -> None:
         """Give the model a new answerability head, which is neutral until it is fitted, for the states of these layers,
-        or remove it (`None`). Call it after training, because other weights have other states.
+        or remove it (`None`). Call it after training, because other weights have other states. The multi-hop head, which
+        was fitted to the former one, is removed.
 
         Raises:
             `ValueError`: layers that the backbone does not have, or not in ascending order.
@@ -1468,9 +1499,23 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             config.answerability_uses_match, config.answerability_threshold = False, None
             config.answer_calibration = None
         config.answerability_layers, self.answerability_head = layers, None
+        self.set_multihop_passages(None)
         if layers is not None:
             head = AnswerabilityHead(len(layers), config.text_config.hidden_size)
             self.answerability_head = head.to(self.lm_head.weight.device)
+
+    def set_multihop_passages(self, number: int | None) -> None:
+        """Give the model a new multi-hop head, which is neutral until it is fitted, so that multi-hop questions get
+        this many passages by default, or remove it (`None`).
+
+        Raises:
+            `ValueError`: a number below 2; a model without an answerability head, which the multi-hop head needs.
+        """
+        config = self.config
+        check_multihop_passages(number, config.answerability_layers)
+        config.multihop_passages, self.multihop_head = number, None
+        if number is not None:
+            self.multihop_head = MultihopHead(config.encoder_hidden_size).to(self.lm_head.weight.device)
 
     @can_return_tuple
     def forward(

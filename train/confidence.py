@@ -209,7 +209,7 @@ def main(
     rates = tuple(dict.fromkeys([processor.tokens_per_slot, *(processor.trained_tokens_per_slot or RATES)]))
     results = {} if keep_head else fit_confidence(model, processor, data, number, held_out, rates)
     curve = fit_likelihood(model, processor, data, held_out)
-    model.save_answerability_head(aligner)
+    model.save_heads(aligner)
     settings = read_json(path := aligner / PROCESSOR_NAME)
     write_whole(path, json.dumps(settings | {"no_answer": processor.no_answer or NO_ANSWER}, indent=2) + "\n")
     names = ("refused", "wrongly refused", "AUROC")

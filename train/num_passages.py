@@ -6,7 +6,8 @@ The passages that a question needs are given among the nearest others that do no
 three or five together. The default of `max_passages` rests on this table. It counts questions that need one passage and
 questions that need several separately, since using one passage fails the latter. *Prior*: all passages are used, and
 the attention to the slots of each is weighted by its score (`passage_prior` of `PassageCache.prepare`). *Three if
-unsure*: three passages if the top-ranked one by itself is unlikely to contain the answer, else this one.
+unsure*: three passages if the top-ranked one by itself is unlikely to contain the answer, else this one. *As needed*:
+as without `max_passages`, `config.multihop_passages` for questions that the multi-hop head finds to need several.
 """
 
 import math
@@ -31,7 +32,7 @@ from .recipe import RecipeArguments
 from .validate import asked_rows, load_mean, read_recipe
 
 SIZES = 2, 3, 5
-WAYS = "top-ranked", "two", "three if unsure", "all", "all, prior", "needed"
+WAYS = "top-ranked", "two", "three if unsure", "as needed", "all", "all, prior", "needed"
 UNSURE = 0.5  # answerability of the top-ranked passage, below which three are used
 CACHE_BYTES = 2**30
 
@@ -71,6 +72,7 @@ def answers_by_way(
             "top-ranked": [first],
             "two": select_top(scores, 2),
             "three if unsure": select_top(scores, 3) if scores[first].answerability < UNSURE else [first],
+            "as needed": select_top(scores, answerer.num_needed(question, scores)),
             "all": range(len(passages)),
             "all, prior": range(len(passages)),
             "needed": row["gold"],

@@ -52,7 +52,7 @@ MaxPassages = Annotated[
     int | None,
     typer.Option(
         help="Maximum number of passages to use, those most likely to contain the answer. "
-        "Default: 1, or all if the aligner cannot score passages.",
+        "Default: 1, or several for a question that needs several; all if the aligner cannot score passages.",
         min=1,
     ),
 ]

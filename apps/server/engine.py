@@ -128,7 +128,7 @@ class Engine:
         retriever ([`Retriever`], *optional*): For requests without documents. Precomputed passages of its corpus are
             not computed again.
         top_k (`int`), tokens_per_slot (`int` or `"segment"`), min_confidence (`float`), max_passages (`int`): Defaults
-            of requests. By default, the top-ranked of several passages is used (`Answerer.max_passages`).
+            of requests. By default, as many passages are used as the question needs (`Answerer.select`).
         max_batch (`int`): Maximum number of requests that are prepared together. Four times as many are written.
         batch_seconds (`float`): Time that the first request of a batch waits for others.
         prefix_bytes (`int`): Memory for slot prefixes that are cached between requests.
@@ -171,7 +171,7 @@ class Engine:
         self.answerer = Answerer(ask.model, ask.processor, ask.model.passage_cache(ask.processor, **options))
         self._check(tokens_per_slot, min_confidence, max_passages)
         self.top_k, self.tokens_per_slot, self.min_confidence = top_k, tokens_per_slot, min_confidence
-        self.max_passages = max_passages or self.answerer.max_passages
+        self.max_passages = max_passages
         self.max_batch, self.batch_seconds, self.limits = max_batch, batch_seconds, limits or Limits()
         self.store = self.answerer.cache
         self._encode = PassageEncoder(self.processor)
@@ -363,7 +363,7 @@ class Engine:
         else:
             self._encode.check_room(texts, rate, self._room(request, len(texts)))
             turn.pass_on()
-            encoded = None if request.wants_fewer(len(texts)) else self._encode(texts, rate, turn=turn)
+            encoded = None if self._selects(request, len(texts)) else self._encode(texts, rate, turn=turn)
         seconds = {"retrieval": 0.0, "slots": time.perf_counter() - began}
         request.passages = SlotPassages(passages, encoded, seconds)
 
@@ -384,12 +384,12 @@ class Engine:
     def _room(self, request: Request, num_passages: int) -> int:
         """Slot limit of a request with this many passages: higher if they are scored one by one than if all are
         used."""
-        return self.limits.max_slots_asked if request.wants_fewer(num_passages) else self.limits.max_slots
+        return self.limits.max_slots_asked if self._selects(request, num_passages) else self.limits.max_slots
 
     def _choose(self, turn: ThreadTurn, group: list[Request]) -> None:
         """Reduce the passages of each request to its maximum: score each passage separately, and keep the top-ranked
         ones."""
-        group = [each for each in group if each.passages and each.wants_fewer(len(each.passages.documents))]
+        group = [each for each in group if each.passages and self._selects(each, len(each.passages.documents))]
         if not group:
             return
         own_turn = GroupTurn(turn, group)
@@ -417,6 +417,10 @@ class Engine:
             for number, document in enumerate(request.passages.documents):  # `None` if it was not scored
                 sure = own[number].answerability if number in own else None
                 document |= dict.fromkeys(("answerability", "confidence"), sure)  # the second is its name in 0.2
+
+    def _selects(self, request: Request, num_passages: int) -> bool:
+        """Whether so many passages are scored, because not all of them may be used."""
+        return self.answerer.selects(num_passages, request.max_passages)
 
     def _similarities(self, request: Request, turn: GroupTurn) -> list[float]:
         """The cosine of the question and each of a request's passages."""

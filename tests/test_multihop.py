@@ -1,0 +1,258 @@
+"""The multi-hop head: what it computes, how many passages a question gets, and where the head is kept."""
+
+import json
+import math
+from unittest import mock
+
+import pytest
+import torch
+from conftest import edit_json, pipeline_of
+from safetensors.torch import load_file, save_file
+from tiny_models import backbone_config, random_head, tiny_aligner
+
+from arcaligner import ArcAlignerConfig, ArcAlignerForCausalLM
+from arcaligner.answering_arcaligner import Answerer, question_features, similarities_of
+from arcaligner.modeling_arcaligner import ArcAlignerModel, MultihopHead
+
+QUESTION = "Who wrote it?"
+PASSAGES = ["It was written by Ada.", "The loom wove. It was loud.", "Nobody read it.", "The pen is new."]
+TOKENS = {"max_new_tokens": 6, "do_sample": False}
+
+
+@pytest.fixture
+def answerer(separate):
+    """One that always finds a multi-hop question, which gets two passages."""
+    model, processor = separate
+    give_multihop_head(model, 2, is_found=True)
+    return Answerer(model, processor, model.passage_cache(processor))
+
+
+def give_multihop_head(model, number, is_found):
+    model.set_multihop_passages(number)
+    model.multihop_head.bias.fill_(1.0 if is_found else -1.0)
+
+
+def selected(answerer, questions, documents, max_passages=None):
+    return [list(each.numbers) for each in answerer.select(questions, documents, max_passages)]
+
+
+# What it computes
+
+
+def test_head_is_a_regression():
+    """On the embedding, the logarithm of the number of words, and the answerability, which is bounded."""
+    head, generator = MultihopHead(3), torch.Generator().manual_seed(0)
+    vectors, num_words = torch.randn(3, 3, generator=generator), torch.tensor([5.0, 1.0, 0.0])
+    sure = torch.tensor([0.5, -20.0, 20.0])
+    head.weight.copy_(torch.randn(5, generator=generator))
+    head.bias.fill_(0.25)
+    *own, words, odds = head.weight.tolist()
+    expected = [
+        sum(a * b for a, b in zip(own, vector, strict=True)) + words * log + odds * bounded + 0.25
+        for vector, log, bounded in zip(vectors.tolist(), (math.log(5), 0.0, 0.0), (0.5, -6.0, 6.0), strict=True)
+    ]
+    torch.testing.assert_close(head(vectors, num_words, sure), torch.tensor(expected))
+
+
+def test_features_are_of_the_question(processor):
+    """Of a chat they are those of its last question, of the encoder that searches."""
+    chat = [
+        {"role": "user", "content": "Who was it?"},
+        {"role": "assistant", "content": "Ada."},
+        {"role": "user", "content": QUESTION},
+    ]
+    vectors, num_words = question_features(processor.encoder, [QUESTION, chat, "When?"])
+    assert vectors.shape == (3, processor.encoder_hidden_size) and num_words.tolist() == [3.0, 3.0, 1.0]
+    expected = processor.encoder.untrained.encode([QUESTION, QUESTION, "When?"])
+    torch.testing.assert_close(vectors, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(vectors[0], vectors[1]) and not torch.equal(vectors[0], vectors[2])
+
+
+# How many passages a question gets
+
+
+@pytest.mark.parametrize("is_found, expected", [(True, 2), (False, 1)])
+def test_multihop_question_gets_several(answerer, is_found, expected):
+    give_multihop_head(answerer.model, 2, is_found)
+    (numbers,) = selected(answerer, [QUESTION], [PASSAGES])
+    assert numbers == selected(answerer, [QUESTION], [PASSAGES], expected)[0] and len(numbers) == expected
+
+
+def test_questions_are_told_apart(answerer):
+    """By their own features: of two questions one gets two passages, the other one."""
+    vectors, _ = question_features(answerer.processor.encoder, [QUESTION, "When?"])
+    head, towards = answerer.model.multihop_head, vectors[0] - vectors[1]
+    head.bias.fill_(-0.5 * float(towards @ (vectors[0] + vectors[1])))
+    head.weight[: len(towards)] = towards
+    found = selected(answerer, [QUESTION, "When?", QUESTION], [PASSAGES] * 3)
+    assert [len(each) for each in found] == [2, 1, 2]
+    assert found == [selected(answerer, [each], [PASSAGES])[0] for each in (QUESTION, "When?", QUESTION)]
+
+
+def test_answerable_question_gets_one(answerer):
+    """The head reads the answerability of the top-ranked passage."""
+    (scores,) = answerer.score([QUESTION], [PASSAGES])
+    best = max(scores.values(), key=lambda each: each.log_odds)
+    odds = math.log(best.answerability / (1 - best.answerability))
+    head = answerer.model.multihop_head
+    head.weight[-1] = -1.0
+    for bias, expected in ((odds + 0.01, 2), (odds - 0.01, 1)):
+        head.bias.fill_(bias)
+        assert len(selected(answerer, [QUESTION], [PASSAGES])[0]) == expected
+
+
+def test_given_number_counts(answerer):
+    """In a batch a number that was asked for stands beside the default."""
+    found = selected(answerer, [QUESTION] * 3, [PASSAGES] * 3, [1, None, 3])
+    assert [len(each) for each in found] == [1, 2, 3]
+    assert selected(answerer, [QUESTION], [PASSAGES[:1]]) == [[0]]
+
+
+def test_all_of_few_passages(answerer):
+    """Fewer passages than a multi-hop question gets are all used, and each is scored."""
+    give_multihop_head(answerer.model, 9, is_found=True)
+    (selection,) = answerer.select([QUESTION], [[*PASSAGES, " "]])
+    assert selection.numbers == [*selection.scores] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_no_passage_is_scored_twice(answerer, monkeypatch, limit):
+    """The top-ranked two are selected, whether one score decides at first or not."""
+    monkeypatch.setattr(answerer.model.config, "most_answerability", limit)
+    similar = similarities_of(answerer.processor.encoder, QUESTION, PASSAGES)
+    (everything,) = answerer.score([QUESTION], [PASSAGES])
+    score, asked = answerer._score, []
+
+    def recorded(given, similarities, only):
+        asked.extend(number for own in only for number in own)
+        return score(given, similarities, only)
+
+    monkeypatch.setattr(answerer, "_score", recorded)
+    (selection,) = answerer.select([QUESTION], [PASSAGES])
+    assert sorted(asked) == sorted(selection.scores) == sorted({*asked})
+    nearest = sorted(range(4), key=similar.__getitem__, reverse=True)[: len(asked)]
+    assert sorted(asked) == sorted(nearest) and len(asked) >= 2
+    best = sorted(nearest, key=lambda number: everything[number].log_odds, reverse=True)[:2]
+    assert selection.numbers == sorted(best)
+
+
+def test_pipeline_uses_several(answerer):
+    """The answer, its segments and its scores are those of two passages."""
+    ask = pipeline_of(answerer.model, answerer.processor, return_slots=True, **TOKENS)
+    row = {"question": QUESTION, "documents": PASSAGES}
+    (found,), (expected,) = ask(row), ask(row, max_passages=2)
+    assert found["segments"] == expected["segments"] and found["generated_text"] == expected["generated_text"]
+    assert len({each["document"] for each in found["segments"]}) == 2
+    give_multihop_head(answerer.model, 2, is_found=False)
+    assert ask(row)[0]["segments"] == ask(row, max_passages=1)[0]["segments"] != found["segments"]
+
+
+def test_cached_passages_stay_valid(answerer):
+    """Another head changes no keys and values."""
+    answerer.score([QUESTION], [PASSAGES])
+    give_multihop_head(answerer.model, 3, is_found=True)
+    (selection,) = answerer.select([QUESTION], [PASSAGES])
+    assert all(each.is_cached for each in selection.scores.values())
+
+
+# Where it is kept
+
+
+@pytest.fixture
+def saved(model, checkpoint_dir, tmp_path):
+    """A checkpoint with both heads, of an aligner around a base model."""
+    random_head(model)
+    random_multihop_head(model, 4)
+    model.save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def random_multihop_head(model, number):
+    model.set_multihop_passages(number)
+    head = model.multihop_head
+    head.weight.copy_(torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(number)))
+    head.bias.fill_(0.5)
+
+
+def same_heads(found, expected):
+    weights, others = (model.multihop_head.state_dict() for model in (found, expected))
+    return weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_saved_head_loads_in_float32(saved, model, dtype):
+    found = ArcAlignerForCausalLM.from_pretrained(saved, dtype=dtype)
+    assert found.config.multihop_passages == 4 and same_heads(found, model)
+    assert {each.dtype for each in found.multihop_head.buffers()} == {torch.float32}
+    assert not any("multihop_head" in name for name, _ in found.aligner_parameters())
+
+
+def test_bare_model_loads_without_head(saved, caplog):
+    ArcAlignerModel.from_pretrained(saved)
+    assert "multihop" not in caplog.text
+
+
+def test_head_is_replaced_in_place(saved, model):
+    """Nothing else of the checkpoint changes."""
+    before = load_file(saved / "model.safetensors"), json.loads((saved / "config.json").read_text())
+    random_multihop_head(model, 3)
+    model.save_heads(saved)
+    weights, config = load_file(saved / "model.safetensors"), json.loads((saved / "config.json").read_text())
+    assert same_heads(ArcAlignerForCausalLM.from_pretrained(saved), model)
+    assert all(torch.equal(each, weights[name]) for name, each in before[0].items() if "multihop" not in name)
+    assert {name for name in config if config[name] != before[1][name]} == {"multihop_passages", "digests"}
+    model.set_multihop_passages(None)
+    model.save_heads(saved)
+    assert ArcAlignerForCausalLM.from_pretrained(saved).multihop_head is None
+
+
+def without_head(tensors):
+    return {name: each for name, each in tensors.items() if "multihop_head.weight" not in name}
+
+
+def another_head(tensors):
+    return tensors | {"multihop_head.bias": tensors["multihop_head.bias"] + 1}
+
+
+@pytest.mark.parametrize(
+    "change, settings, message",
+    [
+        (without_head, {}, "is incomplete: 1 of .* aligner weights .* missing .first: `multihop_head.weight`"),
+        (another_head, {}, "do not match their digest"),
+        (dict, {"multihop_passages": None}, "2 aligner weights that do not fit its settings.* `multihop_passages`"),
+        (dict, {"multihop_passages": 1}, "`multihop_passages` is 1; expected a whole number of at least 2, or None"),
+    ],
+)
+def test_mismatched_head_is_refused(saved, change, settings, message):
+    save_file(change(load_file(saved / "model.safetensors")), saved / "model.safetensors", {"format": "pt"})
+    edit_json(saved / "config.json", **settings)
+    with pytest.raises(ValueError, match=message):
+        ArcAlignerForCausalLM.from_pretrained(saved)
+
+
+def test_number_is_checked():
+    """It is two or more, of an aligner with an answerability head."""
+    model = tiny_aligner("llama", answerability_layers=[0])
+    for number in (1, 0, 2.5, True, "2"):
+        with pytest.raises(ValueError, match="`multihop_passages` is .*; expected a whole number of at least 2"):
+            model.set_multihop_passages(number)
+    with pytest.raises(ValueError, match="`multihop_passages` is 2, but `answerability_layers` is None"):
+        ArcAlignerConfig(text_config=backbone_config("llama"), multihop_passages=2)
+
+
+def test_new_answerability_head_removes_it():
+    """It was fitted to the former one."""
+    model = tiny_aligner("llama", answerability_layers=[0], multihop_passages=3)
+    assert model.multihop_head.weight.eq(0).all() and model.config.multihop_passages == 3
+    model.set_answerability_layers([1])
+    assert model.multihop_head is None and model.config.multihop_passages is None
+
+
+def test_neutral_head_changes_nothing(separate):
+    """Before it is fitted, every question gets one passage."""
+    model, processor = separate
+    model.set_multihop_passages(3)
+    answerer = Answerer(model, processor)
+    with mock.patch.object(answerer, "_score_candidates", wraps=answerer._score_candidates) as scored:
+        assert len(selected(answerer, [QUESTION], [PASSAGES])[0]) == 1
+    scored.assert_called_once()
