@@ -78,8 +78,8 @@ class Selection(NamedTuple):
     """The selected passages of a question."""
 
     numbers: Sequence[int]  # in the order of the passages
-    # If there were more than asked for: scores by the number of the passage, of those that were scored, and the question
-    # with the selected passages, for `PassageCache.prepare_asked`.
+    # If there were more than asked for: scores by the number of the passage, of those that were scored, and the
+    # question with the selected passages, for `PassageCache.prepare_asked`.
     scores: dict[int, ScoredPassage] | None = None
     asked: Any = None  # [`AskedQuestions`]
 
@@ -484,8 +484,8 @@ def similarities_of(encoder, question: str | list[dict], documents: Sequence[str
 
 
 def question_features(encoder, questions: Sequence[str | list[dict]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the [`MultihopHead`] reads of questions, or of the last ones of chats: their embeddings by the search encoder
-    (batch, d_r) and their numbers of words (batch,)."""
+    """What the [`MultihopHead`] reads of questions, or of the last ones of chats: their embeddings by the search
+    encoder (batch, d_r) and their numbers of words (batch,)."""
     texts = [text for question in questions for text in _searched(question, [])]
     vectors = of_texts(_VECTORS, encoder.untrained, texts, encoder.untrained.encode)
     return torch.stack([*vectors]), torch.tensor([float(len(text.split())) for text in texts])

@@ -99,7 +99,7 @@ class AlignerMixin:
 
     @staticmethod
     def is_head_key(key: str) -> bool:
-        """Whether the name of a weight belongs to a head that is fitted after training, which the bare model ignores."""
+        """Whether the name of a weight belongs to a head. They are fitted after training; the bare model has none."""
         return any(f"{head}." in key for head in HEADS)
 
     def aligner_parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -623,8 +623,8 @@ def read_tensors(files: Iterable[str | Path]) -> Iterator[tuple[str, torch.Tenso
 def check_values(
     is_aligner_key, files: Iterable[str | Path], source: str, digest: str | None, heads_digest: str | None = None
 ) -> None:
-    """Refuses weights that are not finite, and weights of an aligner whose digest is not `digest` (`heads_digest` of its
-    heads)."""
+    """Refuses weights that are not finite, and weights of an aligner whose digest is not `digest` (`heads_digest` of
+    its heads)."""
     aligner = {}
     for key, tensor in read_tensors(files):
         if tensor.is_floating_point() and tensor.itemsize > 1 and not torch.isfinite(tensor).all():

@@ -58,9 +58,9 @@ from .configuration_arcaligner import (
     REFINEMENT_SETTINGS,
     ArcAlignerConfig,
     check_answerability_layers,
-    check_multihop_passages,
     check_gates,
     check_length,
+    check_multihop_passages,
 )
 from .loading_arcaligner import HEADS, AlignerMixin
 from .refinement_arcaligner import (
@@ -1487,8 +1487,8 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
 
     def set_answerability_layers(self, layers: list[int] | None) -> None:
         """Give the model a new answerability head, which is neutral until it is fitted, for the states of these layers,
-        or remove it (`None`). Call it after training, because other weights have other states. The multi-hop head, which
-        was fitted to the former one, is removed.
+        or remove it (`None`). Call it after training, because other weights have other states. The multi-hop head is
+        removed, because it was fitted to the former one.
 
         Raises:
             `ValueError`: layers that the backbone does not have, or not in ascending order.
