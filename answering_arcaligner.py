@@ -14,6 +14,7 @@ from transformers import BatchFeature, LogitsProcessor, LogitsProcessorList
 
 from .configuration_arcaligner import is_number
 from .modeling_arcaligner import PrefillOutputs
+from .multihop_arcaligner import best_pair
 from .processing_arcaligner import check_copy_bonus
 from .segmentation_arcaligner import (
     Segment,
@@ -181,8 +182,8 @@ class Answerer:
     ) -> list[Selection]:
         """Select passages for each question: of more than `max_passages`, those with the highest scores. Only as many
         are scored as are needed to select: the most similar ones first, the others only if these do not decide. By
-        default it is one passage; for a multi-hop question, as predicted by the [`MultihopHead`] if there is one, it
-        is `config.multihop_passages`.
+        default it is one passage. If the [`MultihopHead`] finds a multi-hop question, all passages are scored, and it
+        is the pair that the question needs most likely.
 
         Args:
             questions, documents, similarities, kwargs: As for `score`.
@@ -200,24 +201,41 @@ class Answerer:
             asked, similarities = self._ask(*some, **kwargs)
             first, scores = [each or self.max_passages for each in wanted], [{} for _ in wanted]
             asked, scores = self._score_candidates(asked, similarities, first, scores, slots_of)
-            wanted = [each or self.num_needed(*own) for each, *own in zip(wanted, some[0], scores, strict=True)]
-            if wanted != first:
-                asked, scores = self._score_candidates(asked, similarities, wanted, scores, slots_of)
-            for place, question, own, each in zip(chosen, asked.questions, scores, wanted, strict=True):
-                numbers = select_top(own, each)
+            are_pairs = [
+                each is None and self.is_multihop(question, own)
+                for each, question, own in zip(wanted, some[0], scores, strict=True)
+            ]
+            if any(are_pairs):
+                every = [
+                    len(own) if is_pair else each for own, is_pair, each in zip(some[1], are_pairs, first, strict=True)
+                ]
+                asked, scores = self._score_candidates(asked, similarities, every, scores, slots_of)
+            for place, question, own, most, is_pair in zip(
+                chosen, asked.questions, scores, first, are_pairs, strict=True
+            ):
+                if is_pair and len(own) > 1:
+                    numbers = self._best_pair(questions[place], documents[place], own)
+                else:
+                    numbers = select_top(own, most)
                 selected[place] = Selection(numbers, own, asked._replace(questions=[question.only(numbers)]))
         return selected
 
-    def num_needed(self, question: str | list[dict], scores: dict[int, ScoredPassage]) -> int:
-        """How many passages a question gets by default, given the scores that select one: that one, or
-        `config.multihop_passages` if a multi-hop question is more likely than not."""
+    def is_multihop(self, question: str | list[dict], scores: dict[int, ScoredPassage]) -> bool:
+        """Whether a question, given the scores that select one passage, needs two of them more likely than not."""
         head = self.model.multihop_head
         if head is None or not scores:
-            return 1
+            return False
         best = max(scores.values(), key=lambda each: each.log_odds)
         sure = torch.tensor([best.answerability], dtype=torch.float64, device="cpu").logit(eps=1e-12)
         vectors, num_words = (each.to(head.weight) for each in question_features(self.processor.encoder, [question]))
-        return self.model.config.multihop_passages if head(vectors, num_words, sure.to(head.weight)) > 0 else 1
+        return bool(head(vectors, num_words, sure.to(head.weight)) > 0)
+
+    def _best_pair(
+        self, question: str | list[dict], documents: list[str | dict], scores: dict[int, ScoredPassage]
+    ) -> list[int]:
+        (text,), spacy_model = _searched(question, []), self.processor.spacy_model
+        log_odds = {number: each.log_odds for number, each in scores.items()}
+        return best_pair(self.model.multihop_head, text, documents, log_odds, spacy_model)
 
     def _score_candidates(
         self,

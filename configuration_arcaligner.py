@@ -89,16 +89,11 @@ def check_answerability_layers(layers: list[int] | None, num_layers: int) -> Non
         )
 
 
-def check_multihop_passages(number: int | None, answerability_layers: list[int] | None) -> None:
-    """Raises `ValueError` unless it is a number of passages, and the aligner has an answerability head; `None` is
-    valid."""
-    if number is None:
-        return
-    if not is_number(number, Integral) or number < 2:
-        raise ValueError(f"`multihop_passages` is {number!r}; expected a whole number of at least 2, or None.")
-    if answerability_layers is None:
+def check_multihop_head(is_used: bool, answerability_layers: list[int] | None) -> None:
+    """Raises `ValueError` unless an aligner with a multi-hop head has an answerability head."""
+    if is_used and answerability_layers is None:
         raise ValueError(
-            f"`multihop_passages` is {number}, but `answerability_layers` is None; the multi-hop head needs the "
+            "`use_multihop_head` is true, but `answerability_layers` is None; the multi-hop head needs the "
             "answerability of passages. Fit it first with `python -m arcaligner.train.confidence`."
         )
 
@@ -181,10 +176,9 @@ class ArcAlignerConfig(PreTrainedConfig):
         most_answerability (`float`, defaults to 0.98):
             The answerability that a passage is assumed to have before it is scored. A passage whose rank would be too
             low even so is not scored.
-        multihop_passages (`int`, *optional*):
-            Beyond the paper: how many passages a multi-hop question gets by default, the top-ranked ones; every other
-            question gets one. Default: the aligner has no [`MultihopHead`], and every question gets one. Fitted by
-            `train/multihop.py`.
+        use_multihop_head (`bool`, defaults to `False`):
+            Beyond the paper: whether the aligner has a [`MultihopHead`], fitted by `train/multihop.py`. With it a
+            question that needs two passages gets two by default, and every other question one.
         answer_calibration (`list[float]`, *optional*):
             For the likelihood that an answer is right: weights of its mean log-likelihood and of the log-odds of the
             answerability, and an offset, in log-odds, as fitted by `train/confidence.py`. Default: it is not reported.
@@ -227,7 +221,7 @@ class ArcAlignerConfig(PreTrainedConfig):
     similarity_weight: float | int = 10.0
     scored_share: float | int = 0.5
     most_answerability: float | int = 0.98
-    multihop_passages: int | None = None
+    use_multihop_head: bool = False
     answer_calibration: list[float] | None = None
     training_stage: Literal["reconstruction", "grounding", "gating"] | None = None
     initializer_range: float = 0.02
@@ -267,7 +261,7 @@ class ArcAlignerConfig(PreTrainedConfig):
             )
         check_gates(self.gate_mode, self.gate_threshold, self.max_refinement_steps)
         check_answerability_layers(self.answerability_layers, num_layers)
-        check_multihop_passages(self.multihop_passages, self.answerability_layers)
+        check_multihop_head(self.use_multihop_head, self.answerability_layers)
         for name in ("scored_share", "most_answerability"):
             if not 0 <= (value := getattr(self, name)) <= 1:
                 raise ValueError(f"`{name}` is {value!r}; expected a number from 0 to 1.")

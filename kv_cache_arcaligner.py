@@ -1159,11 +1159,11 @@ _IRRELEVANT_SETTINGS = (
     "initializer_range",
     "lora_dropout",
     "most_answerability",
-    "multihop_passages",
     "scored_share",
     "similarity_weight",
     "tie_word_embeddings",
     "training_stage",
+    "use_multihop_head",
 )
 
 # Where two copies of a backbone's configuration may differ.

@@ -51,6 +51,7 @@ CODE_FILES = (
     "processing_arcaligner.py",
     "refinement_arcaligner.py",
     "modeling_arcaligner.py",
+    "multihop_arcaligner.py",
     "answering_arcaligner.py",
     "pipeline_arcaligner.py",
 )
@@ -64,7 +65,7 @@ HEADS = ("answerability_head", "multihop_head")  # of the model, and in the name
 WEIGHTS_DIGEST, HEADS_DIGEST = "model.safetensors", "heads"
 
 # The fields of the configuration that belong to these heads begin so.
-_HEAD_SETTINGS = ("answerability_", "answer_", "multihop_")
+_HEAD_SETTINGS = ("answerability_", "answer_", "use_multihop_head")
 
 # Arguments of `from_pretrained` that say where weights come from, and how they are loaded.
 _DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
@@ -407,7 +408,7 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
     described = f"backbone {config.base_model_name_or_path} ({config.text_config.model_type}, hidden size "
     described += f"{config.text_config.hidden_size}, {config.text_config.num_hidden_layers} layers) and encoder "
     described += f"{config.encoder_name_or_path} (width {config.encoder_hidden_size})"
-    settings = "check `answerability_layers`, `gate_layers`, `lora_r`, `lora_target_modules`, `multihop_passages`, "
+    settings = "check `answerability_layers`, `gate_layers`, `lora_r`, `lora_target_modules`, `use_multihop_head`, "
     settings += "`word_parts` and `text_config` in its config.json"
     # Missing weights are reported first: a truncated file, or one of another aligner, has other faults as well.
     if missing := sorted(expected.keys() - found.keys()):

@@ -60,7 +60,7 @@ from .configuration_arcaligner import (
     check_answerability_layers,
     check_gates,
     check_length,
-    check_multihop_passages,
+    check_multihop_head,
 )
 from .loading_arcaligner import HEADS, AlignerMixin
 from .refinement_arcaligner import (
@@ -851,6 +851,7 @@ class ArcAlignerPreTrainedModel(AlignerMixin, PreTrainedModel):
             if isinstance(module, MultihopHead):
                 init.zeros_(module.weight)
                 init.zeros_(module.bias)
+                init.copy_(module.pair, torch.tensor(NEUTRAL_PAIR))
         for layer in slot_lora_layers(self):
             init.kaiming_uniform_(layer.lora_A[ADAPTER_NAME].weight, a=5**0.5)
             init.zeros_(layer.lora_B[ADAPTER_NAME].weight)
@@ -1092,7 +1093,6 @@ def _fetched(module: nn.Module) -> contextlib.AbstractContextManager:
 
 # Answerability, beyond the paper
 NO_MATCH = (1.0, 0.0, 0.0)
-MOST_ODDS = 6.0  # of an answerability, in log-odds: beyond, they say nothing more about the question
 
 
 class AnswerabilityHead(nn.Module):
@@ -1127,10 +1127,14 @@ class AnswerabilityHead(nn.Module):
         return torch.where(scores.isnan(), logits, scale * logits + weight * scores + bias)
 
 
+MOST_ODDS = 6.0  # of an answerability: beyond, it says nothing more about the question
+NEUTRAL_PAIR = (1.0, 0.0, 0.0, 0.0, 0.0)  # the weight of the log-odds, and those of what texts have in common
+
+
 class MultihopHead(nn.Module):
-    """Logistic regression for whether a question is a multi-hop question, which needs several passages at once: its
-    wording shows it, and so does a top-ranked passage that does not answer it. `train/multihop.py` fits it; it is not
-    trained with the aligner, and is in float32 like it.
+    """Two logistic regressions: on a question, whether it is a multi-hop question, which needs two passages at once; on
+    the features of a pair of passages, whether they are these two. `train/multihop.py` fits them; they are not trained
+    with the aligner, and are in float32 like it. Before, no question is found, and pairs rank by their log-odds.
     """
 
     def __init__(self, encoder_hidden_size: int):
@@ -1138,6 +1142,7 @@ class MultihopHead(nn.Module):
         # Buffers for the reasons of the answerability head.
         self.register_buffer("weight", torch.zeros(encoder_hidden_size + 2, dtype=torch.float32))
         self.register_buffer("bias", torch.zeros((), dtype=torch.float32))
+        self.register_buffer("pair", torch.tensor(NEUTRAL_PAIR, dtype=torch.float32))
 
     def forward(
         self, question_embeds: torch.Tensor, num_words: torch.Tensor, answerability_logits: torch.Tensor
@@ -1147,6 +1152,10 @@ class MultihopHead(nn.Module):
         num_words, sure = num_words.clamp(min=1).log(), answerability_logits.clamp(-MOST_ODDS, MOST_ODDS)
         features = torch.cat([question_embeds, num_words[:, None], sure[:, None]], dim=1)  # (batch, d_r + 2)
         return features.to(self.weight) @ self.weight + self.bias
+
+    def pair_logits(self, features: torch.Tensor) -> torch.Tensor:
+        """Features of pairs (pairs, 5), by `pair_features`, to log-odds (pairs,), up to a constant."""
+        return features.to(self.pair) @ self.pair
 
 
 # The frozen head and the loss (Eq. 10)
@@ -1470,9 +1479,9 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             self._tied_weights_keys = {"lm_head.weight": f"{name}.weight"}
         self.answerability_head: AnswerabilityHead | None = None
         self.multihop_head: MultihopHead | None = None
-        multihop_passages = config.multihop_passages
+        use_multihop_head = config.use_multihop_head
         self.set_answerability_layers(config.answerability_layers)
-        self.set_multihop_passages(multihop_passages)
+        self.set_multihop_head(use_multihop_head)
         self.post_init()
         self.freeze_base_model()
 
@@ -1499,22 +1508,21 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             config.answerability_uses_match, config.answerability_threshold = False, None
             config.answer_calibration = None
         config.answerability_layers, self.answerability_head = layers, None
-        self.set_multihop_passages(None)
+        self.set_multihop_head(False)
         if layers is not None:
             head = AnswerabilityHead(len(layers), config.text_config.hidden_size)
             self.answerability_head = head.to(self.lm_head.weight.device)
 
-    def set_multihop_passages(self, number: int | None) -> None:
-        """Give the model a new multi-hop head, which is neutral until it is fitted, so that multi-hop questions get
-        this many passages by default, or remove it (`None`).
+    def set_multihop_head(self, is_used: bool) -> None:
+        """Give the model a new multi-hop head, which is neutral until it is fitted, or remove it.
 
         Raises:
-            `ValueError`: a number below 2; a model without an answerability head, which the multi-hop head needs.
+            `ValueError`: a model without an answerability head, which the multi-hop head needs.
         """
         config = self.config
-        check_multihop_passages(number, config.answerability_layers)
-        config.multihop_passages, self.multihop_head = number, None
-        if number is not None:
+        check_multihop_head(is_used, config.answerability_layers)
+        config.use_multihop_head, self.multihop_head = is_used, None
+        if is_used:
             self.multihop_head = MultihopHead(config.encoder_hidden_size).to(self.lm_head.weight.device)
 
     @can_return_tuple

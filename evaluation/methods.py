@@ -180,7 +180,7 @@ class Method:
                 raise MissingMethodError(str(error)) from error
         if self.answer is AS_NEEDED and model.multihop_head is None:
             raise MissingMethodError(
-                f"{path} has no multi-hop head (`config.multihop_passages` is None). Fit it with `python -m "
+                f"{path} has no multi-hop head (`config.use_multihop_head` is false). Fit it with `python -m "
                 "arcaligner.train.multihop`."
             )
         return partial(self.answer, model, processor, tokens_per_slot=self.tokens_per_slot)
@@ -351,7 +351,7 @@ METHODS = {
         Method("projector_only", "projector only", _ONE_PASS, has_rates=True, **_PROJECTOR),
         Method("arcaligner", "ArcAligner", answer_slots, **_OURS),
         Method("one_passage", "ArcAligner, top-ranked passage only", TOP_RANKED, **_OURS),
-        Method("as_needed", "ArcAligner, one passage or several", AS_NEEDED, **_OURS),
+        Method("as_needed", "ArcAligner, one passage or two", AS_NEEDED, **_OURS),
         Method("no_copying", "ArcAligner, without copy bias", partial(_ONE_PASS, copy_bonus=0.0), **_OURS),
         Method("no_recursion", "w/o Recursion", _ONE_PASS, **_OURS),
         Method("max_loop", "w/o Gate (Max Loop)", partial(answer_slots, gate_mode="always"), **_OURS),

@@ -7,7 +7,7 @@ three or five together. The default of `max_passages` rests on this table. It co
 questions that need several separately, since using one passage fails the latter. *Prior*: all passages are used, and
 the attention to the slots of each is weighted by its score (`passage_prior` of `PassageCache.prepare`). *Three if
 unsure*: three passages if the top-ranked one by itself is unlikely to contain the answer, else this one. *As needed*:
-as without `max_passages`, `config.multihop_passages` for questions that the multi-hop head finds to need several.
+as without `max_passages`, two passages for questions that the multi-hop head finds to need several, else one.
 """
 
 import math
@@ -37,16 +37,16 @@ UNSURE = 0.5  # answerability of the top-ranked passage, below which three are u
 CACHE_BYTES = 2**30
 
 
-def mixed_rows(recipe: RecipeArguments, number: int) -> list[Row]:
+def mixed_rows(recipe: RecipeArguments, number: int, sizes: Sequence[int] = SIZES) -> list[Row]:
     """About `number` questions of held-out articles. `passages` are those that the answer needs, mixed with the nearest
-    others of these articles; `gold` has their numbers, and `needs` is `"one"` or `"several"`."""
+    others of these articles, one of `sizes` in all; `gold` has their numbers, and `needs` is `"one"` or `"several"`."""
     rows = asked_rows(recipe, number)
     nearest = NearestPassages(row for source in recipe.train_files for row in open_part(recipe, source, held_out=True))
     mixed = []
     for row in rows:
         draw = random.Random(row["id"])
         own, _ = own_passages(row)
-        size = max(draw.choice(SIZES), len(own) + 1)
+        size = max(draw.choice(sizes), len(own) + 1)
         others = nearest.without_answer(row["question"], row["answers"], own, size - len(own))
         order = draw.sample(range(len(own) + len(others)), len(own) + len(others))
         passages = [[*own, *others][place] for place in order]
@@ -72,7 +72,7 @@ def answers_by_way(
             "top-ranked": [first],
             "two": select_top(scores, 2),
             "three if unsure": select_top(scores, 3) if scores[first].answerability < UNSURE else [first],
-            "as needed": select_top(scores, answerer.num_needed(question, scores)),
+            "as needed": answerer.select([question], [passages], tokens_per_slot=rate)[0].numbers,
             "all": range(len(passages)),
             "all, prior": range(len(passages)),
             "needed": row["gold"],

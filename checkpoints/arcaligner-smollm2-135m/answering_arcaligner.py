@@ -14,6 +14,7 @@ from transformers import BatchFeature, LogitsProcessor, LogitsProcessorList
 
 from .configuration_arcaligner import is_number
 from .modeling_arcaligner import PrefillOutputs
+from .multihop_arcaligner import best_pair
 from .processing_arcaligner import check_copy_bonus
 from .segmentation_arcaligner import (
     Segment,
@@ -78,8 +79,8 @@ class Selection(NamedTuple):
     """The selected passages of a question."""
 
     numbers: Sequence[int]  # in the order of the passages
-    # If some are left out: scores by the number of the passage, of those that were scored, and the question with the
-    # selected passages, for `PassageCache.prepare_asked`.
+    # If there were more than asked for: scores by the number of the passage, of those that were scored, and the
+    # question with the selected passages, for `PassageCache.prepare_asked`.
     scores: dict[int, ScoredPassage] | None = None
     asked: Any = None  # [`AskedQuestions`]
 
@@ -111,8 +112,9 @@ class Answerer:
 
     @property
     def max_passages(self) -> int | None:
-        """How many of several passages are used by default: the top-ranked one, which gives far better answers than all
-        of them unless several are needed; `None`, all, if they cannot be scored."""
+        """How many of several passages are used by default unless the question is a multi-hop question: the top-ranked
+        one, which gives far better answers than all of them unless several are needed; `None`, all, if they cannot be
+        scored."""
         return 1 if self.can_score else None
 
     def check(
@@ -165,7 +167,7 @@ class Answerer:
         return cut_long(documents, processor.tokenizer, longest, processor.passage_tokens, processor.spacy_model)
 
     def selects(self, num_passages: int, max_passages: int | None = None) -> bool:
-        """Whether only some of `num_passages` are used."""
+        """Whether so many passages are scored, because not all of them may be used."""
         most = max_passages or self.max_passages
         return most is not None and num_passages > most
 
@@ -179,56 +181,90 @@ class Answerer:
         **kwargs: Any,
     ) -> list[Selection]:
         """Select passages for each question: of more than `max_passages`, those with the highest scores. Only as many
-        are scored as are needed to select: the most similar ones first, the others only if these do not decide.
+        are scored as are needed to select: the most similar ones first, the others only if these do not decide. By
+        default it is one passage. If the [`MultihopHead`] finds a multi-hop question, all passages are scored, and it
+        is the pair that the question needs most likely.
 
         Args:
             questions, documents, similarities, kwargs: As for `score`.
-            max_passages (`int` or `list`, *optional*): Of all questions, or of each. Default: 1, or all if passages
-                cannot be scored.
+            max_passages (`int` or `list`, *optional*): Of all questions, or of each; `None` is the default, which is
+                all passages if they cannot be scored.
             slots_of (`Callable`, *optional*): Returns the slots of some passages of each question, given their numbers,
                 if they are cached elsewhere: [`GivenSlots`], or `None` for a question without numbers.
         """
-        most = max_passages or self.max_passages
-        wanted = [most] * len(questions) if isinstance(most, int | None) else most
+        wanted = [max_passages] * len(questions) if isinstance(max_passages, int | None) else max_passages
         chosen = [place for place, own in enumerate(documents) if self.selects(len(own), wanted[place])]
         selected = [Selection(range(len(own))) for own in documents]
         if chosen:
             wanted = [wanted[place] for place in chosen]
             some = [each and [each[place] for place in chosen] for each in (questions, documents, similarities)]
             asked, similarities = self._ask(*some, **kwargs)
-            asked, scores = self._score_candidates(asked, similarities, wanted, slots_of)
-            for place, question, own, each in zip(chosen, asked.questions, scores, wanted, strict=True):
-                numbers = select_top(own, each)
+            first, scores = [each or self.max_passages for each in wanted], [{} for _ in wanted]
+            asked, scores = self._score_candidates(asked, similarities, first, scores, slots_of)
+            are_pairs = [
+                each is None and self.is_multihop(question, own)
+                for each, question, own in zip(wanted, some[0], scores, strict=True)
+            ]
+            if any(are_pairs):
+                every = [
+                    len(own) if is_pair else each for own, is_pair, each in zip(some[1], are_pairs, first, strict=True)
+                ]
+                asked, scores = self._score_candidates(asked, similarities, every, scores, slots_of)
+            for place, question, own, most, is_pair in zip(
+                chosen, asked.questions, scores, first, are_pairs, strict=True
+            ):
+                if is_pair and len(own) > 1:
+                    numbers = self._best_pair(questions[place], documents[place], own)
+                else:
+                    numbers = select_top(own, most)
                 selected[place] = Selection(numbers, own, asked._replace(questions=[question.only(numbers)]))
         return selected
+
+    def is_multihop(self, question: str | list[dict], scores: dict[int, ScoredPassage]) -> bool:
+        """Whether a question, given the scores that select one passage, needs two of them more likely than not."""
+        head = self.model.multihop_head
+        if head is None or not scores:
+            return False
+        best = max(scores.values(), key=lambda each: each.log_odds)
+        sure = torch.tensor([best.answerability], dtype=torch.float64, device="cpu").logit(eps=1e-12)
+        vectors, num_words = (each.to(head.weight) for each in question_features(self.processor.encoder, [question]))
+        return bool(head(vectors, num_words, sure.to(head.weight)) > 0)
+
+    def _best_pair(
+        self, question: str | list[dict], documents: list[str | dict], scores: dict[int, ScoredPassage]
+    ) -> list[int]:
+        (text,), spacy_model = _searched(question, []), self.processor.spacy_model
+        log_odds = {number: each.log_odds for number, each in scores.items()}
+        return best_pair(self.model.multihop_head, text, documents, log_odds, spacy_model)
 
     def _score_candidates(
         self,
         asked,
         similarities: list[list[float]],
         wanted: Sequence[int],
+        scores: list[dict[int, ScoredPassage]],
         slots_of: Callable[[list[list[int]]], list] | None,
     ) -> tuple[Any, list[dict[int, ScoredPassage]]]:
-        """The scores that select the `wanted` number of passages of each question, and the questions with the slots
-        that were asked for."""
+        """The scores that select the `wanted` number of passages of each question, `scores` included, and the questions
+        with the slots that were asked for."""
         config = self.model.config
         waiting = [
             candidates_of({number: own[number] for number in question.passage_numbers}, each, config.scored_share)
             for own, question, each in zip(similarities, asked.questions, wanted, strict=True)
         ]
-        scores: list[dict[int, ScoredPassage]] = [{} for _ in wanted]
         for is_first in (True, False):  # a call for each passage would read the model's weights as often
-            only = [own[: each if is_first else None] for own, each in zip(waiting, wanted, strict=True)]
+            waiting = [[each for each in own if each not in had] for own, had in zip(waiting, scores, strict=True)]
+            undecided = zip(waiting, scores, wanted, similarities, strict=True)
+            waiting = [
+                [] if not own or are_sure(had, each, near[own[0]], config.most_answerability) else own
+                for own, had, each, near in undecided
+            ]
+            missing = [max(each - len(had), 0) if is_first else None for each, had in zip(wanted, scores, strict=True)]
+            only = [own[:number] for own, number in zip(waiting, missing, strict=True)]
             if slots_of is not None and any(only):
                 asked = asked.with_slots(slots_of(only))
             found = self._score(asked, similarities, only) if any(only) else scores
             scores = [dict(sorted((old | new).items())) for old, new in zip(scores, found, strict=True)]
-            waiting = [own[len(done) :] for own, done in zip(waiting, only, strict=True)]
-            decided = zip(waiting, scores, wanted, similarities, strict=True)
-            waiting = [
-                [] if not own or are_sure(had, each, near[own[0]], config.most_answerability) else own
-                for own, had, each, near in decided
-            ]
         return asked, scores
 
     def score(
@@ -463,6 +499,14 @@ def similarities_of(encoder, question: str | list[dict], documents: Sequence[str
     """The cosine of a question, or of a chat's last one, and each passage."""
     asked, *vectors = of_texts(_VECTORS, encoder.untrained, _searched(question, documents), encoder.untrained.encode)
     return [float(asked @ vector) for vector in vectors]
+
+
+def question_features(encoder, questions: Sequence[str | list[dict]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the [`MultihopHead`] reads of questions, or of the last ones of chats: their embeddings by the search
+    encoder (batch, d_r) and their numbers of words (batch,)."""
+    texts = [text for question in questions for text in _searched(question, [])]
+    vectors = of_texts(_VECTORS, encoder.untrained, texts, encoder.untrained.encode)
+    return torch.stack([*vectors]), torch.tensor([float(len(text.split())) for text in texts])
 
 
 def maxsim_score(processor, question: str | list[dict], documents: Sequence[str | dict]) -> float:

@@ -71,7 +71,7 @@ from .encoder_arcaligner import (
     passages_of_questions,
     single_passages,
 )
-from .loading_arcaligner import HEAD, share_file, tensors_digest
+from .loading_arcaligner import HEADS, share_file, tensors_digest
 
 logger = logging.get_logger(__name__)
 
@@ -1163,6 +1163,7 @@ _IRRELEVANT_SETTINGS = (
     "similarity_weight",
     "tie_word_embeddings",
     "training_stage",
+    "use_multihop_head",
 )
 
 # Where two copies of a backbone's configuration may differ.
@@ -1322,7 +1323,7 @@ class WatchedWeights:
             return
         modules, found = [], {}
         for prefix, module in self.module.named_modules():
-            if prefix == HEAD:  # it changes no keys and values, so caches stay valid
+            if prefix in HEADS:  # they change no keys and values, so caches stay valid
                 continue
             modules.append((prefix, type(module).__qualname__))
             for name, weight in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:

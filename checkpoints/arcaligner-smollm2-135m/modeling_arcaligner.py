@@ -60,8 +60,9 @@ from .configuration_arcaligner import (
     check_answerability_layers,
     check_gates,
     check_length,
+    check_multihop_head,
 )
-from .loading_arcaligner import HEAD, AlignerMixin
+from .loading_arcaligner import HEADS, AlignerMixin
 from .refinement_arcaligner import (
     AllSlotsSteps,
     KeysValuesComplete,
@@ -847,6 +848,10 @@ class ArcAlignerPreTrainedModel(AlignerMixin, PreTrainedModel):
                 init.zeros_(module.weight)
                 init.zeros_(module.bias)
                 init.copy_(module.match, torch.tensor(NO_MATCH))
+            if isinstance(module, MultihopHead):
+                init.zeros_(module.weight)
+                init.zeros_(module.bias)
+                init.copy_(module.pair, torch.tensor(NEUTRAL_PAIR))
         for layer in slot_lora_layers(self):
             init.kaiming_uniform_(layer.lora_A[ADAPTER_NAME].weight, a=5**0.5)
             init.zeros_(layer.lora_B[ADAPTER_NAME].weight)
@@ -874,7 +879,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         `ValueError`: a backbone that cannot be refined, by name and with the reason.
     """
 
-    _keys_to_ignore_on_load_unexpected = [rf"^{HEAD}\."]
+    _keys_to_ignore_on_load_unexpected = [rf"^{head}\." for head in HEADS]
 
     def __init__(self, config: ArcAlignerConfig, **kwargs):
         super().__init__(config, **kwargs)
@@ -1120,6 +1125,37 @@ class AnswerabilityHead(nn.Module):
         scores = scores.repeat_interleave(len(logits) // len(scores))  # (batch,)
         scale, weight, bias = self.match.to(logits)
         return torch.where(scores.isnan(), logits, scale * logits + weight * scores + bias)
+
+
+MOST_ODDS = 6.0  # of an answerability: beyond, it says nothing more about the question
+NEUTRAL_PAIR = (1.0, 0.0, 0.0, 0.0, 0.0)  # the weight of the log-odds, and those of what texts have in common
+
+
+class MultihopHead(nn.Module):
+    """Two logistic regressions: on a question, whether it is a multi-hop question, which needs two passages at once; on
+    the features of a pair of passages, whether they are these two. `train/multihop.py` fits them; they are not trained
+    with the aligner, and are in float32 like it. Before, no question is found, and pairs rank by their log-odds.
+    """
+
+    def __init__(self, encoder_hidden_size: int):
+        super().__init__()
+        # Buffers for the reasons of the answerability head.
+        self.register_buffer("weight", torch.zeros(encoder_hidden_size + 2, dtype=torch.float32))
+        self.register_buffer("bias", torch.zeros((), dtype=torch.float32))
+        self.register_buffer("pair", torch.tensor(NEUTRAL_PAIR, dtype=torch.float32))
+
+    def forward(
+        self, question_embeds: torch.Tensor, num_words: torch.Tensor, answerability_logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Embeddings of questions by the search encoder (batch, d_r), their numbers of words (batch,) and the
+        answerability of their top-ranked passages, in log-odds (batch,), to log-odds (batch,)."""
+        num_words, sure = num_words.clamp(min=1).log(), answerability_logits.clamp(-MOST_ODDS, MOST_ODDS)
+        features = torch.cat([question_embeds, num_words[:, None], sure[:, None]], dim=1)  # (batch, d_r + 2)
+        return features.to(self.weight) @ self.weight + self.bias
+
+    def pair_logits(self, features: torch.Tensor) -> torch.Tensor:
+        """Features of pairs (pairs, 5), by `pair_features`, to log-odds (pairs,), up to a constant."""
+        return features.to(self.pair) @ self.pair
 
 
 # The frozen head and the loss (Eq. 10)
@@ -1442,7 +1478,10 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             name = next(name for name, module in self.named_modules() if module is embeddings)
             self._tied_weights_keys = {"lm_head.weight": f"{name}.weight"}
         self.answerability_head: AnswerabilityHead | None = None
+        self.multihop_head: MultihopHead | None = None
+        use_multihop_head = config.use_multihop_head
         self.set_answerability_layers(config.answerability_layers)
+        self.set_multihop_head(use_multihop_head)
         self.post_init()
         self.freeze_base_model()
 
@@ -1457,7 +1496,8 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
 
     def set_answerability_layers(self, layers: list[int] | None) -> None:
         """Give the model a new answerability head, which is neutral until it is fitted, for the states of these layers,
-        or remove it (`None`). Call it after training, because other weights have other states.
+        or remove it (`None`). Call it after training, because other weights have other states. The multi-hop head is
+        removed, because it was fitted to the former one.
 
         Raises:
             `ValueError`: layers that the backbone does not have, or not in ascending order.
@@ -1468,9 +1508,22 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             config.answerability_uses_match, config.answerability_threshold = False, None
             config.answer_calibration = None
         config.answerability_layers, self.answerability_head = layers, None
+        self.set_multihop_head(False)
         if layers is not None:
             head = AnswerabilityHead(len(layers), config.text_config.hidden_size)
             self.answerability_head = head.to(self.lm_head.weight.device)
+
+    def set_multihop_head(self, is_used: bool) -> None:
+        """Give the model a new multi-hop head, which is neutral until it is fitted, or remove it.
+
+        Raises:
+            `ValueError`: a model without an answerability head, which the multi-hop head needs.
+        """
+        config = self.config
+        check_multihop_head(is_used, config.answerability_layers)
+        config.use_multihop_head, self.multihop_head = is_used, None
+        if is_used:
+            self.multihop_head = MultihopHead(config.encoder_hidden_size).to(self.lm_head.weight.device)
 
     @can_return_tuple
     def forward(

@@ -126,7 +126,7 @@ def test_top_ranked_of_more_passages(separate):
 def test_passages_as_needed(separate, is_multihop, most):
     """A multi-hop question gets as many passages as the head was fitted for, another one gets one."""
     model, reader = separate
-    model.set_multihop_passages(2)
+    model.set_multihop_head(True)
     model.multihop_head.bias.fill_(1.0 if is_multihop else -1.0)
     passages = [{"title": "", "text": text} for text in ("Ada wrote it.", "The loom wove. It was loud.", "Nobody.")]
     row = ROWS[0] | {"passages": passages}

@@ -32,7 +32,7 @@ def test_each_way_uses_its_passages(rows, separate, monkeypatch, is_sure):
     monkeypatch.setattr(num_passages, "UNSURE", 0.0 if is_sure else 1.0)
     model, reader = separate
     model.set_answerability_layers([1])
-    model.set_multihop_passages(2)
+    model.set_multihop_head(True)
     model.multihop_head.bias.fill_(1.0)  # each question needs two
     row, used, priors = next(row for row in rows if len(row["passages"]) == 5), [], []
     cache = type(model.passage_cache(reader))

@@ -289,7 +289,7 @@ def test_scored_slots_are_limited(engine_of, apart, processor, monkeypatch):
 def test_multihop_question_uses_several(engine_of, apart, most, is_multihop, expected):
     """Unless the engine, or the request, has a number of its own."""
     documents = ["Ada wrote it.", "Bob did not.", "Carol read it."]
-    apart.model.set_multihop_passages(2)
+    apart.model.set_multihop_head(True)
     apart.model.multihop_head.bias.fill_(1.0 if is_multihop else -1.0)
     engine = engine_of(None, apart, max_passages=most)
     found = answer(engine, documents)
