@@ -43,6 +43,7 @@ from .recipe import RecipeArguments
 from .validate import asked_rows, load_mean, read_recipe
 
 BATCH = 64  # questions that are encoded together
+SCORED = 8  # questions whose passages are scored together
 STRENGTH = 1.0  # inverse regularization, scikit-learn's default
 PAIRS_AMONG = 10  # passages that the needed pair is among
 FOLDS = 5  # of cross-validation
@@ -69,8 +70,9 @@ def score_rows(
 ) -> list[dict[int, ScoredPassage]]:
     """The scores of all passages of each row."""
     answerer, found = Answerer(model, processor, model.passage_cache(processor, max_bytes=CACHE_BYTES)), []
-    for row in tqdm(rows, desc="scoring passages", leave=False):
-        found += answerer.score([row["question"]], [row["passages"]])
+    for start in tqdm(range(0, len(rows), SCORED), desc="scoring passages", leave=False):
+        some = rows[start : start + SCORED]
+        found += answerer.score([row["question"] for row in some], [row["passages"] for row in some])
     return found
 
 

@@ -26,6 +26,10 @@ from .segmentation_arcaligner import (
 from .tokenization_arcaligner import control_token_ids, documents_of, text_of, title_of, with_plain_texts
 
 
+# The fewest passages that a pair is selected from, if there are so many.
+PAIRED = 10
+
+
 class ScoredPassage(NamedTuple):
     """How likely a passage by itself contains the answer to a question, the cosine of both (0 without texts and
     without a search), whether the passage was cached, so that it was not computed again, and the configuration's
@@ -182,8 +186,8 @@ class Answerer:
     ) -> list[Selection]:
         """Select passages for each question: of more than `max_passages`, those with the highest scores. Only as many
         are scored as are needed to select: the most similar ones first, the others only if these do not decide. By
-        default it is one passage. If the [`MultihopHead`] finds a multi-hop question, all passages are scored, and it
-        is the pair that the question needs most likely.
+        default it is one passage. If the [`MultihopHead`] finds a multi-hop question, it is the pair that the question
+        needs most likely, of all passages or, of very many, of the more similar ones.
 
         Args:
             questions, documents, similarities, kwargs: As for `score`.
@@ -201,22 +205,18 @@ class Answerer:
             asked, similarities = self._ask(*some, **kwargs)
             first, scores = [each or self.max_passages for each in wanted], [{} for _ in wanted]
             asked, scores = self._score_candidates(asked, similarities, first, scores, slots_of)
-            are_pairs = [
+            is_multihop = [
                 each is None and self.is_multihop(question, own)
                 for each, question, own in zip(wanted, some[0], scores, strict=True)
             ]
-            if any(are_pairs):
-                every = [
-                    len(own) if is_pair else each for own, is_pair, each in zip(some[1], are_pairs, first, strict=True)
-                ]
-                asked, scores = self._score_candidates(asked, similarities, every, scores, slots_of)
-            for place, question, own, most, is_pair in zip(
-                chosen, asked.questions, scores, first, are_pairs, strict=True
+            if any(is_multihop):
+                first = [PAIRED if found else each for found, each in zip(is_multihop, first, strict=True)]
+                asked, scores = self._score_candidates(asked, similarities, first, scores, slots_of)
+            for place, question, own, found, most in zip(
+                chosen, asked.questions, scores, is_multihop, first, strict=True
             ):
-                if is_pair and len(own) > 1:
-                    numbers = self._best_pair(questions[place], documents[place], own)
-                else:
-                    numbers = select_top(own, most)
+                is_pair = found and len(own) > 1
+                numbers = self._pair(questions[place], documents[place], own) if is_pair else select_top(own, most)
                 selected[place] = Selection(numbers, own, asked._replace(questions=[question.only(numbers)]))
         return selected
 
@@ -230,9 +230,10 @@ class Answerer:
         vectors, num_words = (each.to(head.weight) for each in question_features(self.processor.encoder, [question]))
         return bool(head(vectors, num_words, sure.to(head.weight)) > 0)
 
-    def _best_pair(
+    def _pair(
         self, question: str | list[dict], documents: list[str | dict], scores: dict[int, ScoredPassage]
     ) -> list[int]:
+        """The numbers of the two passages that a multi-hop question needs most likely."""
         (text,), spacy_model = _searched(question, []), self.processor.spacy_model
         log_odds = {number: each.log_odds for number, each in scores.items()}
         return best_pair(self.model.multihop_head, text, documents, log_odds, spacy_model)
