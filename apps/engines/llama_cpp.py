@@ -220,7 +220,7 @@ class LlamaCppEngine:
         folder = Path(folder)
         self.config = config = ArcAlignerConfig.from_pretrained(folder)
         check_lora_positions(config, folder)
-        if config.refines(gate_mode):
+        if config.refines(gate_mode=gate_mode):
             raise ValueError(
                 f"The gates of {folder} are on (`gate_mode` {gate_mode or config.gate_mode!r}), which llama.cpp cannot "
                 'compute. Switch them off with `gate_mode="off"` (`--gate-mode off`), or use the PyTorch model.'
