@@ -17,12 +17,11 @@ from .modeling_arcaligner import PrefillOutputs
 from .processing_arcaligner import check_copy_bonus
 from .segmentation_arcaligner import (
     Segment,
-    _tokenize_document,
     cut_long,
     fitting_pieces,
     stop_words,
 )
-from .tokenization_arcaligner import control_token_ids, documents_of, text_of, title_of, with_plain_texts
+from .tokenization_arcaligner import control_token_ids, text_of, title_of, tokenize_with_ends, with_plain_texts
 
 
 class ScoredPassage(NamedTuple):
@@ -252,12 +251,15 @@ class Answerer:
     def _ask(self, questions, documents, similarities, **kwargs) -> tuple[Any, list[list[float]] | None]:
         """What `PassageCache.ask` gives, and the cosines of questions and passages where these are texts."""
         self._check_can_score("Scoring passages")
-        if documents is not None:
-            documents = [documents_of(each, "`documents`") for each in documents]
-            if similarities is None:
-                encoder, asked = self.processor.encoder, zip(questions, documents, strict=True)
-                similarities = [similarities_of(encoder, *each) for each in asked]
-        return self.cache.ask(questions, documents, **kwargs), similarities
+        asked = self.cache.ask(questions, documents, **kwargs)
+        if documents is not None and similarities is None:
+            similarities = [self._similarities(*each) for each in zip(questions, asked.questions, strict=True)]
+        return asked, similarities
+
+    def _similarities(self, question, asked) -> dict[int, float]:
+        """The cosine of a question and each of its passages, by the passage's number."""
+        texts = asked.texts
+        return dict(zip(texts, similarities_of(self.processor.encoder, question, list(texts.values())), strict=True))
 
     @torch.no_grad()
     def _score(
@@ -296,7 +298,8 @@ def chat_inputs(processor, chats: Sequence[list[dict] | str], **slots: Any) -> B
     )
 
 
-# Options of `generate` that compute more than the prompt before its first scores.
+# Options of `generate` that compute more than the prompt before its first scores, so that the answerability cannot be
+# computed.
 READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
 
 
@@ -310,7 +313,9 @@ class AnsweringCall:
             and the used passages, for answerability; an empty list if their texts are not known.
         copied (`Sequence[list]`, *optional*): Of each row the passages that its answer may copy. Default: `passages`.
         copy_bonus (`float` or `list`, *optional*): Of [`PassageCopyLogitsProcessor`].
-        scores (`bool`, defaults to `True`): Whether the answerability is reported, if it was fitted.
+        scores (`bool`, defaults to `True`): Whether the answerability is reported, if it was fitted and `generate`
+            computes nothing but the prompt before its first scores (`READ_MORE`).
+        min_confidence (`float`, *optional*): The answerability that the caller needs, which has to be reported then.
         traces (`bool`, defaults to `False`): Whether `recursion_depth` is reported.
 
     Attribute: `likelihood`, the [`LikelihoodRecorder`] of a greedy call, if it was calibrated.
@@ -330,18 +335,29 @@ class AnsweringCall:
         copy_bonus: float | list | None = None,
         scores: bool = True,
         traces: bool = False,
+        min_confidence: float | None = None,
     ):
         self.model, self.processor, self.questions, self.passages = model, processor, questions, passages
         self._copied, self._copy_bonus = passages if copied is None else copied, copy_bonus
-        self._scores = scores and model.answerability_head is not None
-        self._prefill = PrefillOutputs() if self._scores or traces else None
+        self._scores, self._traces = scores and model.answerability_head is not None, traces
+        self._min_confidence = min_confidence
+        self._prefill: PrefillOutputs | None = None
         self._answerability: torch.Tensor | None = None
         self.likelihood: LikelihoodRecorder | None = None
 
     def options(self, options: dict[str, Any], last: Sequence[LogitsProcessor] = ()) -> dict[str, Any]:
         """The `options` of a call of `generate`, with this call's logits processors after those that are given, and
-        `last`, such as one that samples tokens, at the end."""
+        `last`, such as one that samples tokens, at the end.
+
+        Raises:
+            `ValueError`: options with which the answerability cannot be reported, if a `min_confidence` needs it.
+        """
         config, default = options.get("generation_config"), self.model.generation_config
+        if any(options.get(name) or getattr(config or default, name, None) for name in READ_MORE):
+            if self._min_confidence is not None:
+                raise ValueError(f"`min_confidence` cannot be combined with any of {', '.join(READ_MORE)}.")
+            self._scores = False
+        self._prefill = PrefillOutputs() if self._scores or self._traces else None
         end_ids = default.eos_token_id if config is None or config.eos_token_id is None else config.eos_token_id
         processors, copies = list(options.get("logits_processor") or []), None
         ends = options.get("eos_token_id", end_ids)
@@ -364,8 +380,9 @@ class AnsweringCall:
     def answerability(self) -> torch.Tensor | None:
         """How likely the passages of each row contain the answer, (batch,), as soon as the prompt was computed; `None`
         if it was not fitted. The same for all beams and samples of a row. It is not the chance of a right answer."""
-        if self._answerability is None and self._scores and self._prefill.answerability_logits is not None:
-            self._answerability = self.answerability_of(self._of_rows(self._prefill.answerability_logits))
+        logits = self._prefill.answerability_logits if self._scores and self._prefill is not None else None
+        if self._answerability is None and logits is not None:
+            self._answerability = self.answerability_of(self._of_rows(logits))
         return self._answerability
 
     def answerability_of(self, logits: torch.Tensor) -> torch.Tensor:
@@ -404,7 +421,7 @@ class AnsweringCall:
 def _is_greedy(options: dict[str, Any], config) -> bool:
     """Whether `generate` with these options, or its configuration, decodes greedily."""
     draws, beams = (options.get(name, getattr(config, name, None)) for name in ("do_sample", "num_beams"))
-    return not draws and beams in (None, 1) and not reads_more(options, config)
+    return not draws and beams in (None, 1)
 
 
 MAX_NEW_TOKENS = 24  # of greedy answers to questions that have short ones
@@ -428,12 +445,6 @@ def greedy_answers(
     texts = processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     sure = [None] * len(texts) if call.answerability is None else call.answerability.tolist()
     return [text.strip() for text in texts], sure
-
-
-def reads_more(options: dict[str, Any], config) -> bool:
-    """Whether `generate` with these options, or its configuration, computes more than the prompt before its first
-    scores, so that the answerability cannot be computed."""
-    return any(options.get(name) or getattr(config, name, None) for name in READ_MORE)
 
 
 # Embeddings and words of texts, by encoder, and tokens to copy, by tokenizer; `of_texts` has their limits.
@@ -608,7 +619,7 @@ def _copied(tokenizer, text: str) -> CopiedText:
         pairs = zip(ends, [*ends[1:], len(text) + 1], strict=True)  # equal where a character has several tokens
         return [end < after and not (text[end - 1].isalnum() and text[end : end + 1].isalnum()) for end, after in pairs]
 
-    ids, ends = (each.tolist() for each in _tokenize_document(tokenizer, text, 0))
+    ((ids, ends),) = tokenize_with_ends(tokenizer, [text])
     copied = CopiedText(ids, ends_word(ends), {})
     starts = [found.start() for found in _WORD_START.finditer(text)]
     words = [_WORD.match(text, start)[0] for start in starts] or [""]  # no tokenizer takes an empty batch

@@ -11,7 +11,7 @@ import importlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
@@ -37,10 +37,10 @@ from .segmentation_arcaligner import (
     check_slot_settings,
     in_given_text,
     run_ends,
-    segment_document,
+    segment_documents,
     tokenize_segments,
 )
-from .tokenization_arcaligner import documents_of, given_text, text_of
+from .tokenization_arcaligner import given_text, text_of
 
 logger = logging.get_logger(__name__)
 
@@ -513,6 +513,18 @@ def pad_slots(rows: Sequence) -> dict[str, torch.Tensor]:
     return slots
 
 
+def documents_of(row, name: str) -> list:
+    """The passages of one question as a list; a single passage is wrapped."""
+    if isinstance(row, str | dict):
+        return [row]
+    try:
+        if isinstance(row, Mapping | Set):  # whose texts have other names, or no order
+            raise TypeError
+        return list(row)
+    except TypeError as error:
+        raise ValueError(f'{name} is {row!r}; expected a list of strings or {{"title": str, "text": str}}.') from error
+
+
 def _embeds_of(values, name: str) -> torch.FloatTensor:
     return _dense_tensor_of(values, name).float()
 
@@ -709,8 +721,9 @@ class SlotEncoder:
         Raises:
             `ValueError`: settings that are invalid.
         """
+        if max_slots is not None or tokens_per_slot is not None:  # the processor has checked its own
+            check_slot_settings(max_slots, tokens_per_slot)
         rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
-        check_slot_settings(max_slots, rate)
         if (known := self.trained_tokens_per_slot) and rate not in known:
             logger.warning_once(
                 f"`tokens_per_slot` is {rate!r}, but this aligner was trained with {', '.join(map(str, known))}. "
@@ -726,16 +739,12 @@ class SlotEncoder:
         Raises:
             `ValueError`: a document that is neither a string nor `{"title": str, "text": str}`.
         """
-        segments = []
-        for number, document in enumerate(documents):
-            segments += segment_document(
-                text_of(document, number),
-                number,
-                sentences_per_segment=self.sentences_per_segment,
-                spacy_model=self.spacy_model,
-                num_reads=self.encoder.num_reads,
-            )
-        return segments
+        return segment_documents(
+            documents,
+            sentences_per_segment=self.sentences_per_segment,
+            spacy_model=self.spacy_model,
+            num_reads=self.encoder.num_reads,
+        )
 
     def encode_tokens(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
         """Normalized embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for

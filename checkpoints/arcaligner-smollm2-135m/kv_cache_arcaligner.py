@@ -114,6 +114,11 @@ class _Question(NamedTuple):
         """The numbers of the passages that have text or slots."""
         return [unit.number for unit in self.units[1:] if unit.passages != []]
 
+    @property
+    def texts(self) -> dict[int, str | dict]:
+        """The independent passages that have text, by their numbers."""
+        return {unit.number: unit.passages[0] for unit in self.units[1:] if unit.passages}
+
     def only(self, numbers: Sequence[int]) -> "_Question":
         """The same with some of its passages; if none of them has text, with the slot for no passages."""
         chosen = [unit for unit in self.units[1:] if unit.number in numbers] or self.units[1:]
