@@ -21,15 +21,9 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils import ModelOutput
 
 # The name of the cache in models and layers of the installed transformers: `cache` since 5.24. Users may pass either.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-
-
-def cache_of(outputs: ModelOutput) -> Cache | None:
-    """The cache that a model returned."""
-    return getattr(outputs, CACHE)
 
 
 # Attention kernels that take a mask of rows by columns, so that some slots can be computed without the others.

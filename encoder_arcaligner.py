@@ -480,11 +480,6 @@ class GivenSlots(NamedTuple):
     context_passage_ids: torch.LongTensor | None = None  # (num_slots,); without them all slots are of one passage
 
 
-def pad_passage_ids(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
-    """Stacks passage numbers of rows, each (num_slots,), to (batch, max_slots), padded with -1."""
-    return pad_sequence(rows, batch_first=True, padding_value=-1)
-
-
 def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
     """Stacks word ids of rows, each (num_slots, max_words), to (batch, max_slots, max_words), padded with -1."""
     sizes = [max(row.shape[axis] for row in rows) for axis in (0, 1)]
@@ -509,7 +504,8 @@ def pad_slots(rows: Sequence) -> dict[str, torch.Tensor]:
         )
     if any(own is not None for own in numbers):
         none = torch.full((0,), -1, **place)
-        slots["context_passage_ids"] = pad_passage_ids([none if own is None else own for own in numbers])
+        numbers = [none if own is None else own for own in numbers]
+        slots["context_passage_ids"] = pad_sequence(numbers, batch_first=True, padding_value=-1)
     return slots
 
 

@@ -13,8 +13,9 @@ import torch
 from transformers import BatchFeature, LogitsProcessor, LogitsProcessorList
 
 from .configuration_arcaligner import is_number
+from .encoder_arcaligner import GivenSlots
+from .kv_cache_arcaligner import AskedQuestions
 from .modeling_arcaligner import PrefillOutputs
-from .processing_arcaligner import check_copy_bonus
 from .segmentation_arcaligner import (
     Segment,
     cut_long,
@@ -80,7 +81,14 @@ class Selection(NamedTuple):
     # If some are left out: scores by the number of the passage, of those that were scored, and the question with the
     # selected passages, for `PassageCache.prepare_asked`.
     scores: dict[int, ScoredPassage] | None = None
-    asked: Any = None  # [`AskedQuestions`]
+    asked: AskedQuestions | None = None
+
+
+# The slots of some passages of each question, by the numbers of these; `None` for a question without numbers.
+SlotsOf = Callable[[list[list[int]]], list[GivenSlots | None]]
+
+# For each question its cosines with its passages, by their numbers.
+Similarities = Sequence[Sequence[float] | Mapping[int, float]]
 
 
 class Answerer:
@@ -125,7 +133,7 @@ class Answerer:
         """Raises `ValueError` for settings of a call that are invalid, or that this aligner cannot follow."""
         self.processor.slot_encoder.check_settings(tokens_per_slot=tokens_per_slot)
         if copy_bonus is not None:
-            check_copy_bonus(copy_bonus)
+            self.processor.check_copy_bonus(copy_bonus)
         if max_passages is not None:
             if not is_number(max_passages, Integral) or max_passages < 1:
                 raise ValueError(f"`max_passages` is {max_passages!r}; expected a whole number of at least 1.")
@@ -173,8 +181,8 @@ class Answerer:
         questions: list,
         documents: list[list],
         max_passages: int | Sequence[int] | None = None,
-        similarities: list | None = None,
-        slots_of: Callable[[list[list[int]]], list] | None = None,
+        similarities: Similarities | None = None,
+        slots_of: SlotsOf | None = None,
         **kwargs: Any,
     ) -> list[Selection]:
         """Select passages for each question: of more than `max_passages`, those with the highest scores. Only as many
@@ -184,8 +192,8 @@ class Answerer:
             questions, documents, similarities, kwargs: As for `score`.
             max_passages (`int` or `list`, *optional*): Of all questions, or of each. Default: 1, or all if passages
                 cannot be scored.
-            slots_of (`Callable`, *optional*): Returns the slots of some passages of each question, given their numbers,
-                if they are cached elsewhere: [`GivenSlots`], or `None` for a question without numbers.
+            slots_of (`SlotsOf`, *optional*): Returns the slots of some passages of each question, if they are cached
+                elsewhere.
         """
         most = max_passages or self.max_passages
         wanted = [most] * len(questions) if isinstance(most, int | None) else most
@@ -202,12 +210,8 @@ class Answerer:
         return selected
 
     def _score_candidates(
-        self,
-        asked,
-        similarities: list[list[float]],
-        wanted: Sequence[int],
-        slots_of: Callable[[list[list[int]]], list] | None,
-    ) -> tuple[Any, list[dict[int, ScoredPassage]]]:
+        self, asked: AskedQuestions, similarities: Similarities, wanted: Sequence[int], slots_of: SlotsOf | None
+    ) -> tuple[AskedQuestions, list[dict[int, ScoredPassage]]]:
         """The scores that select the `wanted` number of passages of each question, and the questions with the slots
         that were asked for."""
         config = self.model.config
@@ -231,7 +235,11 @@ class Answerer:
         return asked, scores
 
     def score(
-        self, questions: list, documents: list[list] | None = None, similarities: list | None = None, **kwargs: Any
+        self,
+        questions: list,
+        documents: list[list] | None = None,
+        similarities: Similarities | None = None,
+        **kwargs: Any,
     ) -> list[dict[int, ScoredPassage]]:
         """How likely each passage by itself contains the answer to its question.
 
@@ -248,22 +256,26 @@ class Answerer:
         """
         return self._score(*self._ask(questions, documents, similarities, **kwargs))
 
-    def _ask(self, questions, documents, similarities, **kwargs) -> tuple[Any, list[list[float]] | None]:
+    def _ask(
+        self, questions: list, documents: list[list] | None, similarities: Similarities | None, **kwargs: Any
+    ) -> tuple[AskedQuestions, Similarities | None]:
         """What `PassageCache.ask` gives, and the cosines of questions and passages where these are texts."""
         self._check_can_score("Scoring passages")
         asked = self.cache.ask(questions, documents, **kwargs)
         if documents is not None and similarities is None:
-            similarities = [self._similarities(*each) for each in zip(questions, asked.questions, strict=True)]
+            texts = [own.texts for own in asked.questions]
+            similarities = [
+                dict(zip(own, similarities_of(self.processor.encoder, question, [*own.values()]), strict=True))
+                for question, own in zip(questions, texts, strict=True)
+            ]
         return asked, similarities
-
-    def _similarities(self, question, asked) -> dict[int, float]:
-        """The cosine of a question and each of its passages, by the passage's number."""
-        texts = asked.texts
-        return dict(zip(texts, similarities_of(self.processor.encoder, question, list(texts.values())), strict=True))
 
     @torch.no_grad()
     def _score(
-        self, asked, similarities: list | None = None, only: Sequence[Sequence[int]] | None = None
+        self,
+        asked: AskedQuestions,
+        similarities: Similarities | None = None,
+        only: Sequence[Sequence[int]] | None = None,
     ) -> list[dict[int, ScoredPassage]]:
         """As `score`, of what `_ask` gives; `only` are the numbers of each question's passages that are scored."""
         scores, weight = [{} for _ in asked.questions], self.model.config.similarity_weight

@@ -18,7 +18,6 @@ from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, longes
 from .encoder_arcaligner import GivenSlots, documents_of, pad_slots
 from .kv_cache_arcaligner import AskedQuestions
 from .segmentation_arcaligner import LOADING, Segment
-from .tokenization_arcaligner import check_conversation
 
 # Options of a call that go to the processor.
 _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
@@ -204,8 +203,6 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         given = [] if documents is None else documents_of(documents, "`documents` of row 0")
         answerer = self.answerer
         passages, read = answerer.cut(given)
-        if isinstance(prompt, Chat):
-            check_conversation(prompt.messages)
         scores, texts, scored = None, {}, None
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
@@ -213,7 +210,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             asked = chat if is_question and self.processor.chat_template is not None else prompt
             template = {name: kwargs.pop(name, None) for name in ("continue_final_message", "tools")}
             if isinstance(asked, Chat) and template["continue_final_message"] is None:
-                template["continue_final_message"] = asked.messages[-1]["role"] == "assistant"
+                template["continue_final_message"] = any(each["role"] == "assistant" for each in asked.messages[-1:])
             template["add_generation_prompt"] = not template["continue_final_message"]
             slots.setdefault("sanitize_control_tokens", True)
             messages = asked.messages if isinstance(asked, Chat) else asked
