@@ -84,7 +84,8 @@ class PassageEncoder:
         keys = self._keys(documents, tokens_per_slot)
         found = {key: self._kept[key] for key in keys if key in self._kept}
         new = {key: each for key, each in zip(keys, documents, strict=True) if key not in found}
-        found |= zip(new, self._encode(list(new.values()), tokens_per_slot, turn), strict=True)
+        if new:
+            found |= zip(new, self._encode(list(new.values()), tokens_per_slot, turn), strict=True)
         for key in keys:
             self._kept[key] = found[key]
             self._kept.move_to_end(key)
@@ -363,7 +364,7 @@ class Engine:
         else:
             self._encode.check_room(texts, rate, self._room(request, len(texts)))
             turn.pass_on()
-            encoded = None if request.wants_fewer(len(texts)) else self._encode(texts, rate, turn=turn)
+            encoded = None if _selects(request, len(texts)) else self._encode(texts, rate, turn=turn)
         seconds = {"retrieval": 0.0, "slots": time.perf_counter() - began}
         request.passages = SlotPassages(passages, encoded, seconds)
 
@@ -384,12 +385,12 @@ class Engine:
     def _room(self, request: Request, num_passages: int) -> int:
         """Slot limit of a request with this many passages: higher if they are scored one by one than if all are
         used."""
-        return self.limits.max_slots_asked if request.wants_fewer(num_passages) else self.limits.max_slots
+        return self.limits.max_slots_asked if _selects(request, num_passages) else self.limits.max_slots
 
     def _choose(self, turn: ThreadTurn, group: list[Request]) -> None:
         """Reduce the passages of each request to its maximum: score each passage separately, and keep the top-ranked
         ones."""
-        group = [each for each in group if each.passages and each.wants_fewer(len(each.passages.documents))]
+        group = [each for each in group if each.passages and _selects(each, len(each.passages.documents))]
         if not group:
             return
         own_turn = GroupTurn(turn, group)
@@ -462,26 +463,26 @@ class Engine:
         else:
             # Text of a client must never end a turn.
             slots = {} if self.processor.chat_template is None else {"sanitize_control_tokens": True}
-            inputs = {**chat_inputs(self.processor, [self._chat(request) for request in group], **slots)}
+            inputs = dict(chat_inputs(self.processor, [self._chat(each) for each in group], **slots))
+            inputs = {name: each.to(self.model.device) for name, each in inputs.items()}
             check_length(inputs["input_ids"].shape[1], "The prompt", self.model.config.text_config)
             self._wait_for_room(group, inputs["attention_mask"].sum(dim=1).tolist(), own_turn)
             inputs["past_key_values"] = DynamicCache(config=self.model.config.text_config)
-        device = self.model.device
-        inputs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         return prefill_beginning(self.model, inputs, own_turn)
 
     def _questions(self, group: list[Request], turn: Turn) -> AskedQuestions:
         """The questions of requests, each with the slots of the passages that it uses."""
         asked = []
         for request in group:
-            slots = request.passages.inputs
-            if (num_slots := len(slots["context_embeds"])) > self.limits.max_slots:
+            _, embeds, words, ids, _ = request.passages.encoded
+            if (num_slots := len(embeds)) > self.limits.max_slots:
                 raise ValueError(
                     f"The passages have {num_slots} slots; expected at most {self.limits.max_slots}. Pass fewer "
                     "passages, a lower `max_passages`, or put more text into a slot (`tokens_per_slot`)."
                 )
             if (known := request.asked) is None:  # else its passages were scored
-                known = self.store.ask([self._chat(request)], None, **{name: [each] for name, each in slots.items()})
+                words = None if words is None else [words]
+                known = self.store.ask([self._chat(request)], None, [embeds], words, [ids])
             asked += known.questions
         return known._replace(questions=asked, turn=turn)
 
@@ -616,6 +617,11 @@ def each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) 
                 yield from each_fails_alone(part, run)
     else:
         yield group, result
+
+
+def _selects(request: Request, num_passages: int) -> bool:
+    """Whether a request uses only some of so many passages, which are selected then."""
+    return request.max_passages is not None and num_passages > request.max_passages
 
 
 def _without_number(document: dict[str, Any]) -> dict[str, Any]:

@@ -91,10 +91,6 @@ class Request:
             error = TimeoutError(f"The answer was not done within {self.seconds:g} seconds.")
         self.future.set_exception(error)
 
-    def wants_fewer(self, num_passages: int) -> bool:
-        """Whether only some of so many passages are read, which are chosen then."""
-        return self.max_passages is not None and num_passages > self.max_passages
-
 
 @dataclass
 class Answer:

@@ -19,7 +19,6 @@ from .modeling_arcaligner import PrefillOutputs
 from .segmentation_arcaligner import (
     Segment,
     cut_long,
-    fitting_pieces,
     stop_words,
 )
 from .tokenization_arcaligner import control_token_ids, text_of, title_of, tokenize_with_ends, with_plain_texts
@@ -131,7 +130,8 @@ class Answerer:
         tokens_per_slot: int | str | None = None,
     ) -> None:
         """Raises `ValueError` for settings of a call that are invalid, or that this aligner cannot follow."""
-        self.processor.slot_encoder.check_settings(tokens_per_slot=tokens_per_slot)
+        if tokens_per_slot is not None:
+            self.processor.slot_encoder.check_settings(tokens_per_slot=tokens_per_slot)
         if copy_bonus is not None:
             self.processor.check_copy_bonus(copy_bonus)
         if max_passages is not None:
@@ -491,9 +491,10 @@ def similarities_of(encoder, question: str | list[dict], documents: Sequence[str
 def maxsim_score(processor, question: str | list[dict], documents: Sequence[str | dict]) -> float:
     """The late-interaction (MaxSim) score of passages for a question, or a chat's last one: the highest cosine of each
     of its words, stop words left out, with a word of theirs, on average. Without words on either side NaN."""
-    encoder, (asked, *texts) = processor.encoder.untrained, _searched(question, documents)
+    asked, *texts = _searched(question, documents)
     texts = [text for text, own in zip(texts, documents, strict=True) if text_of(own, 0).strip()]
-    pieces = [text[a:b] for text in texts for a, b in fitting_pieces(text, 0, len(text), encoder.num_reads)]
+    encoder = processor.encoder.untrained
+    pieces = [piece for text in texts for piece in encoder.pieces(text)]
     (words, states), *others = of_texts(_WORDS, encoder, [asked, *pieces], encoder.encode_words, most=256)
     nearest = [(states.float() @ own.float().T).amax(dim=1) for _, own in others if len(own)]  # each (words,)
     if not words or not nearest:

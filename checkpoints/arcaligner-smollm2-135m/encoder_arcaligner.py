@@ -35,6 +35,7 @@ from .segmentation_arcaligner import (
     Segment,
     SegmentTokens,
     check_slot_settings,
+    fitting_pieces,
     in_given_text,
     run_ends,
     segment_documents,
@@ -236,6 +237,10 @@ class SentenceEncoder:
         if len(text) > longest:
             return max(2, len(text) // longest)
         return -(-len(self.tokenizer(text, truncation=False, verbose=False)["input_ids"]) // limit)
+
+    def pieces(self, text: str) -> list[str]:
+        """Parts of `text` that the encoder reads whole, one if it fits."""
+        return [text[start:end] for start, end in fitting_pieces(text, 0, len(text), self.num_reads)]
 
     @torch.no_grad()
     def encode(self, texts: Sequence[str]) -> torch.Tensor:
