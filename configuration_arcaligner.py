@@ -3,7 +3,7 @@
 import math
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
@@ -112,6 +112,16 @@ def normalize_budget(gate_mode: str | None, refinement_budget: float | None) -> 
 def is_number(value: Any, kind: type | UnionType) -> bool:
     """Whether it is a number of this kind and no truth value."""
     return isinstance(value, kind) and not isinstance(value, bool)
+
+
+class GateSettings(NamedTuple):
+    """How the slots of one forward are refined; the fields are those of [`ArcAlignerConfig`] and `refinement_budget`,
+    a share of the prefill, `None` for no limit."""
+
+    gate_mode: str
+    gate_threshold: float
+    max_refinement_steps: int
+    refinement_budget: float | None
 
 
 @strict
@@ -278,17 +288,22 @@ class ArcAlignerConfig(PreTrainedConfig):
             return tuple(range(self.text_config.num_hidden_layers))
         return tuple(sorted(set(self.gate_layers)))
 
-    def refines(
+    def gate_settings(
         self,
         gate_mode: str | None = None,
         gate_threshold: float | None = None,
         max_refinement_steps: int | None = None,
         refinement_budget: float | None = None,
-    ) -> bool:
-        """Whether slots may take extra passes, with these settings of a call in place of the configuration's."""
-        gate_mode, _ = normalize_budget(gate_mode or self.gate_mode, refinement_budget)
+    ) -> GateSettings:
+        """The settings of a forward: those of its call, which are valid, otherwise the configuration's."""
+        gate_mode, refinement_budget = normalize_budget(gate_mode or self.gate_mode, refinement_budget)
         steps = self.max_refinement_steps if max_refinement_steps is None else max_refinement_steps
-        return gate_mode != "off" and steps > 0 and bool(self.gated_layers)
+        return GateSettings(gate_mode, gate_threshold or self.gate_threshold, steps, refinement_budget)
+
+    def refines(self, **wanted: Any) -> bool:
+        """Whether slots may take extra passes, with the settings of a call as for `gate_settings`."""
+        settings = self.gate_settings(**wanted)
+        return settings.gate_mode != "off" and settings.max_refinement_steps > 0 and bool(self.gated_layers)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):

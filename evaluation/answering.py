@@ -19,10 +19,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from ..answering_arcaligner import MAX_NEW_TOKENS, Answerer, greedy_answers
-from ..attention_arcaligner import CACHE, cache_of, check_can_separate, passage_positions, separate_passages
+from ..attention_arcaligner import CACHE, check_can_separate, passage_positions, separate_passages
 from ..common.files import progress_lines
 from ..common.rows import Row
 from ..configuration_arcaligner import check_length
+from ..kv_cache_arcaligner import cache_of
 from ..loading_arcaligner import default_dtype, resolve_model
 from ..modeling_arcaligner import ADAPTER_NAME, ArcAlignerForCausalLM, slot_lora_layers
 from ..processing_arcaligner import ArcAlignerProcessor

@@ -84,7 +84,8 @@ class PassageEncoder:
         keys = self._keys(documents, tokens_per_slot)
         found = {key: self._kept[key] for key in keys if key in self._kept}
         new = {key: each for key, each in zip(keys, documents, strict=True) if key not in found}
-        found |= zip(new, self._encode(list(new.values()), tokens_per_slot, turn), strict=True)
+        if new:
+            found |= zip(new, self._encode(list(new.values()), tokens_per_slot, turn), strict=True)
         for key in keys:
             self._kept[key] = found[key]
             self._kept.move_to_end(key)
@@ -171,7 +172,7 @@ class Engine:
         self.answerer = Answerer(ask.model, ask.processor, ask.model.passage_cache(ask.processor, **options))
         self._check(tokens_per_slot, min_confidence, max_passages)
         self.top_k, self.tokens_per_slot, self.min_confidence = top_k, tokens_per_slot, min_confidence
-        self.max_passages = max_passages
+        self.max_passages, self._least_scored = max_passages, self.answerer.max_passages
         self.max_batch, self.batch_seconds, self.limits = max_batch, batch_seconds, limits or Limits()
         self.store = self.answerer.cache
         self._encode = PassageEncoder(self.processor)
@@ -419,8 +420,9 @@ class Engine:
                 document |= dict.fromkeys(("answerability", "confidence"), sure)  # the second is its name in 0.2
 
     def _selects(self, request: Request, num_passages: int) -> bool:
-        """Whether so many passages are scored, because not all of them may be used."""
-        return self.answerer.selects(num_passages, request.max_passages)
+        """Whether so many passages are scored, because a request may not use all of them."""
+        most = request.max_passages or self._least_scored
+        return most is not None and num_passages > most
 
     def _similarities(self, request: Request, turn: GroupTurn) -> list[float]:
         """The cosine of the question and each of a request's passages."""
@@ -466,26 +468,26 @@ class Engine:
         else:
             # Text of a client must never end a turn.
             slots = {} if self.processor.chat_template is None else {"sanitize_control_tokens": True}
-            inputs = {**chat_inputs(self.processor, [self._chat(request) for request in group], **slots)}
+            inputs = dict(chat_inputs(self.processor, [self._chat(each) for each in group], **slots))
+            inputs = {name: each.to(self.model.device) for name, each in inputs.items()}
             check_length(inputs["input_ids"].shape[1], "The prompt", self.model.config.text_config)
             self._wait_for_room(group, inputs["attention_mask"].sum(dim=1).tolist(), own_turn)
             inputs["past_key_values"] = DynamicCache(config=self.model.config.text_config)
-        device = self.model.device
-        inputs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         return prefill_beginning(self.model, inputs, own_turn)
 
     def _questions(self, group: list[Request], turn: Turn) -> AskedQuestions:
         """The questions of requests, each with the slots of the passages that it uses."""
         asked = []
         for request in group:
-            slots = request.passages.inputs
-            if (num_slots := len(slots["context_embeds"])) > self.limits.max_slots:
+            _, embeds, words, ids, _ = request.passages.encoded
+            if (num_slots := len(embeds)) > self.limits.max_slots:
                 raise ValueError(
                     f"The passages have {num_slots} slots; expected at most {self.limits.max_slots}. Pass fewer "
                     "passages, a lower `max_passages`, or put more text into a slot (`tokens_per_slot`)."
                 )
             if (known := request.asked) is None:  # else its passages were scored
-                known = self.store.ask([self._chat(request)], None, **{name: [each] for name, each in slots.items()})
+                words = None if words is None else [words]
+                known = self.store.ask([self._chat(request)], None, [embeds], words, [ids])
             asked += known.questions
         return known._replace(questions=asked, turn=turn)
 

@@ -30,7 +30,6 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from ...answering_arcaligner import Answerer
-from ...configuration_arcaligner import longest_prompt
 from ...kv_cache_arcaligner import join_keys_values, keys_values_of
 from ...modeling_arcaligner import PrefillOutputs
 from .request import Answer, Request, read_statistics
@@ -85,7 +84,7 @@ class LiveRow:
         model, self.processor, self.request = answerer.model, answerer.processor, request
         self.prompt_tokens, self.batch_size, self.began = prompt_tokens, batch_size, began
         self.end_ids = set(torch.tensor(model.generation_config.eos_token_id, device="cpu").reshape(-1).tolist())
-        longest = longest_prompt(model.config.text_config)
+        longest = self.processor.max_prompt_length
         room = request.max_new_tokens if longest is None else longest - prompt_tokens
         self.max_new_tokens = max(1, min(request.max_new_tokens, room))
         changes_at = frequencies_change_at(model.config.text_config)

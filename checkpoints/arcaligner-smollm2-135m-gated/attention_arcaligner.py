@@ -21,22 +21,13 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils import ModelOutput
 
 # The name of the cache in models and layers of the installed transformers: `cache` since 5.24. Users may pass either.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
-def cache_of(outputs: ModelOutput) -> Cache | None:
-    """The cache that a model returned."""
-    return getattr(outputs, CACHE)
-
-
 # Attention kernels that take a mask of rows by columns, so that some slots can be computed without the others.
 ROW_KERNELS = ("eager", "sdpa")
-
-# Text before the slots, as a share of the slots, that a step of all slots computes once more.
-MOST_TEXT_PER_SLOT = 0.5
 
 
 class SlotRows(NamedTuple):
@@ -51,29 +42,9 @@ class SlotRows(NamedTuple):
     ends_in_slot: torch.Tensor | None  # (batch,), rows whose last slot decides a token; None where there is none
     prefix_length: int | None  # positions up to the last slot of all rows; None where code is compiled for any
 
-    def refinable(self, is_last_layer: bool) -> torch.Tensor:
-        """Slots (batch, max_slots) that may be refined: those of the last layer are used only at the end of a row."""
-        if is_last_layer and self.ends_in_slot is not None:
-            return self.is_slot & self.ends_in_slot[:, None]
-        return self.is_slot
-
-    @property
-    def has_little_text(self) -> bool:
-        """Whether the text before the slots is so short that it is cheaper to compute it again in each step than to
-        store its keys and values separately."""
-        return MOST_TEXT_PER_SLOT * self.slot_positions.shape[1] >= self.text_positions.shape[1]
-
     def for_any_length(self) -> "SlotRows":
         """The same without Python numbers, with which code would be compiled again for each place of the slots."""
         return self._replace(slot_span=None, prefix_length=None)
-
-    def sizes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of text before the last slot and slots, each (batch,)."""
-        return (self.text_positions >= 0).sum(dim=1), (self.slot_positions >= 0).sum(dim=1)
-
-    def row_index(self) -> torch.Tensor | slice:
-        """The slots among flat rows, as a slice if they are adjacent, which needs no copy."""
-        return self.slot_rows if self.slot_span is None else slice(*self.slot_span)
 
 
 @torch.compiler.disable  # runs on the CPU
@@ -172,57 +143,6 @@ def _slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, device:
         ends_in_slot=torch.from_numpy(ends_in_slot).to(device) if ends_in_slot.any() else None,
         prefix_length=int(last_slot.max(initial=-1)) + 1,
     )
-
-
-def take_rows(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rows of `tensor` (batch or 1, seq_len, dim) at `positions` (batch, rows) -> (batch, rows, dim); row 0 for -1."""
-    tensor = tensor.expand(positions.shape[0], -1, -1)
-    index = positions.clamp(min=0)[:, :, None].expand(-1, -1, tensor.shape[-1])
-    return tensor.gather(1, index)
-
-
-class SlotStates:
-    """The slots among the hidden states (batch, seq_len, hidden) of a layer.
-
-    If all are adjacent in one prompt, they are split from the text before and after them without an index.
-    """
-
-    def __init__(self, hidden_states: torch.Tensor, rows: SlotRows):
-        self.hidden_states, self.rows = hidden_states, rows
-        self._parts = None
-        if rows.slot_span is not None and hidden_states.shape[0] == 1:
-            start, end = rows.slot_span
-            self._parts = hidden_states.split([start, end - start, hidden_states.shape[1] - end], dim=1)
-
-    def slots(self) -> torch.Tensor:
-        """The states of the slots (batch, max_slots, hidden)."""
-        if self._parts is not None:
-            return self._parts[1]
-        return take_rows(self.hidden_states, self.rows.slot_positions)
-
-    def prefix_with(self, states: torch.Tensor, length: int) -> torch.Tensor:
-        """The first `length` positions, those up to the last slot, with `states` (batch, max_slots, hidden) on the
-        slots."""
-        if self._parts is not None:
-            return torch.cat([self._parts[0], states], dim=1)
-        return self._written(states)[:, :length]
-
-    def slots_of_prefix(self, prefix: torch.Tensor) -> torch.Tensor:
-        """The slots (batch, max_slots, hidden) of another `prefix` (batch, length, hidden)."""
-        if self._parts is not None:
-            return prefix[:, self.rows.slot_span[0] :]
-        return take_rows(prefix, self.rows.slot_positions)
-
-    def with_slots(self, states: torch.Tensor) -> torch.Tensor:
-        """Eq. 9: all hidden states, with `states` (batch, max_slots, hidden) on the slots."""
-        if self._parts is not None:
-            return torch.cat([self._parts[0], states, self._parts[2]], dim=1)
-        return self._written(states)
-
-    def _written(self, states: torch.Tensor) -> torch.Tensor:
-        flat = self.hidden_states.reshape(-1, states.shape[-1])  # (batch * seq_len, hidden)
-        slots = states.reshape(-1, states.shape[-1]).index_select(0, self.rows.slot_cells)  # (num_slots, hidden)
-        return flat.index_copy(0, self.rows.slot_rows, slots).view_as(self.hidden_states)
 
 
 def check_can_separate(config: PreTrainedConfig, in_one_row: bool = True) -> None:

@@ -44,14 +44,12 @@ from .attention_arcaligner import (
     CACHE,
     ROW_KERNELS,
     SlotRows,
-    SlotStates,
     check_can_separate,
     check_passage_ids,
     find_slots,
     keep_passages_apart,
     prompt_positions,
     slot_bias_of,
-    take_rows,
     with_slot_bias,
 )
 from .configuration_arcaligner import (
@@ -73,12 +71,14 @@ from .refinement_arcaligner import (
     RefinementKeysValues,
     RefinementSettings,
     Slots,
+    SlotStates,
     StepInputs,
     StepRows,
     count_layer_cost,
     new_slots,
     prefix_inputs,
     step_inputs,
+    take_rows,
 )
 
 logger = logging.get_logger(__name__)
@@ -590,7 +590,7 @@ class SlotDecoderLayer(InPlaceMixin):
         if slots is None:
             with lora_on(ALL_ROWS if self.has_lora_on_text else None):
                 return super().forward(hidden_states, **kwargs), None
-        with lora_on(self._lora_rows(slots.rows.row_index())):
+        with lora_on(self._lora_rows(slots.row_index())):
             hidden_states = super().forward(hidden_states, **kwargs)  # Eq. 4: the mandatory pass, LoRA on slots (Eq. 3)
         if not self._may_refine(slots):
             return self._with_unused_gate(hidden_states, slots.settings), None
@@ -672,7 +672,7 @@ class SlotDecoderLayer(InPlaceMixin):
         rows, dtype = slots.rows, hidden.hidden_states.dtype
         if self.arcaligner_config.text_config._attn_implementation not in ROW_KERNELS or (
             step_rows is None
-            and rows.has_little_text
+            and slots.has_little_text
             and slots.settings.budget is None  # which pays for keys and values of the text once
             and not torch.compiler.is_compiling()
         ):
@@ -718,7 +718,7 @@ class SlotDecoderLayer(InPlaceMixin):
         length = seq_len if rows.prefix_length is None else rows.prefix_length
         step_kwargs = kwargs | slots.shared_inputs.get(kwargs, lambda: prefix_inputs(length, kwargs))
         if batch == 1:  # the same positions of a row that is shorter
-            index = rows.row_index()
+            index = slots.row_index()
         else:
             index = rows.slot_rows // seq_len * length + rows.slot_rows % seq_len
 
@@ -951,8 +951,10 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         """
         cache = one_cache(past_key_values, cache)
         wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
+        wanted = {name: own for name, own in zip(REFINEMENT_SETTINGS, wanted, strict=True) if own is not None}
         if not torch.compiler.is_compiling():
-            check_gates(*wanted)
+            if wanted:  # the configuration's own are checked by it
+                check_gates(**wanted)
             self._check_ids(input_ids, inputs_embeds, context_embeds, is_generated)
         has_slots = input_ids is not None and context_embeds is not None
         slot_mask = input_ids == self.config.context_token_id if has_slots else None  # `M_r`, (batch, seq_len)
@@ -963,7 +965,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if slot_mask is not None:
             of_slots = (context_embeds, context_word_ids, context_passage_ids)
             slots, attention_mask, position_ids = self._prepare_slots(
-                slot_mask, *of_slots, attention_mask, position_ids, cache, *wanted
+                slot_mask, *of_slots, attention_mask, position_ids, cache, wanted
             )
             inputs_embeds = self._embed(input_ids, inputs_embeds, slot_mask, context_embeds, context_word_ids)
             input_ids = None  # the backbone takes one of the two
@@ -1028,7 +1030,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         attention_mask: torch.Tensor | None,
         position_ids: torch.LongTensor | None,
         cache: Cache | None,
-        *wanted: Any,
+        wanted: dict[str, Any],
     ) -> tuple[Slots, torch.Tensor | None, torch.LongTensor | None]:
         """The slots of a forward, with the mask and the positions of its prompt; `wanted` are the
         `REFINEMENT_SETTINGS` of the call. Compiled code checks nothing, and has no numbers of the host."""
@@ -1046,8 +1048,9 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             rows = rows.for_any_length()
         else:
             check_length(slot_mask.shape[1], "The prompt", self.config.text_config, position_ids)
-            check_slots_after_cache(self.config, rows, cache, context_passage_ids, *wanted)
-        slots = new_slots(self.config, self.layer_costs, rows, self.training, *wanted)
+            check_slots_after_cache(self.config, rows, cache, context_passage_ids, wanted)
+        settings = self.config.gate_settings(**wanted)
+        slots = new_slots(self.config, settings, self.layer_costs, rows, self.training)
         return slots, attention_mask, position_ids
 
     def _check_slot_inputs(self, slot_mask, context_embeds, context_word_ids, passage_ids) -> None:
@@ -1240,12 +1243,12 @@ def text_for_slots(input_ids: torch.LongTensor, context_token_id: int) -> torch.
     return torch.where(is_slot, first_text, input_ids)
 
 
-def check_slots_after_cache(config, rows: SlotRows, cache: Cache | None, context_passage_ids, *wanted) -> None:
+def check_slots_after_cache(config, rows: SlotRows, cache: Cache | None, context_passage_ids, wanted) -> None:
     """Raises `ValueError` for slots after cached text if that differs from one prefill of both; `wanted` are
     the `REFINEMENT_SETTINGS` of the call."""
     if rows.slot_rows.shape[0] == 0 or cache is None or cache.get_seq_length() == 0:
         return
-    if config.refines(*wanted):
+    if config.refines(**wanted):
         reason = "refinement needs the deeper states of earlier tokens, which a cache does not hold"
     elif config.passage_attention == "separate" and context_passage_ids is not None:
         reason = "the slots of several passages need the positions of the whole prompt"
@@ -1377,13 +1380,13 @@ class SlotGenerationMixin(GenerationMixin):
         if not (mask is None or isinstance(mask, dict) or isinstance(mask, torch.Tensor) and mask.dim() > 1):
             found = f" of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else ""
             raise ValueError(f"`attention_mask` is a {type(mask).__name__}{found}; expected a tensor (batch, seq_len).")
-        settings = {name: kwargs[name] for name in REFINEMENT_SETTINGS if kwargs.get(name) is not None}
-        check_gates(**settings)
-        if settings and self._has_read_slots(input_ids, cache):
-            logger.warning_once(
-                f"{', '.join(f'`{name}`' for name in settings)} of `generate` does not change slots that are already "
-                "in `past_key_values`. Pass gate settings to `prepare` of the passage cache instead."
-            )
+        if settings := {name: kwargs[name] for name in REFINEMENT_SETTINGS if kwargs.get(name) is not None}:
+            check_gates(**settings)
+            if self._has_read_slots(input_ids, cache):
+                logger.warning_once(
+                    f"{', '.join(f'`{name}`' for name in settings)} of `generate` does not change slots that are "
+                    "already in `past_key_values`. Pass gate settings to `prepare` of the passage cache instead."
+                )
         generation_config = kwargs.get("generation_config") or self.generation_config
         if kwargs.get("prefill_chunk_size", generation_config.prefill_chunk_size) is not None:
             raise ValueError(

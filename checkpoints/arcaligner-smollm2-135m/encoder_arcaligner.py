@@ -11,7 +11,7 @@ import importlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
@@ -35,12 +35,13 @@ from .segmentation_arcaligner import (
     Segment,
     SegmentTokens,
     check_slot_settings,
+    fitting_pieces,
     in_given_text,
     run_ends,
-    segment_document,
+    segment_documents,
     tokenize_segments,
 )
-from .tokenization_arcaligner import documents_of, given_text, text_of
+from .tokenization_arcaligner import given_text, text_of
 
 logger = logging.get_logger(__name__)
 
@@ -236,6 +237,10 @@ class SentenceEncoder:
         if len(text) > longest:
             return max(2, len(text) // longest)
         return -(-len(self.tokenizer(text, truncation=False, verbose=False)["input_ids"]) // limit)
+
+    def pieces(self, text: str) -> list[str]:
+        """Parts of `text` that the encoder reads whole, one if it fits."""
+        return [text[start:end] for start, end in fitting_pieces(text, 0, len(text), self.num_reads)]
 
     @torch.no_grad()
     def encode(self, texts: Sequence[str]) -> torch.Tensor:
@@ -480,11 +485,6 @@ class GivenSlots(NamedTuple):
     context_passage_ids: torch.LongTensor | None = None  # (num_slots,); without them all slots are of one passage
 
 
-def pad_passage_ids(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
-    """Stacks passage numbers of rows, each (num_slots,), to (batch, max_slots), padded with -1."""
-    return pad_sequence(rows, batch_first=True, padding_value=-1)
-
-
 def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
     """Stacks word ids of rows, each (num_slots, max_words), to (batch, max_slots, max_words), padded with -1."""
     sizes = [max(row.shape[axis] for row in rows) for axis in (0, 1)]
@@ -509,8 +509,21 @@ def pad_slots(rows: Sequence) -> dict[str, torch.Tensor]:
         )
     if any(own is not None for own in numbers):
         none = torch.full((0,), -1, **place)
-        slots["context_passage_ids"] = pad_passage_ids([none if own is None else own for own in numbers])
+        numbers = [none if own is None else own for own in numbers]
+        slots["context_passage_ids"] = pad_sequence(numbers, batch_first=True, padding_value=-1)
     return slots
+
+
+def documents_of(row, name: str) -> list:
+    """The passages of one question as a list; a single passage is wrapped."""
+    if isinstance(row, str | dict):
+        return [row]
+    try:
+        if isinstance(row, Mapping | Set):  # whose texts have other names, or no order
+            raise TypeError
+        return list(row)
+    except TypeError as error:
+        raise ValueError(f'{name} is {row!r}; expected a list of strings or {{"title": str, "text": str}}.') from error
 
 
 def _embeds_of(values, name: str) -> torch.FloatTensor:
@@ -709,8 +722,9 @@ class SlotEncoder:
         Raises:
             `ValueError`: settings that are invalid.
         """
+        if max_slots is not None or tokens_per_slot is not None:  # the processor has checked its own
+            check_slot_settings(max_slots, tokens_per_slot)
         rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
-        check_slot_settings(max_slots, rate)
         if (known := self.trained_tokens_per_slot) and rate not in known:
             logger.warning_once(
                 f"`tokens_per_slot` is {rate!r}, but this aligner was trained with {', '.join(map(str, known))}. "
@@ -726,16 +740,12 @@ class SlotEncoder:
         Raises:
             `ValueError`: a document that is neither a string nor `{"title": str, "text": str}`.
         """
-        segments = []
-        for number, document in enumerate(documents):
-            segments += segment_document(
-                text_of(document, number),
-                number,
-                sentences_per_segment=self.sentences_per_segment,
-                spacy_model=self.spacy_model,
-                num_reads=self.encoder.num_reads,
-            )
-        return segments
+        return segment_documents(
+            documents,
+            sentences_per_segment=self.sentences_per_segment,
+            spacy_model=self.spacy_model,
+            num_reads=self.encoder.num_reads,
+        )
 
     def encode_tokens(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
         """Normalized embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
