@@ -77,9 +77,10 @@ TYPED = [
     ("docs/decisions.md", f"at 2 tokens 62.3 / 60.1 / 45.8 / 41.4 -> {FOUR_NUMBERS}", f1s()),
     (
         "CHANGELOG.md",
-        rf"at two tokens per slot {FOUR_NUMBERS} \(.*?\), "
-        rf"at four {FOUR_NUMBERS} \(.*?\), at eight {FOUR_NUMBERS} \(.*?\), "
-        f"at a sentence {FOUR_NUMBERS} ",
+        "".join(
+            rf"\| {tokens} \| " + r" \| ".join([rf"{NUMBER} \([\d.]+\)"] * 4) + r" \|.*?"
+            for tokens in (r"2 \(default\)", "4", "8", "a sentence")
+        ),
         OTHERS,
     ),
     ("CHANGELOG.md", f"min_confidence={NUMBER}` abstains", [THRESHOLD]),
