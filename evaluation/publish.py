@@ -213,10 +213,13 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
     lines = [
         "# Answers",
         "",
-        f"The shipped aligner's answers to the first {ANSWERS_PER_SET} questions of each set, ordered by id, none left",
-        "out: at two tokens per slot, with greedy decoding, from the run of [results.md](results.md).",
-        "*Answerability*: how likely the passages contain an answer. It is not the chance that the answer is right.",
-        f'With `min_confidence={threshold}`, the rows marked "abstains" become "{no_answer}".',
+        f"What the shipped aligner answers: the first {ANSWERS_PER_SET} questions of each set by id, with no answer left out.",
+        "It has two tokens per slot and greedy decoding, in the run of [results.md](results.md).",
+        "",
+        "- *Expected* is the gold answer. *F1*, in percent, is how many words it shares with the answer.",
+        "- *Answerability*, from 0 to 1, is how likely the passages contain an answer. It is not the chance that the answer is",
+        "  right.",
+        f'- *Abstains*: with `min_confidence={threshold}` this answer would be "{no_answer}". Without it, it is the one shown.',
     ]
     for file in answer_files(run):
         if file.method == "arcaligner" and file.task in TASKS:
