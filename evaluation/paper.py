@@ -11,6 +11,7 @@ Each page compares ours with the paper's numbers if the paper prints any; for it
 import itertools
 import json
 import logging
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -467,7 +468,7 @@ def published_table(results: dict[str, Any], tasks: Sequence[str]) -> list[str]:
     titles = [TASKS[name].title for name in tasks]
     sets = {title: _only(results["sets"].get(title, {"methods": {}}), main_methods(SEGMENT)) for title in titles}
     asked = {title: entry for title, entry in sets.items() if entry["methods"]}
-    return [*comparison(sets, main_methods(SEGMENT)), *costs(asked), _questions_of(asked)]
+    return [*comparison(sets, main_methods(SEGMENT)), *costs(asked), *_questions_of(asked)]
 
 
 def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
@@ -492,9 +493,9 @@ def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
             rows.append(["-", _paper_title(named), *cells])
     columns = [column for title in sets for column in (f"{title}: paper", "ours")]
     return [
-        *markdown_table(["Ours", "Paper", *columns], rows),
+        "EM / F1 / Acc in percent. The paper's numbers are of Mistral 7B. A dash means: not measured.",
         "",
-        "EM / F1 / Acc, %; the paper's are of Mistral 7B.",
+        *markdown_table(["Method here", "Method in the paper", *columns], rows),
         "",
     ]
 
@@ -522,7 +523,7 @@ def published_backbone(results: dict[str, Any], backbone: str) -> tuple[list[str
     methods = ["naive", "standard_rag", f"arcaligner{SEGMENT}"]
     sets = {name: _only(results["sets"][name], methods) for name in _titles_in(results, FOUR, methods)}
     lines, figure = backbones_part({backbone: sets})
-    return [*lines, "", _questions_of(sets)], figure
+    return [*lines, "", *_questions_of(sets)], figure
 
 
 def ratios_part(points: dict[str, dict[str, dict[str, Any]]]) -> tuple[list[str], Figure]:
@@ -558,14 +559,15 @@ def _titles_in(results: dict[str, Any], tasks: Sequence[str], methods: Sequence[
     return [title for title in titles if all(name in results["sets"][title]["methods"] for name in methods)]
 
 
-def _questions_of(sets: dict[str, Any]) -> str:
-    asked = PAPER["questions"]
-    counts = ", ".join(
-        f"{title} {entry['questions']} ({entry['passages']}; paper: {asked[title]:,})" for title, entry in sets.items()
-    )
+def _questions_of(sets: dict[str, Any]) -> list[str]:
+    """Markdown lines: how many questions of each set were asked, about which passages."""
+    rows = [
+        [title, entry["questions"], f"{PAPER['questions'][title]:,}", entry["passages"]]
+        for title, entry in sets.items()
+    ]
     few = [title for title, entry in sets.items() if entry["questions"] < FEW_QUESTIONS]
-    note = f" Too few for a comparison: {', '.join(few)}; brackets are 95 % intervals of F1." if few else ""
-    return f"Questions and passages: {counts}.{note}"
+    note = f"Too few questions for a comparison: {', '.join(few)}. Brackets are 95 % intervals of F1."
+    return [*markdown_table(["Set", "Questions", "In the paper", "Passages"], rows), *(["", note] if few else [])]
 
 
 ABLATION_NAMES = {PAPER_NAMES[name] for name in ABLATIONS}
@@ -619,9 +621,9 @@ def costs(sets: dict[str, Any]) -> list[str]:
     asked = ", *of* so many questions where fewer were asked" if fewer else ""
     note = (
         f"*Floor*: F1 with another question's passages{asked}. *Retained*: (F1 - closed book) / (text - closed book); "
-        f"closed book is Naive, {text}. *x*: tokens of text per position, measured."
+        f"closed book is Naive, {text}. *x*: measured compression, tokens of text per position."
     )
-    return [*table("F1 (floor, retained), rate", method_titles(sets), sets, cell), note, ""]
+    return [*table("F1 (floor, retained), compression", method_titles(sets), sets, cell), *textwrap.wrap(note, 120), ""]
 
 
 def footnote_of(sets: dict[str, Any], settings: EvaluationSettings) -> str:
