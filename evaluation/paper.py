@@ -202,7 +202,7 @@ class Reproduction:
         """Table 1 or 2."""
         methods = main_methods(self.suffix(self.settings.checkpoint))
         sets = self.answer(self.settings, tasks, methods, self.settings.floor)
-        return self.write(name, title, [*comparison(sets, methods), *costs(sets), footnote_of(sets, self.settings)])
+        return self.write(name, title, [*comparison(sets, methods), *costs(sets), *footnote_of(sets, self.settings)])
 
     def recall(self) -> Path:
         """Recall of the retriever before and after re-ranking."""
@@ -227,7 +227,7 @@ class Reproduction:
         own = self.suffix(settings.checkpoint)
         methods = [*(f"{method}{own}" for method in ("arcaligner", *ABLATIONS)), *CONTROL]
         sets = self.answer(settings, ("hotpotqa", "nq", "triviaqa"), methods)
-        return self.write("ablation", TITLES["ablation"], [*comparison(sets, methods), footnote_of(sets, settings)])
+        return self.write("ablation", TITLES["ablation"], [*comparison(sets, methods), *footnote_of(sets, settings)])
 
     def backbones(self) -> Path:
         """Figure "Accuracy across different backbone language models"."""
@@ -240,7 +240,8 @@ class Reproduction:
             methods = ["naive", "standard_rag", f"arcaligner{self.suffix(settings.checkpoint)}"]
             found[title] = self.answer(settings, FOUR, methods)
         lines, figure = backbones_part(found)
-        lines += ["", *(f"{title}: {footnote_of(sets, chosen[title])}" for title, sets in found.items())]
+        for title, sets in found.items():
+            lines += ["", f"**{title}**", "", *footnote_of(sets, chosen[title])]
         return self.write("backbones", TITLES["backbones"], lines, figure)
 
     def perplexity(self) -> Path:
@@ -310,7 +311,7 @@ class Reproduction:
             f"Right by {METRIC_NAMES[metric]}. TT: Naive and StandardRAG are right; TF: Naive alone; FT: StandardRAG "
             "alone; FF: neither."
         )
-        lines = [about, "", *categories.categories_table(found), "", footnote_of(sets, self.settings)]
+        lines = [about, "", *categories.categories_table(found), "", *footnote_of(sets, self.settings)]
         return self.write("categories", TITLES["categories"], lines, picture)
 
     def ratios(self) -> Path:
@@ -626,17 +627,18 @@ def costs(sets: dict[str, Any]) -> list[str]:
     return [*table("F1 (floor, retained), compression", method_titles(sets), sets, cell), *textwrap.wrap(note, 120), ""]
 
 
-def footnote_of(sets: dict[str, Any], settings: EvaluationSettings) -> str:
-    """What the numbers are of, and how far they may be off."""
+def footnote_of(sets: dict[str, Any], settings: EvaluationSettings) -> list[str]:
+    """Markdown lines: what the numbers are of, and how far they may be off."""
     widths = [max(each["f1"][2] - each["f1"][0], each["f1"][0] - each["f1"][1]) for each in _numbers(sets)]
-    counts = ", ".join(f"{title} {entry['questions']}" for title, entry in sets.items())
-    recalls = ", ".join(f"{title} {entry['recall'][0]:.0f} %" for title, entry in sets.items())
-    read = "; ".join(f"{title}: {entry['passages']}" for title, entry in sets.items())
-    return (
-        f"Questions: {counts}. 95 % bootstrap intervals of F1 reach up to {max(widths):.0f} points "
-        f"from the number. EM is non-strict: the answer contains a gold. The passages contain a gold: {recalls}. "
-        f"Passages: {read}. {summarize(settings.output)['machine']}."
+    rows = [
+        [title, entry["questions"], entry["passages"], f"{entry['recall'][0]:.0f}"] for title, entry in sets.items()
+    ]
+    note = (
+        f"95 % bootstrap intervals of F1 reach up to {max(widths):.0f} points from the number. EM is non-strict: the "
+        f"answer contains a gold answer. {summarize(settings.output)['machine']}."
     )
+    columns = ["Set", "Questions", "Passages", "They contain a gold answer, % of the questions"]
+    return [*markdown_table(columns, rows), "", note]
 
 
 def _numbers(sets: dict[str, Any]) -> list[dict[str, Any]]:
