@@ -213,13 +213,13 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
     lines = [
         "# Answers",
         "",
-        f"What the shipped aligner answers: the first {ANSWERS_PER_SET} questions of each set by id, with no answer left out.",
+        f"The shipped aligner's answers to the first {ANSWERS_PER_SET} questions of each set by id. None is left out.",
         "It has two tokens per slot and greedy decoding, in the run of [results.md](results.md).",
         "",
         "- *Expected* is the gold answer. *F1*, in percent, is how many words it shares with the answer.",
-        "- *Answerability*, from 0 to 1, is how likely the passages contain an answer. It is not the chance that the answer is",
-        "  right.",
-        f'- *Abstains*: with `min_confidence={threshold}` this answer would be "{no_answer}". Without it, it is the one shown.',
+        "- *Answerability*, from 0 to 1, is how likely the passages contain an answer. It is not the chance that the",
+        "  answer is right.",
+        f'- *Abstains*: with `min_confidence={threshold}` the answer is "{no_answer}". Without it, it is the one shown.',
     ]
     for file in answer_files(run):
         if file.method == "arcaligner" and file.task in TASKS:
@@ -288,12 +288,12 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         f"**F1** is in percent, of {counts} questions of each set{fewer_questions(sets)}. Their passages have "
         f"{min(lengths):.0f} to {max(lengths):.0f} tokens on average.",
         "**Fine-tuned** is the same model with a LoRA that was trained on 4,000 questions with their text.",
-        f"**First token** is the time until the answer begins, for {passages} passages ({new_tokens} tokens), in float32 "
-        f"on {latency['machine']['cores']} CPU cores. Slots were encoded beforehand.",
+        f"**First token** is the time until the answer begins, for {passages} passages ({new_tokens} tokens), in "
+        f"float32 on {latency['machine']['cores']} CPU cores. Slots were encoded beforehand.",
         "**Passages cached** means that their keys and values were computed beforehand as well. A cache of text serves "
         "only the same passages in the same order. Slots are cached per passage and combined freely.",
-        "**The default** scores passages and uses the best one, which takes time. Its times are upper bounds: they were "
-        "measured when it scored all passages. It now scores at most half of them (rounded up, at least two).",
+        "**The default** scores passages and uses the best one, which takes time. Its times are upper bounds: they "
+        "were measured when it scored all passages. It now scores at most half of them (rounded up, at least two).",
         f"The two time columns come from different CPUs ({latency['machine']['cpu']}, {kept['machine']['cpu']}), so "
         "compare within a column only.",
         "Slots and cut text are decoded with a bonus for words of the passages (`copy_bonus`), whole text without it."
