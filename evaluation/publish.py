@@ -219,7 +219,7 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
         "- *Expected* is the gold answer. *F1*, in percent, is how many words it shares with the answer.",
         "- *Answerability*, from 0 to 1, is how likely the passages contain an answer. It is not the chance that the",
         "  answer is right.",
-        f'- *Abstains*: with `min_confidence={threshold}` the answer is "{no_answer}". Without it, it is the one shown.',
+        f'- *Abstains*: with `min_confidence={threshold}` the answer is "{no_answer}"; without it, the one shown.',
     ]
     for file in answer_files(run):
         if file.method == "arcaligner" and file.task in TASKS:
