@@ -9,7 +9,7 @@ two passages that they need.
 - *Which questions*: A logistic regression separates the questions of the training articles by their embeddings and
   their numbers of words. Questions of held-out articles, with their passages among the nearest others, then give the
   weight of this, of the answerability of the top-ranked passage, and an offset. Both regressions weight the two kinds
-  equally, because nobody knows how many of a user's questions need several passages.
+  equally, because the share of multi-hop questions among a user's questions is not known.
 - *Which two*: Held-out questions that need two passages get them among the nearest others, ten in all. A logistic
   regression separates the pair from all other pairs by the features of `pair_features`.
 
