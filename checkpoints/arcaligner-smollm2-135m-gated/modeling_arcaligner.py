@@ -1135,9 +1135,9 @@ NEUTRAL_PAIR = (1.0, 0.0, 0.0, 0.0, 0.0)  # the weight of the log-odds, and thos
 
 
 class MultihopHead(nn.Module):
-    """Two logistic regressions: on a question, whether it is a multi-hop question, which needs two passages together; on
-    the features of a pair of passages, whether they are these two. `train/multihop.py` fits them; they are not trained
-    with the aligner, and are in float32 like it. Before, no question is found, and pairs rank by their log-odds.
+    """Two logistic regressions: on a question, whether it is a multi-hop question, which needs two passages together;
+    on the features of a pair of passages, whether they are these two. `train/multihop.py` fits them; they are not
+    trained with the aligner, and are in float32 like it. Before, no question is found, and pairs rank by their log-odds.
     """
 
     def __init__(self, encoder_hidden_size: int):
