@@ -61,8 +61,8 @@ STAGES = ("reconstruction", "grounding", "gating")
 HEADS = ("answerability_head", "multihop_head")  # of the model, and in the names of their weights
 
 # In the `digests`: the aligner's weights, in however many files they are, without its heads, which change no keys and
-# values and may be fitted again, and these heads.
-WEIGHTS_DIGEST, HEADS_DIGEST = "model.safetensors", "heads"
+# values and may be fitted again. Each head has a digest of its own, under its name.
+WEIGHTS_DIGEST = "model.safetensors"
 
 # The fields of the configuration that belong to these heads begin so.
 _HEAD_SETTINGS = ("answerability_", "answer_", "use_multihop_head")
@@ -311,8 +311,8 @@ class AlignerMixin:
             config |= {name: value for name, value in settings if name.startswith(_HEAD_SETTINGS)}
             if isinstance(digests := config.get("digests"), dict):
                 # Digests of settings, which 0.2 wrote, are no longer compared.
-                own = {name: each for name, each in digests.items() if name != HEADS_DIGEST and isinstance(each, str)}
-                config["digests"] = own | ({HEADS_DIGEST: tensors_digest(heads)} if heads else {})
+                own = {name: each for name, each in digests.items() if name not in HEADS and isinstance(each, str)}
+                config["digests"] = own | head_digests(heads)
             write_config(new / "config.json", config)
             processor = folder / PROCESSOR_NAME
             if processor.is_file() and "answer_probe" in (found := read_json(processor)):  # the head of 0.2
@@ -434,8 +434,7 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
             f"Checkpoint {source} has {len(strangers)} weights that are not an aligner's, first `{strangers[0]}`, but "
             "was saved without a base model. Download it again, or save it again."
         )
-    digests = config.digests or {}
-    check_values(model.is_aligner_key, files, source, digests.get(WEIGHTS_DIGEST), digests.get(HEADS_DIGEST))
+    check_values(model.is_aligner_key, files, source, config.digests or {})
 
 
 def _read_answer_probe(model, source: str, download: dict[str, Any]) -> None:
@@ -621,11 +620,8 @@ def read_tensors(files: Iterable[str | Path]) -> Iterator[tuple[str, torch.Tenso
                 yield key, tensors.get_tensor(key)
 
 
-def check_values(
-    is_aligner_key, files: Iterable[str | Path], source: str, digest: str | None, heads_digest: str | None = None
-) -> None:
-    """Refuses weights that are not finite, and weights of an aligner whose digest is not `digest` (`heads_digest` of
-    its heads)."""
+def check_values(is_aligner_key, files: Iterable[str | Path], source: str, digests: dict[str, str]) -> None:
+    """Refuses weights that are not finite, and weights of an aligner or of a head whose digests are not `digests`."""
     aligner = {}
     for key, tensor in read_tensors(files):
         if tensor.is_floating_point() and tensor.itemsize > 1 and not torch.isfinite(tensor).all():
@@ -636,8 +632,8 @@ def check_values(
         if is_aligner_key(key):
             aligner[key] = tensor
     found = aligner_digests(aligner)
-    for name, expected in ((WEIGHTS_DIGEST, digest), (HEADS_DIGEST, heads_digest)):
-        if expected is not None and found.get(name) != expected:
+    for name in (WEIGHTS_DIGEST, *HEADS):
+        if name in digests and found.get(name) != digests[name]:
             raise ValueError(
                 f"The aligner's weights in {source} do not match their digest. Download the checkpoint "
                 "again, or save it again."
@@ -770,9 +766,14 @@ def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
 
 def aligner_digests(aligner: dict[str, torch.Tensor]) -> dict[str, str]:
     """Digests of an aligner's weights, and of its heads where it has any."""
-    heads = {key: tensor for key, tensor in aligner.items() if AlignerMixin.is_head_key(key)}
-    own = {key: tensor for key, tensor in aligner.items() if key not in heads}
-    return {WEIGHTS_DIGEST: tensors_digest(own)} | ({HEADS_DIGEST: tensors_digest(heads)} if heads else {})
+    own = {key: tensor for key, tensor in aligner.items() if not AlignerMixin.is_head_key(key)}
+    return {WEIGHTS_DIGEST: tensors_digest(own)} | head_digests(aligner)
+
+
+def head_digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Digests of the heads that are among these tensors, by the names of the heads."""
+    heads = {head: {key: each for key, each in tensors.items() if f"{head}." in key} for head in HEADS}
+    return {head: tensors_digest(own) for head, own in heads.items() if own}
 
 
 # Files that are written

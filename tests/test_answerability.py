@@ -376,7 +376,7 @@ def test_old_checkpoint_is_converted(tmp_path):
     found = json.loads((folder / "config.json").read_text())["digests"]
     assert all(path.read_bytes() == content for path, content in kept.items())
     assert {name: each for name, each in digests.items() if isinstance(each, str)}.items() < found.items()
-    assert found.keys() - digests.keys() == {"heads"}
+    assert found.keys() - digests.keys() == {"answerability_head"}
 
 
 CHANGED = ("model.safetensors", "config.json", "processor_config.json")

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import backbone_config, random_head, tiny_aligner
 
 from arcaligner import ArcAlignerConfig, ArcAlignerForCausalLM, multihop_arcaligner
-from arcaligner.answering_arcaligner import Answerer, question_features
+from arcaligner.answering_arcaligner import Answerer, question_features, similarities_of
 from arcaligner.modeling_arcaligner import ArcAlignerModel, MultihopHead
 from arcaligner.multihop_arcaligner import PassageWords, best_pair, pair_features
 
@@ -117,6 +118,27 @@ def test_names_lead_to_the_pair():
         assert {order[number]["title"] for number in found} == {FILM["title"], CURTIZ["title"]}
 
 
+def test_copies_are_no_pair():
+    """Of equal texts the top-ranked one counts; if all are equal, it is the only one."""
+    head, copy = MultihopHead(3), {**FILM, "text": FILM["text"] + " "}
+    head.pair.copy_(torch.tensor([0.5, 1.0, 1.0, 1.0, 1.0]))
+    assert best_pair(head, ASKED, [FILM, copy, CURTIZ, ROME], {0: 1.0, 1: 2.0, 2: 0.0, 3: -1.0}, "en") == [1, 2]
+    assert best_pair(head, ASKED, [FILM, copy], {0: 1.0, 1: 2.0}, "en") == [1]
+
+
+def test_pairs_are_ranked_exactly():
+    """Whatever autocast is on, and whatever type the head was cast to."""
+    head, odds = MultihopHead(3).to(torch.bfloat16), {0: 10.0, 1: 10.02, 2: 10.03}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert best_pair(head, "Who?", ["One.", "Two.", "Three."], odds, "en") == [1, 2]
+
+
+def test_long_titles_are_read_fast():
+    start = time.perf_counter()
+    PassageWords.of({"title": "(" * 50_000, "text": "Ada."}, COMMON)
+    assert time.perf_counter() - start < 1
+
+
 def test_few_passages_are_combined(monkeypatch):
     """Only the top-ranked ones, where there are very many."""
     monkeypatch.setattr(multihop_arcaligner, "MOST_COMBINED", 2)
@@ -197,6 +219,16 @@ def test_no_passage_is_scored_twice(answerer, monkeypatch, limit):
     give_multihop_head(answerer.model, is_found=False)
     (selection,) = answerer.select([QUESTION], [PASSAGES])
     assert len(selection.scores) == (1 if limit == 0.0 else 2)
+
+
+@pytest.mark.parametrize("number, expected", [(12, 12), (20, 20), (24, 20), (44, 22)])
+def test_pair_candidates(answerer, number, expected):
+    """All of up to twenty passages, or the more similar half."""
+    texts = [f"Passage {'more ' * place}text." for place in range(number)]
+    (selection,) = answerer.select([QUESTION], [texts])
+    similar = similarities_of(answerer.processor.encoder, QUESTION, texts)
+    nearest = sorted(range(number), key=similar.__getitem__, reverse=True)[:expected]
+    assert sorted(selection.scores) == sorted(nearest)
 
 
 def test_pipeline_uses_two(answerer):

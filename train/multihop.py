@@ -7,14 +7,15 @@ needed. This head finds the questions that need several, those of HotpotQA and M
 two passages that they need.
 
 - *Which questions*: A logistic regression separates the questions of the training articles by their embeddings and
-  their numbers of words. Questions of held-out articles, with their passages among the nearest others, then give the
+  their numbers of words. Questions of half of the held-out articles, with their passages among the nearest others,
+  then give the
   weight of this, of the answerability of the top-ranked passage, and an offset. Both regressions weight the two kinds
   equally, because the share of multi-hop questions among a user's questions is not known.
-- *Which two*: Held-out questions that need two passages get them among the nearest others, ten in all. A logistic
+- *Which two*: Questions of this half that need two passages get them among the nearest others, ten in all. A logistic
   regression separates the pair from all other pairs by the features of `pair_features`.
 
-The result is saved in the folder's model. No test set is read. `python -m arcaligner.train.num_passages` measures what
-it brings.
+The result is saved in the folder's model. No test set is read. `python -m arcaligner.train.num_passages` measures on
+the other half what it brings.
 """
 
 import itertools
@@ -38,7 +39,7 @@ from ..modeling_arcaligner import MOST_ODDS, ArcAlignerForCausalLM
 from ..multihop_arcaligner import pair_features
 from ..processing_arcaligner import ArcAlignerProcessor
 from .distractors import own_passages
-from .num_passages import CACHE_BYTES, mixed_rows
+from .num_passages import CACHE_BYTES, FITTED, mixed_rows
 from .recipe import RecipeArguments
 from .validate import asked_rows, load_mean, read_recipe
 
@@ -119,7 +120,7 @@ def fit_pairs(
         groups += [number] * len(pairs)
     features, is_needed, groups = np.concatenate(features), np.array(is_needed), np.array(groups)
     fit = make_pipeline(StandardScaler(), LogisticRegression(C=STRENGTH))
-    folds = GroupKFold(min(FOLDS, len(rows)))
+    folds = GroupKFold(FOLDS)
     predicted = cross_val_predict(fit, features, is_needed, groups=groups, cv=folds, method="decision_function")
     scaler, regression = fit.fit(features, is_needed).named_steps.values()
 
@@ -143,14 +144,16 @@ def fit_multihop(
     Raises:
         `ValueError`: data without questions that need one passage, or without questions that need several.
     """
-    rows, held_out = asked_rows(recipe, number, held_out=False), mixed_rows(recipe, number_held_out)
-    pairs = [row for row in mixed_rows(recipe, number_held_out, sizes=(PAIRS_AMONG,)) if len(row["gold"]) == 2]
-    few = [sum(map(needs_several, some)) for some in (rows, held_out)]
-    if not pairs or any(count in (0, len(some)) for count, some in zip(few, (rows, held_out), strict=True)):
+    rows, held_out = asked_rows(recipe, number, held_out=False), mixed_rows(recipe, number_held_out, FITTED)
+    pairs = [row for row in mixed_rows(recipe, number_held_out, FITTED, (PAIRS_AMONG,)) if len(row["gold"]) == 2]
+    several = [sum(map(needs_several, some)) for some in (rows, held_out)]
+    one = [len(some) - count for some, count in zip((rows, held_out), several, strict=True)]
+    if min(len(pairs), *several, *one) < FOLDS:
         raise ValueError(
-            f"{few[0]} of {len(rows)} training questions and {few[1]} of {len(held_out)} held-out ones need several "
-            f"passages, and {len(pairs)} of the latter need two; expected some of each. Add questions whose `gold` "
-            "names several passages to `train_files`, such as HotpotQA's."
+            f"{several[0]} of {len(rows)} training questions and {several[1]} of {len(held_out)} held-out ones need "
+            f"several passages, and {len(pairs)} of the latter need two; expected at least {FOLDS} of each, and as "
+            "many that need one. Raise `-n` and `--held-out`, or add questions whose `gold` names several passages to "
+            "`train_files`, such as HotpotQA's."
         )
     odds = best_odds(score_rows(model, processor, held_out))
     weight, bias, measured = fit_questions(processor, rows, held_out, odds)

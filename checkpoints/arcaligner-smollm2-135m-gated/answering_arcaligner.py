@@ -24,8 +24,8 @@ from .segmentation_arcaligner import (
 )
 from .tokenization_arcaligner import control_token_ids, text_of, title_of, tokenize_with_ends, with_plain_texts
 
-# The fewest passages that a pair is selected from, if there are so many.
-PAIRED = 10
+# A pair is selected from all passages or, of more than so many, from the more similar ones.
+PAIR_CANDIDATES = 20
 
 
 class ScoredPassage(NamedTuple):
@@ -193,7 +193,7 @@ class Answerer:
         """Select passages for each question: of more than `max_passages`, those with the highest scores. Only as many
         are scored as are needed to select: the most similar ones first, the others only if these do not decide. By
         default it is one passage. If the [`MultihopHead`] finds a multi-hop question, it is the pair that the question
-        needs most likely, of all passages or, of very many, of the more similar ones.
+        needs most likely, of up to `PAIR_CANDIDATES` passages, or of the more similar half.
 
         Args:
             questions, documents, similarities, kwargs: As for `score`.
@@ -209,20 +209,21 @@ class Answerer:
             wanted = [wanted[place] for place in chosen]
             some = [each and [each[place] for place in chosen] for each in (questions, documents, similarities)]
             asked, similarities = self._ask(*some, **kwargs)
-            first, scores = [each or self.max_passages for each in wanted], [{} for _ in wanted]
-            asked, scores = self._score_candidates(asked, similarities, first, scores, slots_of)
+            most = [each or self.max_passages for each in wanted]
+            asked, scores = self._score_candidates(asked, similarities, most, slots_of)
             is_multihop = [
                 each is None and self.is_multihop(question, own)
                 for each, question, own in zip(wanted, some[0], scores, strict=True)
             ]
             if any(is_multihop):
-                first = [PAIRED if found else each for found, each in zip(is_multihop, first, strict=True)]
-                asked, scores = self._score_candidates(asked, similarities, first, scores, slots_of)
-            for place, question, own, found, most in zip(
-                chosen, asked.questions, scores, is_multihop, first, strict=True
+                # As many as are scored to select one less.
+                numbers = self._candidates(asked, similarities, [PAIR_CANDIDATES - 1] * len(most))
+                candidates = [own if found else [] for own, found in zip(numbers, is_multihop, strict=True)]
+                asked, scores = self._score_missing(asked, similarities, candidates, scores, slots_of)
+            for place, question, own, is_pair, each in zip(
+                chosen, asked.questions, scores, is_multihop, most, strict=True
             ):
-                is_pair = found and len(own) > 1
-                numbers = self._pair(questions[place], documents[place], own) if is_pair else select_top(own, most)
+                numbers = self._pair(questions[place], documents[place], own) if is_pair else select_top(own, each)
                 selected[place] = Selection(numbers, own, asked._replace(questions=[question.only(numbers)]))
         return selected
 
@@ -244,35 +245,48 @@ class Answerer:
         log_odds = {number: each.log_odds for number, each in scores.items()}
         return best_pair(self.model.multihop_head, text, documents, log_odds, spacy_model)
 
+    def _candidates(self, asked: AskedQuestions, similarities: Similarities, most: Sequence[int]) -> list[list[int]]:
+        """The numbers of each question's passages that are scored to select `most` of them, the most similar first."""
+        share = self.model.config.scored_share
+        return [
+            candidates_of({number: own[number] for number in question.passage_numbers}, each, share)
+            for own, question, each in zip(similarities, asked.questions, most, strict=True)
+        ]
+
     def _score_candidates(
+        self, asked: AskedQuestions, similarities: Similarities, wanted: Sequence[int], slots_of: SlotsOf | None
+    ) -> tuple[AskedQuestions, list[dict[int, ScoredPassage]]]:
+        """The scores that select the `wanted` number of passages of each question, and the questions with the slots
+        that were asked for."""
+        waiting, scores = self._candidates(asked, similarities, wanted), [{} for _ in wanted]
+        for is_first in (True, False):  # a call for each passage would read the model's weights as often
+            only = [own[: each if is_first else None] for own, each in zip(waiting, wanted, strict=True)]
+            asked, scores = self._score_missing(asked, similarities, only, scores, slots_of)
+            waiting = [own[len(done) :] for own, done in zip(waiting, only, strict=True)]
+            decided = zip(waiting, scores, wanted, similarities, strict=True)
+            waiting = [
+                [] if not own or are_sure(had, each, near[own[0]], self.model.config.most_answerability) else own
+                for own, had, each, near in decided
+            ]
+        return asked, scores
+
+    def _score_missing(
         self,
         asked: AskedQuestions,
         similarities: Similarities,
-        wanted: Sequence[int],
+        only: Sequence[Sequence[int]],
         scores: list[dict[int, ScoredPassage]],
         slots_of: SlotsOf | None,
     ) -> tuple[AskedQuestions, list[dict[int, ScoredPassage]]]:
-        """The scores that select the `wanted` number of passages of each question, `scores` included, and the questions
-        with the slots that were asked for."""
-        config = self.model.config
-        waiting = [
-            candidates_of({number: own[number] for number in question.passage_numbers}, each, config.scored_share)
-            for own, question, each in zip(similarities, asked.questions, wanted, strict=True)
-        ]
-        for is_first in (True, False):  # a call for each passage would read the model's weights as often
-            waiting = [[each for each in own if each not in had] for own, had in zip(waiting, scores, strict=True)]
-            undecided = zip(waiting, scores, wanted, similarities, strict=True)
-            waiting = [
-                [] if not own or are_sure(had, each, near[own[0]], config.most_answerability) else own
-                for own, had, each, near in undecided
-            ]
-            missing = [max(each - len(had), 0) if is_first else None for each, had in zip(wanted, scores, strict=True)]
-            only = [own[:number] for own, number in zip(waiting, missing, strict=True)]
-            if slots_of is not None and any(only):
-                asked = asked.with_slots(slots_of(only))
-            found = self._score(asked, similarities, only) if any(only) else scores
-            scores = [dict(sorted((old | new).items())) for old, new in zip(scores, found, strict=True)]
-        return asked, scores
+        """`scores` with those of `only` these passages of each question, and the questions with the slots that were
+        asked for."""
+        missing = [[each for each in own if each not in had] for own, had in zip(only, scores, strict=True)]
+        if not any(missing):
+            return asked, scores
+        if slots_of is not None:
+            asked = asked.with_slots(slots_of(missing))
+        found = self._score(asked, similarities, missing)
+        return asked, [dict(sorted((old | new).items())) for old, new in zip(scores, found, strict=True)]
 
     def score(
         self,

@@ -1137,7 +1137,7 @@ NEUTRAL_PAIR = (1.0, 0.0, 0.0, 0.0, 0.0)  # the weight of the log-odds, and thos
 class MultihopHead(nn.Module):
     """Two logistic regressions: on a question, whether it is a multi-hop question, which needs two passages together;
     on the features of a pair of passages, whether they are these two. `train/multihop.py` fits them; they are not
-    trained with the aligner, and are in float32 like it. Before, no question is found, and pairs rank by their log-odds.
+    trained with the aligner, and are in float32 like it. Before, no question is found, and pairs rank by log-odds.
     """
 
     def __init__(self, encoder_hidden_size: int):
@@ -1154,11 +1154,13 @@ class MultihopHead(nn.Module):
         answerability of their top-ranked passages, in log-odds (batch,), to log-odds (batch,)."""
         num_words, sure = num_words.clamp(min=1).log(), answerability_logits.clamp(-MOST_ODDS, MOST_ODDS)
         features = torch.cat([question_embeds, num_words[:, None], sure[:, None]], dim=1)  # (batch, d_r + 2)
-        return features.to(self.weight) @ self.weight + self.bias
+        with torch.autocast(features.device.type, enabled=False):
+            return features.to(self.weight) @ self.weight + self.bias
 
     def pair_logits(self, features: torch.Tensor) -> torch.Tensor:
-        """Features of pairs (pairs, 5), by `pair_features`, to log-odds (pairs,), up to a constant."""
-        return features.to(self.pair) @ self.pair
+        """Features of pairs (pairs, 5), by `pair_features`, to log-odds (pairs,), up to a constant, in their type."""
+        with torch.autocast(features.device.type, enabled=False):
+            return features @ self.pair.to(features)
 
 
 # The frozen head and the loss (Eq. 10)

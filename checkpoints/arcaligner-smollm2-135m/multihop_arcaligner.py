@@ -18,23 +18,29 @@ MOST_COMBINED = 50
 TITLE_WORDS = 10
 
 _WORD = re.compile(r"\w+")
-_IN_BRACKETS = re.compile(r"\(.*?\)")  # "Casablanca (film)"
+_IN_BRACKETS = re.compile(r"\([^()]*\)")  # "Casablanca (film)"
 
 
 def best_pair(
     head, question: str, passages: Sequence[str | dict], log_odds: dict[int, float], spacy_model: str
 ) -> list[int]:
-    """The numbers of the two passages that a question needs most likely, in order.
+    """The numbers of the two passages that a question needs most likely, in order; of one if all texts are equal.
 
     Args:
         head ([`MultihopHead`]): Of the aligner.
         question (`str`): The question.
         passages (`Sequence[str | dict]`): The passages, as for the processor.
-        log_odds (`dict[int, float]`): The scores that rank passages, by number, of at least two of them.
+        log_odds (`dict[int, float]`): The scores that rank passages, by number, of at least one of them.
         spacy_model (`str`): Of the processor, for the stop words.
     """
-    ranked = sorted(log_odds, key=log_odds.__getitem__, reverse=True)[:MOST_COMBINED]
-    pairs = [*itertools.combinations(sorted(ranked), 2)]
+    unique = {}  # two copies of a passage are no pair
+    for number in sorted(log_odds, key=log_odds.__getitem__, reverse=True):
+        text = f"{title_of(passages[number]) or ''} {text_of(passages[number], number)}"
+        unique.setdefault(" ".join(text.split()), number)
+    ranked = sorted([*unique.values()][:MOST_COMBINED])
+    if len(ranked) < 2:
+        return ranked
+    pairs = [*itertools.combinations(ranked, 2)]
     features = pair_features(question, passages, log_odds, pairs, spacy_model)
     return [*pairs[int(head.pair_logits(features).argmax())]]
 
@@ -85,7 +91,7 @@ def pair_features(
     title that is mentioned in the other passage; the shares of both titles in the question."""
     common = stop_words(spacy_model)
     asked = words_of(question, common)
-    read = {number: PassageWords.of(passages[number], common) for number in log_odds}
+    read = {number: PassageWords.of(passages[number], common) for number in {each for pair in pairs for each in pair}}
     features = []
     for one, two in pairs:
         first, second = read[one], read[two]

@@ -15,7 +15,7 @@ from arcaligner.answering_arcaligner import Answerer, select_top
 from arcaligner.modeling_arcaligner import MultihopHead
 from arcaligner.multihop_arcaligner import best_pair
 from arcaligner.train.multihop import best_odds, features_of, fit_multihop, fit_pairs, main, score_rows
-from arcaligner.train.num_passages import mixed_rows
+from arcaligner.train.num_passages import FITTED, mixed_rows
 from arcaligner.train.validate import read_recipe
 
 
@@ -40,7 +40,7 @@ def test_kinds_are_told_apart(two_kinds, separate):
     model, processor = separate
     recipe = read_recipe(two_kinds, None)
     found = fit_multihop(model, processor, recipe, 80, 60)
-    rows = mixed_rows(recipe, 60)
+    rows = mixed_rows(recipe, 60, FITTED)
     several, features = np.array([row["needs"] == "several" for row in rows]), features_of(processor, rows)
     inputs = torch.from_numpy(features).float(), torch.from_numpy(best_odds(score_rows(model, processor, rows))).float()
     logits = model.multihop_head(inputs[0][:, :-1], inputs[0][:, -1].exp(), inputs[1]).numpy()
@@ -53,7 +53,7 @@ def test_needed_pair_is_found(two_kinds, separate):
     """The pair of towns that the question names, not that of the two passages with the highest log-odds."""
     model, processor = separate
     recipe = read_recipe(two_kinds, None)
-    rows = [row for row in mixed_rows(recipe, 60, sizes=(10,)) if len(row["gold"]) == 2]
+    rows = [row for row in mixed_rows(recipe, 60, FITTED, (10,)) if len(row["gold"]) == 2]
     scores = score_rows(model, processor, rows)
     weights, measured = fit_pairs(processor, rows, scores)
     assert measured["pairs found, %"] > 90 > 50 > measured["pairs found by log-odds alone, %"]
@@ -66,7 +66,7 @@ def test_needed_pair_is_found(two_kinds, separate):
 
 def test_answerability_is_of_the_top_ranked(two_kinds, separate):
     model, processor = separate
-    rows = mixed_rows(read_recipe(two_kinds, None), 4)
+    rows = mixed_rows(read_recipe(two_kinds, None), 4, FITTED)
     for row, odds in zip(rows, best_odds(score_rows(model, processor, rows)), strict=True):
         (scores,) = Answerer(model, processor).score([row["question"]], [row["passages"]])
         (best,) = select_top(scores, 1)
@@ -77,10 +77,15 @@ def test_one_kind_is_refused(recipe_file, separate):
     """And the model stays as it was."""
     model, processor = separate
     with pytest.raises(
-        ValueError, match="0 of .* training questions .* need several passages, .*; expected some of each"
+        ValueError, match="0 of .* training questions .* need several passages, .*; expected at least 5 of each"
     ):
         fit_multihop(model, processor, read_recipe(recipe_file, None), 20, 20)
     assert model.multihop_head is None
+
+
+def test_few_questions_are_refused(two_kinds, separate):
+    with pytest.raises(ValueError, match="expected at least 5 of each.* Raise `-n` and `--held-out`"):
+        fit_multihop(*separate, read_recipe(two_kinds, None), 80, 4)
 
 
 def test_command_writes_a_fitted_head(two_kinds, separate, tmp_path, capsys):

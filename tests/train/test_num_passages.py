@@ -11,12 +11,12 @@ from arcaligner.train.validate import read_recipe
 
 @pytest.fixture
 def rows(recipe_file):
-    return mixed_rows(read_recipe(recipe_file, None), 20)
+    return mixed_rows(read_recipe(recipe_file, None), 20, 1)
 
 
 def test_needed_passages_are_mixed_in(recipe_file, rows):
     """Two, three or five passages in a fixed order; those outside `gold` do not answer."""
-    assert rows == mixed_rows(read_recipe(recipe_file, None), 20)
+    assert rows == mixed_rows(read_recipe(recipe_file, None), 20, 1)
     assert {len(row["passages"]) for row in rows} == {2, 3, 5}
     assert len({row["gold"][0] for row in rows}) > 1
     for row in rows:
