@@ -72,8 +72,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
       takes those of the call;
     - a string, read as a question when the call has `documents=`, else as text to continue.
 
-    A document is a string or `{"title": str, "text": str}`; one of more than 360 tokens is cut into passages, and of
-    several passages only the top-ranked is used (`max_passages`). A chat without documents has no slots: the unchanged
+    A document is a string or `{"title": str, "text": str}`; one of more than 360 tokens is cut into passages. Of
+    several passages the top-ranked one is used, or the two that a multi-hop question needs (`max_passages`). A chat without documents has no slots: the unchanged
     base model answers it. A question with an empty list gets one slot, for "no passages". Unlike the built-in
     pipeline, this one samples only when asked to.
 
@@ -131,7 +131,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
                 Of more passages, only those most likely to contain the answer are used, in their order. Each is scored
                 by itself, the most similar ones first and the others only if these do not decide. See [`Answerer`].
                 Keys and values of the scoring are cached, in at most 256 MiB, and reused for the answer. Default: 1,
-                or all, uncut, if the aligner cannot score passages.
+                or the 2 that a multi-hop question needs; all, uncut, if the aligner cannot score passages.
             min_confidence (`float`, *optional*):
                 If the answerability, from 0 to 1, is lower, the answer is the processor's `no_answer`. It is not the
                 chance that the answer is right. See [`AnsweringCall`]. Incompatible with a `streamer`, which would emit
@@ -154,7 +154,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
               per slot; with `max_slots`, how many segments are `dropped`;
               `answerability`, how likely the passages contain an answer, and `answer_likelihood`, how likely the
               answer is right, if these were fitted, the second one for greedy answers that are not abstentions; if
-              `max_passages` left some out, `passage_answerabilities`, that of each document that was scored, by its
+              passages were scored, `passage_answerabilities`, that of each document that was scored, by its
               number. `confidence` and `passage_confidences` are their names in 0.2, removed in the next release.
         """
         if isinstance(text_inputs, list | tuple) and not text_inputs:

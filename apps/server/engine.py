@@ -388,8 +388,8 @@ class Engine:
         return self.limits.max_slots_asked if self._selects(request, num_passages) else self.limits.max_slots
 
     def _choose(self, turn: ThreadTurn, group: list[Request]) -> None:
-        """Reduce the passages of each request to its maximum: score each passage separately, and keep the top-ranked
-        ones."""
+        """Reduce the passages of each request to those that its question needs, or to its maximum: score each passage
+        separately, and keep the top-ranked ones."""
         group = [each for each in group if each.passages and self._selects(each, len(each.passages.documents))]
         if not group:
             return

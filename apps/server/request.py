@@ -19,7 +19,7 @@ class Limits:
 
     max_documents: int = 64
     max_slots: int = 2048  # used together: 20 passages of 160 tokens at two tokens per slot are 1,600
-    max_slots_asked: int = 8192  # of all passages, if they are scored one by one and only the top-ranked are used
+    max_slots_asked: int = 8192  # of all passages, if they are scored one by one, to use some of them
     max_new_tokens: int = 1024
     seconds: float = 120.0
     waiting: int = 256
