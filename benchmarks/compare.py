@@ -5,8 +5,8 @@
 A line of the questions is `{"question": str, "answers"?: [str], "passages"?: [{"title", "text"}]}`. A question without
 passages gets those that a search of the documents finds, as in `ask`. The text of all of them is used; as slots, only
 the top-ranked ones, as in `ask`: one, or the two that a multi-hop question needs, if the aligner can score passages.
-Answers are made with greedy decoding; the first token is timed while a question's passages are new. Readers take turns, and their medians over the questions are
-reported.
+Answers are made with greedy decoding; the first token is timed while a question's passages are new. Readers take turns,
+and their medians over the questions are reported.
 
 F1 and non-strict EM are over the questions with answers. Agreement is the F1 to the answer of the first row, which uses
 the text: it shows how often slots change an answer, not which one is right.

@@ -292,8 +292,9 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         f"float32 on {latency['machine']['cores']} CPU cores. Slots were encoded beforehand.",
         "**Passages cached** means that their keys and values were computed beforehand as well. A cache of text serves "
         "only the same passages in the same order. Slots are cached per passage and combined freely.",
-        "**The default** scores passages and uses the best one, which takes time. Its times are upper bounds: they "
-        "were measured when it scored all passages. It now scores at most half of them (rounded up, at least two).",
+        "**The default** scores passages and uses the best one, or the best two if the question needs two, which takes "
+        "time. Its times are of one passage, and upper bounds: they were measured when it scored all passages. It now "
+        "scores at most half of them (rounded up, at least two), or all for a question that needs two.",
         f"The two time columns come from different CPUs ({latency['machine']['cpu']}, {kept['machine']['cpu']}), so "
         "compare within a column only.",
         "Slots and cut text are decoded with a bonus for words of the passages (`copy_bonus`), whole text without it."

@@ -73,9 +73,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     - a string, read as a question when the call has `documents=`, else as text to continue.
 
     A document is a string or `{"title": str, "text": str}`; one of more than 360 tokens is cut into passages. Of
-    several passages the top-ranked one is used, or the two that a multi-hop question needs (`max_passages`). A chat without documents has no slots: the unchanged
-    base model answers it. A question with an empty list gets one slot, for "no passages". Unlike the built-in
-    pipeline, this one samples only when asked to.
+    several passages the top-ranked one is used, or the two that a multi-hop question needs (`max_passages`). A chat
+    without documents has no slots: the unchanged base model answers it. A question with an empty list gets one slot,
+    for "no passages". Unlike the built-in pipeline, this one samples only when asked to.
 
     Example:
 
