@@ -242,7 +242,7 @@ def comparison_table(results: dict[str, Any]) -> list[str]:
         numbers = entry["methods"][method]
         cells = numbers["context_tokens"], numbers["f1"][0], numbers["em"][0]
         rows.append([given, *(f"{cell:.0f}" for cell in cells)])
-    return markdown_table(["SmolLM2-135M-Instruct is given", "positions", "F1", "contains the answer, %"], rows)
+    return markdown_table(["SmolLM2-135M-Instruct is given", "Positions", "F1, %", "Contains the gold answer, %"], rows)
 
 
 def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[str, Any]) -> list[str]:
