@@ -214,7 +214,7 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
         "# Answers",
         "",
         f"The shipped aligner's answers to the first {ANSWERS_PER_SET} questions of each set by id. None is left out.",
-        "It has two tokens per slot and greedy decoding, in the run of [results.md](results.md).",
+        "They were generated greedily at two tokens per slot, in the run of [results.md](results.md).",
         "",
         "- *Expected* is the gold answer. *F1*, in percent, is how many words it shares with the answer.",
         "- *Answerability*, from 0 to 1, is how likely the passages contain an answer. It is not the chance that the",
