@@ -214,7 +214,7 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
         "# Answers",
         "",
         f"The shipped aligner's answers to the first {ANSWERS_PER_SET} questions of each set by id. None is left out.",
-        "It has two tokens per slot and greedy decoding, in the run of [results.md](results.md).",
+        "They were generated greedily at two tokens per slot, in the run of [results.md](results.md).",
         "",
         "- *Expected* is the gold answer. *F1*, in percent, is how many words it shares with the answer.",
         "- *Answerability*, from 0 to 1, is how likely the passages contain an answer. It is not the chance that the",
@@ -242,7 +242,7 @@ def comparison_table(results: dict[str, Any]) -> list[str]:
         numbers = entry["methods"][method]
         cells = numbers["context_tokens"], numbers["f1"][0], numbers["em"][0]
         rows.append([given, *(f"{cell:.0f}" for cell in cells)])
-    return markdown_table(["SmolLM2-135M-Instruct is given", "positions", "F1", "contains the answer, %"], rows)
+    return markdown_table(["SmolLM2-135M-Instruct is given", "Positions", "F1, %", "Contains the gold answer, %"], rows)
 
 
 def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[str, Any]) -> list[str]:
