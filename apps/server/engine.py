@@ -140,7 +140,8 @@ class Engine:
         limits ([`Limits`]): What a request may ask for.
 
     Raises:
-        `ValueError`: settings that are invalid; a `generation_config` with a `cache_implementation`.
+        `ValueError`: settings that are invalid; a `generation_config` with a `cache_implementation`, an
+            `encoder_repetition_penalty` or an `encoder_no_repeat_ngram_size`.
     """
 
     def __init__(
@@ -166,6 +167,12 @@ class Engine:
                 f"`generation_config.cache_implementation` is {kind!r}; expected none, because requests to a server "
                 "share a cache that grows and shrinks with them. Remove the field from generation_config.json."
             )
+        for name in ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size"):
+            if (value := getattr(ask.model.generation_config, name)) not in (None, 0, 1.0):
+                raise ValueError(
+                    f"`generation_config.{name}` is {value!r}; expected none, because a server reads the beginning of "
+                    "an answer with its prompt when another one joins. Remove the field from generation_config.json."
+                )
         self.model, self.processor, self.retriever = ask.model, ask.processor, retriever
         kept = None if retriever is None else retriever.corpus.kept_folder
         options = {"max_bytes": prefix_bytes, "folder": folder or kept, "read_only": folder is None}

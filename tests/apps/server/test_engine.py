@@ -414,9 +414,14 @@ def test_invalid_settings_are_refused(engine_of):
             engine_of(**{name: value})
 
 
-def test_cache_implementation_is_refused(engine_of, ask, monkeypatch):
-    monkeypatch.setattr(ask.model.generation_config, "cache_implementation", "static")
-    with pytest.raises(ValueError, match="`generation_config.cache_implementation` is 'static'"):
+REFUSED = {"cache_implementation": "static", "encoder_repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 3}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_generation_setting_is_refused(engine_of, ask, monkeypatch, name):
+    """What a batch that others join cannot follow is named."""
+    monkeypatch.setattr(ask.model.generation_config, name, REFUSED[name])
+    with pytest.raises(ValueError, match=f"`generation_config.{name}` is {REFUSED[name]!r}"):
         engine_of()
 
 
