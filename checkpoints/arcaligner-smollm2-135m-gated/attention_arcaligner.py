@@ -76,7 +76,7 @@ def find_slots(
 
 def _to_numpy_in_one_sync(*flags: torch.Tensor) -> list[np.ndarray]:
     """Boolean tensors of any shapes as arrays; the CPU waits for the device once."""
-    values = torch.cat([flag.flatten() for flag in flags]).numpy(force=True)
+    values = torch.cat([flag.flatten() for flag in flags]).numpy(force=True)  # all entries, one array after another
     parts = np.split(values, np.cumsum([flag.numel() for flag in flags])[:-1])
     return [part.reshape(flag.shape) for part, flag in zip(parts, flags, strict=True)]
 
@@ -95,7 +95,7 @@ def _check_slots(is_slot: np.ndarray, is_finite: np.ndarray, is_given: np.ndarra
             f"Found {counts.tolist()} context tokens in the rows of `input_ids` but `context_embeds` holds {given} "
             "embeddings per row. Each context token needs one embedding; rows with fewer are padded at the end."
         )
-    is_broken = ~is_finite & (np.arange(given) < counts[:, None])
+    is_broken = ~is_finite & (np.arange(given) < counts[:, None])  # (batch, max_slots)
     if is_broken.any():
         row, slot = np.argwhere(is_broken)[0]
         raise ValueError(
@@ -126,11 +126,11 @@ def _slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, device:
         max_slots (`int`): Width of `context_embeds`; rows of positions are padded to it.
         device (`torch.device`): Where the model's input is.
     """
-    slots = _packed_positions(is_slot)
-    slots = np.pad(slots, ((0, 0), (0, max_slots - slots.shape[1])), constant_values=-1)
+    slots = _packed_positions(is_slot)  # (batch, slots of the fullest row)
+    slots = np.pad(slots, ((0, 0), (0, max_slots - slots.shape[1])), constant_values=-1)  # (batch, max_slots)
     last_slot = slots.max(axis=1, keepdims=True, initial=-1)  # (batch, 1)
     texts = _packed_positions(is_text & (np.arange(is_slot.shape[1]) < last_slot))  # no slot attends to later text
-    rows = is_slot.ravel().nonzero()[0]
+    rows = is_slot.ravel().nonzero()[0]  # (num_slots,)
     last_real = np.where(is_slot | is_text, np.arange(is_slot.shape[1]), -1).max(axis=1, initial=-1)  # (batch,)
     stand_together = len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows)
     indices = (slots, texts, rows, (slots >= 0).ravel().nonzero()[0])  # in the order of the fields of `SlotRows`
@@ -188,7 +188,7 @@ def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torc
     is_real = (
         torch.arange(expected[1], device=slot_mask.device) < slot_mask.sum(dim=1)[:, None]
     )  # padding follows the slots
-    falls = (passage_ids[:, 1:] < passage_ids[:, :-1]) & is_real[:, 1:]
+    falls = (passage_ids[:, 1:] < passage_ids[:, :-1]) & is_real[:, 1:]  # (batch, max_slots - 1)
     if bool(falls.any()) or bool(((passage_ids < 0) & is_real).any()):
         raise ValueError(
             f"`context_passage_ids` is {passage_ids.tolist()}; expected numbers of at least 0 that never decrease "
@@ -201,7 +201,7 @@ def place_passage_ids(slot_mask: torch.Tensor, passage_ids: torch.Tensor | None)
     a row are of one passage. `slot_mask` is (batch, seq_len)."""
     if passage_ids is None or passage_ids.shape[1] == 0:
         return torch.where(slot_mask, 0, -1)
-    which_slot = (slot_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    which_slot = (slot_mask.long().cumsum(dim=1) - 1).clamp(min=0)  # (batch, seq_len), the last slot so far
     placed = passage_ids.to(slot_mask.device).long().gather(1, which_slot.clamp(max=passage_ids.shape[1] - 1))
     return torch.where(slot_mask, placed, -1)
 
@@ -219,9 +219,9 @@ def passage_positions(passage_ids: torch.Tensor, is_real: torch.Tensor) -> torch
     >>> passage_positions(torch.tensor([[-1, -1, 0, 0, 1, 1, 1, -1]]), torch.ones(1, 8, dtype=torch.bool))
     tensor([[0, 1, 2, 3, 2, 3, 4, 5]])
     """
-    index = torch.arange(passage_ids.shape[1], device=passage_ids.device)
+    index = torch.arange(passage_ids.shape[1], device=passage_ids.device)  # (seq_len,)
     # The last begin up to a position is that of its own passage, so a running maximum finds it without a loop.
-    begins = pad(passage_ids[:, 1:] != passage_ids[:, :-1], (1, 0), value=True)
+    begins = pad(passage_ids[:, 1:] != passage_ids[:, :-1], (1, 0), value=True)  # (batch, seq_len)
     in_passage = index - torch.where(begins, index, 0).cummax(dim=1).values  # of a slot: its place in its passage
     is_slot = passage_ids >= 0
     is_text = is_real.bool() & ~is_slot
@@ -247,16 +247,16 @@ def separate_passages(
         `torch.Tensor` of shape `(batch, 1, seq_len, num_keys)`, boolean or additive as given; additive for a 2-D mask.
     """
     seq_len = passage_ids.shape[1]
-    query, key = passage_ids[:, :, None], passage_ids[:, None, :]
+    query, key = passage_ids[:, :, None], passage_ids[:, None, :]  # (batch, seq_len, 1), (batch, 1, seq_len)
     is_other = (query >= 0) & (key >= 0) & (query != key)  # (batch, seq_len, seq_len)
     if attention_mask is None or attention_mask.dim() == 2:
         is_hidden = is_other | torch.ones_like(is_other[0]).triu(1)
         if attention_mask is not None:
             is_hidden = is_hidden | ~attention_mask[:, None, :seq_len].bool()
-        is_hidden = pad(is_hidden, (0, (num_keys or seq_len) - seq_len), value=True)
+        is_hidden = pad(is_hidden, (0, (num_keys or seq_len) - seq_len), value=True)  # (batch, seq_len, num_keys)
         mask = torch.zeros(is_hidden.shape, dtype=dtype, device=passage_ids.device)
-        return mask.masked_fill(is_hidden, torch.finfo(dtype).min)[:, None]
-    is_other = pad(is_other, (0, attention_mask.shape[-1] - seq_len))[:, None]
+        return mask.masked_fill(is_hidden, torch.finfo(dtype).min)[:, None]  # (batch, 1, seq_len, num_keys)
+    is_other = pad(is_other, (0, attention_mask.shape[-1] - seq_len))[:, None]  # (batch, 1, seq_len, num_keys)
     if attention_mask.dtype == torch.bool:
         return attention_mask & ~is_other
     return attention_mask.masked_fill(is_other, torch.finfo(attention_mask.dtype).min)
@@ -299,7 +299,7 @@ def prior_of_positions(passage_ids: torch.Tensor, passage_prior: torch.Tensor) -
     >>> prior_of_positions(torch.tensor([[-1, 0, 1, 1, -1]]), torch.tensor([[0.0, -2.0]]))
     tensor([[ 0.,  0., -2., -2.,  0.]])
     """
-    of_passage = passage_prior.gather(1, passage_ids.clamp(min=0))
+    of_passage = passage_prior.gather(1, passage_ids.clamp(min=0))  # (batch, seq_len)
     return torch.where(passage_ids >= 0, of_passage, 0.0)
 
 
@@ -365,9 +365,9 @@ def with_slot_bias(
         keys = torch.arange(num_keys, device=slot_bias.device)
         is_read = (keys <= torch.arange(num_cached, num_cached + num_queries, device=keys.device)[:, None])[None]
         if attention_mask is not None:
-            seen = attention_mask[:, :num_keys].bool()
+            seen = attention_mask[:, :num_keys].bool()  # (batch, keys so far)
             is_read = is_read & pad(seen, (0, num_keys - seen.shape[1]))[:, None]
-        attention_mask = is_read[:, None]
+        attention_mask = is_read[:, None]  # (batch or 1, 1, num_queries, num_keys)
     if attention_mask.dtype == torch.bool:
         hidden = torch.zeros(attention_mask.shape, dtype=dtype, device=attention_mask.device)
         attention_mask = hidden.masked_fill(~attention_mask, torch.finfo(dtype).min)

@@ -562,9 +562,9 @@ def maxsim_score(processor, question: str | list[dict], documents: Sequence[str 
     if not words or not nearest:
         return math.nan
     words, common = [word.strip().lower() for word in words], stop_words(processor.spacy_model)
-    highest = torch.stack(nearest).amax(dim=0)
+    highest = torch.stack(nearest).amax(dim=0)  # (words,)
     says = [any(map(str.isalnum, word)) and word not in common for word in words]
-    says = torch.tensor(says, device=highest.device)
+    says = torch.tensor(says, device=highest.device)  # (words,)
     return float((highest[says] if says.any() else highest).mean())
 
 
@@ -632,8 +632,8 @@ class LikelihoodRecorder(LogitsProcessor):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         own = scores.float()  # (batch, vocab_size)
         scores = scores if self.inner is None else self.inner(input_ids, scores)
-        taken = scores.argmax(dim=1)
-        found = own.gather(1, taken[:, None])[:, 0] - own.logsumexp(dim=1)
+        taken = scores.argmax(dim=1)  # (batch,)
+        found = own.gather(1, taken[:, None])[:, 0] - own.logsumexp(dim=1)  # (batch,)
         if self.counts is None:
             self.sums, self.counts = torch.zeros_like(found), torch.zeros_like(found)
             self.is_done = torch.zeros_like(taken, dtype=torch.bool)

@@ -288,7 +288,7 @@ class SentenceEncoder:
         )
         for ids, lengths, tokens, slots in batches:
             ids = ids.view(len(lengths), -1)  # (texts, longest)
-            mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+            mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]  # (texts, longest)
             features = {"input_ids": ids, "attention_mask": mask.long()}
             if inputs.of_tokens:
                 states = model[0](features)["token_embeddings"].flatten(0, 1)  # (texts * longest, encoder_hidden_size)
@@ -311,7 +311,7 @@ class SentenceEncoder:
         # Not of the encoder's prompt; each is a slot of its own.
         tokens = ((offsets[:, 1] > offsets[:, 0]) & (offsets[:, 0] >= 0)).nonzero()[0]
         states = self.encode_inputs(tokenizer.batched(ids, lengths, tokens, np.arange(len(tokens)), len(tokens)))
-        counts = np.bincount(np.repeat(np.arange(len(texts)), lengths)[tokens], minlength=len(texts))
+        counts = np.bincount(np.repeat(np.arange(len(texts)), lengths)[tokens], minlength=len(texts))  # (num_texts,)
         places = np.split(offsets[tokens], counts.cumsum()[:-1])
         states = states.half().cpu().split(counts.tolist())
         words = [[text[start:end] for start, end in own] for text, own in zip(texts, places, strict=True)]
@@ -402,7 +402,7 @@ class EncoderTokenizer:
     ) -> EncoderInputs:
         """Texts, as `read` gives them, in batches of similar length; `tokens`, numbers among all texts' tokens, or
         `None` for texts as wholes, become `slots`."""
-        order = np.argsort(lengths, kind="stable")
+        order = np.argsort(lengths, kind="stable")  # (num_texts,), the shortest first
         sizes = self._batch_sizes(lengths[order])
         longest = lengths[order][np.cumsum(sizes) - 1]  # (batches,)
         # For each text its batch, and for its tokens the places in the ids of all batches.
@@ -411,7 +411,7 @@ class EncoderTokenizer:
         row_of_text[order] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         areas = sizes * longest
         first_of_text = (np.cumsum(areas) - areas)[batch_of_text] + row_of_text * longest[batch_of_text]
-        text_of_token = np.repeat(np.arange(len(lengths)), lengths)
+        text_of_token = np.repeat(np.arange(len(lengths)), lengths)  # (num_tokens,)
         places = (first_of_text - (np.cumsum(lengths) - lengths))[text_of_token] + np.arange(len(ids))
         padded = np.full(areas.sum(), self.tokenizer.pad_token_id or 0)
         padded[places] = ids
@@ -420,8 +420,8 @@ class EncoderTokenizer:
         else:
             batch_of_read = batch_of_text[text_of_token[tokens]]
             place_of_read = places[tokens] - (np.cumsum(areas) - areas)[batch_of_read]
-        by_batch = np.lexsort((place_of_read, batch_of_read))
-        counts = np.bincount(batch_of_read, minlength=len(sizes))
+        by_batch = np.lexsort((place_of_read, batch_of_read))  # (num_reads,)
+        counts = np.bincount(batch_of_read, minlength=len(sizes))  # (batches,)
         return EncoderInputs(
             input_ids=torch.from_numpy(padded),
             lengths=torch.from_numpy(lengths[order]),
@@ -804,8 +804,8 @@ class SlotEncoder:
             pieces, dropped = pieces[:max_slots], pieces[max_slots or len(pieces) :]
             if self.context_words:
                 runs = [one.word_ids[a:b] for one in row_tokens for a, b in one.runs(rate)][:max_slots]
-                runs = [torch.tensor(ids, device=embeds.device) for ids in runs]
-                words = pad_sequence(runs, batch_first=True, padding_value=-1).long()
+                runs = [torch.tensor(ids, device=embeds.device) for ids in runs]  # each (words of the slot,)
+                words = pad_sequence(runs, batch_first=True, padding_value=-1).long()  # (num_slots, max_words)
             numbers = torch.tensor([piece.document for piece in pieces] or [0], device=embeds.device)
             rows.append(EncodedDocuments(pieces, embeds[:max_slots], words, numbers, dropped))
         return rows

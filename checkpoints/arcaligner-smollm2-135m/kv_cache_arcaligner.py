@@ -470,7 +470,7 @@ class PassageCache:
         first token of the answer, (batch, 1, vocab_size), or only its `answerability_logits` (batch,)."""
         inputs = prefill_beginning(self.model, inputs, turn)
         ids, mask, cache = (inputs[name] for name in ("input_ids", "attention_mask", "past_key_values"))
-        positions = self.model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
+        positions = self.model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))  # (batch, seq_len)
         new = slice(cache.get_seq_length(), None)
         read = {"attention_mask": mask, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
         read["slot_bias"] = self.model.slot_bias(ids, inputs.get("context_passage_ids"), inputs.get("passage_prior"))
@@ -528,7 +528,7 @@ class PassageCache:
         for tail, own in zip(tails, parts, strict=True):
             if len(tail) > shortest:
                 cache = join_keys_values([own], config)
-                new = torch.tensor([tail[:-shortest]], device=self.model.device)
+                new = torch.tensor([tail[:-shortest]], device=self.model.device)  # (1, num_new)
                 for some in in_pieces(new.shape[1]):
                     self.model.model(input_ids=new[:, some], past_key_values=cache, use_cache=True)
                 own = [keys_values_of(cache, 0, 0, cache.get_seq_length())]
@@ -821,8 +821,8 @@ def prefill_beginning(model, inputs: dict[str, Any], turn: Turn = ALONE) -> dict
         return inputs
     cache = DynamicCache(config=model.config.text_config) if cache is None else cache
     numbers = inputs.get("context_passage_ids")
-    positions = model.prompt_positions(ids, mask, numbers)
-    bias = model.slot_bias(ids, numbers, inputs.get("passage_prior"))
+    positions = model.prompt_positions(ids, mask, numbers)  # (batch, seq_len)
+    bias = model.slot_bias(ids, numbers, inputs.get("passage_prior"))  # (batch, seq_len)
     for part in in_pieces(ids.shape[1] - start, len(ids), turn):
         first, end = start + part.start, start + part.stop
         if end == ids.shape[1]:
@@ -908,7 +908,7 @@ def _read_batch(
     # (batch, max_slots); rows are padded at the end
     numbers = [torch.tensor(row, dtype=torch.long, device="cpu") for row in numbers]
     numbers = pad_sequence(numbers, batch_first=True, padding_value=-1)
-    is_slot = numbers >= 0
+    is_slot = numbers >= 0  # (batch, max_slots)
     ids = torch.where(is_slot, model.config.context_token_id, 0)  # padding may be any id: it is masked
     mask, positions = torch.cat([is_slot.new_ones(len(rows), start).long(), is_slot.long()], dim=1), None
     if refines:
@@ -969,7 +969,7 @@ def keys_values_of(cache: Cache, row: int, start: int, end: int) -> torch.Tensor
         dropped = length - layer.keys.shape[2]
         both = torch.stack([layer.keys[row], layer.values[row]])  # (2, heads, kept, head_dim)
         layers.append(pad(both, (0, 0, dropped, 0))[:, :, start:end])
-    return torch.stack(layers)
+    return torch.stack(layers)  # (num_layers, 2, heads, end - start, head_dim)
 
 
 def from_int8(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -982,7 +982,7 @@ def from_int8(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def to_int8(keys_values: torch.Tensor) -> torch.Tensor:
     """Keys and values (..., head_dim) as bytes for `from_int8`: numbers of steps, of one size for a slot and head."""
-    step = keys_values.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127
+    step = keys_values.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127  # (..., 1)
     return torch.cat([(keys_values.float() / step).round().to(torch.int8), step.contiguous().view(torch.int8)], dim=-1)
 
 
@@ -1017,7 +1017,7 @@ class RoomyLayer(DynamicLayer):
 
     def _fill(self, room: torch.Tensor, length: int) -> None:
         self._room = room
-        self.keys, self.values = room[:, :, :, :length]
+        self.keys, self.values = room[:, :, :, :length]  # each (batch, heads, length, head_dim)
         self._in_room = self.keys
 
     def update(

@@ -153,7 +153,7 @@ class ContextProjector(nn.Module):
     def forward(self, context_embeds: torch.Tensor, part_embeds: torch.Tensor | None = None) -> torch.Tensor:
         """`context_embeds` (..., encoder_hidden_size) and `part_embeds` (..., word_parts, hidden), of `average_words`,
         to slots (..., hidden)."""
-        slots = self.out(self.act(self.up(context_embeds.to(self.up.weight.dtype))))
+        slots = self.out(self.act(self.up(context_embeds.to(self.up.weight.dtype))))  # (..., hidden)
         if part_embeds is None:
             return slots
         slots = slots + torch.einsum("...pd,ped->...e", part_embeds.to(slots.dtype), self.part_maps)
@@ -172,13 +172,13 @@ class ContextProjector(nn.Module):
         is_word = word_ids >= 0
         ids = word_ids.clamp(min=0)  # padding gets any word, with the weight 0
         weights = self.word_weights[ids].float().abs() * is_word  # (..., max_words)
-        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-6)
-        num_words = is_word.sum(dim=-1, keepdim=True).clamp(min=1)
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-6)  # (..., max_words), a sum of 1
+        num_words = is_word.sum(dim=-1, keepdim=True).clamp(min=1)  # (..., 1)
         part = torch.arange(word_ids.shape[-1], device=ids.device) * self.word_parts // num_words  # (..., max_words)
         in_part = part[..., None, :] == torch.arange(self.word_parts, device=ids.device)[:, None]
         # Subtract the mean of all embeddings, which would otherwise dominate an average of words.
         words = nn.functional.embedding(ids, table).float() - self.word_mean.float()  # (..., max_words, hidden)
-        return (weights[..., None, :] * in_part) @ words
+        return (weights[..., None, :] * in_part) @ words  # (..., word_parts, hidden)
 
 
 ADAPTER_NAME = "slot"
@@ -254,7 +254,7 @@ class _SlotResidual(torch.autograd.Function):
     @staticmethod
     def forward(ctx, result, slots, down, up, scaling, rows):
         # Not in place, as autograd and hooks may hold the frozen result.
-        down_t, up_t = down.transpose(0, 1), up.transpose(0, 1)
+        down_t, up_t = down.transpose(0, 1), up.transpose(0, 1)  # (in_features, r), (r, out_features)
         if rows is ALL_ROWS:
             hidden = torch.mm(slots, down_t)  # (num_slots, r)
             flat = result.reshape(-1, result.shape[-1])  # (batch * seq_len, out_features)
@@ -274,8 +274,8 @@ class _SlotResidual(torch.autograd.Function):
         # `beta=0`: a scaled product in one operation; the first argument gives its shape only.
         d_hidden = torch.addmm(hidden, d_residual, up, beta=0, alpha=ctx.scaling)  # (num_slots, r)
         _, for_slots, for_down, for_up, *_ = ctx.needs_input_grad
-        d_slots = torch.mm(d_hidden, down) if for_slots else None
-        d_down = torch.mm(d_hidden.transpose(0, 1), slots) if for_down else None
+        d_slots = torch.mm(d_hidden, down) if for_slots else None  # (num_slots, in_features)
+        d_down = torch.mm(d_hidden.transpose(0, 1), slots) if for_down else None  # (r, in_features)
         d_up = torch.addmm(up, d_residual.transpose(0, 1), hidden, beta=0, alpha=ctx.scaling) if for_up else None
         return d_total, d_slots, d_down, d_up, None, None
 
@@ -380,11 +380,11 @@ class FrozenLinear(InPlaceMixin):
         is_large = x.numel() >= LEAST_ROWS * x.shape[-1] and self.weight.numel() >= LEAST_WEIGHT
         if not (is_plain and is_large and x.device.type == self.weight.device.type == "cpu"):
             return super().forward(x)
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1])  # (num_rows, in_features)
         # oneDNN keeps code for each number of rows, half a megabyte: of eight numbers up to each power of 2.
         step = max(LEAST_ROWS, 2 ** (len(rows).bit_length() - 4))
         padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % step)).to_mkldnn()  # a layout of its own
-        products = nn.functional.linear(padded, self.weight, self.bias).to_dense()
+        products = nn.functional.linear(padded, self.weight, self.bias).to_dense()  # (num_rows + padding, out_features)
         return products[: len(rows)].view(*x.shape[:-1], -1)
 
 
@@ -992,7 +992,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
 
     def _no_slots(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The slot mask, embeddings and words of an input (batch, seq_len, ...) without slots."""
-        slot_mask = torch.zeros(given.shape[:2], dtype=torch.bool, device=given.device)
+        slot_mask = torch.zeros(given.shape[:2], dtype=torch.bool, device=given.device)  # (batch, seq_len)
         embeds = torch.zeros(len(given), 0, self.config.encoder_hidden_size, device=given.device)
         return slot_mask, embeds, slot_mask.new_zeros(len(given), 0, 1).long() if self.config.word_parts else None
 
@@ -1065,7 +1065,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
     def _embed(self, input_ids, inputs_embeds, slot_mask, context_embeds, context_word_ids) -> torch.Tensor:
         """`H^(0,0)` (Eq. 2): projected embeddings on slots, frozen ones elsewhere, (batch, seq_len, hidden)."""
         if inputs_embeds is None:
-            inputs_embeds = self.get_input_embeddings()(input_ids.masked_fill(slot_mask, 0))
+            inputs_embeds = self.get_input_embeddings()(input_ids.masked_fill(slot_mask, 0))  # (batch, seq_len, hidden)
         if context_embeds.shape[1] == 0:  # the sum is 0, and gives trained parameters a gradient of 0
             return inputs_embeds + self.project(context_embeds, context_word_ids).sum().to(inputs_embeds.dtype)
         # A NaN in the padding would not change the output, but it would change gradients.
@@ -1593,7 +1593,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             return ArcAlignerCausalLMOutputWithPast(
                 loss=loss, hidden_states=outputs.hidden_states, recursion_depth=outputs.recursion_depth
             )
-        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)
+        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)  # (batch, kept, hidden)
         # Flattened to (batch * kept, hidden): for a frozen head, a batched product would copy the weight.
         logits = self.lm_head(hidden_states.flatten(0, 1)).unflatten(0, hidden_states.shape[:2])
         logits = postprocess_logits(logits, self.config.text_config)

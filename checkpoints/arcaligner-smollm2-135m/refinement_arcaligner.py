@@ -30,8 +30,8 @@ from .configuration_arcaligner import ArcAlignerConfig, GateSettings
 # Slots among the rows of a layer
 def take_rows(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rows of `tensor` (batch or 1, seq_len, dim) at `positions` (batch, rows) -> (batch, rows, dim); row 0 for -1."""
-    tensor = tensor.expand(positions.shape[0], -1, -1)
-    index = positions.clamp(min=0)[:, :, None].expand(-1, -1, tensor.shape[-1])
+    tensor = tensor.expand(positions.shape[0], -1, -1)  # (batch, seq_len, dim)
+    index = positions.clamp(min=0)[:, :, None].expand(-1, -1, tensor.shape[-1])  # (batch, rows, dim)
     return tensor.gather(1, index)
 
 
@@ -58,7 +58,7 @@ class SlotStates:
         """The first `length` positions, those up to the last slot, with `states` (batch, max_slots, hidden) on the
         slots."""
         if self._parts is not None:
-            return torch.cat([self._parts[0], states], dim=1)
+            return torch.cat([self._parts[0], states], dim=1)  # (1, length, hidden)
         return self._written(states)[:, :length]
 
     def slots_of_prefix(self, prefix: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ class SlotStates:
     def with_slots(self, states: torch.Tensor) -> torch.Tensor:
         """Eq. 9: all hidden states, with `states` (batch, max_slots, hidden) on the slots."""
         if self._parts is not None:
-            return torch.cat([self._parts[0], states, self._parts[2]], dim=1)
+            return torch.cat([self._parts[0], states, self._parts[2]], dim=1)  # (1, seq_len, hidden)
         return self._written(states)
 
     def _written(self, states: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def open_slots_plan(rows: SlotRows, cells: torch.Tensor, is_taken: torch.Tensor)
     """A step that computes the slots in `cells` (batch, width) where `is_taken`; the others are fixed, like text."""
     max_text, max_slots = rows.text_positions.shape[1], rows.slot_positions.shape[1]
     # A cell that only fills up its row keeps its place among the fixed ones: others attend to it, it is not computed.
-    filler = rows.slot_positions.gather(1, cells).masked_fill(is_taken, -1)
+    filler = rows.slot_positions.gather(1, cells).masked_fill(is_taken, -1)  # (batch, width)
     others = rows.slot_positions.scatter(1, cells, filler)  # (batch, max_slots), -1 where taken
     batch_index = rows.slot_cells // max_slots
     return StepRows(
@@ -177,14 +177,14 @@ def refinement_mask(attention_mask: torch.Tensor | None, rows: StepRows, dtype: 
     queries = rows.slot_positions  # (batch, width)
     keys = torch.cat([rows.fixed_positions, rows.slot_positions], dim=1)  # (batch, max_fixed + width)
     num_queries, num_keys = queries.shape[1], keys.shape[1]
-    real_keys = (keys >= 0)[:, None, None, :]
+    real_keys = (keys >= 0)[:, None, None, :]  # (batch, 1, 1, max_fixed + width)
     # A row that is not a slot (padding) attends to itself, so that its softmax is not empty.
     own_key = torch.eye(num_queries, dtype=torch.bool, device=keys.device)
     own_key = torch.nn.functional.pad(own_key, (num_keys - num_queries, 0)) & (queries < 0)[:, None, :, None]
     if attention_mask is None:
         return ((keys[:, None, None, :] <= queries[:, None, :, None]) & real_keys) | own_key
     mask = take_rows(attention_mask[:, 0], queries)  # (batch, width, kv_len)
-    columns = keys.clamp(min=0)[:, None, :].expand(-1, num_queries, -1)
+    columns = keys.clamp(min=0)[:, None, :].expand(-1, num_queries, -1)  # (batch, width, max_fixed + width)
     mask = mask.gather(2, columns)[:, None]  # (batch, 1, width, max_fixed + width)
     if mask.dtype == torch.bool:
         return (mask & real_keys) | own_key
@@ -322,7 +322,7 @@ class RefinementBudget:
         if self._is_spent:
             return False
         remaining = self.remaining.to(num_asked.device)
-        price = num_asked * (cost.gate if self.asks_gates else 0)
+        price = num_asked * (cost.gate if self.asks_gates else 0)  # (batch,)
         self.remaining = torch.where(remaining >= price, remaining - price, 0)
         self._is_spent = not bool(self.remaining.any())
         return not self._is_spent
@@ -331,7 +331,7 @@ class RefinementBudget:
         self, gate_prob: torch.Tensor, gate_open: torch.Tensor, cost: LayerCost, rows: SlotRows
     ) -> torch.Tensor:
         """The open slots (batch, max_slots) that a row can pay a first step for: by probability, then by position."""
-        once, per_slot = cost.of_keys_values(*_prefix_sizes(rows)), cost.of_slot_pass(*_prefix_sizes(rows))
+        once, per_slot = cost.of_keys_values(*_prefix_sizes(rows)), cost.of_slot_pass(*_prefix_sizes(rows))  # (batch,)
         wanted = gate_open.sum(dim=1)
         affordable = torch.div(self.remaining - once, per_slot, rounding_mode="floor").clamp(min=0)
         taken = torch.minimum(wanted, affordable)
@@ -346,7 +346,7 @@ class RefinementBudget:
     ) -> torch.Tensor:
         """The slots (batch, width) that are still open, where a row can pay another step of all that are taken."""
         price = torch.where(gate_open.any(dim=1), is_taken.sum(dim=1) * cost.of_slot_pass(*_prefix_sizes(rows)), 0)
-        affords = self.remaining >= price
+        affords = self.remaining >= price  # (batch,)
         self.remaining = torch.where(affords, self.remaining - price, 0)
         return gate_open & affords[:, None]
 
@@ -429,7 +429,7 @@ class Slots(NamedTuple):
 
     def stacked_depths(self, num_layers: int) -> torch.LongTensor:
         """Depths of the layers that refined, 0 for the others -> (batch, num_layers, max_slots), -1 without a slot."""
-        none = torch.zeros_like(self.rows.slot_positions)
+        none = torch.zeros_like(self.rows.slot_positions)  # (batch, max_slots)
         depths = [self.depths.by_layer.get(layer_idx, none).to(none.device) for layer_idx in range(num_layers)]
         return torch.stack(depths, dim=1).masked_fill(self.rows.slot_positions[:, None, :] < 0, -1)
 
@@ -505,7 +505,7 @@ class OpenSlotsSteps:
         """States and gates of the slots that are computed, (batch, width, ...); no gates where none is open."""
         settings, rows, cost = self.slots.settings, self.slots.rows, self.layer.slot_cost
         budget, is_first = settings.budget, self.depth is None
-        self.is_open = gate[:, :, 0] & self._asked()
+        self.is_open = gate[:, :, 0] & self._asked()  # (batch, width)
         if budget is not None and is_first:
             self.is_open = budget.take_slots(prob[:, :, 0], self.is_open, cost, rows)
         elif budget is not None:
@@ -524,9 +524,9 @@ class OpenSlotsSteps:
         if width < self.is_open.shape[1]:
             # Open ones first, in their order. Rows with fewer are filled up: a batch needs one width.
             self.cells = (~self.is_open).to(torch.int8).argsort(dim=1, stable=True)[:, :width]  # (batch, width)
-            self.is_open = self.is_open.gather(1, self.cells)
+            self.is_open = self.is_open.gather(1, self.cells)  # (batch, width)
             step_rows = open_slots_plan(self.slots.rows, self.cells, self.is_open)
-            states = take_rows(states, self.cells)
+            states = take_rows(states, self.cells)  # (batch, width, hidden)
         # No gate opens again later: the following steps are among these slots.
         self.is_taken, self.depth = self.is_open, torch.zeros_like(self.is_open, dtype=torch.long)
         self.reapply = self._slot_pass(step_rows)
@@ -549,5 +549,5 @@ class OpenSlotsSteps:
             return self.hidden.hidden_states, None
         if self.cells is not None:  # slots that were not computed keep the mandatory pass
             states = self.hidden.slots().scatter(1, self.cells[:, :, None].expand_as(states), states)
-            depth = torch.zeros_like(self.slots.rows.slot_positions).scatter(1, self.cells, depth)
+            depth = torch.zeros_like(self.slots.rows.slot_positions).scatter(1, self.cells, depth)  # (batch, max_slots)
         return self.hidden.with_slots(states), depth
