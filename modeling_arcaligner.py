@@ -648,7 +648,9 @@ class SlotDecoderLayer(InPlaceMixin):
         """
         self._compiled_algorithm = torch.compile(self._algorithm_1, *args, **kwargs)
 
-    def _run_compiled(self, hidden_states, slots, kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _run_compiled(
+        self, hidden_states: torch.Tensor, slots: Slots | None, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         has_budget = slots is not None and slots.settings.budget is not None
         cache = kwargs.get(CACHE)
         if has_budget or is_recording_outputs() or not LayerKeysValues.fits(cache, self.layer_idx):
@@ -953,9 +955,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
         wanted = {name: own for name, own in zip(REFINEMENT_SETTINGS, wanted, strict=True) if own is not None}
         if not torch.compiler.is_compiling():
-            if wanted:  # the configuration's own are checked by it
-                check_gates(**wanted)
-            self._check_ids(input_ids, inputs_embeds, context_embeds, is_generated)
+            self._check_inputs(input_ids, inputs_embeds, context_embeds, is_generated, wanted)
         has_slots = input_ids is not None and context_embeds is not None
         slot_mask = input_ids == self.config.context_token_id if has_slots else None  # `M_r`, (batch, seq_len)
         given = inputs_embeds if input_ids is None else input_ids
@@ -964,12 +964,11 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             slot_mask, context_embeds, context_word_ids = self._no_slots(given)
         if slot_mask is not None:
             of_slots = (context_embeds, context_word_ids, context_passage_ids)
-            slots, attention_mask, position_ids = self._prepare_slots(
+            kwargs["slots"], attention_mask, position_ids = self._prepare_slots(
                 slot_mask, *of_slots, attention_mask, position_ids, cache, wanted
             )
             inputs_embeds = self._embed(input_ids, inputs_embeds, slot_mask, context_embeds, context_word_ids)
             input_ids = None  # the backbone takes one of the two
-            kwargs["slots"] = slots
         if slot_bias is not None:
             num_queries = (inputs_embeds if input_ids is None else input_ids).shape[1]
             attention_mask = with_slot_bias(attention_mask, slot_bias, slot_mask, num_queries, cache, self.dtype)
@@ -987,7 +986,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            recursion_depth=slots.stacked_depths(self.config.text_config.num_hidden_layers) if has_slots else None,
+            recursion_depth=kwargs["slots"].stacked_depths(len(self.decoder_layers)) if has_slots else None,
         )
 
     def _no_slots(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -996,9 +995,18 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         embeds = torch.zeros(len(given), 0, self.config.encoder_hidden_size, device=given.device)
         return slot_mask, embeds, slot_mask.new_zeros(len(given), 0, 1).long() if self.config.word_parts else None
 
-    def _check_ids(self, input_ids, inputs_embeds, context_embeds, is_generated) -> None:
-        """Checks the tokens of an input, before its slots are looked for. Compiled code leaves this out, and so does a
-        generated token: reading them would make the host wait for the device."""
+    def _check_inputs(
+        self,
+        input_ids: torch.LongTensor | None,
+        inputs_embeds: torch.FloatTensor | None,
+        context_embeds: torch.FloatTensor | None,
+        is_generated: bool,
+        wanted: dict[str, Any],
+    ) -> None:
+        """Checks the gates' settings of a call, and the tokens of its input before its slots are looked for. Compiled
+        code leaves this out. Of a generated token nothing is read: the host would wait for the device."""
+        if wanted:  # the configuration has checked its own
+            check_gates(**wanted)
         slot_id = self.config.context_token_id
         if input_ids is None:
             if context_embeds is not None:
@@ -1053,7 +1061,13 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         slots = new_slots(self.config, settings, self.layer_costs, rows, self.training)
         return slots, attention_mask, position_ids
 
-    def _check_slot_inputs(self, slot_mask, context_embeds, context_word_ids, passage_ids) -> None:
+    def _check_slot_inputs(
+        self,
+        slot_mask: torch.BoolTensor,
+        context_embeds: torch.FloatTensor,
+        context_word_ids: torch.LongTensor | None,
+        passage_ids: torch.LongTensor | None,
+    ) -> None:
         """Check the inputs of slots; `passage_ids` are `None` if all slots are of one passage."""
         check_adapters(self.backbone)
         check_context_embeds(self.config, slot_mask, context_embeds)
@@ -1062,7 +1076,14 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             check_passage_ids(passage_ids, context_embeds, slot_mask)
             check_can_separate(self.config.text_config)
 
-    def _embed(self, input_ids, inputs_embeds, slot_mask, context_embeds, context_word_ids) -> torch.Tensor:
+    def _embed(
+        self,
+        input_ids: torch.LongTensor | None,
+        inputs_embeds: torch.FloatTensor | None,
+        slot_mask: torch.BoolTensor,
+        context_embeds: torch.FloatTensor,
+        context_word_ids: torch.LongTensor | None,
+    ) -> torch.Tensor:
         """`H^(0,0)` (Eq. 2): projected embeddings on slots, frozen ones elsewhere, (batch, seq_len, hidden)."""
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids.masked_fill(slot_mask, 0))  # (batch, seq_len, hidden)
@@ -1245,7 +1266,13 @@ def text_for_slots(input_ids: torch.LongTensor, context_token_id: int) -> torch.
     return torch.where(is_slot, first_text, input_ids)
 
 
-def check_slots_after_cache(config, rows: SlotRows, cache: Cache | None, context_passage_ids, wanted) -> None:
+def check_slots_after_cache(
+    config: ArcAlignerConfig,
+    rows: SlotRows,
+    cache: Cache | None,
+    context_passage_ids: torch.LongTensor | None,
+    wanted: dict[str, Any],
+) -> None:
     """Raises `ValueError` for slots after cached text if that differs from one prefill of both; `wanted` are
     the `REFINEMENT_SETTINGS` of the call."""
     if rows.slot_rows.shape[0] == 0 or cache is None or cache.get_seq_length() == 0:
@@ -1623,7 +1650,12 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             )
         return LayerStates(self.config.answerability_layers, only_answerability)
 
-    def targets_loss(self, hidden_states, labels, num_items_in_batch=None) -> torch.Tensor:
+    def targets_loss(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.LongTensor,
+        num_items_in_batch: int | torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The mean NLL (Eq. 10) of the labeled positions; `hidden_states` (batch, seq_len, hidden)."""
         targets = labels[:, 1:].flatten()  # (batch * (seq_len - 1),)
         is_target = (targets != -100) & (targets != self.config.context_token_id)
@@ -1661,7 +1693,7 @@ def check_ids(
         raise ValueError(f"{name} hold {ids[is_unknown][0]}; expected 0 to {vocab_size - 1}, or one of {others}.")
 
 
-def check_context_embeds(config, slot_mask: torch.Tensor, context_embeds) -> None:
+def check_context_embeds(config: ArcAlignerConfig, slot_mask: torch.Tensor, context_embeds) -> None:
     """Raises `ValueError` unless `context_embeds` is (batch, max_slots, encoder_hidden_size), for the rows of
     `slot_mask` (batch, seq_len)."""
     width = config.encoder_hidden_size
@@ -1680,7 +1712,7 @@ def check_context_embeds(config, slot_mask: torch.Tensor, context_embeds) -> Non
         )
 
 
-def check_word_ids(config, context_embeds: torch.Tensor, context_word_ids) -> None:
+def check_word_ids(config: ArcAlignerConfig, context_embeds: torch.Tensor, context_word_ids) -> None:
     """Raises `ValueError` unless `context_word_ids` is (batch, max_slots, max_words), if the aligner uses them."""
     if not config.word_parts:
         if context_word_ids is not None:

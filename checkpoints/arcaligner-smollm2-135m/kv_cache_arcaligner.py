@@ -518,7 +518,9 @@ class PassageCache:
             inputs["context_passage_ids"] = pad_sequence(numbers, batch_first=True, padding_value=-1).to(device)
         return inputs
 
-    def _align_tails(self, ids, tails, parts):
+    def _align_tails(
+        self, ids: list[list[int]], tails: list[list[int]], parts: list[list[torch.Tensor]]
+    ) -> tuple[list[list[int]], list[list[int]], DynamicCache]:
         """Make tails equally long: the beginning of a longer one is prefilled with its slots.
 
         Padding between slots and their question would push the slots out of a sliding window, which counts columns.
@@ -899,7 +901,14 @@ def share_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
 
 
 def _read_batch(
-    model, head_ids, head, passages, batch: list[list[int]], entries: list, refines: bool, settings: dict[str, Any]
+    model,
+    head_ids: Sequence[int],
+    head: torch.Tensor,
+    passages: Sequence,
+    batch: list[list[int]],
+    entries: list[torch.Tensor | None],
+    refines: bool,
+    settings: dict[str, Any],
 ) -> None:
     """Compute the rows of `batch`, each the numbers of its passages, and put the results into `entries`. With `refines`
     they take refinement steps, and do not continue from the text before the slots."""

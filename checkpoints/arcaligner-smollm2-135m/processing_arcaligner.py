@@ -426,7 +426,18 @@ class ArcAlignerProcessor(ProcessorMixin):
             ]
         return features
 
-    def _pad(self, ids, rows=(), *, truncation=False, max_length=None, return_tensors=None, padding=None, **kwargs):
+    def _pad(
+        self,
+        ids: list[list[int]],
+        rows: Sequence[EncodedDocuments] = (),
+        *,
+        truncation: bool | str = False,
+        max_length: int | None = None,
+        return_tensors: str | None = None,
+        padding: bool | str | None = None,
+        **kwargs: Any,
+    ) -> BatchFeature:
+        """Ids of prompts and, in `rows`, their slots as a batch; cut and padded as the tokenizer's arguments say."""
         if truncation and max_length is not None:
             for row, row_ids in enumerate(ids if rows else ()):
                 last_slot = len(row_ids) - 1 - row_ids[::-1].index(self.context_token_id)
