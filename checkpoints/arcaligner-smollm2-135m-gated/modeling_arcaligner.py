@@ -306,7 +306,6 @@ class SlotLoraVariant(LoraVariant):
         if rows is None:
             return result
         # A over slots, B over slots: PEFT would compute both on all rows and a mask would throw most of it away.
-        # Plain statements in this and the next functions: a GPU waits for the host, which runs them for each linear.
         down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
         dropout, scaling = module.lora_dropout[active_adapter], module.scaling[active_adapter]
         is_patched = "forward" in vars(down) or "forward" in vars(up)  # fetches weights, as offloading does
@@ -321,12 +320,11 @@ class SlotLoraVariant(LoraVariant):
         slots = _shared_slots_of(x, rows)  # (num_slots, in_features)
         if dropout.training:
             slots = dropout(slots)
-        down, up = down.weight, up.weight
+        down, up = (part.weight if part.weight.dtype == x.dtype else part.weight.to(x.dtype) for part in (down, up))
         if torch.is_grad_enabled():
-            down, up = (part if part.dtype == x.dtype else part.to(x.dtype) for part in (down, up))
             return _SlotResidual.apply(result, slots, down, up, scaling, rows)
-        result = result.contiguous()  # in place: a copy of the text rows in each linear would cost a tenth of a prefill
-        _add_residual_(result, rows, slots, *module.transposed(down, up, x.dtype), scaling)
+        result = result.contiguous()
+        _add_residual_(result, rows, slots, down.t(), up.t(), scaling)
         return result
 
 
@@ -374,51 +372,79 @@ class FrozenLinear(InPlaceMixin):
     as fast, with the rounding of another order of additions."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or not has_slow_mkl() or torch.is_grad_enabled():
-            return super().forward(x)
-        is_plain = x.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-        is_large = x.numel() >= LEAST_ROWS * x.shape[-1] and self.weight.numel() >= LEAST_WEIGHT
-        if not (is_plain and is_large and x.device.type == self.weight.device.type == "cpu"):
-            return super().forward(x)
+        weight, bias = self.weight, self.bias
+        # What decides most often comes first: a GPU waits for the host, which runs this for each linear.
+        if weight.dtype != torch.float32 or weight.numel() < LEAST_WEIGHT or not self._is_slow(x):
+            return nn.functional.linear(x, weight, bias)
         rows = x.reshape(-1, x.shape[-1])  # (num_rows, in_features)
         # oneDNN keeps code for each number of rows, half a megabyte: of eight numbers up to each power of 2.
         step = max(LEAST_ROWS, 2 ** (len(rows).bit_length() - 4))
         padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % step)).to_mkldnn()  # a layout of its own
-        products = nn.functional.linear(padded, self.weight, self.bias).to_dense()  # (num_rows + padding, out_features)
+        products = nn.functional.linear(padded, weight, bias).to_dense()  # (num_rows + padding, out_features)
         return products[: len(rows)].view(*x.shape[:-1], -1)
+
+    def _is_slow(self, x: torch.Tensor) -> bool:
+        """Whether PyTorch would multiply `x` by MKL, slowly, and nothing prevents oneDNN."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not has_slow_mkl():
+            return False
+        is_plain = x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+        is_large = x.numel() >= LEAST_ROWS * x.shape[-1]
+        return is_plain and is_large and x.device.type == self.weight.device.type == "cpu"
 
 
 class SlotLoraLayer(InPlaceMixin):
     """A PEFT layer without PEFT's bookkeeping where its one adapter is the slots'. The bookkeeping takes longer than
     the linears of a small backbone. Without slots, as when decoding, the layer is its frozen linear."""
 
-    _transposed: tuple | None = None  # the state of the weights, and what `transposed` made of it
+    low_rank: tuple[nn.ModuleDict, ...]  # A, B and dropout by adapter, as PEFT's layer has them
+    _factors: tuple | None = None  # the state of the weights, and what `factors` made of them
 
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if args or kwargs or self.active_adapter != [ADAPTER_NAME] or self.merged_adapters:
             return super().forward(x, *args, **kwargs)
-        if _scope.rows is None:
+        if (rows := _scope.rows) is None:
             return self.base_layer(x)
         if self.disable_adapters:
             return super().forward(x)
-        return SlotLoraVariant.forward(self, ADAPTER_NAME, x, self.base_layer(x))
+        result = self.base_layer(x)
+        if (factors := self.factors(x, result)) is None:
+            return SlotLoraVariant.forward(self, ADAPTER_NAME, x, result)
+        result = result.contiguous()  # in place: a copy of the text rows in each linear would cost a tenth of a prefill
+        _add_residual_(result, rows, _shared_slots_of(x, rows), *factors, self.scaling[ADAPTER_NAME])
+        return result
 
-    def transposed(self, down: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A (in_features, r) and B (r, out_features) in the backbone's `dtype`, of the weights `down` (r, in_features)
-        and `up` (out_features, r), made once while these stay."""
-        if torch.compiler.is_compiling() or down.is_inference() or up.is_inference():
-            return down.to(dtype).t(), up.to(dtype).t()
-        state = dtype, down.data_ptr(), down._version, up.data_ptr(), up._version
-        if (found := self._transposed) is None or found[0] != state:  # by a name: another thread may ask for others
-            self._transposed = found = state, (down.detach().to(dtype).t(), up.detach().to(dtype).t())
-        return found[1]
+    def factors(self, x: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A (in_features, r) and B (r, out_features) in the precision of `x` and `result`, made once while the weights
+        stay as they are; `None` where Eq. 3 takes more: with gradients, dropout, autocast or mixed precision, and with
+        linears whose `forward` was replaced, as offloading does.
+
+        Plain statements, and the dictionaries not looked up: a GPU waits for the host, which runs this for each linear.
+        """
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        linears_a, linears_b, dropouts = self.low_rank
+        down, up = linears_a[ADAPTER_NAME], linears_b[ADAPTER_NAME]
+        if dropouts[ADAPTER_NAME].training or "forward" in vars(down) or "forward" in vars(up):
+            return None
+        down, up = down.weight, up.weight
+        try:
+            state = x.device, x.dtype, result.dtype, down.data_ptr(), down._version, up.data_ptr(), up._version
+        except RuntimeError:  # weights that were made in inference mode have no version
+            return None
+        found = self._factors  # by a name: another thread may ask for others
+        if found is None or found[0] != state:
+            if x.dtype != result.dtype or x.device != down.device:  # a replica on another device has its own weights
+                return None
+            sources = down.detach(), up.detach()  # kept, so that no other weights come to lie at their addresses
+            self._factors = found = state, x.device.type, [part.to(x.dtype).t() for part in sources], sources
+        return None if torch.is_autocast_enabled(found[1]) else found[2]
 
     def train(self, mode: bool = True):
-        self._transposed = None  # training may write weights without a new version, as sharding does
+        self._factors = None  # training may write weights without a new version, as sharding does
         return super().train(mode)
 
     def __getstate__(self):
-        return super().__getstate__() | {"_transposed": None}
+        return super().__getstate__() | {"_factors": None}
 
 
 def slot_lora_layers(module: nn.Module):
@@ -455,6 +481,7 @@ def inject_slot_lora(backbone: nn.Module, layers: nn.ModuleList, config) -> None
     inject_adapter_in_model(lora_config, backbone, ADAPTER_NAME)
     for layer in list(slot_lora_layers(backbone)):
         mix_in(SlotLoraLayer, layer)
+        layer.low_rank = layer.lora_A, layer.lora_B, layer.lora_dropout  # a tuple: modules are named once
         if type(layer.base_layer) is nn.Linear:
             mix_in(FrozenLinear, layer.base_layer)
         layer.lora_variant[ADAPTER_NAME] = SlotLoraVariant()
