@@ -110,7 +110,7 @@ def normalize_budget(gate_mode: str | None, refinement_budget: float | None) -> 
 
 
 def is_number(value: Any, kind: type | UnionType) -> bool:
-    """Whether it is a number of this kind and no truth value."""
+    """Whether a value is a number of this kind, and not a truth value."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
@@ -320,8 +320,8 @@ class ArcAlignerConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """Reads a checkpoint's `config.json`; that of a plain base model becomes this config's `text_config`. Warns
-        where `passage_attention` is given and is not what a trained aligner's file says, which it was trained for."""
+        """Reads a checkpoint's `config.json`; that of a plain base model becomes this config's `text_config`. Warns if
+        the given `passage_attention` differs from the one that the aligner was trained with."""
         try:
             config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
             config_dict.items()
@@ -359,7 +359,7 @@ def longest_prompt(config: PreTrainedConfig) -> int | None:
 
 
 def check_length(length: int, what: str, config: PreTrainedConfig, position_ids=None) -> None:
-    """Raises `ValueError` if `what`, such as "The prompt", has more positions than the backbone reads: `length` or,
+    """Raises `ValueError` if `what`, such as "The prompt", has more positions than the backbone accepts: `length` or,
     where several rows share a position, the highest of `position_ids`."""
     longest = longest_prompt(config)
     # Independent passages share positions, so a prompt may have more tokens than the backbone has positions.

@@ -93,7 +93,7 @@ class Asked(NamedTuple):
 
 @dataclass
 class Reader:
-    """A way to read passages."""
+    """A way to answer: from the text of passages, or from their slots."""
 
     title: str
     rate: int | str | None  # tokens of text per slot; `None` means text

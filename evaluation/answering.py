@@ -78,9 +78,9 @@ def answer_text(
     copies: bool = False,
     **settings: Any,
 ) -> list[Answer]:
-    """Answer from prompts of text, with a model of transformers: `context` makes the text from model, processor, a row
-    and `tokens_per_slot`. Without slots, an aligner acts as its backbone. `copies` switches on copy-biased decoding,
-    with the words of the whole passages, as in answers from slots. `settings` are those of `generate`."""
+    """Answer from prompts of text, with a model of transformers; an aligner acts as its backbone. `context` makes the
+    text from model, processor, a row and `tokens_per_slot`. `copies` switches on copy-biased decoding, with the words
+    of the whole passages, as in answers from slots. `settings` are those of `generate`."""
     contexts = [context(model, processor, row, tokens_per_slot) for row in rows]
     contents = [text_prompt(row, text) for row, text in zip(rows, contexts, strict=True)]
     inputs = text_inputs(processor, contents).to(model.device)

@@ -97,7 +97,7 @@ class Reproduction:
         return self.settings.output / FOLDER
 
     def suffix(self, checkpoint: str) -> str:
-        """The suffix of methods with one slot per sentence of an aligner."""
+        """The suffix of an aligner's methods with one slot per sentence."""
         return "" if ArcAlignerProcessor.from_pretrained(checkpoint).tokens_per_slot == "segment" else SEGMENT
 
     @property
@@ -408,7 +408,7 @@ METRIC_NAMES = {"em": "EM", "f1": "F1", "acc": "Acc"}
 
 
 def find_base(method: str) -> str:
-    """The name of a method without its rate, where the paper's names have none.
+    """The name of a method without its tokens per slot, if the paper's name lacks them.
 
     >>> find_base("arcaligner_xsegment"), find_base("xrag")
     ('arcaligner', 'xrag')
@@ -431,14 +431,15 @@ def metric_of(found: Sequence[dict[str, Any]]) -> str:
 
 
 def right_by(metric: str) -> Callable[[AnswerFile], dict[str, bool]]:
-    """From a file of answers to the ids of these, each with whether it is right by EM or the first judge."""
+    """A function that says, for the answers of a file by their ids, whether each is right by EM or by the first
+    judge."""
     if metric == "acc":
         return lambda file: {key: score == 1 for key, score in judged_scores(file, judges_of(file)[0]).items()}
     return lambda file: {answer["id"]: answer["em"] == 1 for answer in file.read()}
 
 
 def _only(entry: dict[str, Any], methods: Sequence[str]) -> dict[str, Any]:
-    """A set's entry with some methods alone."""
+    """A set's entry with some of its methods only."""
     return entry | {"methods": {name: entry["methods"][name] for name in methods if name in entry["methods"]}}
 
 
@@ -456,8 +457,8 @@ def stage_one_command(path: str) -> str:
 
 
 def main_methods(suffix: str) -> list[str]:
-    """The methods of Tables 1 and 2 for an aligner whose names of methods at the paper's segmentation end so; and, for
-    what text is worth, its fine-tuned reader."""
+    """Methods of Tables 1 and 2. `suffix` ends the names of the aligner's methods with one slot per segment, as in the
+    paper. The fine-tuned reader shows what text is worth."""
     ours = dict.fromkeys((f"arcaligner{suffix}", "arcaligner"))
     return ["naive", "standard_rag", "full_text_lora", "xrag", "cocom_x4", "cocom_x16", *LLMLINGUAS, *ours]
 
@@ -500,7 +501,7 @@ def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
 
 
 def backbones_part(found: dict[str, dict[str, Any]]) -> tuple[list[str], Figure]:
-    """Markdown lines and the bars of sets' entries, by backbone and set, with the methods that are shown."""
+    """Markdown lines and a bar chart of results by backbone and set."""
     metric = metric_of(list(found.values()))
     bars = {
         (title, set_title): {
@@ -526,7 +527,7 @@ def published_backbone(results: dict[str, Any], backbone: str) -> tuple[list[str
 
 
 def ratios_part(points: dict[str, dict[str, dict[str, Any]]]) -> tuple[list[str], Figure]:
-    """Markdown lines and the curves of numbers by set and by the title of a ratio."""
+    """Markdown lines and curves of results by set and by the title of a ratio."""
     rows = [
         [
             name,
@@ -543,7 +544,7 @@ def ratios_part(points: dict[str, dict[str, dict[str, Any]]]) -> tuple[list[str]
 
 
 def published_ratios(results: dict[str, Any], rates: Sequence[int | str]) -> tuple[list[str], Figure]:
-    """The figure of ratios for the results of the shipped aligner at these rates and its own."""
+    """The figure of ratios for the results of the shipped aligner, at its own tokens per slot and at these `rates`."""
     methods = ["arcaligner", *(f"arcaligner_x{rate}" for rate in rates)]
     points = {
         name: {find_method(method).title: results["sets"][name]["methods"][method] for method in methods}
@@ -582,7 +583,7 @@ def _triple(numbers: Sequence[float | None] | None, digits: int = 2) -> str:
 
 
 def _paper_title(named: str) -> str:
-    """The paper's name of a method with its compression rate, if it prints one.
+    """The paper's name of a method with its compression, if it prints one.
 
     >>> _paper_title("xRAG"), _paper_title("COCOM x4"), _paper_title("Naive")
     ('xRAG, x128', 'COCOM x4', 'Naive')

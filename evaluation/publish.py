@@ -127,7 +127,7 @@ def publish(
 
 def with_published(found: dict[str, Any], published: dict[str, Any]) -> dict[str, Any]:
     """
-    The results of a run, and the published ones of what it did not ask.
+    The results of a run, with the published ones for what it did not measure.
 
     A run that asked an aligner of other weights than the published ones replaces all numbers that depend on them, and
     its sets are those of the result: only methods that read no aligner keep their numbers. Any other run adds to what
@@ -305,7 +305,8 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
 
 
 def fewer_questions(sets: dict[str, Any]) -> str:
-    """The sets of which the README's default row was asked fewer questions than the others, or nothing."""
+    """A note on the sets in which the README's default row has fewer questions than the others; empty if there are
+    none."""
     fewer: dict[int, list[str]] = {}
     for name, entry in sets.items():
         count = entry["methods"].get("as_needed", entry)["questions"]

@@ -181,8 +181,8 @@ def _with_floors(sets: dict) -> dict:
 
 
 def method_titles(sets: dict) -> dict[str, str]:
-    """Titles of all methods in `sets` by their names, in the order of `METHODS`, each followed by its variants with a
-    rate."""
+    """Titles of all methods in `sets` by their names, in the order of `METHODS`, each followed by its variants with
+    other tokens per slot."""
     names = sorted({name for entry in sets.values() for name in entry["methods"]}, key=sort_key)
     return {name: find_method(name).title for name in names}
 
@@ -196,7 +196,7 @@ def _folded(title: str, lines: list[str]) -> list[str]:
 
 
 def _score(metric: str, entry: dict, method: str) -> str | None:
-    """A mean with its interval, and the number of questions if not all."""
+    """A mean with its interval, and the number of questions if it is not all of the set."""
     if (numbers := entry["methods"].get(method)) is None:
         return None
     asked = f" of {numbers['questions']}" if numbers["questions"] < entry["questions"] else ""

@@ -110,7 +110,8 @@ def fit_confidence(
     number_held_out: int,
     rates: tuple[int | str, ...],
 ) -> dict[str, dict[str, float]]:
-    """Gives `model` a fitted answerability head. Returns its accuracy on the held-out questions at each rate."""
+    """Give `model` a fitted answerability head. Return its accuracy on the held-out questions at each number of tokens
+    per slot."""
     num_layers, width = model.config.text_config.num_hidden_layers, model.config.text_config.hidden_size
     layers = list(range(math.floor(DEPTHS[0] * num_layers), math.ceil(DEPTHS[1] * num_layers)))
     rows = partly_unanswerable(recipe, number, share=0.5, held_out=False)
@@ -171,9 +172,9 @@ def graded_answers(
 def fit_likelihood(
     model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, recipe: RecipeArguments, number: int
 ) -> list[list[str]]:
-    """Gives `model` the regression that separates right answers from wrong ones. Returns rows of a table: for each
-    share of the answers, the F1 of those with the highest answerability and of those with the highest likelihood, the
-    latter fitted on the other half of the questions. It is empty if no answer is right, or all are."""
+    """Give `model` the regression that separates right answers from wrong ones. Return rows of a table: for each share
+    of the answers, the F1 of those with the highest answerability, and of those with the highest likelihood. The
+    likelihood is fitted on the other half of the questions. The table is empty if no answer is right, or all are."""
     *evidence, f1 = graded_answers(model, processor, partly_unanswerable(recipe, number, share=0.2))
     features, is_right = np.stack(evidence, axis=1), f1 >= RIGHT
     likelihood, halves = np.zeros(len(f1)), np.arange(len(f1)) % 2

@@ -28,7 +28,7 @@ NEXT = 'Next, ask about your own file: arcaligner answer "What does it say?" --d
 
 
 class Told(NamedTuple):
-    """An answer, the positions that its passages took, and its seconds."""
+    """An answer, with the number of positions that its passages take, and its seconds."""
 
     text: str
     positions: int

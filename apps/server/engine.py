@@ -52,8 +52,8 @@ TURN_SECONDS = 0.5
 
 
 class PassageEncoder:
-    """The slots of passages, each encoded once for all requests with it, so that its slots are the same in all of them
-    and its keys and values are found in the cache."""
+    """Encodes each passage once for all requests. So its slots are the same in all of them, and its keys and values are
+    found in the cache."""
 
     def __init__(self, processor, max_passages: int = KEPT_PASSAGES):
         self.processor, self.max_passages = processor, max_passages
@@ -240,7 +240,7 @@ class Engine:
         return request.future
 
     def _wake(self) -> None:
-        """Have all threads that wait for a change look again."""
+        """Wake all threads that wait for a change."""
         with self._change:
             self._change.notify_all()
 
@@ -293,7 +293,7 @@ class Engine:
                     self._change.notify_all()
 
     def _wait_for_requests(self) -> bool:
-        """Waits until some should be taken; not if the engine is closed, and none are left."""
+        """Wait until requests should be taken. Do not wait if the engine is closed and has none."""
 
         def is_full() -> bool:
             return self._closed or len(self._waiting) >= self._most_prepared
@@ -322,7 +322,7 @@ class Engine:
         return batch
 
     def _prepare(self, batch: list[Request], turn: ThreadTurn) -> None:
-        """Has a batch of requests written, after their first tokens."""
+        """Prepare a batch of requests up to their first tokens, and hand the answers over to be continued."""
         wanted = [request for request in batch if request.future.set_running_or_notify_cancel()]
         read, choose = (functools.partial(each, turn) for each in (self._read, self._choose))
         found = [request for one in wanted for (request,), _ in each_fails_alone([one], read)]
@@ -376,7 +376,7 @@ class Engine:
         request.passages = SlotPassages(passages, encoded, seconds)
 
     def _check_size(self, documents: list[dict], rate: int | str | None) -> None:
-        """Refuses documents that have too many slots however they are cut, before that takes seconds."""
+        """Refuse documents that have too many slots however they are cut. Cutting them first could take seconds."""
         rate = self.processor.tokens_per_slot if rate is None else rate
         if rate == "segment":
             return
@@ -442,7 +442,8 @@ class Engine:
         return found
 
     def _slots_of(self, request: Request, numbers: list[int], turn: GroupTurn) -> GivenSlots | None:
-        """The slots of at least these of a request's passages, which are encoded now unless they are known."""
+        """The slots of these passages of a request, and maybe of others. Passages that are not known yet are
+        encoded."""
         if not numbers:
             return None
         encoded = request.passages.encoded or self._encoded(request, numbers, turn)
@@ -507,7 +508,7 @@ class Engine:
         return request.messages[0]["content"]
 
     def _generate(self, group: list[Request], inputs: dict[str, Any], began: float) -> None:
-        """Writes the first token of each request, and lets the rest be written."""
+        """Generate the first token of each request, and hand the answers over to be continued."""
         ids, mask, cache = (inputs[name] for name in ("input_ids", "attention_mask", "past_key_values"))
         rows = [
             LiveRow(
@@ -582,7 +583,7 @@ class Engine:
                 turn.give()
 
     def _write_all(self, turn: ThreadTurn) -> None:
-        """Writes the rest of all answers that are begun, those that join meanwhile, too."""
+        """Generate the rest of all answers that have begun, and of those that join meanwhile."""
         live: list[LiveBatch] = []
         while True:
             with self._change:
@@ -614,8 +615,8 @@ class Engine:
 
 
 def each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) -> Iterator[tuple[list[Request], Any]]:
-    """Run a group and, if that fails, its halves, so that an invalid request fails alone; requests that have ended
-    meanwhile are left out. Yields the parts that could be run, each with its result."""
+    """Run a group of requests and, if that fails, its halves, so that an invalid request fails alone. Yield the parts
+    that could be run, each with its result. Requests that have ended meanwhile are left out."""
     try:
         result = run(group)
     except EndedError:

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what it answers."""
+"""Requests to an engine, and its answers."""
 
 import math
 import time
@@ -75,7 +75,7 @@ class Request:
     kept: int | None = None  # number of cached passages, once it is known
 
     def cancel(self) -> None:
-        """No client waits for the answer any more."""
+        """Cancel the request, because no client waits for it any more."""
         self.until = 0.0
         self.on_cancel()
 
@@ -84,7 +84,7 @@ class Request:
         return self.until == 0.0
 
     def end(self) -> None:
-        """End a request without a client, or without time."""
+        """End a request whose client has left or whose time is over."""
         if self.is_cancelled:
             error: Exception = RequestCancelledError("The request was cancelled.")
         else:

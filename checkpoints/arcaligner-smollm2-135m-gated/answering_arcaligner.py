@@ -29,9 +29,8 @@ PAIR_CANDIDATES = 20
 
 
 class ScoredPassage(NamedTuple):
-    """How likely a passage by itself contains the answer to a question, the cosine of both (0 without texts and
-    without a search), whether the passage was cached, so that it was not computed again, and the configuration's
-    `similarity_weight`."""
+    """The score of one passage for a question: its answerability by itself, its cosine with the question (0 if there is
+    neither a text nor a search), whether it was cached, and the configuration's `similarity_weight`."""
 
     answerability: float
     similarity: float
@@ -46,7 +45,7 @@ class ScoredPassage(NamedTuple):
 
 
 def select_top(scores: Mapping[int, ScoredPassage], most: int) -> list[int]:
-    """The numbers of the top-ranked passages, at most `most` of them, in the order of the passages.
+    """Numbers of the top-ranked passages, at most `most`, in the order of the passages.
 
     >>> select_top({0: ScoredPassage(0.6, 0.8, False, 10), 1: ScoredPassage(0.7, 0.4, False, 10)}, most=1)
     [0]
@@ -55,8 +54,8 @@ def select_top(scores: Mapping[int, ScoredPassage], most: int) -> list[int]:
 
 
 def candidates_of(similarities: Mapping[int, float], most: int, share: float) -> list[int]:
-    """The numbers of the passages that are scored to select `most` of them, the most similar one first: a `share` of
-    all, but no fewer than one that is left out.
+    """Numbers of the passages to score before `most` of them are selected, the most similar one first: a `share` of all
+    passages, but at least one more than are selected.
 
     >>> candidates_of({0: 0.1, 1: 0.7, 2: 0.3, 3: 0.2, 4: 0.5}, most=1, share=0.5)
     [1, 4, 2]
@@ -66,7 +65,8 @@ def candidates_of(similarities: Mapping[int, float], most: int, share: float) ->
 
 
 def are_sure(scores: Mapping[int, ScoredPassage], most: int, similarity: float, answerability: float) -> bool:
-    """Whether a further passage with this cosine, and at most this answerability, is not among the `most` top-ranked.
+    """Whether the selection is decided: a passage with this cosine would not be among the `most` top-ranked ones, even
+    with this answerability.
 
     >>> are_sure({0: ScoredPassage(0.98, 0.7, False, 10.0)}, 1, similarity=0.6, answerability=0.98)
     True
@@ -96,7 +96,7 @@ Similarities = Sequence[Sequence[float] | Mapping[int, float]]
 
 class Answerer:
     """
-    The one way from a question and its documents to an answer.
+    Answers questions about documents, in the same way for pipeline, server and evaluation.
 
         documents -> `cut` -> passages -> `select` -> selected passages -> inputs of `generate` -> `answer`
 
@@ -155,7 +155,7 @@ class Answerer:
     def _check_answerability(self, what: str) -> None:
         if self.model.answerability_head is None:
             raise ValueError(
-                f"{what} needs an aligner whose answerability was fitted, and this one's `answerability_layers` is "
+                f"{what} needs an aligner whose answerability was fitted, but this one's `answerability_layers` is "
                 "None. Fit it with `python -m arcaligner.train.confidence`, or leave the argument out."
             )
 
@@ -170,8 +170,8 @@ class Answerer:
     # Passages
 
     def cut(self, documents: list) -> tuple[list, list[Segment]]:
-        """The passages of documents, and which part of which document each is. Long documents are cut, unless passages
-        cannot be scored to select some."""
+        """Cut long documents into passages. Return the passages, and which part of which document each is. Nothing is
+        cut if passages cannot be scored."""
         processor = self.processor
         longest = processor.max_passage_tokens if self.can_score else math.inf
         return cut_long(documents, processor.tokenizer, longest, processor.passage_tokens, processor.spacy_model)
@@ -343,13 +343,13 @@ class Answerer:
     # Answers
 
     def answer(self, questions: Sequence, passages: Sequence[list], **settings: Any) -> "AnsweringCall":
-        """One call of `generate`; arguments as of [`AnsweringCall`]."""
+        """Begin one call of `generate`; arguments as for [`AnsweringCall`]."""
         return AnsweringCall(self.model, self.processor, questions, passages, **settings)
 
 
 def chat_inputs(processor, chats: Sequence[list[dict] | str], **slots: Any) -> BatchFeature:
-    """Prompts of chats or, without a chat template, of texts, left-padded: `input_ids` and `attention_mask`
-    (batch, seq_len) and, with documents among `slots`, the slots' inputs."""
+    """Left-padded prompts of chats or, without a chat template, of texts: `input_ids` and `attention_mask` (batch,
+    seq_len) and, with documents among `slots`, the inputs of the slots."""
     padding = {"padding": True, "padding_side": "left"}
     if processor.chat_template is None:
         return processor(chats, return_tensors="pt", **padding, **slots)
@@ -371,7 +371,7 @@ READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
 
 class AnsweringCall:
     """
-    Further arguments of one call of `generate`, and what it reports.
+    One call of `generate`: its further arguments, and the estimates that it reports.
 
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): Of one checkpoint.
@@ -452,8 +452,8 @@ class AnsweringCall:
         return self._answerability
 
     def answerability_of(self, logits: torch.Tensor) -> torch.Tensor:
-        """The answerability of each row, (batch,), from the head's logits (batch,), such as those of
-        [`PassageCache.read_question`] where another engine answers."""
+        """Answerability of each row, (batch,), from the head's logits (batch,), such as those of
+        [`PassageCache.read_question`], for an answer that another engine generates."""
         logits = logits.float()
         if self.model.config.answerability_uses_match:
             asked = zip(self.questions, self.passages, strict=True)
@@ -464,9 +464,8 @@ class AnsweringCall:
 
     @property
     def answer_likelihood(self) -> torch.Tensor | None:
-        """How likely the answer of each row is right, (batch,), from the tokens so far: their likelihood and the
-        answerability, calibrated on held-out questions. `None` if that was not fitted, and for answers that are sampled
-        or searched with beams."""
+        """How likely the answer of each row is right, (batch,), from the likelihood of its tokens so far and the
+        answerability. `None` if it was not fitted, for sampled answers and for beam search."""
         if self.likelihood is None or self.likelihood.counts is None or (sure := self.answerability) is None:
             return None
         likelihood, odds, offset = self.model.config.answer_calibration
@@ -530,14 +529,14 @@ def search_text(title: str | None, text: str) -> str:
 
 
 def _searched(question: str | list[dict], documents: Sequence[str | dict]) -> list[str]:
-    """The question, or a chat's last one, and the texts of the passages."""
+    """The question (of a chat, the last one) and the texts of the passages."""
     if not isinstance(question, str):
         question = ["", *(each["content"] or "" for each in with_plain_texts(question) if each["role"] == "user")][-1]
     return [question, *(search_text(title_of(each), text_of(each, number)) for number, each in enumerate(documents))]
 
 
 def similarities_of(encoder, question: str | list[dict], documents: Sequence[str | dict]) -> list[float]:
-    """The cosine of a question, or of a chat's last one, and each passage."""
+    """Cosine of a question (of a chat, the last one) with each passage."""
     asked, *vectors = of_texts(_VECTORS, encoder.untrained, _searched(question, documents), encoder.untrained.encode)
     return [float(asked @ vector) for vector in vectors]
 
@@ -658,7 +657,7 @@ YES_NO = ("yes", "no", "Yes", "No")
 
 
 class CopiedText(NamedTuple):
-    """The tokens of a text from any of its words on, as they are at the beginning of an answer."""
+    """The tokens of a text, and for each of its words how an answer that begins there is tokenized."""
 
     ids: list[int]
     ends_word: list[bool]  # whether a word ends with the token
@@ -667,7 +666,7 @@ class CopiedText(NamedTuple):
     words: dict[int, list[tuple[list[int], list[bool], int]]]
 
     def follow(self, written: list[int]) -> tuple[set[int], bool]:
-        """The ids that continue `written` at any of its places, and whether a word ends there."""
+        """Ids that follow `written` wherever it occurs in the text, and whether a word ends there."""
         found, is_end, length = set(), False, len(written)
         for own, own_ends, after in self.words.get(written[0], ()):
             place = after + max(0, length - len(own))
@@ -688,7 +687,7 @@ def copied_texts(tokenizer, documents: Sequence[str | dict], no_answer: str | No
 
 
 def _copied(tokenizer, text: str) -> CopiedText:
-    """No copy begins with a word that holds a control token."""
+    """Prepare a text for copying. A copy never begins at a word with a control token."""
 
     def ends_word(ends: Sequence[int]) -> list[bool]:
         pairs = zip(ends, [*ends[1:], len(text) + 1], strict=True)  # equal where a character has several tokens
@@ -710,7 +709,8 @@ def _copied(tokenizer, text: str) -> CopiedText:
 
 
 def copied_next(texts: Sequence[CopiedText], written: list[int], end_ids: Set[int]) -> list[int]:
-    """Ids that continue an answer in the words of `texts` and, where a word of it is complete, ids that end it."""
+    """Ids that may follow an answer that was copied from `texts`: those that continue the copy and, at the end of a
+    word, those that end the answer."""
     if not written:
         return sorted({first for text in texts for first in text.words})
     found = [text.follow(written) for text in texts]

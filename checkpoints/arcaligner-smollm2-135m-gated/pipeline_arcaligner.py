@@ -247,7 +247,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         return repeats or has_steps or is_cut
 
     def _trace_scored(self, passages: list, slots: dict[str, Any]) -> dict[str, Any]:
-        """As the processor's `return_segments`, of passages that were scored."""
+        """What the processor returns for `return_segments`, from passages that were scored."""
         settings, encoder = {name: slots.get(name) for name in SLOT_SETTINGS}, self.processor.slot_encoder
         (row,) = encoder.encode_batch([passages], **settings, only_segments=True)
         statistics = encoder.statistics(passages, row, settings["max_slots"] is not None)
@@ -370,7 +370,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
 
 
 def _by_document(scores: dict[int, ScoredPassage], pieces: list[Segment]) -> dict[int, float]:
-    """The highest answerability of each document, whose passages are `pieces`."""
+    """The highest answerability among the passages of each document; `pieces` has the place of each passage."""
     surest = sorted(scores, key=lambda number: scores[number].answerability)  # of a document's the last one counts
     return {pieces[number].document: scores[number].answerability for number in surest}
 

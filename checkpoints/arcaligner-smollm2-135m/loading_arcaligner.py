@@ -386,8 +386,8 @@ def _files_of_both(
 
 
 def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes: bool = False) -> None:
-    """Refuses the weights in `files` of the checkpoint `source`, before any is loaded, unless they are those of the
-    aligner of `model`, as they were saved. Weights of a base model are checked for NaN only.
+    """Check the weights in `files` of the checkpoint `source` before any is loaded: they have to be the aligner weights
+    of `model`, as they were saved. Weights of a base model are checked for NaN only.
 
     Raises:
         `ValueError`: weights that are missing, too many, of another shape, not finite or not those that were saved.
@@ -438,8 +438,8 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
 
 
 def _read_answer_probe(model, source: str, download: dict[str, Any]) -> None:
-    """Load the answerability head of a checkpoint of 0.2, for one release: it is the `answer_probe` of the processor's
-    file at `source`, and becomes the head of `model`."""
+    """Load the answerability head of a checkpoint of 0.2 into `model`, for one release. There it is the `answer_probe`
+    of the processor's file at `source`."""
     path = _cached_if_there(source, PROCESSOR_NAME, **download)
     probe = None if path is None else read_json(path).get("answer_probe")
     if probe is None:
@@ -490,8 +490,8 @@ def _sample_base_weights(model) -> dict[str, tuple[torch.Size, torch.Tensor]]:
 
 
 def _check_base_weights(model) -> None:
-    """Warn about weights of the base model that have changed since loading, and refuse those of other sizes: a
-    checkpoint of the aligner alone would lose the changes, and could not be loaded with other sizes."""
+    """Warn about weights of the base model that have changed since loading, because a checkpoint of the aligner alone
+    would lose the changes. Raise `ValueError` for weights of other sizes, with which it could not be loaded."""
     changed = []
     for name, (shape, numbers) in _sample_base_weights(model).items():
         if name not in model._base_samples:
@@ -514,7 +514,7 @@ def _check_base_weights(model) -> None:
 
 
 def _check_aligner_is_whole(model) -> None:
-    """Refuses aligner weights that a quantizer took."""
+    """Raises `ValueError` if a quantizer has changed weights of the aligner."""
     taken = [(name, each) for name, each in model.aligner_parameters() if type(each) is not Parameter]
     if taken:
         raise ValueError(
@@ -525,8 +525,8 @@ def _check_aligner_is_whole(model) -> None:
 
 
 def _write_digests(former: Path, folder: Path, includes_base_model: bool, dtype: torch.dtype | None = None) -> None:
-    """Add to the `config.json` in `folder` the digests of itself, of the weights next to it, and of a processor in the
-    folder `former`, the final place of these files; and the `dtype` to load the base model in."""
+    """Add digests to the `config.json` in `folder`: of itself, of the weights next to it, and of a processor in the
+    folder `former`, the final place of these files. Also add the `dtype` to load the base model in."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     if dtype is not None:
@@ -714,8 +714,8 @@ def base_model_files(config, download: dict) -> list[str]:
 
 
 def check_base_model_loaded(model, info: dict, ignore_mismatched_sizes: bool, checkpoint: str | None) -> None:
-    """Refuses a base model that lacks weights, has some of another shape or, as part of a `checkpoint`, others too.
-    `info` is transformers' loading info."""
+    """Raises `ValueError` for a base model that lacks weights, has weights of another shape or, as part of a
+    `checkpoint`, weights that do not belong to it. `info` is transformers' loading info."""
     where, kind = f"base model {model.config.base_model_name_or_path}", model.config.text_config.model_type
     if checkpoint is not None:
         where = f"checkpoint {checkpoint}, which has to contain its base model,"
@@ -735,8 +735,8 @@ def check_base_model_loaded(model, info: dict, ignore_mismatched_sizes: bool, ch
 
 
 def base_model_names(model) -> list[tuple[str, str]]:
-    """From the names in a base model's checkpoint to ours, patterns with what replaces them: the decoder's prefix, and
-    linears that carry LoRA."""
+    """Patterns and replacements that turn the names in a base model's checkpoint into ours: the decoder's prefix, and
+    linears with LoRA."""
     prefix = "model." if model.base_model_prefix in dict(model.named_children()) else ""
     linears = (key.partition(".base_layer.")[0] for key in model.state_dict() if ".base_layer." in key)
     leaves = {name.rsplit(".", 1)[-1] for name in linears}
@@ -807,7 +807,7 @@ def _same_content(path: Path, other: Path) -> bool:
 
 
 def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> None:
-    """Moves files, each from one path to another, or none."""
+    """Move all files to their new paths, or none of them."""
     done: list[tuple[Path, Path]] = []
     try:
         for path, target in moves:

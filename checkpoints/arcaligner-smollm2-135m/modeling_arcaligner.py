@@ -202,8 +202,8 @@ _scope = _SlotScope()
 
 @contextlib.contextmanager
 def lora_on(rows: RowIndex | None):
-    """Inside, LoRA is applied to `rows`: PEFT's layers are called by the backbone's attention and MLP, which pass no
-    such argument on."""
+    """Context in which LoRA is applied to `rows`. They are no argument, because attention and MLP of the backbone call
+    PEFT's layers without further arguments."""
     before, _scope.rows = _scope.rows, rows
     _scope.input = _scope.slots = None
     try:
@@ -368,8 +368,8 @@ def has_slow_mkl() -> bool:
 
 
 class FrozenLinear(InPlaceMixin):
-    """A linear layer of the base model that multiplies large float32 tensors by oneDNN where MKL is slow: up to twice
-    as fast, with the rounding of another order of additions."""
+    """A linear layer of the base model that multiplies large float32 tensors by oneDNN where MKL is slow. It is up to
+    twice as fast, and sums are rounded in another order."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
@@ -534,7 +534,7 @@ def is_recording_outputs() -> bool:
 
 
 class not_recording_outputs:  # noqa: N801 - a context manager, used like a function
-    """Inside, nothing is recorded: attentions and router logits are those of the mandatory pass."""
+    """Context in which nothing is recorded, so that attentions and router logits are those of the mandatory pass."""
 
     def __enter__(self):
         self.token = _active_collector.set(None)
@@ -544,7 +544,7 @@ class not_recording_outputs:  # noqa: N801 - a context manager, used like a func
 
 
 class LayerStates:
-    """The states of the input's last token in some of the layers, which return hidden states only and write them here.
+    """States of the input's last token in some layers. Layers return hidden states only, so they write these here.
 
     Args:
         layers (`list[int]`): These layers, in ascending order.
@@ -566,7 +566,7 @@ class LayerStates:
             self.by_layer[layer_idx] = hidden_states[:, -1].clone()  # a view would keep all of them in memory
 
     def stacked(self) -> torch.Tensor:
-        """(batch, num_layers, hidden) of these layers, on the device of the last one."""
+        """The recorded states (batch, num_layers, hidden), on the device of the last layer."""
         device = self.by_layer[self.layers[-1]].device
         return torch.stack([self.by_layer[layer_idx].to(device) for layer_idx in self.layers], dim=1)
 
@@ -641,11 +641,11 @@ class SlotDecoderLayer(InPlaceMixin):
         return steps.write_back(states)  # Eq. 9: text rows stay; and the depths
 
     def _lora_rows(self, slot_rows: RowIndex | None) -> RowIndex | None:
-        """The rows that LoRA is applied to: those of the slots, unless it is an ordinary one."""
+        """The rows that LoRA is applied to: those of the slots, unless LoRA is on all positions."""
         return ALL_ROWS if self.has_lora_on_text else slot_rows
 
     def _may_refine(self, slots: Slots) -> bool:
-        """Whether this layer takes steps at all."""
+        """Whether this layer may take refinement steps."""
         settings, rows = slots.settings, slots.rows
         if self.slot_gate is None or settings.gate_mode == "off" or settings.max_refinement_steps == 0:
             return False
@@ -741,8 +741,8 @@ class SlotDecoderLayer(InPlaceMixin):
     def _prefix_pass(
         self, hidden: SlotStates, slots: Slots, kwargs: dict[str, Any]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """As `_slot_pass` for all slots, but the layer runs on the whole prefix: for attention kernels that take no
-        mask of rows and columns, and for so little text that separating it would cost more."""
+        """As `_slot_pass` for all slots, but the layer runs on the whole prefix. Used for attention kernels that take
+        no mask of rows and columns, and if there is so little text that separating it would cost more."""
         rows, (batch, seq_len, _) = slots.rows, hidden.hidden_states.shape
         length = seq_len if rows.prefix_length is None else rows.prefix_length
         step_kwargs = kwargs | slots.shared_inputs.get(kwargs, lambda: prefix_inputs(length, kwargs))
@@ -891,7 +891,7 @@ class ArcAlignerPreTrainedModel(AlignerMixin, PreTrainedModel):
 
 
 def one_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
-    """The cache that was given by one of its two names.
+    """The cache, which may be passed under either of its two names.
 
     Raises:
         `ValueError`: both were given.
@@ -1134,7 +1134,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
 
 
 def _fetched(module: nn.Module) -> contextlib.AbstractContextManager:
-    """Inside, the weights of a module that may be offloaded are on the device where it computes."""
+    """Context in which the weights of a module that may be offloaded are on the device where it computes."""
     if all(not weight.is_meta for weight in module.parameters(recurse=False)):
         return contextlib.nullcontext()
     from accelerate.utils import align_module_device
@@ -1168,8 +1168,8 @@ class AnswerabilityHead(nn.Module):
             return states.to(self.weight).flatten(1) @ self.weight.flatten() + self.bias
 
     def with_match(self, logits: torch.Tensor, match_scores: Sequence[float] | torch.Tensor) -> torch.Tensor:
-        """Log-odds (batch,) of the states and of the `match_scores` (rows,), each for one or, with beams and samples,
-        several of the logits in a row. If a score is NaN, because there are no words, the logits do not change."""
+        """Log-odds (batch,) from the head's logits and the `match_scores` (rows,). With beams and samples one score
+        serves several logits in a row. A NaN score, for texts without words, changes nothing."""
         scores = torch.as_tensor(match_scores, dtype=logits.dtype, device=logits.device)
         if scores.numel() == 0:
             return logits
@@ -1213,8 +1213,8 @@ class MultihopHead(nn.Module):
 
 # The frozen head and the loss (Eq. 10)
 def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    """Positions of `hidden_states` (batch, seq_len, hidden) that logits are computed for: the last ones, 0 for all, or
-    those of a tensor, (positions,) for all rows or (batch, positions)."""
+    """Positions of `hidden_states` (batch, seq_len, hidden) to compute logits for: a number of last ones (0: all), or a
+    tensor of positions, (positions,) for all rows or (batch, positions)."""
     if isinstance(logits_to_keep, int):
         return hidden_states[:, -logits_to_keep:]
     if logits_to_keep.dim() == 2:
@@ -1239,9 +1239,9 @@ HEAD_ROWS = 256
 
 
 class _HeadLoss(torch.autograd.Function):
-    """The gradient for the hidden states is computed in the forward pass, a few rows at a time, so that the logits of
-    all rows are never in memory together: on CPUs they and their softmax cost more than all decoder layers of a small
-    backbone, on GPUs they take most of the memory."""
+    """Loss through the frozen head that computes the gradient for the hidden states in the forward pass, a few rows at
+    a time. So the logits of all rows are never in memory together. On CPUs logits and softmax cost more than all
+    decoder layers of a small backbone; on GPUs they take most of the memory."""
 
     @staticmethod
     def forward(ctx, hidden_states, targets, head, text_config):
@@ -1325,8 +1325,8 @@ class SlotGenerationMixin(GenerationMixin):
         attention_mask: torch.Tensor | None = None,
         context_passage_ids: torch.LongTensor | None = None,
     ) -> torch.LongTensor:
-        """The position of each token of a prompt (batch, seq_len): counted after the padding, and behind the longest
-        passage with independent passages, `context_passage_ids` (batch, max_slots)."""
+        """The position of each token of a prompt (batch, seq_len), counted after the padding. With independent
+        passages, `context_passage_ids` (batch, max_slots), the text after them continues after the longest passage."""
         is_real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         if context_passage_ids is None or self.config.passage_attention == "joint":
             return (is_real.long().cumsum(dim=1) - 1).clamp(min=0)
@@ -1672,7 +1672,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
     def _new_layer_states(self, only_answerability: bool) -> LayerStates:
         if self.answerability_head is None:
             raise ValueError(
-                "`only_answerability` needs an aligner with an answerability head, and this one's "
+                "`only_answerability` needs an aligner with an answerability head, but this one's "
                 "`config.answerability_layers` is None. Fit it with `python -m arcaligner.train.confidence`."
             )
         return LayerStates(self.config.answerability_layers, only_answerability)

@@ -48,13 +48,13 @@ def machine_line(machine: dict[str, Any]) -> str:
 
 
 def find_size(report: dict[str, Any], k: int, rate: int | str) -> dict[str, Any]:
-    """The part of a report on a question about `k` passages at a rate."""
+    """The part of a report on a question about `k` passages at these tokens per slot."""
     for size in report["sizes"]:
         if (size["k"], size["tokens_per_slot"]) == (k, rate):
             return size
     raise ValueError(
         f"The latency report has no {k} passages at {rate} tokens per slot. Measure again: "
-        f"`python -m arcaligner.benchmarks.latency --sizes {k} --tokens-per-slot {rate}`, with its other sizes."
+        f"`python -m arcaligner.benchmarks.latency --sizes {k} --tokens-per-slot {rate}`, with the others."
     )
 
 
@@ -83,8 +83,8 @@ def _kept_arm(name: str) -> tuple[str, str]:
 
 
 def kept_lines(report: dict[str, Any]) -> list[str]:
-    """Markdown lines: milliseconds to the first token and how many times faster than text, a row for each arm, a
-    column for each number of passages, and the cached bytes of a passage."""
+    """Markdown lines: milliseconds to the first token, and how many times faster than text. A row for each arm, and a
+    column for each number of passages and for the cached bytes of a passage."""
     sizes = report["sizes"]
     rows = []
     for name in sizes[0]["arms"]:
