@@ -86,11 +86,13 @@ def pair_features(
     pairs: Sequence[tuple[int, int]],
     spacy_model: str,
 ) -> torch.Tensor:
-    """For each pair of passages (len(pairs), 5): the sum of their log-odds; the share of the question's words that they
-    cover together; the names that both have and the question does not, relative to how many they have; the share of a
-    title that is mentioned in the other passage; the shares of both titles in the question."""
+    """For each pair of passages (len(pairs), 6): the sum of their log-odds; the shares of the question's words, and of
+    its names, that they cover together; the names that both have and the question does not, relative to how many they
+    have; the share of a title that the other passage mentions and the question does not; the shares of both titles in
+    the question."""
     common = stop_words(spacy_model)
     asked = words_of(question, common)
+    asked_names = names_of(" ".join(question.split()[1:]), common)  # the first word has a capital anyway
     read = {number: PassageWords.of(passages[number], common) for number in {each for pair in pairs for each in pair}}
     features = []
     for one, two in pairs:
@@ -100,15 +102,16 @@ def pair_features(
             (
                 log_odds[one] + log_odds[two],
                 _share(asked & (first.all | second.all), asked),
+                _share(asked_names & (first.all | second.all), asked_names),
                 len((first.names & second.names) - asked) / max(names, 1.0),
                 max(
-                    _share((first.title & second.all) - second.title, first.title),
-                    _share((second.title & first.all) - first.title, second.title),
+                    _share((first.title & second.all) - second.title - asked, first.title),
+                    _share((second.title & first.all) - first.title - asked, second.title),
                 ),
                 _share(first.title & asked, first.title) + _share(second.title & asked, second.title),
             )
         )
-    return torch.tensor(features, dtype=torch.float64, device="cpu").view(len(pairs), 5)
+    return torch.tensor(features, dtype=torch.float64, device="cpu").view(len(pairs), 6)
 
 
 def _share(part: frozenset[str], whole: frozenset[str]) -> float:

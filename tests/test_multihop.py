@@ -96,11 +96,20 @@ def test_features_of_pairs(processor, monkeypatch):
     # Of the four words that are asked, the film has two and Curtiz "born". Film and Curtiz share three names: the film
     # has five of all, Curtiz five; "hollywood", "michael" and "curtiz" are common.
     expected = [
-        [1.0, 3 / 4, 3 / math.sqrt(5 * 5), 1.0, 1.0],
-        [1.75, 2 / 4, 0.0, 0.0, 1.0],
-        [-0.25, 1 / 4, 0.0, 0.0, 0.0],
+        [1.0, 3 / 4, 1.0, 3 / math.sqrt(5 * 5), 1.0, 1.0],
+        [1.75, 2 / 4, 1.0, 0.0, 0.0, 1.0],
+        [-0.25, 1 / 4, 0.0, 0.0, 0.0, 0.0],
     ]
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_compared_names_are_no_mention(processor):
+    """Of passages that a question compares, a third one that mentions both is not part of the pair."""
+    bogart = {"title": "Humphrey Bogart", "text": "He was an American actor, born in New York City in 1899."}
+    film = {"title": "Casablanca", "text": "Directed by Michael Curtiz, with Humphrey Bogart."}
+    pairs, question = [(0, 1), (0, 2), (1, 2)], "Who is older, Humphrey Bogart or Michael Curtiz?"
+    found = pair_features(question, [bogart, CURTIZ, film], dict.fromkeys(range(3), 0.0), pairs, "en")
+    assert found[:, 2].tolist() == [1.0, 1.0, 1.0] and found[:, 4].eq(0).all() and found[:, 5].tolist() == [2, 1, 1]
 
 
 def test_neutral_pair_is_top_ranked():
@@ -112,7 +121,7 @@ def test_neutral_pair_is_top_ranked():
 def test_names_lead_to_the_pair():
     """Whatever is first in the order of the passages."""
     head = MultihopHead(3)
-    head.pair.copy_(torch.tensor([0.1, 1.0, 1.0, 1.0, 1.0]))
+    head.pair.copy_(torch.tensor([0.1, 1.0, 1.0, 1.0, 1.0, 1.0]))
     for order in itertools.permutations([FILM, CURTIZ, ROME]):
         found = best_pair(head, ASKED, order, {0: 1.0, 1: 1.0, 2: 1.0}, "en")
         assert {order[number]["title"] for number in found} == {FILM["title"], CURTIZ["title"]}
@@ -121,7 +130,7 @@ def test_names_lead_to_the_pair():
 def test_copies_are_no_pair():
     """Of equal texts the top-ranked one counts; if all are equal, it is the only one."""
     head, copy = MultihopHead(3), {**FILM, "text": FILM["text"] + " "}
-    head.pair.copy_(torch.tensor([0.5, 1.0, 1.0, 1.0, 1.0]))
+    head.pair.copy_(torch.tensor([0.5, 1.0, 1.0, 1.0, 1.0, 1.0]))
     assert best_pair(head, ASKED, [FILM, copy, CURTIZ, ROME], {0: 1.0, 1: 2.0, 2: 0.0, 3: -1.0}, "en") == [1, 2]
     assert best_pair(head, ASKED, [FILM, copy], {0: 1.0, 1: 2.0}, "en") == [1]
 
@@ -143,7 +152,7 @@ def test_few_passages_are_combined(monkeypatch):
     """Only the top-ranked ones, where there are very many."""
     monkeypatch.setattr(multihop_arcaligner, "MOST_COMBINED", 2)
     head = MultihopHead(3)
-    head.pair.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0]))
+    head.pair.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0]))
     assert best_pair(head, ASKED, [FILM, CURTIZ, ROME], {0: 1.0, 1: -1.0, 2: 0.0}, "en") == [0, 2]
 
 
@@ -160,7 +169,7 @@ def test_multihop_question_gets_two(answerer, is_found, expected):
 def test_pair_is_selected(answerer):
     """Of all passages, and the question is asked about these two."""
     head, passages = answerer.model.multihop_head, [ROME, CURTIZ, "Nobody read it.", FILM]
-    head.pair.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0]))
+    head.pair.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0]))
     (selection,) = answerer.select([ASKED], [passages])
     assert selection.numbers == [1, 3] and sorted(selection.scores) == [0, 1, 2, 3]
     (found,) = answerer.cache.prepare_asked(selection.asked)["input_ids"]
@@ -336,7 +345,7 @@ def test_answerability_is_required():
 def test_new_answerability_head_removes_it():
     """It was fitted to the former one."""
     model = tiny_aligner("llama", answerability_layers=[0], use_multihop_head=True)
-    assert model.multihop_head.weight.eq(0).all() and model.multihop_head.pair.tolist() == [1, 0, 0, 0, 0]
+    assert model.multihop_head.weight.eq(0).all() and model.multihop_head.pair.tolist() == [1, 0, 0, 0, 0, 0]
     model.set_answerability_layers([1])
     assert model.multihop_head is None and model.config.use_multihop_head is False
 

@@ -12,7 +12,7 @@ two passages that they need.
   weight of this, of the answerability of the top-ranked passage, and an offset. Both regressions weight the two kinds
   equally, because the share of multi-hop questions among a user's questions is not known.
 - *Which two*: Questions of this half that need two passages get them among the nearest others, ten in all. A logistic
-  regression separates the pair from all other pairs by the features of `pair_features`.
+  regression separates the pair from all other pairs by the features of `pair_features`, with and without titles.
 
 The result is saved in the folder's model. No test set is read. `python -m arcaligner.train.num_passages` measures on
 the other half what it brings.
@@ -109,10 +109,12 @@ def fit_questions(
 def fit_pairs(
     processor: ArcAlignerProcessor, rows: list[Row], scores: list[dict[int, ScoredPassage]]
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Weights (5,) of the features of a pair of passages, from rows that need two, and the share of rows whose pair
-    ranks first: by cross-validation, and by the log-odds alone."""
+    """Weights (6,) of the features of a pair of passages, from rows that need two, and the share of rows whose pair
+    ranks first: by cross-validation, with and without titles, and by the log-odds alone."""
     features, is_needed, groups = [], [], []
-    for number, (row, own) in enumerate(zip(rows, scores, strict=True)):
+    half = len(rows)  # the rows, then the same without titles
+    untitled = [row | {"passages": [each["text"] for each in row["passages"]]} for row in rows]
+    for number, (row, own) in enumerate(zip([*rows, *untitled], scores * 2, strict=True)):
         pairs = [*itertools.combinations(sorted(own), 2)]
         log_odds = {place: each.log_odds for place, each in own.items()}
         features.append(pair_features(row["question"], row["passages"], log_odds, pairs, processor.spacy_model).numpy())
@@ -121,14 +123,18 @@ def fit_pairs(
     features, is_needed, groups = np.concatenate(features), np.array(is_needed), np.array(groups)
     fit = make_pipeline(StandardScaler(), LogisticRegression(C=STRENGTH))
     folds = GroupKFold(FOLDS)
-    predicted = cross_val_predict(fit, features, is_needed, groups=groups, cv=folds, method="decision_function")
+    predicted = cross_val_predict(fit, features, is_needed, groups=groups % half, cv=folds, method="decision_function")
     scaler, regression = fit.fit(features, is_needed).named_steps.values()
 
-    def first(order: np.ndarray) -> float:
-        found = [is_needed[groups == number][order[groups == number].argmax()] for number in range(len(rows))]
+    def first(order: np.ndarray, numbers: range) -> float:
+        found = [is_needed[groups == number][order[groups == number].argmax()] for number in numbers]
         return 100 * float(np.mean(found))
 
-    measured = {"pairs found, %": first(predicted), "pairs found by log-odds alone, %": first(features[:, 0])}
+    measured = {
+        "pairs found, %": first(predicted, range(half)),
+        "pairs found without titles, %": first(predicted, range(half, 2 * half)),
+        "pairs found by log-odds alone, %": first(features[:, 0], range(half)),
+    }
     return regression.coef_[0] / scaler.scale_, measured
 
 

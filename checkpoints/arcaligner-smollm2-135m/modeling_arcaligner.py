@@ -1179,7 +1179,7 @@ class AnswerabilityHead(nn.Module):
 
 
 MOST_ODDS = 6.0  # of an answerability: beyond, it says nothing more about the question
-NEUTRAL_PAIR = (1.0, 0.0, 0.0, 0.0, 0.0)  # the weight of the log-odds, and those of what texts have in common
+NEUTRAL_PAIR = (1.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # the weight of the log-odds, and those of what texts have in common
 
 
 class MultihopHead(nn.Module):
@@ -1206,7 +1206,7 @@ class MultihopHead(nn.Module):
             return features.to(self.weight) @ self.weight + self.bias
 
     def pair_logits(self, features: torch.Tensor) -> torch.Tensor:
-        """Features of pairs (pairs, 5), by `pair_features`, to log-odds (pairs,), up to a constant, in their type."""
+        """Features of pairs (pairs, 6), by `pair_features`, to log-odds (pairs,), up to a constant, in their type."""
         with torch.autocast(features.device.type, enabled=False):
             return features @ self.pair.to(features)
 
