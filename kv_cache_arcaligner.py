@@ -70,7 +70,7 @@ from .encoder_arcaligner import (
     passages_of_questions,
     single_passages,
 )
-from .loading_arcaligner import HEAD, share_file, tensors_digest
+from .loading_arcaligner import HEADS, share_file, tensors_digest
 
 logger = logging.get_logger(__name__)
 
@@ -120,7 +120,7 @@ class _Question(NamedTuple):
         return {unit.number: unit.passages[0] for unit in self.units[1:] if unit.passages}
 
     def only(self, numbers: Sequence[int]) -> "_Question":
-        """The same with some of its passages; if none of them has text, with the slot for no passages."""
+        """The question with some of its passages only; if none of them has text, with the slot for no passages."""
         chosen = [unit for unit in self.units[1:] if unit.number in numbers] or self.units[1:]
         return self._replace(units=[self.units[0], *chosen])
 
@@ -134,8 +134,8 @@ class _Question(NamedTuple):
 
 
 class Turn:
-    """The turn of a thread to compute. This one is of a thread that shares the model with no other; a server has its
-    own kind, which lets other threads compute, or raises to end a computation that is no longer needed."""
+    """A thread's turn to compute. This class is for a thread that shares the model with no other. A server has its own
+    kind, which lets other threads compute, or raises to end a computation that is no longer needed."""
 
     def pass_on(self) -> None:
         """Called before each call of the model."""
@@ -172,8 +172,8 @@ class AskedQuestions(NamedTuple):
 
 
 class PrefixFiles(NamedTuple):
-    """The files with the keys and values of everything before a question, for another engine: the text before the slots
-    first, then each passage in order, a repeated one each time."""
+    """The files with the keys and values of everything before a question, for another engine: the text before the
+    slots, then each passage in order. A repeated passage is repeated."""
 
     paths: list[Path]
     num_slots: list[int]  # of each file, the number of its first slots that are used
@@ -340,8 +340,8 @@ class PassageCache:
         turn: Turn = ALONE,
         **kwargs,
     ) -> AskedQuestions:
-        """Check questions and their passages, of which nothing is encoded yet; arguments as for `prepare`. `turn` is
-        that of the thread, for what is computed of them."""
+        """Check questions and their passages without encoding them yet; arguments as for `prepare`. `turn` is the turn
+        of the thread that will compute them."""
         if not isinstance(questions, str | list | tuple) or not questions:
             raise ValueError(f"`questions` is {questions!r}; expected a question, or a list of at least one.")
         is_single = isinstance(questions, str) or isinstance(questions[0], dict)
@@ -366,9 +366,9 @@ class PassageCache:
     def iter_single_passages(
         self, questions, documents=None, only: Sequence[Sequence[int]] | None = None, **kwargs
     ) -> Iterator[tuple[list[tuple[int, int, bool]], Prepared]]:
-        """Each question with each of its passages by itself, some rows at a time: the numbers of question and passage,
-        whether the passage was cached, and what `prepare` would return for these rows. Passages without text have no
-        row.
+        """Yield each question with each of its passages by itself, some rows at a time: the numbers of question and
+        passage, whether the passage was cached, and what `prepare` would return for these rows. Passages without text
+        are left out.
 
         Args:
             questions, documents, kwargs: As for `prepare`.
@@ -429,7 +429,7 @@ class PassageCache:
 
     @torch.no_grad()
     def prefix_files_asked(self, read: AskedQuestions) -> list[PrefixFiles]:
-        """As `prefix_files`, of questions that `ask` has read."""
+        """As `prefix_files`, for questions that `ask` has read."""
         if self.folder is None:
             raise ValueError("This cache has no `folder`, so it writes no files for other engines. Pass `folder=`.")
         asked, turn, (settings, most) = read.questions, read.turn, self._settings_of_entries(read)
@@ -466,8 +466,8 @@ class PassageCache:
         return self.iter_single_passages(questions, documents, **kwargs)
 
     def read_question(self, inputs: Prepared, only_answerability: bool = False, turn: Turn = ALONE):
-        """Prefill the text after the slots on the cached keys and values: the model's output, with the logits of the
-        first token of the answer, (batch, 1, vocab_size), or only its `answerability_logits` (batch,)."""
+        """Prefill the text after the slots on the cached keys and values. Return the model's output with the logits of
+        the first token of the answer, (batch, 1, vocab_size), or only its `answerability_logits` (batch,)."""
         inputs = prefill_beginning(self.model, inputs, turn)
         ids, mask, cache = (inputs[name] for name in ("input_ids", "attention_mask", "past_key_values"))
         positions = self.model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))  # (batch, seq_len)
@@ -801,8 +801,8 @@ PIECE_POSITIONS, PIECE_SECONDS = 1024, 0.5
 
 
 def in_pieces(length: int, num_rows: int = 1, turn: Turn = ALONE) -> Iterator[slice]:
-    """Parts of `length` positions, one after the other, as long as the caller can compute in `PIECE_SECONDS`; `turn` is
-    passed on before each."""
+    """Yield parts of `length` positions, each as long as the caller can compute in `PIECE_SECONDS`; `turn` is passed on
+    before each part."""
     start, size = 0, max(1, PIECE_POSITIONS // num_rows)
     while start < length:
         turn.pass_on()
@@ -814,8 +814,8 @@ def in_pieces(length: int, num_rows: int = 1, turn: Turn = ALONE) -> Iterator[sl
 
 @torch.no_grad()
 def prefill_beginning(model, inputs: dict[str, Any], turn: Turn = ALONE) -> dict[str, Any]:
-    """The inputs of `generate` for text, or for text after slots that are in `past_key_values`, with everything except
-    the last piece in the cache; short texts stay unchanged."""
+    """Prefill all but the last part of a long text, which may follow slots in `past_key_values`, and return the inputs
+    of `generate` for the rest. Short texts stay unchanged."""
     ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], inputs.get("past_key_values")
     start = 0 if cache is None else cache.get_seq_length()
     if (ids.shape[1] - start) * len(ids) <= PIECE_POSITIONS:
@@ -886,7 +886,8 @@ def read_passages(
 
 
 def share_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
-    """Which passages of these lengths share a row, by their numbers: all rows nearly as long, the longest first.
+    """Distribute passages of these lengths to rows of nearly equal length: the numbers of the passages in each row, the
+    longest row first.
 
     >>> share_rows([30, 10, 25, 20], num_rows=2)
     [[2, 3], [0, 1]]
@@ -982,8 +983,8 @@ def keys_values_of(cache: Cache, row: int, start: int, end: int) -> torch.Tensor
 
 
 def from_int8(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Keys and values (..., head_dim) in `dtype`, from stored ones in a float dtype or as bytes (..., head_dim + 4):
-    numbers of steps, and the float32 size of a step."""
+    """Keys and values (..., head_dim) in `dtype`, from stored ones. These are in a float dtype, or bytes (..., head_dim
+    + 4): numbers of steps, and the float32 size of a step."""
     if kept.dtype != torch.int8:
         return kept
     return (kept[..., :-4].float() * kept[..., -4:].contiguous().view(torch.float32)).to(dtype)
@@ -1092,9 +1093,9 @@ def names_base_model(path: Path) -> bool:
 
 
 def base_model_fingerprint(model) -> dict[str, Any]:
-    """A fingerprint of a base model that any engine can compute, to check that keys and values belong to it: `weights`,
-    the SHA-256 of names, shapes and values in bfloat16 of its decoder, named as in its safetensors files without
-    `model.`; and `rope`, its `rope_parameters`. It is the same for float32 and bfloat16 weights."""
+    """A fingerprint of a base model that any engine can compute, to check that keys and values belong to it. `weights`
+    is the SHA-256 of names, shapes and values in bfloat16 of its decoder, named as in its safetensors files without
+    `model.`; `rope` is its `rope_parameters`. It is the same for float32 and bfloat16 weights."""
     found, weights = hashlib.sha256(), {}
     for name, weight in model.model.backbone.named_parameters():
         if not model.is_aligner_key(name):
@@ -1207,6 +1208,7 @@ _IRRELEVANT_SETTINGS = (
     "similarity_weight",
     "tie_word_embeddings",
     "training_stage",
+    "use_multihop_head",
 )
 
 # Where two copies of a backbone's configuration may differ.
@@ -1311,13 +1313,13 @@ class _Read(NamedTuple):
 
 
 def _version(weight: torch.Tensor) -> int:
-    """Grows with each write that PyTorch counts; those to weights of inference mode are not counted."""
+    """A counter that grows with each write that PyTorch counts; writes to weights of inference mode are not counted."""
     return 0 if weight.is_inference() else weight._version
 
 
 class WatchedWeights:
-    """Digests of a module's weights, or a mark of them, which are computed again if a weight was moved, replaced, or
-    written to by PyTorch: by an optimizer, an operation in place, `load_state_dict`, `to`.
+    """Digests of a module's weights, or a mark of them. They are computed again if a weight was moved, replaced, or
+    written to by PyTorch: by an optimizer, an operation in place, `load_state_dict` or `to`.
 
     Not detected: writes through `.data`, a NumPy array or a pointer, and modules and hooks that are added or replaced.
     Active adapters of PEFT, and their scales, are part of the digest.
@@ -1368,7 +1370,7 @@ class WatchedWeights:
             return
         modules, found = [], {}
         for prefix, module in self.module.named_modules():
-            if prefix == HEAD:  # it changes no keys and values, so caches stay valid
+            if prefix in HEADS:  # they change no keys and values, so caches stay valid
                 continue
             modules.append((prefix, type(module).__qualname__))
             for name, weight in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:

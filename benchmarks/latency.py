@@ -48,7 +48,7 @@ def measure_size(
     rate: int | str,
     seconds: float,
 ) -> dict[str, Any]:
-    """All numbers of a question about `k` passages at a rate; `models` are those of [`load_models`]."""
+    """All numbers of a question about `k` passages at these tokens per slot; `models` are those of [`load_models`]."""
     aligner, base = models
     row = join_rows(pick_rows(rows, processor, k))
     text, slots = both_prompts(aligner, processor, row, rate)

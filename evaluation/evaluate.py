@@ -143,7 +143,7 @@ def task_settings(task: str, settings: EvaluationSettings) -> dict[str, Any]:
 
 
 def record(row: Row, answer: Answer) -> dict[str, Any]:
-    """The line of an answer."""
+    """The line that a file of answers has for one answer."""
     texts = " ".join(passage["text"] for passage in row["passages"])
     return {
         "id": row["id"],

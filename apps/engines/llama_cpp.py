@@ -68,8 +68,8 @@ def import_llama_cpp() -> Any:
 
 
 class State(NamedTuple):
-    """A state of the context, and the cells that it occupies: its positions, where independent passages count
-    separately."""
+    """A saved state of the context, and the number of cells that it occupies. Independent passages take cells of their
+    own, although they share positions."""
 
     data: bytes
     used: int
@@ -165,7 +165,7 @@ class Session:
         return np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, -1), (vocab_size,))
 
     def state(self) -> State:
-        """The context, for `restore`."""
+        """Save the context, for `restore`."""
         size = self._api.llama_state_seq_get_size(self._context, 0)
         buffer = (ctypes.c_uint8 * size)()
         self._check(self._api.llama_state_seq_get_data(self._context, buffer, size, 0) == size, "it returned no state")
@@ -351,7 +351,7 @@ def _open_gguf(path: Path) -> gguf.GGUFReader:
 def _load_projector(
     folder: Path, config: ArcAlignerConfig, reader: gguf.GGUFReader
 ) -> tuple[ContextProjector, torch.Tensor | None]:
-    """The projector of a checkpoint and, if it uses words, the base model's embeddings (vocab_size, hidden)."""
+    """The projector of a checkpoint and, if it uses token embeddings, those of the base model (vocab_size, hidden)."""
     text = config.text_config
     projector = ContextProjector(config.encoder_hidden_size, text.hidden_size, config.word_parts, text.vocab_size)
     prefix = "model.projector."

@@ -39,8 +39,8 @@ from .request import Answer, Request, read_statistics
 
 
 class RowSampler(LogitsProcessor):
-    """Samples the tokens of a row with its own temperature, `top_k`, `top_p`, `min_p` and seed, so that all kinds of
-    requests share a batch: the argmax after adding Gumbel noise is a sample from the softmax."""
+    """Samples the tokens of a row with its own temperature, `top_k`, `top_p`, `min_p` and seed, so that different
+    requests share a batch. The argmax of scores with Gumbel noise is a sample from their softmax."""
 
     def __init__(self, request: Request):
         self.request, self.generator = request, torch.Generator(device="cpu")
@@ -130,7 +130,7 @@ class LiveRow:
         return self.max_new_tokens - len(self.ids)
 
     def put(self, token: int) -> None:
-        """The next token."""
+        """Add the next token."""
         self.num_taken += 1
         self.first_token = self.first_token or time.monotonic()
         least, sure = self.request.min_confidence, self.call.answerability
@@ -164,7 +164,7 @@ class LiveRow:
             self.request.on_text(new)
 
     def _likelihood(self) -> float | None:
-        """How likely the answer is right; `None` if it is sampled or refused."""
+        """How likely the answer is right; `None` for sampled answers and abstentions."""
         if self.request.temperature or not self.ids or (found := self.call.answer_likelihood) is None:
             return None
         return found.item()
@@ -216,8 +216,8 @@ def greedy(answerer: Answerer, max_new_tokens: int) -> GenerationConfig:
 
 
 def frequencies_change_at(config: PreTrainedConfig) -> int | None:
-    """The number of positions beyond which LongRoPE turns all positions of a batch by other frequencies, those of
-    shorter rows, too; `None` for other backbones."""
+    """Number of positions above which LongRoPE uses other frequencies for all rows of a batch, also for shorter ones;
+    `None` for other backbones."""
     ropes = config.to_dict().get("rope_parameters") or {}
     ropes = [ropes, *(each for each in ropes.values() if isinstance(each, dict))]  # one, or one for each kind of layer
     lengths = [each["original_max_position_embeddings"] for each in ropes if each.get("rope_type") == "longrope"]
@@ -251,7 +251,8 @@ class LiveBatch:
 
     @classmethod
     def packed(cls, batches: Sequence["LiveBatch"]) -> list["LiveBatch"]:
-        """The rows of some batches that are not done, in batches of similar length: no more than half is padding."""
+        """Join the unfinished rows of some batches into batches of similar length, each with at most half of it
+        padding."""
         rows = [(batch, number) for batch in batches for number, row in enumerate(batch.rows) if not row.is_done]
         lengths = [int(batch.attention_mask[number].sum()) for batch, number in rows]
         packs: list[list[tuple[LiveBatch, int]]] = []
@@ -270,7 +271,7 @@ class LiveBatch:
 
     @classmethod
     def _joined(cls, pack: Sequence[tuple["LiveBatch", int]]) -> "LiveBatch":
-        """One batch of these rows. All tokens of a row except for the last one are in the cache."""
+        """One batch of these rows, with all of their tokens except for the last one in the cache."""
         first_batch = pack[0][0]
         if len(pack) == len(first_batch.rows) and all(batch is first_batch for batch, _ in pack):
             return first_batch
@@ -291,7 +292,7 @@ class LiveBatch:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether half of its rows are done, so that it is worth to leave them behind."""
+        """Whether half of the rows are done, so that it pays to continue without them."""
         return 2 * self.num_left <= len(self.rows)
 
     @property
@@ -300,7 +301,7 @@ class LiveBatch:
         return sum(not row.is_done for row in self.rows)
 
     def fail(self, error: Exception) -> None:
-        """End the rows that are not done with an error."""
+        """End all unfinished rows with an error."""
         for row in self.rows:
             if not row.request.future.done():
                 row.reason = row.reason or "failed"

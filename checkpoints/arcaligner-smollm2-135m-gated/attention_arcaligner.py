@@ -43,7 +43,7 @@ class SlotRows(NamedTuple):
     prefix_length: int | None  # positions up to the last slot of all rows; None where code is compiled for any
 
     def for_any_length(self) -> "SlotRows":
-        """The same without Python numbers, with which code would be compiled again for each place of the slots."""
+        """The same rows without Python numbers, so that compiled code serves any place of the slots."""
         return self._replace(slot_span=None, prefix_length=None)
 
 
@@ -86,8 +86,8 @@ LARGEST_VALUE = 1e6
 
 
 def _check_slots(is_slot: np.ndarray, is_finite: np.ndarray, is_given: np.ndarray) -> None:
-    """Raises `ValueError` unless each slot, `is_slot` (batch, seq_len), has an embedding; of the embeddings (batch,
-    max_slots), which are finite and which are not zero."""
+    """Raises `ValueError` unless each slot of `is_slot` (batch, seq_len) has a finite embedding. `is_finite` and
+    `is_given` (batch, max_slots) say which embeddings are finite, and which are not padding."""
     counts, given = is_slot.sum(axis=1), is_given.shape[1]  # (batch,)
     most = counts.max(initial=0)
     if most > given or is_given[:, most:].any():
@@ -146,8 +146,8 @@ def _slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, device:
 
 
 def check_can_separate(config: PreTrainedConfig, in_one_row: bool = True) -> None:
-    """Raises `ValueError` for a backbone that cannot have independent passages, or an attention kernel with which
-    they cannot be `in_one_row`; cached passages are joined without a mask."""
+    """Raises `ValueError` for a backbone that cannot have independent passages, or for an attention kernel that cannot
+    have them `in_one_row`. Cached passages are joined without a mask, so they work with any kernel."""
     if in_one_row and (kernel := config._attn_implementation) not in ROW_KERNELS:
         raise ValueError(
             f"`passage_attention` is 'separate', but attention `{kernel}` takes no mask that separates passages. "
@@ -166,7 +166,7 @@ def can_separate(config: PreTrainedConfig) -> bool:
 
 
 def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torch.Tensor) -> None:
-    """Raises `ValueError` unless `passage_ids` number the passages of a row's slots in order, each in one run.
+    """Raises `ValueError` unless `passage_ids` number the passages of a row's slots in order, each in one span.
 
     Args:
         passage_ids: The argument, which has to be (batch, max_slots).
@@ -265,7 +265,7 @@ def separate_passages(
 def prompt_positions(
     slot_mask: torch.Tensor, passage_ids: torch.Tensor | None, is_real: torch.Tensor
 ) -> torch.LongTensor:
-    """As `passage_positions`, of the slots (batch, seq_len) of a prompt and their passages (batch, max_slots)."""
+    """As `passage_positions`, from the slots (batch, seq_len) of a prompt and their passages (batch, max_slots)."""
     return passage_positions(place_passage_ids(slot_mask, passage_ids), is_real)
 
 

@@ -1,5 +1,5 @@
 """Passages to slots: the sentence encoder encodes each segment once, to one embedding or, with `tokens_per_slot`, one
-for each run of its tokens.
+for each span of its tokens.
 
     documents -> segments (`segmentation_arcaligner.py`) -> tokens -> context_embeds, context_word_ids
 """
@@ -150,7 +150,7 @@ class SentenceEncoder:
             return self._model
 
     def _load(self):
-        """The encoder as it computes: with its LoRA merged, and cast."""
+        """Load the encoder with its LoRA merged, in the dtype that it computes in."""
         library, folder = importlib.import_module("sentence_transformers"), self._find()  # here, as it takes seconds
         _check_encoder_classes(folder)
         model = library.SentenceTransformer(str(folder), device=self.device, model_kwargs={"use_safetensors": True})
@@ -231,7 +231,7 @@ class SentenceEncoder:
         save_encoder_lora(self.model, self.name_or_path, folder)
 
     def num_reads(self, text: str) -> int:
-        """Roughly how many pieces `text` must be cut into for the encoder to read all of it; 1 if it fits."""
+        """Roughly how many parts `text` must be cut into for the encoder to read all of it; 1 if it fits."""
         limit = self.tokenizer.model_max_length
         if limit is None or 2 * len(text) < limit:
             return 1
@@ -323,8 +323,8 @@ class SentenceEncoder:
 
 @dataclass(frozen=True)
 class EncoderInputs:
-    """Tokenized texts, in batches of similar length, and the slots that they become. All tensors are flat, so that
-    little is moved to a device; numbers that the host needs are not among them.
+    """Tokenized texts in batches of similar length, and which slots they become. All tensors are flat, so that little
+    is moved to a device; numbers that the host needs are not among them.
 
     Args:
         input_ids (`torch.LongTensor` of shape `(num_tokens,)`): Batches (texts, longest), one after the other.
@@ -350,15 +350,15 @@ class EncoderInputs:
         return replace(self, **{name: change(getattr(self, name)) for name in names})
 
     def to(self, device, non_blocking: bool = False) -> "EncoderInputs":
-        """On a device; accelerate calls it."""
+        """Copy to a device; accelerate calls this."""
         return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "EncoderInputs":
-        """In pinned memory; data loaders call it."""
+        """Copy to pinned memory; data loaders call this."""
         return self._with_tensors(torch.Tensor.pin_memory)
 
     def placed(self, places: torch.LongTensor, num_slots: int) -> "EncoderInputs":
-        """With each slot at one of `num_slots` places: padding among them."""
+        """Put each slot at one of `num_slots` places; the other places are padding."""
         return replace(self, slots=places[self.slots], num_slots=num_slots)
 
 
@@ -393,7 +393,7 @@ class EncoderTokenizer:
 
     def read(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids (num_tokens,) of all texts, the number of tokens of each (num_texts,), and the first and end character of
-        each token (num_tokens, 2): below 0 in the prompt, equal for a token without characters."""
+        each token (num_tokens, 2). Characters are below 0 in the prompt, and equal for a token without characters."""
         options = {"truncation": self.limit is not None, "max_length": self.limit, "return_offsets_mapping": True}
         options |= {"return_attention_mask": False, "return_token_type_ids": False}
         read = self.tokenizer([self.prompt + text for text in texts], **options)
@@ -455,7 +455,7 @@ class EncoderTokenizer:
 def _span_tokens(
     offsets: np.ndarray, lengths: np.ndarray, starts: np.ndarray, ends: np.ndarray, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which tokens the spans of texts average.
+    """For each span of a text, the tokens to average.
 
     Args:
         offsets (`np.ndarray` of shape `(num_tokens, 2)`): The characters of all texts' tokens.
@@ -505,9 +505,9 @@ def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
 
 
 def pad_slots(rows: Sequence) -> dict[str, torch.Tensor]:
-    """The slots of rows, [`GivenSlots`] or [`EncodedDocuments`], as what the model takes: `context_embeds`
-    (batch, max_slots, encoder_hidden_size), `context_word_ids` (batch, max_slots, max_words) and `context_passage_ids`
-    (batch, max_slots), those that any row has. Empty where no row has a slot."""
+    """Pad the slots of rows, [`GivenSlots`] or [`EncodedDocuments`], to the inputs of the model: `context_embeds`
+    (batch, max_slots, encoder_hidden_size) and, if any row has them, `context_word_ids` (batch, max_slots, max_words)
+    and `context_passage_ids` (batch, max_slots). Empty if no row has a slot."""
     if not any(len(row.context_embeds) for row in rows):
         return {}
     slots = {"context_embeds": pad_sequence([row.context_embeds for row in rows], batch_first=True)}
@@ -541,7 +541,7 @@ def _embeds_of(values, name: str) -> torch.FloatTensor:
 
 
 def _ids_of(values, name: str) -> torch.LongTensor:
-    """Words or numbers of passages; a float might be another one by rounding."""
+    """Ids of words or numbers of passages. A float is refused, because it may have been rounded."""
     tensor = _dense_tensor_of(values, name)
     ids = tensor.long()
     if tensor.dtype == torch.bool or tensor.is_floating_point() or (ids < -1).any():
@@ -602,7 +602,7 @@ def passages_of_questions(
 
 
 def single_passages(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
-    """Each passage of a question by itself, by its number; those without text are left out, unless all are."""
+    """Single passages of a question, by their numbers. Passages without text are left out, unless none has text."""
     if not isinstance(passages, GivenSlots):
         return {number: [each] for number, each in enumerate(passages) if text_of(each, number).strip()} or {0: []}
     embeds, words, ids = passages
@@ -759,7 +759,7 @@ class SlotEncoder:
 
     def encode_tokens(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
         """Normalized embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
-        each segment, or for each run of about `tokens_per_slot` tokens."""
+        each segment, or for each span of about `tokens_per_slot` tokens."""
         ends = None
         if tokens_per_slot != "segment":
             ends = [run_ends(segment.encoder_start, segment.word_ends, tokens_per_slot) for segment in tokens]
@@ -874,8 +874,8 @@ class SlotEncoder:
 def _check_room(
     name: str, row: list[SegmentTokens], rate: int | str, max_slots: int | None, room: int | None, apart: bool
 ) -> None:
-    """Refuses passages, "The passages are" in `name`, with more slots than there is room for; with `apart` each passage
-    has that room."""
+    """Raises `ValueError` for passages with more slots than there is room for; `name` begins the message. With `apart`
+    each passage has that room."""
     sizes: dict[int, int] = defaultdict(int)
     for tokens in row:
         sizes[tokens.segment.document] += len(tokens.runs(rate))

@@ -72,10 +72,10 @@ class ArcAlignerPipeline(TextGenerationPipeline):
       takes those of the call;
     - a string, read as a question when the call has `documents=`, else as text to continue.
 
-    A document is a string or `{"title": str, "text": str}`; one of more than 360 tokens is cut into passages, and of
-    several passages only the top-ranked is used (`max_passages`). A chat without documents has no slots: the unchanged
-    base model answers it. A question with an empty list gets one slot, for "no passages". Unlike the built-in
-    pipeline, this one samples only when asked to.
+    A document is a string or `{"title": str, "text": str}`; one of more than 360 tokens is cut into passages. Of
+    several passages the top-ranked one is used, or the two that a multi-hop question needs (`max_passages`). A chat
+    without documents has no slots: the unchanged base model answers it. A question with an empty list gets one slot,
+    for "no passages". Unlike the built-in pipeline, this one samples only when asked to.
 
     Example:
 
@@ -131,7 +131,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
                 Of more passages, only those most likely to contain the answer are used, in their order. Each is scored
                 by itself, the most similar ones first and the others only if these do not decide. See [`Answerer`].
                 Keys and values of the scoring are cached, in at most 256 MiB, and reused for the answer. Default: 1,
-                or all, uncut, if the aligner cannot score passages.
+                or the 2 that a multi-hop question needs; all, uncut, if the aligner cannot score passages.
             min_confidence (`float`, *optional*):
                 If the answerability, from 0 to 1, is lower, the answer is the processor's `no_answer`. It is not the
                 chance that the answer is right. See [`AnsweringCall`]. Incompatible with a `streamer`, which would emit
@@ -154,7 +154,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
               per slot; with `max_slots`, how many segments are `dropped`;
               `answerability`, how likely the passages contain an answer, and `answer_likelihood`, how likely the
               answer is right, if these were fitted, the second one for greedy answers that are not abstentions; if
-              `max_passages` left some out, `passage_answerabilities`, that of each document that was scored, by its
+              passages were scored, `passage_answerabilities`, that of each document that was scored, by its
               number. `confidence` and `passage_confidences` are their names in 0.2, removed in the next release.
         """
         if isinstance(text_inputs, list | tuple) and not text_inputs:
@@ -247,7 +247,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         return repeats or has_steps or is_cut
 
     def _trace_scored(self, passages: list, slots: dict[str, Any]) -> dict[str, Any]:
-        """As the processor's `return_segments`, of passages that were scored."""
+        """What the processor returns for `return_segments`, from passages that were scored."""
         settings, encoder = {name: slots.get(name) for name in SLOT_SETTINGS}, self.processor.slot_encoder
         (row,) = encoder.encode_batch([passages], **settings, only_segments=True)
         statistics = encoder.statistics(passages, row, settings["max_slots"] is not None)
@@ -370,7 +370,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
 
 
 def _by_document(scores: dict[int, ScoredPassage], pieces: list[Segment]) -> dict[int, float]:
-    """The highest answerability of each document, whose passages are `pieces`."""
+    """The highest answerability among the passages of each document; `pieces` has the place of each passage."""
     surest = sorted(scores, key=lambda number: scores[number].answerability)  # of a document's the last one counts
     return {pieces[number].document: scores[number].answerability for number in surest}
 

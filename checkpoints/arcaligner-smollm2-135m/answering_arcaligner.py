@@ -16,6 +16,7 @@ from .configuration_arcaligner import is_number
 from .encoder_arcaligner import GivenSlots
 from .kv_cache_arcaligner import AskedQuestions
 from .modeling_arcaligner import PrefillOutputs
+from .multihop_arcaligner import best_pair
 from .segmentation_arcaligner import (
     Segment,
     cut_long,
@@ -23,11 +24,13 @@ from .segmentation_arcaligner import (
 )
 from .tokenization_arcaligner import control_token_ids, text_of, title_of, tokenize_with_ends, with_plain_texts
 
+# A pair is selected from all passages or, of more than so many, from the more similar ones.
+PAIR_CANDIDATES = 20
+
 
 class ScoredPassage(NamedTuple):
-    """How likely a passage by itself contains the answer to a question, the cosine of both (0 without texts and
-    without a search), whether the passage was cached, so that it was not computed again, and the configuration's
-    `similarity_weight`."""
+    """The score of one passage for a question: its answerability by itself, its cosine with the question (0 if there is
+    neither a text nor a search), whether it was cached, and the configuration's `similarity_weight`."""
 
     answerability: float
     similarity: float
@@ -42,7 +45,7 @@ class ScoredPassage(NamedTuple):
 
 
 def select_top(scores: Mapping[int, ScoredPassage], most: int) -> list[int]:
-    """The numbers of the top-ranked passages, at most `most` of them, in the order of the passages.
+    """Numbers of the top-ranked passages, at most `most`, in the order of the passages.
 
     >>> select_top({0: ScoredPassage(0.6, 0.8, False, 10), 1: ScoredPassage(0.7, 0.4, False, 10)}, most=1)
     [0]
@@ -51,8 +54,8 @@ def select_top(scores: Mapping[int, ScoredPassage], most: int) -> list[int]:
 
 
 def candidates_of(similarities: Mapping[int, float], most: int, share: float) -> list[int]:
-    """The numbers of the passages that are scored to select `most` of them, the most similar one first: a `share` of
-    all, but no fewer than one that is left out.
+    """Numbers of the passages to score before `most` of them are selected, the most similar one first: a `share` of all
+    passages, but at least one more than are selected.
 
     >>> candidates_of({0: 0.1, 1: 0.7, 2: 0.3, 3: 0.2, 4: 0.5}, most=1, share=0.5)
     [1, 4, 2]
@@ -62,7 +65,8 @@ def candidates_of(similarities: Mapping[int, float], most: int, share: float) ->
 
 
 def are_sure(scores: Mapping[int, ScoredPassage], most: int, similarity: float, answerability: float) -> bool:
-    """Whether a further passage with this cosine, and at most this answerability, is not among the `most` top-ranked.
+    """Whether the selection is decided: a passage with this cosine would not be among the `most` top-ranked ones, even
+    with this answerability.
 
     >>> are_sure({0: ScoredPassage(0.98, 0.7, False, 10.0)}, 1, similarity=0.6, answerability=0.98)
     True
@@ -77,8 +81,8 @@ class Selection(NamedTuple):
     """The selected passages of a question."""
 
     numbers: Sequence[int]  # in the order of the passages
-    # If some are left out: scores by the number of the passage, of those that were scored, and the question with the
-    # selected passages, for `PassageCache.prepare_asked`.
+    # If there were more than asked for: scores by the number of the passage, of those that were scored, and the
+    # question with the selected passages, for `PassageCache.prepare_asked`.
     scores: dict[int, ScoredPassage] | None = None
     asked: AskedQuestions | None = None
 
@@ -92,7 +96,7 @@ Similarities = Sequence[Sequence[float] | Mapping[int, float]]
 
 class Answerer:
     """
-    The one way from a question and its documents to an answer.
+    Answers questions about documents, in the same way for pipeline, server and evaluation.
 
         documents -> `cut` -> passages -> `select` -> selected passages -> inputs of `generate` -> `answer`
 
@@ -117,8 +121,9 @@ class Answerer:
 
     @property
     def max_passages(self) -> int | None:
-        """How many of several passages are used by default: the top-ranked one, which gives far better answers than all
-        of them unless several are needed; `None`, all, if they cannot be scored."""
+        """How many of several passages are used by default unless the question is a multi-hop question: the top-ranked
+        one, which gives far better answers than all of them unless several are needed; `None`, all, if they cannot be
+        scored."""
         return 1 if self.can_score else None
 
     def check(
@@ -150,7 +155,7 @@ class Answerer:
     def _check_answerability(self, what: str) -> None:
         if self.model.answerability_head is None:
             raise ValueError(
-                f"{what} needs an aligner whose answerability was fitted, and this one's `answerability_layers` is "
+                f"{what} needs an aligner whose answerability was fitted, but this one's `answerability_layers` is "
                 "None. Fit it with `python -m arcaligner.train.confidence`, or leave the argument out."
             )
 
@@ -165,14 +170,14 @@ class Answerer:
     # Passages
 
     def cut(self, documents: list) -> tuple[list, list[Segment]]:
-        """The passages of documents, and which part of which document each is. Long documents are cut, unless passages
-        cannot be scored to select some."""
+        """Cut long documents into passages. Return the passages, and which part of which document each is. Nothing is
+        cut if passages cannot be scored."""
         processor = self.processor
         longest = processor.max_passage_tokens if self.can_score else math.inf
         return cut_long(documents, processor.tokenizer, longest, processor.passage_tokens, processor.spacy_model)
 
     def selects(self, num_passages: int, max_passages: int | None = None) -> bool:
-        """Whether only some of `num_passages` are used."""
+        """Whether so many passages are scored, because not all of them may be used."""
         most = max_passages or self.max_passages
         return most is not None and num_passages > most
 
@@ -186,53 +191,102 @@ class Answerer:
         **kwargs: Any,
     ) -> list[Selection]:
         """Select passages for each question: of more than `max_passages`, those with the highest scores. Only as many
-        are scored as are needed to select: the most similar ones first, the others only if these do not decide.
+        are scored as are needed to select: the most similar ones first, the others only if these do not decide. By
+        default it is one passage. If the [`MultihopHead`] finds a multi-hop question, it is the pair that the question
+        needs most likely, of up to `PAIR_CANDIDATES` passages, or of the more similar half.
 
         Args:
             questions, documents, similarities, kwargs: As for `score`.
-            max_passages (`int` or `list`, *optional*): Of all questions, or of each. Default: 1, or all if passages
-                cannot be scored.
+            max_passages (`int` or `list`, *optional*): Of all questions, or of each; `None` is the default, which is
+                all passages if they cannot be scored.
             slots_of (`SlotsOf`, *optional*): Returns the slots of some passages of each question, if they are cached
                 elsewhere.
         """
-        most = max_passages or self.max_passages
-        wanted = [most] * len(questions) if isinstance(most, int | None) else most
+        wanted = [max_passages] * len(questions) if isinstance(max_passages, int | None) else max_passages
         chosen = [place for place, own in enumerate(documents) if self.selects(len(own), wanted[place])]
         selected = [Selection(range(len(own))) for own in documents]
         if chosen:
             wanted = [wanted[place] for place in chosen]
             some = [each and [each[place] for place in chosen] for each in (questions, documents, similarities)]
             asked, similarities = self._ask(*some, **kwargs)
-            asked, scores = self._score_candidates(asked, similarities, wanted, slots_of)
-            for place, question, own, each in zip(chosen, asked.questions, scores, wanted, strict=True):
-                numbers = select_top(own, each)
+            most = [each or self.max_passages for each in wanted]
+            asked, scores = self._score_candidates(asked, similarities, most, slots_of)
+            is_multihop = [
+                each is None and self.is_multihop(question, own)
+                for each, question, own in zip(wanted, some[0], scores, strict=True)
+            ]
+            if any(is_multihop):
+                # As many as are scored to select one less.
+                numbers = self._candidates(asked, similarities, [PAIR_CANDIDATES - 1] * len(most))
+                candidates = [own if found else [] for own, found in zip(numbers, is_multihop, strict=True)]
+                asked, scores = self._score_missing(asked, similarities, candidates, scores, slots_of)
+            for place, question, own, is_pair, each in zip(
+                chosen, asked.questions, scores, is_multihop, most, strict=True
+            ):
+                numbers = self._pair(questions[place], documents[place], own) if is_pair else select_top(own, each)
                 selected[place] = Selection(numbers, own, asked._replace(questions=[question.only(numbers)]))
         return selected
+
+    def is_multihop(self, question: str | list[dict], scores: dict[int, ScoredPassage]) -> bool:
+        """Whether a question, given the scores that select one passage, needs two of them more likely than not."""
+        head = self.model.multihop_head
+        if head is None or not scores:
+            return False
+        best = max(scores.values(), key=lambda each: each.log_odds)
+        sure = torch.tensor([best.answerability], dtype=torch.float64, device="cpu").logit(eps=1e-12)
+        vectors, num_words = (each.to(head.weight) for each in question_features(self.processor.encoder, [question]))
+        return bool(head(vectors, num_words, sure.to(head.weight)) > 0)
+
+    def _pair(
+        self, question: str | list[dict], documents: list[str | dict], scores: dict[int, ScoredPassage]
+    ) -> list[int]:
+        """The numbers of the two passages that a multi-hop question needs most likely."""
+        (text,), spacy_model = _searched(question, []), self.processor.spacy_model
+        log_odds = {number: each.log_odds for number, each in scores.items()}
+        return best_pair(self.model.multihop_head, text, documents, log_odds, spacy_model)
+
+    def _candidates(self, asked: AskedQuestions, similarities: Similarities, most: Sequence[int]) -> list[list[int]]:
+        """The numbers of each question's passages that are scored to select `most` of them, the most similar first."""
+        share = self.model.config.scored_share
+        return [
+            candidates_of({number: own[number] for number in question.passage_numbers}, each, share)
+            for own, question, each in zip(similarities, asked.questions, most, strict=True)
+        ]
 
     def _score_candidates(
         self, asked: AskedQuestions, similarities: Similarities, wanted: Sequence[int], slots_of: SlotsOf | None
     ) -> tuple[AskedQuestions, list[dict[int, ScoredPassage]]]:
         """The scores that select the `wanted` number of passages of each question, and the questions with the slots
         that were asked for."""
-        config = self.model.config
-        waiting = [
-            candidates_of({number: own[number] for number in question.passage_numbers}, each, config.scored_share)
-            for own, question, each in zip(similarities, asked.questions, wanted, strict=True)
-        ]
-        scores: list[dict[int, ScoredPassage]] = [{} for _ in wanted]
+        waiting, scores = self._candidates(asked, similarities, wanted), [{} for _ in wanted]
         for is_first in (True, False):  # a call for each passage would read the model's weights as often
             only = [own[: each if is_first else None] for own, each in zip(waiting, wanted, strict=True)]
-            if slots_of is not None and any(only):
-                asked = asked.with_slots(slots_of(only))
-            found = self._score(asked, similarities, only) if any(only) else scores
-            scores = [dict(sorted((old | new).items())) for old, new in zip(scores, found, strict=True)]
+            asked, scores = self._score_missing(asked, similarities, only, scores, slots_of)
             waiting = [own[len(done) :] for own, done in zip(waiting, only, strict=True)]
             decided = zip(waiting, scores, wanted, similarities, strict=True)
             waiting = [
-                [] if not own or are_sure(had, each, near[own[0]], config.most_answerability) else own
+                [] if not own or are_sure(had, each, near[own[0]], self.model.config.most_answerability) else own
                 for own, had, each, near in decided
             ]
         return asked, scores
+
+    def _score_missing(
+        self,
+        asked: AskedQuestions,
+        similarities: Similarities,
+        only: Sequence[Sequence[int]],
+        scores: list[dict[int, ScoredPassage]],
+        slots_of: SlotsOf | None,
+    ) -> tuple[AskedQuestions, list[dict[int, ScoredPassage]]]:
+        """`scores` with those of `only` these passages of each question, and the questions with the slots that were
+        asked for."""
+        missing = [[each for each in own if each not in had] for own, had in zip(only, scores, strict=True)]
+        if not any(missing):
+            return asked, scores
+        if slots_of is not None:
+            asked = asked.with_slots(slots_of(missing))
+        found = self._score(asked, similarities, missing)
+        return asked, [dict(sorted((old | new).items())) for old, new in zip(scores, found, strict=True)]
 
     def score(
         self,
@@ -289,13 +343,13 @@ class Answerer:
     # Answers
 
     def answer(self, questions: Sequence, passages: Sequence[list], **settings: Any) -> "AnsweringCall":
-        """One call of `generate`; arguments as of [`AnsweringCall`]."""
+        """Begin one call of `generate`; arguments as for [`AnsweringCall`]."""
         return AnsweringCall(self.model, self.processor, questions, passages, **settings)
 
 
 def chat_inputs(processor, chats: Sequence[list[dict] | str], **slots: Any) -> BatchFeature:
-    """Prompts of chats or, without a chat template, of texts, left-padded: `input_ids` and `attention_mask`
-    (batch, seq_len) and, with documents among `slots`, the slots' inputs."""
+    """Left-padded prompts of chats or, without a chat template, of texts: `input_ids` and `attention_mask` (batch,
+    seq_len) and, with documents among `slots`, the inputs of the slots."""
     padding = {"padding": True, "padding_side": "left"}
     if processor.chat_template is None:
         return processor(chats, return_tensors="pt", **padding, **slots)
@@ -317,7 +371,7 @@ READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
 
 class AnsweringCall:
     """
-    Further arguments of one call of `generate`, and what it reports.
+    One call of `generate`: its further arguments, and the estimates that it reports.
 
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): Of one checkpoint.
@@ -398,8 +452,8 @@ class AnsweringCall:
         return self._answerability
 
     def answerability_of(self, logits: torch.Tensor) -> torch.Tensor:
-        """The answerability of each row, (batch,), from the head's logits (batch,), such as those of
-        [`PassageCache.read_question`] where another engine answers."""
+        """Answerability of each row, (batch,), from the head's logits (batch,), such as those of
+        [`PassageCache.read_question`], for an answer that another engine generates."""
         logits = logits.float()
         if self.model.config.answerability_uses_match:
             asked = zip(self.questions, self.passages, strict=True)
@@ -410,9 +464,8 @@ class AnsweringCall:
 
     @property
     def answer_likelihood(self) -> torch.Tensor | None:
-        """How likely the answer of each row is right, (batch,), from the tokens so far: their likelihood and the
-        answerability, calibrated on held-out questions. `None` if that was not fitted, and for answers that are sampled
-        or searched with beams."""
+        """How likely the answer of each row is right, (batch,), from the likelihood of its tokens so far and the
+        answerability. `None` if it was not fitted, for sampled answers and for beam search."""
         if self.likelihood is None or self.likelihood.counts is None or (sure := self.answerability) is None:
             return None
         likelihood, odds, offset = self.model.config.answer_calibration
@@ -476,16 +529,24 @@ def search_text(title: str | None, text: str) -> str:
 
 
 def _searched(question: str | list[dict], documents: Sequence[str | dict]) -> list[str]:
-    """The question, or a chat's last one, and the texts of the passages."""
+    """The question (of a chat, the last one) and the texts of the passages."""
     if not isinstance(question, str):
         question = ["", *(each["content"] or "" for each in with_plain_texts(question) if each["role"] == "user")][-1]
     return [question, *(search_text(title_of(each), text_of(each, number)) for number, each in enumerate(documents))]
 
 
 def similarities_of(encoder, question: str | list[dict], documents: Sequence[str | dict]) -> list[float]:
-    """The cosine of a question, or of a chat's last one, and each passage."""
+    """Cosine of a question (of a chat, the last one) with each passage."""
     asked, *vectors = of_texts(_VECTORS, encoder.untrained, _searched(question, documents), encoder.untrained.encode)
     return [float(asked @ vector) for vector in vectors]
+
+
+def question_features(encoder, questions: Sequence[str | list[dict]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the [`MultihopHead`] reads of questions, or of the last ones of chats: their embeddings by the search
+    encoder (batch, d_r) and their numbers of words (batch,)."""
+    texts = [text for question in questions for text in _searched(question, [])]
+    vectors = of_texts(_VECTORS, encoder.untrained, texts, encoder.untrained.encode)
+    return torch.stack([*vectors]), torch.tensor([float(len(text.split())) for text in texts])
 
 
 def maxsim_score(processor, question: str | list[dict], documents: Sequence[str | dict]) -> float:
@@ -596,7 +657,7 @@ YES_NO = ("yes", "no", "Yes", "No")
 
 
 class CopiedText(NamedTuple):
-    """The tokens of a text from any of its words on, as they are at the beginning of an answer."""
+    """The tokens of a text, and for each of its words how an answer that begins there is tokenized."""
 
     ids: list[int]
     ends_word: list[bool]  # whether a word ends with the token
@@ -605,7 +666,7 @@ class CopiedText(NamedTuple):
     words: dict[int, list[tuple[list[int], list[bool], int]]]
 
     def follow(self, written: list[int]) -> tuple[set[int], bool]:
-        """The ids that continue `written` at any of its places, and whether a word ends there."""
+        """Ids that follow `written` wherever it occurs in the text, and whether a word ends there."""
         found, is_end, length = set(), False, len(written)
         for own, own_ends, after in self.words.get(written[0], ()):
             place = after + max(0, length - len(own))
@@ -626,7 +687,7 @@ def copied_texts(tokenizer, documents: Sequence[str | dict], no_answer: str | No
 
 
 def _copied(tokenizer, text: str) -> CopiedText:
-    """No copy begins with a word that holds a control token."""
+    """Prepare a text for copying. A copy never begins at a word with a control token."""
 
     def ends_word(ends: Sequence[int]) -> list[bool]:
         pairs = zip(ends, [*ends[1:], len(text) + 1], strict=True)  # equal where a character has several tokens
@@ -648,7 +709,8 @@ def _copied(tokenizer, text: str) -> CopiedText:
 
 
 def copied_next(texts: Sequence[CopiedText], written: list[int], end_ids: Set[int]) -> list[int]:
-    """Ids that continue an answer in the words of `texts` and, where a word of it is complete, ids that end it."""
+    """Ids that may follow an answer that was copied from `texts`: those that continue the copy and, at the end of a
+    word, those that end the answer."""
     if not written:
         return sorted({first for text in texts for first in text.words})
     found = [text.follow(written) for text in texts]

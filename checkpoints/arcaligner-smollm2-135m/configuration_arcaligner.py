@@ -89,6 +89,15 @@ def check_answerability_layers(layers: list[int] | None, num_layers: int) -> Non
         )
 
 
+def check_multihop_head(is_used: bool, answerability_layers: list[int] | None) -> None:
+    """Raises `ValueError` unless an aligner with a multi-hop head has an answerability head."""
+    if is_used and answerability_layers is None:
+        raise ValueError(
+            "`use_multihop_head` is true, but `answerability_layers` is None; the multi-hop head needs the "
+            "answerability of passages. Fit it first with `python -m arcaligner.train.confidence`."
+        )
+
+
 def normalize_budget(gate_mode: str | None, refinement_budget: float | None) -> tuple[str | None, float | None]:
     """Makes equal settings look equal: a budget of 0 is no refinement, and an infinite one is no budget.
 
@@ -101,7 +110,7 @@ def normalize_budget(gate_mode: str | None, refinement_budget: float | None) -> 
 
 
 def is_number(value: Any, kind: type | UnionType) -> bool:
-    """Whether it is a number of this kind and no truth value."""
+    """Whether a value is a number of this kind, and not a truth value."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
@@ -177,6 +186,9 @@ class ArcAlignerConfig(PreTrainedConfig):
         most_answerability (`float`, defaults to 0.98):
             The answerability that a passage is assumed to have before it is scored. A passage whose rank would be too
             low even so is not scored.
+        use_multihop_head (`bool`, defaults to `False`):
+            Beyond the paper: whether the aligner has a [`MultihopHead`], fitted by `train/multihop.py`. With it a
+            question that needs two passages gets two by default, and every other question one.
         answer_calibration (`list[float]`, *optional*):
             For the likelihood that an answer is right: weights of its mean log-likelihood and of the log-odds of the
             answerability, and an offset, in log-odds, as fitted by `train/confidence.py`. Default: it is not reported.
@@ -219,6 +231,7 @@ class ArcAlignerConfig(PreTrainedConfig):
     similarity_weight: float | int = 10.0
     scored_share: float | int = 0.5
     most_answerability: float | int = 0.98
+    use_multihop_head: bool = False
     answer_calibration: list[float] | None = None
     training_stage: Literal["reconstruction", "grounding", "gating"] | None = None
     initializer_range: float = 0.02
@@ -258,6 +271,7 @@ class ArcAlignerConfig(PreTrainedConfig):
             )
         check_gates(self.gate_mode, self.gate_threshold, self.max_refinement_steps)
         check_answerability_layers(self.answerability_layers, num_layers)
+        check_multihop_head(self.use_multihop_head, self.answerability_layers)
         for name in ("scored_share", "most_answerability"):
             if not 0 <= (value := getattr(self, name)) <= 1:
                 raise ValueError(f"`{name}` is {value!r}; expected a number from 0 to 1.")
@@ -306,8 +320,8 @@ class ArcAlignerConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """Reads a checkpoint's `config.json`; that of a plain base model becomes this config's `text_config`. Warns
-        where `passage_attention` is given and is not what a trained aligner's file says, which it was trained for."""
+        """Reads a checkpoint's `config.json`; that of a plain base model becomes this config's `text_config`. Warns if
+        the given `passage_attention` differs from the one that the aligner was trained with."""
         try:
             config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
             config_dict.items()
@@ -345,7 +359,7 @@ def longest_prompt(config: PreTrainedConfig) -> int | None:
 
 
 def check_length(length: int, what: str, config: PreTrainedConfig, position_ids=None) -> None:
-    """Raises `ValueError` if `what`, such as "The prompt", has more positions than the backbone reads: `length` or,
+    """Raises `ValueError` if `what`, such as "The prompt", has more positions than the backbone accepts: `length` or,
     where several rows share a position, the highest of `position_ids`."""
     longest = longest_prompt(config)
     # Independent passages share positions, so a prompt may have more tokens than the backbone has positions.

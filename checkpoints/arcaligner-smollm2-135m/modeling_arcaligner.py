@@ -58,8 +58,9 @@ from .configuration_arcaligner import (
     check_answerability_layers,
     check_gates,
     check_length,
+    check_multihop_head,
 )
-from .loading_arcaligner import HEAD, AlignerMixin
+from .loading_arcaligner import HEADS, AlignerMixin
 from .refinement_arcaligner import (
     AllSlotsSteps,
     KeysValuesComplete,
@@ -201,8 +202,8 @@ _scope = _SlotScope()
 
 @contextlib.contextmanager
 def lora_on(rows: RowIndex | None):
-    """Inside, LoRA is applied to `rows`: PEFT's layers are called by the backbone's attention and MLP, which pass no
-    such argument on."""
+    """Context in which LoRA is applied to `rows`. They are no argument, because attention and MLP of the backbone call
+    PEFT's layers without further arguments."""
     before, _scope.rows = _scope.rows, rows
     _scope.input = _scope.slots = None
     try:
@@ -305,7 +306,6 @@ class SlotLoraVariant(LoraVariant):
         if rows is None:
             return result
         # A over slots, B over slots: PEFT would compute both on all rows and a mask would throw most of it away.
-        # Plain statements in this and the next functions: a GPU waits for the host, which runs them for each linear.
         down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
         dropout, scaling = module.lora_dropout[active_adapter], module.scaling[active_adapter]
         is_patched = "forward" in vars(down) or "forward" in vars(up)  # fetches weights, as offloading does
@@ -320,12 +320,11 @@ class SlotLoraVariant(LoraVariant):
         slots = _shared_slots_of(x, rows)  # (num_slots, in_features)
         if dropout.training:
             slots = dropout(slots)
-        down, up = down.weight, up.weight
+        down, up = (part.weight if part.weight.dtype == x.dtype else part.weight.to(x.dtype) for part in (down, up))
         if torch.is_grad_enabled():
-            down, up = (part if part.dtype == x.dtype else part.to(x.dtype) for part in (down, up))
             return _SlotResidual.apply(result, slots, down, up, scaling, rows)
-        result = result.contiguous()  # in place: a copy of the text rows in each linear would cost a tenth of a prefill
-        _add_residual_(result, rows, slots, *module.transposed(down, up, x.dtype), scaling)
+        result = result.contiguous()
+        _add_residual_(result, rows, slots, down.t(), up.t(), scaling)
         return result
 
 
@@ -369,55 +368,83 @@ def has_slow_mkl() -> bool:
 
 
 class FrozenLinear(InPlaceMixin):
-    """A linear layer of the base model that multiplies large float32 tensors by oneDNN where MKL is slow: up to twice
-    as fast, with the rounding of another order of additions."""
+    """A linear layer of the base model that multiplies large float32 tensors by oneDNN where MKL is slow. It is up to
+    twice as fast, and sums are rounded in another order."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or not has_slow_mkl() or torch.is_grad_enabled():
-            return super().forward(x)
-        is_plain = x.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-        is_large = x.numel() >= LEAST_ROWS * x.shape[-1] and self.weight.numel() >= LEAST_WEIGHT
-        if not (is_plain and is_large and x.device.type == self.weight.device.type == "cpu"):
-            return super().forward(x)
+        weight, bias = self.weight, self.bias
+        # What decides most often comes first: a GPU waits for the host, which runs this for each linear.
+        if weight.dtype != torch.float32 or weight.numel() < LEAST_WEIGHT or not self._is_slow(x):
+            return nn.functional.linear(x, weight, bias)
         rows = x.reshape(-1, x.shape[-1])  # (num_rows, in_features)
         # oneDNN keeps code for each number of rows, half a megabyte: of eight numbers up to each power of 2.
         step = max(LEAST_ROWS, 2 ** (len(rows).bit_length() - 4))
         padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % step)).to_mkldnn()  # a layout of its own
-        products = nn.functional.linear(padded, self.weight, self.bias).to_dense()  # (num_rows + padding, out_features)
+        products = nn.functional.linear(padded, weight, bias).to_dense()  # (num_rows + padding, out_features)
         return products[: len(rows)].view(*x.shape[:-1], -1)
+
+    def _is_slow(self, x: torch.Tensor) -> bool:
+        """Whether PyTorch would multiply `x` by MKL, slowly, and nothing prevents oneDNN."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not has_slow_mkl():
+            return False
+        is_plain = x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+        is_large = x.numel() >= LEAST_ROWS * x.shape[-1]
+        return is_plain and is_large and x.device.type == self.weight.device.type == "cpu"
 
 
 class SlotLoraLayer(InPlaceMixin):
     """A PEFT layer without PEFT's bookkeeping where its one adapter is the slots'. The bookkeeping takes longer than
     the linears of a small backbone. Without slots, as when decoding, the layer is its frozen linear."""
 
-    _transposed: tuple | None = None  # the state of the weights, and what `transposed` made of it
+    low_rank: tuple[nn.ModuleDict, ...]  # A, B and dropout by adapter, as PEFT's layer has them
+    _factors: tuple | None = None  # the state of the weights, and what `factors` made of them
 
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if args or kwargs or self.active_adapter != [ADAPTER_NAME] or self.merged_adapters:
             return super().forward(x, *args, **kwargs)
-        if _scope.rows is None:
+        if (rows := _scope.rows) is None:
             return self.base_layer(x)
         if self.disable_adapters:
             return super().forward(x)
-        return SlotLoraVariant.forward(self, ADAPTER_NAME, x, self.base_layer(x))
+        result = self.base_layer(x)
+        if (factors := self.factors(x, result)) is None:
+            return SlotLoraVariant.forward(self, ADAPTER_NAME, x, result)
+        result = result.contiguous()  # in place: a copy of the text rows in each linear would cost a tenth of a prefill
+        _add_residual_(result, rows, _shared_slots_of(x, rows), *factors, self.scaling[ADAPTER_NAME])
+        return result
 
-    def transposed(self, down: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A (in_features, r) and B (r, out_features) in the backbone's `dtype`, of the weights `down` (r, in_features)
-        and `up` (out_features, r), made once while these stay."""
-        if torch.compiler.is_compiling() or down.is_inference() or up.is_inference():
-            return down.to(dtype).t(), up.to(dtype).t()
-        state = dtype, down.data_ptr(), down._version, up.data_ptr(), up._version
-        if (found := self._transposed) is None or found[0] != state:  # by a name: another thread may ask for others
-            self._transposed = found = state, (down.detach().to(dtype).t(), up.detach().to(dtype).t())
-        return found[1]
+    def factors(self, x: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A (in_features, r) and B (r, out_features) in the precision of `x` and `result`, made once while the weights
+        stay as they are; `None` where Eq. 3 takes more: with gradients, dropout, autocast or mixed precision, and with
+        linears whose `forward` was replaced, as offloading does.
+
+        Plain statements, and the dictionaries not looked up: a GPU waits for the host, which runs this for each linear.
+        """
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        linears_a, linears_b, dropouts = self.low_rank
+        down, up = linears_a[ADAPTER_NAME], linears_b[ADAPTER_NAME]
+        if dropouts[ADAPTER_NAME].training or "forward" in vars(down) or "forward" in vars(up):
+            return None
+        down, up = down.weight, up.weight
+        try:
+            state = x.device, x.dtype, result.dtype, down.data_ptr(), down._version, up.data_ptr(), up._version
+        except RuntimeError:  # weights that were made in inference mode have no version
+            return None
+        found = self._factors  # by a name: another thread may ask for others
+        if found is None or found[0] != state:
+            if x.dtype != result.dtype or x.device != down.device:  # a replica on another device has its own weights
+                return None
+            sources = down.detach(), up.detach()  # kept, so that no other weights come to lie at their addresses
+            self._factors = found = state, x.device.type, [part.to(x.dtype).t() for part in sources], sources
+        return None if torch.is_autocast_enabled(found[1]) else found[2]
 
     def train(self, mode: bool = True):
-        self._transposed = None  # training may write weights without a new version, as sharding does
+        self._factors = None  # training may write weights without a new version, as sharding does
         return super().train(mode)
 
     def __getstate__(self):
-        return super().__getstate__() | {"_transposed": None}
+        return super().__getstate__() | {"_factors": None}
 
 
 def slot_lora_layers(module: nn.Module):
@@ -454,6 +481,7 @@ def inject_slot_lora(backbone: nn.Module, layers: nn.ModuleList, config) -> None
     inject_adapter_in_model(lora_config, backbone, ADAPTER_NAME)
     for layer in list(slot_lora_layers(backbone)):
         mix_in(SlotLoraLayer, layer)
+        layer.low_rank = layer.lora_A, layer.lora_B, layer.lora_dropout  # a tuple: modules are named once
         if type(layer.base_layer) is nn.Linear:
             mix_in(FrozenLinear, layer.base_layer)
         layer.lora_variant[ADAPTER_NAME] = SlotLoraVariant()
@@ -506,7 +534,7 @@ def is_recording_outputs() -> bool:
 
 
 class not_recording_outputs:  # noqa: N801 - a context manager, used like a function
-    """Inside, nothing is recorded: attentions and router logits are those of the mandatory pass."""
+    """Context in which nothing is recorded, so that attentions and router logits are those of the mandatory pass."""
 
     def __enter__(self):
         self.token = _active_collector.set(None)
@@ -516,7 +544,7 @@ class not_recording_outputs:  # noqa: N801 - a context manager, used like a func
 
 
 class LayerStates:
-    """The states of the input's last token in some of the layers, which return hidden states only and write them here.
+    """States of the input's last token in some layers. Layers return hidden states only, so they write these here.
 
     Args:
         layers (`list[int]`): These layers, in ascending order.
@@ -538,7 +566,7 @@ class LayerStates:
             self.by_layer[layer_idx] = hidden_states[:, -1].clone()  # a view would keep all of them in memory
 
     def stacked(self) -> torch.Tensor:
-        """(batch, num_layers, hidden) of these layers, on the device of the last one."""
+        """The recorded states (batch, num_layers, hidden), on the device of the last layer."""
         device = self.by_layer[self.layers[-1]].device
         return torch.stack([self.by_layer[layer_idx].to(device) for layer_idx in self.layers], dim=1)
 
@@ -613,11 +641,11 @@ class SlotDecoderLayer(InPlaceMixin):
         return steps.write_back(states)  # Eq. 9: text rows stay; and the depths
 
     def _lora_rows(self, slot_rows: RowIndex | None) -> RowIndex | None:
-        """The rows that LoRA is applied to: those of the slots, unless it is an ordinary one."""
+        """The rows that LoRA is applied to: those of the slots, unless LoRA is on all positions."""
         return ALL_ROWS if self.has_lora_on_text else slot_rows
 
     def _may_refine(self, slots: Slots) -> bool:
-        """Whether this layer takes steps at all."""
+        """Whether this layer may take refinement steps."""
         settings, rows = slots.settings, slots.rows
         if self.slot_gate is None or settings.gate_mode == "off" or settings.max_refinement_steps == 0:
             return False
@@ -713,8 +741,8 @@ class SlotDecoderLayer(InPlaceMixin):
     def _prefix_pass(
         self, hidden: SlotStates, slots: Slots, kwargs: dict[str, Any]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """As `_slot_pass` for all slots, but the layer runs on the whole prefix: for attention kernels that take no
-        mask of rows and columns, and for so little text that separating it would cost more."""
+        """As `_slot_pass` for all slots, but the layer runs on the whole prefix. Used for attention kernels that take
+        no mask of rows and columns, and if there is so little text that separating it would cost more."""
         rows, (batch, seq_len, _) = slots.rows, hidden.hidden_states.shape
         length = seq_len if rows.prefix_length is None else rows.prefix_length
         step_kwargs = kwargs | slots.shared_inputs.get(kwargs, lambda: prefix_inputs(length, kwargs))
@@ -849,6 +877,10 @@ class ArcAlignerPreTrainedModel(AlignerMixin, PreTrainedModel):
                 init.zeros_(module.weight)
                 init.zeros_(module.bias)
                 init.copy_(module.match, torch.tensor(NO_MATCH))
+            if isinstance(module, MultihopHead):
+                init.zeros_(module.weight)
+                init.zeros_(module.bias)
+                init.copy_(module.pair, torch.tensor(NEUTRAL_PAIR))
         for layer in slot_lora_layers(self):
             init.kaiming_uniform_(layer.lora_A[ADAPTER_NAME].weight, a=5**0.5)
             init.zeros_(layer.lora_B[ADAPTER_NAME].weight)
@@ -859,7 +891,7 @@ class ArcAlignerPreTrainedModel(AlignerMixin, PreTrainedModel):
 
 
 def one_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
-    """The cache that was given by one of its two names.
+    """The cache, which may be passed under either of its two names.
 
     Raises:
         `ValueError`: both were given.
@@ -876,7 +908,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         `ValueError`: a backbone that cannot be refined, by name and with the reason.
     """
 
-    _keys_to_ignore_on_load_unexpected = [rf"^{HEAD}\."]
+    _keys_to_ignore_on_load_unexpected = [rf"^{head}\." for head in HEADS]
 
     def __init__(self, config: ArcAlignerConfig, **kwargs):
         super().__init__(config, **kwargs)
@@ -1102,7 +1134,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
 
 
 def _fetched(module: nn.Module) -> contextlib.AbstractContextManager:
-    """Inside, the weights of a module that may be offloaded are on the device where it computes."""
+    """Context in which the weights of a module that may be offloaded are on the device where it computes."""
     if all(not weight.is_meta for weight in module.parameters(recurse=False)):
         return contextlib.nullcontext()
     from accelerate.utils import align_module_device
@@ -1136,8 +1168,8 @@ class AnswerabilityHead(nn.Module):
             return states.to(self.weight).flatten(1) @ self.weight.flatten() + self.bias
 
     def with_match(self, logits: torch.Tensor, match_scores: Sequence[float] | torch.Tensor) -> torch.Tensor:
-        """Log-odds (batch,) of the states and of the `match_scores` (rows,), each for one or, with beams and samples,
-        several of the logits in a row. If a score is NaN, because there are no words, the logits do not change."""
+        """Log-odds (batch,) from the head's logits and the `match_scores` (rows,). With beams and samples one score
+        serves several logits in a row. A NaN score, for texts without words, changes nothing."""
         scores = torch.as_tensor(match_scores, dtype=logits.dtype, device=logits.device)
         if scores.numel() == 0:
             return logits
@@ -1146,10 +1178,43 @@ class AnswerabilityHead(nn.Module):
         return torch.where(scores.isnan(), logits, scale * logits + weight * scores + bias)
 
 
+MOST_ODDS = 6.0  # of an answerability: beyond, it says nothing more about the question
+NEUTRAL_PAIR = (1.0, 0.0, 0.0, 0.0, 0.0)  # the weight of the log-odds, and those of what texts have in common
+
+
+class MultihopHead(nn.Module):
+    """Two logistic regressions: on a question, whether it is a multi-hop question, which needs two passages together;
+    on the features of a pair of passages, whether they are these two. `train/multihop.py` fits them; they are not
+    trained with the aligner, and are in float32 like it. Before, no question is found, and pairs rank by log-odds.
+    """
+
+    def __init__(self, encoder_hidden_size: int):
+        super().__init__()
+        # Buffers for the reasons of the answerability head.
+        self.register_buffer("weight", torch.zeros(encoder_hidden_size + 2, dtype=torch.float32))
+        self.register_buffer("bias", torch.zeros((), dtype=torch.float32))
+        self.register_buffer("pair", torch.tensor(NEUTRAL_PAIR, dtype=torch.float32))
+
+    def forward(
+        self, question_embeds: torch.Tensor, num_words: torch.Tensor, answerability_logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Embeddings of questions by the search encoder (batch, d_r), their numbers of words (batch,) and the
+        answerability of their top-ranked passages, in log-odds (batch,), to log-odds (batch,)."""
+        num_words, sure = num_words.clamp(min=1).log(), answerability_logits.clamp(-MOST_ODDS, MOST_ODDS)
+        features = torch.cat([question_embeds, num_words[:, None], sure[:, None]], dim=1)  # (batch, d_r + 2)
+        with torch.autocast(features.device.type, enabled=False):
+            return features.to(self.weight) @ self.weight + self.bias
+
+    def pair_logits(self, features: torch.Tensor) -> torch.Tensor:
+        """Features of pairs (pairs, 5), by `pair_features`, to log-odds (pairs,), up to a constant, in their type."""
+        with torch.autocast(features.device.type, enabled=False):
+            return features @ self.pair.to(features)
+
+
 # The frozen head and the loss (Eq. 10)
 def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    """Positions of `hidden_states` (batch, seq_len, hidden) that logits are computed for: the last ones, 0 for all, or
-    those of a tensor, (positions,) for all rows or (batch, positions)."""
+    """Positions of `hidden_states` (batch, seq_len, hidden) to compute logits for: a number of last ones (0: all), or a
+    tensor of positions, (positions,) for all rows or (batch, positions)."""
     if isinstance(logits_to_keep, int):
         return hidden_states[:, -logits_to_keep:]
     if logits_to_keep.dim() == 2:
@@ -1174,9 +1239,9 @@ HEAD_ROWS = 256
 
 
 class _HeadLoss(torch.autograd.Function):
-    """The gradient for the hidden states is computed in the forward pass, a few rows at a time, so that the logits of
-    all rows are never in memory together: on CPUs they and their softmax cost more than all decoder layers of a small
-    backbone, on GPUs they take most of the memory."""
+    """Loss through the frozen head that computes the gradient for the hidden states in the forward pass, a few rows at
+    a time. So the logits of all rows are never in memory together. On CPUs logits and softmax cost more than all
+    decoder layers of a small backbone; on GPUs they take most of the memory."""
 
     @staticmethod
     def forward(ctx, hidden_states, targets, head, text_config):
@@ -1260,8 +1325,8 @@ class SlotGenerationMixin(GenerationMixin):
         attention_mask: torch.Tensor | None = None,
         context_passage_ids: torch.LongTensor | None = None,
     ) -> torch.LongTensor:
-        """The position of each token of a prompt (batch, seq_len): counted after the padding, and behind the longest
-        passage with independent passages, `context_passage_ids` (batch, max_slots)."""
+        """The position of each token of a prompt (batch, seq_len), counted after the padding. With independent
+        passages, `context_passage_ids` (batch, max_slots), the text after them continues after the longest passage."""
         is_real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         if context_passage_ids is None or self.config.passage_attention == "joint":
             return (is_real.long().cumsum(dim=1) - 1).clamp(min=0)
@@ -1472,7 +1537,10 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             name = next(name for name, module in self.named_modules() if module is embeddings)
             self._tied_weights_keys = {"lm_head.weight": f"{name}.weight"}
         self.answerability_head: AnswerabilityHead | None = None
+        self.multihop_head: MultihopHead | None = None
+        use_multihop_head = config.use_multihop_head
         self.set_answerability_layers(config.answerability_layers)
+        self.set_multihop_head(use_multihop_head)
         self.post_init()
         self.freeze_base_model()
 
@@ -1487,7 +1555,8 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
 
     def set_answerability_layers(self, layers: list[int] | None) -> None:
         """Give the model a new answerability head, which is neutral until it is fitted, for the states of these layers,
-        or remove it (`None`). Call it after training, because other weights have other states.
+        or remove it (`None`). Call it after training, because other weights have other states. The multi-hop head is
+        removed, because it was fitted to the former one.
 
         Raises:
             `ValueError`: layers that the backbone does not have, or not in ascending order.
@@ -1498,9 +1567,22 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             config.answerability_uses_match, config.answerability_threshold = False, None
             config.answer_calibration = None
         config.answerability_layers, self.answerability_head = layers, None
+        self.set_multihop_head(False)
         if layers is not None:
             head = AnswerabilityHead(len(layers), config.text_config.hidden_size)
             self.answerability_head = head.to(self.lm_head.weight.device)
+
+    def set_multihop_head(self, is_used: bool) -> None:
+        """Give the model a new multi-hop head, which is neutral until it is fitted, or remove it.
+
+        Raises:
+            `ValueError`: a model without an answerability head, which the multi-hop head needs.
+        """
+        config = self.config
+        check_multihop_head(is_used, config.answerability_layers)
+        config.use_multihop_head, self.multihop_head = is_used, None
+        if is_used:
+            self.multihop_head = MultihopHead(config.encoder_hidden_size).to(self.lm_head.weight.device)
 
     @can_return_tuple
     def forward(
@@ -1590,7 +1672,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
     def _new_layer_states(self, only_answerability: bool) -> LayerStates:
         if self.answerability_head is None:
             raise ValueError(
-                "`only_answerability` needs an aligner with an answerability head, and this one's "
+                "`only_answerability` needs an aligner with an answerability head, but this one's "
                 "`config.answerability_layers` is None. Fit it with `python -m arcaligner.train.confidence`."
             )
         return LayerStates(self.config.answerability_layers, only_answerability)

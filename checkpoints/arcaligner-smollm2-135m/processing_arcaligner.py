@@ -195,7 +195,7 @@ class ArcAlignerProcessor(ProcessorMixin):
 
     @classmethod
     def get_processor_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """Reads `processor_config.json`, without which transformers would take the defaults.
+        """Read `processor_config.json`; if it is missing, raise an error, where transformers would use its defaults.
 
         Raises:
             `ValueError`: a file that is missing or broken, by its name.

@@ -209,7 +209,8 @@ class KeysValuesRecorder:
 
 
 class RefinementKeysValues:
-    """A substitute for the cache in a refinement step: slots attend to the fixed rows' keys and values, then theirs."""
+    """A substitute for the cache in a refinement step: slots attend to the keys and values of the fixed rows, then to
+    their own."""
 
     def __init__(self, keys: torch.Tensor | None, values: torch.Tensor | None):
         self.keys, self.values = keys, values
@@ -318,7 +319,7 @@ class RefinementBudget:
         self._is_spent = False  # a copy on the host, so that it does not wait for the device again
 
     def pay_gates(self, cost: LayerCost, num_asked: torch.Tensor) -> bool:
-        """Pays for the gates of `num_asked` slots (batch,). Returns whether a row has anything left."""
+        """Pay for the gates of `num_asked` slots (batch,). Return whether each row has operations left."""
         if self._is_spent:
             return False
         remaining = self.remaining.to(num_asked.device)
@@ -468,7 +469,7 @@ class AllSlotsSteps:
         return True
 
     def narrow(self, states: torch.Tensor, gate: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All slots are computed; counts those that are open."""
+        """Compute all slots, and count the open ones."""
         rows, is_open = self.slots.rows, prob >= self.slots.settings.gate_threshold  # (batch, max_slots, 1)
         if not self.layer.training:  # compiled: the slots that are refined otherwise, too
             gate = is_open = is_open & self.slots.refinable(self.layer.is_last)[:, :, None]
@@ -502,7 +503,8 @@ class OpenSlotsSteps:
     def narrow(
         self, states: torch.Tensor, gate: torch.Tensor, prob: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """States and gates of the slots that are computed, (batch, width, ...); no gates where none is open."""
+        """States and gates of the slots that are computed, (batch, width, ...); the gates are `None` if none is
+        open."""
         settings, rows, cost = self.slots.settings, self.slots.rows, self.layer.slot_cost
         budget, is_first = settings.budget, self.depth is None
         self.is_open = gate[:, :, 0] & self._asked()  # (batch, width)

@@ -1,5 +1,5 @@
-"""Passages to segments and their tokens. A segment is a sentence, half of one, or several, and becomes one slot;
-with `tokens_per_slot`, a slot is a run of a segment's tokens.
+"""Passages to segments and their tokens. A segment is a sentence, half of one, or several, and becomes one slot; with
+`tokens_per_slot`, a slot is a span of a segment's tokens.
 
 spaCy finds the sentences. Documents are normalized to what people see (`readable`), and segments count characters of
 the normalized text; `in_given_text` maps them to the given text, so that an answer can be traced back to it.
@@ -71,7 +71,7 @@ EMPTY_SEGMENT = SegmentTokens(Segment(0, 0, 0, ""), "", (), ())
 
 
 def equal_runs(num_tokens: int, tokens_per_slot: int | str) -> list[tuple[int, int]]:
-    """Cuts a segment's tokens into equal runs of about `tokens_per_slot`, one run for `"segment"` and at least one.
+    """Cut a segment's tokens into equal spans of about `tokens_per_slot`: one span for `"segment"`, and at least one.
 
     >>> equal_runs(10, 4), equal_runs(2, 4), equal_runs(10, "segment")
     ([(0, 3), (3, 6), (6, 10)], [(0, 2)], [(0, 10)])
@@ -286,12 +286,12 @@ class _Gaps:
         self.ends, self.starts = ends, starts
 
     def first(self, least: int, most: int) -> int | None:
-        """The start of the text after the first gap that ends the text before between `least` and `most`."""
+        """Where the text continues after the first gap whose preceding text ends between `least` and `most`."""
         number = bisect_left(self.ends, least)
         return self.starts[number] if number < len(self.ends) and self.ends[number] <= most else None
 
     def last(self, least: int, most: int) -> int | None:
-        """As `first`, of the last gap."""
+        """As `first`, for the last such gap."""
         number = bisect_right(self.ends, most) - 1
         return self.starts[number] if number >= 0 and self.ends[number] >= least else None
 

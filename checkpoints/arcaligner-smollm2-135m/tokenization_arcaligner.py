@@ -332,7 +332,7 @@ def mark_control_tokens(tokenizer, text):
 
 def control_token_ids(tokenizer) -> set[int]:
     """Tokens that a document's characters never become: special ones, and those that were added to a tokenizer beyond
-    its vocabulary, whose ids are slots or unknown to the model."""
+    its vocabulary. The ids of the latter are slots, or unknown to the model."""
     size = tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False)
     return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special or number >= size}
 
@@ -354,7 +354,7 @@ def encode_marked(tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 
 def _with_marked(tokenizer, ids: list[int], pieces: Sequence[str | None]) -> list[int]:
-    """The ids of a text's beginning and of what follows: marked tokens and, after each, text."""
+    """Ids of a text: `ids` of its beginning, then those of `pieces`, in turn a marked token and the text after it."""
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
     newline, ids = encode("\n"), list(ids)
     for number, piece in enumerate(pieces, start=1):
