@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
-from ..attention_arcaligner import CACHE, cache_of
+from ..attention_arcaligner import CACHE
 from ..common.rows import Row
+from ..kv_cache_arcaligner import cache_of
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.prompts import slot_inputs, text_ids

@@ -31,7 +31,6 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from ..answering_arcaligner import Answerer
-from ..attention_arcaligner import cache_of
 from ..common.files import (
     DEFAULT_CHECKPOINT,
     SQUAD_SAMPLE,
@@ -48,6 +47,7 @@ from ..evaluation.answering import apart_text
 from ..evaluation.settings import split_rates
 from ..kv_cache_arcaligner import (
     PassageCache,
+    cache_of,
     join_keys_values,
     keys_values_of,
     load_keys_values,

@@ -17,12 +17,12 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
-from ..attention_arcaligner import cache_of
 from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, run_command, write_whole
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length
 from ..evaluation.analyses.speed import LATENCY_REPORT, first_token_table
 from ..evaluation.settings import split_rates
+from ..kv_cache_arcaligner import cache_of
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import tokenize_segments

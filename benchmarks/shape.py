@@ -34,10 +34,9 @@ from rich.progress import Progress, TimeElapsedColumn
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
-from ..attention_arcaligner import cache_of
 from ..common.files import ROOT, counted, describe_machine, markdown_table, run_command, write_whole
 from ..encoder_arcaligner import EncodedDocuments
-from ..kv_cache_arcaligner import join_keys_values, read_passages, read_text
+from ..kv_cache_arcaligner import cache_of, join_keys_values, read_passages, read_text
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from .arms import base_of, quartiles, read, share, time_rounds, wait_for
 from .latency import parse_sizes

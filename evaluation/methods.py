@@ -52,6 +52,7 @@ LORA_POSITIONS = {"all_positions": "all", "slot_positions": "slots"}  # expected
 COMPRESSORS = ("cocom_x4", "cocom_x16")  # fields of `Checkpoints`
 TEXT_READERS, PROJECTORS = ("full_text_lora", "text_apart"), ("xrag", "projector_only")  # fields of `Checkpoints`
 TOP_RANKED = partial(answer_slots, gate_mode="off", max_passages=1)
+AS_NEEDED = partial(answer_slots, gate_mode="off", as_needed=True)
 _NO_LLMLINGUA = "the package llmlingua is not installed; `pip install llmlingua==0.2.2` gets it"
 PART_SIZE = 200  # tokens that LLMLingua scores together, the package's default
 
@@ -172,11 +173,16 @@ class Method:
                 f"{path} has `lora_positions` {model.config.lora_positions!r}; `{self.option}` needs an aligner with "
                 f"{LORA_POSITIONS[self.reads]!r}. `{self.made_by}` trains one."
             )
-        if self.answer is TOP_RANKED:
+        if self.answer in (TOP_RANKED, AS_NEEDED):
             try:
                 Answerer(model, processor).check(max_passages=1)
             except ValueError as error:
                 raise MissingMethodError(str(error)) from error
+        if self.answer is AS_NEEDED and model.multihop_head is None:
+            raise MissingMethodError(
+                f"{path} has no multi-hop head (`config.use_multihop_head` is false). Fit it with `python -m "
+                "arcaligner.train.multihop`."
+            )
         return partial(self.answer, model, processor, tokens_per_slot=self.tokens_per_slot)
 
 
@@ -345,6 +351,7 @@ METHODS = {
         Method("projector_only", "projector only", _ONE_PASS, has_rates=True, **_PROJECTOR),
         Method("arcaligner", "ArcAligner", answer_slots, **_OURS),
         Method("one_passage", "ArcAligner, top-ranked passage only", TOP_RANKED, **_OURS),
+        Method("as_needed", "ArcAligner, one passage or two", AS_NEEDED, **_OURS),
         Method("no_copying", "ArcAligner, without copy bias", partial(_ONE_PASS, copy_bonus=0.0), **_OURS),
         Method("no_recursion", "w/o Recursion", _ONE_PASS, **_OURS),
         Method("max_loop", "w/o Gate (Max Loop)", partial(answer_slots, gate_mode="always"), **_OURS),

@@ -122,7 +122,7 @@ class Reproduction:
         only."""
         about = {} if self.retrieval is None else {"passages": "given", "about": self.retrieval.about}
         own = {name: replace(settings.tasks[name], **about) for name in tasks}
-        asked, rows = replace(settings, tasks=own, methods=list(methods), floor=floor), {}
+        asked, rows = replace(settings, tasks=own, methods=list(methods)), {}
         for name in tasks:
             try:
                 rows[name] = self.load(name, asked)
@@ -133,30 +133,28 @@ class Reproduction:
                 f"None of the sets {', '.join(TASKS[name].title for name in tasks)} could be loaded; messages above "
                 "say why."
             )
-        with_floor = {name for name in rows if floor and self.has_floor(name, rows[name])}
+        wrong = self.floors(rows) if floor else {}
         on_floor = len([name for name in methods if name != "naive"])
-        total = sum(len(own) * (len(methods) + on_floor * (name in with_floor)) for name, own in rows.items())
+        total = len(methods) * sum(map(len, rows.values())) + on_floor * sum(map(len, wrong.values()))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, transient=True) as progress:
             bar = progress.add_task("all answers", total=total)
-            for each in (True, False):
-                if some := {name: own for name, own in rows.items() if (name in with_floor) == each}:
-                    self.skipped |= answer_all(
-                        some, replace(asked, floor=each), lambda number: progress.advance(bar, number)
-                    )
+            self.skipped |= answer_all(rows, wrong, asked, lambda number: progress.advance(bar, number))
         self.judge(settings.output)
         sets = summarize(settings.output)["sets"]
         titles = [TASKS[name].title for name in rows]
         return {title: _only(sets[title], methods) for title in titles if title in sets}
 
-    def has_floor(self, name: str, rows: list[Row]) -> bool:
-        """Whether each question has another one whose passages do not answer it, which few questions may lack."""
-        try:
-            wrong_passages(rows, TASKS[name].title)
-        except ValueError as error:
-            self.skip(f"the floor of {TASKS[name].title}", error)
-            return False
-        return True
+    def floors(self, rows: dict[str, list[Row]]) -> dict[str, list[Row]]:
+        """The questions of each task with the passages of others that do not answer them, which few questions may
+        lack."""
+        wrong = {}
+        for name, own in rows.items():
+            try:
+                wrong[name] = wrong_passages(own, TASKS[name].title)
+            except ValueError as error:
+                self.skip(f"the floor of {TASKS[name].title}", error)
+        return wrong
 
     def load(self, name: str, settings: EvaluationSettings) -> list[Row]:
         """The questions of a task with the passages to use: those of its rows, or the first retrieved one."""

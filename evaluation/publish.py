@@ -58,7 +58,7 @@ README_ROWS = (
     ("whole text, not fine-tuned", "1", "standard_rag", "text", "text_same_set"),
     ("whole text, fine-tuned", "1", "full_text_lora", "text", "text_same_set"),
     ("text cut to a half, fine-tuned", "2", "truncated_copying_x2", None, None),
-    ("**slots** of the top-ranked passage (default)", "2", "one_passage", None, "slots_x2_top_ranked"),
+    ("**slots** of one or two passages (default)", "2", "as_needed", None, "slots_x2_top_ranked"),
     ("**slots** of all passages", "2", "arcaligner", 2, "slots_x2"),
     ("text cut to a quarter, fine-tuned", "4", "truncated_copying_x4", None, None),
     ("**slots** of all passages", "4", "arcaligner_x4", 4, "slots_x4"),
@@ -251,7 +251,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
 
     def f1(method: str) -> list[float | None]:
         methods = [entry["methods"] for entry in sets.values()]
-        if method == "one_passage":  # with one passage it equals `arcaligner`, and is not measured separately
+        if method == "as_needed":  # with one passage it equals `arcaligner`, and is not measured separately
             methods = [{method: of_set["arcaligner"]} | of_set for of_set in methods]
         return [of_set[method]["f1"][0] if method in of_set else None for of_set in methods]
 
@@ -292,8 +292,9 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         f"float32 on {latency['machine']['cores']} CPU cores. Slots were encoded beforehand.",
         "**Passages cached** means that their keys and values were computed beforehand as well. A cache of text serves "
         "only the same passages in the same order. Slots are cached per passage and combined freely.",
-        "**The default** scores passages and uses the best one, which takes time. Its times are upper bounds: they "
-        "were measured when it scored all passages. It now scores at most half of them (rounded up, at least two).",
+        "**The default** scores passages and uses the best one, or the best two if the question needs two, which takes "
+        "time. Its times are of one passage, and upper bounds: they were measured when it scored all passages. It now "
+        "scores at most half of them (rounded up, at least two), or all for a question that needs two.",
         f"The two time columns come from different CPUs ({latency['machine']['cpu']}, {kept['machine']['cpu']}), so "
         "compare within a column only.",
         "Slots and cut text are decoded with a bonus for words of the passages (`copy_bonus`), whole text without it."
@@ -308,7 +309,7 @@ def fewer_questions(sets: dict[str, Any]) -> str:
     none."""
     fewer: dict[int, list[str]] = {}
     for name, entry in sets.items():
-        count = entry["methods"].get("one_passage", entry)["questions"]
+        count = entry["methods"].get("as_needed", entry)["questions"]
         if count < entry["questions"]:
             fewer.setdefault(count, []).append(README_SETS[name])
     return "".join(f" (default: {count} of {' and '.join(names)})" for count, names in fewer.items())

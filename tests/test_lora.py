@@ -79,21 +79,97 @@ def test_residual_has_backbone_dtype(layer, states, rows, with_gradients):
         assert layer.lora_A[ADAPTER_NAME].weight.grad.dtype == torch.float32
 
 
+WAYS = "in place, loaded, assigned, moved, replaced, another linear, another forward, dropped out, scaled, off".split(
+    ", "
+)
+
+
+def make_zero(layer, how: str) -> None:
+    """Makes the residual of `layer` zero, in one of these ways."""
+    down, zeros = layer.lora_A[ADAPTER_NAME], torch.zeros_like(layer.lora_A[ADAPTER_NAME].weight)
+    if how == "in place":
+        down.weight.zero_()
+    elif how == "loaded":
+        down.load_state_dict({"weight": zeros})
+    elif how == "assigned":
+        down.load_state_dict({"weight": nn.Parameter(zeros)}, assign=True)
+    elif how == "moved":
+        down.weight.data = zeros
+    elif how == "replaced":
+        down.weight = nn.Parameter(zeros)
+    elif how == "another linear":
+        layer.lora_A[ADAPTER_NAME] = nn.Linear(*zeros.shape[::-1], bias=False, dtype=zeros.dtype)
+        layer.lora_A[ADAPTER_NAME].weight.zero_()
+    elif how == "another forward":
+        down.forward = lambda slots: slots.new_zeros(len(slots), len(zeros))
+    elif how == "dropped":
+        layer.lora_dropout[ADAPTER_NAME] = nn.Dropout(p=1.0)  # in training mode, as Monte Carlo dropout has it
+    elif how == "scaled":
+        layer.set_scale(ADAPTER_NAME, 0.0)
+    else:
+        layer.enable_adapters(False)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("change", ["in place", "loaded", "moved"])
-def test_changed_weights_are_used(layer, states, change, dtype):
-    """Weights that inference cast or transposed once follow what changes them."""
+@pytest.mark.parametrize(
+    "how",
+    "in place, loaded, assigned, moved, replaced, another linear, another forward, dropped out, scaled, off".split(
+        ", "
+    ),
+)
+def test_changed_weights_are_used(layer, states, how, dtype):
+    """What inference made once of LoRA's weights follows all that changes them."""
     layer.base_layer.to(dtype)
-    states, down = states.to(dtype), layer.lora_A[ADAPTER_NAME]
+    states = states.to(dtype)
     with torch.no_grad(), lora_on(ALL_ROWS):
-        layer(states)
-        if change == "in place":
-            down.weight.zero_()
-        elif change == "loaded":
-            down.load_state_dict({"weight": torch.zeros_like(down.weight)})
-        else:
-            down.weight.data = torch.zeros_like(down.weight)
+        assert not torch.equal(layer(states), layer.base_layer(states))
+        make_zero(layer, how)
         assert torch.equal(layer(states), layer.base_layer(states))
+
+
+def test_other_weights_for_call(layer, states):
+    """`functional_call` is for one call only."""
+    zeros = {"lora_A.slot.weight": torch.zeros_like(layer.lora_A[ADAPTER_NAME].weight)}
+    with torch.no_grad(), lora_on(TOGETHER):
+        before = layer(states)
+        assert torch.equal(torch.func.functional_call(layer, zeros, (states,)), layer.base_layer(states))
+        assert torch.equal(layer(states), before)
+
+
+@torch.no_grad()
+def test_precision_changes_between_calls(layer, states):
+    """Each call has the precision of its backbone, autocast's too."""
+    for dtype in (torch.float64, torch.bfloat16, torch.float32, torch.float64):
+        layer.base_layer.to(dtype)
+        fresh = copy.deepcopy(layer)
+        for each in (states, states.flip(0)):
+            with lora_on(TOGETHER):
+                assert torch.equal(layer(each.to(dtype)), fresh(each.to(dtype)))
+    layer.float()
+    with lora_on(TOGETHER):
+        plain = layer(states.float())
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(states.float()).dtype == torch.bfloat16
+        assert torch.equal(layer(states.float()), plain)
+
+
+def test_weights_of_inference_mode(states):
+    """Weights that were made in inference mode can still be changed."""
+    with torch.inference_mode():
+        layer = next(slot_lora_layers(tiny_aligner("llama"))).eval()
+        with lora_on(TOGETHER):
+            torch.testing.assert_close(layer(states).double(), by_eq_3(layer, states, TOGETHER), **CLOSE)
+            layer.lora_B[ADAPTER_NAME].weight.zero_()
+            assert torch.equal(layer(states), layer.base_layer(states))
+
+
+def test_copy_has_own_weights(layer, states):
+    """Weights of a copy change without those that it was copied from."""
+    with torch.no_grad(), lora_on(TOGETHER):
+        before = layer(states)
+        copied = copy.deepcopy(layer)
+        copied.lora_A[ADAPTER_NAME].weight.zero_()
+        assert torch.equal(copied(states), layer.base_layer(states)) and torch.equal(layer(states), before)
 
 
 def test_sharded_weights_are_cast_again(layer, states):

@@ -208,9 +208,10 @@ def main(
     model, processor = load_mean([aligner])
     data = read_recipe(recipe, data_dir)
     rates = tuple(dict.fromkeys([processor.tokens_per_slot, *(processor.trained_tokens_per_slot or RATES)]))
+    had_multihop_head = model.multihop_head is not None
     results = {} if keep_head else fit_confidence(model, processor, data, number, held_out, rates)
     curve = fit_likelihood(model, processor, data, held_out)
-    model.save_answerability_head(aligner)
+    model.save_heads(aligner)
     settings = read_json(path := aligner / PROCESSOR_NAME)
     write_whole(path, json.dumps(settings | {"no_answer": processor.no_answer or NO_ANSWER}, indent=2) + "\n")
     names = ("refused", "wrongly refused", "AUROC")
@@ -218,6 +219,8 @@ def main(
     threshold = f"threshold {model.config.answerability_threshold}"
     lines = [*markdown_table(["rate", *names], cells), threshold, ""]
     typer.echo("\n".join([*lines, *markdown_table(["answers left", "F1 by answerability", "by likelihood"], curve)]))
+    if had_multihop_head and model.multihop_head is None:
+        typer.echo("The multi-hop head was removed. Fit it again with `python -m arcaligner.train.multihop`.")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ MaxPassages = Annotated[
     int | None,
     typer.Option(
         help="Maximum number of passages to use, those most likely to contain the answer. "
-        "Default: 1, or all if the aligner cannot score passages.",
+        "Default: 1, or 2 for a question that needs two; all if the aligner cannot score passages.",
         min=1,
     ),
 ]

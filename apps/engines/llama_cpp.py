@@ -24,10 +24,11 @@ from transformers import GenerationConfig
 from ...answering_arcaligner import copied_next, copied_texts
 from ...common.files import GGUF_FILE, INSTALL_BASE_MODEL, digest, refuse_unknown, wheel_directory
 from ...configuration_arcaligner import DEFAULT_BASE_MODEL, SLOT_SETTINGS, ArcAlignerConfig, check_gates, longest_prompt
+from ...encoder_arcaligner import documents_of
 from ...loading_arcaligner import WEIGHTS_DIGEST, AlignerMixin, check_values
 from ...modeling_arcaligner import ContextProjector
 from ...processing_arcaligner import ArcAlignerProcessor
-from ...tokenization_arcaligner import documents_of, text_of, title_of
+from ...tokenization_arcaligner import text_of, title_of
 from .gguf_files import ADAPTER_FILE, check_base_model, check_lora_positions
 
 TESTED_VERSION = "0.3.36"
@@ -220,7 +221,7 @@ class LlamaCppEngine:
         folder = Path(folder)
         self.config = config = ArcAlignerConfig.from_pretrained(folder)
         check_lora_positions(config, folder)
-        if config.refines(gate_mode):
+        if config.refines(gate_mode=gate_mode):
             raise ValueError(
                 f"The gates of {folder} are on (`gate_mode` {gate_mode or config.gate_mode!r}), which llama.cpp cannot "
                 'compute. Switch them off with `gate_mode="off"` (`--gate-mode off`), or use the PyTorch model.'

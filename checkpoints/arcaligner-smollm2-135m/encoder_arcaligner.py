@@ -11,7 +11,7 @@ import importlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
@@ -35,18 +35,22 @@ from .segmentation_arcaligner import (
     Segment,
     SegmentTokens,
     check_slot_settings,
+    fitting_pieces,
     in_given_text,
     run_ends,
-    segment_document,
+    segment_documents,
     tokenize_segments,
 )
-from .tokenization_arcaligner import documents_of, given_text, text_of
+from .tokenization_arcaligner import given_text, text_of
 
 logger = logging.get_logger(__name__)
 
 # Tokens, padding included, of one call of the encoder, on the CPU and elsewhere. A CPU wants activations that fit its
 # cache; any other device waits for the host unless a call is large.
 CPU_TOKENS, DEVICE_TOKENS = 1024, 32_768
+
+# Tokens of padding that cost a CPU about as much as another call of the encoder: 7 ms of MiniLM on one core.
+CPU_PADDING = 32
 
 DTYPES = ("float32", "bfloat16", "auto")
 
@@ -237,6 +241,10 @@ class SentenceEncoder:
             return max(2, len(text) // longest)
         return -(-len(self.tokenizer(text, truncation=False, verbose=False)["input_ids"]) // limit)
 
+    def pieces(self, text: str) -> list[str]:
+        """Parts of `text` that the encoder reads whole, one if it fits."""
+        return [text[start:end] for start, end in fitting_pieces(text, 0, len(text), self.num_reads)]
+
     @torch.no_grad()
     def encode(self, texts: Sequence[str]) -> torch.Tensor:
         """Normalized embeddings (len(texts), encoder_hidden_size), float32 on the CPU, without a gradient."""
@@ -247,8 +255,8 @@ class SentenceEncoder:
         """The part that makes the encoder's inputs from texts, without weights, for workers of a data loader."""
         model = self.model
         prompt = model.prompts.get(model.default_prompt_name) or ""
-        batch_tokens = CPU_TOKENS if model.device.type == "cpu" else DEVICE_TOKENS
-        return EncoderTokenizer(model.tokenizer, prompt, model.max_seq_length, batch_tokens)
+        sizes = (CPU_TOKENS, CPU_PADDING) if model.device.type == "cpu" else (DEVICE_TOKENS, None)
+        return EncoderTokenizer(model.tokenizer, prompt, model.max_seq_length, *sizes)
 
     def encode_runs(
         self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None
@@ -283,7 +291,7 @@ class SentenceEncoder:
         )
         for ids, lengths, tokens, slots in batches:
             ids = ids.view(len(lengths), -1)  # (texts, longest)
-            mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+            mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]  # (texts, longest)
             features = {"input_ids": ids, "attention_mask": mask.long()}
             if inputs.of_tokens:
                 states = model[0](features)["token_embeddings"].flatten(0, 1)  # (texts * longest, encoder_hidden_size)
@@ -306,7 +314,7 @@ class SentenceEncoder:
         # Not of the encoder's prompt; each is a slot of its own.
         tokens = ((offsets[:, 1] > offsets[:, 0]) & (offsets[:, 0] >= 0)).nonzero()[0]
         states = self.encode_inputs(tokenizer.batched(ids, lengths, tokens, np.arange(len(tokens)), len(tokens)))
-        counts = np.bincount(np.repeat(np.arange(len(texts)), lengths)[tokens], minlength=len(texts))
+        counts = np.bincount(np.repeat(np.arange(len(texts)), lengths)[tokens], minlength=len(texts))  # (num_texts,)
         places = np.split(offsets[tokens], counts.cumsum()[:-1])
         states = states.half().cpu().split(counts.tolist())
         words = [[text[start:end] for start, end in own] for text, own in zip(texts, places, strict=True)]
@@ -363,12 +371,14 @@ class EncoderTokenizer:
         prompt (`str`): Put before each text.
         limit (`int`, *optional*): The number of tokens after which a text is cut.
         batch_tokens (`int`): The maximum number of tokens, padding included, of a batch of several texts.
+        batch_padding (`int`, *optional*): The maximum number of these that are padding.
     """
 
     tokenizer: Any
     prompt: str
     limit: int | None
     batch_tokens: int
+    batch_padding: int | None = None
 
     def __call__(
         self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None
@@ -397,7 +407,7 @@ class EncoderTokenizer:
     ) -> EncoderInputs:
         """Texts, as `read` gives them, in batches of similar length; `tokens`, numbers among all texts' tokens, or
         `None` for texts as wholes, become `slots`."""
-        order = np.argsort(lengths, kind="stable")
+        order = np.argsort(lengths, kind="stable")  # (num_texts,), the shortest first
         sizes = self._batch_sizes(lengths[order])
         longest = lengths[order][np.cumsum(sizes) - 1]  # (batches,)
         # For each text its batch, and for its tokens the places in the ids of all batches.
@@ -406,7 +416,7 @@ class EncoderTokenizer:
         row_of_text[order] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         areas = sizes * longest
         first_of_text = (np.cumsum(areas) - areas)[batch_of_text] + row_of_text * longest[batch_of_text]
-        text_of_token = np.repeat(np.arange(len(lengths)), lengths)
+        text_of_token = np.repeat(np.arange(len(lengths)), lengths)  # (num_tokens,)
         places = (first_of_text - (np.cumsum(lengths) - lengths))[text_of_token] + np.arange(len(ids))
         padded = np.full(areas.sum(), self.tokenizer.pad_token_id or 0)
         padded[places] = ids
@@ -415,8 +425,8 @@ class EncoderTokenizer:
         else:
             batch_of_read = batch_of_text[text_of_token[tokens]]
             place_of_read = places[tokens] - (np.cumsum(areas) - areas)[batch_of_read]
-        by_batch = np.lexsort((place_of_read, batch_of_read))
-        counts = np.bincount(batch_of_read, minlength=len(sizes))
+        by_batch = np.lexsort((place_of_read, batch_of_read))  # (num_reads,)
+        counts = np.bincount(batch_of_read, minlength=len(sizes))  # (batches,)
         return EncoderInputs(
             input_ids=torch.from_numpy(padded),
             lengths=torch.from_numpy(lengths[order]),
@@ -429,11 +439,16 @@ class EncoderTokenizer:
 
     def _batch_sizes(self, lengths: np.ndarray) -> np.ndarray:
         """How many texts, of ascending `lengths`, each batch has."""
-        sizes = [0]
+        sizes, num_tokens = [0], 0
         for length in lengths.tolist():
-            if sizes[-1] and (sizes[-1] + 1) * length > self.batch_tokens:
+            padded = (sizes[-1] + 1) * length
+            padding = padded - num_tokens - length
+            has_room = self.batch_padding is None or padding <= self.batch_padding
+            if sizes[-1] and not (has_room and padded <= self.batch_tokens):
                 sizes.append(0)
+                num_tokens = 0
             sizes[-1] += 1
+            num_tokens += length
         return np.array(sizes)
 
 
@@ -480,11 +495,6 @@ class GivenSlots(NamedTuple):
     context_passage_ids: torch.LongTensor | None = None  # (num_slots,); without them all slots are of one passage
 
 
-def pad_passage_ids(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
-    """Stacks passage numbers of rows, each (num_slots,), to (batch, max_slots), padded with -1."""
-    return pad_sequence(rows, batch_first=True, padding_value=-1)
-
-
 def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
     """Stacks word ids of rows, each (num_slots, max_words), to (batch, max_slots, max_words), padded with -1."""
     sizes = [max(row.shape[axis] for row in rows) for axis in (0, 1)]
@@ -509,8 +519,21 @@ def pad_slots(rows: Sequence) -> dict[str, torch.Tensor]:
         )
     if any(own is not None for own in numbers):
         none = torch.full((0,), -1, **place)
-        slots["context_passage_ids"] = pad_passage_ids([none if own is None else own for own in numbers])
+        numbers = [none if own is None else own for own in numbers]
+        slots["context_passage_ids"] = pad_sequence(numbers, batch_first=True, padding_value=-1)
     return slots
+
+
+def documents_of(row, name: str) -> list:
+    """The passages of one question as a list; a single passage is wrapped."""
+    if isinstance(row, str | dict):
+        return [row]
+    try:
+        if isinstance(row, Mapping | Set):  # whose texts have other names, or no order
+            raise TypeError
+        return list(row)
+    except TypeError as error:
+        raise ValueError(f'{name} is {row!r}; expected a list of strings or {{"title": str, "text": str}}.') from error
 
 
 def _embeds_of(values, name: str) -> torch.FloatTensor:
@@ -709,8 +732,9 @@ class SlotEncoder:
         Raises:
             `ValueError`: settings that are invalid.
         """
+        if max_slots is not None or tokens_per_slot is not None:  # the processor has checked its own
+            check_slot_settings(max_slots, tokens_per_slot)
         rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
-        check_slot_settings(max_slots, rate)
         if (known := self.trained_tokens_per_slot) and rate not in known:
             logger.warning_once(
                 f"`tokens_per_slot` is {rate!r}, but this aligner was trained with {', '.join(map(str, known))}. "
@@ -726,16 +750,12 @@ class SlotEncoder:
         Raises:
             `ValueError`: a document that is neither a string nor `{"title": str, "text": str}`.
         """
-        segments = []
-        for number, document in enumerate(documents):
-            segments += segment_document(
-                text_of(document, number),
-                number,
-                sentences_per_segment=self.sentences_per_segment,
-                spacy_model=self.spacy_model,
-                num_reads=self.encoder.num_reads,
-            )
-        return segments
+        return segment_documents(
+            documents,
+            sentences_per_segment=self.sentences_per_segment,
+            spacy_model=self.spacy_model,
+            num_reads=self.encoder.num_reads,
+        )
 
     def encode_tokens(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
         """Normalized embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
@@ -794,8 +814,8 @@ class SlotEncoder:
             pieces, dropped = pieces[:max_slots], pieces[max_slots or len(pieces) :]
             if self.context_words:
                 runs = [one.word_ids[a:b] for one in row_tokens for a, b in one.runs(rate)][:max_slots]
-                runs = [torch.tensor(ids, device=embeds.device) for ids in runs]
-                words = pad_sequence(runs, batch_first=True, padding_value=-1).long()
+                runs = [torch.tensor(ids, device=embeds.device) for ids in runs]  # each (words of the slot,)
+                words = pad_sequence(runs, batch_first=True, padding_value=-1).long()  # (num_slots, max_words)
             numbers = torch.tensor([piece.document for piece in pieces] or [0], device=embeds.device)
             rows.append(EncodedDocuments(pieces, embeds[:max_slots], words, numbers, dropped))
         return rows

@@ -140,7 +140,7 @@ def test_reproduced_pages_are_copied(tmp_path, monkeypatch):
 
 def test_fewer_questions_are_said():
     """The README says so where its default row was asked fewer questions of a set."""
-    few = {"questions": 500, "methods": {"arcaligner": {"questions": 500}, "one_passage": {"questions": 250}}}
+    few = {"questions": 500, "methods": {"arcaligner": {"questions": 500}, "as_needed": {"questions": 250}}}
     all_asked = {"questions": 500, "methods": {"arcaligner": {"questions": 500}}}
     assert (
         fewer_questions({"SQuAD": all_asked, "HotpotQA": few, "PopQA_longtail": few})
