@@ -405,8 +405,8 @@ class EncoderTokenizer:
     def batched(
         self, ids: np.ndarray, lengths: np.ndarray, tokens: np.ndarray | None, slots: np.ndarray, num_slots: int
     ) -> EncoderInputs:
-        """Texts, as `read` gives them, in batches of similar length; `tokens`, numbers among all texts' tokens, or
-        `None` for texts as wholes, become `slots`."""
+        """Batch texts from `read` by similar length. `tokens` are the numbers of the tokens that become `slots`; with
+        `None` each whole text becomes one."""
         order = np.argsort(lengths, kind="stable")  # (num_texts,), the shortest first
         sizes = self._batch_sizes(lengths[order])
         longest = lengths[order][np.cumsum(sizes) - 1]  # (batches,)

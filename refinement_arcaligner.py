@@ -429,7 +429,8 @@ class Slots(NamedTuple):
         return MOST_TEXT_PER_SLOT * self.rows.slot_positions.shape[1] >= self.rows.text_positions.shape[1]
 
     def stacked_depths(self, num_layers: int) -> torch.LongTensor:
-        """Depths of the layers that refined, 0 for the others -> (batch, num_layers, max_slots), -1 without a slot."""
+        """Depths of all layers, 0 for those that did not refine -> (batch, num_layers, max_slots), -1 without a
+        slot."""
         none = torch.zeros_like(self.rows.slot_positions)  # (batch, max_slots)
         depths = [self.depths.by_layer.get(layer_idx, none).to(none.device) for layer_idx in range(num_layers)]
         return torch.stack(depths, dim=1).masked_fill(self.rows.slot_positions[:, None, :] < 0, -1)

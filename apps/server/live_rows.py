@@ -105,8 +105,8 @@ class LiveRow:
         self.prefill: PrefillOutputs | None = options.get("prefill")
 
     def _counting_processors(self, config: GenerationConfig) -> list[LogitsProcessor]:
-        """Those of `generate` that depend on how much is written, in its order: a call of it for rows would count from
-        their last join, and to the end of the longest."""
+        """Logits processors that depend on the length of the answer. Those of `generate` would count from the last time
+        that rows joined."""
         processors: list[LogitsProcessor] = []
         least = max(config.min_new_tokens or 0, (config.min_length or 0) - self.prompt_tokens)
         if least > 0 and self.end_ids:
@@ -197,7 +197,8 @@ class LiveRow:
 
 
 def greedy(answerer: Answerer, max_new_tokens: int) -> GenerationConfig:
-    """Settings of `generate`; tokens are drawn and counted by the rows themselves."""
+    """Greedy settings of `generate`: the rows themselves sample tokens, and apply the rules for the beginning of an
+    answer."""
     config = answerer.model.generation_config
     # Values without effect where the model's own configuration would apply to `None`. Of `min_length` and
     # `min_new_tokens` transformers takes the first and warns.

@@ -87,7 +87,7 @@ def _warn_of(old: str, new: str) -> None:
 
 @dataclass
 class _Unit:
-    """The unit of a prefill: passages after the text `head`, or that text alone. An error begins with `name`."""
+    """What one prefill computes: passages after the text `head`, or that text alone. An error begins with `name`."""
 
     head: tuple[int, ...]
     passages: list | GivenSlots | None = None
@@ -315,7 +315,7 @@ class PassageCache:
 
     @torch.no_grad()
     def prepare_asked(self, read: AskedQuestions, passage_prior: Sequence[Sequence[float]] | None = None) -> Prepared:
-        """As `prepare`, of questions that `ask` has read."""
+        """As `prepare`, for questions that `ask` has read."""
         asked, (settings, most) = read.questions, self._settings_of_entries(read)
         entries, missing = self._fetch(asked, settings, read.turn)
         inputs = self._batch(
@@ -381,7 +381,7 @@ class PassageCache:
     def iter_asked(
         self, asked: AskedQuestions, only: Sequence[Sequence[int]] | None = None
     ) -> Iterator[tuple[list[tuple[int, int, bool]], Prepared]]:
-        """As `iter_single_passages`, of questions that `ask` has read, once for several calls of this."""
+        """As `iter_single_passages`, for questions that `ask` has read, so that several calls read them only once."""
         settings, most = self._settings_of_entries(asked)
         numbers = [own.passage_numbers for own in asked.questions] if only is None else only
         alone = [
@@ -521,7 +521,7 @@ class PassageCache:
     def _align_tails(
         self, ids: list[list[int]], tails: list[list[int]], parts: list[list[torch.Tensor]]
     ) -> tuple[list[list[int]], list[list[int]], DynamicCache]:
-        """Make tails equally long: the beginning of a longer one is prefilled with its slots.
+        """Make the texts after the slots equally long: the beginning of a longer one is prefilled with its slots.
 
         Padding between slots and their question would push the slots out of a sliding window, which counts columns.
         """

@@ -393,8 +393,8 @@ class FrozenLinear(InPlaceMixin):
 
 
 class SlotLoraLayer(InPlaceMixin):
-    """A PEFT layer without PEFT's bookkeeping where its one adapter is the slots'. The bookkeeping takes longer than
-    the linears of a small backbone. Without slots, as when decoding, the layer is its frozen linear."""
+    """A PEFT layer without PEFT's bookkeeping, if its only adapter is the slots' LoRA. The bookkeeping takes longer
+    than the linears of a small backbone. Without slots, as in decoding, the layer is its frozen linear."""
 
     low_rank: tuple[nn.ModuleDict, ...]  # A, B and dropout by adapter, as PEFT's layer has them
     _factors: tuple | None = None  # the state of the weights, and what `factors` made of them
@@ -414,9 +414,8 @@ class SlotLoraLayer(InPlaceMixin):
         return result
 
     def factors(self, x: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A (in_features, r) and B (r, out_features) in the precision of `x` and `result`, made once while the weights
-        stay as they are; `None` where Eq. 3 takes more: with gradients, dropout, autocast or mixed precision, and with
-        linears whose `forward` was replaced, as offloading does.
+        """A (in_features, r) and B (r, out_features) in the backbone's `dtype`, from the weights `down` (r,
+        in_features) and `up` (out_features, r); cached as long as these do not change.
 
         Plain statements, and the dictionaries not looked up: a GPU waits for the host, which runs this for each linear.
         """

@@ -35,7 +35,7 @@ def _repeats_prompts_of_call(options: dict[str, Any]) -> bool:
 
 
 def _repeats_prompts(options: dict[str, Any]) -> bool:
-    """Whether `generate` with these options needs more than a cache that holds each prompt once."""
+    """Whether `generate` with these options repeats prompts, so that a cache with each prompt once is not enough."""
     has_copies = any(options.get(name) not in (None, 1) for name in ("num_beams", "num_return_sequences"))
     has_cache = any(options.get(name) is not None for name in ("cache_implementation", "past_key_values", "cache"))
     reads_more = any(options.get(name) for name in READ_MORE)

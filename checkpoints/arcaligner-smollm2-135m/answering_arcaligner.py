@@ -121,9 +121,9 @@ class Answerer:
 
     @property
     def max_passages(self) -> int | None:
-        """How many of several passages are used by default unless the question is a multi-hop question: the top-ranked
-        one, which gives far better answers than all of them unless several are needed; `None`, all, if they cannot be
-        scored."""
+        """Default number of passages for a question that is no multi-hop question: one, because the top-ranked passage
+        gives far better answers than all of them unless several are needed. `None`, which means all, if passages cannot
+        be scored."""
         return 1 if self.can_score else None
 
     def check(
@@ -190,10 +190,10 @@ class Answerer:
         slots_of: SlotsOf | None = None,
         **kwargs: Any,
     ) -> list[Selection]:
-        """Select passages for each question: of more than `max_passages`, those with the highest scores. Only as many
-        are scored as are needed to select: the most similar ones first, the others only if these do not decide. By
-        default it is one passage. If the [`MultihopHead`] finds a multi-hop question, it is the pair that the question
-        needs most likely, of up to `PAIR_CANDIDATES` passages, or of the more similar half.
+        """Select at most `max_passages` passages for each question, those with the highest scores. The most similar
+        ones are scored first, the others only if that does not decide. The default is one passage. If the
+        [`MultihopHead`] finds a multi-hop question, it is the pair that the question most likely needs, of up to
+        `PAIR_CANDIDATES` passages, or of the more similar half.
 
         Args:
             questions, documents, similarities, kwargs: As for `score`.
@@ -256,8 +256,8 @@ class Answerer:
     def _score_candidates(
         self, asked: AskedQuestions, similarities: Similarities, wanted: Sequence[int], slots_of: SlotsOf | None
     ) -> tuple[AskedQuestions, list[dict[int, ScoredPassage]]]:
-        """The scores that select the `wanted` number of passages of each question, and the questions with the slots
-        that were asked for."""
+        """Score passages until the `wanted` number of each question can be selected. Return the questions, with the
+        slots that `slots_of` made for them, and the scores."""
         waiting, scores = self._candidates(asked, similarities, wanted), [{} for _ in wanted]
         for is_first in (True, False):  # a call for each passage would read the model's weights as often
             only = [own[: each if is_first else None] for own, each in zip(waiting, wanted, strict=True)]
@@ -313,7 +313,7 @@ class Answerer:
     def _ask(
         self, questions: list, documents: list[list] | None, similarities: Similarities | None, **kwargs: Any
     ) -> tuple[AskedQuestions, Similarities | None]:
-        """What `PassageCache.ask` gives, and the cosines of questions and passages where these are texts."""
+        """The result of `PassageCache.ask`, and the cosines of questions and passages that are texts."""
         self._check_can_score("Scoring passages")
         asked = self.cache.ask(questions, documents, **kwargs)
         if documents is not None and similarities is None:
@@ -331,7 +331,7 @@ class Answerer:
         similarities: Similarities | None = None,
         only: Sequence[Sequence[int]] | None = None,
     ) -> list[dict[int, ScoredPassage]]:
-        """As `score`, of what `_ask` gives; `only` are the numbers of each question's passages that are scored."""
+        """As `score`, for the result of `_ask`; `only` has the numbers of each question's passages to score."""
         scores, weight = [{} for _ in asked.questions], self.model.config.similarity_weight
         for rows, inputs in self.cache.iter_asked(asked, only):
             logits = self.cache.read_question(inputs, True, asked.turn).answerability_logits
@@ -412,8 +412,8 @@ class AnsweringCall:
         self.likelihood: LikelihoodRecorder | None = None
 
     def options(self, options: dict[str, Any], last: Sequence[LogitsProcessor] = ()) -> dict[str, Any]:
-        """The `options` of a call of `generate`, with this call's logits processors after those that are given, and
-        `last`, such as one that samples tokens, at the end.
+        """The `options` of a call of `generate` with this call's logits processors, after the given ones and before
+        `last`, such as one that samples tokens.
 
         Raises:
             `ValueError`: options with which the answerability cannot be reported, if a `min_confidence` needs it.
@@ -444,8 +444,9 @@ class AnsweringCall:
 
     @property
     def answerability(self) -> torch.Tensor | None:
-        """How likely the passages of each row contain the answer, (batch,), as soon as the prompt was computed; `None`
-        if it was not fitted. The same for all beams and samples of a row. It is not the chance of a right answer."""
+        """Answerability of each row, (batch,), known once the prompt is computed: how likely its passages contain the
+        answer, not how likely the answer is right. All beams and samples of a row share it. `None` if it was not
+        fitted."""
         logits = self._prefill.answerability_logits if self._scores and self._prefill is not None else None
         if self._answerability is None and logits is not None:
             self._answerability = self.answerability_of(self._of_rows(logits))
@@ -550,8 +551,9 @@ def question_features(encoder, questions: Sequence[str | list[dict]]) -> tuple[t
 
 
 def maxsim_score(processor, question: str | list[dict], documents: Sequence[str | dict]) -> float:
-    """The late-interaction (MaxSim) score of passages for a question, or a chat's last one: the highest cosine of each
-    of its words, stop words left out, with a word of theirs, on average. Without words on either side NaN."""
+    """Late-interaction (MaxSim) score of passages for a question (of a chat, the last one). Each word of the question,
+    except stop words, gets its highest cosine with a word of the passages; the score is the mean. NaN if question or
+    passages have no such word."""
     asked, *texts = _searched(question, documents)
     texts = [text for text, own in zip(texts, documents, strict=True) if text_of(own, 0).strip()]
     encoder = processor.encoder.untrained
