@@ -7,7 +7,7 @@ import itertools
 import re
 import unicodedata
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 
@@ -270,18 +270,6 @@ def _edited(text: str, edits: Sequence[tuple[int, int, str]]) -> tuple[str, _Edi
 
 
 # Documents: strings, or dictionaries with a title and a text
-def documents_of(row, name: str) -> list:
-    """The passages of one question as a list; a single passage is wrapped."""
-    if isinstance(row, str | dict):
-        return [row]
-    try:
-        if isinstance(row, Mapping | Set):  # whose texts have other names, or no order
-            raise TypeError
-        return list(row)
-    except TypeError as error:
-        raise ValueError(f'{name} is {row!r}; expected a list of strings or {{"title": str, "text": str}}.') from error
-
-
 def title_of(document) -> str | None:
     """The title of a document as it is read, if it has one; raises `ValueError` unless it is a text."""
     title = document.get("title") if isinstance(document, dict) else None
@@ -344,7 +332,7 @@ def mark_control_tokens(tokenizer, text):
 
 def control_token_ids(tokenizer) -> set[int]:
     """Tokens that a document's characters never become: special ones, and those that were added to a tokenizer beyond
-    its vocabulary, whose ids are slots or unknown to the model."""
+    its vocabulary. The ids of the latter are slots, or unknown to the model."""
     size = tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False)
     return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special or number >= size}
 
@@ -366,7 +354,7 @@ def encode_marked(tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 
 def _with_marked(tokenizer, ids: list[int], pieces: Sequence[str | None]) -> list[int]:
-    """The ids of a text's beginning and of what follows: marked tokens and, after each, text."""
+    """Ids of a text: `ids` of its beginning, then those of `pieces`, in turn a marked token and the text after it."""
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
     newline, ids = encode("\n"), list(ids)
     for number, piece in enumerate(pieces, start=1):
@@ -390,3 +378,24 @@ def _encode_as_text(tokenizer, text: str) -> list[int]:
     text = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
     words = [(text, None)] if backend.pre_tokenizer is None else backend.pre_tokenizer.pre_tokenize_str(text)
     return [token.id for word, _ in words for token in backend.model.tokenize(word)]
+
+
+def tokenize_with_ends(tokenizer, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+    """Ids of the tokens of each text, of which none is a control token, and the character where each ends."""
+    if not texts:  # no tokenizer takes an empty batch
+        return []
+    options = {"return_attention_mask": False, "return_token_type_ids": False, "return_offsets_mapping": True}
+    read = tokenizer(list(texts), add_special_tokens=False, **options)
+    special, found = control_token_ids(tokenizer), []
+    for ids, offsets in zip(read["input_ids"], read["offset_mapping"], strict=True):
+        ends = [end for _, end in offsets]
+        if special.intersection(ids):  # a document's `<|im_end|>` is text
+            tokens = [tokenizer.convert_ids_to_tokens(token_id) if token_id in special else None for token_id in ids]
+            read_as_text = [
+                [each] if token is None else encode_marked(tokenizer, [mark_tokens(token, (token,))])[0]
+                for each, token in zip(ids, tokens, strict=True)
+            ]
+            ends = [end for end, each in zip(ends, read_as_text, strict=True) for _ in each]
+            ids = [each for row in read_as_text for each in row]
+        found.append((ids, ends))
+    return found

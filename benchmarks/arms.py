@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
-from ..attention_arcaligner import CACHE, cache_of
+from ..attention_arcaligner import CACHE
 from ..common.rows import Row
+from ..kv_cache_arcaligner import cache_of
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.prompts import slot_inputs, text_ids
@@ -70,7 +71,7 @@ def base_of(aligner: ArcAlignerForCausalLM, dtype: torch.dtype) -> PreTrainedMod
 
 
 class Prompt(NamedTuple):
-    """The inputs of a prompt of one question: all of it, its prefix, which does not depend on the question, and the
+    """The inputs of a prompt with one question: all of it, its prefix, which does not depend on the question, and the
     rest."""
 
     whole: dict[str, Any]
@@ -85,7 +86,8 @@ class Prompt(NamedTuple):
 
 
 def pick_rows(rows: list[Row], processor: ArcAlignerProcessor, number: int) -> list[Row]:
-    """`number` different passages with a question: those nearest to `TOKENS_PER_PASSAGE`, one per row."""
+    """Rows with `number` different passages, those with a length nearest to `TOKENS_PER_PASSAGE`; one passage per
+    row."""
     pairs = ((row, passage) for row in rows if row["question"] for passage in row["passages"])
     own = list({passage["text"]: row | {"passages": [passage]} for row, passage in pairs}.values())
     if len(own) < number:
@@ -185,7 +187,7 @@ def time_rounds(
 
 
 def quartiles(values: list[float]) -> dict[str, float]:
-    """The median and the middle half."""
+    """The median, and the quartiles around it."""
     lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
     return {"lower": lower, "median": median, "upper": upper}
 

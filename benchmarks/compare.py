@@ -4,9 +4,9 @@
 
 A line of the questions is `{"question": str, "answers"?: [str], "passages"?: [{"title", "text"}]}`. A question without
 passages gets those that a search of the documents finds, as in `ask`. The text of all of them is used; as slots, only
-the top-ranked ones, as in `ask`: one if the aligner can score passages. Answers are made with greedy decoding; the
-first token is timed while a question's passages are new. Readers take turns, and their medians over the questions are
-reported.
+the top-ranked ones, as in `ask`: one, or the two that a multi-hop question needs, if the aligner can score passages.
+Answers are made with greedy decoding; the first token is timed while a question's passages are new. Readers take turns,
+and their medians over the questions are reported.
 
 F1 and non-strict EM are over the questions with answers. Agreement is the F1 to the answer of the first row, which uses
 the text: it shows how often slots change an answer, not which one is right.
@@ -93,7 +93,7 @@ class Asked(NamedTuple):
 
 @dataclass
 class Reader:
-    """A way to read passages."""
+    """A way to answer: from the text of passages, or from their slots."""
 
     title: str
     rate: int | str | None  # tokens of text per slot; `None` means text
@@ -176,7 +176,7 @@ def run_compare(
     rows = read_questions(questions)[:num_questions]
     aligner, processor = load_aligner(checkpoint, device)
     processor.encoder.device = device
-    max_passages = max_passages or Answerer(aligner, processor).max_passages
+    answerer = Answerer(aligner, processor)
     rates = list(dict.fromkeys(rates or processor.trained_tokens_per_slot or [processor.tokens_per_slot]))
     for rate in rates:
         processor.slot_encoder.check_settings(tokens_per_slot=rate)
@@ -192,9 +192,9 @@ def run_compare(
     about = f"{counted(len(rows), 'question')}, {known} with answers. {machine_line(describe_machine(device))}. "
     about += f"Base model {aligner.config.base_model_name_or_path}."
     remarks = [REMARKS]
-    if max_passages is not None and any(len(row["passages"]) > max_passages for row in rows):
-        used = counted(max_passages, "top-ranked passage")
-        remarks += [f"If a question has more passages, slots are those of its {used}; scoring them takes time."]
+    if any(answerer.selects(len(row["passages"]), max_passages) for row in rows):
+        used = "as many passages as the question needs" if max_passages is None else f"at most {max_passages}"
+        remarks += [f"Of several passages, slots are those of the top-ranked ones, {used}; scoring them takes time."]
     lines = [*markdown_table(COLUMNS, cells), "", " ".join(remarks), "", about]
     write_whole(output / "comparison.md", "\n".join(["# Text and slots", "", *lines, ""]))
     answers = [

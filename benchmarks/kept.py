@@ -31,7 +31,6 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from ..answering_arcaligner import Answerer
-from ..attention_arcaligner import cache_of
 from ..common.files import (
     DEFAULT_CHECKPOINT,
     SQUAD_SAMPLE,
@@ -48,6 +47,7 @@ from ..evaluation.answering import apart_text
 from ..evaluation.settings import split_rates
 from ..kv_cache_arcaligner import (
     PassageCache,
+    cache_of,
     join_keys_values,
     keys_values_of,
     load_keys_values,
@@ -64,7 +64,7 @@ SPARE = 4  # known passages beyond those of the largest combination
 
 
 class TextReader:
-    """The base model with text: without a cache, after the cached passages of the round before, or after independent
+    """The base model with text: without a cache, with the cached passages of the previous round, or with independent
     `passages`, each cached in memory and in `folder`."""
 
     def __init__(self, base: PreTrainedModel, processor: ArcAlignerProcessor, passages: list[dict], folder: Path):
@@ -81,7 +81,7 @@ class TextReader:
             save_keys_values(self._path(passage), self.kept[passage["text"]], {})
 
     def uncached(self, row: Row) -> ModelOutput:
-        """From the whole text."""
+        """Answer from the whole text."""
         prefix, tail = text_ids(self.processor, row)
         check_length(len(prefix) + len(tail), "The prompt of text", self.base.config)
         found = self._read(prefix + tail)
@@ -89,7 +89,7 @@ class TextReader:
         return found
 
     def same_set(self, row: Row) -> ModelOutput:
-        """The question of `row` about the passages of the last prompt of text."""
+        """Answer the question of `row` from the passages of the last prompt of text."""
         asked, before = self._last
         prefix, tail = text_ids(self.processor, row | {"passages": asked["passages"]})
         cache = share(before)
@@ -97,7 +97,7 @@ class TextReader:
         return self._read(tail, cache)
 
     def apart(self, row: Row, from_folder: bool) -> ModelOutput:
-        """From cached passages; positions of the question continue after the longest."""
+        """Answer from cached passages. The positions of the question continue after the longest."""
         after = apart_text(self.processor, row | {"passages": []}).tail
         parts = [self.head]
         for passage in row["passages"]:
@@ -115,7 +115,7 @@ class TextReader:
 
 
 def ask_store(store: PassageCache, row: Row, rate: int | str) -> ModelOutput:
-    """From the cached slots of a row's passages."""
+    """Answer a row from the cached slots of its passages."""
     return store.read_question(store.prepare(row["question"], documents=row["passages"], tokens_per_slot=rate))
 
 
@@ -179,7 +179,7 @@ class Known:
             self.folders[f"{name}_folder"] = path
 
     def draw(self, k: int, number: int) -> Row:
-        """A question over `k` of the passages, the same for a `number` in each run."""
+        """Draw a question about `k` passages; the same `number` gives the same one in each run."""
         rows = random.Random(number).sample(self.rows, k)
         return join_rows(rows[-1:] + rows[:-1])
 

@@ -17,12 +17,12 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
-from ..attention_arcaligner import cache_of
 from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, run_command, write_whole
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length
 from ..evaluation.analyses.speed import LATENCY_REPORT, first_token_table
 from ..evaluation.settings import split_rates
+from ..kv_cache_arcaligner import cache_of
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import tokenize_segments
@@ -48,7 +48,7 @@ def measure_size(
     rate: int | str,
     seconds: float,
 ) -> dict[str, Any]:
-    """All numbers of a question about `k` passages at a rate; `models` are those of [`load_models`]."""
+    """All numbers of a question about `k` passages at these tokens per slot; `models` are those of [`load_models`]."""
     aligner, base = models
     row = join_rows(pick_rows(rows, processor, k))
     text, slots = both_prompts(aligner, processor, row, rate)

@@ -120,9 +120,9 @@ def prefill_bytes(config: PreTrainedConfig, positions: int, itemsize: int) -> in
 
 
 def step_bytes(config: PreTrainedConfig, positions: int, aligner_bytes: int) -> int:
-    """Estimate the memory of a training step of `positions` in addition to the weights: activations of all layers
-    (fitted to a step of PEFT's LoRA in bfloat16 on an H200), logits, and twice the aligner for PEFT's LoRA and
-    gradients."""
+    """Estimate the memory of a training step of `positions` in addition to the weights: activations of all layers,
+    logits, and twice the aligner for PEFT's LoRA and gradients. Activations are fitted to a step of PEFT's LoRA in
+    bfloat16 on an H200."""
     activations = config.num_hidden_layers * (24 * config.hidden_size + 12 * config.intermediate_size)
     return positions * (activations + 14 * config.vocab_size) + 2 * aligner_bytes
 

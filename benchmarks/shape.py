@@ -34,10 +34,9 @@ from rich.progress import Progress, TimeElapsedColumn
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
-from ..attention_arcaligner import cache_of
 from ..common.files import ROOT, counted, describe_machine, markdown_table, run_command, write_whole
 from ..encoder_arcaligner import EncodedDocuments
-from ..kv_cache_arcaligner import join_keys_values, read_passages, read_text
+from ..kv_cache_arcaligner import cache_of, join_keys_values, read_passages, read_text
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from .arms import base_of, quartiles, read, share, time_rounds, wait_for
 from .latency import parse_sizes
@@ -221,7 +220,7 @@ class Bench:
         self.measure(arms, positions, counts, what)
 
     def steps(self, counts: bool) -> None:
-        """Training steps."""
+        """Measure training steps."""
         arms, what = step_arms(self.aligner, base_of(self.aligner, self.dtype)), {"batch": EXAMPLES, "passages": None}
         aligner_bytes = sum(parameter.nbytes for _, parameter in self.aligner.aligner_parameters())
         positions = {name: BEFORE + slots + text for name, (slots, text) in STAGES.items()}
@@ -325,7 +324,7 @@ class Bench:
 
 def _slot_titles() -> dict[str, str]:
     """Titles of the arms of slots."""
-    asked = {"off": "gates off", "adaptive": "gates asked, all closed", "always": "two more passes in each layer"}
+    asked = {"off": "gates off", "adaptive": "gates computed, all closed", "always": "two more passes in each layer"}
     titles = {}
     for name, which in {"slots": "a sentence each", "slots_x4": "x4, four tokens each"}.items():
         titles |= {f"{name}_{mode}": f"**slots**, {which}, {how}" for mode, how in asked.items()}
@@ -418,7 +417,7 @@ def named(what: dict[str, Any]) -> str:
 
 
 def _output_of(*command: str) -> str | None:
-    """What a program prints, where it is installed and succeeds."""
+    """Output of a program; `None` if it is not installed or fails."""
     if shutil.which(command[0]) is None:
         return None
     found = subprocess.run(command, capture_output=True, text=True)

@@ -60,8 +60,8 @@ LIMITS = Limits(max_slots=8192, seconds=3600.0)
 
 
 class Arms:
-    """The four arms. Each takes questions with their passages, a number of clients and the maximum length of an answer,
-    and returns for each question the seconds to the first token and the answer."""
+    """The four arms. Each takes questions with their passages, a number of clients and the maximum length of an answer.
+    It returns, for each question, the seconds to the first token and the answer."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Arms:
         maxsim_score(self.processor, row["question"], row["passages"])
 
     def request(self, row: Row, new_tokens: int = NEW_TOKENS) -> Request:
-        """A question to an engine, at the rate of all arms."""
+        """A request with a question, at the tokens per slot that all arms use."""
         chat = [{"role": "user", "content": row["question"]}]
         settings = {"tokens_per_slot": self.rate, "max_passages": 100, "copy_bonus": 0.0}
         return Request(chat, row["passages"], max_new_tokens=new_tokens, **settings)
@@ -180,7 +180,8 @@ class Arms:
 
 
 def draw(rows: list[Row], size: int, number: int) -> Row:
-    """A question over `size` known passages, its own among them, the same for a `number` in each run."""
+    """Draw a question about `size` known passages, its own among them; the same `number` gives the same one in each
+    run."""
     draws = random.Random(number)
     row = rows[number % len(rows)]
     others = draws.sample([each["passages"][0] for each in rows if each is not row], size - 1)
@@ -223,8 +224,8 @@ def measure(
 def measure_first_tokens(
     arms: Arms, rows: list[Row], size: int, questions: int, rounds: int, first: int
 ) -> dict[str, Any]:
-    """For each arm, in turns, the seconds until all questions of a batch have their first token, and those of the
-    processor: medians of the rounds. No text finds a prefix in vLLM's cache, because its salt is new."""
+    """For each arm, in turns: the seconds until all questions of a batch have their first token, and the processor's
+    seconds. Both are medians of the rounds. No text finds a prefix in vLLM's cache, because its salt is new."""
     found: dict[str, list[float]] = {name: [] for name in arms.by_name}
     used: dict[str, list[float]] = {name: [] for name in arms.by_name}
     for turn in range(rounds):
@@ -244,7 +245,8 @@ def measure_first_tokens(
 
 
 def parse_arms(names: str) -> list[str]:
-    """
+    """Parse the names of arms.
+
     >>> parse_arms("slots, own")
     ['slots', 'own']
     """
@@ -255,13 +257,14 @@ def parse_arms(names: str) -> list[str]:
 
 
 def parse_batches(batches: str) -> list[tuple[int, int]]:
-    """
+    """Parse batches: numbers of passages and questions.
+
     >>> parse_batches("5:12,20:6")
     [(5, 12), (20, 6)]
     """
     found = [re.fullmatch(r"([1-9]\d*):([1-9]\d*)", each.strip()) for each in batches.split(",") if each.strip()]
     if None in found:
-        raise ValueError(f'`--batches` is {batches!r}; expected "passages:questions", as "5:12,20:6".')
+        raise ValueError(f'`--batches` is {batches!r}; expected "passages:questions", such as "5:12,20:6".')
     return [(int(each[1]), int(each[2])) for each in found]
 
 

@@ -93,7 +93,7 @@ def qed_row(row: dict) -> Row | None:
 
 def qamr_rows(row: dict) -> Iterator[Row]:
     """The questions about a sentence, from a block of QAMR's readable files: an id, the sentence, and a line for each
-    question, which fills `_QUESTION_WIDTH` characters, with its answers between tabs."""
+    question. The question fills `_QUESTION_WIDTH` characters; its answers follow between tabs."""
     name, sentence, *lines = row["text"].splitlines()
     for number, line in enumerate(lines):
         answers = [answer.strip() for answer in line[_QUESTION_WIDTH:].split("\t")]

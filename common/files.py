@@ -104,8 +104,8 @@ def write_whole(path: str | Path, content: str | bytes | Callable[[BinaryIO], An
 
 @contextlib.contextmanager
 def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """A new folder in `parent`, which is removed at the end, also where SIGTERM ends this process: inside, in the main
-    thread, it raises `SystemExit`."""
+    """A new folder in `parent` that is removed at the end, also if SIGTERM ends this process: in the main thread, the
+    signal raises `SystemExit` inside."""
     former = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as folder:
@@ -242,8 +242,8 @@ PROGRESS_SECONDS = 5.0  # between two lines of progress
 
 
 def progress_lines(what: str, total: int) -> Callable[[int], None]:
-    """A function to call with the number of finished items of `total`. Every few seconds it prints a line if standard
-    error is a file or a pipe; a terminal shows a bar instead."""
+    """Return a function that takes the number of finished items of `total`. Every few seconds it prints a line if
+    standard error is a file or a pipe; a terminal shows a bar instead."""
     last = time.monotonic()
 
     def tell(done: int) -> None:
@@ -268,8 +268,8 @@ def tracked(items: Sequence[Any], what: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def exit_on_user_error(*kinds: type[Exception]) -> Iterator[None]:
-    """Inside, an error of these kinds ends in one line on standard error and exit code 1; with `$ARCALIGNER_TRACEBACK`
-    set, in a traceback. The default kinds are those that values of a caller raise."""
+    """Context in which an error of these kinds ends in one line on standard error and exit code 1 or, with
+    `$ARCALIGNER_TRACEBACK` set, in a traceback. The default kinds are those that invalid values raise."""
     kinds = kinds or (ValueError, TypeError, OSError, ImportError)
     try:
         yield

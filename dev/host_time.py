@@ -1,4 +1,4 @@
-"""The host's time for a prompt of 25 slots beside the bare model's for as many tokens of text, at batch 1.
+"""The host's time for a prompt of 25 slots compared to the bare model's for as many tokens of text, at batch 1.
 
     taskset -c 0 env OMP_NUM_THREADS=1 python dev/host_time.py
 

@@ -19,10 +19,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from ..answering_arcaligner import MAX_NEW_TOKENS, Answerer, greedy_answers
-from ..attention_arcaligner import CACHE, cache_of, check_can_separate, passage_positions, separate_passages
+from ..attention_arcaligner import CACHE, check_can_separate, passage_positions, separate_passages
 from ..common.files import progress_lines
 from ..common.rows import Row
 from ..configuration_arcaligner import check_length
+from ..kv_cache_arcaligner import cache_of
 from ..loading_arcaligner import default_dtype, resolve_model
 from ..modeling_arcaligner import ADAPTER_NAME, ArcAlignerForCausalLM, slot_lora_layers
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -77,9 +78,9 @@ def answer_text(
     copies: bool = False,
     **settings: Any,
 ) -> list[Answer]:
-    """Answer from prompts of text, with a model of transformers: `context` makes the text from model, processor, a row
-    and `tokens_per_slot`. Without slots, an aligner acts as its backbone. `copies` switches on copy-biased decoding,
-    with the words of the whole passages, as in answers from slots. `settings` are those of `generate`."""
+    """Answer from prompts of text, with a model of transformers; an aligner acts as its backbone. `context` makes the
+    text from model, processor, a row and `tokens_per_slot`. `copies` switches on copy-biased decoding, with the words
+    of the whole passages, as in answers from slots. `settings` are those of `generate`."""
     contexts = [context(model, processor, row, tokens_per_slot) for row in rows]
     contents = [text_prompt(row, text) for row, text in zip(rows, contexts, strict=True)]
     inputs = text_inputs(processor, contents).to(model.device)
@@ -95,6 +96,7 @@ def answer_slots(
     tokens_per_slot: int | str | None = None,
     use_lora: bool = True,
     max_passages: int | None = None,
+    as_needed: bool = False,
     copy_bonus: float | None = None,
     **refinement: Any,
 ) -> list[Answer]:
@@ -107,6 +109,8 @@ def answer_slots(
         tokens_per_slot (`int` or `"segment"`, *optional*): Default: the checkpoint's.
         use_lora (`bool`): `False` switches the LoRA off, so that slots pass through the projector only.
         max_passages (`int`, *optional*): Maximum number of passages to use, those most likely to contain the answer.
+        as_needed (`bool`, defaults to `False`): Whether to use as many passages as the question needs, as pipeline and
+            server do by default.
         copy_bonus (`float`, *optional*): Bias of copy-biased decoding, in log-odds. Default: the
             processor's.
         refinement (`Any`): Settings of gates and budget, as for `generate`.
@@ -115,7 +119,7 @@ def answer_slots(
     for layer in layers:
         layer.set_scale(ADAPTER_NAME, 0.0)
     try:
-        if max_passages is not None:
+        if max_passages is not None or as_needed:
             settings = {"tokens_per_slot": tokens_per_slot, **refinement}
             read = with_selected(Answerer(model, processor), rows, max_passages, **settings)
         inputs = slot_inputs(processor, read, tokens_per_slot).to(model.device)

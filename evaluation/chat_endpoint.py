@@ -73,7 +73,7 @@ class ChatEndpoint:
             problem = f"status {error.status_code}"
         except openai.APIStatusError as error:
             raise ValueError(
-                f"{self.url} refuses to ask `{self.model}` (status {error.status_code}: {error.response.text[:300]}). "
+                f"{self.url} refuses `{self.model}` (status {error.status_code}: {error.response.text[:300]}). "
                 f"Check the address, the model's name there, and the key in ${KEY_VARIABLE}."
             ) from error
         except (openai.OpenAIError, ValueError, TypeError, LookupError, AttributeError) as error:

@@ -37,21 +37,25 @@ MIN_CANDIDATES = 5  # found by vectors and by text each, before the two lists ar
 
 def evaluate(settings: EvaluationSettings) -> dict[str, Any]:
     """Answer the remaining questions, write the tables, and return the content of `results.json`."""
-    answer_all({name: load_rows(name, settings) for name in settings.tasks}, settings)
+    rows = {name: load_rows(name, settings) for name in settings.tasks}
+    wrong = {name: wrong_passages(own, TASKS[name].title) for name, own in rows.items()} if settings.floor else {}
+    answer_all(rows, wrong, settings)
     return write_results(settings.output)
 
 
 def answer_all(
-    rows: dict[str, list[Row]], settings: EvaluationSettings, on_done: Callable[[int], None] = lambda number: None
+    rows: dict[str, list[Row]],
+    wrong: dict[str, list[Row]],
+    settings: EvaluationSettings,
+    on_done: Callable[[int], None] = lambda number: None,
 ) -> dict[str, str]:
-    """Answer the unanswered `rows` of the tasks with all methods and, for the floor, the same questions from the
-    passages of others. `on_done` is called with the number of new answers. Return the titles of the methods that were
-    skipped, each with the reason."""
+    """Answer the unanswered `rows` of the tasks with all methods and, for the floor of some of them, the `wrong` ones:
+    the same questions with the passages of others. `on_done` is called with the number of new answers. Return the
+    titles of the methods that were skipped, each with the reason."""
     runs, skipped = [(settings, rows)], {}
-    if settings.floor:
-        wrong = {name: wrong_passages(of_task, TASKS[name].title) for name, of_task in rows.items()}
-        names = [name for name in settings.methods if name != "naive"]  # which uses no passages
-        runs += [(replace(settings, output=settings.output / FLOOR, methods=names), wrong)] if names else []
+    names = [name for name in settings.methods if name != "naive"]  # which uses no passages
+    if wrong and names:
+        runs.append((replace(settings, output=settings.output / FLOOR, methods=names), wrong))
     for run, asked in runs:
         for method in map(find_method, run.methods):
             try:
@@ -139,7 +143,7 @@ def task_settings(task: str, settings: EvaluationSettings) -> dict[str, Any]:
 
 
 def record(row: Row, answer: Answer) -> dict[str, Any]:
-    """The line of an answer."""
+    """The line that a file of answers has for one answer."""
     texts = " ".join(passage["text"] for passage in row["passages"])
     return {
         "id": row["id"],

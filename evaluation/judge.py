@@ -208,8 +208,8 @@ def agreement(verdicts: list[bool], human: list[bool]) -> dict[str, Any]:
 def judge_people(
     folder: Path, output: Path, judge: Judge, name: str, number: int | None = None, again: bool = False
 ) -> list[str]:
-    """Ask a judge about the first `number` answers that people judged, save the verdicts in `output`, and return a
-    Markdown table of the agreement of the judge, other judges and string metrics with people."""
+    """Ask a judge about the first `number` answers that people judged, and save the verdicts in `output`. Return a
+    Markdown table: how well the judge, other judges and string metrics agree with people."""
     rows, human = read_judgements(folder)
     others = other_verdicts(folder, [row["question"] for row in rows])
     rows, human = rows[:number], human[:number]

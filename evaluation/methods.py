@@ -52,12 +52,13 @@ LORA_POSITIONS = {"all_positions": "all", "slot_positions": "slots"}  # expected
 COMPRESSORS = ("cocom_x4", "cocom_x16")  # fields of `Checkpoints`
 TEXT_READERS, PROJECTORS = ("full_text_lora", "text_apart"), ("xrag", "projector_only")  # fields of `Checkpoints`
 TOP_RANKED = partial(answer_slots, gate_mode="off", max_passages=1)
+AS_NEEDED = partial(answer_slots, gate_mode="off", as_needed=True)
 _NO_LLMLINGUA = "the package llmlingua is not installed; `pip install llmlingua==0.2.2` gets it"
 PART_SIZE = 200  # tokens that LLMLingua scores together, the package's default
 
 
 def rate_title(tokens_per_slot: int | str) -> str:
-    """A rate in tables.
+    """Tokens per slot as tables name them.
 
     >>> rate_title("segment"), rate_title(4)
     ('one slot per segment', '4 tokens per slot')
@@ -119,11 +120,11 @@ class Method:
 
     @property
     def option(self) -> str:
-        """The option of the command line that names its checkpoint."""
+        """The command-line option that names the checkpoint of this method."""
         return f"--{self.reads}".replace("_", "-")
 
     def at_rate(self, tokens_per_slot: int | str) -> "Method":
-        """The same method with another rate, under its own name and title."""
+        """The same method with other tokens per slot, under its own name and title."""
         return dataclasses.replace(
             self,
             name=f"{self.name}_x{tokens_per_slot}",
@@ -152,7 +153,7 @@ class Method:
         return found
 
     def load(self, checkpoints: Checkpoints) -> Callable[[list[Row]], list[Answer]]:
-        """A function that answers rows."""
+        """Load the models of the method; return a function that answers rows."""
         if self.needs is not None:
             self.needs()
         path, device = getattr(checkpoints, self.reads or "checkpoint"), checkpoints.device
@@ -172,11 +173,16 @@ class Method:
                 f"{path} has `lora_positions` {model.config.lora_positions!r}; `{self.option}` needs an aligner with "
                 f"{LORA_POSITIONS[self.reads]!r}. `{self.made_by}` trains one."
             )
-        if self.answer is TOP_RANKED:
+        if self.answer in (TOP_RANKED, AS_NEEDED):
             try:
                 Answerer(model, processor).check(max_passages=1)
             except ValueError as error:
                 raise MissingMethodError(str(error)) from error
+        if self.answer is AS_NEEDED and model.multihop_head is None:
+            raise MissingMethodError(
+                f"{path} has no multi-hop head (`config.use_multihop_head` is false). Fit it with `python -m "
+                "arcaligner.train.multihop`."
+            )
         return partial(self.answer, model, processor, tokens_per_slot=self.tokens_per_slot)
 
 
@@ -185,12 +191,12 @@ class Method:
 
 
 def no_text(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot: None) -> str:
-    """No text."""
+    """No text, for a closed book."""
     return ""
 
 
 def whole_text(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot: None) -> str:
-    """The passages."""
+    """The whole text of the passages."""
     return passages_text(row)
 
 
@@ -200,8 +206,8 @@ def truncated(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot: 
 
 
 def compressed(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot: int | str | None) -> str:
-    """The passages compressed by LLMLingua, which keeps the tokens that a language model, here the backbone, finds
-    surprising: a third of them, or with `tokens_per_slot` no more tokens than slots."""
+    """The passages compressed by LLMLingua. It keeps the tokens that a language model, here the backbone, finds
+    surprising: a third of them, or with `tokens_per_slot` no more than there are slots."""
     compress, text = llmlingua_compressor(model, processor.tokenizer), passages_text(row)
     if tokens_per_slot is None:
         return compress(text, RATE)
@@ -210,7 +216,7 @@ def compressed(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot:
 
 
 def count_slots(processor: ArcAlignerProcessor, row: Row, tokens_per_slot: int | str | None) -> int:
-    """The slots of a row's passages, without encoding them; by default at the processor's rate."""
+    """The number of slots of a row's passages, without encoding them; by default at the processor's tokens per slot."""
     rate = tokens_per_slot or processor.tokens_per_slot
     segments = processor.slot_encoder.segment_documents(row["passages"])
     if rate == "segment":
@@ -239,7 +245,7 @@ class PairCacheModel:
 
 
 def llmlingua_compressor(model, tokenizer) -> Callable[[str, float], str]:
-    """LLMLingua whose scores come from `model`, a causal language model of transformers, with its `tokenizer`: a
+    """LLMLingua whose scores come from `model`, a causal language model of transformers with its `tokenizer`. Returns a
     function from a text and the share of tokens to keep to the compressed text."""
     try:
         from llmlingua import PromptCompressor
@@ -345,6 +351,7 @@ METHODS = {
         Method("projector_only", "projector only", _ONE_PASS, has_rates=True, **_PROJECTOR),
         Method("arcaligner", "ArcAligner", answer_slots, **_OURS),
         Method("one_passage", "ArcAligner, top-ranked passage only", TOP_RANKED, **_OURS),
+        Method("as_needed", "ArcAligner, one passage or two", AS_NEEDED, **_OURS),
         Method("no_copying", "ArcAligner, without copy bias", partial(_ONE_PASS, copy_bonus=0.0), **_OURS),
         Method("no_recursion", "w/o Recursion", _ONE_PASS, **_OURS),
         Method("max_loop", "w/o Gate (Max Loop)", partial(answer_slots, gate_mode="always"), **_OURS),
@@ -358,7 +365,7 @@ METHODS = {
 
 def split_name(name: str) -> tuple[Method, int | str | None]:
     """
-    A method by its name, and the rate that the name ends in.
+    A method by its name, and the tokens per slot that the name ends in.
 
     >>> method, rate = split_name("arcaligner_x4")
     >>> method.title, rate
@@ -371,12 +378,12 @@ def split_name(name: str) -> tuple[Method, int | str | None]:
         return METHODS[base], rate if rate == "segment" else int(rate)
     rates = ", ".join(method.name for method in METHODS.values() if method.has_rates)
     raise ValueError(
-        f"There is no method {name!r}. Known: {', '.join(METHODS)}; with a rate, such as `_x4` or `_xsegment`: {rates}."
+        f"There is no method {name!r}. Known: {', '.join(METHODS)}; with `_x4`, `_xsegment` or the like: {rates}."
     )
 
 
 def find_method(name: str) -> Method:
-    """A method by its name, with or without a rate."""
+    """A method by its name, which may end in tokens per slot."""
     method, rate = split_name(name)
     return method if rate is None else method.at_rate(rate)
 
@@ -389,6 +396,7 @@ def reads_aligner(name: str) -> bool:
 
 
 def sort_key(name: str) -> tuple[int, float]:
-    """The order of names in tables: that of `METHODS`, each without a rate first, then by rate."""
+    """The order of names in tables: that of `METHODS`, each method first without and then with a number of tokens per
+    slot."""
     method, rate = split_name(name)
     return list(METHODS).index(method.name), {None: 0.0, "segment": float("inf")}.get(rate, rate)

@@ -42,7 +42,7 @@ def percent_interval(scores: Sequence[float]) -> list[float]:
 
 
 def shown_interval(values: Sequence[float], sign: str = "") -> str:
-    """A mean and its interval for people.
+    """A mean and its interval as text.
 
     >>> shown_interval([1.25, 0.0, 2.5])
     '1.2 [0.0, 2.5]'

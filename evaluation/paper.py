@@ -11,6 +11,7 @@ Each page compares ours with the paper's numbers if the paper prints any; for it
 import itertools
 import json
 import logging
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -96,7 +97,7 @@ class Reproduction:
         return self.settings.output / FOLDER
 
     def suffix(self, checkpoint: str) -> str:
-        """The suffix of methods with one slot per sentence of an aligner."""
+        """The suffix of an aligner's methods with one slot per sentence."""
         return "" if ArcAlignerProcessor.from_pretrained(checkpoint).tokens_per_slot == "segment" else SEGMENT
 
     @property
@@ -121,7 +122,7 @@ class Reproduction:
         only."""
         about = {} if self.retrieval is None else {"passages": "given", "about": self.retrieval.about}
         own = {name: replace(settings.tasks[name], **about) for name in tasks}
-        asked, rows = replace(settings, tasks=own, methods=list(methods), floor=floor), {}
+        asked, rows = replace(settings, tasks=own, methods=list(methods)), {}
         for name in tasks:
             try:
                 rows[name] = self.load(name, asked)
@@ -132,30 +133,28 @@ class Reproduction:
                 f"None of the sets {', '.join(TASKS[name].title for name in tasks)} could be loaded; messages above "
                 "say why."
             )
-        with_floor = {name for name in rows if floor and self.has_floor(name, rows[name])}
+        wrong = self.floors(rows) if floor else {}
         on_floor = len([name for name in methods if name != "naive"])
-        total = sum(len(own) * (len(methods) + on_floor * (name in with_floor)) for name, own in rows.items())
+        total = len(methods) * sum(map(len, rows.values())) + on_floor * sum(map(len, wrong.values()))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, transient=True) as progress:
             bar = progress.add_task("all answers", total=total)
-            for each in (True, False):
-                if some := {name: own for name, own in rows.items() if (name in with_floor) == each}:
-                    self.skipped |= answer_all(
-                        some, replace(asked, floor=each), lambda number: progress.advance(bar, number)
-                    )
+            self.skipped |= answer_all(rows, wrong, asked, lambda number: progress.advance(bar, number))
         self.judge(settings.output)
         sets = summarize(settings.output)["sets"]
         titles = [TASKS[name].title for name in rows]
         return {title: _only(sets[title], methods) for title in titles if title in sets}
 
-    def has_floor(self, name: str, rows: list[Row]) -> bool:
-        """Whether each question has another one whose passages do not answer it, which few questions may lack."""
-        try:
-            wrong_passages(rows, TASKS[name].title)
-        except ValueError as error:
-            self.skip(f"the floor of {TASKS[name].title}", error)
-            return False
-        return True
+    def floors(self, rows: dict[str, list[Row]]) -> dict[str, list[Row]]:
+        """The questions of each task with the passages of others that do not answer them, which few questions may
+        lack."""
+        wrong = {}
+        for name, own in rows.items():
+            try:
+                wrong[name] = wrong_passages(own, TASKS[name].title)
+            except ValueError as error:
+                self.skip(f"the floor of {TASKS[name].title}", error)
+        return wrong
 
     def load(self, name: str, settings: EvaluationSettings) -> list[Row]:
         """The questions of a task with the passages to use: those of its rows, or the first retrieved one."""
@@ -201,7 +200,7 @@ class Reproduction:
         """Table 1 or 2."""
         methods = main_methods(self.suffix(self.settings.checkpoint))
         sets = self.answer(self.settings, tasks, methods, self.settings.floor)
-        return self.write(name, title, [*comparison(sets, methods), *costs(sets), footnote_of(sets, self.settings)])
+        return self.write(name, title, [*comparison(sets, methods), *costs(sets), *footnote_of(sets, self.settings)])
 
     def recall(self) -> Path:
         """Recall of the retriever before and after re-ranking."""
@@ -226,7 +225,7 @@ class Reproduction:
         own = self.suffix(settings.checkpoint)
         methods = [*(f"{method}{own}" for method in ("arcaligner", *ABLATIONS)), *CONTROL]
         sets = self.answer(settings, ("hotpotqa", "nq", "triviaqa"), methods)
-        return self.write("ablation", TITLES["ablation"], [*comparison(sets, methods), footnote_of(sets, settings)])
+        return self.write("ablation", TITLES["ablation"], [*comparison(sets, methods), *footnote_of(sets, settings)])
 
     def backbones(self) -> Path:
         """Figure "Accuracy across different backbone language models"."""
@@ -239,7 +238,8 @@ class Reproduction:
             methods = ["naive", "standard_rag", f"arcaligner{self.suffix(settings.checkpoint)}"]
             found[title] = self.answer(settings, FOUR, methods)
         lines, figure = backbones_part(found)
-        lines += ["", *(f"{title}: {footnote_of(sets, chosen[title])}" for title, sets in found.items())]
+        for title, sets in found.items():
+            lines += ["", f"**{title}**", "", *footnote_of(sets, chosen[title])]
         return self.write("backbones", TITLES["backbones"], lines, figure)
 
     def perplexity(self) -> Path:
@@ -309,7 +309,7 @@ class Reproduction:
             f"Right by {METRIC_NAMES[metric]}. TT: Naive and StandardRAG are right; TF: Naive alone; FT: StandardRAG "
             "alone; FF: neither."
         )
-        lines = [about, "", *categories.categories_table(found), "", footnote_of(sets, self.settings)]
+        lines = [about, "", *categories.categories_table(found), "", *footnote_of(sets, self.settings)]
         return self.write("categories", TITLES["categories"], lines, picture)
 
     def ratios(self) -> Path:
@@ -408,7 +408,7 @@ METRIC_NAMES = {"em": "EM", "f1": "F1", "acc": "Acc"}
 
 
 def find_base(method: str) -> str:
-    """The name of a method without its rate, where the paper's names have none.
+    """The name of a method without its tokens per slot, if the paper's name lacks them.
 
     >>> find_base("arcaligner_xsegment"), find_base("xrag")
     ('arcaligner', 'xrag')
@@ -431,14 +431,15 @@ def metric_of(found: Sequence[dict[str, Any]]) -> str:
 
 
 def right_by(metric: str) -> Callable[[AnswerFile], dict[str, bool]]:
-    """From a file of answers to the ids of these, each with whether it is right by EM or the first judge."""
+    """A function that says, for the answers of a file by their ids, whether each is right by EM or by the first
+    judge."""
     if metric == "acc":
         return lambda file: {key: score == 1 for key, score in judged_scores(file, judges_of(file)[0]).items()}
     return lambda file: {answer["id"]: answer["em"] == 1 for answer in file.read()}
 
 
 def _only(entry: dict[str, Any], methods: Sequence[str]) -> dict[str, Any]:
-    """A set's entry with some methods alone."""
+    """A set's entry with some of its methods only."""
     return entry | {"methods": {name: entry["methods"][name] for name in methods if name in entry["methods"]}}
 
 
@@ -456,8 +457,8 @@ def stage_one_command(path: str) -> str:
 
 
 def main_methods(suffix: str) -> list[str]:
-    """The methods of Tables 1 and 2 for an aligner whose names of methods at the paper's segmentation end so; and, for
-    what text is worth, its fine-tuned reader."""
+    """Methods of Tables 1 and 2. `suffix` ends the names of the aligner's methods with one slot per segment, as in the
+    paper. The fine-tuned reader shows what text is worth."""
     ours = dict.fromkeys((f"arcaligner{suffix}", "arcaligner"))
     return ["naive", "standard_rag", "full_text_lora", "xrag", "cocom_x4", "cocom_x16", *LLMLINGUAS, *ours]
 
@@ -467,7 +468,7 @@ def published_table(results: dict[str, Any], tasks: Sequence[str]) -> list[str]:
     titles = [TASKS[name].title for name in tasks]
     sets = {title: _only(results["sets"].get(title, {"methods": {}}), main_methods(SEGMENT)) for title in titles}
     asked = {title: entry for title, entry in sets.items() if entry["methods"]}
-    return [*comparison(sets, main_methods(SEGMENT)), *costs(asked), _questions_of(asked)]
+    return [*comparison(sets, main_methods(SEGMENT)), *costs(asked), *_questions_of(asked)]
 
 
 def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
@@ -492,15 +493,15 @@ def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
             rows.append(["-", _paper_title(named), *cells])
     columns = [column for title in sets for column in (f"{title}: paper", "ours")]
     return [
-        *markdown_table(["Ours", "Paper", *columns], rows),
+        "EM / F1 / Acc in percent. The paper's numbers are of Mistral 7B. A dash means: not measured.",
         "",
-        "EM / F1 / Acc, %; the paper's are of Mistral 7B.",
+        *markdown_table(["Method here", "Method in the paper", *columns], rows),
         "",
     ]
 
 
 def backbones_part(found: dict[str, dict[str, Any]]) -> tuple[list[str], Figure]:
-    """Markdown lines and the bars of sets' entries, by backbone and set, with the methods that are shown."""
+    """Markdown lines and a bar chart of results by backbone and set."""
     metric = metric_of(list(found.values()))
     bars = {
         (title, set_title): {
@@ -522,11 +523,11 @@ def published_backbone(results: dict[str, Any], backbone: str) -> tuple[list[str
     methods = ["naive", "standard_rag", f"arcaligner{SEGMENT}"]
     sets = {name: _only(results["sets"][name], methods) for name in _titles_in(results, FOUR, methods)}
     lines, figure = backbones_part({backbone: sets})
-    return [*lines, "", _questions_of(sets)], figure
+    return [*lines, "", *_questions_of(sets)], figure
 
 
 def ratios_part(points: dict[str, dict[str, dict[str, Any]]]) -> tuple[list[str], Figure]:
-    """Markdown lines and the curves of numbers by set and by the title of a ratio."""
+    """Markdown lines and curves of results by set and by the title of a ratio."""
     rows = [
         [
             name,
@@ -543,7 +544,7 @@ def ratios_part(points: dict[str, dict[str, dict[str, Any]]]) -> tuple[list[str]
 
 
 def published_ratios(results: dict[str, Any], rates: Sequence[int | str]) -> tuple[list[str], Figure]:
-    """The figure of ratios for the results of the shipped aligner at these rates and its own."""
+    """The figure of ratios for the results of the shipped aligner, at its own tokens per slot and at these `rates`."""
     methods = ["arcaligner", *(f"arcaligner_x{rate}" for rate in rates)]
     points = {
         name: {find_method(method).title: results["sets"][name]["methods"][method] for method in methods}
@@ -558,14 +559,15 @@ def _titles_in(results: dict[str, Any], tasks: Sequence[str], methods: Sequence[
     return [title for title in titles if all(name in results["sets"][title]["methods"] for name in methods)]
 
 
-def _questions_of(sets: dict[str, Any]) -> str:
-    asked = PAPER["questions"]
-    counts = ", ".join(
-        f"{title} {entry['questions']} ({entry['passages']}; paper: {asked[title]:,})" for title, entry in sets.items()
-    )
+def _questions_of(sets: dict[str, Any]) -> list[str]:
+    """Markdown lines: how many questions of each set were asked, about which passages."""
+    rows = [
+        [title, entry["questions"], f"{PAPER['questions'][title]:,}", entry["passages"]]
+        for title, entry in sets.items()
+    ]
     few = [title for title, entry in sets.items() if entry["questions"] < FEW_QUESTIONS]
-    note = f" Too few for a comparison: {', '.join(few)}; brackets are 95 % intervals of F1." if few else ""
-    return f"Questions and passages: {counts}.{note}"
+    note = f"Too few questions for a comparison: {', '.join(few)}. Brackets are 95 % intervals of F1."
+    return [*markdown_table(["Set", "Questions", "In the paper", "Passages"], rows), *(["", note] if few else [])]
 
 
 ABLATION_NAMES = {PAPER_NAMES[name] for name in ABLATIONS}
@@ -581,7 +583,7 @@ def _triple(numbers: Sequence[float | None] | None, digits: int = 2) -> str:
 
 
 def _paper_title(named: str) -> str:
-    """The paper's name of a method with its compression rate, if it prints one.
+    """The paper's name of a method with its compression, if it prints one.
 
     >>> _paper_title("xRAG"), _paper_title("COCOM x4"), _paper_title("Naive")
     ('xRAG, x128', 'COCOM x4', 'Naive')
@@ -619,22 +621,23 @@ def costs(sets: dict[str, Any]) -> list[str]:
     asked = ", *of* so many questions where fewer were asked" if fewer else ""
     note = (
         f"*Floor*: F1 with another question's passages{asked}. *Retained*: (F1 - closed book) / (text - closed book); "
-        f"closed book is Naive, {text}. *x*: tokens of text per position, measured."
+        f"closed book is Naive, {text}. *x*: measured compression, tokens of text per position."
     )
-    return [*table("F1 (floor, retained), rate", method_titles(sets), sets, cell), note, ""]
+    return [*table("F1 (floor, retained), compression", method_titles(sets), sets, cell), *textwrap.wrap(note, 120), ""]
 
 
-def footnote_of(sets: dict[str, Any], settings: EvaluationSettings) -> str:
-    """What the numbers are of, and how far they may be off."""
+def footnote_of(sets: dict[str, Any], settings: EvaluationSettings) -> list[str]:
+    """Markdown lines: what the numbers are of, and how far they may be off."""
     widths = [max(each["f1"][2] - each["f1"][0], each["f1"][0] - each["f1"][1]) for each in _numbers(sets)]
-    counts = ", ".join(f"{title} {entry['questions']}" for title, entry in sets.items())
-    recalls = ", ".join(f"{title} {entry['recall'][0]:.0f} %" for title, entry in sets.items())
-    read = "; ".join(f"{title}: {entry['passages']}" for title, entry in sets.items())
-    return (
-        f"Questions: {counts}. 95 % bootstrap intervals of F1 reach up to {max(widths):.0f} points "
-        f"from the number. EM is non-strict: the answer contains a gold. The passages contain a gold: {recalls}. "
-        f"Passages: {read}. {summarize(settings.output)['machine']}."
+    rows = [
+        [title, entry["questions"], entry["passages"], f"{entry['recall'][0]:.0f}"] for title, entry in sets.items()
+    ]
+    note = (
+        f"95 % bootstrap intervals of F1 reach up to {max(widths):.0f} points from the number. EM is non-strict: the "
+        f"answer contains a gold answer. {summarize(settings.output)['machine']}."
     )
+    columns = ["Set", "Questions", "Passages", "They contain a gold answer, % of the questions"]
+    return [*markdown_table(columns, rows), "", note]
 
 
 def _numbers(sets: dict[str, Any]) -> list[dict[str, Any]]:

@@ -58,7 +58,7 @@ README_ROWS = (
     ("whole text, not fine-tuned", "1", "standard_rag", "text", "text_same_set"),
     ("whole text, fine-tuned", "1", "full_text_lora", "text", "text_same_set"),
     ("text cut to a half, fine-tuned", "2", "truncated_copying_x2", None, None),
-    ("**slots** of the top-ranked passage (default)", "2", "one_passage", None, "slots_x2_top_ranked"),
+    ("**slots** of one or two passages (default)", "2", "as_needed", None, "slots_x2_top_ranked"),
     ("**slots** of all passages", "2", "arcaligner", 2, "slots_x2"),
     ("text cut to a quarter, fine-tuned", "4", "truncated_copying_x4", None, None),
     ("**slots** of all passages", "4", "arcaligner_x4", 4, "slots_x4"),
@@ -127,7 +127,7 @@ def publish(
 
 def with_published(found: dict[str, Any], published: dict[str, Any]) -> dict[str, Any]:
     """
-    The results of a run, and the published ones of what it did not ask.
+    The results of a run, with the published ones for what it did not measure.
 
     A run that asked an aligner of other weights than the published ones replaces all numbers that depend on them, and
     its sets are those of the result: only methods that read no aligner keep their numbers. Any other run adds to what
@@ -213,10 +213,13 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
     lines = [
         "# Answers",
         "",
-        f"The shipped aligner's answers to the first {ANSWERS_PER_SET} questions of each set, ordered by id, none left",
-        "out: at two tokens per slot, with greedy decoding, from the run of [results.md](results.md).",
-        "*Answerability*: how likely the passages contain an answer. It is not the chance that the answer is right.",
-        f'With `min_confidence={threshold}`, the rows marked "abstains" become "{no_answer}".',
+        f"The shipped aligner's answers to the first {ANSWERS_PER_SET} questions of each set by id. None is left out.",
+        "They were generated greedily at two tokens per slot, in the run of [results.md](results.md).",
+        "",
+        "- *Expected* is the gold answer. *F1*, in percent, is how many words it shares with the answer.",
+        "- *Answerability*, from 0 to 1, is how likely the passages contain an answer. It is not the chance that the",
+        "  answer is right.",
+        f'- *Abstains*: with `min_confidence={threshold}` the answer is "{no_answer}"; without it, the one shown.',
     ]
     for file in answer_files(run):
         if file.method == "arcaligner" and file.task in TASKS:
@@ -239,7 +242,7 @@ def comparison_table(results: dict[str, Any]) -> list[str]:
         numbers = entry["methods"][method]
         cells = numbers["context_tokens"], numbers["f1"][0], numbers["em"][0]
         rows.append([given, *(f"{cell:.0f}" for cell in cells)])
-    return markdown_table(["SmolLM2-135M-Instruct is given", "positions", "F1", "contains the answer, %"], rows)
+    return markdown_table(["SmolLM2-135M-Instruct is given", "Positions", "F1, %", "Contains the gold answer, %"], rows)
 
 
 def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[str, Any]) -> list[str]:
@@ -248,7 +251,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
 
     def f1(method: str) -> list[float | None]:
         methods = [entry["methods"] for entry in sets.values()]
-        if method == "one_passage":  # with one passage it equals `arcaligner`, and is not measured separately
+        if method == "as_needed":  # with one passage it equals `arcaligner`, and is not measured separately
             methods = [{method: of_set["arcaligner"]} | of_set for of_set in methods]
         return [of_set[method]["f1"][0] if method in of_set else None for of_set in methods]
 
@@ -274,34 +277,39 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         rows.append(
             [given, tokens, *("-" if each is None else f"{each:.1f}" for each in f1(method)), new, again, memory]
         )
-    columns = ["The model is given", "Tokens per position", *README_SETS.values()]
-    columns += ["First token, ms", "First token if cached, ms", "Cache, MiB"]
+    passages = " / ".join(map(str, SHORT_PASSAGES))
+    columns = ["The model is given", "Tokens per position", *(f"F1: {title}" for title in README_SETS.values())]
+    columns += [f"First token: {passages} passages, ms", "The same, passages cached, ms", "Their cache, MiB"]
     counts = " to ".join(map(str, sorted({entry["questions"] for entry in sets.values()})))
-    counts += " questions of each set" + fewer_questions(sets)
     lengths = [entry["methods"]["full_text_lora"]["context_tokens"] for entry in sets.values()]
     new_tokens = " / ".join(f"{find_size(latency, k, own_rate)['text_tokens']:,.0f}" for k in SHORT_PASSAGES)
-    note = (
-        f"F1 in percent, {counts}; their passages have {min(lengths):.0f} to {max(lengths):.0f} "
-        f"tokens on average. *Fine-tuned*: the same model with a LoRA trained on 4,000 questions with their text. "
-        f"*First token*: {' / '.join(map(str, SHORT_PASSAGES))} passages ({new_tokens} tokens) in float32 on "
-        f"{latency['machine']['cores']} CPU cores; slots were encoded beforehand. *If cached*: keys and values of the "
-        "passages were computed beforehand as well. A text cache can be reused only for the same passages in the same "
-        "order. Slot caches are stored per passage and can be combined freely. The two time columns come from "
-        f"different CPUs ({latency['machine']['cpu']}, {kept['machine']['cpu']}); compare only within a column. The "
-        "default's times are upper bounds: they were measured when it scored all passages. It now scores at most half "
-        "of them (rounded up, at least two), the most similar. Slots and cut text were decoded with a bonus for words "
-        "of the passages (`copy_bonus`), whole text without it"
-    )
     lost = [each for each in map(loss_without_copying, ("", "_x4")) if each is not None]
-    note += f". With `copy_bonus=0` slots score {', '.join(lost)}." if lost else "."
-    return [*markdown_table(columns, rows), "", *textwrap.wrap(note, 120)]
+    notes = [
+        f"**F1** is in percent, of {counts} questions of each set{fewer_questions(sets)}. Their passages have "
+        f"{min(lengths):.0f} to {max(lengths):.0f} tokens on average.",
+        "**Fine-tuned** is the same model with a LoRA that was trained on 4,000 questions with their text.",
+        f"**First token** is the time until the answer begins, for {passages} passages ({new_tokens} tokens), in "
+        f"float32 on {latency['machine']['cores']} CPU cores. Slots were encoded beforehand.",
+        "**Passages cached** means that their keys and values were computed beforehand as well. A cache of text serves "
+        "only the same passages in the same order. Slots are cached per passage and combined freely.",
+        "**The default** scores passages and uses the best one, or the best two if the question needs two, which takes "
+        "time. Its times are of one passage, and upper bounds: they were measured when it scored all passages. It now "
+        "scores at most half of them (rounded up, at least two), or all for a question that needs two.",
+        f"The two time columns come from different CPUs ({latency['machine']['cpu']}, {kept['machine']['cpu']}), so "
+        "compare within a column only.",
+        "Slots and cut text are decoded with a bonus for words of the passages (`copy_bonus`), whole text without it."
+        + (f" With `copy_bonus=0` slots score {', '.join(lost)}." if lost else ""),
+    ]
+    shown = [line for note in notes for line in textwrap.wrap(f"- {note}", 120, subsequent_indent="  ")]
+    return [*markdown_table(columns, rows), "", *shown]
 
 
 def fewer_questions(sets: dict[str, Any]) -> str:
-    """The sets of which the README's default row was asked fewer questions than the others, or nothing."""
+    """A note on the sets in which the README's default row has fewer questions than the others; empty if there are
+    none."""
     fewer: dict[int, list[str]] = {}
     for name, entry in sets.items():
-        count = entry["methods"].get("one_passage", entry)["questions"]
+        count = entry["methods"].get("as_needed", entry)["questions"]
         if count < entry["questions"]:
             fewer.setdefault(count, []).append(README_SETS[name])
     return "".join(f" (default: {count} of {' and '.join(names)})" for count, names in fewer.items())

@@ -1,6 +1,7 @@
 """Summarize the answers of a run: `results.json`, and tables of means with intervals and paired differences."""
 
 import json
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -159,19 +160,19 @@ def results_page(results: dict[str, Any]) -> str:
     for metric, title in METRIC_TITLES.items():
         lines += table(title, main, sets, partial(_score, metric))
         everything += table(title, titles, sets, partial(_score, metric)) if len(titles) > len(main) else []
-        differences += table(f"{title}, {MAIN_TITLE} less", titles, sets, partial(_difference, metric))
+        differences += table(f"{title}, {MAIN_TITLE} minus", titles, sets, partial(_difference, metric))
     for judge in sorted(
         {judge for entry in sets.values() for each in entry["methods"].values() for judge in _accs(each)}
     ):
         lines += table(f"Acc, judged by {judge}", titles, sets, partial(_acc, judge))
     lines += _folded(f"All {len(titles)} methods", everything)
-    lines += _folded(f"{MAIN_TITLE} less another method, on the same questions", differences)
-    lines += _folded("Without the evidence", table("F1 (floor, retained)", titles, _with_floors(sets), evidence))
-    lines += _folded("Positions of the prompt", table("positions, tokens per position", titles, sets, _positions))
+    lines += _folded(f"Differences: {MAIN_TITLE} minus another method, on the same questions", differences)
+    lines += _folded("Floor and retention", table("F1 (floor, retained)", titles, _with_floors(sets), evidence))
+    lines += _folded("Positions of the prompt", table("Positions, measured compression", titles, sets, _positions))
     shared = {name: PAPER["sets"][name] for name in sets if name in PAPER["sets"]}
     of_paper = {method: method for numbers in shared.values() for method in numbers}
     lines += _folded("The paper's numbers", table("EM / F1 / Acc, Mistral 7B", of_paper, shared, _paper))
-    return "\n".join([*lines, footnote(results), ""])
+    return "\n".join([*lines, *footnote(results), ""])
 
 
 def _with_floors(sets: dict) -> dict:
@@ -180,8 +181,8 @@ def _with_floors(sets: dict) -> dict:
 
 
 def method_titles(sets: dict) -> dict[str, str]:
-    """Titles of all methods in `sets` by their names, in the order of `METHODS`, each followed by its variants with a
-    rate."""
+    """Titles of all methods in `sets` by their names, in the order of `METHODS`, each followed by its variants with
+    other tokens per slot."""
     names = sorted({name for entry in sets.values() for name in entry["methods"]}, key=sort_key)
     return {name: find_method(name).title for name in names}
 
@@ -195,7 +196,7 @@ def _folded(title: str, lines: list[str]) -> list[str]:
 
 
 def _score(metric: str, entry: dict, method: str) -> str | None:
-    """A mean with its interval, and the number of questions if not all."""
+    """A mean with its interval, and the number of questions if it is not all of the set."""
     if (numbers := entry["methods"].get(method)) is None:
         return None
     asked = f" of {numbers['questions']}" if numbers["questions"] < entry["questions"] else ""
@@ -253,15 +254,15 @@ def _paper(numbers: dict, method: str) -> str | None:
     return " / ".join(f"{number:.1f}" for number in numbers[method]) if method in numbers else None
 
 
-def footnote(results: dict) -> str:
-    """Number of questions, and how the numbers were made."""
-    counts = ", ".join(f"{name} {entry['questions']}" for name, entry in results["sets"].items())
-    recalls = ", ".join(f"{name} {entry['recall'][0]:.0f} %" for name, entry in results["sets"].items())
-    return (
-        f"Questions: {counts}. Percent, with 95 % bootstrap intervals over questions; differences are paired. "
-        f"EM is non-strict: the answer contains a gold. The passages contain a gold: {recalls}. "
-        f"{results['machine']}."
+def footnote(results: dict) -> list[str]:
+    """Lines on the number of questions, and on how the numbers were made."""
+    rows = [[name, entry["questions"], f"{entry['recall'][0]:.0f}"] for name, entry in results["sets"].items()]
+    note = (
+        "Scores are in percent. Brackets are 95 % bootstrap intervals over questions; differences are paired. EM is "
+        f"non-strict: the answer contains a gold answer. Machines: {results['machine']}."
     )
+    columns = ["Set", "Questions", "Passages contain a gold answer, % of the questions"]
+    return [*markdown_table(columns, rows), "", *textwrap.wrap(note, 120)]
 
 
 def table(title: str, rows: dict[str, str], sets: dict, show: Callable[[dict, str], str | None]) -> list[str]:

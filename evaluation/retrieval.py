@@ -103,7 +103,7 @@ def open_pool(sources: Sequence[str], data_dir: str = "") -> datasets.Dataset:
 
 
 def _unique_passages(sources: list[str], data_dir: str, versions: list[str]) -> Iterator[dict[str, str]]:
-    """`versions` invalidate the cache when sources change."""
+    """Yield passages without duplicates; `versions` only invalidate the cache when sources change."""
     seen = set()
     for source in sources:
         for row in open_corpus(source, data_dir=data_dir).select_columns("passages"):

@@ -70,7 +70,7 @@ class AnswerFile:
 
     @contextlib.contextmanager
     def claim(self) -> Iterator[None]:
-        """Inside, only this process appends; a truncated last line is removed."""
+        """Hold the file: inside, only this process appends. A truncated last line is removed first."""
         try:
             with FileLock(self.path.with_suffix(".lock"), timeout=0):
                 if self.path.exists():

@@ -35,8 +35,8 @@ class Task:
     is_answered: bool = True  # whether the passages contain the answers; else the right answer is to abstain
 
     def load(self, data: Path | None = None, num_questions: int | None = None) -> list[Row]:
-        """Rows with a question and a gold that can be compared, or without a gold if the passages do not answer; other
-        rows are counted and left out.
+        """Load the rows with a question and a usable gold answer (in a set of unanswerable questions: without one).
+        Other rows are counted and left out.
 
         Args:
             data (`Path`, *optional*): Folder with a file `<name>.jsonl.gz` or `<name>.jsonl` that replaces the Hub.
@@ -80,7 +80,7 @@ class Task:
 
 def choose_passages(rows: list[Row], passages: str, top_k: int | None) -> list[Row]:
     """Rows with the first `top_k` of the passages to use: `"given"`, those of the row, or `"gold"`, those that the
-    answer needs if the row says which (`meta.gold`, their numbers)."""
+    answer needs, if the row has their numbers (`meta.gold`)."""
     chosen = []
     for row in rows:
         found = row["passages"]
@@ -92,8 +92,8 @@ def choose_passages(rows: list[Row], passages: str, top_k: int | None) -> list[R
 
 
 def wrong_passages(rows: list[Row], title: str) -> list[Row]:
-    """Each row with the passages of another question: of the nearest row before it, else after it, that shares no
-    passage with it and whose passages do not contain an answer to it. The score on these rows is the floor of a method.
+    """Each row with the passages of another question, which share none with it and do not contain an answer to it:
+    those of the nearest such row before it, else after it. The score on these rows is the floor of a method.
 
     Raises:
         `ValueError`: a question for which no other row has such passages.

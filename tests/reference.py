@@ -18,9 +18,8 @@ import torch
 from tiny_models import VOCAB_SIZE, collate, for_generate, random_rows, tiny_aligner
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
-
-from arcaligner.encoder_arcaligner import pad_passage_ids
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -189,7 +188,7 @@ def numbers_of_passages(passages: list[list[int]] | None) -> dict:
     if passages is None:
         return {}
     numbers = [torch.tensor(each, dtype=torch.long) for each in passages]
-    return {"context_passage_ids": pad_passage_ids(numbers), "position_ids": None}
+    return {"context_passage_ids": pad_sequence(numbers, batch_first=True, padding_value=-1), "position_ids": None}
 
 
 @torch.no_grad()

@@ -258,7 +258,7 @@ def test_head_is_replaced_in_place(saved, model):
     before = load_file(saved / "model.safetensors"), json.loads((saved / "config.json").read_text())
     random_head(model, [1], threshold=0.75)
     model.config.answer_calibration = [1.5, 0.5, 1.0]
-    model.save_answerability_head(saved)
+    model.save_heads(saved)
     weights, config = load_file(saved / "model.safetensors"), json.loads((saved / "config.json").read_text())
     assert same_heads(ArcAlignerForCausalLM.from_pretrained(saved), model)
     assert all(torch.equal(each, weights[name]) for name, each in before[0].items() if "answerability" not in name)
@@ -271,7 +271,7 @@ def test_head_is_replaced_in_place(saved, model):
     }
     assert config["digests"]["model.safetensors"] == before[1]["digests"]["model.safetensors"]
     model.set_answerability_layers(None)
-    model.save_answerability_head(saved)
+    model.save_heads(saved)
     assert ArcAlignerForCausalLM.from_pretrained(saved).answerability_head is None
 
 
@@ -279,7 +279,7 @@ def test_split_checkpoint_replaces_head(model, tmp_path):
     """Of one that holds its base model in several files."""
     model.save_pretrained(tmp_path, save_base_model=True, max_shard_size="20KB")
     random_head(model)
-    model.save_answerability_head(tmp_path)
+    model.save_heads(tmp_path)
     found = ArcAlignerForCausalLM.from_pretrained(tmp_path)
     assert same_heads(found, model) and (tmp_path / "model.safetensors.index.json").is_file()
     names = model.state_dict().keys()
@@ -369,7 +369,7 @@ def test_old_checkpoint_is_converted(tmp_path):
     digests = json.loads((folder / "config.json").read_text())["digests"]
     with cases.tiny_models():
         model = ArcAlignerForCausalLM.from_pretrained(folder)
-        model.save_answerability_head(folder)
+        model.save_heads(folder)
         assert "answer_probe" not in (folder / "processor_config.json").read_text()
         assert same_heads(ArcAlignerForCausalLM.from_pretrained(folder), model)
         assert ArcAlignerProcessor.from_pretrained(folder).no_answer == "not in the text"

@@ -40,6 +40,7 @@ SHORTER = {
 NOT_HERE = {
     "prepare_data": "the Hub; tested on copies in tests/train/test_prepare_data.py",
     "train --recipe smollm2_135m": "tens of hours",
+    "train.confidence": "thousands of questions; tested in tests/train/test_confidence.py",
     "--accelerate": "several GPUs",
     "accelerate launch": "several machines",
     "arcaligner push": "the Hub",

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from arcaligner.segmentation_arcaligner import _tokenize_document, cut_long, cut_text
-from arcaligner.tokenization_arcaligner import readable
+from arcaligner.segmentation_arcaligner import cut_long, cut_text
+from arcaligner.tokenization_arcaligner import readable, tokenize_with_ends
 
 # With characters of several tokens, marks, control tokens, white space of all kinds.
 TEXTS = st.text(st.sampled_from("abé .!?\n\t会😀ာ\u0301x"), max_size=200) | st.lists(
@@ -16,8 +16,8 @@ TEXTS = st.text(st.sampled_from("abé .!?\n\t会😀ာ\u0301x"), max_size=200) 
 
 def num_tokens(tokenizer, text: str, start: int, end: int) -> int:
     """Tokens of the text that end between two of its characters."""
-    ends = _tokenize_document(tokenizer, text, 0)[1]
-    return int(((ends > start) & (ends <= end)).sum())
+    ((_, ends),) = tokenize_with_ends(tokenizer, [text])
+    return sum(start < each <= end for each in ends)
 
 
 def stripped(text: str, start: int, end: int) -> tuple[int, int]:

@@ -69,17 +69,26 @@ def test_tokens_of_two_texts():
 
 
 @settings(max_examples=100, deadline=None)
-@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40), batch_tokens=st.integers(1, 200))
-def test_batches_are_bounded_by_tokens(lengths, batch_tokens):
-    """Padding counted; only a text that is longer by itself exceeds it. Each batch is as large as it can be."""
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    batch_tokens=st.integers(1, 200),
+    batch_padding=st.none() | st.integers(0, 40),
+)
+def test_batches_are_bounded_by_tokens(lengths, batch_tokens, batch_padding):
+    """By all tokens, padding counted, and by padding; only a text that is longer by itself exceeds it. Each batch is as
+    large as it can be."""
     lengths, tokens = np.array(lengths), np.arange(sum(lengths))
-    tokenizer = EncoderTokenizer(type("Tokenizer", (), {"pad_token_id": -5}), "", None, batch_tokens)
+    tokenizer = EncoderTokenizer(type("Tokenizer", (), {"pad_token_id": -5}), "", None, batch_tokens, batch_padding)
     inputs = tokenizer.batched(tokens, lengths, tokens, tokens, len(tokens))
     assert sum(count for count, _, _ in inputs.batches) == len(lengths)
     assert all(count == 1 or count * longest <= batch_tokens for count, longest, _ in inputs.batches)
     counts = [count for count, _, _ in inputs.batches]
-    for count, end in zip(counts[:-1], np.cumsum(counts)[:-1], strict=True):
-        assert (count + 1) * np.sort(lengths)[end] > batch_tokens
+    in_order, most_padding = np.sort(lengths), sum(lengths) * len(lengths) if batch_padding is None else batch_padding
+    for count, end in zip(counts, np.cumsum(counts), strict=True):
+        assert count * in_order[end - 1] - in_order[end - count : end].sum() <= most_padding
+        if end < len(lengths):
+            padded = (count + 1) * in_order[end]
+            assert padded > batch_tokens or padded - in_order[end - count : end + 1].sum() > most_padding
     ids = inputs.input_ids.split([count * longest for count, longest, _ in inputs.batches])
     numbers = [number for _, _, number in inputs.batches]
     reads = zip(ids, inputs.tokens.split(numbers), inputs.slots.split(numbers), strict=True)

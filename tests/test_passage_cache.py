@@ -23,9 +23,8 @@ from tiny_models import BACKBONES, WINDOW, backbone_config, random_row, tiny_ali
 from transformers import DynamicCache
 
 from arcaligner import kv_cache_arcaligner
-from arcaligner.attention_arcaligner import cache_of
 from arcaligner.encoder_arcaligner import SlotEncoder
-from arcaligner.kv_cache_arcaligner import keys_values_of, load_keys_values, save_keys_values
+from arcaligner.kv_cache_arcaligner import cache_of, keys_values_of, load_keys_values, save_keys_values
 
 in_float64 = pytest.mark.usefixtures("float64_model_code")  # of this thread
 FIVE_TOKENS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}

@@ -13,13 +13,13 @@ from ..segmentation_arcaligner import run_ends
 
 
 def drawn_rate(row_ids: Sequence[str], rates: Sequence[int | str]) -> int | str:
-    """Draw one rate for a batch, so that its rows have similar lengths. The ids of the rows decide it, so a resumed run
-    needs no generator state."""
+    """Draw the tokens per slot of a batch, the same for all rows, so that they have similar lengths. The ids of the
+    rows decide it, so a resumed run needs no generator state."""
     return rates[stable_number("rate:" + ":".join(row_ids), len(rates))]
 
 
 def padded(rows: Sequence[Sequence[int]], value: int, side: str = "right") -> torch.LongTensor:
-    """Lists as the rows of a tensor (rows, longest), with `value` at one `side`."""
+    """Pad lists to the rows of a tensor (rows, longest), with `value` on one `side`."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     filled = np.full((len(rows), lengths.max()), value)
     is_own = np.arange(filled.shape[1]) < lengths[:, None]

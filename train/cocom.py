@@ -116,21 +116,21 @@ class CompressingModel(nn.Module):
 
     @classmethod
     def new(cls, base, recipe: CocomArguments) -> "CompressingModel":
-        """A new, untrained one around a base model."""
+        """Create an untrained model around a base model."""
         sizes = {"r": recipe.lora_r, "lora_alpha": recipe.lora_alpha}
         lora = LoraConfig(**sizes, target_modules="all-linear", task_type="CAUSAL_LM")
         return cls(get_peft_model(base, lora), recipe.tokens_per_slot)
 
     @classmethod
     def load(cls, base, folder: str | Path, is_trainable: bool = False) -> "CompressingModel":
-        """Around a base model, with the weights of [`save`]."""
+        """Load the weights of [`save`] around a base model."""
         settings = json.loads(Path(folder, SETTINGS).read_text(encoding="utf-8"))
         model = cls(PeftModel.from_pretrained(base, folder, is_trainable=is_trainable), settings["tokens_per_slot"])
         model.load_state_dict(load_file(Path(folder, TOKENS)), strict=False)
         return model
 
     def save(self, folder: str | Path) -> None:
-        """Writes the LoRA as PEFT does, and next to it the compression token and the rate."""
+        """Write the LoRA in PEFT's format, and next to it the compression token and how many tokens one replaces."""
         tokens = {"compression_token": self.compression_token, "norm": self.norm}
         save_file({name: each.detach().cpu().contiguous() for name, each in tokens.items()}, Path(folder, TOKENS))
         write_whole(Path(folder, SETTINGS), json.dumps({"tokens_per_slot": self.tokens_per_slot}) + "\n")
@@ -279,7 +279,7 @@ class CocomCollator:
 
 
 def train(recipe: CocomArguments, args: SFTConfig, settings: str) -> None:
-    """Trains while it holds the lock of its folder, and writes what [`CompressingModel.load`] reads; `settings` are of
+    """Train, and write what [`CompressingModel.load`] reads. The folder is locked meanwhile; `settings` are those of
     `run_settings`."""
     with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
         if Path(args.output_dir, CONFIG_NAME).exists():
@@ -320,7 +320,7 @@ def start_model(recipe: CocomArguments, base) -> CompressingModel:
     if model.tokens_per_slot != recipe.tokens_per_slot:
         raise ValueError(
             f"`tokens_per_slot` is {recipe.tokens_per_slot}, but {folder} was trained with {model.tokens_per_slot}. "
-            "Name a run of the same rate in `start_from`."
+            "Name a run with the same `tokens_per_slot` in `start_from`."
         )
     return model
 

@@ -110,7 +110,8 @@ def fit_confidence(
     number_held_out: int,
     rates: tuple[int | str, ...],
 ) -> dict[str, dict[str, float]]:
-    """Gives `model` a fitted answerability head. Returns its accuracy on the held-out questions at each rate."""
+    """Give `model` a fitted answerability head. Return its accuracy on the held-out questions at each number of tokens
+    per slot."""
     num_layers, width = model.config.text_config.num_hidden_layers, model.config.text_config.hidden_size
     layers = list(range(math.floor(DEPTHS[0] * num_layers), math.ceil(DEPTHS[1] * num_layers)))
     rows = partly_unanswerable(recipe, number, share=0.5, held_out=False)
@@ -171,9 +172,9 @@ def graded_answers(
 def fit_likelihood(
     model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, recipe: RecipeArguments, number: int
 ) -> list[list[str]]:
-    """Gives `model` the regression that separates right answers from wrong ones. Returns rows of a table: for each
-    share of the answers, the F1 of those with the highest answerability and of those with the highest likelihood, the
-    latter fitted on the other half of the questions. It is empty if no answer is right, or all are."""
+    """Give `model` the regression that separates right answers from wrong ones. Return rows of a table: for each share
+    of the answers, the F1 of those with the highest answerability, and of those with the highest likelihood. The
+    likelihood is fitted on the other half of the questions. The table is empty if no answer is right, or all are."""
     *evidence, f1 = graded_answers(model, processor, partly_unanswerable(recipe, number, share=0.2))
     features, is_right = np.stack(evidence, axis=1), f1 >= RIGHT
     likelihood, halves = np.zeros(len(f1)), np.arange(len(f1)) % 2
@@ -207,9 +208,10 @@ def main(
     model, processor = load_mean([aligner])
     data = read_recipe(recipe, data_dir)
     rates = tuple(dict.fromkeys([processor.tokens_per_slot, *(processor.trained_tokens_per_slot or RATES)]))
+    had_multihop_head = model.multihop_head is not None
     results = {} if keep_head else fit_confidence(model, processor, data, number, held_out, rates)
     curve = fit_likelihood(model, processor, data, held_out)
-    model.save_answerability_head(aligner)
+    model.save_heads(aligner)
     settings = read_json(path := aligner / PROCESSOR_NAME)
     write_whole(path, json.dumps(settings | {"no_answer": processor.no_answer or NO_ANSWER}, indent=2) + "\n")
     names = ("refused", "wrongly refused", "AUROC")
@@ -217,6 +219,8 @@ def main(
     threshold = f"threshold {model.config.answerability_threshold}"
     lines = [*markdown_table(["rate", *names], cells), threshold, ""]
     typer.echo("\n".join([*lines, *markdown_table(["answers left", "F1 by answerability", "by likelihood"], curve)]))
+    if had_multihop_head and model.multihop_head is None:
+        typer.echo("The multi-hop head was removed. Fit it again with `python -m arcaligner.train.multihop`.")
 
 
 if __name__ == "__main__":

@@ -87,7 +87,8 @@ class NearestPassages:
         return taken
 
     def mixed(self, rows: list[Row], share: float, seed: int, most: int = 4) -> list[dict[str, str]]:
-        """The passages that `rows` share, for a `share` of rows with 1 to `most` of the nearest ones, in random order.
+        """The passages that `rows` share. For a `share` of rows, 1 to `most` of the nearest other passages are added,
+        in random order.
 
         None of the added ones contains an answer to any of the rows; fewer are added if there are not enough. The draw
         depends on the seed and the first row's id only, so a row has the same passages in each run and process.

@@ -308,7 +308,7 @@ def choose_template(example_id: str) -> tuple[str, str]:
 
 
 class Remembered:
-    """A function of a list that gives a result for each key, of which about the last `most` are kept."""
+    """Caches a function that gives a result for each key of a list; about the last `most` results are kept."""
 
     def __init__(self, compute: Callable[[list], list], most: int):
         self.compute, self.most, self.found = compute, most, {}
@@ -360,13 +360,13 @@ class ExampleBuilder:
         self._passages_tokens([("", "A sentence.")])
 
     def read(self, passages: Sequence[dict[str, str]], rows: Sequence[Row] = ()) -> None:
-        """Reads passages, and questions of rows, together, which takes less time than one by one; for a builder that
-        caches them."""
+        """Read passages and questions of rows together, which is faster than one by one. Only for a builder that caches
+        them."""
         self._passages_tokens([(passage["title"], passage["text"]) for passage in passages])
         self._question_turns([_asked(row) for row in rows])
 
     def reconstruction_examples(self, rows: list[Row]) -> Iterator[Example]:
-        """Stage I: each run of 1 to `max_segments` segments of a passage as slots, its text as the target."""
+        """Stage I: each span of 1 to `max_segments` segments of a passage as slots, its text as the target."""
         for row in rows:
             for document, passage in enumerate(row["passages"]):
                 (segments,), start = self._passages_tokens([(passage["title"], passage["text"])]), 0
@@ -783,9 +783,8 @@ class _ExampleMaker:
 
 
 class _Makers:
-    """Runs an [`_ExampleMaker`] in several processes. Each process makes the examples of the same part of the corpus in
-    all blocks: neighbouring rows are about the same articles, so that most of its passages are in its cache.
-    """
+    """Runs an [`_ExampleMaker`] in several processes. Each process makes the same part of the corpus in all blocks.
+    Neighboring rows are about the same articles, so most of their passages are in its cache."""
 
     def __init__(self, maker: _ExampleMaker, num_proc: int | None):
         self.num_proc = num_proc or 1

@@ -174,7 +174,7 @@ class ApartCollator:
 
 
 def train(recipe: FullTextArguments, args: SFTConfig, settings: str) -> None:
-    """Trains the LoRA while it holds the lock of its folder, and saves it there as PEFT does; `settings` are of
+    """Train the LoRA, and save it in PEFT's format. The folder is locked meanwhile; `settings` are those of
     `run_settings`."""
     with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
         if Path(args.output_dir, CONFIG_NAME).exists():

@@ -103,7 +103,7 @@ def batches_of(lengths: Sequence[int], most: int) -> list[list[int]]:
 
 
 def unasked(paragraphs: Iterable[Row], asked: Iterable[Row]) -> list[Row]:
-    """The rows of `paragraphs` with one passage each that none of the rows `asked` has, without duplicates."""
+    """Rows of `paragraphs` with one passage each, without duplicates and without passages of the rows `asked`."""
     known = {passage["text"] for row in asked for passage in row["passages"]}
     found = {}
     for row in paragraphs:

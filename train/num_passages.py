@@ -6,7 +6,9 @@ The passages that a question needs are given among the nearest others that do no
 three or five together. The default of `max_passages` rests on this table. It counts questions that need one passage and
 questions that need several separately, since using one passage fails the latter. *Prior*: all passages are used, and
 the attention to the slots of each is weighted by its score (`passage_prior` of `PassageCache.prepare`). *Three if
-unsure*: three passages if the top-ranked one by itself is unlikely to contain the answer, else this one.
+unsure*: three passages if the top-ranked one by itself is unlikely to contain the answer, else this one. *As needed*:
+as without `max_passages`, two passages for questions that the multi-hop head finds to need several, else one. The
+questions are those of half of the held-out articles; the head is fitted on the other half.
 """
 
 import math
@@ -21,7 +23,7 @@ import typer
 from tqdm.auto import tqdm
 
 from ..answering_arcaligner import Answerer, greedy_answers, select_top
-from ..common.files import markdown_table, run_command
+from ..common.files import markdown_table, run_command, stable_number
 from ..common.rows import Row, token_f1
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -31,21 +33,23 @@ from .recipe import RecipeArguments
 from .validate import asked_rows, load_mean, read_recipe
 
 SIZES = 2, 3, 5
-WAYS = "top-ranked", "two", "three if unsure", "all", "all, prior", "needed"
+WAYS = "top-ranked", "two", "three if unsure", "as needed", "all", "all, prior", "needed"
+FITTED, ASKED = 0, 1  # halves of the held-out articles: the one that `train/multihop.py` uses, and the one asked here
 UNSURE = 0.5  # answerability of the top-ranked passage, below which three are used
 CACHE_BYTES = 2**30
 
 
-def mixed_rows(recipe: RecipeArguments, number: int) -> list[Row]:
-    """About `number` questions of held-out articles. `passages` are those that the answer needs, mixed with the nearest
-    others of these articles; `gold` has their numbers, and `needs` is `"one"` or `"several"`."""
-    rows = asked_rows(recipe, number)
+def mixed_rows(recipe: RecipeArguments, number: int, half: int, sizes: Sequence[int] = SIZES) -> list[Row]:
+    """About `number` questions of half of the held-out articles, 0 or 1. `passages` are those that the answer needs,
+    mixed with the nearest others of the held-out articles, one of `sizes` in all; `gold` has their numbers, and `needs`
+    is `"one"` or `"several"`."""
+    rows = [row for row in asked_rows(recipe, 2 * number) if half_of(row) == half]
     nearest = NearestPassages(row for source in recipe.train_files for row in open_part(recipe, source, held_out=True))
     mixed = []
     for row in rows:
         draw = random.Random(row["id"])
         own, _ = own_passages(row)
-        size = max(draw.choice(SIZES), len(own) + 1)
+        size = max(draw.choice(sizes), len(own) + 1)
         others = nearest.without_answer(row["question"], row["answers"], own, size - len(own))
         order = draw.sample(range(len(own) + len(others)), len(own) + len(others))
         passages = [[*own, *others][place] for place in order]
@@ -53,6 +57,11 @@ def mixed_rows(recipe: RecipeArguments, number: int) -> list[Row]:
         needs = "one" if len(own) == 1 else "several"
         mixed.append(row | {"passages": passages, "gold": gold, "needs": needs})
     return mixed
+
+
+def half_of(row: Row) -> int:
+    """The half of the articles that a question is of, 0 or 1: that of the first passage that it needs."""
+    return stable_number(f"half:{own_passages(row)[0][0]['title']}", 2)
 
 
 @torch.inference_mode()
@@ -71,6 +80,7 @@ def answers_by_way(
             "top-ranked": [first],
             "two": select_top(scores, 2),
             "three if unsure": select_top(scores, 3) if scores[first].answerability < UNSURE else [first],
+            "as needed": answerer.select([question], [passages], tokens_per_slot=rate)[0].numbers,
             "all": range(len(passages)),
             "all, prior": range(len(passages)),
             "needed": row["gold"],
@@ -107,7 +117,7 @@ def main(
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
 ) -> None:
     """Print the F1 of answers from the top-ranked passages, from all, and from those that are needed."""
-    rows = mixed_rows(read_recipe(recipe, data_dir), number)
+    rows = mixed_rows(read_recipe(recipe, data_dir), number, ASKED)
     model, processor = load_mean([aligner])
     for rate in rates.split(","):
         scores = answers_by_way(model, processor, rows, int(rate) if rate.isdecimal() else rate)

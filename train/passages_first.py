@@ -93,7 +93,8 @@ class PassagesFirstCollator:
     def _turns(
         self, rows: list[dict[str, Any]], passages_of_row: list[list[int]], sizes: list[int], width: int
     ) -> dict[str, torch.Tensor]:
-        """The second phase; `sizes` are the slots of each passage, `width` the length of a row of the first."""
+        """The second phase; `sizes` are the numbers of slots of each passage, `width` is the row length of the first
+        phase."""
         names = ("input_ids", "labels", "turn_ids", "position_ids", "kept", "is_slot")
         found: dict[str, list[list[int]]] = {name: [] for name in names}
         held, first = [], 0  # by row and turn: which kept positions are of a passage with the answer
@@ -227,9 +228,9 @@ def turns_mask(turn_ids: torch.LongTensor, kept: torch.LongTensor, dtype: torch.
 
 
 def attention_loss(attentions: Sequence[torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Mean of `-log` of the share of slot attention that goes to passages with the answer, over layers and over
-    positions that predict an answer which some passages contain and others do not. `attentions` are of each layer
-    (batch, heads, seq_len, num_kept + seq_len)."""
+    """Mean of `-log` of the share of slot attention that goes to passages with the answer. It is the mean over layers,
+    and over positions that predict an answer which some passages contain and others do not. `attentions` are of each
+    layer (batch, heads, seq_len, num_kept + seq_len)."""
     turns = batch["turn_ids"]  # (batch, seq_len)
     predicts = torch.nn.functional.pad(batch["labels"][:, 1:] >= 0, (0, 1))
     holds = batch["holds_answer"].gather(1, turns.clamp(min=0)[:, :, None].expand(-1, -1, batch["kept"].shape[1]))

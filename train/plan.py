@@ -52,7 +52,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a GPU."""
+    """Memory of a training step on one GPU, in bytes."""
 
     backbone: int
     encoder: int
@@ -125,7 +125,7 @@ def num_parameters(config: PreTrainedConfig) -> int:
 
 
 def num_encoder_lora(config: PreTrainedConfig, rank: int) -> int:
-    """Parameters of LoRA on all linears of an encoder, its pooler left out."""
+    """Parameters of LoRA on all linears of an encoder, without its pooler."""
     with torch.device("meta"):
         linears = [each for each in AutoModel.from_config(config).named_modules() if type(each[1]) is torch.nn.Linear]
     return sum(rank * (each.in_features + each.out_features) for name, each in linears if "pooler" not in name)
@@ -140,8 +140,8 @@ def empty_aligner(text_config: PreTrainedConfig, stage: str, **settings: Any) ->
 
 
 def activation_bytes(config: PreTrainedConfig, positions: int, slots: int, itemsize: int, layers: int) -> int:
-    """Bytes that a frozen decoder or encoder keeps for the backward pass: two norms that compute in float32, queries,
-    keys, values and three products of the MLP for each position, and the float32 inputs of LoRA for each slot."""
+    """Bytes that a frozen decoder or encoder keeps for the backward pass. For each position: two norms that compute in
+    float32, queries, keys, values and three products of the MLP. For each slot: the float32 inputs of LoRA."""
     hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     of_position = (6 * hidden + 3 * inner) * itemsize

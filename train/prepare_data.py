@@ -132,7 +132,7 @@ def _converted(source: Source, stream: datasets.IterableDataset) -> Iterator[Row
 
 
 def _own(row: Row, source: Source) -> Row:
-    """A row of our schema, as a file has it."""
+    """A row as files of our schema have it."""
     own = own_row(row | {"id": f"{source.name}_{row['id']}"}, 0, where=source.place) | {"dataset": source.place}
     gold = own.pop("gold")
     return own | {"meta": {"gold": gold}} if gold else own

@@ -82,9 +82,9 @@ class ApartText(NamedTuple):
 
 
 @torch.inference_mode()
-def with_selected(answerer: Answerer, rows: list[Row], max_passages: int, **settings: Any) -> list[Row]:
-    """The rows with at most `max_passages` passages each, the top-ranked ones; `settings` as for
-    `Answerer.score`."""
+def with_selected(answerer: Answerer, rows: list[Row], max_passages: int | None, **settings: Any) -> list[Row]:
+    """The rows with at most `max_passages` passages each, the top-ranked ones, or, with `None`, as many as the question
+    needs; `settings` as for `Answerer.score`."""
     selected = []
     for row in tqdm(rows, desc="scoring passages", leave=False, disable=len(rows) == 1):
         (selection,) = answerer.select([row["question"]], [row["passages"]], max_passages, **settings)

@@ -134,7 +134,7 @@ class RecipeArguments:
         # Values of a command line are text, those of a recipe numbers.
         self.tokens_per_slot = [int(rate) if str(rate).isdecimal() else rate for rate in self.tokens_per_slot]
         if not self.tokens_per_slot:
-            raise ValueError('`tokens_per_slot` is empty; expected at least one rate, such as ["segment"].')
+            raise ValueError('`tokens_per_slot` is empty; expected at least one entry, such as ["segment"].')
         for rate in self.tokens_per_slot:
             check_tokens_per_slot(rate)
         refuse_unknown("`aligner`", self.aligner, [f.name for f in dataclasses.fields(ArcAlignerConfig)])
@@ -239,12 +239,12 @@ def accumulation_steps(global_batch_size: int, per_device: int, processes: int) 
     sizes = [size for size in range(1, global_batch_size + 1) if global_batch_size % (size * processes) == 0]
     at_most = global_batch_size // per_device if per_device > 0 else 0
     numbers = [number for number in range(1, at_most + 1) if global_batch_size % (per_device * number) == 0]
-    remedies = [f"for {processes} processes with a size of {_listed(sizes)}"] if sizes else []
-    remedies += [f"for {_listed(numbers)} processes with a size of {per_device}"] if numbers else []
+    remedies = [f"among {processes} processes with a size of {_listed(sizes)}"] if sizes else []
+    remedies += [f"among {_listed(numbers)} processes with a size of {per_device}"] if numbers else []
     raise ValueError(
-        f"`global_batch_size` {global_batch_size} is not a multiple of {processes} processes with a "
-        f"`per_device_train_batch_size` of {per_device}. It is one "
-        f"{', or '.join(remedies) or 'for no others: change it'}."
+        f"`global_batch_size` {global_batch_size} cannot be divided among {processes} processes with a "
+        f"`per_device_train_batch_size` of {per_device}. It can be divided "
+        f"{', or '.join(remedies) or 'in no other way: change it'}."
     )
 
 
@@ -409,8 +409,8 @@ class PreparationError(ValueError):
 
 @contextlib.contextmanager
 def preparation() -> Iterator[None]:
-    """Inside, errors about the start or the data become a [`PreparationError`], which `run_script` reports in one
-    line."""
+    """Context in which errors about the start or the data become a [`PreparationError`], which `run_script` reports in
+    one line."""
     try:
         yield
     except (ValueError, OSError) as error:

@@ -126,7 +126,7 @@ def _value(text: str) -> Any:
 
 
 def _as_number(value: Any) -> Any:
-    """YAML reads numbers like 1e-4, without a point, as text."""
+    """Convert a number such as 1e-4, which YAML reads as text because it has no point."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:

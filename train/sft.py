@@ -63,7 +63,7 @@ RARITY_EXAMPLES = 50_000
 @dataclass
 class ContextCollator:
     """
-    Makes a padded batch of examples. The rate that is drawn for the batch decides how many slots they have.
+    Makes a padded batch of examples. The tokens per slot that are drawn for the batch decide how many slots they have.
 
     Args:
         context_token_id (`int`): The id that marks a slot.
@@ -135,8 +135,8 @@ def encode_slots(
     config: ArcAlignerConfig, processor: ArcAlignerProcessor, batch: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
     """Encode the slots of a batch, as keyword arguments of a model of `config`: `context_embeds` (batch or passages,
-    max_slots, encoder_hidden_size), with a gradient if the encoder is trained, and the words and passages of the slots
-    if the model uses them."""
+    max_slots, encoder_hidden_size) and, if the model uses them, the words and passages of the slots. `context_embeds`
+    have a gradient if the encoder is trained."""
     embeds = processor.encoder.encode_inputs(batch["encoder_inputs"])
     rows = batch["passage_ids" if "passage_ids" in batch else "context_passage_ids"]
     slots = {"context_embeds": embeds.view(len(rows), -1, embeds.shape[-1])}
@@ -539,7 +539,8 @@ def _mean(pair: torch.Tensor) -> float:
 
 
 def load_processor(recipe: RecipeArguments, chat_template_path: str | None) -> ArcAlignerProcessor:
-    """The previous stage's processor or, for a base model, a new one; with the recipe's rates and chat template."""
+    """The previous stage's processor or, for a base model, a new one, with the recipe's tokens per slot and chat
+    template."""
     name = recipe.model_name_or_path
     config, _ = PreTrainedConfig.get_config_dict(resolve_model(name))
     if config.get("model_type") == ArcAlignerConfig.model_type:

@@ -77,8 +77,8 @@ def asked_rows(recipe: RecipeArguments, number: int, held_out: bool = True) -> l
 def target_losses(
     model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, examples: Sequence[dict], rate: int | str
 ) -> np.ndarray:
-    """Summed NLL of each example's target tokens (Eq. 10), from slots at a rate, and their number: (num_examples,
-    2)."""
+    """Summed NLL of each example's target tokens (Eq. 10), from slots of these tokens per slot, and their number:
+    (num_examples, 2)."""
     collator = ContextCollator(
         processor.context_token_id,
         processor.tokenizer.pad_token_id or 0,
@@ -145,7 +145,7 @@ def validate(
     number: int,
     num_answers: int,
 ) -> dict[str, dict]:
-    """Losses and answers, by rate. A loss is a pair of the mean and its standard error."""
+    """Losses and answers, by tokens per slot. A loss is a pair of the mean and its standard error."""
     rows = [row | {"passages": own_passages(row)[0]} for row in asked_rows(recipe, number)]
     texts = [row for source in recipe.reconstruction_files for row in open_part(recipe, source, held_out=True)]
     texts = sorted(texts, key=_drawn)[: number // 4]

@@ -100,8 +100,8 @@ def read_document(path: Path) -> Document:
 
 
 def cut(documents: list[Document], processor) -> tuple[list[Passage], list[dict[str, str]]]:
-    """The passages of files, and the same as documents of an aligner: a short text is one passage, a longer one
-    is cut as for a corpus. The pipeline cuts at the same length, but without headings and pages."""
+    """Cut files into passages, and return them also as documents for an aligner. A short text is one passage; a longer
+    one is cut as for a corpus, with its headings and pages, which the pipeline would ignore."""
     passages = []
     for document in documents:
         if processor.slot_encoder.count_tokens([readable(document.text).text]) > processor.max_passage_tokens:
@@ -371,7 +371,7 @@ def serve_answers(
     max_batch: Annotated[int, typer.Option(help="Maximum number of requests per batch.", min=1)] = 8,
     prefix_megabytes: Annotated[int, typer.Option(help="Memory for cached passages, in MiB.", min=0)] = 512,
     answer_megabytes: Annotated[
-        int, typer.Option(help="Memory for answers that are written together, in MiB; further requests wait.", min=0)
+        int, typer.Option(help="Memory for answers generated together, in MiB; further requests wait.", min=0)
     ] = 4096,
     api_key: Annotated[
         str | None, typer.Option(envvar="ARCALIGNER_API_KEY", help="API key that clients have to send.")

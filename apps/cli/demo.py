@@ -3,8 +3,8 @@
 The first ten questions of the SQuAD sample in `tests/data` with its first ten passages, like the results of a search;
 the first of these questions with four passages that do not answer it; and the three case studies of the paper's
 appendix, with their sentences as printed there, noise included. No question was selected by its answer. If the aligner
-can score passages, it uses the top-ranked one, and the base model gets the text of the same passage; otherwise both use
-all.
+can score passages, it uses the top-ranked one or two, and the base model gets the text of the same passages; otherwise
+both use all.
 """
 
 import time
@@ -28,7 +28,7 @@ NEXT = 'Next, ask about your own file: arcaligner answer "What does it say?" --d
 
 
 class Told(NamedTuple):
-    """An answer, the positions that its passages took, and its seconds."""
+    """An answer, with the number of positions that its passages take, and its seconds."""
 
     text: str
     positions: int

@@ -52,7 +52,7 @@ MaxPassages = Annotated[
     int | None,
     typer.Option(
         help="Maximum number of passages to use, those most likely to contain the answer. "
-        "Default: 1, or all if the aligner cannot score passages.",
+        "Default: 1, or 2 for a question that needs two; all if the aligner cannot score passages.",
         min=1,
     ),
 ]
@@ -71,7 +71,7 @@ CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of the corp
 
 
 def check_there(checkpoint: str) -> None:
-    """Raise if there is no such folder, and no such Hub id in the cache or on the Hub: transformers would retry each
+    """Raise early if a checkpoint is neither a folder nor a Hub id that can be found. transformers would retry each
     file six times, for minutes."""
     if not checkpoint:
         raise ValueError(
@@ -116,8 +116,8 @@ def limit_threads() -> None:
 
 
 def load_pipeline(checkpoint: str, dtype: str | None = None, device: str | None = None):
-    """The pipeline of a checkpoint, from this package's own code, in the precision of the option [`Dtype`] and on the
-    device of [`Device`]."""
+    """Load the pipeline of a checkpoint with this package's own code, in the precision of [`Dtype`] and on the device
+    of [`Device`]."""
     check_there(checkpoint)
     # Imported here, so that `--help` and errors in options do not wait.
     import torch
@@ -143,9 +143,8 @@ def load_pipeline(checkpoint: str, dtype: str | None = None, device: str | None 
 
 def load_engine(checkpoint: str, corpus: Path | None, dtype: str | None = None, device: str | None = None, **settings):
     """Load an engine and answer one request, so that no user waits for lazy loading. The model is loaded in a thread
-    that ends: PyTorch keeps a pool of threads for each thread that has computed, and two pools on the same cores make
-    the engine up to a quarter slower.
-    """
+    that ends, because PyTorch keeps a pool of threads for each thread that has computed. Two pools on the same cores
+    would make the engine up to a quarter slower."""
     from ..server.engine import Engine
 
     engine = Engine(*_load_parts(checkpoint, corpus, dtype, device), **settings)
@@ -176,7 +175,8 @@ def load_vllm_engine(
     folder: Path | None,
     **settings,
 ):
-    """The same with a vLLM at `url`, or with one that is started with `options`; it reads passages from `folder`."""
+    """As [`load_engine`], with a vLLM at `url` or one that is started with `options`; it reads passages from
+    `folder`."""
     import atexit
     import shlex
     import shutil
@@ -235,7 +235,7 @@ def show(text: str) -> None:
 
 
 def one_line(text: str) -> str:
-    """`text` without line breaks: an id of a document cannot look like the next line."""
+    """`text` without line breaks, so that an id of a document cannot look like another line."""
     return printable(text).replace("\n", "\\n")
 
 

@@ -88,7 +88,7 @@ def build_corpus(
             num_hidden += may_hold_documents
 
     def is_first(document: Document) -> bool:
-        """Whether its id is new. Another text under the same id is skipped."""
+        """Whether the id of a document is new in this build. A second text under the same id is skipped."""
         text, before = hash((document.title, document.text)), text_of.get(hash(document.id))
         if before is None:
             text_of[hash(document.id)] = text
@@ -135,8 +135,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 class _Batch(NamedTuple):
-    """Documents that are written in one step: their rows, once they are made, and the ids of the documents that they
-    replace."""
+    """Documents that are written in one step: their rows, and the ids of the documents that they replace."""
 
     rows: "Future[pa.Table | None]"
     replaced: list[str]
@@ -150,7 +149,7 @@ def _encoded(
     encode: Callable[[list[Document]], "Future[pa.Table | None]"],
     ahead: int,
 ) -> Iterator[_Batch]:
-    """Batches in order, with at most `ahead` of them submitted before the one that is written."""
+    """Yield encoded batches in order; at most `ahead` further ones are encoded meanwhile."""
     waiting: deque[_Batch] = deque()
     for documents in batches:
         known = corpus.digests(document.id for document in documents)
@@ -166,7 +165,7 @@ def _encoded(
 def _encoding(
     corpus: Corpus, processor, processes: int
 ) -> Iterator[Callable[[list[Document]], "Future[pa.Table | None]"]]:
-    """A function that makes rows of documents: in this process, or in several, which share its threads."""
+    """Provide a function that turns documents into rows, in this process or in several that share its threads."""
     if processes == 1:
 
         def encode(documents: list[Document]) -> "Future[pa.Table | None]":

@@ -22,9 +22,9 @@ BATCH_PASSAGES = 32
 
 
 def read_corpus(corpus: Corpus, model, processor, tell: Callable[[str], Any] = lambda said: None) -> str:
-    """Precompute all passages of a corpus that are not cached yet, after the text that precedes the slots in a prompt
-    without a system message; return their number. A killed run continues where it stopped. `tell` is called with the
-    size on disk, then with the progress after each batch.
+    """Precompute all passages of a corpus that are not cached yet, for prompts without a system message, and return
+    their number. A killed run continues where it stopped. `tell` is called with the size on disk, then with the
+    progress after each batch.
 
     Raises:
         `ValueError`: an aligner with joint passages, or with other slots; another process that writes.

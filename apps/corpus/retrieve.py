@@ -49,7 +49,7 @@ class SlotPassages:
         return [each for each in self.documents if each.get("read", True)]
 
     def only(self, numbers: Collection[int]) -> "SlotPassages":
-        """The same with the slots of these passages only; `read` marks their documents."""
+        """These passages only, with their slots; `read` marks their documents as used."""
         segments, embeds, words, ids, dropped = self.encoded
         is_in = torch.isin(ids, torch.tensor(list(numbers), device=ids.device))
         segments, dropped = ([each for each in some if each.document in numbers] for some in (segments, dropped))

@@ -110,8 +110,8 @@ def _read_file(path: Path, name: str, options: dict[str, Any], skip: Callable[..
 
 
 def _read_json_lines(path: Path, name: str, options: dict[str, Any], skip: Callable[..., None]) -> Iterator[Document]:
-    """Documents of the rows of a file. A broken line loses only its own document if rows are identified by their lines;
-    otherwise it may be any document."""
+    """Yield the documents of the rows of a file. If rows are identified by their line, a broken line hides its own
+    document only; otherwise it may hide any."""
     broken: list[tuple[int, str]] = []
     num_rows = num_by_line = 0
     try:
@@ -131,7 +131,7 @@ def _id_of_row(place: str, number: int) -> str:
 def _documents_of_rows(
     place: str, rows: Iterable[tuple[int, dict[str, Any]]], options: dict[str, Any], skip: Callable[..., None]
 ) -> Iterator[Document]:
-    """Documents of rows, each with its number or line, which identifies it if it has no `id`."""
+    """Yield documents of rows. A row without an `id` is identified by its number or line."""
     for number, row in rows:
         where, text, passages = _id_of_row(place, number), row.get(options["text"]), row.get("passages")
         title, known = row.get(options["title"] or "title"), where if row.get("id") is None else str(row["id"])

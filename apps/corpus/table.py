@@ -137,7 +137,7 @@ class Corpus:
         tokens_per_slot: int | str | None = None,
         passage_tokens: int | None = None,
     ) -> "Corpus":
-        """A new, empty corpus, or an existing one that was made with the same settings.
+        """Create an empty corpus, or open an existing one that was made with the same settings.
 
         Args:
             path (`str` or `Path`): Its folder.
@@ -220,7 +220,7 @@ class Corpus:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A lock: inside, only this process writes.
+        """Hold the lock of the corpus: inside, only this process writes.
 
         Raises:
             `ValueError`: another process holds the lock.
@@ -237,7 +237,7 @@ class Corpus:
             raise OSError(f"The corpus {self.path} cannot be written: {error}. Its content is unchanged.") from error
 
     def digests(self, documents: Iterable[str]) -> dict[str, str]:
-        """The digest of those documents that the corpus has, by their ids."""
+        """Digests of those documents that the corpus has, by their ids."""
         if not (documents := list(documents)):
             return {}
         rows = self.table.search().where(_is_one_of(documents)).select(["document", "digest"]).to_arrow()

@@ -24,10 +24,11 @@ from transformers import GenerationConfig
 from ...answering_arcaligner import copied_next, copied_texts
 from ...common.files import GGUF_FILE, INSTALL_BASE_MODEL, digest, refuse_unknown, wheel_directory
 from ...configuration_arcaligner import DEFAULT_BASE_MODEL, SLOT_SETTINGS, ArcAlignerConfig, check_gates, longest_prompt
+from ...encoder_arcaligner import documents_of
 from ...loading_arcaligner import WEIGHTS_DIGEST, AlignerMixin, check_values
 from ...modeling_arcaligner import ContextProjector
 from ...processing_arcaligner import ArcAlignerProcessor
-from ...tokenization_arcaligner import documents_of, text_of, title_of
+from ...tokenization_arcaligner import text_of, title_of
 from .gguf_files import ADAPTER_FILE, check_base_model, check_lora_positions
 
 TESTED_VERSION = "0.3.36"
@@ -67,8 +68,8 @@ def import_llama_cpp() -> Any:
 
 
 class State(NamedTuple):
-    """A state of the context, and the cells that it occupies: its positions, where independent passages count
-    separately."""
+    """A saved state of the context, and the number of cells that it occupies. Independent passages take cells of their
+    own, although they share positions."""
 
     data: bytes
     used: int
@@ -164,7 +165,7 @@ class Session:
         return np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, -1), (vocab_size,))
 
     def state(self) -> State:
-        """The context, for `restore`."""
+        """Save the context, for `restore`."""
         size = self._api.llama_state_seq_get_size(self._context, 0)
         buffer = (ctypes.c_uint8 * size)()
         self._check(self._api.llama_state_seq_get_data(self._context, buffer, size, 0) == size, "it returned no state")
@@ -220,7 +221,7 @@ class LlamaCppEngine:
         folder = Path(folder)
         self.config = config = ArcAlignerConfig.from_pretrained(folder)
         check_lora_positions(config, folder)
-        if config.refines(gate_mode):
+        if config.refines(gate_mode=gate_mode):
             raise ValueError(
                 f"The gates of {folder} are on (`gate_mode` {gate_mode or config.gate_mode!r}), which llama.cpp cannot "
                 'compute. Switch them off with `gate_mode="off"` (`--gate-mode off`), or use the PyTorch model.'
@@ -350,7 +351,7 @@ def _open_gguf(path: Path) -> gguf.GGUFReader:
 def _load_projector(
     folder: Path, config: ArcAlignerConfig, reader: gguf.GGUFReader
 ) -> tuple[ContextProjector, torch.Tensor | None]:
-    """The projector of a checkpoint and, if it uses words, the base model's embeddings (vocab_size, hidden)."""
+    """The projector of a checkpoint and, if it uses token embeddings, those of the base model (vocab_size, hidden)."""
     text = config.text_config
     projector = ContextProjector(config.encoder_hidden_size, text.hidden_size, config.word_parts, text.vocab_size)
     prefix = "model.projector."

@@ -85,8 +85,8 @@ class ServerSettings:
 
 
 async def read_body(request: Request, kind: str, most: int) -> bytes:
-    """The body of a request. It is refused before it is read whole where it is longer than `most` bytes, slow, or of
-    another `kind`: a form of another page, which a browser sends without asking, is neither JSON nor a plain file."""
+    """Read the body of a request. Refuse it early if it is longer than `most` bytes, too slow, or of another content
+    type than `kind`, so that a page of another web site cannot send a form."""
     if (given := request.headers.get("content-type", "").partition(";")[0].strip().lower()) != kind:
         raise HTTPException(
             415, f"Got a body with `Content-Type: {given or 'none'}`; expected `{kind}`. Set this header."
@@ -297,7 +297,7 @@ class Routes:
         return {"object": "list", "data": [await self.model(self.settings.model)]}
 
     async def in_time(self, result: Awaitable[Any], asked: EngineRequest) -> Any:
-        """A result of the engine within the time that an answer has, whatever the engine does meanwhile."""
+        """Wait for a result of the engine, at most as long as an answer may take."""
         seconds = self.engine.limits.seconds
         try:
             return await asyncio.wait_for(result, max(0, asked.arrived + seconds - time.monotonic()))
@@ -342,7 +342,7 @@ class Routes:
     async def _events(
         self, head: dict[str, Any], body: ChatRequest, asked: EngineRequest, piece: str | None, pieces: asyncio.Queue
     ) -> AsyncIterator[str]:
-        """A stream: the pieces of an answer; its last event has the report, and the usage where that is asked for."""
+        """Events of a stream: the parts of the answer, and at the end the report and, on request, the usage."""
 
         def new(delta: dict[str, str], finish_reason: str | None = None, **report: Any) -> str:
             choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}

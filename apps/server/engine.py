@@ -52,8 +52,8 @@ TURN_SECONDS = 0.5
 
 
 class PassageEncoder:
-    """The slots of passages, each encoded once for all requests with it, so that its slots are the same in all of them
-    and its keys and values are found in the cache."""
+    """Encodes each passage once for all requests. So its slots are the same in all of them, and its keys and values are
+    found in the cache."""
 
     def __init__(self, processor, max_passages: int = KEPT_PASSAGES):
         self.processor, self.max_passages = processor, max_passages
@@ -84,7 +84,8 @@ class PassageEncoder:
         keys = self._keys(documents, tokens_per_slot)
         found = {key: self._kept[key] for key in keys if key in self._kept}
         new = {key: each for key, each in zip(keys, documents, strict=True) if key not in found}
-        found |= zip(new, self._encode(list(new.values()), tokens_per_slot, turn), strict=True)
+        if new:
+            found |= zip(new, self._encode(list(new.values()), tokens_per_slot, turn), strict=True)
         for key in keys:
             self._kept[key] = found[key]
             self._kept.move_to_end(key)
@@ -128,7 +129,7 @@ class Engine:
         retriever ([`Retriever`], *optional*): For requests without documents. Precomputed passages of its corpus are
             not computed again.
         top_k (`int`), tokens_per_slot (`int` or `"segment"`), min_confidence (`float`), max_passages (`int`): Defaults
-            of requests. By default, the top-ranked of several passages is used (`Answerer.max_passages`).
+            of requests. By default, as many passages are used as the question needs (`Answerer.select`).
         max_batch (`int`): Maximum number of requests that are prepared together. Four times as many are written.
         batch_seconds (`float`): Time that the first request of a batch waits for others.
         prefix_bytes (`int`): Memory for slot prefixes that are cached between requests.
@@ -139,7 +140,8 @@ class Engine:
         limits ([`Limits`]): What a request may ask for.
 
     Raises:
-        `ValueError`: settings that are invalid; a `generation_config` with a `cache_implementation`.
+        `ValueError`: settings that are invalid; a `generation_config` with a `cache_implementation`, an
+            `encoder_repetition_penalty` or an `encoder_no_repeat_ngram_size`.
     """
 
     def __init__(
@@ -165,13 +167,19 @@ class Engine:
                 f"`generation_config.cache_implementation` is {kind!r}; expected none, because requests to a server "
                 "share a cache that grows and shrinks with them. Remove the field from generation_config.json."
             )
+        for name in ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size"):
+            if (value := getattr(ask.model.generation_config, name)) not in (None, 0, 1.0):
+                raise ValueError(
+                    f"`generation_config.{name}` is {value!r}; expected none, because a server reads the beginning of "
+                    "an answer with its prompt when another one joins. Remove the field from generation_config.json."
+                )
         self.model, self.processor, self.retriever = ask.model, ask.processor, retriever
         kept = None if retriever is None else retriever.corpus.kept_folder
         options = {"max_bytes": prefix_bytes, "folder": folder or kept, "read_only": folder is None}
         self.answerer = Answerer(ask.model, ask.processor, ask.model.passage_cache(ask.processor, **options))
         self._check(tokens_per_slot, min_confidence, max_passages)
         self.top_k, self.tokens_per_slot, self.min_confidence = top_k, tokens_per_slot, min_confidence
-        self.max_passages = max_passages or self.answerer.max_passages
+        self.max_passages, self._least_scored = max_passages, self.answerer.max_passages
         self.max_batch, self.batch_seconds, self.limits = max_batch, batch_seconds, limits or Limits()
         self.store = self.answerer.cache
         self._encode = PassageEncoder(self.processor)
@@ -232,7 +240,7 @@ class Engine:
         return request.future
 
     def _wake(self) -> None:
-        """Have all threads that wait for a change look again."""
+        """Wake all threads that wait for a change."""
         with self._change:
             self._change.notify_all()
 
@@ -285,7 +293,7 @@ class Engine:
                     self._change.notify_all()
 
     def _wait_for_requests(self) -> bool:
-        """Waits until some should be taken; not if the engine is closed, and none are left."""
+        """Wait until requests should be taken. Do not wait if the engine is closed and has none."""
 
         def is_full() -> bool:
             return self._closed or len(self._waiting) >= self._most_prepared
@@ -314,7 +322,7 @@ class Engine:
         return batch
 
     def _prepare(self, batch: list[Request], turn: ThreadTurn) -> None:
-        """Has a batch of requests written, after their first tokens."""
+        """Prepare a batch of requests up to their first tokens, and hand the answers over to be continued."""
         wanted = [request for request in batch if request.future.set_running_or_notify_cancel()]
         read, choose = (functools.partial(each, turn) for each in (self._read, self._choose))
         found = [request for one in wanted for (request,), _ in each_fails_alone([one], read)]
@@ -363,12 +371,12 @@ class Engine:
         else:
             self._encode.check_room(texts, rate, self._room(request, len(texts)))
             turn.pass_on()
-            encoded = None if request.wants_fewer(len(texts)) else self._encode(texts, rate, turn=turn)
+            encoded = None if self._selects(request, len(texts)) else self._encode(texts, rate, turn=turn)
         seconds = {"retrieval": 0.0, "slots": time.perf_counter() - began}
         request.passages = SlotPassages(passages, encoded, seconds)
 
     def _check_size(self, documents: list[dict], rate: int | str | None) -> None:
-        """Refuses documents that have too many slots however they are cut, before that takes seconds."""
+        """Refuse documents that have too many slots however they are cut. Cutting them first could take seconds."""
         rate = self.processor.tokens_per_slot if rate is None else rate
         if rate == "segment":
             return
@@ -384,12 +392,12 @@ class Engine:
     def _room(self, request: Request, num_passages: int) -> int:
         """Slot limit of a request with this many passages: higher if they are scored one by one than if all are
         used."""
-        return self.limits.max_slots_asked if request.wants_fewer(num_passages) else self.limits.max_slots
+        return self.limits.max_slots_asked if self._selects(request, num_passages) else self.limits.max_slots
 
     def _choose(self, turn: ThreadTurn, group: list[Request]) -> None:
-        """Reduce the passages of each request to its maximum: score each passage separately, and keep the top-ranked
-        ones."""
-        group = [each for each in group if each.passages and each.wants_fewer(len(each.passages.documents))]
+        """Reduce the passages of each request to those that its question needs, or to its maximum: score each passage
+        separately, and keep the top-ranked ones."""
+        group = [each for each in group if each.passages and self._selects(each, len(each.passages.documents))]
         if not group:
             return
         own_turn = GroupTurn(turn, group)
@@ -418,6 +426,11 @@ class Engine:
                 sure = own[number].answerability if number in own else None
                 document |= dict.fromkeys(("answerability", "confidence"), sure)  # the second is its name in 0.2
 
+    def _selects(self, request: Request, num_passages: int) -> bool:
+        """Whether so many passages are scored, because a request may not use all of them."""
+        most = request.max_passages or self._least_scored
+        return most is not None and num_passages > most
+
     def _similarities(self, request: Request, turn: GroupTurn) -> list[float]:
         """The cosine of the question and each of a request's passages."""
         documents = request.passages.documents
@@ -429,7 +442,8 @@ class Engine:
         return found
 
     def _slots_of(self, request: Request, numbers: list[int], turn: GroupTurn) -> GivenSlots | None:
-        """The slots of at least these of a request's passages, which are encoded now unless they are known."""
+        """The slots of these passages of a request, and maybe of others. Passages that are not known yet are
+        encoded."""
         if not numbers:
             return None
         encoded = request.passages.encoded or self._encoded(request, numbers, turn)
@@ -462,26 +476,26 @@ class Engine:
         else:
             # Text of a client must never end a turn.
             slots = {} if self.processor.chat_template is None else {"sanitize_control_tokens": True}
-            inputs = {**chat_inputs(self.processor, [self._chat(request) for request in group], **slots)}
+            inputs = dict(chat_inputs(self.processor, [self._chat(each) for each in group], **slots))
+            inputs = {name: each.to(self.model.device) for name, each in inputs.items()}
             check_length(inputs["input_ids"].shape[1], "The prompt", self.model.config.text_config)
             self._wait_for_room(group, inputs["attention_mask"].sum(dim=1).tolist(), own_turn)
             inputs["past_key_values"] = DynamicCache(config=self.model.config.text_config)
-        device = self.model.device
-        inputs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         return prefill_beginning(self.model, inputs, own_turn)
 
     def _questions(self, group: list[Request], turn: Turn) -> AskedQuestions:
         """The questions of requests, each with the slots of the passages that it uses."""
         asked = []
         for request in group:
-            slots = request.passages.inputs
-            if (num_slots := len(slots["context_embeds"])) > self.limits.max_slots:
+            _, embeds, words, ids, _ = request.passages.encoded
+            if (num_slots := len(embeds)) > self.limits.max_slots:
                 raise ValueError(
                     f"The passages have {num_slots} slots; expected at most {self.limits.max_slots}. Pass fewer "
                     "passages, a lower `max_passages`, or put more text into a slot (`tokens_per_slot`)."
                 )
             if (known := request.asked) is None:  # else its passages were scored
-                known = self.store.ask([self._chat(request)], None, **{name: [each] for name, each in slots.items()})
+                words = None if words is None else [words]
+                known = self.store.ask([self._chat(request)], None, [embeds], words, [ids])
             asked += known.questions
         return known._replace(questions=asked, turn=turn)
 
@@ -494,7 +508,7 @@ class Engine:
         return request.messages[0]["content"]
 
     def _generate(self, group: list[Request], inputs: dict[str, Any], began: float) -> None:
-        """Writes the first token of each request, and lets the rest be written."""
+        """Generate the first token of each request, and hand the answers over to be continued."""
         ids, mask, cache = (inputs[name] for name in ("input_ids", "attention_mask", "past_key_values"))
         rows = [
             LiveRow(
@@ -569,7 +583,7 @@ class Engine:
                 turn.give()
 
     def _write_all(self, turn: ThreadTurn) -> None:
-        """Writes the rest of all answers that are begun, those that join meanwhile, too."""
+        """Generate the rest of all answers that have begun, and of those that join meanwhile."""
         live: list[LiveBatch] = []
         while True:
             with self._change:
@@ -601,8 +615,8 @@ class Engine:
 
 
 def each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) -> Iterator[tuple[list[Request], Any]]:
-    """Run a group and, if that fails, its halves, so that an invalid request fails alone; requests that have ended
-    meanwhile are left out. Yields the parts that could be run, each with its result."""
+    """Run a group of requests and, if that fails, its halves, so that an invalid request fails alone. Yield the parts
+    that could be run, each with its result. Requests that have ended meanwhile are left out."""
     try:
         result = run(group)
     except EndedError:

@@ -12,11 +12,10 @@ from .engine import Engine
 
 
 class TimedConnection(H11Protocol):
-    """A connection with time limits; uvicorn itself only limits the time between two requests. It is closed unless
-    complete headers arrive within `seconds` of opening or of the first byte of a request, if the client takes no byte
-    of an answer for that long, or needs longer than `unread_seconds` to read it. With more than `most` connections, one
-    is closed: the oldest without a request, else the oldest that the server waits for.
-    """
+    """A connection with time limits; uvicorn itself limits only the time between two requests. A connection is closed
+    if complete headers do not arrive within `seconds`, if the client reads nothing of an answer for that long, or if it
+    needs longer than `unread_seconds` to read an answer. Above `most` connections the oldest one without a request is
+    closed, else the oldest that the server waits for."""
 
     seconds = 10.0
     unread_seconds = 120.0
@@ -32,13 +31,13 @@ class TimedConnection(H11Protocol):
 
     @property
     def asks(self) -> bool:
-        """Whether it has a request that is not answered yet."""
+        """Whether this connection has a request that is not answered yet."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def keeps_waiting(self) -> bool:
-        """Whether the server waits for it: for the rest of a body, or until an answer is read; or it has sent further
-        requests before it got this answer, which common clients never do."""
+        """Whether the server waits for this connection: for the rest of a body, or until an answer is read. Also true
+        if it has sent further requests before it got its answer, which common clients never do."""
         is_behind = self.cycle.more_body or self.transport.get_write_buffer_size() > 0
         return is_behind or bool(self.conn.trailing_data[0])
 
@@ -73,7 +72,7 @@ class TimedConnection(H11Protocol):
         self.transport.abort()
 
     def _look(self) -> None:
-        """Abort the connection if its answer is not read, even after uvicorn has closed it, as closing waits for the
+        """Abort the connection if its answer is not read, also after uvicorn has closed it: closing waits for the
         reader."""
         before, self.unread = self.unread, self.transport.get_write_buffer_size()
         if not before or not self.unread:

@@ -8,12 +8,15 @@ depend on the other rows of its batch, nor on when they join. Rows whose answer 
 batch of their own.
 """
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
+    ExponentialDecayLengthPenalty,
+    ForcedEOSTokenLogitsProcessor,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -30,15 +33,14 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from ...answering_arcaligner import Answerer
-from ...configuration_arcaligner import longest_prompt
 from ...kv_cache_arcaligner import join_keys_values, keys_values_of
 from ...modeling_arcaligner import PrefillOutputs
 from .request import Answer, Request, read_statistics
 
 
 class RowSampler(LogitsProcessor):
-    """Samples the tokens of a row with its own temperature, `top_k`, `top_p`, `min_p` and seed, so that all kinds of
-    requests share a batch: the argmax after adding Gumbel noise is a sample from the softmax."""
+    """Samples the tokens of a row with its own temperature, `top_k`, `top_p`, `min_p` and seed, so that different
+    requests share a batch. The argmax of scores with Gumbel noise is a sample from their softmax."""
 
     def __init__(self, request: Request):
         self.request, self.generator = request, torch.Generator(device="cpu")
@@ -85,7 +87,7 @@ class LiveRow:
         model, self.processor, self.request = answerer.model, answerer.processor, request
         self.prompt_tokens, self.batch_size, self.began = prompt_tokens, batch_size, began
         self.end_ids = set(torch.tensor(model.generation_config.eos_token_id, device="cpu").reshape(-1).tolist())
-        longest = longest_prompt(model.config.text_config)
+        longest = self.processor.max_prompt_length
         room = request.max_new_tokens if longest is None else longest - prompt_tokens
         self.max_new_tokens = max(1, min(request.max_new_tokens, room))
         changes_at = frequencies_change_at(model.config.text_config)
@@ -96,19 +98,24 @@ class LiveRow:
         self.call = answerer.answer(
             [chat], [read], copy_bonus=[request.copy_bonus], scores=request.passages is not None
         )
-        beginning = self._of_beginning(model.generation_config)
-        options = {"generation_config": greedy(answerer, 1), "logits_processor": beginning}
+        counting = self._counting_processors(model.generation_config)
+        options = {"generation_config": greedy(answerer, 1), "logits_processor": counting}
         options = self.call.options(options, last=[RowSampler(request)])
         self.choose: LogitsProcessorList = options["logits_processor"]
         self.prefill: PrefillOutputs | None = options.get("prefill")
 
-    def _of_beginning(self, config: GenerationConfig) -> list[LogitsProcessor]:
-        """Those of `generate` that depend on how much is written: a call of it for rows would count from their last
-        join."""
+    def _counting_processors(self, config: GenerationConfig) -> list[LogitsProcessor]:
+        """Those of `generate` that depend on how much is written, in its order: a call of it for rows would count from
+        their last join, and to the end of the longest."""
         processors: list[LogitsProcessor] = []
         least = max(config.min_new_tokens or 0, (config.min_length or 0) - self.prompt_tokens)
         if least > 0 and self.end_ids:
             processors.append(MinNewTokensLengthLogitsProcessor(0, least, sorted(self.end_ids)))
+        if config.forced_eos_token_id is not None:
+            processors.append(ForcedEOSTokenLogitsProcessor(self.max_new_tokens, config.forced_eos_token_id))
+        if config.exponential_decay_length_penalty is not None and self.end_ids:
+            penalty = config.exponential_decay_length_penalty
+            processors.append(ExponentialDecayLengthPenalty(penalty, sorted(self.end_ids), 0))
         if config.begin_suppress_tokens:
             processors.append(SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, 0))
         return processors
@@ -123,7 +130,7 @@ class LiveRow:
         return self.max_new_tokens - len(self.ids)
 
     def put(self, token: int) -> None:
-        """The next token."""
+        """Add the next token."""
         self.num_taken += 1
         self.first_token = self.first_token or time.monotonic()
         least, sure = self.request.min_confidence, self.call.answerability
@@ -157,7 +164,7 @@ class LiveRow:
             self.request.on_text(new)
 
     def _likelihood(self) -> float | None:
-        """How likely the answer is right; `None` if it is sampled or refused."""
+        """How likely the answer is right; `None` for sampled answers and abstentions."""
         if self.request.temperature or not self.ids or (found := self.call.answer_likelihood) is None:
             return None
         return found.item()
@@ -190,12 +197,16 @@ class LiveRow:
 
 
 def greedy(answerer: Answerer, max_new_tokens: int) -> GenerationConfig:
-    """Settings of `generate`; tokens are drawn, and the beginning is watched, by the rows themselves."""
+    """Settings of `generate`; tokens are drawn and counted by the rows themselves."""
     config = answerer.model.generation_config
-    # 0 where the model's own configuration would apply; of both, transformers takes the first and warns.
+    # Values without effect where the model's own configuration would apply to `None`. Of `min_length` and
+    # `min_new_tokens` transformers takes the first and warns.
     least = {"min_length": 0} if config.min_new_tokens is None else {"min_new_tokens": 0}
+    if config.exponential_decay_length_penalty is not None:
+        least["exponential_decay_length_penalty"] = (sys.maxsize, 1.0)
     return GenerationConfig(
-        max_new_tokens=max_new_tokens,
+        # One more than is written: a `forced_eos_token_id` of the model applies to the last one.
+        max_new_tokens=max_new_tokens + 1,
         begin_suppress_tokens=[],
         eos_token_id=config.eos_token_id,
         pad_token_id=answerer.processor.tokenizer.pad_token_id or 0,
@@ -205,8 +216,8 @@ def greedy(answerer: Answerer, max_new_tokens: int) -> GenerationConfig:
 
 
 def frequencies_change_at(config: PreTrainedConfig) -> int | None:
-    """The number of positions beyond which LongRoPE turns all positions of a batch by other frequencies, those of
-    shorter rows, too; `None` for other backbones."""
+    """Number of positions above which LongRoPE uses other frequencies for all rows of a batch, also for shorter ones;
+    `None` for other backbones."""
     ropes = config.to_dict().get("rope_parameters") or {}
     ropes = [ropes, *(each for each in ropes.values() if isinstance(each, dict))]  # one, or one for each kind of layer
     lengths = [each["original_max_position_embeddings"] for each in ropes if each.get("rope_type") == "longrope"]
@@ -240,7 +251,8 @@ class LiveBatch:
 
     @classmethod
     def packed(cls, batches: Sequence["LiveBatch"]) -> list["LiveBatch"]:
-        """The rows of some batches that are not done, in batches of similar length: no more than half is padding."""
+        """Join the unfinished rows of some batches into batches of similar length, each with at most half of it
+        padding."""
         rows = [(batch, number) for batch in batches for number, row in enumerate(batch.rows) if not row.is_done]
         lengths = [int(batch.attention_mask[number].sum()) for batch, number in rows]
         packs: list[list[tuple[LiveBatch, int]]] = []
@@ -259,7 +271,7 @@ class LiveBatch:
 
     @classmethod
     def _joined(cls, pack: Sequence[tuple["LiveBatch", int]]) -> "LiveBatch":
-        """One batch of these rows. All tokens of a row except for the last one are in the cache."""
+        """One batch of these rows, with all of their tokens except for the last one in the cache."""
         first_batch = pack[0][0]
         if len(pack) == len(first_batch.rows) and all(batch is first_batch for batch, _ in pack):
             return first_batch
@@ -280,7 +292,7 @@ class LiveBatch:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether half of its rows are done, so that it is worth to leave them behind."""
+        """Whether half of the rows are done, so that it pays to continue without them."""
         return 2 * self.num_left <= len(self.rows)
 
     @property
@@ -289,7 +301,7 @@ class LiveBatch:
         return sum(not row.is_done for row in self.rows)
 
     def fail(self, error: Exception) -> None:
-        """End the rows that are not done with an error."""
+        """End all unfinished rows with an error."""
         for row in self.rows:
             if not row.request.future.done():
                 row.reason = row.reason or "failed"

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what it answers."""
+"""Requests to an engine, and its answers."""
 
 import math
 import time
@@ -19,7 +19,7 @@ class Limits:
 
     max_documents: int = 64
     max_slots: int = 2048  # used together: 20 passages of 160 tokens at two tokens per slot are 1,600
-    max_slots_asked: int = 8192  # of all passages, if they are scored one by one and only the top-ranked are used
+    max_slots_asked: int = 8192  # of all passages, if they are scored one by one, to use some of them
     max_new_tokens: int = 1024
     seconds: float = 120.0
     waiting: int = 256
@@ -43,7 +43,7 @@ class Request:
         min_confidence (`float`, *optional*): If the answerability is lower, the answer is the processor's `no_answer`.
             Default: the engine's.
         max_passages (`int`, *optional*): Maximum number of passages to use, those most likely to contain the answer.
-            Default: the engine's.
+            Default: the engine's, or, if it has none, as many as `Answerer.select` finds the question to need.
         copy_bonus (`float`, *optional*): Bias of copy-biased decoding, in log-odds. Default: the processor's.
         on_text (`Callable`, *optional*): Called with each new piece of the answer, in the engine's thread.
         is_streamed (`bool`): Whether the client gets the pieces as they are written; if not, they may be larger.
@@ -75,7 +75,7 @@ class Request:
     kept: int | None = None  # number of cached passages, once it is known
 
     def cancel(self) -> None:
-        """No client waits for the answer any more."""
+        """Cancel the request, because no client waits for it any more."""
         self.until = 0.0
         self.on_cancel()
 
@@ -84,16 +84,12 @@ class Request:
         return self.until == 0.0
 
     def end(self) -> None:
-        """End a request without a client, or without time."""
+        """End a request whose client has left or whose time is over."""
         if self.is_cancelled:
             error: Exception = RequestCancelledError("The request was cancelled.")
         else:
             error = TimeoutError(f"The answer was not done within {self.seconds:g} seconds.")
         self.future.set_exception(error)
-
-    def wants_fewer(self, num_passages: int) -> bool:
-        """Whether only some of so many passages are read, which are chosen then."""
-        return self.max_passages is not None and num_passages > self.max_passages
 
 
 @dataclass

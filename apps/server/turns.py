@@ -19,9 +19,9 @@ class EndedError(Exception):
 
 class Turns:
     """
-    One thread at a time has the turn, and passes it on at its next `pass_on` when it has computed long enough. The turn
-    goes alternately to the thread that has computed least, so that new work begins soon, and to the one that has waited
-    longest, so that long work continues.
+    Lets one thread compute at a time. It passes the turn on at its next `pass_on` when it has computed long enough. The
+    turn goes alternately to the thread that has computed least, so that new work begins soon, and to the one that has
+    waited longest, so that long work continues.
 
     Args:
         seconds (`float`): How long a turn takes while others wait.
@@ -42,7 +42,7 @@ class Turns:
         return turn
 
     def wait_for(self, turn: "ThreadTurn") -> None:
-        """Wait until it is this one's turn."""
+        """Wait until it is this thread's turn."""
         with self._change:
             self._queue(turn)
 
@@ -101,13 +101,13 @@ class ThreadTurn(Turn):
             self.turns.wait_for(self)
 
     def give(self) -> None:
-        """The work of this thread is done."""
+        """Give the turn back, because the work of this thread is done."""
         self.turns.leave(self)
 
 
 class GroupTurn(Turn):
-    """A thread's turn while it computes for some requests together. If one of them ends, so does the computation, and
-    whoever called it computes for the rest: nothing is computed for a request without a client."""
+    """A thread's turn while it computes for several requests. If one of them ends, the computation ends as well, and
+    its caller computes again for the rest. So nothing is computed for a request without a client."""
 
     def __init__(self, turn: ThreadTurn, requests: Sequence[Request]):
         self.turn, self.requests = turn, requests

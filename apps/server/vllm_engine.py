@@ -72,8 +72,8 @@ def vllm_command(
 
 
 def slots_request(files: PrefixFiles) -> dict[str, Any]:
-    """The fields of a request to vLLM with the prompt before a question: ids, of which the first ones, those of the
-    slots and the text before them, are in the cache already."""
+    """Fields of a request to vLLM for a prompt of ids. The first ids, those of the slots and of the text before them,
+    are already in the cache."""
     slots = [[path.stem, count] for path, count in zip(files.paths, files.num_slots, strict=True)]
     return {
         "prompt": [*files.head, *[0] * sum(files.num_slots[1:]), *files.tail],  # any id represents a slot
@@ -246,7 +246,7 @@ class VllmEngine(Engine):
         return len(self._waiting) + len(self._pending)
 
     def warm_up(self) -> None:
-        """Waits until vLLM answers, and for a first answer.
+        """Wait until vLLM is ready, and answer a first request.
 
         Raises:
             `OSError`: a vLLM that is not there, or does not start.
@@ -306,13 +306,13 @@ class VllmEngine(Engine):
                 self._finish(request, text, "stop", len(body["prompt"]), 0, sure, len(part), began, time.monotonic())
 
     def _send(self, request: Request, body: dict, score: Future, batch_size: int, began: float) -> None:
-        """Has vLLM asked by the thread of answers; `score` is the answerability when it is known."""
+        """Let the thread that collects answers send a request to vLLM; `score` is the answerability if it is known."""
         work = self._ask_vllm(request, body, score, batch_size, began)
         self._pending.add(asked := asyncio.run_coroutine_threadsafe(work, self._loop))
         asked.add_done_callback(self._pending.discard)
 
     def _bodies(self, turn: ThreadTurn, group: list[Request]) -> list[dict[str, Any]]:
-        """What is sent to vLLM for each request: a prompt with files, or of text alone."""
+        """Bodies of the requests to vLLM: prompts with files of passages, or of text alone."""
         if group[0].passages is None:
             slots = {} if self.processor.chat_template is None else {"sanitize_control_tokens": True}
             bodies = []
@@ -419,7 +419,7 @@ class VllmEngine(Engine):
         return UnavailableError(f"vLLM at {self.vllm.url} {state} ({type(error).__name__}). Try again later.")
 
     def _error_of(self, response: httpx.Response) -> Exception:
-        """What vLLM refuses is the client's mistake; what fails in it is not."""
+        """Turn an error of vLLM into ours: what it refuses is the client's mistake, what fails in it is not."""
         try:
             message = response.json()["error"]["message"]
         except (ValueError, KeyError, TypeError):
@@ -453,7 +453,7 @@ class VllmEngine(Engine):
             self._is_checked = True
 
     async def _compare(self) -> None:
-        """Compare the most likely first tokens of a question about two passages, of this process and of vLLM."""
+        """Compare this process's most likely first tokens of a question about two passages with those of vLLM."""
         asked = self._probe | {
             "model": self.model_name,
             "max_tokens": 1,

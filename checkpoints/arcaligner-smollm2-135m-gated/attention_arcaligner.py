@@ -21,22 +21,13 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils import ModelOutput
 
 # The name of the cache in models and layers of the installed transformers: `cache` since 5.24. Users may pass either.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
-def cache_of(outputs: ModelOutput) -> Cache | None:
-    """The cache that a model returned."""
-    return getattr(outputs, CACHE)
-
-
 # Attention kernels that take a mask of rows by columns, so that some slots can be computed without the others.
 ROW_KERNELS = ("eager", "sdpa")
-
-# Text before the slots, as a share of the slots, that a step of all slots computes once more.
-MOST_TEXT_PER_SLOT = 0.5
 
 
 class SlotRows(NamedTuple):
@@ -51,29 +42,9 @@ class SlotRows(NamedTuple):
     ends_in_slot: torch.Tensor | None  # (batch,), rows whose last slot decides a token; None where there is none
     prefix_length: int | None  # positions up to the last slot of all rows; None where code is compiled for any
 
-    def refinable(self, is_last_layer: bool) -> torch.Tensor:
-        """Slots (batch, max_slots) that may be refined: those of the last layer are used only at the end of a row."""
-        if is_last_layer and self.ends_in_slot is not None:
-            return self.is_slot & self.ends_in_slot[:, None]
-        return self.is_slot
-
-    @property
-    def has_little_text(self) -> bool:
-        """Whether the text before the slots is so short that it is cheaper to compute it again in each step than to
-        store its keys and values separately."""
-        return MOST_TEXT_PER_SLOT * self.slot_positions.shape[1] >= self.text_positions.shape[1]
-
     def for_any_length(self) -> "SlotRows":
-        """The same without Python numbers, with which code would be compiled again for each place of the slots."""
+        """The same rows without Python numbers, so that compiled code serves any place of the slots."""
         return self._replace(slot_span=None, prefix_length=None)
-
-    def sizes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of text before the last slot and slots, each (batch,)."""
-        return (self.text_positions >= 0).sum(dim=1), (self.slot_positions >= 0).sum(dim=1)
-
-    def row_index(self) -> torch.Tensor | slice:
-        """The slots among flat rows, as a slice if they are adjacent, which needs no copy."""
-        return self.slot_rows if self.slot_span is None else slice(*self.slot_span)
 
 
 @torch.compiler.disable  # runs on the CPU
@@ -105,7 +76,7 @@ def find_slots(
 
 def _to_numpy_in_one_sync(*flags: torch.Tensor) -> list[np.ndarray]:
     """Boolean tensors of any shapes as arrays; the CPU waits for the device once."""
-    values = torch.cat([flag.flatten() for flag in flags]).numpy(force=True)
+    values = torch.cat([flag.flatten() for flag in flags]).numpy(force=True)  # all entries, one array after another
     parts = np.split(values, np.cumsum([flag.numel() for flag in flags])[:-1])
     return [part.reshape(flag.shape) for part, flag in zip(parts, flags, strict=True)]
 
@@ -115,8 +86,8 @@ LARGEST_VALUE = 1e6
 
 
 def _check_slots(is_slot: np.ndarray, is_finite: np.ndarray, is_given: np.ndarray) -> None:
-    """Raises `ValueError` unless each slot, `is_slot` (batch, seq_len), has an embedding; of the embeddings (batch,
-    max_slots), which are finite and which are not zero."""
+    """Raises `ValueError` unless each slot of `is_slot` (batch, seq_len) has a finite embedding. `is_finite` and
+    `is_given` (batch, max_slots) say which embeddings are finite, and which are not padding."""
     counts, given = is_slot.sum(axis=1), is_given.shape[1]  # (batch,)
     most = counts.max(initial=0)
     if most > given or is_given[:, most:].any():
@@ -124,7 +95,7 @@ def _check_slots(is_slot: np.ndarray, is_finite: np.ndarray, is_given: np.ndarra
             f"Found {counts.tolist()} context tokens in the rows of `input_ids` but `context_embeds` holds {given} "
             "embeddings per row. Each context token needs one embedding; rows with fewer are padded at the end."
         )
-    is_broken = ~is_finite & (np.arange(given) < counts[:, None])
+    is_broken = ~is_finite & (np.arange(given) < counts[:, None])  # (batch, max_slots)
     if is_broken.any():
         row, slot = np.argwhere(is_broken)[0]
         raise ValueError(
@@ -155,11 +126,11 @@ def _slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, device:
         max_slots (`int`): Width of `context_embeds`; rows of positions are padded to it.
         device (`torch.device`): Where the model's input is.
     """
-    slots = _packed_positions(is_slot)
-    slots = np.pad(slots, ((0, 0), (0, max_slots - slots.shape[1])), constant_values=-1)
+    slots = _packed_positions(is_slot)  # (batch, slots of the fullest row)
+    slots = np.pad(slots, ((0, 0), (0, max_slots - slots.shape[1])), constant_values=-1)  # (batch, max_slots)
     last_slot = slots.max(axis=1, keepdims=True, initial=-1)  # (batch, 1)
     texts = _packed_positions(is_text & (np.arange(is_slot.shape[1]) < last_slot))  # no slot attends to later text
-    rows = is_slot.ravel().nonzero()[0]
+    rows = is_slot.ravel().nonzero()[0]  # (num_slots,)
     last_real = np.where(is_slot | is_text, np.arange(is_slot.shape[1]), -1).max(axis=1, initial=-1)  # (batch,)
     stand_together = len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows)
     indices = (slots, texts, rows, (slots >= 0).ravel().nonzero()[0])  # in the order of the fields of `SlotRows`
@@ -174,60 +145,9 @@ def _slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, device:
     )
 
 
-def take_rows(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rows of `tensor` (batch or 1, seq_len, dim) at `positions` (batch, rows) -> (batch, rows, dim); row 0 for -1."""
-    tensor = tensor.expand(positions.shape[0], -1, -1)
-    index = positions.clamp(min=0)[:, :, None].expand(-1, -1, tensor.shape[-1])
-    return tensor.gather(1, index)
-
-
-class SlotStates:
-    """The slots among the hidden states (batch, seq_len, hidden) of a layer.
-
-    If all are adjacent in one prompt, they are split from the text before and after them without an index.
-    """
-
-    def __init__(self, hidden_states: torch.Tensor, rows: SlotRows):
-        self.hidden_states, self.rows = hidden_states, rows
-        self._parts = None
-        if rows.slot_span is not None and hidden_states.shape[0] == 1:
-            start, end = rows.slot_span
-            self._parts = hidden_states.split([start, end - start, hidden_states.shape[1] - end], dim=1)
-
-    def slots(self) -> torch.Tensor:
-        """The states of the slots (batch, max_slots, hidden)."""
-        if self._parts is not None:
-            return self._parts[1]
-        return take_rows(self.hidden_states, self.rows.slot_positions)
-
-    def prefix_with(self, states: torch.Tensor, length: int) -> torch.Tensor:
-        """The first `length` positions, those up to the last slot, with `states` (batch, max_slots, hidden) on the
-        slots."""
-        if self._parts is not None:
-            return torch.cat([self._parts[0], states], dim=1)
-        return self._written(states)[:, :length]
-
-    def slots_of_prefix(self, prefix: torch.Tensor) -> torch.Tensor:
-        """The slots (batch, max_slots, hidden) of another `prefix` (batch, length, hidden)."""
-        if self._parts is not None:
-            return prefix[:, self.rows.slot_span[0] :]
-        return take_rows(prefix, self.rows.slot_positions)
-
-    def with_slots(self, states: torch.Tensor) -> torch.Tensor:
-        """Eq. 9: all hidden states, with `states` (batch, max_slots, hidden) on the slots."""
-        if self._parts is not None:
-            return torch.cat([self._parts[0], states, self._parts[2]], dim=1)
-        return self._written(states)
-
-    def _written(self, states: torch.Tensor) -> torch.Tensor:
-        flat = self.hidden_states.reshape(-1, states.shape[-1])  # (batch * seq_len, hidden)
-        slots = states.reshape(-1, states.shape[-1]).index_select(0, self.rows.slot_cells)  # (num_slots, hidden)
-        return flat.index_copy(0, self.rows.slot_rows, slots).view_as(self.hidden_states)
-
-
 def check_can_separate(config: PreTrainedConfig, in_one_row: bool = True) -> None:
-    """Raises `ValueError` for a backbone that cannot have independent passages, or an attention kernel with which
-    they cannot be `in_one_row`; cached passages are joined without a mask."""
+    """Raises `ValueError` for a backbone that cannot have independent passages, or for an attention kernel that cannot
+    have them `in_one_row`. Cached passages are joined without a mask, so they work with any kernel."""
     if in_one_row and (kernel := config._attn_implementation) not in ROW_KERNELS:
         raise ValueError(
             f"`passage_attention` is 'separate', but attention `{kernel}` takes no mask that separates passages. "
@@ -246,7 +166,7 @@ def can_separate(config: PreTrainedConfig) -> bool:
 
 
 def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torch.Tensor) -> None:
-    """Raises `ValueError` unless `passage_ids` number the passages of a row's slots in order, each in one run.
+    """Raises `ValueError` unless `passage_ids` number the passages of a row's slots in order, each in one span.
 
     Args:
         passage_ids: The argument, which has to be (batch, max_slots).
@@ -268,7 +188,7 @@ def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torc
     is_real = (
         torch.arange(expected[1], device=slot_mask.device) < slot_mask.sum(dim=1)[:, None]
     )  # padding follows the slots
-    falls = (passage_ids[:, 1:] < passage_ids[:, :-1]) & is_real[:, 1:]
+    falls = (passage_ids[:, 1:] < passage_ids[:, :-1]) & is_real[:, 1:]  # (batch, max_slots - 1)
     if bool(falls.any()) or bool(((passage_ids < 0) & is_real).any()):
         raise ValueError(
             f"`context_passage_ids` is {passage_ids.tolist()}; expected numbers of at least 0 that never decrease "
@@ -281,7 +201,7 @@ def place_passage_ids(slot_mask: torch.Tensor, passage_ids: torch.Tensor | None)
     a row are of one passage. `slot_mask` is (batch, seq_len)."""
     if passage_ids is None or passage_ids.shape[1] == 0:
         return torch.where(slot_mask, 0, -1)
-    which_slot = (slot_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    which_slot = (slot_mask.long().cumsum(dim=1) - 1).clamp(min=0)  # (batch, seq_len), the last slot so far
     placed = passage_ids.to(slot_mask.device).long().gather(1, which_slot.clamp(max=passage_ids.shape[1] - 1))
     return torch.where(slot_mask, placed, -1)
 
@@ -299,9 +219,9 @@ def passage_positions(passage_ids: torch.Tensor, is_real: torch.Tensor) -> torch
     >>> passage_positions(torch.tensor([[-1, -1, 0, 0, 1, 1, 1, -1]]), torch.ones(1, 8, dtype=torch.bool))
     tensor([[0, 1, 2, 3, 2, 3, 4, 5]])
     """
-    index = torch.arange(passage_ids.shape[1], device=passage_ids.device)
+    index = torch.arange(passage_ids.shape[1], device=passage_ids.device)  # (seq_len,)
     # The last begin up to a position is that of its own passage, so a running maximum finds it without a loop.
-    begins = pad(passage_ids[:, 1:] != passage_ids[:, :-1], (1, 0), value=True)
+    begins = pad(passage_ids[:, 1:] != passage_ids[:, :-1], (1, 0), value=True)  # (batch, seq_len)
     in_passage = index - torch.where(begins, index, 0).cummax(dim=1).values  # of a slot: its place in its passage
     is_slot = passage_ids >= 0
     is_text = is_real.bool() & ~is_slot
@@ -327,16 +247,16 @@ def separate_passages(
         `torch.Tensor` of shape `(batch, 1, seq_len, num_keys)`, boolean or additive as given; additive for a 2-D mask.
     """
     seq_len = passage_ids.shape[1]
-    query, key = passage_ids[:, :, None], passage_ids[:, None, :]
+    query, key = passage_ids[:, :, None], passage_ids[:, None, :]  # (batch, seq_len, 1), (batch, 1, seq_len)
     is_other = (query >= 0) & (key >= 0) & (query != key)  # (batch, seq_len, seq_len)
     if attention_mask is None or attention_mask.dim() == 2:
         is_hidden = is_other | torch.ones_like(is_other[0]).triu(1)
         if attention_mask is not None:
             is_hidden = is_hidden | ~attention_mask[:, None, :seq_len].bool()
-        is_hidden = pad(is_hidden, (0, (num_keys or seq_len) - seq_len), value=True)
+        is_hidden = pad(is_hidden, (0, (num_keys or seq_len) - seq_len), value=True)  # (batch, seq_len, num_keys)
         mask = torch.zeros(is_hidden.shape, dtype=dtype, device=passage_ids.device)
-        return mask.masked_fill(is_hidden, torch.finfo(dtype).min)[:, None]
-    is_other = pad(is_other, (0, attention_mask.shape[-1] - seq_len))[:, None]
+        return mask.masked_fill(is_hidden, torch.finfo(dtype).min)[:, None]  # (batch, 1, seq_len, num_keys)
+    is_other = pad(is_other, (0, attention_mask.shape[-1] - seq_len))[:, None]  # (batch, 1, seq_len, num_keys)
     if attention_mask.dtype == torch.bool:
         return attention_mask & ~is_other
     return attention_mask.masked_fill(is_other, torch.finfo(attention_mask.dtype).min)
@@ -345,7 +265,7 @@ def separate_passages(
 def prompt_positions(
     slot_mask: torch.Tensor, passage_ids: torch.Tensor | None, is_real: torch.Tensor
 ) -> torch.LongTensor:
-    """As `passage_positions`, of the slots (batch, seq_len) of a prompt and their passages (batch, max_slots)."""
+    """As `passage_positions`, from the slots (batch, seq_len) of a prompt and their passages (batch, max_slots)."""
     return passage_positions(place_passage_ids(slot_mask, passage_ids), is_real)
 
 
@@ -379,7 +299,7 @@ def prior_of_positions(passage_ids: torch.Tensor, passage_prior: torch.Tensor) -
     >>> prior_of_positions(torch.tensor([[-1, 0, 1, 1, -1]]), torch.tensor([[0.0, -2.0]]))
     tensor([[ 0.,  0., -2., -2.,  0.]])
     """
-    of_passage = passage_prior.gather(1, passage_ids.clamp(min=0))
+    of_passage = passage_prior.gather(1, passage_ids.clamp(min=0))  # (batch, seq_len)
     return torch.where(passage_ids >= 0, of_passage, 0.0)
 
 
@@ -445,9 +365,9 @@ def with_slot_bias(
         keys = torch.arange(num_keys, device=slot_bias.device)
         is_read = (keys <= torch.arange(num_cached, num_cached + num_queries, device=keys.device)[:, None])[None]
         if attention_mask is not None:
-            seen = attention_mask[:, :num_keys].bool()
+            seen = attention_mask[:, :num_keys].bool()  # (batch, keys so far)
             is_read = is_read & pad(seen, (0, num_keys - seen.shape[1]))[:, None]
-        attention_mask = is_read[:, None]
+        attention_mask = is_read[:, None]  # (batch or 1, 1, num_queries, num_keys)
     if attention_mask.dtype == torch.bool:
         hidden = torch.zeros(attention_mask.shape, dtype=dtype, device=attention_mask.device)
         attention_mask = hidden.masked_fill(~attention_mask, torch.finfo(dtype).min)

@@ -1,5 +1,5 @@
 """Passages to slots: the sentence encoder encodes each segment once, to one embedding or, with `tokens_per_slot`, one
-for each run of its tokens.
+for each span of its tokens.
 
     documents -> segments (`segmentation_arcaligner.py`) -> tokens -> context_embeds, context_word_ids
 """
@@ -11,7 +11,7 @@ import importlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
@@ -35,18 +35,22 @@ from .segmentation_arcaligner import (
     Segment,
     SegmentTokens,
     check_slot_settings,
+    fitting_pieces,
     in_given_text,
     run_ends,
-    segment_document,
+    segment_documents,
     tokenize_segments,
 )
-from .tokenization_arcaligner import documents_of, given_text, text_of
+from .tokenization_arcaligner import given_text, text_of
 
 logger = logging.get_logger(__name__)
 
 # Tokens, padding included, of one call of the encoder, on the CPU and elsewhere. A CPU wants activations that fit its
 # cache; any other device waits for the host unless a call is large.
 CPU_TOKENS, DEVICE_TOKENS = 1024, 32_768
+
+# Tokens of padding that cost a CPU about as much as another call of the encoder: 7 ms of MiniLM on one core.
+CPU_PADDING = 32
 
 DTYPES = ("float32", "bfloat16", "auto")
 
@@ -146,7 +150,7 @@ class SentenceEncoder:
             return self._model
 
     def _load(self):
-        """The encoder as it computes: with its LoRA merged, and cast."""
+        """Load the encoder with its LoRA merged, in the dtype that it computes in."""
         library, folder = importlib.import_module("sentence_transformers"), self._find()  # here, as it takes seconds
         _check_encoder_classes(folder)
         model = library.SentenceTransformer(str(folder), device=self.device, model_kwargs={"use_safetensors": True})
@@ -227,7 +231,7 @@ class SentenceEncoder:
         save_encoder_lora(self.model, self.name_or_path, folder)
 
     def num_reads(self, text: str) -> int:
-        """Roughly how many pieces `text` must be cut into for the encoder to read all of it; 1 if it fits."""
+        """Roughly how many parts `text` must be cut into for the encoder to read all of it; 1 if it fits."""
         limit = self.tokenizer.model_max_length
         if limit is None or 2 * len(text) < limit:
             return 1
@@ -236,6 +240,10 @@ class SentenceEncoder:
         if len(text) > longest:
             return max(2, len(text) // longest)
         return -(-len(self.tokenizer(text, truncation=False, verbose=False)["input_ids"]) // limit)
+
+    def pieces(self, text: str) -> list[str]:
+        """Parts of `text` that the encoder reads whole, one if it fits."""
+        return [text[start:end] for start, end in fitting_pieces(text, 0, len(text), self.num_reads)]
 
     @torch.no_grad()
     def encode(self, texts: Sequence[str]) -> torch.Tensor:
@@ -247,8 +255,8 @@ class SentenceEncoder:
         """The part that makes the encoder's inputs from texts, without weights, for workers of a data loader."""
         model = self.model
         prompt = model.prompts.get(model.default_prompt_name) or ""
-        batch_tokens = CPU_TOKENS if model.device.type == "cpu" else DEVICE_TOKENS
-        return EncoderTokenizer(model.tokenizer, prompt, model.max_seq_length, batch_tokens)
+        sizes = (CPU_TOKENS, CPU_PADDING) if model.device.type == "cpu" else (DEVICE_TOKENS, None)
+        return EncoderTokenizer(model.tokenizer, prompt, model.max_seq_length, *sizes)
 
     def encode_runs(
         self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None
@@ -283,7 +291,7 @@ class SentenceEncoder:
         )
         for ids, lengths, tokens, slots in batches:
             ids = ids.view(len(lengths), -1)  # (texts, longest)
-            mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+            mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]  # (texts, longest)
             features = {"input_ids": ids, "attention_mask": mask.long()}
             if inputs.of_tokens:
                 states = model[0](features)["token_embeddings"].flatten(0, 1)  # (texts * longest, encoder_hidden_size)
@@ -306,7 +314,7 @@ class SentenceEncoder:
         # Not of the encoder's prompt; each is a slot of its own.
         tokens = ((offsets[:, 1] > offsets[:, 0]) & (offsets[:, 0] >= 0)).nonzero()[0]
         states = self.encode_inputs(tokenizer.batched(ids, lengths, tokens, np.arange(len(tokens)), len(tokens)))
-        counts = np.bincount(np.repeat(np.arange(len(texts)), lengths)[tokens], minlength=len(texts))
+        counts = np.bincount(np.repeat(np.arange(len(texts)), lengths)[tokens], minlength=len(texts))  # (num_texts,)
         places = np.split(offsets[tokens], counts.cumsum()[:-1])
         states = states.half().cpu().split(counts.tolist())
         words = [[text[start:end] for start, end in own] for text, own in zip(texts, places, strict=True)]
@@ -315,8 +323,8 @@ class SentenceEncoder:
 
 @dataclass(frozen=True)
 class EncoderInputs:
-    """Tokenized texts, in batches of similar length, and the slots that they become. All tensors are flat, so that
-    little is moved to a device; numbers that the host needs are not among them.
+    """Tokenized texts in batches of similar length, and which slots they become. All tensors are flat, so that little
+    is moved to a device; numbers that the host needs are not among them.
 
     Args:
         input_ids (`torch.LongTensor` of shape `(num_tokens,)`): Batches (texts, longest), one after the other.
@@ -342,15 +350,15 @@ class EncoderInputs:
         return replace(self, **{name: change(getattr(self, name)) for name in names})
 
     def to(self, device, non_blocking: bool = False) -> "EncoderInputs":
-        """On a device; accelerate calls it."""
+        """Copy to a device; accelerate calls this."""
         return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "EncoderInputs":
-        """In pinned memory; data loaders call it."""
+        """Copy to pinned memory; data loaders call this."""
         return self._with_tensors(torch.Tensor.pin_memory)
 
     def placed(self, places: torch.LongTensor, num_slots: int) -> "EncoderInputs":
-        """With each slot at one of `num_slots` places: padding among them."""
+        """Put each slot at one of `num_slots` places; the other places are padding."""
         return replace(self, slots=places[self.slots], num_slots=num_slots)
 
 
@@ -363,12 +371,14 @@ class EncoderTokenizer:
         prompt (`str`): Put before each text.
         limit (`int`, *optional*): The number of tokens after which a text is cut.
         batch_tokens (`int`): The maximum number of tokens, padding included, of a batch of several texts.
+        batch_padding (`int`, *optional*): The maximum number of these that are padding.
     """
 
     tokenizer: Any
     prompt: str
     limit: int | None
     batch_tokens: int
+    batch_padding: int | None = None
 
     def __call__(
         self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None
@@ -383,7 +393,7 @@ class EncoderTokenizer:
 
     def read(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids (num_tokens,) of all texts, the number of tokens of each (num_texts,), and the first and end character of
-        each token (num_tokens, 2): below 0 in the prompt, equal for a token without characters."""
+        each token (num_tokens, 2). Characters are below 0 in the prompt, and equal for a token without characters."""
         options = {"truncation": self.limit is not None, "max_length": self.limit, "return_offsets_mapping": True}
         options |= {"return_attention_mask": False, "return_token_type_ids": False}
         read = self.tokenizer([self.prompt + text for text in texts], **options)
@@ -397,7 +407,7 @@ class EncoderTokenizer:
     ) -> EncoderInputs:
         """Texts, as `read` gives them, in batches of similar length; `tokens`, numbers among all texts' tokens, or
         `None` for texts as wholes, become `slots`."""
-        order = np.argsort(lengths, kind="stable")
+        order = np.argsort(lengths, kind="stable")  # (num_texts,), the shortest first
         sizes = self._batch_sizes(lengths[order])
         longest = lengths[order][np.cumsum(sizes) - 1]  # (batches,)
         # For each text its batch, and for its tokens the places in the ids of all batches.
@@ -406,7 +416,7 @@ class EncoderTokenizer:
         row_of_text[order] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         areas = sizes * longest
         first_of_text = (np.cumsum(areas) - areas)[batch_of_text] + row_of_text * longest[batch_of_text]
-        text_of_token = np.repeat(np.arange(len(lengths)), lengths)
+        text_of_token = np.repeat(np.arange(len(lengths)), lengths)  # (num_tokens,)
         places = (first_of_text - (np.cumsum(lengths) - lengths))[text_of_token] + np.arange(len(ids))
         padded = np.full(areas.sum(), self.tokenizer.pad_token_id or 0)
         padded[places] = ids
@@ -415,8 +425,8 @@ class EncoderTokenizer:
         else:
             batch_of_read = batch_of_text[text_of_token[tokens]]
             place_of_read = places[tokens] - (np.cumsum(areas) - areas)[batch_of_read]
-        by_batch = np.lexsort((place_of_read, batch_of_read))
-        counts = np.bincount(batch_of_read, minlength=len(sizes))
+        by_batch = np.lexsort((place_of_read, batch_of_read))  # (num_reads,)
+        counts = np.bincount(batch_of_read, minlength=len(sizes))  # (batches,)
         return EncoderInputs(
             input_ids=torch.from_numpy(padded),
             lengths=torch.from_numpy(lengths[order]),
@@ -429,18 +439,23 @@ class EncoderTokenizer:
 
     def _batch_sizes(self, lengths: np.ndarray) -> np.ndarray:
         """How many texts, of ascending `lengths`, each batch has."""
-        sizes = [0]
+        sizes, num_tokens = [0], 0
         for length in lengths.tolist():
-            if sizes[-1] and (sizes[-1] + 1) * length > self.batch_tokens:
+            padded = (sizes[-1] + 1) * length
+            padding = padded - num_tokens - length
+            has_room = self.batch_padding is None or padding <= self.batch_padding
+            if sizes[-1] and not (has_room and padded <= self.batch_tokens):
                 sizes.append(0)
+                num_tokens = 0
             sizes[-1] += 1
+            num_tokens += length
         return np.array(sizes)
 
 
 def _span_tokens(
     offsets: np.ndarray, lengths: np.ndarray, starts: np.ndarray, ends: np.ndarray, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which tokens the spans of texts average.
+    """For each span of a text, the tokens to average.
 
     Args:
         offsets (`np.ndarray` of shape `(num_tokens, 2)`): The characters of all texts' tokens.
@@ -480,11 +495,6 @@ class GivenSlots(NamedTuple):
     context_passage_ids: torch.LongTensor | None = None  # (num_slots,); without them all slots are of one passage
 
 
-def pad_passage_ids(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
-    """Stacks passage numbers of rows, each (num_slots,), to (batch, max_slots), padded with -1."""
-    return pad_sequence(rows, batch_first=True, padding_value=-1)
-
-
 def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
     """Stacks word ids of rows, each (num_slots, max_words), to (batch, max_slots, max_words), padded with -1."""
     sizes = [max(row.shape[axis] for row in rows) for axis in (0, 1)]
@@ -495,9 +505,9 @@ def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
 
 
 def pad_slots(rows: Sequence) -> dict[str, torch.Tensor]:
-    """The slots of rows, [`GivenSlots`] or [`EncodedDocuments`], as what the model takes: `context_embeds`
-    (batch, max_slots, encoder_hidden_size), `context_word_ids` (batch, max_slots, max_words) and `context_passage_ids`
-    (batch, max_slots), those that any row has. Empty where no row has a slot."""
+    """Pad the slots of rows, [`GivenSlots`] or [`EncodedDocuments`], to the inputs of the model: `context_embeds`
+    (batch, max_slots, encoder_hidden_size) and, if any row has them, `context_word_ids` (batch, max_slots, max_words)
+    and `context_passage_ids` (batch, max_slots). Empty if no row has a slot."""
     if not any(len(row.context_embeds) for row in rows):
         return {}
     slots = {"context_embeds": pad_sequence([row.context_embeds for row in rows], batch_first=True)}
@@ -509,8 +519,21 @@ def pad_slots(rows: Sequence) -> dict[str, torch.Tensor]:
         )
     if any(own is not None for own in numbers):
         none = torch.full((0,), -1, **place)
-        slots["context_passage_ids"] = pad_passage_ids([none if own is None else own for own in numbers])
+        numbers = [none if own is None else own for own in numbers]
+        slots["context_passage_ids"] = pad_sequence(numbers, batch_first=True, padding_value=-1)
     return slots
+
+
+def documents_of(row, name: str) -> list:
+    """The passages of one question as a list; a single passage is wrapped."""
+    if isinstance(row, str | dict):
+        return [row]
+    try:
+        if isinstance(row, Mapping | Set):  # whose texts have other names, or no order
+            raise TypeError
+        return list(row)
+    except TypeError as error:
+        raise ValueError(f'{name} is {row!r}; expected a list of strings or {{"title": str, "text": str}}.') from error
 
 
 def _embeds_of(values, name: str) -> torch.FloatTensor:
@@ -518,7 +541,7 @@ def _embeds_of(values, name: str) -> torch.FloatTensor:
 
 
 def _ids_of(values, name: str) -> torch.LongTensor:
-    """Words or numbers of passages; a float might be another one by rounding."""
+    """Ids of words or numbers of passages. A float is refused, because it may have been rounded."""
     tensor = _dense_tensor_of(values, name)
     ids = tensor.long()
     if tensor.dtype == torch.bool or tensor.is_floating_point() or (ids < -1).any():
@@ -579,7 +602,7 @@ def passages_of_questions(
 
 
 def single_passages(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
-    """Each passage of a question by itself, by its number; those without text are left out, unless all are."""
+    """Single passages of a question, by their numbers. Passages without text are left out, unless none has text."""
     if not isinstance(passages, GivenSlots):
         return {number: [each] for number, each in enumerate(passages) if text_of(each, number).strip()} or {0: []}
     embeds, words, ids = passages
@@ -709,8 +732,9 @@ class SlotEncoder:
         Raises:
             `ValueError`: settings that are invalid.
         """
+        if max_slots is not None or tokens_per_slot is not None:  # the processor has checked its own
+            check_slot_settings(max_slots, tokens_per_slot)
         rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
-        check_slot_settings(max_slots, rate)
         if (known := self.trained_tokens_per_slot) and rate not in known:
             logger.warning_once(
                 f"`tokens_per_slot` is {rate!r}, but this aligner was trained with {', '.join(map(str, known))}. "
@@ -726,20 +750,16 @@ class SlotEncoder:
         Raises:
             `ValueError`: a document that is neither a string nor `{"title": str, "text": str}`.
         """
-        segments = []
-        for number, document in enumerate(documents):
-            segments += segment_document(
-                text_of(document, number),
-                number,
-                sentences_per_segment=self.sentences_per_segment,
-                spacy_model=self.spacy_model,
-                num_reads=self.encoder.num_reads,
-            )
-        return segments
+        return segment_documents(
+            documents,
+            sentences_per_segment=self.sentences_per_segment,
+            spacy_model=self.spacy_model,
+            num_reads=self.encoder.num_reads,
+        )
 
     def encode_tokens(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
         """Normalized embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
-        each segment, or for each run of about `tokens_per_slot` tokens."""
+        each segment, or for each span of about `tokens_per_slot` tokens."""
         ends = None
         if tokens_per_slot != "segment":
             ends = [run_ends(segment.encoder_start, segment.word_ends, tokens_per_slot) for segment in tokens]
@@ -794,8 +814,8 @@ class SlotEncoder:
             pieces, dropped = pieces[:max_slots], pieces[max_slots or len(pieces) :]
             if self.context_words:
                 runs = [one.word_ids[a:b] for one in row_tokens for a, b in one.runs(rate)][:max_slots]
-                runs = [torch.tensor(ids, device=embeds.device) for ids in runs]
-                words = pad_sequence(runs, batch_first=True, padding_value=-1).long()
+                runs = [torch.tensor(ids, device=embeds.device) for ids in runs]  # each (words of the slot,)
+                words = pad_sequence(runs, batch_first=True, padding_value=-1).long()  # (num_slots, max_words)
             numbers = torch.tensor([piece.document for piece in pieces] or [0], device=embeds.device)
             rows.append(EncodedDocuments(pieces, embeds[:max_slots], words, numbers, dropped))
         return rows
@@ -854,8 +874,8 @@ class SlotEncoder:
 def _check_room(
     name: str, row: list[SegmentTokens], rate: int | str, max_slots: int | None, room: int | None, apart: bool
 ) -> None:
-    """Refuses passages, "The passages are" in `name`, with more slots than there is room for; with `apart` each passage
-    has that room."""
+    """Raises `ValueError` for passages with more slots than there is room for; `name` begins the message. With `apart`
+    each passage has that room."""
     sizes: dict[int, int] = defaultdict(int)
     for tokens in row:
         sizes[tokens.segment.document] += len(tokens.runs(rate))

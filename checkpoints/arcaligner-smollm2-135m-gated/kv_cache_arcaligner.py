@@ -45,10 +45,10 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
-from transformers.utils import logging
+from transformers.utils import ModelOutput, logging
 
 from .attention_arcaligner import (
-    cache_of,
+    CACHE,
     can_separate,
     check_can_separate,
     check_passage_prior,
@@ -66,12 +66,11 @@ from .configuration_arcaligner import (
 )
 from .encoder_arcaligner import (
     GivenSlots,
-    pad_passage_ids,
     pad_words,
     passages_of_questions,
     single_passages,
 )
-from .loading_arcaligner import HEAD, share_file, tensors_digest
+from .loading_arcaligner import HEADS, share_file, tensors_digest
 
 logger = logging.get_logger(__name__)
 
@@ -88,15 +87,16 @@ def _warn_of(old: str, new: str) -> None:
 
 @dataclass
 class _Unit:
-    """The unit of a prefill: passages after the text `head`, or that text alone. `key` is that of its entry, and an
-    error begins with `name`."""
+    """The unit of a prefill: passages after the text `head`, or that text alone. An error begins with `name`."""
 
     head: tuple[int, ...]
     passages: list | GivenSlots | None = None
     name: str = ""
     number: int = 0  # of the passage in its question
-    fingerprint: dict[str, Any] = field(default_factory=dict)
+    # Of its entry, once it was looked for. `weights` are those that `fingerprint` names, `None` if nothing is cached.
     key: str = ""
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, Any] | None = None
 
     @property
     def is_passage(self) -> bool:
@@ -114,21 +114,28 @@ class _Question(NamedTuple):
         """The numbers of the passages that have text or slots."""
         return [unit.number for unit in self.units[1:] if unit.passages != []]
 
+    @property
+    def texts(self) -> dict[int, str | dict]:
+        """The independent passages that have text, by their numbers."""
+        return {unit.number: unit.passages[0] for unit in self.units[1:] if unit.passages}
+
     def only(self, numbers: Sequence[int]) -> "_Question":
-        """The same with some of its passages; if none of them has text, with the slot for no passages."""
+        """The question with some of its passages only; if none of them has text, with the slot for no passages."""
         chosen = [unit for unit in self.units[1:] if unit.number in numbers] or self.units[1:]
         return self._replace(units=[self.units[0], *chosen])
 
     def with_slots(self, slots: GivenSlots) -> "_Question":
         """The same with precomputed slots of some of its independent passages in place of their texts."""
         own = single_passages(slots)
-        units = [replace(each, passages=own.get(each.number, each.passages)) for each in self.units[1:]]
+        units = [
+            replace(each, passages=own[each.number], key="") if each.number in own else each for each in self.units[1:]
+        ]
         return self._replace(units=[self.units[0], *units])
 
 
 class Turn:
-    """The turn of a thread to compute. This one is of a thread that shares the model with no other; a server has its
-    own kind, which lets other threads compute, or raises to end a computation that is no longer needed."""
+    """A thread's turn to compute. This class is for a thread that shares the model with no other. A server has its own
+    kind, which lets other threads compute, or raises to end a computation that is no longer needed."""
 
     def pass_on(self) -> None:
         """Called before each call of the model."""
@@ -143,7 +150,8 @@ ALONE = Turn()
 
 class AskedQuestions(NamedTuple):
     """Questions as [`PassageCache.ask`] read them: prompts, passages, settings of slots and gates, and the turn of the
-    thread that computes them."""
+    thread that computes them. Not for keeping: a passage is looked up with the weights that the model has at the first
+    time."""
 
     questions: list[_Question]
     settings: dict[str, Any]
@@ -164,8 +172,8 @@ class AskedQuestions(NamedTuple):
 
 
 class PrefixFiles(NamedTuple):
-    """The files with the keys and values of everything before a question, for another engine: the text before the slots
-    first, then each passage in order, a repeated one each time."""
+    """The files with the keys and values of everything before a question, for another engine: the text before the
+    slots, then each passage in order. A repeated passage is repeated."""
 
     paths: list[Path]
     num_slots: list[int]  # of each file, the number of its first slots that are used
@@ -308,9 +316,7 @@ class PassageCache:
     @torch.no_grad()
     def prepare_asked(self, read: AskedQuestions, passage_prior: Sequence[Sequence[float]] | None = None) -> Prepared:
         """As `prepare`, of questions that `ask` has read."""
-        asked, settings = read.questions, {**read.settings}
-        # An independent passage is cached whole and cut afterwards, so that one entry serves any `max_slots`.
-        most = settings.pop("max_slots", None) if self._is_separate else None
+        asked, (settings, most) = read.questions, self._settings_of_entries(read)
         entries, missing = self._fetch(asked, settings, read.turn)
         inputs = self._batch(
             asked, [first_slots([entries[unit.key] for unit in question.units], most) for question in asked]
@@ -334,8 +340,8 @@ class PassageCache:
         turn: Turn = ALONE,
         **kwargs,
     ) -> AskedQuestions:
-        """Check questions and their passages, of which nothing is encoded yet; arguments as for `prepare`. `turn` is
-        that of the thread, for what is computed of them."""
+        """Check questions and their passages without encoding them yet; arguments as for `prepare`. `turn` is the turn
+        of the thread that will compute them."""
         if not isinstance(questions, str | list | tuple) or not questions:
             raise ValueError(f"`questions` is {questions!r}; expected a question, or a list of at least one.")
         is_single = isinstance(questions, str) or isinstance(questions[0], dict)
@@ -360,9 +366,9 @@ class PassageCache:
     def iter_single_passages(
         self, questions, documents=None, only: Sequence[Sequence[int]] | None = None, **kwargs
     ) -> Iterator[tuple[list[tuple[int, int, bool]], Prepared]]:
-        """Each question with each of its passages by itself, some rows at a time: the numbers of question and passage,
-        whether the passage was cached, and what `prepare` would return for these rows. Passages without text have no
-        row.
+        """Yield each question with each of its passages by itself, some rows at a time: the numbers of question and
+        passage, whether the passage was cached, and what `prepare` would return for these rows. Passages without text
+        are left out.
 
         Args:
             questions, documents, kwargs: As for `prepare`.
@@ -376,8 +382,7 @@ class PassageCache:
         self, asked: AskedQuestions, only: Sequence[Sequence[int]] | None = None
     ) -> Iterator[tuple[list[tuple[int, int, bool]], Prepared]]:
         """As `iter_single_passages`, of questions that `ask` has read, once for several calls of this."""
-        settings = {**asked.settings}
-        most = settings.pop("max_slots", None)
+        settings, most = self._settings_of_entries(asked)
         numbers = [own.passage_numbers for own in asked.questions] if only is None else only
         alone = [
             (place, _Question([own.units[0], unit], own.tail))
@@ -404,9 +409,9 @@ class PassageCache:
         Returns:
             `list[Path]`: The files of the passages and of the text before them.
         """
-        asked, settings, turn = self.ask(questions, documents, **kwargs)
-        self.weights(asked[0].units[1].passages)
-        entries, _ = self._fetch(asked, settings, turn)
+        read = self.ask(questions, documents, **kwargs)
+        self.weights(read.questions[0].units[1].passages)
+        entries, _ = self._fetch(read.questions, self._settings_of_entries(read)[0], read.turn)
         return [] if self.folder is None else [self._path(key) for key in entries]
 
     @torch.no_grad()
@@ -424,12 +429,11 @@ class PassageCache:
 
     @torch.no_grad()
     def prefix_files_asked(self, read: AskedQuestions) -> list[PrefixFiles]:
-        """As `prefix_files`, of questions that `ask` has read."""
+        """As `prefix_files`, for questions that `ask` has read."""
         if self.folder is None:
             raise ValueError("This cache has no `folder`, so it writes no files for other engines. Pass `folder=`.")
-        asked, settings, turn = read.questions, {**read.settings}, read.turn
+        asked, turn, (settings, most) = read.questions, read.turn, self._settings_of_entries(read)
         self.weights(asked[0].units[1].passages)
-        most = settings.pop("max_slots", None) if self._is_separate else None
         entries, missing = self._fetch(asked, settings, turn)
         for unit in {unit.key: unit for question in asked for unit in question.units}.values():
             # Removed meanwhile, written by a version that did not name the base model, or not written: a full disk.
@@ -462,11 +466,11 @@ class PassageCache:
         return self.iter_single_passages(questions, documents, **kwargs)
 
     def read_question(self, inputs: Prepared, only_answerability: bool = False, turn: Turn = ALONE):
-        """Prefill the text after the slots on the cached keys and values: the model's output, with the logits of the
-        first token of the answer, (batch, 1, vocab_size), or only its `answerability_logits` (batch,)."""
+        """Prefill the text after the slots on the cached keys and values. Return the model's output with the logits of
+        the first token of the answer, (batch, 1, vocab_size), or only its `answerability_logits` (batch,)."""
         inputs = prefill_beginning(self.model, inputs, turn)
         ids, mask, cache = (inputs[name] for name in ("input_ids", "attention_mask", "past_key_values"))
-        positions = self.model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
+        positions = self.model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))  # (batch, seq_len)
         new = slice(cache.get_seq_length(), None)
         read = {"attention_mask": mask, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
         read["slot_bias"] = self.model.slot_bias(ids, inputs.get("context_passage_ids"), inputs.get("passage_prior"))
@@ -476,6 +480,15 @@ class PassageCache:
     @property
     def _is_separate(self) -> bool:
         return self.processor.passage_attention == "separate"
+
+    def _settings_of_entries(self, read: AskedQuestions) -> tuple[dict[str, Any], int | None]:
+        """The settings that entries depend on, and the maximum number of slots of a question. An independent passage
+        is cached whole and cut afterwards, so that one entry serves any `max_slots`."""
+        if not self._is_separate:
+            return read.settings, None
+        return {name: each for name, each in read.settings.items() if name != "max_slots"}, read.settings.get(
+            "max_slots"
+        )
 
     # Keys and values to a batch
 
@@ -502,10 +515,12 @@ class PassageCache:
         if self._is_separate:
             numbers = [[number for number, size in enumerate(own) for _ in range(size)] for own in sizes]
             numbers = [torch.tensor(own, dtype=torch.long, device="cpu") for own in numbers]
-            inputs["context_passage_ids"] = pad_passage_ids(numbers).to(device)
+            inputs["context_passage_ids"] = pad_sequence(numbers, batch_first=True, padding_value=-1).to(device)
         return inputs
 
-    def _align_tails(self, ids, tails, parts):
+    def _align_tails(
+        self, ids: list[list[int]], tails: list[list[int]], parts: list[list[torch.Tensor]]
+    ) -> tuple[list[list[int]], list[list[int]], DynamicCache]:
         """Make tails equally long: the beginning of a longer one is prefilled with its slots.
 
         Padding between slots and their question would push the slots out of a sliding window, which counts columns.
@@ -515,7 +530,7 @@ class PassageCache:
         for tail, own in zip(tails, parts, strict=True):
             if len(tail) > shortest:
                 cache = join_keys_values([own], config)
-                new = torch.tensor([tail[:-shortest]], device=self.model.device)
+                new = torch.tensor([tail[:-shortest]], device=self.model.device)  # (1, num_new)
                 for some in in_pieces(new.shape[1]):
                     self.model.model(input_ids=new[:, some], past_key_values=cache, use_cache=True)
                 own = [keys_values_of(cache, 0, 0, cache.get_seq_length())]
@@ -530,7 +545,25 @@ class PassageCache:
     ) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
         """Keys and values of each unit, cached or computed now, by its key, and the units that were not cached. The
         cache owns the tensors: copy before use."""
-        passages = asked[0].units[1].passages
+        units = [unit for question in asked for unit in question.units]
+        if unknown := [unit for unit in units if not unit.key]:
+            self._identify(unknown, asked[0].units[1].passages, settings)
+        entries, missing = self._claim(units, turn)
+        try:
+            if missing:
+                # Passages are computed after the text before them, which may be cached even if they are not.
+                heads = {one.units[0].head: entries.get(one.units[0].key) for one in asked}
+                entries |= self._read(missing, heads, settings, max(len(question.tail) for question in asked), turn)
+                self._keep_all(missing, entries, asked[0].units[1].passages)
+        finally:
+            with self._lock:
+                for key in missing:
+                    if (read := self._reading.pop(key, None)) is not None:
+                        read.set()
+        return entries, missing
+
+    def _identify(self, units: list[_Unit], passages: list | GivenSlots, settings: dict[str, Any]) -> None:
+        """Set the keys of units, for the current weights; `passages` are of one of them."""
         weights = None  # without a cache, weights are not watched
         if self.max_bytes or self.folder is not None:
             try:
@@ -541,52 +574,44 @@ class PassageCache:
         shared = shared_fingerprint(self.model, self.processor, weights or {}, settings)
         shared |= {} if self.dtype is None else {"kept_dtype": self.dtype}
         digest = json_digest(shared)
-        units = [unit for question in asked for unit in question.units]
         for unit in units:
             own = passage_fingerprint(unit.head, unit.passages)
-            unit.key, unit.fingerprint = json_digest([digest, own]), shared | own
-        entries, missing = self._claim(units, weights is not None, turn)
-        try:
-            if missing:
-                # Passages are computed after the text before them, which may be cached even if they are not.
-                heads = {one.units[0].head: entries.get(one.units[0].key) for one in asked}
-                entries |= self._read(missing, heads, settings, max(len(question.tail) for question in asked), turn)
-                # If the weights have changed meanwhile, return the result but do not cache it.
-                if weights is not None and self._current_weights(passages) == weights:
-                    with self._lock:
-                        for unit in missing.values():
-                            self._write(unit, entries[unit.key])
-                            self._keep(unit.key, entries[unit.key])
-        finally:
-            with self._lock:
-                for key in missing:
-                    if (read := self._reading.pop(key, None)) is not None:
-                        read.set()
-        return entries, missing
+            unit.key, unit.fingerprint, unit.weights = json_digest([digest, own]), shared | own, weights
 
-    def _claim(self, units: list[_Unit], is_kept: bool, turn: Turn) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
+    def _keep_all(
+        self, missing: dict[str, _Unit], entries: dict[str, torch.Tensor], passages: list | GivenSlots
+    ) -> None:
+        """Cache the entries of units, except those of weights that have changed meanwhile."""
+        kept = [unit for unit in missing.values() if unit.weights is not None]
+        current = self._current_weights(passages) if kept else None
+        with self._lock:
+            for unit in kept:
+                if unit.weights == current:
+                    self._write(unit, entries[unit.key])
+                    self._keep(unit.key, entries[unit.key])
+
+    def _claim(self, units: list[_Unit], turn: Turn) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
         """The cached units, by their keys, and those that the caller has to compute. Waits for units that another
         thread computes, so that concurrent questions about one passage compute it once."""
         while True:
             with self._lock:
                 if not (busy := [self._reading[unit.key] for unit in units if unit.key in self._reading]):
-                    return self._find_all(units, is_kept)
+                    return self._find_all(units)
             with turn.away():
                 busy[0].wait()
 
-    def _find_all(self, units: list[_Unit], is_kept: bool) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
+    def _find_all(self, units: list[_Unit]) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
         entries: dict[str, torch.Tensor] = {}
         missing: dict[str, _Unit] = {}  # by key, so that a passage of several questions is read once
         for unit in units:
             if unit.key in entries or unit.key in missing:
                 self.hits += unit.is_passage
-            elif is_kept and (entry := self._find(unit)) is not None:
+            elif unit.weights is not None and (entry := self._find(unit)) is not None:
                 entries[unit.key] = entry
             else:
                 self.misses += unit.is_passage
                 missing[unit.key] = unit
-        if is_kept:
-            self._reading |= {key: threading.Event() for key in missing}
+        self._reading |= {key: threading.Event() for key, unit in missing.items() if unit.weights is not None}
         return entries, missing
 
     def _read(
@@ -753,7 +778,8 @@ def _left_padded(rows: Sequence[Sequence[int]], padding_value: int) -> torch.Lon
 def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings of slots and gates, checked, and the rest of `kwargs`, for the chat template."""
     given = {name: kwargs[name] for name in SLOT_SETTINGS if kwargs.get(name) is not None}
-    processor.slot_encoder.check_settings(**given)
+    if given:
+        processor.slot_encoder.check_settings(**given)
     settings = {name: value for name, value in kwargs.items() if name in PREFIX_SETTINGS}
     rest = {name: value for name, value in kwargs.items() if name not in PREFIX_SETTINGS}
     return canonical_settings(settings), rest
@@ -775,8 +801,8 @@ PIECE_POSITIONS, PIECE_SECONDS = 1024, 0.5
 
 
 def in_pieces(length: int, num_rows: int = 1, turn: Turn = ALONE) -> Iterator[slice]:
-    """Parts of `length` positions, one after the other, as long as the caller can compute in `PIECE_SECONDS`; `turn` is
-    passed on before each."""
+    """Yield parts of `length` positions, each as long as the caller can compute in `PIECE_SECONDS`; `turn` is passed on
+    before each part."""
     start, size = 0, max(1, PIECE_POSITIONS // num_rows)
     while start < length:
         turn.pass_on()
@@ -788,8 +814,8 @@ def in_pieces(length: int, num_rows: int = 1, turn: Turn = ALONE) -> Iterator[sl
 
 @torch.no_grad()
 def prefill_beginning(model, inputs: dict[str, Any], turn: Turn = ALONE) -> dict[str, Any]:
-    """The inputs of `generate` for text, or for text after slots that are in `past_key_values`, with everything except
-    the last piece in the cache; short texts stay unchanged."""
+    """Prefill all but the last part of a long text, which may follow slots in `past_key_values`, and return the inputs
+    of `generate` for the rest. Short texts stay unchanged."""
     ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], inputs.get("past_key_values")
     start = 0 if cache is None else cache.get_seq_length()
     if (ids.shape[1] - start) * len(ids) <= PIECE_POSITIONS:
@@ -797,8 +823,8 @@ def prefill_beginning(model, inputs: dict[str, Any], turn: Turn = ALONE) -> dict
         return inputs
     cache = DynamicCache(config=model.config.text_config) if cache is None else cache
     numbers = inputs.get("context_passage_ids")
-    positions = model.prompt_positions(ids, mask, numbers)
-    bias = model.slot_bias(ids, numbers, inputs.get("passage_prior"))
+    positions = model.prompt_positions(ids, mask, numbers)  # (batch, seq_len)
+    bias = model.slot_bias(ids, numbers, inputs.get("passage_prior"))  # (batch, seq_len)
     for part in in_pieces(ids.shape[1] - start, len(ids), turn):
         first, end = start + part.start, start + part.stop
         if end == ids.shape[1]:
@@ -844,7 +870,8 @@ def read_passages(
         `list[torch.Tensor]`, each (num_layers, 2, heads, num_slots, head_dim), in the order of `passages`.
     """
     lengths = [len(passage.context_embeds) for passage in passages]
-    shares = can_separate(model.config.text_config) and not model.config.refines(**settings)
+    refines = model.config.refines(**settings)
+    shares = can_separate(model.config.text_config) and not refines
     entries: list[torch.Tensor | None] = [None] * len(passages)
     batches: list[list[list[int]]] = []
     for row in share_rows(lengths, -(-sum(lengths) // SLOTS_PER_ROW) if shares else len(lengths)):
@@ -854,12 +881,13 @@ def read_passages(
         batches[-1].append(row)
     for batch in batches:
         turn.pass_on()
-        _read_batch(model, head_ids, head, passages, batch, entries, settings)
+        _read_batch(model, head_ids, head, passages, batch, entries, refines, settings)
     return entries
 
 
 def share_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
-    """Which passages of these lengths share a row, by their numbers: all rows nearly as long, the longest first.
+    """Distribute passages of these lengths to rows of nearly equal length: the numbers of the passages in each row, the
+    longest row first.
 
     >>> share_rows([30, 10, 25, 20], num_rows=2)
     [[2, 3], [0, 1]]
@@ -873,30 +901,42 @@ def share_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
     return [rows[row] for row in sorted(range(num_rows), key=sizes.__getitem__, reverse=True) if rows[row]]
 
 
-def _read_batch(model, head_ids, head, passages, batch: list[list[int]], entries: list, settings: dict) -> None:
-    """Compute the rows of `batch`, each the numbers of its passages, and put the results into `entries`."""
-    rows, device, start = [[passages[number] for number in row] for row in batch], model.device, len(head_ids)
-    continues = not model.config.refines(**settings)
+def _read_batch(
+    model,
+    head_ids: Sequence[int],
+    head: torch.Tensor,
+    passages: Sequence,
+    batch: list[list[int]],
+    entries: list[torch.Tensor | None],
+    refines: bool,
+    settings: dict[str, Any],
+) -> None:
+    """Compute the rows of `batch`, each the numbers of its passages, and put the results into `entries`. With `refines`
+    they take refinement steps, and do not continue from the text before the slots."""
+    rows, start = [[passages[number] for number in row] for row in batch], len(head_ids)
     numbers = [[number for number, own in enumerate(row) for _ in own.context_embeds] for row in rows]
     # (batch, max_slots); rows are padded at the end
-    numbers = pad_passage_ids([torch.tensor(row, dtype=torch.long, device="cpu") for row in numbers])
-    is_slot = numbers >= 0
+    numbers = [torch.tensor(row, dtype=torch.long, device="cpu") for row in numbers]
+    numbers = pad_sequence(numbers, batch_first=True, padding_value=-1)
+    is_slot = numbers >= 0  # (batch, max_slots)
     ids = torch.where(is_slot, model.config.context_token_id, 0)  # padding may be any id: it is masked
     mask, positions = torch.cat([is_slot.new_ones(len(rows), start).long(), is_slot.long()], dim=1), None
-    if not continues:
+    if refines:
         ids = torch.cat([ids.new_tensor([list(head_ids)]).expand(len(rows), -1), ids], dim=1)
     elif max(map(len, rows)) > 1:  # else a plain causal mask does, which all attention kernels take
-        positions = (start + passage_positions(numbers, is_slot)).to(device)
+        positions = start + passage_positions(numbers, is_slot)
         # (batch, 1, max_slots, start + max_slots): all attend to the text before
         mask = pad(separate_passages(is_slot, numbers, model.dtype), (start, 0))
     if positions is None:
-        positions = torch.arange(mask.shape[1] - ids.shape[1], mask.shape[1], device=device).expand(len(rows), -1)
+        positions = torch.arange(mask.shape[1] - ids.shape[1], mask.shape[1], device="cpu").expand(len(rows), -1)
     words = [[passage.context_word_ids for passage in row] for row in rows]
+    joined = None if refines else join_keys_values([[head]] * len(rows), model.config.text_config)
+    device = model.device
     outputs = model.model(
         input_ids=ids.to(device),
         attention_mask=mask.to(device),
-        position_ids=positions,
-        past_key_values=join_keys_values([[head]] * len(rows), model.config.text_config) if continues else None,
+        position_ids=positions.to(device),
+        past_key_values=joined,
         context_embeds=pad_sequence(
             [torch.cat([passage.context_embeds for passage in row]) for row in rows], batch_first=True
         ).to(device),
@@ -924,6 +964,11 @@ def entry_shape(config: PreTrainedConfig, num_slots: int, dtype: torch.dtype | N
     return config.num_hidden_layers, 2, config.num_key_value_heads, num_slots, head_dim + 4 * (dtype == torch.int8)
 
 
+def cache_of(outputs: ModelOutput) -> Cache | None:
+    """The cache that a model returned."""
+    return getattr(outputs, CACHE)
+
+
 def keys_values_of(cache: Cache, row: int, start: int, end: int) -> torch.Tensor:
     """Keys and values of the positions `start` to `end` of a row of a cache, (num_layers, 2, heads, end - start,
     head_dim), in memory of their own."""
@@ -934,12 +979,12 @@ def keys_values_of(cache: Cache, row: int, start: int, end: int) -> torch.Tensor
         dropped = length - layer.keys.shape[2]
         both = torch.stack([layer.keys[row], layer.values[row]])  # (2, heads, kept, head_dim)
         layers.append(pad(both, (0, 0, dropped, 0))[:, :, start:end])
-    return torch.stack(layers)
+    return torch.stack(layers)  # (num_layers, 2, heads, end - start, head_dim)
 
 
 def from_int8(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Keys and values (..., head_dim) in `dtype`, from stored ones in a float dtype or as bytes (..., head_dim + 4):
-    numbers of steps, and the float32 size of a step."""
+    """Keys and values (..., head_dim) in `dtype`, from stored ones. These are in a float dtype, or bytes (..., head_dim
+    + 4): numbers of steps, and the float32 size of a step."""
     if kept.dtype != torch.int8:
         return kept
     return (kept[..., :-4].float() * kept[..., -4:].contiguous().view(torch.float32)).to(dtype)
@@ -947,7 +992,7 @@ def from_int8(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def to_int8(keys_values: torch.Tensor) -> torch.Tensor:
     """Keys and values (..., head_dim) as bytes for `from_int8`: numbers of steps, of one size for a slot and head."""
-    step = keys_values.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127
+    step = keys_values.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127  # (..., 1)
     return torch.cat([(keys_values.float() / step).round().to(torch.int8), step.contiguous().view(torch.int8)], dim=-1)
 
 
@@ -982,7 +1027,7 @@ class RoomyLayer(DynamicLayer):
 
     def _fill(self, room: torch.Tensor, length: int) -> None:
         self._room = room
-        self.keys, self.values = room[:, :, :, :length]
+        self.keys, self.values = room[:, :, :, :length]  # each (batch, heads, length, head_dim)
         self._in_room = self.keys
 
     def update(
@@ -1048,9 +1093,9 @@ def names_base_model(path: Path) -> bool:
 
 
 def base_model_fingerprint(model) -> dict[str, Any]:
-    """A fingerprint of a base model that any engine can compute, to check that keys and values belong to it: `weights`,
-    the SHA-256 of names, shapes and values in bfloat16 of its decoder, named as in its safetensors files without
-    `model.`; and `rope`, its `rope_parameters`. It is the same for float32 and bfloat16 weights."""
+    """A fingerprint of a base model that any engine can compute, to check that keys and values belong to it. `weights`
+    is the SHA-256 of names, shapes and values in bfloat16 of its decoder, named as in its safetensors files without
+    `model.`; `rope` is its `rope_parameters`. It is the same for float32 and bfloat16 weights."""
     found, weights = hashlib.sha256(), {}
     for name, weight in model.model.backbone.named_parameters():
         if not model.is_aligner_key(name):
@@ -1163,6 +1208,7 @@ _IRRELEVANT_SETTINGS = (
     "similarity_weight",
     "tie_word_embeddings",
     "training_stage",
+    "use_multihop_head",
 )
 
 # Where two copies of a backbone's configuration may differ.
@@ -1230,10 +1276,12 @@ def canonical_settings(settings: dict[str, Any]) -> dict[str, Any]:
     {'gate_mode': 'off'}
     """
     settings = {name: value for name, value in settings.items() if value is not None}
-    check_gates(**{name: settings[name] for name in REFINEMENT_SETTINGS if name in settings})
+    if gates := {name: settings[name] for name in REFINEMENT_SETTINGS if name in settings}:
+        check_gates(**gates)
     settings = {name: PREFIX_SETTINGS[name](value) for name, value in settings.items()}  # as JSON has them
-    gate_mode, budget = normalize_budget(settings.get("gate_mode"), settings.get("refinement_budget"))
-    settings |= {"gate_mode": gate_mode, "refinement_budget": budget}
+    if "refinement_budget" in settings:
+        mode, budget = normalize_budget(settings.get("gate_mode"), settings["refinement_budget"])
+        settings |= {"gate_mode": mode, "refinement_budget": budget}
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -1265,13 +1313,13 @@ class _Read(NamedTuple):
 
 
 def _version(weight: torch.Tensor) -> int:
-    """Grows with each write that PyTorch counts; those to weights of inference mode are not counted."""
+    """A counter that grows with each write that PyTorch counts; writes to weights of inference mode are not counted."""
     return 0 if weight.is_inference() else weight._version
 
 
 class WatchedWeights:
-    """Digests of a module's weights, or a mark of them, which are computed again if a weight was moved, replaced, or
-    written to by PyTorch: by an optimizer, an operation in place, `load_state_dict`, `to`.
+    """Digests of a module's weights, or a mark of them. They are computed again if a weight was moved, replaced, or
+    written to by PyTorch: by an optimizer, an operation in place, `load_state_dict` or `to`.
 
     Not detected: writes through `.data`, a NumPy array or a pointer, and modules and hooks that are added or replaced.
     Active adapters of PEFT, and their scales, are part of the digest.
@@ -1322,7 +1370,7 @@ class WatchedWeights:
             return
         modules, found = [], {}
         for prefix, module in self.module.named_modules():
-            if prefix == HEAD:  # it changes no keys and values, so caches stay valid
+            if prefix in HEADS:  # they change no keys and values, so caches stay valid
                 continue
             modules.append((prefix, type(module).__qualname__))
             for name, weight in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:

@@ -44,14 +44,12 @@ from .attention_arcaligner import (
     CACHE,
     ROW_KERNELS,
     SlotRows,
-    SlotStates,
     check_can_separate,
     check_passage_ids,
     find_slots,
     keep_passages_apart,
     prompt_positions,
     slot_bias_of,
-    take_rows,
     with_slot_bias,
 )
 from .configuration_arcaligner import (
@@ -60,8 +58,9 @@ from .configuration_arcaligner import (
     check_answerability_layers,
     check_gates,
     check_length,
+    check_multihop_head,
 )
-from .loading_arcaligner import HEAD, AlignerMixin
+from .loading_arcaligner import HEADS, AlignerMixin
 from .refinement_arcaligner import (
     AllSlotsSteps,
     KeysValuesComplete,
@@ -72,12 +71,14 @@ from .refinement_arcaligner import (
     RefinementKeysValues,
     RefinementSettings,
     Slots,
+    SlotStates,
     StepInputs,
     StepRows,
     count_layer_cost,
     new_slots,
     prefix_inputs,
     step_inputs,
+    take_rows,
 )
 
 logger = logging.get_logger(__name__)
@@ -152,7 +153,7 @@ class ContextProjector(nn.Module):
     def forward(self, context_embeds: torch.Tensor, part_embeds: torch.Tensor | None = None) -> torch.Tensor:
         """`context_embeds` (..., encoder_hidden_size) and `part_embeds` (..., word_parts, hidden), of `average_words`,
         to slots (..., hidden)."""
-        slots = self.out(self.act(self.up(context_embeds.to(self.up.weight.dtype))))
+        slots = self.out(self.act(self.up(context_embeds.to(self.up.weight.dtype))))  # (..., hidden)
         if part_embeds is None:
             return slots
         slots = slots + torch.einsum("...pd,ped->...e", part_embeds.to(slots.dtype), self.part_maps)
@@ -171,13 +172,13 @@ class ContextProjector(nn.Module):
         is_word = word_ids >= 0
         ids = word_ids.clamp(min=0)  # padding gets any word, with the weight 0
         weights = self.word_weights[ids].float().abs() * is_word  # (..., max_words)
-        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-6)
-        num_words = is_word.sum(dim=-1, keepdim=True).clamp(min=1)
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-6)  # (..., max_words), a sum of 1
+        num_words = is_word.sum(dim=-1, keepdim=True).clamp(min=1)  # (..., 1)
         part = torch.arange(word_ids.shape[-1], device=ids.device) * self.word_parts // num_words  # (..., max_words)
         in_part = part[..., None, :] == torch.arange(self.word_parts, device=ids.device)[:, None]
         # Subtract the mean of all embeddings, which would otherwise dominate an average of words.
         words = nn.functional.embedding(ids, table).float() - self.word_mean.float()  # (..., max_words, hidden)
-        return (weights[..., None, :] * in_part) @ words
+        return (weights[..., None, :] * in_part) @ words  # (..., word_parts, hidden)
 
 
 ADAPTER_NAME = "slot"
@@ -201,8 +202,8 @@ _scope = _SlotScope()
 
 @contextlib.contextmanager
 def lora_on(rows: RowIndex | None):
-    """Inside, LoRA is applied to `rows`: PEFT's layers are called by the backbone's attention and MLP, which pass no
-    such argument on."""
+    """Context in which LoRA is applied to `rows`. They are no argument, because attention and MLP of the backbone call
+    PEFT's layers without further arguments."""
     before, _scope.rows = _scope.rows, rows
     _scope.input = _scope.slots = None
     try:
@@ -253,7 +254,7 @@ class _SlotResidual(torch.autograd.Function):
     @staticmethod
     def forward(ctx, result, slots, down, up, scaling, rows):
         # Not in place, as autograd and hooks may hold the frozen result.
-        down_t, up_t = down.transpose(0, 1), up.transpose(0, 1)
+        down_t, up_t = down.transpose(0, 1), up.transpose(0, 1)  # (in_features, r), (r, out_features)
         if rows is ALL_ROWS:
             hidden = torch.mm(slots, down_t)  # (num_slots, r)
             flat = result.reshape(-1, result.shape[-1])  # (batch * seq_len, out_features)
@@ -273,8 +274,8 @@ class _SlotResidual(torch.autograd.Function):
         # `beta=0`: a scaled product in one operation; the first argument gives its shape only.
         d_hidden = torch.addmm(hidden, d_residual, up, beta=0, alpha=ctx.scaling)  # (num_slots, r)
         _, for_slots, for_down, for_up, *_ = ctx.needs_input_grad
-        d_slots = torch.mm(d_hidden, down) if for_slots else None
-        d_down = torch.mm(d_hidden.transpose(0, 1), slots) if for_down else None
+        d_slots = torch.mm(d_hidden, down) if for_slots else None  # (num_slots, in_features)
+        d_down = torch.mm(d_hidden.transpose(0, 1), slots) if for_down else None  # (r, in_features)
         d_up = torch.addmm(up, d_residual.transpose(0, 1), hidden, beta=0, alpha=ctx.scaling) if for_up else None
         return d_total, d_slots, d_down, d_up, None, None
 
@@ -367,19 +368,19 @@ def has_slow_mkl() -> bool:
 
 
 class FrozenLinear(InPlaceMixin):
-    """A linear layer of the base model that multiplies large float32 tensors by oneDNN where MKL is slow: up to twice
-    as fast, with the rounding of another order of additions."""
+    """A linear layer of the base model that multiplies large float32 tensors by oneDNN where MKL is slow. It is up to
+    twice as fast, and sums are rounded in another order."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
         # What decides most often comes first: a GPU waits for the host, which runs this for each linear.
         if weight.dtype != torch.float32 or weight.numel() < LEAST_WEIGHT or not self._is_slow(x):
             return nn.functional.linear(x, weight, bias)
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1])  # (num_rows, in_features)
         # oneDNN keeps code for each number of rows, half a megabyte: of eight numbers up to each power of 2.
         step = max(LEAST_ROWS, 2 ** (len(rows).bit_length() - 4))
         padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % step)).to_mkldnn()  # a layout of its own
-        products = nn.functional.linear(padded, weight, bias).to_dense()
+        products = nn.functional.linear(padded, weight, bias).to_dense()  # (num_rows + padding, out_features)
         return products[: len(rows)].view(*x.shape[:-1], -1)
 
     def _is_slow(self, x: torch.Tensor) -> bool:
@@ -533,7 +534,7 @@ def is_recording_outputs() -> bool:
 
 
 class not_recording_outputs:  # noqa: N801 - a context manager, used like a function
-    """Inside, nothing is recorded: attentions and router logits are those of the mandatory pass."""
+    """Context in which nothing is recorded, so that attentions and router logits are those of the mandatory pass."""
 
     def __enter__(self):
         self.token = _active_collector.set(None)
@@ -543,7 +544,7 @@ class not_recording_outputs:  # noqa: N801 - a context manager, used like a func
 
 
 class LayerStates:
-    """The states of the input's last token in some of the layers, which return hidden states only and write them here.
+    """States of the input's last token in some layers. Layers return hidden states only, so they write these here.
 
     Args:
         layers (`list[int]`): These layers, in ascending order.
@@ -565,7 +566,7 @@ class LayerStates:
             self.by_layer[layer_idx] = hidden_states[:, -1].clone()  # a view would keep all of them in memory
 
     def stacked(self) -> torch.Tensor:
-        """(batch, num_layers, hidden) of these layers, on the device of the last one."""
+        """The recorded states (batch, num_layers, hidden), on the device of the last layer."""
         device = self.by_layer[self.layers[-1]].device
         return torch.stack([self.by_layer[layer_idx].to(device) for layer_idx in self.layers], dim=1)
 
@@ -616,7 +617,7 @@ class SlotDecoderLayer(InPlaceMixin):
         if slots is None:
             with lora_on(ALL_ROWS if self.has_lora_on_text else None):
                 return super().forward(hidden_states, **kwargs), None
-        with lora_on(self._lora_rows(slots.rows.row_index())):
+        with lora_on(self._lora_rows(slots.row_index())):
             hidden_states = super().forward(hidden_states, **kwargs)  # Eq. 4: the mandatory pass, LoRA on slots (Eq. 3)
         if not self._may_refine(slots):
             return self._with_unused_gate(hidden_states, slots.settings), None
@@ -640,11 +641,11 @@ class SlotDecoderLayer(InPlaceMixin):
         return steps.write_back(states)  # Eq. 9: text rows stay; and the depths
 
     def _lora_rows(self, slot_rows: RowIndex | None) -> RowIndex | None:
-        """The rows that LoRA is applied to: those of the slots, unless it is an ordinary one."""
+        """The rows that LoRA is applied to: those of the slots, unless LoRA is on all positions."""
         return ALL_ROWS if self.has_lora_on_text else slot_rows
 
     def _may_refine(self, slots: Slots) -> bool:
-        """Whether this layer takes steps at all."""
+        """Whether this layer may take refinement steps."""
         settings, rows = slots.settings, slots.rows
         if self.slot_gate is None or settings.gate_mode == "off" or settings.max_refinement_steps == 0:
             return False
@@ -674,7 +675,9 @@ class SlotDecoderLayer(InPlaceMixin):
         """
         self._compiled_algorithm = torch.compile(self._algorithm_1, *args, **kwargs)
 
-    def _run_compiled(self, hidden_states, slots, kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _run_compiled(
+        self, hidden_states: torch.Tensor, slots: Slots | None, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         has_budget = slots is not None and slots.settings.budget is not None
         cache = kwargs.get(CACHE)
         if has_budget or is_recording_outputs() or not LayerKeysValues.fits(cache, self.layer_idx):
@@ -698,7 +701,7 @@ class SlotDecoderLayer(InPlaceMixin):
         rows, dtype = slots.rows, hidden.hidden_states.dtype
         if self.arcaligner_config.text_config._attn_implementation not in ROW_KERNELS or (
             step_rows is None
-            and rows.has_little_text
+            and slots.has_little_text
             and slots.settings.budget is None  # which pays for keys and values of the text once
             and not torch.compiler.is_compiling()
         ):
@@ -738,13 +741,13 @@ class SlotDecoderLayer(InPlaceMixin):
     def _prefix_pass(
         self, hidden: SlotStates, slots: Slots, kwargs: dict[str, Any]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """As `_slot_pass` for all slots, but the layer runs on the whole prefix: for attention kernels that take no
-        mask of rows and columns, and for so little text that separating it would cost more."""
+        """As `_slot_pass` for all slots, but the layer runs on the whole prefix. Used for attention kernels that take
+        no mask of rows and columns, and if there is so little text that separating it would cost more."""
         rows, (batch, seq_len, _) = slots.rows, hidden.hidden_states.shape
         length = seq_len if rows.prefix_length is None else rows.prefix_length
         step_kwargs = kwargs | slots.shared_inputs.get(kwargs, lambda: prefix_inputs(length, kwargs))
         if batch == 1:  # the same positions of a row that is shorter
-            index = rows.row_index()
+            index = slots.row_index()
         else:
             index = rows.slot_rows // seq_len * length + rows.slot_rows % seq_len
 
@@ -874,6 +877,10 @@ class ArcAlignerPreTrainedModel(AlignerMixin, PreTrainedModel):
                 init.zeros_(module.weight)
                 init.zeros_(module.bias)
                 init.copy_(module.match, torch.tensor(NO_MATCH))
+            if isinstance(module, MultihopHead):
+                init.zeros_(module.weight)
+                init.zeros_(module.bias)
+                init.copy_(module.pair, torch.tensor(NEUTRAL_PAIR))
         for layer in slot_lora_layers(self):
             init.kaiming_uniform_(layer.lora_A[ADAPTER_NAME].weight, a=5**0.5)
             init.zeros_(layer.lora_B[ADAPTER_NAME].weight)
@@ -884,7 +891,7 @@ class ArcAlignerPreTrainedModel(AlignerMixin, PreTrainedModel):
 
 
 def one_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
-    """The cache that was given by one of its two names.
+    """The cache, which may be passed under either of its two names.
 
     Raises:
         `ValueError`: both were given.
@@ -901,7 +908,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         `ValueError`: a backbone that cannot be refined, by name and with the reason.
     """
 
-    _keys_to_ignore_on_load_unexpected = [rf"^{HEAD}\."]
+    _keys_to_ignore_on_load_unexpected = [rf"^{head}\." for head in HEADS]
 
     def __init__(self, config: ArcAlignerConfig, **kwargs):
         super().__init__(config, **kwargs)
@@ -973,9 +980,9 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         """
         cache = one_cache(past_key_values, cache)
         wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
+        wanted = {name: own for name, own in zip(REFINEMENT_SETTINGS, wanted, strict=True) if own is not None}
         if not torch.compiler.is_compiling():
-            check_gates(*wanted)
-            self._check_ids(input_ids, inputs_embeds, context_embeds, is_generated)
+            self._check_inputs(input_ids, inputs_embeds, context_embeds, is_generated, wanted)
         has_slots = input_ids is not None and context_embeds is not None
         slot_mask = input_ids == self.config.context_token_id if has_slots else None  # `M_r`, (batch, seq_len)
         given = inputs_embeds if input_ids is None else input_ids
@@ -984,12 +991,11 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             slot_mask, context_embeds, context_word_ids = self._no_slots(given)
         if slot_mask is not None:
             of_slots = (context_embeds, context_word_ids, context_passage_ids)
-            slots, attention_mask, position_ids = self._prepare_slots(
-                slot_mask, *of_slots, attention_mask, position_ids, cache, *wanted
+            kwargs["slots"], attention_mask, position_ids = self._prepare_slots(
+                slot_mask, *of_slots, attention_mask, position_ids, cache, wanted
             )
             inputs_embeds = self._embed(input_ids, inputs_embeds, slot_mask, context_embeds, context_word_ids)
             input_ids = None  # the backbone takes one of the two
-            kwargs["slots"] = slots
         if slot_bias is not None:
             num_queries = (inputs_embeds if input_ids is None else input_ids).shape[1]
             attention_mask = with_slot_bias(attention_mask, slot_bias, slot_mask, num_queries, cache, self.dtype)
@@ -1007,18 +1013,27 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            recursion_depth=slots.stacked_depths(self.config.text_config.num_hidden_layers) if has_slots else None,
+            recursion_depth=kwargs["slots"].stacked_depths(len(self.decoder_layers)) if has_slots else None,
         )
 
     def _no_slots(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The slot mask, embeddings and words of an input (batch, seq_len, ...) without slots."""
-        slot_mask = torch.zeros(given.shape[:2], dtype=torch.bool, device=given.device)
+        slot_mask = torch.zeros(given.shape[:2], dtype=torch.bool, device=given.device)  # (batch, seq_len)
         embeds = torch.zeros(len(given), 0, self.config.encoder_hidden_size, device=given.device)
         return slot_mask, embeds, slot_mask.new_zeros(len(given), 0, 1).long() if self.config.word_parts else None
 
-    def _check_ids(self, input_ids, inputs_embeds, context_embeds, is_generated) -> None:
-        """Checks the tokens of an input, before its slots are looked for. Compiled code leaves this out, and so does a
-        generated token: reading them would make the host wait for the device."""
+    def _check_inputs(
+        self,
+        input_ids: torch.LongTensor | None,
+        inputs_embeds: torch.FloatTensor | None,
+        context_embeds: torch.FloatTensor | None,
+        is_generated: bool,
+        wanted: dict[str, Any],
+    ) -> None:
+        """Checks the gates' settings of a call, and the tokens of its input before its slots are looked for. Compiled
+        code leaves this out. Of a generated token nothing is read: the host would wait for the device."""
+        if wanted:  # the configuration has checked its own
+            check_gates(**wanted)
         slot_id = self.config.context_token_id
         if input_ids is None:
             if context_embeds is not None:
@@ -1050,7 +1065,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         attention_mask: torch.Tensor | None,
         position_ids: torch.LongTensor | None,
         cache: Cache | None,
-        *wanted: Any,
+        wanted: dict[str, Any],
     ) -> tuple[Slots, torch.Tensor | None, torch.LongTensor | None]:
         """The slots of a forward, with the mask and the positions of its prompt; `wanted` are the
         `REFINEMENT_SETTINGS` of the call. Compiled code checks nothing, and has no numbers of the host."""
@@ -1068,11 +1083,18 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             rows = rows.for_any_length()
         else:
             check_length(slot_mask.shape[1], "The prompt", self.config.text_config, position_ids)
-            check_slots_after_cache(self.config, rows, cache, context_passage_ids, *wanted)
-        slots = new_slots(self.config, self.layer_costs, rows, self.training, *wanted)
+            check_slots_after_cache(self.config, rows, cache, context_passage_ids, wanted)
+        settings = self.config.gate_settings(**wanted)
+        slots = new_slots(self.config, settings, self.layer_costs, rows, self.training)
         return slots, attention_mask, position_ids
 
-    def _check_slot_inputs(self, slot_mask, context_embeds, context_word_ids, passage_ids) -> None:
+    def _check_slot_inputs(
+        self,
+        slot_mask: torch.BoolTensor,
+        context_embeds: torch.FloatTensor,
+        context_word_ids: torch.LongTensor | None,
+        passage_ids: torch.LongTensor | None,
+    ) -> None:
         """Check the inputs of slots; `passage_ids` are `None` if all slots are of one passage."""
         check_adapters(self.backbone)
         check_context_embeds(self.config, slot_mask, context_embeds)
@@ -1081,10 +1103,17 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             check_passage_ids(passage_ids, context_embeds, slot_mask)
             check_can_separate(self.config.text_config)
 
-    def _embed(self, input_ids, inputs_embeds, slot_mask, context_embeds, context_word_ids) -> torch.Tensor:
+    def _embed(
+        self,
+        input_ids: torch.LongTensor | None,
+        inputs_embeds: torch.FloatTensor | None,
+        slot_mask: torch.BoolTensor,
+        context_embeds: torch.FloatTensor,
+        context_word_ids: torch.LongTensor | None,
+    ) -> torch.Tensor:
         """`H^(0,0)` (Eq. 2): projected embeddings on slots, frozen ones elsewhere, (batch, seq_len, hidden)."""
         if inputs_embeds is None:
-            inputs_embeds = self.get_input_embeddings()(input_ids.masked_fill(slot_mask, 0))
+            inputs_embeds = self.get_input_embeddings()(input_ids.masked_fill(slot_mask, 0))  # (batch, seq_len, hidden)
         if context_embeds.shape[1] == 0:  # the sum is 0, and gives trained parameters a gradient of 0
             return inputs_embeds + self.project(context_embeds, context_word_ids).sum().to(inputs_embeds.dtype)
         # A NaN in the padding would not change the output, but it would change gradients.
@@ -1105,7 +1134,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
 
 
 def _fetched(module: nn.Module) -> contextlib.AbstractContextManager:
-    """Inside, the weights of a module that may be offloaded are on the device where it computes."""
+    """Context in which the weights of a module that may be offloaded are on the device where it computes."""
     if all(not weight.is_meta for weight in module.parameters(recurse=False)):
         return contextlib.nullcontext()
     from accelerate.utils import align_module_device
@@ -1139,8 +1168,8 @@ class AnswerabilityHead(nn.Module):
             return states.to(self.weight).flatten(1) @ self.weight.flatten() + self.bias
 
     def with_match(self, logits: torch.Tensor, match_scores: Sequence[float] | torch.Tensor) -> torch.Tensor:
-        """Log-odds (batch,) of the states and of the `match_scores` (rows,), each for one or, with beams and samples,
-        several of the logits in a row. If a score is NaN, because there are no words, the logits do not change."""
+        """Log-odds (batch,) from the head's logits and the `match_scores` (rows,). With beams and samples one score
+        serves several logits in a row. A NaN score, for texts without words, changes nothing."""
         scores = torch.as_tensor(match_scores, dtype=logits.dtype, device=logits.device)
         if scores.numel() == 0:
             return logits
@@ -1149,10 +1178,43 @@ class AnswerabilityHead(nn.Module):
         return torch.where(scores.isnan(), logits, scale * logits + weight * scores + bias)
 
 
+MOST_ODDS = 6.0  # of an answerability: beyond, it says nothing more about the question
+NEUTRAL_PAIR = (1.0, 0.0, 0.0, 0.0, 0.0)  # the weight of the log-odds, and those of what texts have in common
+
+
+class MultihopHead(nn.Module):
+    """Two logistic regressions: on a question, whether it is a multi-hop question, which needs two passages together;
+    on the features of a pair of passages, whether they are these two. `train/multihop.py` fits them; they are not
+    trained with the aligner, and are in float32 like it. Before, no question is found, and pairs rank by log-odds.
+    """
+
+    def __init__(self, encoder_hidden_size: int):
+        super().__init__()
+        # Buffers for the reasons of the answerability head.
+        self.register_buffer("weight", torch.zeros(encoder_hidden_size + 2, dtype=torch.float32))
+        self.register_buffer("bias", torch.zeros((), dtype=torch.float32))
+        self.register_buffer("pair", torch.tensor(NEUTRAL_PAIR, dtype=torch.float32))
+
+    def forward(
+        self, question_embeds: torch.Tensor, num_words: torch.Tensor, answerability_logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Embeddings of questions by the search encoder (batch, d_r), their numbers of words (batch,) and the
+        answerability of their top-ranked passages, in log-odds (batch,), to log-odds (batch,)."""
+        num_words, sure = num_words.clamp(min=1).log(), answerability_logits.clamp(-MOST_ODDS, MOST_ODDS)
+        features = torch.cat([question_embeds, num_words[:, None], sure[:, None]], dim=1)  # (batch, d_r + 2)
+        with torch.autocast(features.device.type, enabled=False):
+            return features.to(self.weight) @ self.weight + self.bias
+
+    def pair_logits(self, features: torch.Tensor) -> torch.Tensor:
+        """Features of pairs (pairs, 5), by `pair_features`, to log-odds (pairs,), up to a constant, in their type."""
+        with torch.autocast(features.device.type, enabled=False):
+            return features @ self.pair.to(features)
+
+
 # The frozen head and the loss (Eq. 10)
 def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    """Positions of `hidden_states` (batch, seq_len, hidden) that logits are computed for: the last ones, 0 for all, or
-    those of a tensor, (positions,) for all rows or (batch, positions)."""
+    """Positions of `hidden_states` (batch, seq_len, hidden) to compute logits for: a number of last ones (0: all), or a
+    tensor of positions, (positions,) for all rows or (batch, positions)."""
     if isinstance(logits_to_keep, int):
         return hidden_states[:, -logits_to_keep:]
     if logits_to_keep.dim() == 2:
@@ -1177,9 +1239,9 @@ HEAD_ROWS = 256
 
 
 class _HeadLoss(torch.autograd.Function):
-    """The gradient for the hidden states is computed in the forward pass, a few rows at a time, so that the logits of
-    all rows are never in memory together: on CPUs they and their softmax cost more than all decoder layers of a small
-    backbone, on GPUs they take most of the memory."""
+    """Loss through the frozen head that computes the gradient for the hidden states in the forward pass, a few rows at
+    a time. So the logits of all rows are never in memory together. On CPUs logits and softmax cost more than all
+    decoder layers of a small backbone; on GPUs they take most of the memory."""
 
     @staticmethod
     def forward(ctx, hidden_states, targets, head, text_config):
@@ -1231,12 +1293,18 @@ def text_for_slots(input_ids: torch.LongTensor, context_token_id: int) -> torch.
     return torch.where(is_slot, first_text, input_ids)
 
 
-def check_slots_after_cache(config, rows: SlotRows, cache: Cache | None, context_passage_ids, *wanted) -> None:
+def check_slots_after_cache(
+    config: ArcAlignerConfig,
+    rows: SlotRows,
+    cache: Cache | None,
+    context_passage_ids: torch.LongTensor | None,
+    wanted: dict[str, Any],
+) -> None:
     """Raises `ValueError` for slots after cached text if that differs from one prefill of both; `wanted` are
     the `REFINEMENT_SETTINGS` of the call."""
     if rows.slot_rows.shape[0] == 0 or cache is None or cache.get_seq_length() == 0:
         return
-    if config.refines(*wanted):
+    if config.refines(**wanted):
         reason = "refinement needs the deeper states of earlier tokens, which a cache does not hold"
     elif config.passage_attention == "separate" and context_passage_ids is not None:
         reason = "the slots of several passages need the positions of the whole prompt"
@@ -1257,8 +1325,8 @@ class SlotGenerationMixin(GenerationMixin):
         attention_mask: torch.Tensor | None = None,
         context_passage_ids: torch.LongTensor | None = None,
     ) -> torch.LongTensor:
-        """The position of each token of a prompt (batch, seq_len): counted after the padding, and behind the longest
-        passage with independent passages, `context_passage_ids` (batch, max_slots)."""
+        """The position of each token of a prompt (batch, seq_len), counted after the padding. With independent
+        passages, `context_passage_ids` (batch, max_slots), the text after them continues after the longest passage."""
         is_real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         if context_passage_ids is None or self.config.passage_attention == "joint":
             return (is_real.long().cumsum(dim=1) - 1).clamp(min=0)
@@ -1368,13 +1436,13 @@ class SlotGenerationMixin(GenerationMixin):
         if not (mask is None or isinstance(mask, dict) or isinstance(mask, torch.Tensor) and mask.dim() > 1):
             found = f" of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else ""
             raise ValueError(f"`attention_mask` is a {type(mask).__name__}{found}; expected a tensor (batch, seq_len).")
-        settings = {name: kwargs[name] for name in REFINEMENT_SETTINGS if kwargs.get(name) is not None}
-        check_gates(**settings)
-        if settings and self._has_read_slots(input_ids, cache):
-            logger.warning_once(
-                f"{', '.join(f'`{name}`' for name in settings)} of `generate` does not change slots that are already "
-                "in `past_key_values`. Pass gate settings to `prepare` of the passage cache instead."
-            )
+        if settings := {name: kwargs[name] for name in REFINEMENT_SETTINGS if kwargs.get(name) is not None}:
+            check_gates(**settings)
+            if self._has_read_slots(input_ids, cache):
+                logger.warning_once(
+                    f"{', '.join(f'`{name}`' for name in settings)} of `generate` does not change slots that are "
+                    "already in `past_key_values`. Pass gate settings to `prepare` of the passage cache instead."
+                )
         generation_config = kwargs.get("generation_config") or self.generation_config
         if kwargs.get("prefill_chunk_size", generation_config.prefill_chunk_size) is not None:
             raise ValueError(
@@ -1469,7 +1537,10 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             name = next(name for name, module in self.named_modules() if module is embeddings)
             self._tied_weights_keys = {"lm_head.weight": f"{name}.weight"}
         self.answerability_head: AnswerabilityHead | None = None
+        self.multihop_head: MultihopHead | None = None
+        use_multihop_head = config.use_multihop_head
         self.set_answerability_layers(config.answerability_layers)
+        self.set_multihop_head(use_multihop_head)
         self.post_init()
         self.freeze_base_model()
 
@@ -1484,7 +1555,8 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
 
     def set_answerability_layers(self, layers: list[int] | None) -> None:
         """Give the model a new answerability head, which is neutral until it is fitted, for the states of these layers,
-        or remove it (`None`). Call it after training, because other weights have other states.
+        or remove it (`None`). Call it after training, because other weights have other states. The multi-hop head is
+        removed, because it was fitted to the former one.
 
         Raises:
             `ValueError`: layers that the backbone does not have, or not in ascending order.
@@ -1495,9 +1567,22 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             config.answerability_uses_match, config.answerability_threshold = False, None
             config.answer_calibration = None
         config.answerability_layers, self.answerability_head = layers, None
+        self.set_multihop_head(False)
         if layers is not None:
             head = AnswerabilityHead(len(layers), config.text_config.hidden_size)
             self.answerability_head = head.to(self.lm_head.weight.device)
+
+    def set_multihop_head(self, is_used: bool) -> None:
+        """Give the model a new multi-hop head, which is neutral until it is fitted, or remove it.
+
+        Raises:
+            `ValueError`: a model without an answerability head, which the multi-hop head needs.
+        """
+        config = self.config
+        check_multihop_head(is_used, config.answerability_layers)
+        config.use_multihop_head, self.multihop_head = is_used, None
+        if is_used:
+            self.multihop_head = MultihopHead(config.encoder_hidden_size).to(self.lm_head.weight.device)
 
     @can_return_tuple
     def forward(
@@ -1562,7 +1647,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             return ArcAlignerCausalLMOutputWithPast(
                 loss=loss, hidden_states=outputs.hidden_states, recursion_depth=outputs.recursion_depth
             )
-        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)
+        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)  # (batch, kept, hidden)
         # Flattened to (batch * kept, hidden): for a frozen head, a batched product would copy the weight.
         logits = self.lm_head(hidden_states.flatten(0, 1)).unflatten(0, hidden_states.shape[:2])
         logits = postprocess_logits(logits, self.config.text_config)
@@ -1587,12 +1672,17 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
     def _new_layer_states(self, only_answerability: bool) -> LayerStates:
         if self.answerability_head is None:
             raise ValueError(
-                "`only_answerability` needs an aligner with an answerability head, and this one's "
+                "`only_answerability` needs an aligner with an answerability head, but this one's "
                 "`config.answerability_layers` is None. Fit it with `python -m arcaligner.train.confidence`."
             )
         return LayerStates(self.config.answerability_layers, only_answerability)
 
-    def targets_loss(self, hidden_states, labels, num_items_in_batch=None) -> torch.Tensor:
+    def targets_loss(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.LongTensor,
+        num_items_in_batch: int | torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The mean NLL (Eq. 10) of the labeled positions; `hidden_states` (batch, seq_len, hidden)."""
         targets = labels[:, 1:].flatten()  # (batch * (seq_len - 1),)
         is_target = (targets != -100) & (targets != self.config.context_token_id)
@@ -1631,7 +1721,7 @@ def check_ids(
         raise ValueError(f"{name} hold {ids[is_unknown][0]}; expected 0 to {vocab_size - 1}, or one of {others}.")
 
 
-def check_context_embeds(config, slot_mask: torch.Tensor, context_embeds) -> None:
+def check_context_embeds(config: ArcAlignerConfig, slot_mask: torch.Tensor, context_embeds) -> None:
     """Raises `ValueError` unless `context_embeds` is (batch, max_slots, encoder_hidden_size), for the rows of
     `slot_mask` (batch, seq_len)."""
     width = config.encoder_hidden_size
@@ -1650,7 +1740,7 @@ def check_context_embeds(config, slot_mask: torch.Tensor, context_embeds) -> Non
         )
 
 
-def check_word_ids(config, context_embeds: torch.Tensor, context_word_ids) -> None:
+def check_word_ids(config: ArcAlignerConfig, context_embeds: torch.Tensor, context_word_ids) -> None:
     """Raises `ValueError` unless `context_word_ids` is (batch, max_slots, max_words), if the aligner uses them."""
     if not config.word_parts:
         if context_word_ids is not None:

@@ -13,12 +13,11 @@ from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
-from .answering_arcaligner import READ_MORE, Answerer, ScoredPassage, reads_more
+from .answering_arcaligner import READ_MORE, Answerer, ScoredPassage
 from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, longest_prompt
-from .encoder_arcaligner import GivenSlots, pad_slots
+from .encoder_arcaligner import GivenSlots, documents_of, pad_slots
 from .kv_cache_arcaligner import AskedQuestions
 from .segmentation_arcaligner import LOADING, Segment
-from .tokenization_arcaligner import check_conversation, documents_of
 
 # Options of a call that go to the processor.
 _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
@@ -31,15 +30,16 @@ _PROMPT_OPTIONS = ("truncation", "padding", "max_length", "tokenizer_encode_kwar
 
 
 def _repeats_prompts_of_call(options: dict[str, Any]) -> bool:
-    config = options.get("generation_config") or GenerationConfig()
-    return _repeats_prompts(options, config) or _repeats_prompts(config.to_dict(), config)
+    config = options.get("generation_config")
+    return _repeats_prompts(options) or (config is not None and _repeats_prompts(config.to_dict()))
 
 
-def _repeats_prompts(options: dict[str, Any], config: GenerationConfig) -> bool:
+def _repeats_prompts(options: dict[str, Any]) -> bool:
     """Whether `generate` with these options needs more than a cache that holds each prompt once."""
     has_copies = any(options.get(name) not in (None, 1) for name in ("num_beams", "num_return_sequences"))
     has_cache = any(options.get(name) is not None for name in ("cache_implementation", "past_key_values", "cache"))
-    return has_copies or has_cache or options.get("use_cache") is False or reads_more(options, config)
+    reads_more = any(options.get(name) for name in READ_MORE)
+    return has_copies or has_cache or reads_more or options.get("use_cache") is False
 
 
 @dataclass
@@ -72,10 +72,10 @@ class ArcAlignerPipeline(TextGenerationPipeline):
       takes those of the call;
     - a string, read as a question when the call has `documents=`, else as text to continue.
 
-    A document is a string or `{"title": str, "text": str}`; one of more than 360 tokens is cut into passages, and of
-    several passages only the top-ranked is used (`max_passages`). A chat without documents has no slots: the unchanged
-    base model answers it. A question with an empty list gets one slot, for "no passages". Unlike the built-in
-    pipeline, this one samples only when asked to.
+    A document is a string or `{"title": str, "text": str}`; one of more than 360 tokens is cut into passages. Of
+    several passages the top-ranked one is used, or the two that a multi-hop question needs (`max_passages`). A chat
+    without documents has no slots: the unchanged base model answers it. A question with an empty list gets one slot,
+    for "no passages". Unlike the built-in pipeline, this one samples only when asked to.
 
     Example:
 
@@ -131,7 +131,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
                 Of more passages, only those most likely to contain the answer are used, in their order. Each is scored
                 by itself, the most similar ones first and the others only if these do not decide. See [`Answerer`].
                 Keys and values of the scoring are cached, in at most 256 MiB, and reused for the answer. Default: 1,
-                or all, uncut, if the aligner cannot score passages.
+                or the 2 that a multi-hop question needs; all, uncut, if the aligner cannot score passages.
             min_confidence (`float`, *optional*):
                 If the answerability, from 0 to 1, is lower, the answer is the processor's `no_answer`. It is not the
                 chance that the answer is right. See [`AnsweringCall`]. Incompatible with a `streamer`, which would emit
@@ -154,7 +154,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
               per slot; with `max_slots`, how many segments are `dropped`;
               `answerability`, how likely the passages contain an answer, and `answer_likelihood`, how likely the
               answer is right, if these were fitted, the second one for greedy answers that are not abstentions; if
-              `max_passages` left some out, `passage_answerabilities`, that of each document that was scored, by its
+              passages were scored, `passage_answerabilities`, that of each document that was scored, by its
               number. `confidence` and `passage_confidences` are their names in 0.2, removed in the next release.
         """
         if isinstance(text_inputs, list | tuple) and not text_inputs:
@@ -203,8 +203,6 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         given = [] if documents is None else documents_of(documents, "`documents` of row 0")
         answerer = self.answerer
         passages, read = answerer.cut(given)
-        if isinstance(prompt, Chat):
-            check_conversation(prompt.messages)
         scores, texts, scored = None, {}, None
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
@@ -212,7 +210,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             asked = chat if is_question and self.processor.chat_template is not None else prompt
             template = {name: kwargs.pop(name, None) for name in ("continue_final_message", "tools")}
             if isinstance(asked, Chat) and template["continue_final_message"] is None:
-                template["continue_final_message"] = asked.messages[-1]["role"] == "assistant"
+                template["continue_final_message"] = any(each["role"] == "assistant" for each in asked.messages[-1:])
             template["add_generation_prompt"] = not template["continue_final_message"]
             slots.setdefault("sanitize_control_tokens", True)
             messages = asked.messages if isinstance(asked, Chat) else asked
@@ -245,11 +243,11 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         """Whether scored passages are computed again with the prompt, for results that a cache does not have."""
         has_steps = return_slots and self.model.config.refines(**gates)  # reported only for slots that are computed
         is_cut = any(options.get(name) is not None for name in _PROMPT_OPTIONS)
-        config = self.model.generation_config
-        return is_asked or self._repeats or has_steps or is_cut or _repeats_prompts(config.to_dict(), config)
+        repeats = is_asked or self._repeats or _repeats_prompts(self.model.generation_config.to_dict())
+        return repeats or has_steps or is_cut
 
     def _trace_scored(self, passages: list, slots: dict[str, Any]) -> dict[str, Any]:
-        """As the processor's `return_segments`, of passages that were scored."""
+        """What the processor returns for `return_segments`, from passages that were scored."""
         settings, encoder = {name: slots.get(name) for name in SLOT_SETTINGS}, self.processor.slot_encoder
         (row,) = encoder.encode_batch([passages], **settings, only_segments=True)
         statistics = encoder.statistics(passages, row, settings["max_slots"] is not None)
@@ -312,18 +310,14 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         else:
             slots = self._slots_of(rows, model_inputs)
         model_inputs |= {name: slots.pop(name) for name in ("input_ids", "attention_mask")}
-        config = generate_kwargs.get("generation_config") or self.model.generation_config
-        may_score = not reads_more(generate_kwargs, config)
-        if min_confidence is not None and not may_score:
-            raise ValueError(f"`min_confidence` cannot be combined with any of {', '.join(READ_MORE)}.")
-        scores = bool(slots) and may_score and (min_confidence is not None or return_slots)
         call = self.answerer.answer(
             [each.question for each in rows],
             [each.passages for each in rows],
             copied=[each.copied for each in rows],
             copy_bonus=copy_bonus,
-            scores=scores,
+            scores=bool(slots) and (min_confidence is not None or return_slots),
             traces=return_slots,
+            min_confidence=min_confidence,
         )
         outputs = super()._forward(model_inputs, **slots, **call.options(generate_kwargs))
         if call.answerability is not None:
@@ -376,7 +370,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
 
 
 def _by_document(scores: dict[int, ScoredPassage], pieces: list[Segment]) -> dict[int, float]:
-    """The highest answerability of each document, whose passages are `pieces`."""
+    """The highest answerability among the passages of each document; `pieces` has the place of each passage."""
     surest = sorted(scores, key=lambda number: scores[number].answerability)  # of a document's the last one counts
     return {pieces[number].document: scores[number].answerability for number in surest}
 

@@ -13,22 +13,24 @@ import torch
 from transformers import BatchFeature, LogitsProcessor, LogitsProcessorList
 
 from .configuration_arcaligner import is_number
+from .encoder_arcaligner import GivenSlots
+from .kv_cache_arcaligner import AskedQuestions
 from .modeling_arcaligner import PrefillOutputs
-from .processing_arcaligner import check_copy_bonus
+from .multihop_arcaligner import best_pair
 from .segmentation_arcaligner import (
     Segment,
-    _tokenize_document,
     cut_long,
-    fitting_pieces,
     stop_words,
 )
-from .tokenization_arcaligner import control_token_ids, documents_of, text_of, title_of, with_plain_texts
+from .tokenization_arcaligner import control_token_ids, text_of, title_of, tokenize_with_ends, with_plain_texts
+
+# A pair is selected from all passages or, of more than so many, from the more similar ones.
+PAIR_CANDIDATES = 20
 
 
 class ScoredPassage(NamedTuple):
-    """How likely a passage by itself contains the answer to a question, the cosine of both (0 without texts and
-    without a search), whether the passage was cached, so that it was not computed again, and the configuration's
-    `similarity_weight`."""
+    """The score of one passage for a question: its answerability by itself, its cosine with the question (0 if there is
+    neither a text nor a search), whether it was cached, and the configuration's `similarity_weight`."""
 
     answerability: float
     similarity: float
@@ -43,7 +45,7 @@ class ScoredPassage(NamedTuple):
 
 
 def select_top(scores: Mapping[int, ScoredPassage], most: int) -> list[int]:
-    """The numbers of the top-ranked passages, at most `most` of them, in the order of the passages.
+    """Numbers of the top-ranked passages, at most `most`, in the order of the passages.
 
     >>> select_top({0: ScoredPassage(0.6, 0.8, False, 10), 1: ScoredPassage(0.7, 0.4, False, 10)}, most=1)
     [0]
@@ -52,8 +54,8 @@ def select_top(scores: Mapping[int, ScoredPassage], most: int) -> list[int]:
 
 
 def candidates_of(similarities: Mapping[int, float], most: int, share: float) -> list[int]:
-    """The numbers of the passages that are scored to select `most` of them, the most similar one first: a `share` of
-    all, but no fewer than one that is left out.
+    """Numbers of the passages to score before `most` of them are selected, the most similar one first: a `share` of all
+    passages, but at least one more than are selected.
 
     >>> candidates_of({0: 0.1, 1: 0.7, 2: 0.3, 3: 0.2, 4: 0.5}, most=1, share=0.5)
     [1, 4, 2]
@@ -63,7 +65,8 @@ def candidates_of(similarities: Mapping[int, float], most: int, share: float) ->
 
 
 def are_sure(scores: Mapping[int, ScoredPassage], most: int, similarity: float, answerability: float) -> bool:
-    """Whether a further passage with this cosine, and at most this answerability, is not among the `most` top-ranked.
+    """Whether the selection is decided: a passage with this cosine would not be among the `most` top-ranked ones, even
+    with this answerability.
 
     >>> are_sure({0: ScoredPassage(0.98, 0.7, False, 10.0)}, 1, similarity=0.6, answerability=0.98)
     True
@@ -78,15 +81,22 @@ class Selection(NamedTuple):
     """The selected passages of a question."""
 
     numbers: Sequence[int]  # in the order of the passages
-    # If some are left out: scores by the number of the passage, of those that were scored, and the question with the
-    # selected passages, for `PassageCache.prepare_asked`.
+    # If there were more than asked for: scores by the number of the passage, of those that were scored, and the
+    # question with the selected passages, for `PassageCache.prepare_asked`.
     scores: dict[int, ScoredPassage] | None = None
-    asked: Any = None  # [`AskedQuestions`]
+    asked: AskedQuestions | None = None
+
+
+# The slots of some passages of each question, by the numbers of these; `None` for a question without numbers.
+SlotsOf = Callable[[list[list[int]]], list[GivenSlots | None]]
+
+# For each question its cosines with its passages, by their numbers.
+Similarities = Sequence[Sequence[float] | Mapping[int, float]]
 
 
 class Answerer:
     """
-    The one way from a question and its documents to an answer.
+    Answers questions about documents, in the same way for pipeline, server and evaluation.
 
         documents -> `cut` -> passages -> `select` -> selected passages -> inputs of `generate` -> `answer`
 
@@ -111,8 +121,9 @@ class Answerer:
 
     @property
     def max_passages(self) -> int | None:
-        """How many of several passages are used by default: the top-ranked one, which gives far better answers than all
-        of them unless several are needed; `None`, all, if they cannot be scored."""
+        """How many of several passages are used by default unless the question is a multi-hop question: the top-ranked
+        one, which gives far better answers than all of them unless several are needed; `None`, all, if they cannot be
+        scored."""
         return 1 if self.can_score else None
 
     def check(
@@ -124,9 +135,10 @@ class Answerer:
         tokens_per_slot: int | str | None = None,
     ) -> None:
         """Raises `ValueError` for settings of a call that are invalid, or that this aligner cannot follow."""
-        self.processor.slot_encoder.check_settings(tokens_per_slot=tokens_per_slot)
+        if tokens_per_slot is not None:
+            self.processor.slot_encoder.check_settings(tokens_per_slot=tokens_per_slot)
         if copy_bonus is not None:
-            check_copy_bonus(copy_bonus)
+            self.processor.check_copy_bonus(copy_bonus)
         if max_passages is not None:
             if not is_number(max_passages, Integral) or max_passages < 1:
                 raise ValueError(f"`max_passages` is {max_passages!r}; expected a whole number of at least 1.")
@@ -143,7 +155,7 @@ class Answerer:
     def _check_answerability(self, what: str) -> None:
         if self.model.answerability_head is None:
             raise ValueError(
-                f"{what} needs an aligner whose answerability was fitted, and this one's `answerability_layers` is "
+                f"{what} needs an aligner whose answerability was fitted, but this one's `answerability_layers` is "
                 "None. Fit it with `python -m arcaligner.train.confidence`, or leave the argument out."
             )
 
@@ -158,14 +170,14 @@ class Answerer:
     # Passages
 
     def cut(self, documents: list) -> tuple[list, list[Segment]]:
-        """The passages of documents, and which part of which document each is. Long documents are cut, unless passages
-        cannot be scored to select some."""
+        """Cut long documents into passages. Return the passages, and which part of which document each is. Nothing is
+        cut if passages cannot be scored."""
         processor = self.processor
         longest = processor.max_passage_tokens if self.can_score else math.inf
         return cut_long(documents, processor.tokenizer, longest, processor.passage_tokens, processor.spacy_model)
 
     def selects(self, num_passages: int, max_passages: int | None = None) -> bool:
-        """Whether only some of `num_passages` are used."""
+        """Whether so many passages are scored, because not all of them may be used."""
         most = max_passages or self.max_passages
         return most is not None and num_passages > most
 
@@ -174,65 +186,114 @@ class Answerer:
         questions: list,
         documents: list[list],
         max_passages: int | Sequence[int] | None = None,
-        similarities: list | None = None,
-        slots_of: Callable[[list[list[int]]], list] | None = None,
+        similarities: Similarities | None = None,
+        slots_of: SlotsOf | None = None,
         **kwargs: Any,
     ) -> list[Selection]:
         """Select passages for each question: of more than `max_passages`, those with the highest scores. Only as many
-        are scored as are needed to select: the most similar ones first, the others only if these do not decide.
+        are scored as are needed to select: the most similar ones first, the others only if these do not decide. By
+        default it is one passage. If the [`MultihopHead`] finds a multi-hop question, it is the pair that the question
+        needs most likely, of up to `PAIR_CANDIDATES` passages, or of the more similar half.
 
         Args:
             questions, documents, similarities, kwargs: As for `score`.
-            max_passages (`int` or `list`, *optional*): Of all questions, or of each. Default: 1, or all if passages
-                cannot be scored.
-            slots_of (`Callable`, *optional*): Returns the slots of some passages of each question, given their numbers,
-                if they are cached elsewhere: [`GivenSlots`], or `None` for a question without numbers.
+            max_passages (`int` or `list`, *optional*): Of all questions, or of each; `None` is the default, which is
+                all passages if they cannot be scored.
+            slots_of (`SlotsOf`, *optional*): Returns the slots of some passages of each question, if they are cached
+                elsewhere.
         """
-        most = max_passages or self.max_passages
-        wanted = [most] * len(questions) if isinstance(most, int | None) else most
+        wanted = [max_passages] * len(questions) if isinstance(max_passages, int | None) else max_passages
         chosen = [place for place, own in enumerate(documents) if self.selects(len(own), wanted[place])]
         selected = [Selection(range(len(own))) for own in documents]
         if chosen:
             wanted = [wanted[place] for place in chosen]
             some = [each and [each[place] for place in chosen] for each in (questions, documents, similarities)]
             asked, similarities = self._ask(*some, **kwargs)
-            asked, scores = self._score_candidates(asked, similarities, wanted, slots_of)
-            for place, question, own, each in zip(chosen, asked.questions, scores, wanted, strict=True):
-                numbers = select_top(own, each)
+            most = [each or self.max_passages for each in wanted]
+            asked, scores = self._score_candidates(asked, similarities, most, slots_of)
+            is_multihop = [
+                each is None and self.is_multihop(question, own)
+                for each, question, own in zip(wanted, some[0], scores, strict=True)
+            ]
+            if any(is_multihop):
+                # As many as are scored to select one less.
+                numbers = self._candidates(asked, similarities, [PAIR_CANDIDATES - 1] * len(most))
+                candidates = [own if found else [] for own, found in zip(numbers, is_multihop, strict=True)]
+                asked, scores = self._score_missing(asked, similarities, candidates, scores, slots_of)
+            for place, question, own, is_pair, each in zip(
+                chosen, asked.questions, scores, is_multihop, most, strict=True
+            ):
+                numbers = self._pair(questions[place], documents[place], own) if is_pair else select_top(own, each)
                 selected[place] = Selection(numbers, own, asked._replace(questions=[question.only(numbers)]))
         return selected
 
+    def is_multihop(self, question: str | list[dict], scores: dict[int, ScoredPassage]) -> bool:
+        """Whether a question, given the scores that select one passage, needs two of them more likely than not."""
+        head = self.model.multihop_head
+        if head is None or not scores:
+            return False
+        best = max(scores.values(), key=lambda each: each.log_odds)
+        sure = torch.tensor([best.answerability], dtype=torch.float64, device="cpu").logit(eps=1e-12)
+        vectors, num_words = (each.to(head.weight) for each in question_features(self.processor.encoder, [question]))
+        return bool(head(vectors, num_words, sure.to(head.weight)) > 0)
+
+    def _pair(
+        self, question: str | list[dict], documents: list[str | dict], scores: dict[int, ScoredPassage]
+    ) -> list[int]:
+        """The numbers of the two passages that a multi-hop question needs most likely."""
+        (text,), spacy_model = _searched(question, []), self.processor.spacy_model
+        log_odds = {number: each.log_odds for number, each in scores.items()}
+        return best_pair(self.model.multihop_head, text, documents, log_odds, spacy_model)
+
+    def _candidates(self, asked: AskedQuestions, similarities: Similarities, most: Sequence[int]) -> list[list[int]]:
+        """The numbers of each question's passages that are scored to select `most` of them, the most similar first."""
+        share = self.model.config.scored_share
+        return [
+            candidates_of({number: own[number] for number in question.passage_numbers}, each, share)
+            for own, question, each in zip(similarities, asked.questions, most, strict=True)
+        ]
+
     def _score_candidates(
-        self,
-        asked,
-        similarities: list[list[float]],
-        wanted: Sequence[int],
-        slots_of: Callable[[list[list[int]]], list] | None,
-    ) -> tuple[Any, list[dict[int, ScoredPassage]]]:
+        self, asked: AskedQuestions, similarities: Similarities, wanted: Sequence[int], slots_of: SlotsOf | None
+    ) -> tuple[AskedQuestions, list[dict[int, ScoredPassage]]]:
         """The scores that select the `wanted` number of passages of each question, and the questions with the slots
         that were asked for."""
-        config = self.model.config
-        waiting = [
-            candidates_of({number: own[number] for number in question.passage_numbers}, each, config.scored_share)
-            for own, question, each in zip(similarities, asked.questions, wanted, strict=True)
-        ]
-        scores: list[dict[int, ScoredPassage]] = [{} for _ in wanted]
+        waiting, scores = self._candidates(asked, similarities, wanted), [{} for _ in wanted]
         for is_first in (True, False):  # a call for each passage would read the model's weights as often
             only = [own[: each if is_first else None] for own, each in zip(waiting, wanted, strict=True)]
-            if slots_of is not None and any(only):
-                asked = asked.with_slots(slots_of(only))
-            found = self._score(asked, similarities, only) if any(only) else scores
-            scores = [dict(sorted((old | new).items())) for old, new in zip(scores, found, strict=True)]
+            asked, scores = self._score_missing(asked, similarities, only, scores, slots_of)
             waiting = [own[len(done) :] for own, done in zip(waiting, only, strict=True)]
             decided = zip(waiting, scores, wanted, similarities, strict=True)
             waiting = [
-                [] if not own or are_sure(had, each, near[own[0]], config.most_answerability) else own
+                [] if not own or are_sure(had, each, near[own[0]], self.model.config.most_answerability) else own
                 for own, had, each, near in decided
             ]
         return asked, scores
 
+    def _score_missing(
+        self,
+        asked: AskedQuestions,
+        similarities: Similarities,
+        only: Sequence[Sequence[int]],
+        scores: list[dict[int, ScoredPassage]],
+        slots_of: SlotsOf | None,
+    ) -> tuple[AskedQuestions, list[dict[int, ScoredPassage]]]:
+        """`scores` with those of `only` these passages of each question, and the questions with the slots that were
+        asked for."""
+        missing = [[each for each in own if each not in had] for own, had in zip(only, scores, strict=True)]
+        if not any(missing):
+            return asked, scores
+        if slots_of is not None:
+            asked = asked.with_slots(slots_of(missing))
+        found = self._score(asked, similarities, missing)
+        return asked, [dict(sorted((old | new).items())) for old, new in zip(scores, found, strict=True)]
+
     def score(
-        self, questions: list, documents: list[list] | None = None, similarities: list | None = None, **kwargs: Any
+        self,
+        questions: list,
+        documents: list[list] | None = None,
+        similarities: Similarities | None = None,
+        **kwargs: Any,
     ) -> list[dict[int, ScoredPassage]]:
         """How likely each passage by itself contains the answer to its question.
 
@@ -249,19 +310,26 @@ class Answerer:
         """
         return self._score(*self._ask(questions, documents, similarities, **kwargs))
 
-    def _ask(self, questions, documents, similarities, **kwargs) -> tuple[Any, list[list[float]] | None]:
+    def _ask(
+        self, questions: list, documents: list[list] | None, similarities: Similarities | None, **kwargs: Any
+    ) -> tuple[AskedQuestions, Similarities | None]:
         """What `PassageCache.ask` gives, and the cosines of questions and passages where these are texts."""
         self._check_can_score("Scoring passages")
-        if documents is not None:
-            documents = [documents_of(each, "`documents`") for each in documents]
-            if similarities is None:
-                encoder, asked = self.processor.encoder, zip(questions, documents, strict=True)
-                similarities = [similarities_of(encoder, *each) for each in asked]
-        return self.cache.ask(questions, documents, **kwargs), similarities
+        asked = self.cache.ask(questions, documents, **kwargs)
+        if documents is not None and similarities is None:
+            texts = [own.texts for own in asked.questions]
+            similarities = [
+                dict(zip(own, similarities_of(self.processor.encoder, question, [*own.values()]), strict=True))
+                for question, own in zip(questions, texts, strict=True)
+            ]
+        return asked, similarities
 
     @torch.no_grad()
     def _score(
-        self, asked, similarities: list | None = None, only: Sequence[Sequence[int]] | None = None
+        self,
+        asked: AskedQuestions,
+        similarities: Similarities | None = None,
+        only: Sequence[Sequence[int]] | None = None,
     ) -> list[dict[int, ScoredPassage]]:
         """As `score`, of what `_ask` gives; `only` are the numbers of each question's passages that are scored."""
         scores, weight = [{} for _ in asked.questions], self.model.config.similarity_weight
@@ -275,13 +343,13 @@ class Answerer:
     # Answers
 
     def answer(self, questions: Sequence, passages: Sequence[list], **settings: Any) -> "AnsweringCall":
-        """One call of `generate`; arguments as of [`AnsweringCall`]."""
+        """Begin one call of `generate`; arguments as for [`AnsweringCall`]."""
         return AnsweringCall(self.model, self.processor, questions, passages, **settings)
 
 
 def chat_inputs(processor, chats: Sequence[list[dict] | str], **slots: Any) -> BatchFeature:
-    """Prompts of chats or, without a chat template, of texts, left-padded: `input_ids` and `attention_mask`
-    (batch, seq_len) and, with documents among `slots`, the slots' inputs."""
+    """Left-padded prompts of chats or, without a chat template, of texts: `input_ids` and `attention_mask` (batch,
+    seq_len) and, with documents among `slots`, the inputs of the slots."""
     padding = {"padding": True, "padding_side": "left"}
     if processor.chat_template is None:
         return processor(chats, return_tensors="pt", **padding, **slots)
@@ -296,13 +364,14 @@ def chat_inputs(processor, chats: Sequence[list[dict] | str], **slots: Any) -> B
     )
 
 
-# Options of `generate` that compute more than the prompt before its first scores.
+# Options of `generate` that compute more than the prompt before its first scores, so that the answerability cannot be
+# computed.
 READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
 
 
 class AnsweringCall:
     """
-    Further arguments of one call of `generate`, and what it reports.
+    One call of `generate`: its further arguments, and the estimates that it reports.
 
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): Of one checkpoint.
@@ -310,7 +379,9 @@ class AnsweringCall:
             and the used passages, for answerability; an empty list if their texts are not known.
         copied (`Sequence[list]`, *optional*): Of each row the passages that its answer may copy. Default: `passages`.
         copy_bonus (`float` or `list`, *optional*): Of [`PassageCopyLogitsProcessor`].
-        scores (`bool`, defaults to `True`): Whether the answerability is reported, if it was fitted.
+        scores (`bool`, defaults to `True`): Whether the answerability is reported, if it was fitted and `generate`
+            computes nothing but the prompt before its first scores (`READ_MORE`).
+        min_confidence (`float`, *optional*): The answerability that the caller needs, which has to be reported then.
         traces (`bool`, defaults to `False`): Whether `recursion_depth` is reported.
 
     Attribute: `likelihood`, the [`LikelihoodRecorder`] of a greedy call, if it was calibrated.
@@ -330,18 +401,29 @@ class AnsweringCall:
         copy_bonus: float | list | None = None,
         scores: bool = True,
         traces: bool = False,
+        min_confidence: float | None = None,
     ):
         self.model, self.processor, self.questions, self.passages = model, processor, questions, passages
         self._copied, self._copy_bonus = passages if copied is None else copied, copy_bonus
-        self._scores = scores and model.answerability_head is not None
-        self._prefill = PrefillOutputs() if self._scores or traces else None
+        self._scores, self._traces = scores and model.answerability_head is not None, traces
+        self._min_confidence = min_confidence
+        self._prefill: PrefillOutputs | None = None
         self._answerability: torch.Tensor | None = None
         self.likelihood: LikelihoodRecorder | None = None
 
     def options(self, options: dict[str, Any], last: Sequence[LogitsProcessor] = ()) -> dict[str, Any]:
         """The `options` of a call of `generate`, with this call's logits processors after those that are given, and
-        `last`, such as one that samples tokens, at the end."""
+        `last`, such as one that samples tokens, at the end.
+
+        Raises:
+            `ValueError`: options with which the answerability cannot be reported, if a `min_confidence` needs it.
+        """
         config, default = options.get("generation_config"), self.model.generation_config
+        if any(options.get(name) or getattr(config or default, name, None) for name in READ_MORE):
+            if self._min_confidence is not None:
+                raise ValueError(f"`min_confidence` cannot be combined with any of {', '.join(READ_MORE)}.")
+            self._scores = False
+        self._prefill = PrefillOutputs() if self._scores or self._traces else None
         end_ids = default.eos_token_id if config is None or config.eos_token_id is None else config.eos_token_id
         processors, copies = list(options.get("logits_processor") or []), None
         ends = options.get("eos_token_id", end_ids)
@@ -364,13 +446,14 @@ class AnsweringCall:
     def answerability(self) -> torch.Tensor | None:
         """How likely the passages of each row contain the answer, (batch,), as soon as the prompt was computed; `None`
         if it was not fitted. The same for all beams and samples of a row. It is not the chance of a right answer."""
-        if self._answerability is None and self._scores and self._prefill.answerability_logits is not None:
-            self._answerability = self.answerability_of(self._of_rows(self._prefill.answerability_logits))
+        logits = self._prefill.answerability_logits if self._scores and self._prefill is not None else None
+        if self._answerability is None and logits is not None:
+            self._answerability = self.answerability_of(self._of_rows(logits))
         return self._answerability
 
     def answerability_of(self, logits: torch.Tensor) -> torch.Tensor:
-        """The answerability of each row, (batch,), from the head's logits (batch,), such as those of
-        [`PassageCache.read_question`] where another engine answers."""
+        """Answerability of each row, (batch,), from the head's logits (batch,), such as those of
+        [`PassageCache.read_question`], for an answer that another engine generates."""
         logits = logits.float()
         if self.model.config.answerability_uses_match:
             asked = zip(self.questions, self.passages, strict=True)
@@ -381,9 +464,8 @@ class AnsweringCall:
 
     @property
     def answer_likelihood(self) -> torch.Tensor | None:
-        """How likely the answer of each row is right, (batch,), from the tokens so far: their likelihood and the
-        answerability, calibrated on held-out questions. `None` if that was not fitted, and for answers that are sampled
-        or searched with beams."""
+        """How likely the answer of each row is right, (batch,), from the likelihood of its tokens so far and the
+        answerability. `None` if it was not fitted, for sampled answers and for beam search."""
         if self.likelihood is None or self.likelihood.counts is None or (sure := self.answerability) is None:
             return None
         likelihood, odds, offset = self.model.config.answer_calibration
@@ -404,7 +486,7 @@ class AnsweringCall:
 def _is_greedy(options: dict[str, Any], config) -> bool:
     """Whether `generate` with these options, or its configuration, decodes greedily."""
     draws, beams = (options.get(name, getattr(config, name, None)) for name in ("do_sample", "num_beams"))
-    return not draws and beams in (None, 1) and not reads_more(options, config)
+    return not draws and beams in (None, 1)
 
 
 MAX_NEW_TOKENS = 24  # of greedy answers to questions that have short ones
@@ -430,12 +512,6 @@ def greedy_answers(
     return [text.strip() for text in texts], sure
 
 
-def reads_more(options: dict[str, Any], config) -> bool:
-    """Whether `generate` with these options, or its configuration, computes more than the prompt before its first
-    scores, so that the answerability cannot be computed."""
-    return any(options.get(name) or getattr(config, name, None) for name in READ_MORE)
-
-
 # Embeddings and words of texts, by encoder, and tokens to copy, by tokenizer; `of_texts` has their limits.
 _VECTORS, _WORDS, _COPIED = WeakKeyDictionary(), WeakKeyDictionary(), WeakKeyDictionary()
 
@@ -453,32 +529,41 @@ def search_text(title: str | None, text: str) -> str:
 
 
 def _searched(question: str | list[dict], documents: Sequence[str | dict]) -> list[str]:
-    """The question, or a chat's last one, and the texts of the passages."""
+    """The question (of a chat, the last one) and the texts of the passages."""
     if not isinstance(question, str):
         question = ["", *(each["content"] or "" for each in with_plain_texts(question) if each["role"] == "user")][-1]
     return [question, *(search_text(title_of(each), text_of(each, number)) for number, each in enumerate(documents))]
 
 
 def similarities_of(encoder, question: str | list[dict], documents: Sequence[str | dict]) -> list[float]:
-    """The cosine of a question, or of a chat's last one, and each passage."""
+    """Cosine of a question (of a chat, the last one) with each passage."""
     asked, *vectors = of_texts(_VECTORS, encoder.untrained, _searched(question, documents), encoder.untrained.encode)
     return [float(asked @ vector) for vector in vectors]
+
+
+def question_features(encoder, questions: Sequence[str | list[dict]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the [`MultihopHead`] reads of questions, or of the last ones of chats: their embeddings by the search
+    encoder (batch, d_r) and their numbers of words (batch,)."""
+    texts = [text for question in questions for text in _searched(question, [])]
+    vectors = of_texts(_VECTORS, encoder.untrained, texts, encoder.untrained.encode)
+    return torch.stack([*vectors]), torch.tensor([float(len(text.split())) for text in texts])
 
 
 def maxsim_score(processor, question: str | list[dict], documents: Sequence[str | dict]) -> float:
     """The late-interaction (MaxSim) score of passages for a question, or a chat's last one: the highest cosine of each
     of its words, stop words left out, with a word of theirs, on average. Without words on either side NaN."""
-    encoder, (asked, *texts) = processor.encoder.untrained, _searched(question, documents)
+    asked, *texts = _searched(question, documents)
     texts = [text for text, own in zip(texts, documents, strict=True) if text_of(own, 0).strip()]
-    pieces = [text[a:b] for text in texts for a, b in fitting_pieces(text, 0, len(text), encoder.num_reads)]
+    encoder = processor.encoder.untrained
+    pieces = [piece for text in texts for piece in encoder.pieces(text)]
     (words, states), *others = of_texts(_WORDS, encoder, [asked, *pieces], encoder.encode_words, most=256)
     nearest = [(states.float() @ own.float().T).amax(dim=1) for _, own in others if len(own)]  # each (words,)
     if not words or not nearest:
         return math.nan
     words, common = [word.strip().lower() for word in words], stop_words(processor.spacy_model)
-    highest = torch.stack(nearest).amax(dim=0)
+    highest = torch.stack(nearest).amax(dim=0)  # (words,)
     says = [any(map(str.isalnum, word)) and word not in common for word in words]
-    says = torch.tensor(says, device=highest.device)
+    says = torch.tensor(says, device=highest.device)  # (words,)
     return float((highest[says] if says.any() else highest).mean())
 
 
@@ -546,8 +631,8 @@ class LikelihoodRecorder(LogitsProcessor):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         own = scores.float()  # (batch, vocab_size)
         scores = scores if self.inner is None else self.inner(input_ids, scores)
-        taken = scores.argmax(dim=1)
-        found = own.gather(1, taken[:, None])[:, 0] - own.logsumexp(dim=1)
+        taken = scores.argmax(dim=1)  # (batch,)
+        found = own.gather(1, taken[:, None])[:, 0] - own.logsumexp(dim=1)  # (batch,)
         if self.counts is None:
             self.sums, self.counts = torch.zeros_like(found), torch.zeros_like(found)
             self.is_done = torch.zeros_like(taken, dtype=torch.bool)
@@ -572,7 +657,7 @@ YES_NO = ("yes", "no", "Yes", "No")
 
 
 class CopiedText(NamedTuple):
-    """The tokens of a text from any of its words on, as they are at the beginning of an answer."""
+    """The tokens of a text, and for each of its words how an answer that begins there is tokenized."""
 
     ids: list[int]
     ends_word: list[bool]  # whether a word ends with the token
@@ -581,7 +666,7 @@ class CopiedText(NamedTuple):
     words: dict[int, list[tuple[list[int], list[bool], int]]]
 
     def follow(self, written: list[int]) -> tuple[set[int], bool]:
-        """The ids that continue `written` at any of its places, and whether a word ends there."""
+        """Ids that follow `written` wherever it occurs in the text, and whether a word ends there."""
         found, is_end, length = set(), False, len(written)
         for own, own_ends, after in self.words.get(written[0], ()):
             place = after + max(0, length - len(own))
@@ -602,13 +687,13 @@ def copied_texts(tokenizer, documents: Sequence[str | dict], no_answer: str | No
 
 
 def _copied(tokenizer, text: str) -> CopiedText:
-    """No copy begins with a word that holds a control token."""
+    """Prepare a text for copying. A copy never begins at a word with a control token."""
 
     def ends_word(ends: Sequence[int]) -> list[bool]:
         pairs = zip(ends, [*ends[1:], len(text) + 1], strict=True)  # equal where a character has several tokens
         return [end < after and not (text[end - 1].isalnum() and text[end : end + 1].isalnum()) for end, after in pairs]
 
-    ids, ends = (each.tolist() for each in _tokenize_document(tokenizer, text, 0))
+    ((ids, ends),) = tokenize_with_ends(tokenizer, [text])
     copied = CopiedText(ids, ends_word(ends), {})
     starts = [found.start() for found in _WORD_START.finditer(text)]
     words = [_WORD.match(text, start)[0] for start in starts] or [""]  # no tokenizer takes an empty batch
@@ -624,7 +709,8 @@ def _copied(tokenizer, text: str) -> CopiedText:
 
 
 def copied_next(texts: Sequence[CopiedText], written: list[int], end_ids: Set[int]) -> list[int]:
-    """Ids that continue an answer in the words of `texts` and, where a word of it is complete, ids that end it."""
+    """Ids that may follow an answer that was copied from `texts`: those that continue the copy and, at the end of a
+    word, those that end the answer."""
     if not written:
         return sorted({first for text in texts for first in text.words})
     found = [text.follow(written) for text in texts]

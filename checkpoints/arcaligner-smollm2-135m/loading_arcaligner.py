@@ -37,7 +37,7 @@ from transformers.utils import PROCESSOR_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_f
 
 logger = logging.get_logger(__name__)
 
-_ALIGNER_KEY = re.compile(r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot|answerability_head)\.")
+_ALIGNER_KEY = re.compile(r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot|answerability_head|multihop_head)\.")
 
 # What a checkpoint carries to be loaded with `trust_remote_code=True`, in the order of the data flow.
 CODE_FILES = (
@@ -51,17 +51,21 @@ CODE_FILES = (
     "processing_arcaligner.py",
     "refinement_arcaligner.py",
     "modeling_arcaligner.py",
+    "multihop_arcaligner.py",
     "answering_arcaligner.py",
     "pipeline_arcaligner.py",
 )
 
 STAGES = ("reconstruction", "grounding", "gating")
 
-HEAD = "answerability_head"  # of the model, and in the names of its weights
+HEADS = ("answerability_head", "multihop_head")  # of the model, and in the names of their weights
 
-# In the `digests`: the aligner's weights, in however many files they are, without its answerability head, which changes
-# no answer and may be fitted again, and that head.
-WEIGHTS_DIGEST, HEAD_DIGEST = "model.safetensors", HEAD
+# In the `digests`: the aligner's weights, in however many files they are, without its heads, which change no keys and
+# values and may be fitted again. Each head has a digest of its own, under its name.
+WEIGHTS_DIGEST = "model.safetensors"
+
+# The fields of the configuration that belong to these heads begin so.
+_HEAD_SETTINGS = ("answerability_", "answer_", "use_multihop_head")
 
 # Arguments of `from_pretrained` that say where weights come from, and how they are loaded.
 _DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
@@ -91,13 +95,13 @@ class AlignerMixin:
 
     @staticmethod
     def is_aligner_key(key: str) -> bool:
-        """Whether the name of a weight belongs to projector, LoRA, a gate or the answerability head."""
+        """Whether the name of a weight belongs to projector, LoRA, a gate or a head of `HEADS`."""
         return _ALIGNER_KEY.search(key) is not None
 
     @staticmethod
     def is_head_key(key: str) -> bool:
-        """Whether the name of a weight belongs to the answerability head, which a model without a head ignores."""
-        return f"{HEAD}." in key
+        """Whether the name of a weight belongs to a head. They are fitted after training; the bare model has none."""
+        return any(f"{head}." in key for head in HEADS)
 
     def aligner_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Names and parameters of projector, LoRA and gates: all that training changes."""
@@ -283,31 +287,32 @@ class AlignerMixin:
             if quantization is not None:
                 self.config.quantization_config = quantization
 
-    def save_answerability_head(self, folder: str | Path) -> None:
-        """Write the answerability head to this aligner's checkpoint in `folder`, replacing a former one, with its
-        fields of the configuration and the code that reads it. Nothing else in the folder changes.
+    def save_heads(self, folder: str | Path) -> None:
+        """Write the answerability head and the multi-hop head to this aligner's checkpoint in `folder`, replacing
+        former ones, with their fields of the configuration and the code that reads them. Nothing else in the folder
+        changes.
 
         Raises:
             `ValueError`, `OSError`: a folder without a complete checkpoint.
         """
-        folder, head = Path(folder), {key: each for key, each in self.state_dict().items() if self.is_head_key(key)}
+        folder, heads = Path(folder), {key: each for key, each in self.state_dict().items() if self.is_head_key(key)}
         *others, last = map(Path, weight_files(folder))
         config, index = read_json(folder / "config.json"), folder / SAFE_WEIGHTS_INDEX_NAME
         with written_whole(folder) as new:
             for path in (*others, last):
                 tensors = {key: each for key, each in read_tensors([path]) if not self.is_head_key(key)}
-                save_file(tensors | (head if path == last else {}), new / path.name, metadata={"format": "pt"})
+                save_file(tensors | (heads if path == last else {}), new / path.name, metadata={"format": "pt"})
             if index.is_file():
                 content = read_json(index, "weight_map")
                 places = {key: name for key, name in content["weight_map"].items() if not self.is_head_key(key)}
-                content["weight_map"] = places | dict.fromkeys(head, last.name)
+                content["weight_map"] = places | dict.fromkeys(heads, last.name)
                 write_config(new / index.name, content)
             settings = self.config.to_dict().items()
-            config |= {name: value for name, value in settings if name.startswith(("answerability_", "answer_"))}
+            config |= {name: value for name, value in settings if name.startswith(_HEAD_SETTINGS)}
             if isinstance(digests := config.get("digests"), dict):
                 # Digests of settings, which 0.2 wrote, are no longer compared.
-                own = {name: each for name, each in digests.items() if name != HEAD_DIGEST and isinstance(each, str)}
-                config["digests"] = own | ({HEAD_DIGEST: tensors_digest(head)} if head else {})
+                own = {name: each for name, each in digests.items() if name not in HEADS and isinstance(each, str)}
+                config["digests"] = own | head_digests(heads)
             write_config(new / "config.json", config)
             processor = folder / PROCESSOR_NAME
             if processor.is_file() and "answer_probe" in (found := read_json(processor)):  # the head of 0.2
@@ -381,19 +386,19 @@ def _files_of_both(
 
 
 def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes: bool = False) -> None:
-    """Refuses the weights in `files` of the checkpoint `source`, before any is loaded, unless they are those of the
-    aligner of `model`, as they were saved. Weights of a base model are checked for NaN only.
+    """Check the weights in `files` of the checkpoint `source` before any is loaded: they have to be the aligner weights
+    of `model`, as they were saved. Weights of a base model are checked for NaN only.
 
     Raises:
         `ValueError`: weights that are missing, too many, of another shape, not finite or not those that were saved.
     """
     shapes, config = tensor_shapes(files), model.config
     prefix = f"{model.base_model_prefix}."
-    ignores_head = not model.can_generate()  # the bare model
+    ignores_heads = not model.can_generate()  # the bare model
     found = {
         key.removeprefix(prefix): shape
         for key, shape in shapes.items()
-        if model.is_aligner_key(key) and not (ignores_head and model.is_head_key(key))
+        if model.is_aligner_key(key) and not (ignores_heads and model.is_head_key(key))
     }
     expected = {
         key.removeprefix(prefix): list(tensor.shape)
@@ -403,8 +408,8 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
     described = f"backbone {config.base_model_name_or_path} ({config.text_config.model_type}, hidden size "
     described += f"{config.text_config.hidden_size}, {config.text_config.num_hidden_layers} layers) and encoder "
     described += f"{config.encoder_name_or_path} (width {config.encoder_hidden_size})"
-    settings = "check `answerability_layers`, `gate_layers`, `lora_r`, `lora_target_modules`, `word_parts` and "
-    settings += "`text_config` in its config.json"
+    settings = "check `answerability_layers`, `gate_layers`, `lora_r`, `lora_target_modules`, `use_multihop_head`, "
+    settings += "`word_parts` and `text_config` in its config.json"
     # Missing weights are reported first: a truncated file, or one of another aligner, has other faults as well.
     if missing := sorted(expected.keys() - found.keys()):
         raise ValueError(
@@ -429,13 +434,12 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
             f"Checkpoint {source} has {len(strangers)} weights that are not an aligner's, first `{strangers[0]}`, but "
             "was saved without a base model. Download it again, or save it again."
         )
-    digests = config.digests or {}
-    check_values(model.is_aligner_key, files, source, digests.get(WEIGHTS_DIGEST), digests.get(HEAD_DIGEST))
+    check_values(model.is_aligner_key, files, source, config.digests or {})
 
 
 def _read_answer_probe(model, source: str, download: dict[str, Any]) -> None:
-    """Load the answerability head of a checkpoint of 0.2, for one release: it is the `answer_probe` of the processor's
-    file at `source`, and becomes the head of `model`."""
+    """Load the answerability head of a checkpoint of 0.2 into `model`, for one release. There it is the `answer_probe`
+    of the processor's file at `source`."""
     path = _cached_if_there(source, PROCESSOR_NAME, **download)
     probe = None if path is None else read_json(path).get("answer_probe")
     if probe is None:
@@ -486,8 +490,8 @@ def _sample_base_weights(model) -> dict[str, tuple[torch.Size, torch.Tensor]]:
 
 
 def _check_base_weights(model) -> None:
-    """Warn about weights of the base model that have changed since loading, and refuse those of other sizes: a
-    checkpoint of the aligner alone would lose the changes, and could not be loaded with other sizes."""
+    """Warn about weights of the base model that have changed since loading, because a checkpoint of the aligner alone
+    would lose the changes. Raise `ValueError` for weights of other sizes, with which it could not be loaded."""
     changed = []
     for name, (shape, numbers) in _sample_base_weights(model).items():
         if name not in model._base_samples:
@@ -510,7 +514,7 @@ def _check_base_weights(model) -> None:
 
 
 def _check_aligner_is_whole(model) -> None:
-    """Refuses aligner weights that a quantizer took."""
+    """Raises `ValueError` if a quantizer has changed weights of the aligner."""
     taken = [(name, each) for name, each in model.aligner_parameters() if type(each) is not Parameter]
     if taken:
         raise ValueError(
@@ -521,8 +525,8 @@ def _check_aligner_is_whole(model) -> None:
 
 
 def _write_digests(former: Path, folder: Path, includes_base_model: bool, dtype: torch.dtype | None = None) -> None:
-    """Add to the `config.json` in `folder` the digests of itself, of the weights next to it, and of a processor in the
-    folder `former`, the final place of these files; and the `dtype` to load the base model in."""
+    """Add digests to the `config.json` in `folder`: of itself, of the weights next to it, and of a processor in the
+    folder `former`, the final place of these files. Also add the `dtype` to load the base model in."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     if dtype is not None:
@@ -616,11 +620,8 @@ def read_tensors(files: Iterable[str | Path]) -> Iterator[tuple[str, torch.Tenso
                 yield key, tensors.get_tensor(key)
 
 
-def check_values(
-    is_aligner_key, files: Iterable[str | Path], source: str, digest: str | None, head_digest: str | None = None
-) -> None:
-    """Refuses weights that are not finite, and weights of an aligner whose digest is not `digest` (`head_digest` of its
-    answerability head)."""
+def check_values(is_aligner_key, files: Iterable[str | Path], source: str, digests: dict[str, str]) -> None:
+    """Refuses weights that are not finite, and weights of an aligner or of a head whose digests are not `digests`."""
     aligner = {}
     for key, tensor in read_tensors(files):
         if tensor.is_floating_point() and tensor.itemsize > 1 and not torch.isfinite(tensor).all():
@@ -631,8 +632,8 @@ def check_values(
         if is_aligner_key(key):
             aligner[key] = tensor
     found = aligner_digests(aligner)
-    for name, expected in ((WEIGHTS_DIGEST, digest), (HEAD_DIGEST, head_digest)):
-        if expected is not None and found.get(name) != expected:
+    for name in (WEIGHTS_DIGEST, *HEADS):
+        if name in digests and found.get(name) != digests[name]:
             raise ValueError(
                 f"The aligner's weights in {source} do not match their digest. Download the checkpoint "
                 "again, or save it again."
@@ -713,8 +714,8 @@ def base_model_files(config, download: dict) -> list[str]:
 
 
 def check_base_model_loaded(model, info: dict, ignore_mismatched_sizes: bool, checkpoint: str | None) -> None:
-    """Refuses a base model that lacks weights, has some of another shape or, as part of a `checkpoint`, others too.
-    `info` is transformers' loading info."""
+    """Raises `ValueError` for a base model that lacks weights, has weights of another shape or, as part of a
+    `checkpoint`, weights that do not belong to it. `info` is transformers' loading info."""
     where, kind = f"base model {model.config.base_model_name_or_path}", model.config.text_config.model_type
     if checkpoint is not None:
         where = f"checkpoint {checkpoint}, which has to contain its base model,"
@@ -734,8 +735,8 @@ def check_base_model_loaded(model, info: dict, ignore_mismatched_sizes: bool, ch
 
 
 def base_model_names(model) -> list[tuple[str, str]]:
-    """From the names in a base model's checkpoint to ours, patterns with what replaces them: the decoder's prefix, and
-    linears that carry LoRA."""
+    """Patterns and replacements that turn the names in a base model's checkpoint into ours: the decoder's prefix, and
+    linears with LoRA."""
     prefix = "model." if model.base_model_prefix in dict(model.named_children()) else ""
     linears = (key.partition(".base_layer.")[0] for key in model.state_dict() if ".base_layer." in key)
     leaves = {name.rsplit(".", 1)[-1] for name in linears}
@@ -764,10 +765,15 @@ def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def aligner_digests(aligner: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Digests of an aligner's weights, and of its answerability head where it has one."""
-    head = {key: tensor for key, tensor in aligner.items() if AlignerMixin.is_head_key(key)}
-    own = {key: tensor for key, tensor in aligner.items() if key not in head}
-    return {WEIGHTS_DIGEST: tensors_digest(own)} | ({HEAD_DIGEST: tensors_digest(head)} if head else {})
+    """Digests of an aligner's weights, and of its heads where it has any."""
+    own = {key: tensor for key, tensor in aligner.items() if not AlignerMixin.is_head_key(key)}
+    return {WEIGHTS_DIGEST: tensors_digest(own)} | head_digests(aligner)
+
+
+def head_digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Digests of the heads that are among these tensors, by the names of the heads."""
+    heads = {head: {key: each for key, each in tensors.items() if f"{head}." in key} for head in HEADS}
+    return {head: tensors_digest(own) for head, own in heads.items() if own}
 
 
 # Files that are written
@@ -801,7 +807,7 @@ def _same_content(path: Path, other: Path) -> bool:
 
 
 def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> None:
-    """Moves files, each from one path to another, or none."""
+    """Move all files to their new paths, or none of them."""
     done: list[tuple[Path, Path]] = []
     try:
         for path, target in moves:

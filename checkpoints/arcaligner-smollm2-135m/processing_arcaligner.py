@@ -142,13 +142,19 @@ class ArcAlignerProcessor(ProcessorMixin):
                 f"`passage_attention` is {passage_attention!r}; expected one of {', '.join(PASSAGE_ATTENTIONS)}."
             )
         self.passage_attention = passage_attention
-        check_copy_bonus(copy_bonus)
+        self.check_copy_bonus(copy_bonus)
         self.no_answer, self.copy_bonus = no_answer, copy_bonus
         self.encoder_name_or_path, self.encoder_hidden_size = encoder_name_or_path, encoder_hidden_size
         self.encoder_dtype, self.trained_encoder = encoder_dtype, trained_encoder
         self.encoder = SentenceEncoder(encoder_name_or_path, dtype=encoder_dtype)  # reads files on its first use
         self.auto_map = {"AutoProcessor": "processing_arcaligner.ArcAlignerProcessor"}
         super().__init__(tokenizer, chat_template=chat_template or tokenizer.chat_template)
+
+    @staticmethod
+    def check_copy_bonus(copy_bonus: Any) -> None:
+        """Raises `ValueError` unless it is a finite number of at least 0."""
+        if not (is_number(copy_bonus, Real) and 0 <= copy_bonus < math.inf):
+            raise ValueError(f"`copy_bonus` is {copy_bonus!r}; expected a number from 0, such as 6.")
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
@@ -189,7 +195,7 @@ class ArcAlignerProcessor(ProcessorMixin):
 
     @classmethod
     def get_processor_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """Reads `processor_config.json`, without which transformers would take the defaults.
+        """Read `processor_config.json`; if it is missing, raise an error, where transformers would use its defaults.
 
         Raises:
             `ValueError`: a file that is missing or broken, by its name.
@@ -420,7 +426,18 @@ class ArcAlignerProcessor(ProcessorMixin):
             ]
         return features
 
-    def _pad(self, ids, rows=(), *, truncation=False, max_length=None, return_tensors=None, padding=None, **kwargs):
+    def _pad(
+        self,
+        ids: list[list[int]],
+        rows: Sequence[EncodedDocuments] = (),
+        *,
+        truncation: bool | str = False,
+        max_length: int | None = None,
+        return_tensors: str | None = None,
+        padding: bool | str | None = None,
+        **kwargs: Any,
+    ) -> BatchFeature:
+        """Ids of prompts and, in `rows`, their slots as a batch; cut and padded as the tokenizer's arguments say."""
         if truncation and max_length is not None:
             for row, row_ids in enumerate(ids if rows else ()):
                 last_slot = len(row_ids) - 1 - row_ids[::-1].index(self.context_token_id)
@@ -555,12 +572,6 @@ def _with_background_line(messages: list[dict], mark: str) -> list[dict]:
         asked = {**message, "content": BACKGROUND_LINE + mark + QUESTION_LINE + message["content"]}
         return [*messages[:position], asked, *messages[position + 1 :]]
     raise ValueError("The conversation has no user message, so there is no question to put the documents before.")
-
-
-def check_copy_bonus(copy_bonus: Any) -> None:
-    """Raises `ValueError` unless it is a finite number of at least 0."""
-    if not (is_number(copy_bonus, Real) and 0 <= copy_bonus < math.inf):
-        raise ValueError(f"`copy_bonus` is {copy_bonus!r}; expected a number from 0, such as 6.")
 
 
 ArcAlignerProcessor.register_for_auto_class("AutoProcessor")

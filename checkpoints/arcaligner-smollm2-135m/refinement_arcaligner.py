@@ -23,8 +23,60 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .attention_arcaligner import CACHE, ROW_KERNELS, SlotRows, SlotStates, take_rows
-from .configuration_arcaligner import ArcAlignerConfig, normalize_budget
+from .attention_arcaligner import CACHE, ROW_KERNELS, SlotRows
+from .configuration_arcaligner import ArcAlignerConfig, GateSettings
+
+
+# Slots among the rows of a layer
+def take_rows(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rows of `tensor` (batch or 1, seq_len, dim) at `positions` (batch, rows) -> (batch, rows, dim); row 0 for -1."""
+    tensor = tensor.expand(positions.shape[0], -1, -1)  # (batch, seq_len, dim)
+    index = positions.clamp(min=0)[:, :, None].expand(-1, -1, tensor.shape[-1])  # (batch, rows, dim)
+    return tensor.gather(1, index)
+
+
+class SlotStates:
+    """The slots among the hidden states (batch, seq_len, hidden) of a layer.
+
+    If all are adjacent in one prompt, they are split from the text before and after them without an index.
+    """
+
+    def __init__(self, hidden_states: torch.Tensor, rows: SlotRows):
+        self.hidden_states, self.rows = hidden_states, rows
+        self._parts = None
+        if rows.slot_span is not None and hidden_states.shape[0] == 1:
+            start, end = rows.slot_span
+            self._parts = hidden_states.split([start, end - start, hidden_states.shape[1] - end], dim=1)
+
+    def slots(self) -> torch.Tensor:
+        """The states of the slots (batch, max_slots, hidden)."""
+        if self._parts is not None:
+            return self._parts[1]
+        return take_rows(self.hidden_states, self.rows.slot_positions)
+
+    def prefix_with(self, states: torch.Tensor, length: int) -> torch.Tensor:
+        """The first `length` positions, those up to the last slot, with `states` (batch, max_slots, hidden) on the
+        slots."""
+        if self._parts is not None:
+            return torch.cat([self._parts[0], states], dim=1)  # (1, length, hidden)
+        return self._written(states)[:, :length]
+
+    def slots_of_prefix(self, prefix: torch.Tensor) -> torch.Tensor:
+        """The slots (batch, max_slots, hidden) of another `prefix` (batch, length, hidden)."""
+        if self._parts is not None:
+            return prefix[:, self.rows.slot_span[0] :]
+        return take_rows(prefix, self.rows.slot_positions)
+
+    def with_slots(self, states: torch.Tensor) -> torch.Tensor:
+        """Eq. 9: all hidden states, with `states` (batch, max_slots, hidden) on the slots."""
+        if self._parts is not None:
+            return torch.cat([self._parts[0], states, self._parts[2]], dim=1)  # (1, seq_len, hidden)
+        return self._written(states)
+
+    def _written(self, states: torch.Tensor) -> torch.Tensor:
+        flat = self.hidden_states.reshape(-1, states.shape[-1])  # (batch * seq_len, hidden)
+        slots = states.reshape(-1, states.shape[-1]).index_select(0, self.rows.slot_cells)  # (num_slots, hidden)
+        return flat.index_copy(0, self.rows.slot_rows, slots).view_as(self.hidden_states)
 
 
 class StepRows(NamedTuple):
@@ -47,7 +99,7 @@ def open_slots_plan(rows: SlotRows, cells: torch.Tensor, is_taken: torch.Tensor)
     """A step that computes the slots in `cells` (batch, width) where `is_taken`; the others are fixed, like text."""
     max_text, max_slots = rows.text_positions.shape[1], rows.slot_positions.shape[1]
     # A cell that only fills up its row keeps its place among the fixed ones: others attend to it, it is not computed.
-    filler = rows.slot_positions.gather(1, cells).masked_fill(is_taken, -1)
+    filler = rows.slot_positions.gather(1, cells).masked_fill(is_taken, -1)  # (batch, width)
     others = rows.slot_positions.scatter(1, cells, filler)  # (batch, max_slots), -1 where taken
     batch_index = rows.slot_cells // max_slots
     return StepRows(
@@ -125,14 +177,14 @@ def refinement_mask(attention_mask: torch.Tensor | None, rows: StepRows, dtype: 
     queries = rows.slot_positions  # (batch, width)
     keys = torch.cat([rows.fixed_positions, rows.slot_positions], dim=1)  # (batch, max_fixed + width)
     num_queries, num_keys = queries.shape[1], keys.shape[1]
-    real_keys = (keys >= 0)[:, None, None, :]
+    real_keys = (keys >= 0)[:, None, None, :]  # (batch, 1, 1, max_fixed + width)
     # A row that is not a slot (padding) attends to itself, so that its softmax is not empty.
     own_key = torch.eye(num_queries, dtype=torch.bool, device=keys.device)
     own_key = torch.nn.functional.pad(own_key, (num_keys - num_queries, 0)) & (queries < 0)[:, None, :, None]
     if attention_mask is None:
         return ((keys[:, None, None, :] <= queries[:, None, :, None]) & real_keys) | own_key
     mask = take_rows(attention_mask[:, 0], queries)  # (batch, width, kv_len)
-    columns = keys.clamp(min=0)[:, None, :].expand(-1, num_queries, -1)
+    columns = keys.clamp(min=0)[:, None, :].expand(-1, num_queries, -1)  # (batch, width, max_fixed + width)
     mask = mask.gather(2, columns)[:, None]  # (batch, 1, width, max_fixed + width)
     if mask.dtype == torch.bool:
         return (mask & real_keys) | own_key
@@ -157,7 +209,8 @@ class KeysValuesRecorder:
 
 
 class RefinementKeysValues:
-    """A substitute for the cache in a refinement step: slots attend to the fixed rows' keys and values, then theirs."""
+    """A substitute for the cache in a refinement step: slots attend to the keys and values of the fixed rows, then to
+    their own."""
 
     def __init__(self, keys: torch.Tensor | None, values: torch.Tensor | None):
         self.keys, self.values = keys, values
@@ -241,6 +294,11 @@ def count_layer_cost(layer: nn.Module, text_config: PreTrainedConfig) -> LayerCo
 _MOST_FLOPS = 2.0**61
 
 
+def _prefix_sizes(rows: SlotRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of text before the last slot and slots, each (batch,)."""
+    return (rows.text_positions >= 0).sum(dim=1), (rows.slot_positions >= 0).sum(dim=1)
+
+
 class RefinementBudget:
     """The operations that each row of one forward may still spend on refinement, layer by layer.
 
@@ -253,7 +311,7 @@ class RefinementBudget:
 
     def __init__(self, share: float, costs: list[LayerCost], rows: SlotRows, asks_gates: bool):
         # Whole numbers on the host: float32 on the device would round the operations of a large model.
-        sizes = zip(*(size.tolist() for size in rows.sizes()), strict=True)
+        sizes = zip(*(size.tolist() for size in _prefix_sizes(rows)), strict=True)
         prefills = [sum(cost.of_prefill(*size) for cost in costs) for size in sizes]
         shares = [int(min(share * prefill, _MOST_FLOPS)) for prefill in prefills]
         self.remaining = torch.tensor(shares, device=rows.slot_positions.device)  # (batch,)
@@ -261,11 +319,11 @@ class RefinementBudget:
         self._is_spent = False  # a copy on the host, so that it does not wait for the device again
 
     def pay_gates(self, cost: LayerCost, num_asked: torch.Tensor) -> bool:
-        """Pays for the gates of `num_asked` slots (batch,). Returns whether a row has anything left."""
+        """Pay for the gates of `num_asked` slots (batch,). Return whether each row has operations left."""
         if self._is_spent:
             return False
         remaining = self.remaining.to(num_asked.device)
-        price = num_asked * (cost.gate if self.asks_gates else 0)
+        price = num_asked * (cost.gate if self.asks_gates else 0)  # (batch,)
         self.remaining = torch.where(remaining >= price, remaining - price, 0)
         self._is_spent = not bool(self.remaining.any())
         return not self._is_spent
@@ -274,7 +332,7 @@ class RefinementBudget:
         self, gate_prob: torch.Tensor, gate_open: torch.Tensor, cost: LayerCost, rows: SlotRows
     ) -> torch.Tensor:
         """The open slots (batch, max_slots) that a row can pay a first step for: by probability, then by position."""
-        once, per_slot = cost.of_keys_values(*rows.sizes()), cost.of_slot_pass(*rows.sizes())
+        once, per_slot = cost.of_keys_values(*_prefix_sizes(rows)), cost.of_slot_pass(*_prefix_sizes(rows))  # (batch,)
         wanted = gate_open.sum(dim=1)
         affordable = torch.div(self.remaining - once, per_slot, rounding_mode="floor").clamp(min=0)
         taken = torch.minimum(wanted, affordable)
@@ -288,8 +346,8 @@ class RefinementBudget:
         self, gate_open: torch.Tensor, is_taken: torch.Tensor, cost: LayerCost, rows: SlotRows
     ) -> torch.Tensor:
         """The slots (batch, width) that are still open, where a row can pay another step of all that are taken."""
-        price = torch.where(gate_open.any(dim=1), is_taken.sum(dim=1) * cost.of_slot_pass(*rows.sizes()), 0)
-        affords = self.remaining >= price
+        price = torch.where(gate_open.any(dim=1), is_taken.sum(dim=1) * cost.of_slot_pass(*_prefix_sizes(rows)), 0)
+        affords = self.remaining >= price  # (batch,)
         self.remaining = torch.where(affords, self.remaining - price, 0)
         return gate_open & affords[:, None]
 
@@ -309,37 +367,27 @@ class RefinementSettings:
         return self.gate_mode == "always" and self.budget is None
 
 
-def resolve_settings(
-    config: ArcAlignerConfig,
-    costs: list[LayerCost],
-    rows: SlotRows,
-    training: bool,
-    gate_mode: str | None,
-    gate_threshold: float | None,
-    max_refinement_steps: int | None,
-    refinement_budget: float | None,
-) -> RefinementSettings:
-    """The settings of a forward: those of the call, which are checked already, otherwise the configuration's.
+def _budget_of(
+    config: ArcAlignerConfig, wanted: GateSettings, costs: list[LayerCost], rows: SlotRows, training: bool
+) -> RefinementBudget | None:
+    """The budget of a forward, if one is wanted.
 
     Raises:
         `ValueError`: a budget in training, or with an attention kernel that cannot compute some slots only.
     """
-    gate_mode, refinement_budget = normalize_budget(gate_mode or config.gate_mode, refinement_budget)
-    budget = None
-    if refinement_budget is not None:
-        if training:
-            raise ValueError(
-                f"`refinement_budget` is {refinement_budget} in training, where every slot takes every step for the "
-                "gradients of the gates. Call `model.eval()`, or leave it out."
-            )
-        if (kernel := config.text_config._attn_implementation) not in ROW_KERNELS:
-            raise ValueError(
-                f"`refinement_budget` is {refinement_budget}, but attention `{kernel}` can only refine the whole "
-                f"prefix together. Load the model with `attn_implementation` {' or '.join(ROW_KERNELS)}."
-            )
-        budget = RefinementBudget(refinement_budget, costs, rows, asks_gates=gate_mode != "always")
-    steps = config.max_refinement_steps if max_refinement_steps is None else max_refinement_steps
-    return RefinementSettings(gate_mode, gate_threshold or config.gate_threshold, steps, budget)
+    if (share := wanted.refinement_budget) is None:
+        return None
+    if training:
+        raise ValueError(
+            f"`refinement_budget` is {share} in training, where every slot takes every step for the gradients of the "
+            "gates. Call `model.eval()`, or leave it out."
+        )
+    if (kernel := config.text_config._attn_implementation) not in ROW_KERNELS:
+        raise ValueError(
+            f"`refinement_budget` is {share}, but attention `{kernel}` can only refine the whole prefix together. Load "
+            f"the model with `attn_implementation` {' or '.join(ROW_KERNELS)}."
+        )
+    return RefinementBudget(share, costs, rows, asks_gates=wanted.gate_mode != "always")
 
 
 # Steps of a layer
@@ -351,6 +399,10 @@ class RecordedDepths:
         self.by_layer: dict[int, torch.Tensor] = {}  # each (batch, max_slots)
 
 
+# Text before the slots, as a share of the slots, that a step of all slots computes once more.
+MOST_TEXT_PER_SLOT = 0.5
+
+
 class Slots(NamedTuple):
     """All that the layers of one forward know about its slots, as one keyword argument, which gradient checkpointing
     passes again when it repeats a layer."""
@@ -360,16 +412,40 @@ class Slots(NamedTuple):
     depths: RecordedDepths
     shared_inputs: SharedStepInputs
 
+    def row_index(self) -> torch.Tensor | slice:
+        """The slots among flat rows (batch * seq_len), as a slice if they are adjacent, which needs no copy."""
+        return self.rows.slot_rows if self.rows.slot_span is None else slice(*self.rows.slot_span)
+
+    def refinable(self, is_last_layer: bool) -> torch.Tensor:
+        """Slots (batch, max_slots) that may be refined: those of the last layer are used only at the end of a row."""
+        if is_last_layer and self.rows.ends_in_slot is not None:
+            return self.rows.is_slot & self.rows.ends_in_slot[:, None]
+        return self.rows.is_slot
+
+    @property
+    def has_little_text(self) -> bool:
+        """Whether the text before the slots is so short that it is cheaper to compute it again in each step than to
+        store its keys and values separately."""
+        return MOST_TEXT_PER_SLOT * self.rows.slot_positions.shape[1] >= self.rows.text_positions.shape[1]
+
     def stacked_depths(self, num_layers: int) -> torch.LongTensor:
         """Depths of the layers that refined, 0 for the others -> (batch, num_layers, max_slots), -1 without a slot."""
-        none = torch.zeros_like(self.rows.slot_positions)
+        none = torch.zeros_like(self.rows.slot_positions)  # (batch, max_slots)
         depths = [self.depths.by_layer.get(layer_idx, none).to(none.device) for layer_idx in range(num_layers)]
         return torch.stack(depths, dim=1).masked_fill(self.rows.slot_positions[:, None, :] < 0, -1)
 
 
-def new_slots(config: ArcAlignerConfig, costs: list[LayerCost], rows: SlotRows, training: bool, *wanted: Any) -> Slots:
-    """The slots of a forward before its first layer; arguments as of [`resolve_settings`]."""
-    return Slots(rows, resolve_settings(config, costs, rows, training, *wanted), RecordedDepths(), SharedStepInputs())
+def new_slots(
+    config: ArcAlignerConfig, wanted: GateSettings, costs: list[LayerCost], rows: SlotRows, training: bool
+) -> Slots:
+    """The slots of a forward before its first layer, for the settings that are `wanted`.
+
+    Raises:
+        `ValueError`: a budget that this forward cannot keep.
+    """
+    budget = _budget_of(config, wanted, costs, rows, training)
+    settings = RefinementSettings(wanted.gate_mode, wanted.gate_threshold, wanted.max_refinement_steps, budget)
+    return Slots(rows, settings, RecordedDepths(), SharedStepInputs())
 
 
 # If at least this share of the slots is open, a step computes all of them.
@@ -393,10 +469,10 @@ class AllSlotsSteps:
         return True
 
     def narrow(self, states: torch.Tensor, gate: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All slots are computed; counts those that are open."""
+        """Compute all slots, and count the open ones."""
         rows, is_open = self.slots.rows, prob >= self.slots.settings.gate_threshold  # (batch, max_slots, 1)
         if not self.layer.training:  # compiled: the slots that are refined otherwise, too
-            gate = is_open = is_open & rows.refinable(self.layer.is_last)[:, :, None]
+            gate = is_open = is_open & self.slots.refinable(self.layer.is_last)[:, :, None]
         self.depth = self.depth + (is_open[:, :, 0] & rows.is_slot)
         return states, gate
 
@@ -411,7 +487,7 @@ class OpenSlotsSteps:
 
     def __init__(self, layer, hidden: SlotStates, slots: Slots, slot_pass: SlotPass):
         self.layer, self.hidden, self.slots, self._slot_pass = layer, hidden, slots, slot_pass
-        self.is_taken = slots.rows.refinable(layer.is_last)  # (batch, width), all slots at first
+        self.is_taken = slots.refinable(layer.is_last)  # (batch, width), all slots at first
         self.cells: torch.Tensor | None = None  # (batch, width), which slots are computed; None for all
         self.depth: torch.Tensor | None = None  # (batch, width), once a slot is open
 
@@ -427,10 +503,11 @@ class OpenSlotsSteps:
     def narrow(
         self, states: torch.Tensor, gate: torch.Tensor, prob: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """States and gates of the slots that are computed, (batch, width, ...); no gates where none is open."""
+        """States and gates of the slots that are computed, (batch, width, ...); the gates are `None` if none is
+        open."""
         settings, rows, cost = self.slots.settings, self.slots.rows, self.layer.slot_cost
         budget, is_first = settings.budget, self.depth is None
-        self.is_open = gate[:, :, 0] & self._asked()
+        self.is_open = gate[:, :, 0] & self._asked()  # (batch, width)
         if budget is not None and is_first:
             self.is_open = budget.take_slots(prob[:, :, 0], self.is_open, cost, rows)
         elif budget is not None:
@@ -449,9 +526,9 @@ class OpenSlotsSteps:
         if width < self.is_open.shape[1]:
             # Open ones first, in their order. Rows with fewer are filled up: a batch needs one width.
             self.cells = (~self.is_open).to(torch.int8).argsort(dim=1, stable=True)[:, :width]  # (batch, width)
-            self.is_open = self.is_open.gather(1, self.cells)
+            self.is_open = self.is_open.gather(1, self.cells)  # (batch, width)
             step_rows = open_slots_plan(self.slots.rows, self.cells, self.is_open)
-            states = take_rows(states, self.cells)
+            states = take_rows(states, self.cells)  # (batch, width, hidden)
         # No gate opens again later: the following steps are among these slots.
         self.is_taken, self.depth = self.is_open, torch.zeros_like(self.is_open, dtype=torch.long)
         self.reapply = self._slot_pass(step_rows)
@@ -474,5 +551,5 @@ class OpenSlotsSteps:
             return self.hidden.hidden_states, None
         if self.cells is not None:  # slots that were not computed keep the mandatory pass
             states = self.hidden.slots().scatter(1, self.cells[:, :, None].expand_as(states), states)
-            depth = torch.zeros_like(self.slots.rows.slot_positions).scatter(1, self.cells, depth)
+            depth = torch.zeros_like(self.slots.rows.slot_positions).scatter(1, self.cells, depth)  # (batch, max_slots)
         return self.hidden.with_slots(states), depth

@@ -1,5 +1,5 @@
-"""Passages to segments and their tokens. A segment is a sentence, half of one, or several, and becomes one slot;
-with `tokens_per_slot`, a slot is a run of a segment's tokens.
+"""Passages to segments and their tokens. A segment is a sentence, half of one, or several, and becomes one slot; with
+`tokens_per_slot`, a slot is a span of a segment's tokens.
 
 spaCy finds the sentences. Documents are normalized to what people see (`readable`), and segments count characters of
 the normalized text; `in_given_text` maps them to the given text, so that an answer can be traced back to it.
@@ -17,15 +17,7 @@ from numbers import Integral
 import numpy as np
 
 from .configuration_arcaligner import is_number
-from .tokenization_arcaligner import (
-    control_token_ids,
-    encode_marked,
-    given_text,
-    mark_tokens,
-    readable,
-    text_of,
-    title_of,
-)
+from .tokenization_arcaligner import given_text, readable, text_of, title_of, tokenize_with_ends
 
 # spaCy refuses longer texts by default; its rule-based sentence splitter needs little memory for each character.
 _MAX_SPACY_CHARACTERS = 100_000_000
@@ -79,7 +71,7 @@ EMPTY_SEGMENT = SegmentTokens(Segment(0, 0, 0, ""), "", (), ())
 
 
 def equal_runs(num_tokens: int, tokens_per_slot: int | str) -> list[tuple[int, int]]:
-    """Cuts a segment's tokens into equal runs of about `tokens_per_slot`, one run for `"segment"` and at least one.
+    """Cut a segment's tokens into equal spans of about `tokens_per_slot`: one span for `"segment"`, and at least one.
 
     >>> equal_runs(10, 4), equal_runs(2, 4), equal_runs(10, "segment")
     ([(0, 3), (3, 6), (6, 10)], [(0, 2)], [(0, 10)])
@@ -104,14 +96,15 @@ def check_tokens_per_slot(tokens_per_slot: int | str) -> None:
         )
 
 
-def check_slot_settings(max_slots: int | None, tokens_per_slot: int | str) -> None:
-    """Raises `ValueError` for a maximum that holds no slot, or an invalid `tokens_per_slot`."""
+def check_slot_settings(max_slots: int | None, tokens_per_slot: int | str | None) -> None:
+    """Raises `ValueError` for a maximum that holds no slot, or an invalid `tokens_per_slot`; `None` is valid."""
     if max_slots is not None and not (is_number(max_slots, Integral) and max_slots >= 1):
         raise ValueError(
             f"`max_slots` is {max_slots!r}; expected a whole number of at least 1, the maximum number of slots, or "
             "None for all."
         )
-    check_tokens_per_slot(tokens_per_slot)
+    if tokens_per_slot is not None:
+        check_tokens_per_slot(tokens_per_slot)
 
 
 def check_num_tokens(name: str, value) -> None:
@@ -267,6 +260,24 @@ def segment_document(
     return [Segment(document, start, end, text[start:end]) for start, end in pieces]
 
 
+def segment_documents(
+    documents: Sequence[str | dict],
+    *,
+    sentences_per_segment: int | float,
+    spacy_model: str,
+    num_reads: Callable[[str], int],
+) -> list[Segment]:
+    """The segments of one question's documents, in order; see [`segment_document`]. They count characters of the
+    normalized text (`text_of`).
+
+    Raises:
+        `ValueError`: a document that is neither a string nor `{"title": str, "text": str}`.
+    """
+    settings = {"sentences_per_segment": sentences_per_segment, "spacy_model": spacy_model, "num_reads": num_reads}
+    texts = [text_of(document, number) for number, document in enumerate(documents)]
+    return [each for number, text in enumerate(texts) for each in segment_document(text, number, **settings)]
+
+
 # Passages: a long text in parts, measured in tokens of the backbone
 class _Gaps:
     """Places where a text may be cut, in order: the end of the text before each, and the start of the text after."""
@@ -275,12 +286,12 @@ class _Gaps:
         self.ends, self.starts = ends, starts
 
     def first(self, least: int, most: int) -> int | None:
-        """The start of the text after the first gap that ends the text before between `least` and `most`."""
+        """Where the text continues after the first gap whose preceding text ends between `least` and `most`."""
         number = bisect_left(self.ends, least)
         return self.starts[number] if number < len(self.ends) and self.ends[number] <= most else None
 
     def last(self, least: int, most: int) -> int | None:
-        """As `first`, of the last gap."""
+        """As `first`, for the last such gap."""
         number = bisect_right(self.ends, most) - 1
         return self.starts[number] if number >= 0 and self.ends[number] >= least else None
 
@@ -315,7 +326,7 @@ def cut_text(
     Returns:
         `list[tuple[int, int]]`: First and end character of each passage. Together they contain the whole text.
     """
-    ends = _tokenize_document(tokenizer, text, 0)[1].tolist()  # where each token ends
+    ((_, ends),) = tokenize_with_ends(tokenizer, [text])
     if len(ends) <= passage_tokens and not sections:
         return [(0, len(text))]
     sentences = _sentences(text, spacy_model)
@@ -382,7 +393,7 @@ def cut_long(
         spans = [(0, len(given))]
         if len(given.encode()) > longest:  # no token is less than a byte
             read = readable(given)
-            if len(_tokenize_document(tokenizer, read.text, number)[0]) > longest:
+            if len(tokenize_with_ends(tokenizer, [read.text])[0][0]) > longest:
                 cuts = cut_text(read.text, tokenizer, passage_tokens, spacy_model=spacy_model)
                 starts = [0, *(read.given(start, end)[0] for start, end in cuts[1:])]
                 spans = list(zip(starts, [*starts[1:], len(given)], strict=True))
@@ -419,35 +430,18 @@ def tokenize_segments(tokenizer, segments: Sequence[Segment], documents: Sequenc
     return tokenized
 
 
-def _tokenize_document(tokenizer, document: str | dict, number: int) -> tuple[np.ndarray, np.ndarray]:
-    return _tokenize_documents(tokenizer, [document], [number])[0]
-
-
 def _tokenize_documents(
     tokenizer, documents: Sequence[str | dict], numbers: Sequence[int]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Ids of each document's tokens, title first, and the character of its text where each ends, below 1 in titles;
     errors call a document by its number."""
-    if not documents:  # no tokenizer takes an empty batch
-        return []
     titles = [f"{title}: " if (title := title_of(document)) else "" for document in documents]
     texts = [text_of(document, number) for document, number in zip(documents, numbers, strict=True)]
-    options = {"return_attention_mask": False, "return_token_type_ids": False, "return_offsets_mapping": True}
-    texts = [title + text for title, text in zip(titles, texts, strict=True)]
-    read = tokenizer(texts, add_special_tokens=False, **options)
-    special, found = control_token_ids(tokenizer), []
-    for title, ids, offsets in zip(titles, read["input_ids"], read["offset_mapping"], strict=True):
-        ends = [end for _, end in offsets]
-        if special.intersection(ids):  # a document's `<|im_end|>` is text
-            tokens = [tokenizer.convert_ids_to_tokens(token_id) if token_id in special else None for token_id in ids]
-            read_as_text = [
-                [each] if token is None else encode_marked(tokenizer, [mark_tokens(token, (token,))])[0]
-                for each, token in zip(ids, tokens, strict=True)
-            ]
-            ends = [end for end, each in zip(ends, read_as_text, strict=True) for _ in each]
-            ids = [each for row in read_as_text for each in row]
-        found.append((np.array(ids, dtype=np.int64), np.array(ends, dtype=np.int64) - len(title)))
-    return found
+    read = tokenize_with_ends(tokenizer, [title + text for title, text in zip(titles, texts, strict=True)])
+    return [
+        (np.array(ids, dtype=np.int64), np.array(ends, dtype=np.int64) - len(title))
+        for title, (ids, ends) in zip(titles, read, strict=True)
+    ]
 
 
 def stop_words(spacy_model: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""The figures of the pages: F1 against the compression rate, and against the time to the first token.
+"""The figures of the pages: F1 against the compression, and against the time to the first token.
 
 In the first, a point is a method at a rate (`arcaligner_x4`): F1 by tokens of the passages per position of the prompt.
 In the second, a point is a way to read twenty passages, at each of its rates.
@@ -57,8 +57,8 @@ def save_figure(path: Path, figure: Figure) -> None:
 
 
 def rate_curves(entry: dict[str, Any]) -> dict[str, list[tuple[float, list[float]]]]:
-    """Points of each method that was evaluated at several rates, by its title: tokens of the passages per position, and
-    F1 with its interval."""
+    """Points of each method that was evaluated at several compressions, by its title: tokens of the passages per
+    position, and F1 with its interval."""
     curves: dict[str, list[tuple[float, list[float]]]] = {}
     for name in method_titles({"": entry}):
         numbers, (method, rate) = entry["methods"][name], split_name(name)
@@ -68,7 +68,7 @@ def rate_curves(entry: dict[str, Any]) -> dict[str, list[tuple[float, list[float
 
 
 def draw_rates(sets: dict[str, Any]) -> Figure:
-    """F1 across the compression rate: a panel for each of the `sets` with methods at several rates."""
+    """F1 across the compression: a panel for each of the `sets` with methods at several compressions."""
     curves = {title: found for title, entry in sets.items() if (found := rate_curves(entry))}
     colors = dict(zip(dict.fromkeys(name for each in curves.values() for name in each), cycle(COLORS), strict=False))
     size = 3.4 * len(curves) + 0.6, 3.5
@@ -131,8 +131,8 @@ def draw_ratios(sets: dict[str, dict[str, dict[str, Any]]]) -> Figure:
 
 
 def speed_curves(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[tuple[float, float, int | str]]]:
-    """Points of each way to read `PASSAGES`, by a `report` on latency and the `sets` of an evaluation at its rates:
-    milliseconds to the first token, mean F1 of the sets, and the rate. A method that lacks a set has no points."""
+    """Points of the figure for each way to give `PASSAGES` to the model: milliseconds to the first token, of a latency
+    `report`; mean F1 of the `sets`; and tokens per slot. A method that lacks a set has no points."""
     own = report["own_tokens_per_slot"]
     curves: dict[str, list[tuple[float, float, int | str]]] = {}
 
@@ -152,7 +152,7 @@ def speed_curves(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list
 
 
 def draw_speed(report: dict[str, Any], sets: dict[str, Any]) -> Figure:
-    """F1 across the time to the first token, each point with its rate."""
+    """F1 across the time to the first token, each point with its tokens per slot."""
     figure, axes = new_figure(6.4, 3.8)
     for name, points in speed_curves(report, sets).items():
         axes.plot([ms for ms, *_ in points], [f1 for _, f1, _ in points], marker="o", label=name)

@@ -98,7 +98,7 @@ def loops_table(sets: dict[str, dict[str, Any]]) -> list[str]:
 
 def trace(ask: ArcAlignerPipeline, row: Row, **settings: Any) -> dict[str, Any]:
     """
-    Asks a question.
+    Answer a question, and record the loops of its slots.
 
     Returns:
         `dict` with `question`, `answer`, `gold`, `segments` (the text of each slot, and its characters) and

@@ -51,8 +51,8 @@ def refusals(
     run: Annotated[Path, typer.Option(help="Folder of a run, with answers.")] = Path("runs/evaluation"),
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "arcaligner,arcaligner_x4",
 ) -> None:
-    """Print how many unanswerable questions are refused, and what that costs: shares in percent
-    with 95 % intervals, F1, the F1 points that refusals lose, and the AUROC of the answerability."""
+    """Print how many unanswerable questions are refused, and what that costs. Shares are in percent with 95 %
+    intervals; the table also has F1, the F1 points that refusals lose, and the AUROC of the answerability."""
     rows = []
     for name in split_names(methods):
         answered, unanswered = (read_answers(run, task, name) for task in TASKS)

@@ -1,54 +1,60 @@
 """Tables of time to first token, from the reports of `benchmarks/latency.py` and `kept.py`."""
 
+import textwrap
 from typing import Any
 
 from ...common.files import counted, markdown_table
 from ..methods import rate_title
 
 ARM_TITLES = {
-    "standard_rag": "text",
-    "standard_rag_cached": "text, cached",
-    "off": "slots",
-    "slots_cached": "**slots, cached**",
+    "standard_rag": "Text, ms",
+    "standard_rag_cached": "Text, cached",
+    "off": "Slots, encoded beforehand",
+    "slots_cached": "**Slots, cached**",
 }
 LATENCY_REPORT, KEPT_REPORT = "latency.json", "kept.json"  # of the benchmarks
 SHORT_PASSAGES = 5, 20  # of the README's table
 
 
 def first_token_table(report: dict[str, Any]) -> list[str]:
-    """Markdown lines: milliseconds to the first token of one question, and times faster than text, without and, if
-    slots are made online, with encoding; a row for each size."""
+    """Markdown lines: milliseconds to the first token of one question, and times faster than text; a row for each
+    size."""
     rows = []
     for size in report["sizes"]:
         arms, cells = size["arms"], []
         encoder = sum(part["median"] for part in size["encoder"].values())
+        text = arms["standard_rag"]["first_token"]["median"]
         for name in ARM_TITLES:
-            first, times = arms[name]["first_token"]["median"], ""
-            if name != "standard_rag":
-                times = f"x{arms[name]['speed_up']['median']:.1f}"
+            first, times = arms[name]["first_token"]["median"], f" (x{arms[name]['speed_up']['median']:.1f})"
+            cells.append(f"{1000 * first:.0f}" + ("" if name == "standard_rag" else times))
             if name == "off":
-                times += f"; x{arms['standard_rag']['first_token']['median'] / (first + encoder):.1f}"
-            cells.append(f"{1000 * first:.0f}" + (f" ({times})" if times else ""))
-        rows.append([size["k"], f"{size['text_tokens']:.0f}", size["tokens_per_slot"], f"{size['slots']:.0f}", *cells])
-    lines = markdown_table(["Passages", "Tokens", "Rate", "Slots", *ARM_TITLES.values()], rows)
-    notes = f"Milliseconds (times faster than text; the same including encoding, in {report['encoder_dtype']})"
-    return [*lines, "", f"{notes}; {report['model']}, one question; {machine_line(report['machine'])}."]
+                cells.append(f"{1000 * (first + encoder):.0f} (x{text / (first + encoder):.1f})")
+        rate = "a segment" if size["tokens_per_slot"] == "segment" else size["tokens_per_slot"]
+        rows.append([size["k"], f"{size['text_tokens']:.0f}", rate, f"{size['slots']:.0f}", *cells])
+    titles = list(ARM_TITLES.values())
+    titles.insert(list(ARM_TITLES).index("off") + 1, "Slots, encoding included")
+    lines = markdown_table(["Passages", "Tokens of text", "Tokens per slot", "Slots", *titles], rows)
+    note = (
+        "Milliseconds; in brackets how many times faster than text. One question, "
+        f"{report['model']}, encoder in {report['encoder_dtype']}; {machine_line(report['machine'])}."
+    )
+    return [*lines, "", *textwrap.wrap(note, 120)]
 
 
 def machine_line(machine: dict[str, Any]) -> str:
     """One line from `describe_machine`."""
-    line = f"{machine['device']}, {machine['cpu']}, {machine['threads']} threads, load {machine['load']:.1f}; "
+    line = f"{machine['device']}, {machine['cpu']}, {machine['threads']} threads, load average {machine['load']:.1f}; "
     return line + f"torch {machine['torch']}, transformers {machine['transformers']}"
 
 
 def find_size(report: dict[str, Any], k: int, rate: int | str) -> dict[str, Any]:
-    """The part of a report on a question about `k` passages at a rate."""
+    """The part of a report on a question about `k` passages at these tokens per slot."""
     for size in report["sizes"]:
         if (size["k"], size["tokens_per_slot"]) == (k, rate):
             return size
     raise ValueError(
         f"The latency report has no {k} passages at {rate} tokens per slot. Measure again: "
-        f"`python -m arcaligner.benchmarks.latency --sizes {k} --tokens-per-slot {rate}`, with its other sizes."
+        f"`python -m arcaligner.benchmarks.latency --sizes {k} --tokens-per-slot {rate}`, with the others."
     )
 
 
@@ -77,8 +83,8 @@ def _kept_arm(name: str) -> tuple[str, str]:
 
 
 def kept_lines(report: dict[str, Any]) -> list[str]:
-    """Markdown lines: milliseconds to the first token and how many times faster than text, a row for each arm, a
-    column for each number of passages, and the cached bytes of a passage."""
+    """Markdown lines: milliseconds to the first token, and how many times faster than text. A row for each arm, and a
+    column for each number of passages and for the cached bytes of a passage."""
     sizes = report["sizes"]
     rows = []
     for name in sizes[0]["arms"]:
@@ -89,8 +95,10 @@ def kept_lines(report: dict[str, Any]) -> list[str]:
             times = "" if name == "text" else f" (x{arm['speed_up']['median']:.1f})"
             cells.append(f"{1000 * arm['first_token']['median']:.0f}{times}")
         rows.append([title, *cells])
-    columns = ["First token, ms (times faster than text)", "cached per passage"]
+    columns = ["Milliseconds (times faster than text)", "Cached per passage"]
     counts = [counted(size["k"], "passage") for size in sizes]
-    note = f"A passage has {report['tokens_per_passage']:.0f} tokens; medians of {sizes[-1]['rounds']} rounds or more"
-    note += f"; {report['model']}, {report['dtype']}, one question; {machine_line(report['machine'])}."
-    return [*markdown_table([*columns, *counts], rows), "", note]
+    note = (
+        f"A passage has {report['tokens_per_passage']:.0f} tokens. Medians of {sizes[-1]['rounds']} rounds or more, "
+        f"one question, {report['model']} in {report['dtype']}; {machine_line(report['machine'])}."
+    )
+    return [*markdown_table([*columns, *counts], rows), "", *textwrap.wrap(note, 120)]

@@ -9,10 +9,11 @@ from tiny_models import random_head
 from training_rows import article_rows, write_rows
 
 from arcaligner.answering_arcaligner import Answerer
-from arcaligner.attention_arcaligner import CACHE, cache_of
+from arcaligner.attention_arcaligner import CACHE
 from arcaligner.benchmarks.arms import load_models, pick_rows
 from arcaligner.benchmarks.kept import Known, main
 from arcaligner.evaluation.answering import apart_inputs, apart_text, slot_inputs, text_inputs
+from arcaligner.kv_cache_arcaligner import cache_of
 from arcaligner.train.prompts import full_text
 
 RATES = [2, "segment"]

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_rows import question_rows, write_rows
 
 from arcaligner import modeling_arcaligner
-from arcaligner.attention_arcaligner import cache_of
 from arcaligner.benchmarks import arms
 from arcaligner.benchmarks.arms import (
     base_of,
@@ -29,6 +28,7 @@ from arcaligner.benchmarks.arms import (
 from arcaligner.benchmarks.latency import main, measure_size, parse_sizes
 from arcaligner.evaluation.analyses import speed
 from arcaligner.evaluation.answering import slot_inputs, text_inputs
+from arcaligner.kv_cache_arcaligner import cache_of
 from arcaligner.train.prompts import full_text
 
 

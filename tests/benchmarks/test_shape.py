@@ -8,7 +8,6 @@ import pytest
 import torch
 from reference import EXACT
 
-from arcaligner.attention_arcaligner import cache_of
 from arcaligner.benchmarks import shape
 from arcaligner.benchmarks.arms import base_of
 from arcaligner.benchmarks.random_models import build_aligner, check_fits, make_config, weight_bytes
@@ -25,6 +24,7 @@ from arcaligner.benchmarks.shape import (
     step_arms,
     text_arms,
 )
+from arcaligner.kv_cache_arcaligner import cache_of
 
 GIB = 2**30
 

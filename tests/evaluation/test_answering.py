@@ -122,6 +122,19 @@ def test_top_ranked_of_more_passages(separate):
     assert found.passage_tokens > expected.passage_tokens
 
 
+@pytest.mark.parametrize("is_multihop, most", [(True, 2), (False, 1)])
+def test_passages_as_needed(separate, is_multihop, most):
+    """A multi-hop question gets as many passages as the head was fitted for, another one gets one."""
+    model, reader = separate
+    model.set_multihop_head(True)
+    model.multihop_head.bias.fill_(1.0 if is_multihop else -1.0)
+    passages = [{"title": "", "text": text} for text in ("Ada wrote it.", "The loom wove. It was loud.", "Nobody.")]
+    row = ROWS[0] | {"passages": passages}
+    (found,) = answer_slots(model, reader, [row], gate_mode="off", as_needed=True)
+    (expected,) = answer_slots(model, reader, [row], gate_mode="off", max_passages=most)
+    assert found.prompt_ids == expected.prompt_ids and found.text == expected.text
+
+
 def test_slots_ignore_machine_dtype(checkpoint_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(encoder_arcaligner, "fastest_dtype", lambda device_type: torch.bfloat16)
     copied = shutil.copytree(checkpoint_dir, tmp_path / "copied")

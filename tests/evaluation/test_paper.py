@@ -56,7 +56,7 @@ def test_main_table_has_both(make, caplog):
         "- xRAG (our training): name its checkpoint with `--xrag`; `python -m arcaligner train --recipe xrag`" in text
     )
     assert "| StandardRAG, fine-tuned |" not in text  # no number of either
-    assert "text is StandardRAG, the bare base model" in text and "Questions: 2WikiMultiHopQA 4" in text
+    assert "text is StandardRAG, the bare" in text and "| 2WikiMultiHopQA | 4 |" in text
     wrong = AnswerFile(make().settings.output / FLOOR, "nq", "arcaligner").read()
     assert len(wrong) == 4 and "floor" in text
     assert not AnswerFile(make().settings.output / FLOOR, "nq", "naive").read()
@@ -84,10 +84,10 @@ def test_floor_names_its_questions():
     scores = {"f1": [40.0] * 3, "questions": 5}
     entry = {"methods": {"arcaligner": scores | {"floor": {"questions": 2, "f1": [3.0] * 3}}}}
     assert evidence(entry, "arcaligner") == "40.0 (floor 3.0 of 2)"
-    assert "passages, *of* so many questions where fewer were asked." in costs({"HotpotQA": entry})[-2]
+    assert "passages, *of* so many questions where fewer were asked." in " ".join(costs({"HotpotQA": entry}))
     entry["methods"]["arcaligner"]["floor"]["questions"] = 5
     assert evidence(entry, "arcaligner") == "40.0 (floor 3.0)"
-    assert "where fewer were asked" not in costs({"HotpotQA": entry})[-2]
+    assert "where fewer were asked" not in " ".join(costs({"HotpotQA": entry}))
 
 
 def test_wrong_passages_hold_no_answer():

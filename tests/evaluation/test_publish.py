@@ -140,7 +140,7 @@ def test_reproduced_pages_are_copied(tmp_path, monkeypatch):
 
 def test_fewer_questions_are_said():
     """The README says so where its default row was asked fewer questions of a set."""
-    few = {"questions": 500, "methods": {"arcaligner": {"questions": 500}, "one_passage": {"questions": 250}}}
+    few = {"questions": 500, "methods": {"arcaligner": {"questions": 500}, "as_needed": {"questions": 250}}}
     all_asked = {"questions": 500, "methods": {"arcaligner": {"questions": 500}}}
     assert (
         fewer_questions({"SQuAD": all_asked, "HotpotQA": few, "PopQA_longtail": few})
@@ -162,7 +162,7 @@ def test_answers_page_shows_refusals(tmp_path):
     assert lines[:13] == [f"{said}{1 - number / 50:.2f} |" for number in range(13)]
     start = r"| Who \| what? | (not in the passages) | a b | - | "
     assert lines[13:] == [f"{start}abstains, 0.25 |", f"{start}0.75 |"]
-    assert '`min_confidence=0.5`, the rows marked "abstains" become "not in the text".' in page
+    assert '`min_confidence=0.5` the answer is "not in the text"; without' in page
 
 
 # Figures

@@ -119,10 +119,11 @@ class Loaded(NamedTuple):
 
 
 def load(folder: Path, **options) -> Loaded:
-    """A checkpoint in float32, on the CPU."""
+    """A checkpoint in float32, on the CPU, without a multi-hop head: there was none when the answers were recorded."""
     processor = ArcAlignerProcessor.from_pretrained(folder)
     processor.encoder.device = "cpu"
     model = ArcAlignerForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    model.set_multihop_head(False)
     return Loaded(model, processor, pipeline_of(model, processor), questions())
 
 

@@ -11,12 +11,12 @@ from arcaligner.train.validate import read_recipe
 
 @pytest.fixture
 def rows(recipe_file):
-    return mixed_rows(read_recipe(recipe_file, None), 20)
+    return mixed_rows(read_recipe(recipe_file, None), 20, 1)
 
 
 def test_needed_passages_are_mixed_in(recipe_file, rows):
     """Two, three or five passages in a fixed order; those outside `gold` do not answer."""
-    assert rows == mixed_rows(read_recipe(recipe_file, None), 20)
+    assert rows == mixed_rows(read_recipe(recipe_file, None), 20, 1)
     assert {len(row["passages"]) for row in rows} == {2, 3, 5}
     assert len({row["gold"][0] for row in rows}) > 1
     for row in rows:
@@ -32,6 +32,8 @@ def test_each_way_uses_its_passages(rows, separate, monkeypatch, is_sure):
     monkeypatch.setattr(num_passages, "UNSURE", 0.0 if is_sure else 1.0)
     model, reader = separate
     model.set_answerability_layers([1])
+    model.set_multihop_head(True)
+    model.multihop_head.bias.fill_(1.0)  # each question needs two
     row, used, priors = next(row for row in rows if len(row["passages"]) == 5), [], []
     cache = type(model.passage_cache(reader))
     prepare = cache.prepare
@@ -50,7 +52,7 @@ def test_each_way_uses_its_passages(rows, separate, monkeypatch, is_sure):
     scores = answers_by_way(model, reader, [row], 2)
     (top,) = used[0]
     assert [len(each) for each in used[:2]] == [1, 2] and top in used[1]
-    expected = [top, used[1][0], top if is_sure else used[2][0], given[0], given[0], needed[0]]
+    expected = [top, used[1][0], top if is_sure else used[2][0], used[1][0], given[0], given[0], needed[0]]
     expected = [100 * token_f1(passage["text"], row["answers"]) for passage in expected]
     np.testing.assert_array_equal(scores, [expected])
     several = used[2:] if is_sure else used[3:]
@@ -63,7 +65,7 @@ def test_each_way_uses_its_passages(rows, separate, monkeypatch, is_sure):
 
 def test_needs_are_counted_separately():
     rows = [{"needs": "one"}, {"needs": "several"}, {"needs": "one"}]
-    scores = np.array([[100.0] * 6, [50.0] * 6, [0.0] * 6])
+    scores = np.array([[100.0] * 7, [50.0] * 7, [0.0] * 7])
     lines = table(rows, scores).splitlines()
     assert lines[2].startswith("| one (2 questions) | 50.0 ± 35.4 |")
     assert lines[3].startswith("| several (1 questions) | 50.0 ± 0.0 |")

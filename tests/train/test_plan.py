@@ -93,7 +93,7 @@ def test_activation_checkpointing_counts(offline):
 
 def test_batches_that_do_not_divide(offline):
     """The number of GPUs is refused before anything is counted."""
-    with pytest.raises(ValueError, match="256 is not a multiple of 3 processes.*1, 2, 4, 8, 16 or 32 processes"):
+    with pytest.raises(ValueError, match="256 cannot be divided among 3 processes.*1, 2, 4, 8, 16 or 32 processes"):
         plans("mistral_7b", 3)
 
 

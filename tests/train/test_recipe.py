@@ -125,12 +125,12 @@ def test_global_batch_decides_accumulation(monkeypatch, processes, accumulated):
     [
         (
             (12, 4, 2),
-            "not a multiple of 2 processes with .* of 4. It is one for 2 processes with a size of 1, 2, 3 or 6",
+            "divided among 2 processes .* of 4. It can be divided among 2 processes with a size of 1, 2, 3 or 6",
         ),
-        ((256, 8, 3), "It is one for 1, 2, 4, 8, 16 or 32 processes with a size of 8"),
-        ((2, 4, 4), "It is one for no others: change it"),
-        ((0, 4, 4), "It is one for no others: change it"),
-        ((4, 0, 2), "It is one for 2 processes with a size of 1 or 2"),
+        ((256, 8, 3), "It can be divided among 1, 2, 4, 8, 16 or 32 processes with a size of 8"),
+        ((2, 4, 4), "It can be divided in no other way: change it"),
+        ((0, 4, 4), "It can be divided in no other way: change it"),
+        ((4, 0, 2), "It can be divided among 2 processes with a size of 1 or 2"),
     ],
 )
 def test_batches_that_do_not_divide(numbers, message):

@@ -70,7 +70,8 @@ def json_digest(value: Any) -> str:
 
 
 def salt_of(slots: Sequence[Sequence]) -> str:
-    """The `cache_salt` of a request. Ids of slots mean nothing, so prefixes are equal only if their salts are."""
+    """The `cache_salt` of a request. The ids of slots are arbitrary, so vLLM may share a cached prefix only between
+    requests with the same salt."""
     return json_digest([list(each) for each in slots])
 
 
@@ -104,7 +105,7 @@ def read_header(key: str) -> Header:
 
 
 def stamp_of(key: str) -> tuple[int, int]:
-    """The time of the last write and the size of a file, which change if it is written again.
+    """Time of the last write and size of a file; they change if it is written again.
 
     Raises:
         `ValueError`: a file that is not there.
@@ -127,7 +128,7 @@ def path_of(key: str) -> Path:
 
 @lru_cache(65536)
 def _path(folder: str, key: str) -> Path:
-    """Made once: a request looks at each of its files several times."""
+    """Path of a passage's file, cached because a request needs it several times."""
     return Path(folder) / f"{key}.safetensors"
 
 
@@ -177,7 +178,7 @@ def check_slots(slots: Any) -> list[Header]:
     for number, ((key, count), header) in enumerate(zip(slots, headers, strict=True)):
         if count > header.num_slots:
             raise ValueError(
-                f"`slots` asks for {count} slots of the passage {key}; it has {header.num_slots}. Pass at most that."
+                f"`slots` asks for {count} slots of the passage {key}; it has {header.num_slots}. Ask for fewer."
             )
         for name in (
             "prompt",
@@ -217,7 +218,7 @@ def check_slots(slots: Any) -> list[Header]:
 
 class Passages:
     """
-    The keys and values of files, of which the last used ones stay in memory.
+    Keys and values of files. The most recently used ones stay in memory.
 
     Each use checks the file, so that a lost or replaced one is noticed; its values are compared with their digest when
     they are read.
@@ -233,7 +234,8 @@ class Passages:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="arcaligner-passages")
 
     def read(self, keys: Iterable[str]) -> dict[str, torch.Tensor | ValueError]:
-        """The keys and values of files, each (num_layers, 2, num_slots, heads, head_dim), or why one cannot be used."""
+        """The keys and values of files, each (num_layers, 2, num_slots, heads, head_dim), or the reason why one cannot
+        be used."""
         found, new = {}, {}
         for key in dict.fromkeys(keys):
             try:
@@ -274,7 +276,7 @@ class Passages:
 
 
 def _read_values(key: str, header: Header) -> torch.Tensor | ValueError:
-    """The tensor of a file, or why it cannot be used."""
+    """The tensor of a file, or the reason why it cannot be used."""
     path = path_of(key)
     try:
         # Read, not mapped: a process that reads a map of a file that another one cuts is killed.
@@ -323,7 +325,7 @@ def folder_of(model: str, revision: str | None) -> str:
 
 
 def inverse_frequencies(config: Any) -> torch.Tensor:
-    """How far RoPE turns each pair of a key per position, (head_dim / 2,), in float64."""
+    """Angle by which RoPE rotates each pair of a key per position, (head_dim / 2,), in float64."""
     rope = config.rope_parameters
     if rope.get("rope_type", "default") != "default":
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -334,8 +336,8 @@ def inverse_frequencies(config: Any) -> torch.Tensor:
 
 
 def turns(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each half of a key and the other half are multiplied by to move each slot by its number of `positions`:
-    cosines, and sines with their signs, each (num_slots, 1, head_dim)."""
+    """Factors that move the keys of each slot by its number of `positions`: cosines for the key, and signed sines for
+    the key with its halves swapped, each (num_slots, 1, head_dim)."""
     angles = positions.double()[:, None] * frequencies
     cos, sin = angles.cos().float(), angles.sin().float()
     return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
@@ -352,7 +354,7 @@ def rotated(keys: torch.Tensor, own: torch.Tensor, other: torch.Tensor) -> torch
 
 @dataclass
 class Load:
-    """Keys and values of a request that are written to its blocks, except for the first `start`, already written."""
+    """Keys and values to write to the blocks of a request; the first `start` are already there."""
 
     slots: list[list]
     start: int
@@ -529,13 +531,13 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
 
     @cached_property
     def _passages(self) -> Passages:
-        """The key-value heads of this worker."""
+        """The passages, with the key-value heads of this worker only."""
         world, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         first = rank * self._heads // world  # where workers are more than heads, several have the same
         return Passages(self._passage_bytes, slice(first, first + max(1, self._heads // world)))
 
     def _rows_of(self, load: Load, found: dict[str, torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-        """For each file, the tensors to write: for each layer keys, then values, (slots, own heads, head_dim)."""
+        """Tensors to write for each file: of each layer keys, then values, (slots, heads of this worker, head_dim)."""
         rows, start = [], load.start
         for key, count in load.slots:
             if start < count:
@@ -556,20 +558,21 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         return broken
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Everything was loaded before the first layer."""
+        """Do nothing: everything is loaded before the first layer."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Passages are precomputed by ArcAligner, not by vLLM."""
+        """Do nothing: ArcAligner precomputes passages, not vLLM."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Do nothing: vLLM saves no passages."""
 
 
 # Requests are checked, and answers may copy
 
 
 def copied_next(texts: Sequence[Sequence], written: Sequence[int], end_ids: Sequence[int]) -> list[int]:
-    """Ids that continue an answer in the words of `texts` and, where a word of it is complete, ids that end it.
+    """Ids that may follow an answer that was copied from `texts`: those that continue the copy and, at the end of a
+    word, those that end the answer.
 
     Each text is `[ids, ends, words]`: its ids; whether a word ends with each; and for each of its words the ids without
     a space before it, whether a word ends with each, and where the text's own ids continue, as in `CopiedText`.
@@ -588,9 +591,8 @@ def copied_next(texts: Sequence[Sequence], written: Sequence[int], end_ids: Sequ
 
 
 class SlotsLogitsProcessor(AdapterLogitsProcessor):
-    """Refuses requests whose passages cannot be used, before the engine has them, and biases decoding towards the words
-    of the passages if a request asks for it (`copy`: `bonus` in log-odds, `texts` and `end_ids` of
-    [`copied_next`])."""
+    """Refuses requests whose passages cannot be used, before the engine has them. Biases decoding towards the words of
+    the passages if a request asks for it (`copy`: `bonus` in log-odds, `texts` and `end_ids` of [`copied_next`])."""
 
     @classmethod
     def validate_params(cls, sampling_params) -> None:

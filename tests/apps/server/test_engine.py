@@ -285,6 +285,19 @@ def test_scored_slots_are_limited(engine_of, apart, processor, monkeypatch):
     assert isinstance(error, ValueError) and "slots, but there is only room for 40" in str(error)
 
 
+@pytest.mark.parametrize("most, is_multihop, expected", [(None, True, 2), (None, False, 1), (3, True, 3)])
+def test_multihop_question_uses_several(engine_of, apart, most, is_multihop, expected):
+    """Unless the engine, or the request, has a number of its own."""
+    documents = ["Ada wrote it.", "Bob did not.", "Carol read it."]
+    apart.model.set_multihop_head(True)
+    apart.model.multihop_head.bias.fill_(1.0 if is_multihop else -1.0)
+    engine = engine_of(None, apart, max_passages=most)
+    found = answer(engine, documents)
+    assert sum(each["read"] for each in found.sources) == expected
+    assert found.text == answer(engine_of(None, apart), documents, max_passages=expected).text
+    assert sum(each["read"] for each in answer(engine, documents, max_passages=1).sources) == 1
+
+
 @pytest.mark.parametrize("rate", [2, "segment"])
 def test_passages_are_encoded_once(processor, rate, monkeypatch):
     """Whatever they stand beside; the last ones are kept, and white space has no slot."""
@@ -401,9 +414,14 @@ def test_invalid_settings_are_refused(engine_of):
             engine_of(**{name: value})
 
 
-def test_cache_implementation_is_refused(engine_of, ask, monkeypatch):
-    monkeypatch.setattr(ask.model.generation_config, "cache_implementation", "static")
-    with pytest.raises(ValueError, match="`generation_config.cache_implementation` is 'static'"):
+REFUSED = {"cache_implementation": "static", "encoder_repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 3}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_generation_setting_is_refused(engine_of, ask, monkeypatch, name):
+    """What a batch that others join cannot follow is named."""
+    monkeypatch.setattr(ask.model.generation_config, name, REFUSED[name])
+    with pytest.raises(ValueError, match=f"`generation_config.{name}` is {REFUSED[name]!r}"):
         engine_of()
 
 

@@ -50,7 +50,7 @@ def joined_answers(engine, requests, **settings) -> list[str]:
     """The texts of answers, of which the others join the first one while it is written."""
     begun = threading.Event()
     first = engine.submit(asked(**requests[0], on_text=lambda text: begun.set(), **settings))
-    begun.wait()
+    assert begun.wait(60)
     others = [engine.submit(asked(**each, **settings)) for each in requests[1:]]
     return [each.result().text for each in (first, *others)]
 
@@ -181,6 +181,33 @@ def test_beginning_is_that_of_each_answer(apart, engine_of):
     expected = [processor.decode(ids[: -(ids[-1] in config.eos_token_id) or None]).lstrip() for ids in whole]
     requests = [{"documents": None, "chat": chat} for chat in chats]
     assert joined_answers(engine_of(apart), requests, max_new_tokens=30) == expected
+
+
+COUNTED = [{"forced_eos_token_id": 5}, {"exponential_decay_length_penalty": (4, 1.3)}]
+
+
+@pytest.mark.parametrize("settings", COUNTED, ids=lambda each: next(iter(each)))
+def test_end_is_that_of_each_answer(apart, engine_of, settings):
+    """What counts to the end of an answer does not count from when others join, nor to the end of theirs."""
+    config, processor, lengths = apart.model.generation_config, apart.processor, (30, 12, 21)
+    chats = [[{"role": "user", "content": "Who? " * number}] for number in (9, 1, 4)]
+
+    def alone(chat, length) -> list[int]:
+        inputs = chat_inputs(processor, chat, sanitize_control_tokens=True)
+        ids = apart.model.generate(**inputs, max_new_tokens=length, do_sample=False)
+        return ids[0, inputs["input_ids"].shape[1] :].tolist()
+
+    plain = [alone(*each) for each in zip(chats, lengths, strict=True)]
+    config.eos_token_id = [5]
+    for name, value in settings.items():
+        setattr(config, name, value)
+    whole = [alone(*each) for each in zip(chats, lengths, strict=True)]
+    assert whole != plain
+    expected = [processor.decode(ids[: -(ids[-1] in config.eos_token_id) or None]).lstrip() for ids in whole]
+    requests = [
+        {"documents": None, "chat": chat, "max_new_tokens": length} for chat, length in zip(chats, lengths, strict=True)
+    ]
+    assert joined_answers(engine_of(apart), requests) == expected
 
 
 def test_long_rows_change_no_frequencies(processor, engine_of):

@@ -1,0 +1,348 @@
+"""The multi-hop head: what it computes, how many passages a question gets, and where the head is kept."""
+
+import itertools
+import json
+import math
+import time
+
+import pytest
+import torch
+from conftest import edit_json, pipeline_of
+from safetensors.torch import load_file, save_file
+from tiny_models import backbone_config, random_head, tiny_aligner
+
+from arcaligner import ArcAlignerConfig, ArcAlignerForCausalLM, multihop_arcaligner
+from arcaligner.answering_arcaligner import Answerer, question_features, similarities_of
+from arcaligner.modeling_arcaligner import ArcAlignerModel, MultihopHead
+from arcaligner.multihop_arcaligner import PassageWords, best_pair, pair_features
+
+QUESTION = "Who wrote it?"
+PASSAGES = ["It was written by Ada.", "The loom wove. It was loud.", "Nobody read it.", "The pen is new."]
+TOKENS = {"max_new_tokens": 6, "do_sample": False}
+
+
+@pytest.fixture
+def answerer(separate):
+    """One that always finds a multi-hop question."""
+    model, processor = separate
+    give_multihop_head(model, is_found=True)
+    return Answerer(model, processor, model.passage_cache(processor))
+
+
+def give_multihop_head(model, is_found):
+    model.set_multihop_head(True)
+    model.multihop_head.bias.fill_(1.0 if is_found else -1.0)
+
+
+def selected(answerer, questions, documents, max_passages=None):
+    return [list(each.numbers) for each in answerer.select(questions, documents, max_passages)]
+
+
+# What it computes
+
+
+def test_head_is_a_regression():
+    """On the embedding, the logarithm of the number of words, and the answerability, which is bounded."""
+    head, generator = MultihopHead(3), torch.Generator().manual_seed(0)
+    vectors, num_words = torch.randn(3, 3, generator=generator), torch.tensor([5.0, 1.0, 0.0])
+    sure = torch.tensor([0.5, -20.0, 20.0])
+    head.weight.copy_(torch.randn(5, generator=generator))
+    head.bias.fill_(0.25)
+    *own, words, odds = head.weight.tolist()
+    expected = [
+        sum(a * b for a, b in zip(own, vector, strict=True)) + words * log + odds * bounded + 0.25
+        for vector, log, bounded in zip(vectors.tolist(), (math.log(5), 0.0, 0.0), (0.5, -6.0, 6.0), strict=True)
+    ]
+    torch.testing.assert_close(head(vectors, num_words, sure), torch.tensor(expected))
+
+
+def test_features_are_of_the_question(processor):
+    """Of a chat they are those of its last question, of the encoder that searches."""
+    chat = [
+        {"role": "user", "content": "Who was it?"},
+        {"role": "assistant", "content": "Ada."},
+        {"role": "user", "content": QUESTION},
+    ]
+    vectors, num_words = question_features(processor.encoder, [QUESTION, chat, "When?"])
+    assert vectors.shape == (3, processor.encoder_hidden_size) and num_words.tolist() == [3.0, 3.0, 1.0]
+    expected = processor.encoder.untrained.encode([QUESTION, QUESTION, "When?"])
+    torch.testing.assert_close(vectors, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(vectors[0], vectors[1]) and not torch.equal(vectors[0], vectors[2])
+
+
+# Which two passages it needs
+
+COMMON = frozenset({"the", "of", "in", "was", "a", "he"})
+FILM = {"title": "Casablanca (film)", "text": "The film of 1942 was directed by Michael Curtiz in Hollywood."}
+CURTIZ = {"title": "Michael Curtiz", "text": "He was born in Budapest, left for Hollywood in 1926."}
+ROME = {"title": "Rome", "text": "The city was founded by Romulus."}
+ASKED = "Where was the director of the film Casablanca born?"
+
+
+def test_words_of_a_passage():
+    """The brackets of a title are no part of it; without a title, its names are those at the beginning of the text."""
+    words = PassageWords.of(FILM, COMMON)
+    assert words.title == {"casablanca"}
+    assert words.all == {"casablanca", "film", "1942", "directed", "by", "michael", "curtiz", "hollywood"}
+    assert words.names == {"casablanca", "1942", "michael", "curtiz", "hollywood"}
+    assert PassageWords.of(FILM["text"], COMMON).title == {"1942", "michael", "curtiz"}
+    assert PassageWords.of("...", COMMON) == (frozenset(),) * 3
+
+
+def test_features_of_pairs(processor, monkeypatch):
+    monkeypatch.setattr(multihop_arcaligner, "stop_words", lambda spacy_model: COMMON | {"where"})
+    log_odds = {0: 1.5, 1: -0.5, 2: 0.25}
+    found = pair_features(ASKED, [FILM, CURTIZ, ROME], log_odds, [(0, 1), (0, 2), (1, 2)], "en")
+    # Of the four words that are asked, the film has two and Curtiz "born". Film and Curtiz share three names: the film
+    # has five of all, Curtiz five; "hollywood", "michael" and "curtiz" are common.
+    expected = [
+        [1.0, 3 / 4, 3 / math.sqrt(5 * 5), 1.0, 1.0],
+        [1.75, 2 / 4, 0.0, 0.0, 1.0],
+        [-0.25, 1 / 4, 0.0, 0.0, 0.0],
+    ]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_neutral_pair_is_top_ranked():
+    """Before the head is fitted, the pair is the two passages with the highest log-odds."""
+    head, passages = MultihopHead(3), ["One.", "Two.", "Three.", "Four."]
+    assert best_pair(head, "Who?", passages, {0: -1.0, 1: 3.0, 2: 0.5, 3: 2.0}, "en") == [1, 3]
+
+
+def test_names_lead_to_the_pair():
+    """Whatever is first in the order of the passages."""
+    head = MultihopHead(3)
+    head.pair.copy_(torch.tensor([0.1, 1.0, 1.0, 1.0, 1.0]))
+    for order in itertools.permutations([FILM, CURTIZ, ROME]):
+        found = best_pair(head, ASKED, order, {0: 1.0, 1: 1.0, 2: 1.0}, "en")
+        assert {order[number]["title"] for number in found} == {FILM["title"], CURTIZ["title"]}
+
+
+def test_copies_are_no_pair():
+    """Of equal texts the top-ranked one counts; if all are equal, it is the only one."""
+    head, copy = MultihopHead(3), {**FILM, "text": FILM["text"] + " "}
+    head.pair.copy_(torch.tensor([0.5, 1.0, 1.0, 1.0, 1.0]))
+    assert best_pair(head, ASKED, [FILM, copy, CURTIZ, ROME], {0: 1.0, 1: 2.0, 2: 0.0, 3: -1.0}, "en") == [1, 2]
+    assert best_pair(head, ASKED, [FILM, copy], {0: 1.0, 1: 2.0}, "en") == [1]
+
+
+def test_pairs_are_ranked_exactly():
+    """Whatever autocast is on, and whatever type the head was cast to."""
+    head, odds = MultihopHead(3).to(torch.bfloat16), {0: 10.0, 1: 10.02, 2: 10.03}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert best_pair(head, "Who?", ["One.", "Two.", "Three."], odds, "en") == [1, 2]
+
+
+def test_long_titles_are_read_fast():
+    start = time.perf_counter()
+    PassageWords.of({"title": "(" * 50_000, "text": "Ada."}, COMMON)
+    assert time.perf_counter() - start < 1
+
+
+def test_few_passages_are_combined(monkeypatch):
+    """Only the top-ranked ones, where there are very many."""
+    monkeypatch.setattr(multihop_arcaligner, "MOST_COMBINED", 2)
+    head = MultihopHead(3)
+    head.pair.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0]))
+    assert best_pair(head, ASKED, [FILM, CURTIZ, ROME], {0: 1.0, 1: -1.0, 2: 0.0}, "en") == [0, 2]
+
+
+# How many passages a question gets
+
+
+@pytest.mark.parametrize("is_found, expected", [(True, 2), (False, 1)])
+def test_multihop_question_gets_two(answerer, is_found, expected):
+    give_multihop_head(answerer.model, is_found)
+    (numbers,) = selected(answerer, [QUESTION], [PASSAGES])
+    assert numbers == selected(answerer, [QUESTION], [PASSAGES], expected)[0] and len(numbers) == expected
+
+
+def test_pair_is_selected(answerer):
+    """Of all passages, and the question is asked about these two."""
+    head, passages = answerer.model.multihop_head, [ROME, CURTIZ, "Nobody read it.", FILM]
+    head.pair.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0]))
+    (selection,) = answerer.select([ASKED], [passages])
+    assert selection.numbers == [1, 3] and sorted(selection.scores) == [0, 1, 2, 3]
+    (found,) = answerer.cache.prepare_asked(selection.asked)["input_ids"]
+    (expected,) = answerer.cache.prepare([ASKED], [[CURTIZ, FILM]])["input_ids"]
+    assert torch.equal(found, expected)
+
+
+def test_questions_are_told_apart(answerer):
+    """By their own features: of two questions one gets two passages, the other one."""
+    vectors, _ = question_features(answerer.processor.encoder, [QUESTION, "When?"])
+    head, towards = answerer.model.multihop_head, vectors[0] - vectors[1]
+    head.bias.fill_(-0.5 * float(towards @ (vectors[0] + vectors[1])))
+    head.weight[: len(towards)] = towards
+    found = selected(answerer, [QUESTION, "When?", QUESTION], [PASSAGES] * 3)
+    assert [len(each) for each in found] == [2, 1, 2]
+    assert found == [selected(answerer, [each], [PASSAGES])[0] for each in (QUESTION, "When?", QUESTION)]
+
+
+def test_answerable_question_gets_one(answerer):
+    """The head reads the answerability of the top-ranked passage."""
+    (scores,) = answerer.score([QUESTION], [PASSAGES])
+    best = max(scores.values(), key=lambda each: each.log_odds)
+    odds = math.log(best.answerability / (1 - best.answerability))
+    head = answerer.model.multihop_head
+    head.weight[-1] = -1.0
+    for bias, expected in ((odds + 0.01, 2), (odds - 0.01, 1)):
+        head.bias.fill_(bias)
+        assert len(selected(answerer, [QUESTION], [PASSAGES])[0]) == expected
+
+
+def test_given_number_counts(answerer):
+    """In a batch a number that was asked for stands beside the default."""
+    found = selected(answerer, [QUESTION] * 3, [PASSAGES] * 3, [1, None, 3])
+    assert [len(each) for each in found] == [1, 2, 3]
+    assert selected(answerer, [QUESTION], [PASSAGES[:1]]) == [[0]]
+
+
+def test_one_text_is_no_pair(answerer):
+    """Passages without a text are never used."""
+    assert selected(answerer, [QUESTION], [[" ", "Ada wrote it.", ""]]) == [[1]]
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_no_passage_is_scored_twice(answerer, monkeypatch, limit):
+    """Whether one score decides at first or not; for another question few are scored."""
+    monkeypatch.setattr(answerer.model.config, "most_answerability", limit)
+    score, asked = answerer._score, []
+
+    def recorded(given, similarities, only):
+        asked.extend(number for own in only for number in own)
+        return score(given, similarities, only)
+
+    monkeypatch.setattr(answerer, "_score", recorded)
+    (selection,) = answerer.select([QUESTION], [PASSAGES])
+    assert sorted(asked) == sorted(selection.scores) == [0, 1, 2, 3]
+    give_multihop_head(answerer.model, is_found=False)
+    (selection,) = answerer.select([QUESTION], [PASSAGES])
+    assert len(selection.scores) == (1 if limit == 0.0 else 2)
+
+
+@pytest.mark.parametrize("number, expected", [(12, 12), (20, 20), (24, 20), (44, 22)])
+def test_pair_candidates(answerer, number, expected):
+    """All of up to twenty passages, or the more similar half."""
+    texts = [f"Passage {'more ' * place}text." for place in range(number)]
+    (selection,) = answerer.select([QUESTION], [texts])
+    similar = similarities_of(answerer.processor.encoder, QUESTION, texts)
+    nearest = sorted(range(number), key=similar.__getitem__, reverse=True)[:expected]
+    assert sorted(selection.scores) == sorted(nearest)
+
+
+def test_pipeline_uses_two(answerer):
+    """The answer, its segments and its scores are those of two passages."""
+    ask = pipeline_of(answerer.model, answerer.processor, return_slots=True, **TOKENS)
+    row = {"question": QUESTION, "documents": PASSAGES}
+    (found,), (expected,) = ask(row), ask(row, max_passages=2)
+    assert found["segments"] == expected["segments"] and found["generated_text"] == expected["generated_text"]
+    assert len({each["document"] for each in found["segments"]}) == 2
+    assert [*found["statistics"]["passage_answerabilities"]] == [0, 1, 2, 3]
+    give_multihop_head(answerer.model, is_found=False)
+    assert ask(row)[0]["segments"] == ask(row, max_passages=1)[0]["segments"] != found["segments"]
+
+
+def test_cached_passages_stay_valid(answerer):
+    """Another head changes no keys and values."""
+    answerer.score([QUESTION], [PASSAGES])
+    give_multihop_head(answerer.model, is_found=True)
+    (selection,) = answerer.select([QUESTION], [PASSAGES])
+    assert all(each.is_cached for each in selection.scores.values())
+
+
+# Where it is kept
+
+
+@pytest.fixture
+def saved(model, checkpoint_dir, tmp_path):
+    """A checkpoint with both heads, of an aligner around a base model."""
+    random_head(model)
+    random_multihop_head(model, seed=4)
+    model.save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def random_multihop_head(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    model.set_multihop_head(True)
+    for each in model.multihop_head.buffers():
+        each.copy_(torch.randn(each.shape, generator=generator))
+
+
+def same_heads(found, expected):
+    weights, others = (model.multihop_head.state_dict() for model in (found, expected))
+    return weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_saved_head_loads_in_float32(saved, model, dtype):
+    found = ArcAlignerForCausalLM.from_pretrained(saved, dtype=dtype)
+    assert found.config.use_multihop_head and same_heads(found, model)
+    assert {each.dtype for each in found.multihop_head.buffers()} == {torch.float32}
+    assert not any("multihop_head" in name for name, _ in found.aligner_parameters())
+
+
+def test_bare_model_loads_without_head(saved, caplog):
+    ArcAlignerModel.from_pretrained(saved)
+    assert "multihop" not in caplog.text
+
+
+def test_head_is_replaced_in_place(saved, model):
+    """Nothing else of the checkpoint changes."""
+    before = load_file(saved / "model.safetensors"), json.loads((saved / "config.json").read_text())
+    random_multihop_head(model, seed=3)
+    model.save_heads(saved)
+    weights, config = load_file(saved / "model.safetensors"), json.loads((saved / "config.json").read_text())
+    assert same_heads(ArcAlignerForCausalLM.from_pretrained(saved), model)
+    assert all(torch.equal(each, weights[name]) for name, each in before[0].items() if "multihop" not in name)
+    assert {name for name in config if config[name] != before[1][name]} == {"digests"}
+    model.set_multihop_head(False)
+    model.save_heads(saved)
+    assert ArcAlignerForCausalLM.from_pretrained(saved).multihop_head is None
+
+
+def without_head(tensors):
+    return {name: each for name, each in tensors.items() if "multihop_head.weight" not in name}
+
+
+def another_head(tensors):
+    return tensors | {"multihop_head.bias": tensors["multihop_head.bias"] + 1}
+
+
+@pytest.mark.parametrize(
+    "change, settings, message",
+    [
+        (without_head, {}, "is incomplete: 1 of .* aligner weights .* missing .first: `multihop_head.weight`"),
+        (another_head, {}, "do not match their digest"),
+        (dict, {"use_multihop_head": False}, "3 aligner weights that do not fit its settings.* `use_multihop_head`"),
+        (dict, {"use_multihop_head": 1}, "'use_multihop_head' expected bool, got int .value: 1"),
+    ],
+)
+def test_mismatched_head_is_refused(saved, change, settings, message):
+    save_file(change(load_file(saved / "model.safetensors")), saved / "model.safetensors", {"format": "pt"})
+    edit_json(saved / "config.json", **settings)
+    with pytest.raises(ValueError, match=message):
+        ArcAlignerForCausalLM.from_pretrained(saved)
+
+
+def test_answerability_is_required():
+    with pytest.raises(ValueError, match="`use_multihop_head` is true, but `answerability_layers` is None"):
+        ArcAlignerConfig(text_config=backbone_config("llama"), use_multihop_head=True)
+    with pytest.raises(ValueError, match="the multi-hop head needs the answerability"):
+        tiny_aligner("llama").set_multihop_head(True)
+
+
+def test_new_answerability_head_removes_it():
+    """It was fitted to the former one."""
+    model = tiny_aligner("llama", answerability_layers=[0], use_multihop_head=True)
+    assert model.multihop_head.weight.eq(0).all() and model.multihop_head.pair.tolist() == [1, 0, 0, 0, 0]
+    model.set_answerability_layers([1])
+    assert model.multihop_head is None and model.config.use_multihop_head is False
+
+
+def test_neutral_head_changes_nothing(separate):
+    """Before it is fitted, every question gets one passage."""
+    model, processor = separate
+    model.set_multihop_head(True)
+    assert len(selected(Answerer(model, processor), [QUESTION], [PASSAGES])[0]) == 1

@@ -1,0 +1,114 @@
+"""Fitting the multi-hop head: what it reads, what it finds, and the command."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import edit_json
+from safetensors.torch import load_file
+from training_rows import article_rows, write_rows
+
+from arcaligner import ArcAlignerForCausalLM
+from arcaligner.answering_arcaligner import Answerer, select_top
+from arcaligner.modeling_arcaligner import MultihopHead
+from arcaligner.multihop_arcaligner import best_pair
+from arcaligner.train.multihop import best_odds, features_of, fit_multihop, fit_pairs, main, score_rows
+from arcaligner.train.num_passages import FITTED, mixed_rows
+from arcaligner.train.validate import read_recipe
+
+
+@pytest.fixture
+def two_kinds(recipe_file, tmp_path):
+    """A recipe with questions that need one passage, and longer ones that need two."""
+    one = [row | {"id": f"town_{row['id']}"} for row in article_rows(40)]
+    several = []
+    for row, other in zip(one[::4], one[4::4], strict=False):
+        passages = [*row["passages"], *other["passages"]]
+        question = "Which of the two mills ground longer, the one of {} or the one of {}?"
+        question = question.format(*(each["title"] for each in passages))
+        several.append(row | {"id": f"pair_{row['id']}", "question": question, "passages": passages, "gold": [0, 1]})
+    files = {write_rows(tmp_path / f"{name}.jsonl", rows): 1.0 for name, rows in (("one", one), ("pairs", several))}
+    settings = yaml.safe_load(recipe_file.read_text())
+    recipe_file.write_text(yaml.safe_dump(settings | {"train_files": files}))
+    return recipe_file
+
+
+def test_kinds_are_told_apart(two_kinds, separate):
+    """The stored head gives the log-odds of both regressions together."""
+    model, processor = separate
+    recipe = read_recipe(two_kinds, None)
+    found = fit_multihop(model, processor, recipe, 80, 60)
+    rows = mixed_rows(recipe, 60, FITTED)
+    several, features = np.array([row["needs"] == "several" for row in rows]), features_of(processor, rows)
+    inputs = torch.from_numpy(features).float(), torch.from_numpy(best_odds(score_rows(model, processor, rows))).float()
+    logits = model.multihop_head(inputs[0][:, :-1], inputs[0][:, -1].exp(), inputs[1]).numpy()
+    assert 0 < several.sum() < len(several) and (logits > 0).tolist() == several.tolist()
+    assert found["AUROC"] == found["AUROC of the wording alone"] == 1.0
+    assert found["found, %"] == 100.0 and found["wrongly found, %"] == 0.0
+
+
+def test_needed_pair_is_found(two_kinds, separate):
+    """The pair of towns that the question names, not that of the two passages with the highest log-odds."""
+    model, processor = separate
+    recipe = read_recipe(two_kinds, None)
+    rows = [row for row in mixed_rows(recipe, 60, FITTED, (10,)) if len(row["gold"]) == 2]
+    scores = score_rows(model, processor, rows)
+    weights, measured = fit_pairs(processor, rows, scores)
+    assert measured["pairs found, %"] > 90 > 50 > measured["pairs found by log-odds alone, %"]
+    head = MultihopHead(4)
+    head.pair.copy_(torch.from_numpy(weights))
+    odds = [{number: each.log_odds for number, each in own.items()} for own in scores]
+    found = [best_pair(head, row["question"], row["passages"], own, "en") for row, own in zip(rows, odds, strict=True)]
+    assert sum(pair == row["gold"] for pair, row in zip(found, rows, strict=True)) > 0.9 * len(rows)
+
+
+def test_answerability_is_of_the_top_ranked(two_kinds, separate):
+    model, processor = separate
+    rows = mixed_rows(read_recipe(two_kinds, None), 4, FITTED)
+    for row, odds in zip(rows, best_odds(score_rows(model, processor, rows)), strict=True):
+        (scores,) = Answerer(model, processor).score([row["question"]], [row["passages"]])
+        (best,) = select_top(scores, 1)
+        assert odds == pytest.approx(float(torch.logit(torch.tensor(scores[best].answerability))), abs=1e-3)
+
+
+def test_one_kind_is_refused(recipe_file, separate):
+    """And the model stays as it was."""
+    model, processor = separate
+    with pytest.raises(
+        ValueError, match="0 of .* training questions .* need several passages, .*; expected at least 5 of each"
+    ):
+        fit_multihop(model, processor, read_recipe(recipe_file, None), 20, 20)
+    assert model.multihop_head is None
+
+
+def test_few_questions_are_refused(two_kinds, separate):
+    with pytest.raises(ValueError, match="expected at least 5 of each.* Raise `-n` and `--held-out`"):
+        fit_multihop(*separate, read_recipe(two_kinds, None), 80, 4)
+
+
+def test_command_writes_a_fitted_head(two_kinds, separate, tmp_path, capsys):
+    """Nothing else of the checkpoint changes."""
+    model, processor = separate
+    model.config.base_model_name_or_path = None
+    model.save_pretrained(tmp_path / "aligner", save_base_model=True)
+    processor.save_pretrained(tmp_path / "aligner")
+    before = load_file(tmp_path / "aligner" / "model.safetensors")
+    main(two_kinds, tmp_path / "aligner", number=80, held_out=40)
+    found = ArcAlignerForCausalLM.from_pretrained(tmp_path / "aligner")
+    weights = load_file(tmp_path / "aligner" / "model.safetensors")
+    assert "AUROC: 1" in capsys.readouterr().out and found.config.use_multihop_head
+    assert found.multihop_head.weight.ne(0).all()
+    own = {name: each for name, each in before.items() if "answerability_head" not in name}
+    assert all(torch.equal(weights[name], each) for name, each in own.items())
+    assert {name for name in weights if name not in before} == {
+        f"multihop_head.{each}" for each in ("weight", "bias", "pair")
+    }
+
+
+def test_command_needs_answerability(two_kinds, checkpoint_dir, tmp_path):
+    aligner = shutil.copytree(checkpoint_dir, tmp_path / "aligner")
+    edit_json(aligner / "config.json", digests=None)
+    with pytest.raises(ValueError, match="`max_passages=1` needs .* answerability was fitted"):
+        main(two_kinds, aligner, number=20, held_out=20)

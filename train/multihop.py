@@ -1,0 +1,186 @@
+"""Fit the multi-hop head of an aligner: whether a question needs two passages, and which two.
+
+    python -m arcaligner.train.multihop --recipe train/recipes/smollm2_135m/2_grounding.yaml --aligner FOLDER
+
+By default a question gets the top-ranked of several passages, which is far better than all of them unless several are
+needed. This head finds the questions that need several, those of HotpotQA and MuSiQue among the recipe's data, and the
+two passages that they need.
+
+- *Which questions*: A logistic regression separates the questions of the training articles by their embeddings and
+  their numbers of words. Questions of half of the held-out articles, with their passages among the nearest others,
+  then give the
+  weight of this, of the answerability of the top-ranked passage, and an offset. Both regressions weight the two kinds
+  equally, because the share of multi-hop questions among a user's questions is not known.
+- *Which two*: Questions of this half that need two passages get them among the nearest others, ten in all. A logistic
+  regression separates the pair from all other pairs by the features of `pair_features`.
+
+The result is saved in the folder's model. No test set is read. `python -m arcaligner.train.num_passages` measures on
+the other half what it brings.
+"""
+
+import itertools
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+from sklearn.model_selection import GroupKFold, cross_val_predict
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from tqdm.auto import tqdm
+
+from ..answering_arcaligner import Answerer, ScoredPassage, question_features, select_top
+from ..common.files import run_command
+from ..common.rows import Row
+from ..modeling_arcaligner import MOST_ODDS, ArcAlignerForCausalLM
+from ..multihop_arcaligner import pair_features
+from ..processing_arcaligner import ArcAlignerProcessor
+from .distractors import own_passages
+from .num_passages import CACHE_BYTES, FITTED, mixed_rows
+from .recipe import RecipeArguments
+from .validate import asked_rows, load_mean, read_recipe
+
+BATCH = 64  # questions that are encoded together
+SCORED = 8  # questions whose passages are scored together
+STRENGTH = 1.0  # inverse regularization, scikit-learn's default
+PAIRS_AMONG = 10  # passages that the needed pair is among
+FOLDS = 5  # of cross-validation
+
+
+def needs_several(row: Row) -> bool:
+    """Whether the answer needs more than one of the row's passages."""
+    return len(own_passages(row)[0]) > 1
+
+
+def features_of(processor: ArcAlignerProcessor, rows: list[Row]) -> np.ndarray:
+    """The embedding of each row's question, and the logarithm of its number of words: (rows, d_r + 1)."""
+    found = []
+    for start in tqdm(range(0, len(rows), BATCH), desc="questions", leave=False):
+        questions = [row["question"] for row in rows[start : start + BATCH]]
+        vectors, num_words = question_features(processor.encoder, questions)
+        found.append(torch.cat([vectors, num_words[:, None].clamp(min=1).log()], dim=1).double().numpy())
+    return np.concatenate(found)
+
+
+@torch.inference_mode()
+def score_rows(
+    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row]
+) -> list[dict[int, ScoredPassage]]:
+    """The scores of all passages of each row."""
+    answerer, found = Answerer(model, processor, model.passage_cache(processor, max_bytes=CACHE_BYTES)), []
+    for start in tqdm(range(0, len(rows), SCORED), desc="scoring passages", leave=False):
+        some = rows[start : start + SCORED]
+        found += answerer.score([row["question"] for row in some], [row["passages"] for row in some])
+    return found
+
+
+def best_odds(scores: list[dict[int, ScoredPassage]]) -> np.ndarray:
+    """The answerability of each row's top-ranked passage, in log-odds, as the head takes it: (rows,)."""
+    best = [own[select_top(own, 1)[0]].answerability for own in scores]
+    return torch.tensor(best, dtype=torch.float64).logit(eps=1e-12).clamp(-MOST_ODDS, MOST_ODDS).numpy()
+
+
+def fit_questions(
+    processor: ArcAlignerProcessor, rows: list[Row], held_out: list[Row], odds: np.ndarray
+) -> tuple[np.ndarray, float, dict[str, float]]:
+    """Weights (d_r + 2,) and bias for whether a question needs several passages, from training `rows` and `held_out`
+    ones with `odds`, and how well they separate the latter, by cross-validation of what these fit."""
+    several, held_out_several = (np.array([needs_several(row) for row in some]) for some in (rows, held_out))
+    wording = LogisticRegression(C=STRENGTH, class_weight="balanced", max_iter=5000)
+    wording.fit(features_of(processor, rows), several)
+    evidence = np.stack([wording.decision_function(features_of(processor, held_out)), odds], axis=1)  # (held_out, 2)
+    both = LogisticRegression(C=STRENGTH, class_weight="balanced")
+    predicted = cross_val_predict(both, evidence, held_out_several, cv=FOLDS, method="decision_function")
+    scale, weight = both.fit(evidence, held_out_several).coef_[0]
+    is_found = predicted > 0
+    measured = {
+        "AUROC": roc_auc_score(held_out_several, predicted),
+        "AUROC of the wording alone": roc_auc_score(held_out_several, evidence[:, 0]),
+        "found, %": 100 * is_found[held_out_several].mean(),
+        "wrongly found, %": 100 * is_found[~held_out_several].mean(),
+    }
+    bias = float(scale * wording.intercept_[0] + both.intercept_[0])
+    return np.append(scale * wording.coef_[0], weight), bias, measured
+
+
+def fit_pairs(
+    processor: ArcAlignerProcessor, rows: list[Row], scores: list[dict[int, ScoredPassage]]
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Weights (5,) of the features of a pair of passages, from rows that need two, and the share of rows whose pair
+    ranks first: by cross-validation, and by the log-odds alone."""
+    features, is_needed, groups = [], [], []
+    for number, (row, own) in enumerate(zip(rows, scores, strict=True)):
+        pairs = [*itertools.combinations(sorted(own), 2)]
+        log_odds = {place: each.log_odds for place, each in own.items()}
+        features.append(pair_features(row["question"], row["passages"], log_odds, pairs, processor.spacy_model).numpy())
+        is_needed += [[*pair] == row["gold"] for pair in pairs]
+        groups += [number] * len(pairs)
+    features, is_needed, groups = np.concatenate(features), np.array(is_needed), np.array(groups)
+    fit = make_pipeline(StandardScaler(), LogisticRegression(C=STRENGTH))
+    folds = GroupKFold(FOLDS)
+    predicted = cross_val_predict(fit, features, is_needed, groups=groups, cv=folds, method="decision_function")
+    scaler, regression = fit.fit(features, is_needed).named_steps.values()
+
+    def first(order: np.ndarray) -> float:
+        found = [is_needed[groups == number][order[groups == number].argmax()] for number in range(len(rows))]
+        return 100 * float(np.mean(found))
+
+    measured = {"pairs found, %": first(predicted), "pairs found by log-odds alone, %": first(features[:, 0])}
+    return regression.coef_[0] / scaler.scale_, measured
+
+
+def fit_multihop(
+    model: ArcAlignerForCausalLM,
+    processor: ArcAlignerProcessor,
+    recipe: RecipeArguments,
+    number: int,
+    number_held_out: int,
+) -> dict[str, float]:
+    """Gives `model` a fitted multi-hop head. Returns how well it separates held-out questions and pairs.
+
+    Raises:
+        `ValueError`: data without questions that need one passage, or without questions that need several.
+    """
+    rows, held_out = asked_rows(recipe, number, held_out=False), mixed_rows(recipe, number_held_out, FITTED)
+    pairs = [row for row in mixed_rows(recipe, number_held_out, FITTED, (PAIRS_AMONG,)) if len(row["gold"]) == 2]
+    several = [sum(map(needs_several, some)) for some in (rows, held_out)]
+    one = [len(some) - count for some, count in zip((rows, held_out), several, strict=True)]
+    if min(len(pairs), *several, *one) < FOLDS:
+        raise ValueError(
+            f"{several[0]} of {len(rows)} training questions and {several[1]} of {len(held_out)} held-out ones need "
+            f"several passages, and {len(pairs)} of the latter need two; expected at least {FOLDS} of each, and as "
+            "many that need one. Raise `-n` and `--held-out`, or add questions whose `gold` names several passages to "
+            "`train_files`, such as HotpotQA's."
+        )
+    odds = best_odds(score_rows(model, processor, held_out))
+    weight, bias, measured = fit_questions(processor, rows, held_out, odds)
+    pair, measured_pairs = fit_pairs(processor, pairs, score_rows(model, processor, pairs))
+    model.set_multihop_head(True)
+    head = model.multihop_head
+    head.weight.copy_(torch.from_numpy(weight))
+    head.bias.fill_(bias)
+    head.pair.copy_(torch.from_numpy(pair))
+    return measured | measured_pairs
+
+
+def main(
+    recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, for its data and held-out articles.")],
+    aligner: Annotated[Path, typer.Option(help="Folder of the aligner, with a fitted answerability head.")],
+    number: Annotated[int, typer.Option("-n", help="Number of training questions.")] = 20_000,
+    held_out: Annotated[int, typer.Option(help="Number of held-out questions.")] = 1000,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
+) -> None:
+    """Fit which questions need two passages, and which two, and print how well they are found on held-out articles."""
+    model, processor = load_mean([aligner])
+    Answerer(model, processor).check(max_passages=1)
+    data = read_recipe(recipe, data_dir)
+    for name, value in fit_multihop(model, processor, data, number, held_out).items():
+        typer.echo(f"{name}: {value:.3g}")
+    model.save_heads(aligner)
+
+
+if __name__ == "__main__":
+    run_command(main)
