@@ -15,6 +15,7 @@ with the next block.
 """
 
 import ast
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -695,6 +696,18 @@ def _is_whole(path: Path) -> bool:
         return file.read() == _END_OF_STREAM
 
 
+@contextlib.contextmanager
+def _collecting_nothing() -> Iterator[None]:
+    """Inside, no garbage is collected: the collector would walk a block's many lists again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 @dataclass
 class _ExampleMaker:
     """Makes the examples of the rows with the given numbers in a data set."""
@@ -714,6 +727,10 @@ class _ExampleMaker:
     def __call__(self, groups: list[list[int]]) -> tuple[pa.Table, list[int]]:
         """Columns of `_BLOCK_FEATURES`, and how many examples each group has. A row that lacks a part gives an empty
         one with a `problem`."""
+        with _collecting_nothing():
+            return self._make(groups)
+
+    def _make(self, groups: list[list[int]]) -> tuple[pa.Table, list[int]]:
         asks, examples, chosen, counts = self.recipe.asks_questions, [], [], []
         rows = self._rows([number for numbers in groups for number in numbers])
         for numbers in groups:

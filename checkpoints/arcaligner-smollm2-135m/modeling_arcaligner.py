@@ -1685,8 +1685,9 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         """The mean NLL (Eq. 10) of the labeled positions; `hidden_states` (batch, seq_len, hidden)."""
         targets = labels[:, 1:].flatten()  # (batch * (seq_len - 1),)
         is_target = (targets != -100) & (targets != self.config.context_token_id)
-        predicting = hidden_states[:, :-1].flatten(0, 1)[is_target]  # (num_targets, hidden)
-        nll = head_nll(predicting, targets[is_target], self.lm_head, self.config.text_config)
+        places = is_target.nonzero()[:, 0]  # (num_targets,), found once: the host waits for the device
+        predicting = hidden_states[:, :-1].flatten(0, 1).index_select(0, places)  # (num_targets, hidden)
+        nll = head_nll(predicting, targets.index_select(0, places), self.lm_head, self.config.text_config)
         return nll / (is_target.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
 
 

@@ -2,6 +2,7 @@
 sources: shares, limits, questions that share an example, counted rows, blocks made once."""
 
 import copy
+import gc
 import logging
 import os
 import pickle
@@ -428,6 +429,21 @@ def test_makers_can_be_pickled(selector, tmp_path, processor):
     _, maker, order = selector(path, builder=ExampleBuilder(processor), distractors=1.0)._prepare(path, None, False)
     sent = pickle.loads(pickle.dumps(maker)).remembering()
     assert sent(order)[0].to_pylist() == maker(order)[0].to_pylist()
+
+
+def test_collector_rests_and_returns(selector, tmp_path, processor, monkeypatch):
+    """Garbage is not collected while a block is made, and again after it, whole or failed."""
+    path, seen = write_rows(tmp_path / "rows.jsonl", question_rows(2)), []
+    _, maker, order = selector(path, builder=ExampleBuilder(processor))._prepare(path, None, False)
+
+    def failing(self, *args):
+        seen.append(gc.isenabled())
+        raise ValueError("no passages")
+
+    monkeypatch.setattr(ExampleBuilder, "read", failing)
+    with pytest.raises(ValueError, match="no passages"):
+        maker(order)
+    assert seen == [False] and gc.isenabled()
 
 
 @pytest.mark.parametrize("part", [0.0, 0.5, 0.99])

@@ -138,7 +138,7 @@ def test_lines_and_a_busy_card(offline, monkeypatch):
     """What is not free on the card is told apart from what it does not have."""
     found = plans("mistral_7b", 4, only=1)
     text = "\n".join(lines_of(found, tokens_per_second=5000))
-    assert "256 examples: 4 GPUs x 8 x 8 accumulated" in text and "0.3 hours at 5,000 tokens a second" in text
+    assert "256 examples: 4 GPUs x 8 x 8 accumulated" in text and "17 minutes at 5,000 tokens a second" in text
     assert text.endswith("This machine has no GPU, so nothing is compared with its memory.")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card")

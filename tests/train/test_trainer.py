@@ -251,16 +251,19 @@ class Waits(TorchDispatchMode):
 
     ASKING = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select}
     OURS = {module.__file__, encoder_arcaligner.__file__}
+    PROJECT = Path(module.__file__).parents[1]
 
     def __init__(self):
         super().__init__()
-        self.places = []
+        self.places, self.functions = [], []  # `functions`: of the project, the models' too
 
     def note(self) -> None:
         frames = traceback.extract_stack()
         last = max((number for number, frame in enumerate(frames) if frame.filename in self.OURS), default=0)
         models = [name for frame in frames[last:] if (name := Path(frame.filename).name).startswith("modeling_")]
         self.places.append([*models, frames[last].name][0])
+        project = [each.name for each in frames if Path(each.filename).parent in (self.PROJECT, self.PROJECT / "train")]
+        self.functions.append(project[-1])
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         of_index = func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_)
@@ -271,7 +274,8 @@ class Waits(TorchDispatchMode):
 
 
 def test_step_synchronizes_once(trainer, monkeypatch):
-    """Outside of the models: for whether loss and gradients are finite."""
+    """Outside of the models: for whether loss and gradients are finite. In ours: for where the slots and the targets
+    are; ids are checked on a CPU only."""
     waits, batch = Waits(), trainer.data_collator(list(trainer.train_dataset)[:2])
     for name in ("tolist", "cpu", "numpy"):  # no operations where the device is the CPU
         plain = getattr(torch.Tensor, name)
@@ -284,6 +288,9 @@ def test_step_synchronizes_once(trainer, monkeypatch):
         trainer.check_gradients()
     monkeypatch.undo()
     assert [place for place in waits.places if not place.startswith("modeling_")] == ["check_finite"]
+    of_libraries = {"encode_inputs", "forward"}  # these call a model of transformers, which may look at its mask
+    found = [name for name in waits.functions if name not in {"check_ids", *of_libraries}]
+    assert found == ["_to_numpy_in_one_sync", "targets_loss", "check_finite"]
 
 
 def test_untrained_encoder_has_no_lora(tmp_path, trainer, processor, monkeypatch):
