@@ -348,7 +348,9 @@ def lines_of(plans: list[StagePlan], tokens_per_second: float | None = None) -> 
         }
         if tokens_per_second is not None:
             hours = plan.hours(tokens_per_second)
-            rows["time"] = "unknown" if hours is None else f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
+            rows["time"] = (
+                "unknown" if hours is None else f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
+            )
             rows["time"] += f" at {tokens_per_second:,.0f} tokens a second on each GPU"
         lines += [plan.name, *(f"  {name:<19}{text}" for name, text in rows.items()), ""]
     return [*lines, *_of_this_machine(plans)]
