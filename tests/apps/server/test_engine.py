@@ -21,7 +21,7 @@ from arcaligner.apps.server.engine import Engine, PassageEncoder
 from arcaligner.apps.server.live_rows import RowSampler, _overlap
 from arcaligner.apps.server.request import BusyError, Limits, Request, RequestCancelledError
 from arcaligner.common.rows import find_answer
-from arcaligner.encoder_arcaligner import SlotEncoder
+from arcaligner.encoder_arcaligner import SentenceEncoder, SlotEncoder
 
 CHAT = [{"role": "user", "content": "Who wrote it?"}]
 LONG = [{"role": "user", "content": "Who? " * 400}]
@@ -221,17 +221,17 @@ def test_abandoned_passages_end(engine_of, apart, monkeypatch):
     """Encoding and reading of passages ends at the next call of encoder and model."""
     engine = engine_of(None, apart)
     engine.warm_up()
-    for module in (apart.processor.encoder.model[0], apart.model.model):
-        left, calls, forward = asked(PASSAGES), [], module.forward
+    for owner, name in ((SentenceEncoder, "encode_runs"), (apart.model.model, "forward")):
+        left, calls, compute = asked(PASSAGES), [], getattr(owner, name)
 
-        def leave(*args, left=left, calls=calls, forward=forward, **kwargs):
+        def leave(*args, left=left, calls=calls, compute=compute, **kwargs):
             calls.append(1)
             left.cancel()
-            return forward(*args, **kwargs)
+            return compute(*args, **kwargs)
 
-        monkeypatch.setattr(module, "forward", leave)
+        monkeypatch.setattr(owner, name, leave)
         assert isinstance(engine.submit(left).exception(), RequestCancelledError) and len(calls) == 1
-        monkeypatch.setattr(module, "forward", forward)
+        monkeypatch.setattr(owner, name, compute)
 
 
 def test_place_of_an_answer():
