@@ -546,7 +546,7 @@ class OpenSlotsSteps:
         return max_slots if settings.budget is None and width >= DENSE_STEP_SHARE * max_slots else width
 
     def write_back(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Eq. 9, and the steps that each slot took (batch, max_slots), if any took one."""
+        """The hidden states after Eq. 9, and the number of steps of each slot (batch, max_slots), if any took one."""
         depth = self.depth
         if depth is None:
             return self.hidden.hidden_states, None

@@ -100,7 +100,7 @@ def check_slot_settings(max_slots: int | None, tokens_per_slot: int | str | None
     """Raises `ValueError` for a maximum that holds no slot, or an invalid `tokens_per_slot`; `None` is valid."""
     if max_slots is not None and not (is_number(max_slots, Integral) and max_slots >= 1):
         raise ValueError(
-            f"`max_slots` is {max_slots!r}; expected a whole number of at least 1, the maximum number of slots, or "
+            f"`max_slots`, the maximum number of slots, is {max_slots!r}; expected a whole number of at least 1, or "
             "None for all."
         )
     if tokens_per_slot is not None:
@@ -267,7 +267,7 @@ def segment_documents(
     spacy_model: str,
     num_reads: Callable[[str], int],
 ) -> list[Segment]:
-    """The segments of one question's documents, in order; see [`segment_document`]. They count characters of the
+    """The segments of one question's documents, in order; see [`segment_document`]. Their `start` and `end` count characters of the
     normalized text (`text_of`).
 
     Raises:
@@ -404,7 +404,8 @@ def cut_long(
 
 
 def encoder_texts(segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[str]:
-    """What the encoder reads for each segment: the title, if any, which keeps the subject, and the text."""
+    """What the encoder reads for each segment: the title, if there is one, so that the subject stays known, and
+    the text."""
     titles = [title_of(document) for document in documents]
     return [f"{titles[s.document]}: {s.text}" if titles[s.document] else s.text for s in segments]
 

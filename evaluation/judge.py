@@ -81,7 +81,8 @@ def judges_of(file: AnswerFile) -> list[str]:
 
 
 def read_verdicts(file: AnswerFile, rows: Sequence[Row]) -> dict[str, str | None]:
-    """By id, the verdict of a judge on each current answer: `"yes"`, `"no"`, `"unreadable"`, or `None`."""
+    """By id, the verdict of a judge on each current answer: `"yes"`, `"no"`, `"unreadable"`, or `None` if it has not been
+    judged."""
     found = {line["prompt"]: line["verdict"] for line in file.read()}  # the last one counts
     return {row["id"]: found.get(digest(judge_prompt(row))) for row in rows}
 
@@ -247,7 +248,7 @@ def main(
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait for a reply.")] = 60.0,
     number: Annotated[int | None, typer.Option("-n", min=1, help="Judgements of people to compare with.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for the verdicts of `--agreement`.")] = Path("runs/judges"),
-    again: Annotated[bool, typer.Option("--again", help="Repeat replies that were neither yes nor no.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Ask again where a reply was neither yes nor no.")] = False,
 ) -> None:
     """Judge all answers of a run, or compare a judge with people. A second run judges only what is missing."""
     if (run is None) == (people is None):

@@ -28,7 +28,7 @@ DECODING = {"do_sample": False, "max_gen_toks": MAX_NEW_TOKENS, "until": []}
 @register_model("arcaligner")
 class ArcAlignerLM(LM):
     """
-    Answers prompts in JSON, with a question and documents.
+    Answers prompts that are JSON objects with a question and documents.
 
     Args:
         pretrained (`str`): An aligner's folder or Hub id.

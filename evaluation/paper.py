@@ -444,7 +444,7 @@ def _only(entry: dict[str, Any], methods: Sequence[str]) -> dict[str, Any]:
 
 
 def stage_one_command(path: str) -> str:
-    """The command that makes a checkpoint after stage I. The package's recipes write to folders of their names.
+    """The command that makes a checkpoint after stage I. Each recipe of the package writes to a folder of its own name.
 
     >>> stage_one_command("runs/xrag/1_reconstruction")
     'python -m arcaligner train --recipe xrag --stage 1'

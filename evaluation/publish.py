@@ -162,7 +162,7 @@ def write_figure(name: str, lines: list[str], figure: Figure) -> None:
 
 
 def write_reproduced(folder: Path) -> None:
-    """Writes the pages of `reproduce` in a folder into their parts of `docs/paper.md`, and copies their pictures."""
+    """Copies the pages that `reproduce` wrote to `folder` into `docs/paper.md`, with their pictures."""
     pages = [folder / f"{name}.md" for name in REPRODUCED if (folder / f"{name}.md").is_file()]
     if not pages:
         raise ValueError(f"{folder} contains no page of `arcaligner reproduce`. Run it first, or name its folder.")
@@ -216,7 +216,8 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
         f"The shipped aligner's answers to the first {ANSWERS_PER_SET} questions of each set by id. None is left out.",
         "They were generated greedily at two tokens per slot, in the run of [results.md](results.md).",
         "",
-        "- *Expected* is the gold answer. *F1*, in percent, is how many words it shares with the answer.",
+        "- *Expected* is the first gold answer. *F1*, in percent, is how many words the answer shares with the closest "
+        "gold one.",
         "- *Answerability*, from 0 to 1, is how likely the passages contain an answer. It is not the chance that the",
         "  answer is right.",
         f'- *Abstains*: with `min_confidence={threshold}` the answer is "{no_answer}"; without it, the one shown.',
@@ -292,9 +293,10 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         f"float32 on {latency['machine']['cores']} CPU cores. Slots were encoded beforehand.",
         "**Passages cached** means that their keys and values were computed beforehand as well. A cache of text serves "
         "only the same passages in the same order. Slots are cached per passage and combined freely.",
-        "**The default** scores passages and uses the best one, or the best two if the question needs two, which takes "
-        "time. Its times are of one passage, and upper bounds: they were measured when it scored all passages. It now "
-        "scores at most half of them (rounded up, at least two), or all for a question that needs two.",
+        "**The default** scores passages and uses the best one, or the best two if the question needs two. Scoring "
+        "takes time. The times shown are of questions answered from one passage. They are upper bounds, because they "
+        "were measured when all passages were scored. Now at most half of them are (rounded up, at least two), or all "
+        "for a question that needs two.",
         f"The two time columns come from different CPUs ({latency['machine']['cpu']}, {kept['machine']['cpu']}), so "
         "compare within a column only.",
         "Slots and cut text are decoded with a bonus for words of the passages (`copy_bonus`), whole text without it."

@@ -20,7 +20,7 @@ CANDIDATES = 60
 
 
 def contains_answer(passage: dict[str, str], answers: list[str]) -> bool:
-    """Whether title or text contain an answer as whole words, in any case: "no" is not in "known"."""
+    """Whether title or text contains an answer as whole words ("no" is not in "known"), in upper or lower case."""
     return bool(answers) and answer_pattern(answers).search(_folded(passage)) is not None
 
 
@@ -107,8 +107,8 @@ class NearestPassages:
         return passages
 
     def questions_about(self, passages: list[dict[str, str]], row: Row, seed: int) -> list[int]:
-        """Numbers of the rows whose question is about one of `passages` other than the row's own, at most one for each
-        passage."""
+        """Numbers of the rows whose question is about one of `passages`, without those of `row` itself; at most one for
+        each passage."""
         own = own_passages(row)[0]
         draw = stable_number(f"joined:{seed}:{row['id']}", 2**32)
         asked = [self.questions.get(passage_key(each)) for each in passages if each not in own]

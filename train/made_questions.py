@@ -205,7 +205,7 @@ def main(
     batch_tokens: Annotated[int, typer.Option(help="Tokens per batch; a GPU with 80 GB takes 500,000.")] = 16_384,
     seed: Annotated[int, typer.Option(help="Seed of the maker's sampling.")] = 0,
 ) -> None:
-    """Make questions about paragraphs, and keep those to which a reader of text gives the same answer."""
+    """Make questions about paragraphs, and keep those that a reader of text answers as their maker did."""
     if output.exists():
         raise ValueError(f"{output} exists. Delete it to make it again, or name another `--output`.")
     known = (row for file in asked for row in read_rows(find_file(file, data)))

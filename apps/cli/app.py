@@ -198,7 +198,7 @@ def answer(
     asked: Annotated[str | None, typer.Option("--question", hidden=True)] = None,  # the form of version 0.2
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     show_slots: Annotated[
-        bool, typer.Option("--show-slots", help="Show the text and the passes of each slot.")
+        bool, typer.Option("--show-slots", help="Show the text of each slot and, with gates, its passes.")
     ] = False,
     max_new_tokens: MaxNewTokens = 256,
     tokens_per_slot: TokensPerSlot = None,

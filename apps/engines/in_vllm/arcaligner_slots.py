@@ -210,8 +210,8 @@ def check_slots(slots: Any) -> list[Header]:
     if first.fingerprint.get("passage_attention") != "separate" and len(slots) > 2:
         raise ValueError(
             f"`slots` names {len(slots) - 1} files of passages; expected one, because this aligner's passages are "
-            "joint and all passages of a question are saved in one file. Pass the text before the passages and that "
-            "file."
+            "joint and all passages of a question are saved in one file. Pass the file of the text before the "
+            "passages, and that file."
         )
     return headers
 
@@ -354,7 +354,7 @@ def rotated(keys: torch.Tensor, own: torch.Tensor, other: torch.Tensor) -> torch
 
 @dataclass
 class Load:
-    """Keys and values to write to the blocks of a request; the first `start` are already there."""
+    """Keys and values to write to the blocks of a request; the first `start` positions are already there."""
 
     slots: list[list]
     start: int
@@ -561,7 +561,7 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: everything is loaded before the first layer."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: ArcAligner precomputes passages, not vLLM."""
+        """Do nothing: passages are precomputed by ArcAligner, not by vLLM."""
 
     def wait_for_save(self) -> None:
         """Do nothing: vLLM saves no passages."""
@@ -598,7 +598,9 @@ class SlotsLogitsProcessor(AdapterLogitsProcessor):
     def validate_params(cls, sampling_params) -> None:
         given = (sampling_params.extra_args or {}).get("kv_transfer_params") or {}
         if unknown := given.keys() - {"slots", "copy"}:
-            raise ValueError(f"`kv_transfer_params` has {sorted(unknown)}; expected `slots` and `copy`.")
+            raise ValueError(
+                f"`kv_transfer_params` has the unknown keys {sorted(unknown)}; expected only `slots` and `copy`."
+            )
         if "slots" in given:
             check_slots(given["slots"])
             if sampling_params.prompt_logprobs is not None or sampling_params.skip_reading_prefix_cache:
