@@ -137,8 +137,8 @@ def drop_from_memory(folder: Path) -> None:
 
 
 class Known:
-    """Precomputed passages, and the alternatives ("arms") that answer from them. `models` are the aligner, with independent passages,
-    and its base model; `rows` have a question and a passage each; `folder` is empty.
+    """Precomputed passages, and the alternatives ("arms") that answer from them. `models` are the aligner, with
+    independent passages, and its base model; `rows` have a question and a passage each; `folder` is empty.
 
     Attributes: `arms`, from a row to its first token, by name; `folders` of those that read from one; `kept_bytes`, of
     a passage, by the names of arms with a cache."""

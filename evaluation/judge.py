@@ -81,8 +81,8 @@ def judges_of(file: AnswerFile) -> list[str]:
 
 
 def read_verdicts(file: AnswerFile, rows: Sequence[Row]) -> dict[str, str | None]:
-    """By id, the verdict of a judge on each current answer: `"yes"`, `"no"`, `"unreadable"`, or `None` if it has not been
-    judged."""
+    """By id, the verdict of a judge on each current answer: `"yes"`, `"no"`, `"unreadable"`, or `None` if there is
+    none."""
     found = {line["prompt"]: line["verdict"] for line in file.read()}  # the last one counts
     return {row["id"]: found.get(digest(judge_prompt(row))) for row in rows}
 

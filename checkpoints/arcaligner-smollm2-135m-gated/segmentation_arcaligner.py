@@ -267,8 +267,8 @@ def segment_documents(
     spacy_model: str,
     num_reads: Callable[[str], int],
 ) -> list[Segment]:
-    """The segments of one question's documents, in order; see [`segment_document`]. Their `start` and `end` count characters of the
-    normalized text (`text_of`).
+    """The segments of one question's documents, in order; see [`segment_document`]. Their `start` and `end` count
+    characters of the normalized text (`text_of`).
 
     Raises:
         `ValueError`: a document that is neither a string nor `{"title": str, "text": str}`.
