@@ -285,6 +285,7 @@ def test_paper_recipes_match_tables(name, stage, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.default_backbone
 def test_tiny_recipe_trains_all_stages(tmp_path, monkeypatch):
+    monkeypatch.delenv("ARCALIGNER_MODELS", raising=False)  # it comes back after a training in another test
     monkeypatch.chdir(RECIPES.parents[1])
     quick = ["--max_steps", "1", "--per_device_train_batch_size", "1", "--eval_strategy", "no"]
     quick += ["--examples_cache_dir", str(tmp_path / "cache")]
