@@ -100,8 +100,8 @@ def check_slot_settings(max_slots: int | None, tokens_per_slot: int | str | None
     """Raises `ValueError` for a maximum that holds no slot, or an invalid `tokens_per_slot`; `None` is valid."""
     if max_slots is not None and not (is_number(max_slots, Integral) and max_slots >= 1):
         raise ValueError(
-            f"`max_slots`, the maximum number of slots, is {max_slots!r}; expected a whole number of at least 1, or "
-            "None for all."
+            f"`max_slots` is {max_slots!r}; expected a whole number of at least 1, which is the maximum number of "
+            "slots, or None for all."
         )
     if tokens_per_slot is not None:
         check_tokens_per_slot(tokens_per_slot)

@@ -208,5 +208,5 @@ def test_f1_and_time_share_rates():
     }
     del sets[2.0]["methods"]["arcaligner_x8"]
     assert [rate for *_, rate in speed_curves(report, sets)["slots, cached"]] == [4]
-    with pytest.raises(ValueError, match="has no 20 passages at 16"):
+    with pytest.raises(ValueError, match="has no measurement of 20 passages at 16"):
         find_size(report, 20, 16)

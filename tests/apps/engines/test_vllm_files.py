@@ -261,7 +261,7 @@ def test_mismatched_requests_are_refused(files, aligner, folder):
         with pytest.raises(ValueError, match=message):
             slots.check_slots(given)
     for extra, options, message in (
-        ({"slot": body}, {}, "expected `slots` and `copy`"),
+        ({"slot": body}, {}, "expected only `slots` and `copy`"),
         ({"slots": body}, {"prompt_logprobs": 1}, "`prompt_logprobs` and"),
         ({"slots": body}, {"skip_reading_prefix_cache": True}, "`skip_reading_prefix_cache` do not work"),
         ({"copy": {"bonus": 8, "texts": [[1]], "end_ids": []}}, {}, "`copy` is malformed"),
