@@ -37,7 +37,7 @@ from tqdm.auto import tqdm
 from ..answering_arcaligner import Answerer, ScoredPassage, question_features, select_top
 from ..common.files import run_command
 from ..common.rows import Row
-from ..modeling_arcaligner import MOST_ODDS, ArcAlignerForCausalLM
+from ..modeling_arcaligner import MOST_ODDS, ArcAlignerForCausalLM, MultihopHead
 from ..multihop_arcaligner import pair_features
 from ..processing_arcaligner import ArcAlignerProcessor
 from .distractors import own_passages
@@ -63,8 +63,7 @@ def features_of(processor: ArcAlignerProcessor, rows: list[Row]) -> np.ndarray:
     found = []
     for start in tqdm(range(0, len(rows), BATCH), desc="questions", leave=False):
         questions = [row["question"] for row in rows[start : start + BATCH]]
-        vectors, num_words = question_features(processor.encoder, questions)
-        found.append(torch.cat([vectors, num_words[:, None].clamp(min=1).log()], dim=1).double().numpy())
+        found.append(MultihopHead.wording(*question_features(processor.encoder, questions)).double().numpy())
     return np.concatenate(found)
 
 

@@ -1199,10 +1199,15 @@ class MultihopHead(nn.Module):
     ) -> torch.Tensor:
         """Embeddings of questions by the search encoder (batch, d_r), their numbers of words (batch,) and the
         answerability of their top-ranked passages, in log-odds (batch,), to log-odds (batch,)."""
-        num_words, sure = num_words.clamp(min=1).log(), answerability_logits.clamp(-MOST_ODDS, MOST_ODDS)
-        features = torch.cat([question_embeds, num_words[:, None], sure[:, None]], dim=1)  # (batch, d_r + 2)
+        sure = answerability_logits.clamp(-MOST_ODDS, MOST_ODDS)
+        features = torch.cat([self.wording(question_embeds, num_words), sure[:, None]], dim=1)  # (batch, d_r + 2)
         with torch.autocast(features.device.type, enabled=False):
             return features.to(self.weight) @ self.weight + self.bias
+
+    @staticmethod
+    def wording(question_embeds: torch.Tensor, num_words: torch.Tensor) -> torch.Tensor:
+        """The features of the questions themselves (batch, d_r + 1): embeddings, and logarithms of numbers of words."""
+        return torch.cat([question_embeds, num_words.clamp(min=1).log()[:, None]], dim=1)
 
     def pair_logits(self, features: torch.Tensor) -> torch.Tensor:
         """Features of pairs (pairs, 6), by `pair_features`, to log-odds (pairs,), up to a constant, in their type."""
