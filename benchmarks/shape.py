@@ -328,12 +328,12 @@ def _slot_titles() -> dict[str, str]:
     titles = {}
     for name, which in {"slots": "a sentence each", "slots_x4": "x4, four tokens each"}.items():
         titles |= {f"{name}_{mode}": f"**slots**, {which}, {how}" for mode, how in asked.items()}
-        titles[f"{name}_cached"] = f"question behind cached slots, {which}"
+        titles[f"{name}_cached"] = f"question after cached slots, {which}"
         titles[f"{name}_joined"] = f"the same, joined from precomputed passages, {which}"
     return titles
 
 
-TITLES = {"text": "text, the bare model", "text_cached": "question behind the cached text", **_slot_titles()}
+TITLES = {"text": "text, the bare model", "text_cached": "question after the cached text", **_slot_titles()}
 TITLES |= {
     "token_text": f"a generated token, bare model behind the text of {TOKEN_PASSAGES} passages",
     "token_slots": f"a generated token behind the slots of {TOKEN_PASSAGES} passages, a sentence each",

@@ -493,7 +493,7 @@ def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
             rows.append(["-", _paper_title(named), *cells])
     columns = [column for title in sets for column in (f"{title}: paper", "ours")]
     return [
-        "EM / F1 / Acc in percent. The paper's numbers are of Mistral 7B. A dash means: not measured.",
+        "EM / F1 / Acc in percent. The paper's numbers were measured with Mistral 7B. A dash means not measured.",
         "",
         *markdown_table(["Method here", "Method in the paper", *columns], rows),
         "",
@@ -618,7 +618,7 @@ def costs(sets: dict[str, Any]) -> list[str]:
         text = "text is the fine-tuned reader where it was measured, else the bare base model"
     floors = [(each["floor"], each) for each in _numbers(sets) if "floor" in each]
     fewer = any(floor["questions"] < of_all["questions"] for floor, of_all in floors)
-    asked = ", *of* so many questions where fewer were asked" if fewer else ""
+    asked = ' ("of N": measured on N questions only)' if fewer else ""
     note = (
         f"*Floor*: F1 with another question's passages{asked}. *Retained*: (F1 - closed book) / (text - closed book); "
         f"closed book is Naive, {text}. *x*: measured compression, tokens of text per position."
@@ -633,8 +633,8 @@ def footnote_of(sets: dict[str, Any], settings: EvaluationSettings) -> list[str]
         [title, entry["questions"], entry["passages"], f"{entry['recall'][0]:.0f}"] for title, entry in sets.items()
     ]
     note = (
-        f"95 % bootstrap intervals of F1 reach up to {max(widths):.0f} points from the number. EM is non-strict: the "
-        f"answer contains a gold answer. {summarize(settings.output)['machine']}."
+        f"95 % bootstrap intervals of F1 extend up to {max(widths):.0f} points to either side. EM is non-strict: the "
+        f"answer contains a gold answer. Machine: {summarize(settings.output)['machine']}."
     )
     columns = ["Set", "Questions", "Passages", "They contain a gold answer, % of the questions"]
     return [*markdown_table(columns, rows), "", note]

@@ -57,12 +57,12 @@ COMPARED = (
 README_ROWS = (
     ("whole text, not fine-tuned", "1", "standard_rag", "text", "text_same_set"),
     ("whole text, fine-tuned", "1", "full_text_lora", "text", "text_same_set"),
-    ("text cut to a half, fine-tuned", "2", "truncated_copying_x2", None, None),
+    ("only the first half of the text, fine-tuned", "2", "truncated_copying_x2", None, None),
     ("**slots** of one or two passages (default)", "2", "as_needed", None, "slots_x2_top_ranked"),
     ("**slots** of all passages", "2", "arcaligner", 2, "slots_x2"),
-    ("text cut to a quarter, fine-tuned", "4", "truncated_copying_x4", None, None),
+    ("only the first quarter of the text, fine-tuned", "4", "truncated_copying_x4", None, None),
     ("**slots** of all passages", "4", "arcaligner_x4", 4, "slots_x4"),
-    ("text cut to an eighth, fine-tuned", "8", "truncated_copying_x8", None, None),
+    ("only the first eighth of the text, fine-tuned", "8", "truncated_copying_x8", None, None),
     ("**slots** of all passages", "8", "arcaligner_x8", 8, "slots_x8"),
     ("**slots** of all passages", "a sentence", "arcaligner_xsegment", "segment", "slots_xsegment"),
 )
@@ -280,26 +280,26 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         )
     passages = " / ".join(map(str, SHORT_PASSAGES))
     columns = ["The model is given", "Tokens per position", *(f"F1: {title}" for title in README_SETS.values())]
-    columns += [f"First token: {passages} passages, ms", "The same, passages cached, ms", "Their cache, MiB"]
+    columns += [f"First token: {passages} passages, ms", "First token, passages cached, ms", "Size of that cache, MiB"]
     counts = " to ".join(map(str, sorted({entry["questions"] for entry in sets.values()})))
     lengths = [entry["methods"]["full_text_lora"]["context_tokens"] for entry in sets.values()]
     new_tokens = " / ".join(f"{find_size(latency, k, own_rate)['text_tokens']:,.0f}" for k in SHORT_PASSAGES)
     lost = [each for each in map(loss_without_copying, ("", "_x4")) if each is not None]
     notes = [
-        f"**F1** is in percent, of {counts} questions of each set{fewer_questions(sets)}. Their passages have "
-        f"{min(lengths):.0f} to {max(lengths):.0f} tokens on average.",
+        f"**F1** is in percent, measured on {counts} questions of each set{fewer_questions(sets)}. All passages of a "
+        f"question together have {min(lengths):.0f} to {max(lengths):.0f} tokens on average.",
         "**Fine-tuned** is the same model with a LoRA that was trained on 4,000 questions with their text.",
         f"**First token** is the time until the answer begins, for {passages} passages ({new_tokens} tokens), in "
         f"float32 on {latency['machine']['cores']} CPU cores. Slots were encoded beforehand.",
         "**Passages cached** means that their keys and values were computed beforehand as well. A cache of text serves "
         "only the same passages in the same order. Slots are cached per passage and combined freely.",
-        "**The default** scores passages and uses the best one, or the best two if the question needs two. Scoring "
-        "takes time. The times shown are of questions answered from one passage. They are upper bounds, because they "
-        "were measured when all passages were scored. Now at most half of them are (rounded up, at least two), or all "
-        "for a question that needs two.",
+        "**The default** scores passages and uses the best one, or the best two if the question needs two. Its times "
+        "include the scoring and are for questions answered from one passage. They are upper bounds: when they were "
+        "measured, every passage was scored. Now at most half of the passages are scored (rounded up, at least two), "
+        "or all if the question needs two.",
         f"The two time columns come from different CPUs ({latency['machine']['cpu']}, {kept['machine']['cpu']}), so "
         "compare within a column only.",
-        "Slots and cut text are decoded with a bonus for words of the passages (`copy_bonus`), whole text without it."
+        "Slots and shortened text are decoded with a bonus for words of the passages (`copy_bonus`); whole text is not."
         + (f" With `copy_bonus=0` slots score {', '.join(lost)}." if lost else ""),
     ]
     shown = [line for note in notes for line in textwrap.wrap(f"- {note}", 120, subsequent_indent="  ")]

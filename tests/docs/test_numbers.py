@@ -53,7 +53,7 @@ OTHERS = [
 TYPED = [
     (
         "README.md",
-        f"500 questions of SQuAD the aligner's F1 is {NUMBER} instead of {NUMBER}",
+        f"500 other questions of SQuAD the aligner's F1 is {NUMBER} instead of {NUMBER}",
         [f1("SQuAD, more"), f1("SQuAD")],
     ),
     ("README.md", f"min_confidence={NUMBER}` .* is below {NUMBER}", [THRESHOLD, THRESHOLD]),
@@ -86,7 +86,7 @@ TYPED = [
         ),
         OTHERS,
     ),
-    ("CHANGELOG.md", f"min_confidence={NUMBER}` abstains", [THRESHOLD]),
+    ("CHANGELOG.md", f"With `min_confidence={NUMBER}` the aligner abstains", [THRESHOLD]),
 ]
 
 

@@ -84,10 +84,10 @@ def test_floor_names_its_questions():
     scores = {"f1": [40.0] * 3, "questions": 5}
     entry = {"methods": {"arcaligner": scores | {"floor": {"questions": 2, "f1": [3.0] * 3}}}}
     assert evidence(entry, "arcaligner") == "40.0 (floor 3.0 of 2)"
-    assert "passages, *of* so many questions where fewer were asked." in " ".join(costs({"HotpotQA": entry}))
+    assert 'passages ("of N": measured on N questions only).' in " ".join(costs({"HotpotQA": entry}))
     entry["methods"]["arcaligner"]["floor"]["questions"] = 5
     assert evidence(entry, "arcaligner") == "40.0 (floor 3.0)"
-    assert "where fewer were asked" not in " ".join(costs({"HotpotQA": entry}))
+    assert '"of N"' not in " ".join(costs({"HotpotQA": entry}))
 
 
 def test_wrong_passages_hold_no_answer():
