@@ -393,7 +393,8 @@ def _read_input(given: Any, documents: list | None) -> tuple[str | Chat, list | 
         others = ", ".join(f"`{key}`" for key in given if key not in ("question", "messages", "documents"))
         if documents is None and ("question" in given or (others and "messages" in given)):
             raise ValueError(  # passages under another name would be ignored
-                f"A row has no `documents`{others and f' but {others}'}. Passages go in `documents`, a list of strings "
+                f"An input has no `documents`{others and f' but {others}'}. Passages go in `documents`, a list of "
+                "strings "
                 'or {"title", "text"}; pass an empty list to ask without passages.'
             )
     if isinstance(given, dict) and "messages" in given:

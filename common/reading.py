@@ -77,7 +77,7 @@ def read_file(path: str | Path, data: bytes | None = None) -> FileText:
     """
     suffix, size = Path(path).suffix.lower(), Path(path).stat().st_size if data is None else len(data)
     if suffix in CONVERTED and size > LARGEST_CONVERTED:
-        raise ValueError(f"{path} has {size / 2**20:.0f} MiB; at most {LARGEST_CONVERTED // 2**20} are read. Split it")
+        raise ValueError(f"{path} has {size / 2**20:.0f} MiB; expected at most {LARGEST_CONVERTED // 2**20}. Split it")
     data = Path(path).read_bytes() if data is None else data
     text, pages = convert(data, suffix, path) if suffix in CONVERTED else (decode(data, path), [])
     is_markdown = suffix in (*MARKDOWN, *CONVERTED) and not pages
@@ -107,7 +107,9 @@ def decode(data: bytes, path: str | Path) -> str:
         likely = [] if is_binary else from_bytes(data)
         best = likely.best() if likely else None
         if best is None:
-            raise ValueError(f"{path} is not UTF-8 text, nor in another encoding (byte {error.start})") from error
+            raise ValueError(
+                f"{path} is not text in UTF-8 or in any other known encoding (byte {error.start})"
+            ) from error
         for name in PREFERRED:
             for each in likely:
                 is_as_likely = each.percent_chaos <= best.percent_chaos
@@ -234,7 +236,7 @@ def docx_to_markdown(data: bytes) -> str:
     with zipfile.ZipFile(io.BytesIO(data)) as unpacked:
         size = sum(each.file_size for each in unpacked.infolist())
     if size > LARGEST_UNPACKED:
-        raise ValueError(f"it unpacks to {size / 2**20:.0f} MiB; at most {LARGEST_UNPACKED // 2**20} are read")
+        raise ValueError(f"it unpacks to {size / 2**20:.0f} MiB; expected at most {LARGEST_UNPACKED // 2**20}")
     without_pictures = mammoth.images.img_element(lambda image: {})
     options = {"convert_image": without_pictures, "style_map": "p[style-name='Title'] => h1:fresh"}
     return html_to_markdown(mammoth.convert_to_html(io.BytesIO(data), **options).value)

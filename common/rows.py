@@ -125,7 +125,10 @@ def own_row(row: dict, index: int, *, where: str) -> Row:
     meta = given("meta", row.get("meta"), dict, 'an object such as {"gold": [0]}')
     gold = given("meta.gold", meta.get("gold"), list, "numbers of passages, from 0")
     if not all(number in range(len(passages)) for number in gold):
-        raise ValueError(f"{where}: `meta.gold` {gold} names passages that do not exist; the row has {len(passages)}.")
+        raise ValueError(
+            f"{where}: `meta.gold` {gold} names passages that do not exist; the row has {len(passages)} passages, "
+            "counted from 0. Correct the row."
+        )
     answers = [answer.strip() for answer in answers if answer.strip()]
     return {
         "id": id_or_number(row.get("id"), index),

@@ -35,7 +35,7 @@ def percent_interval(scores: Sequence[float]) -> list[float]:
     [50.0, 50.0, 50.0]
     """
     if not len(scores):
-        raise ValueError("Got no scores; an interval needs at least one.")
+        raise ValueError("The list of scores is empty; expected at least one score.")
     percents, size = [100 * score for score in scores], len(scores)
     ends = np.quantile(resample_counts(size) @ np.array(percents) / size, TAILS)
     return [sum(percents) / size, *ends.tolist()]

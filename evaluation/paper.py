@@ -130,8 +130,8 @@ class Reproduction:
                 self.skip(TASKS[name].title, error)
         if not rows:
             raise MissingPartError(
-                f"None of the sets {', '.join(TASKS[name].title for name in tasks)} could be loaded; messages above "
-                "say why."
+                f"None of the sets {', '.join(TASKS[name].title for name in tasks)} could be loaded; the messages "
+                "above say why."
             )
         wrong = self.floors(rows) if floor else {}
         on_floor = len([name for name in methods if name != "naive"])
@@ -206,8 +206,8 @@ class Reproduction:
         """Recall of the retriever before and after re-ranking."""
         if self.retrieval is None:
             raise MissingPartError(
-                "The recipe has no `retrieval` in `reproduce`, so passages are those of the tasks. Name a pool and a "
-                "retriever there, as evaluation/recipes/paper.yaml does."
+                "The recipe has no `retrieval` in `reproduce`, so nothing is retrieved and recall cannot be measured. "
+                "Name a pool and a retriever there, as evaluation/recipes/paper.yaml does."
             )
         for name in TASKS_OF_PAPER:
             try:
@@ -215,7 +215,7 @@ class Reproduction:
             except (FileNotFoundError, OSError) as error:
                 self.skip(TASKS[name].title, error)
         if not self.recalls:
-            raise MissingPartError("None of the paper's sets could be loaded; messages above say why.")
+            raise MissingPartError("None of the paper's sets could be loaded; the messages above say why.")
         lines = [*recall_table(self.recalls), "", f"The passage that is used: {self.retrieval.about}."]
         return self.write("recall", TITLES["recall"], lines)
 
@@ -303,7 +303,9 @@ class Reproduction:
         metric, names = metric_of([sets]), [name for name in TASKS if TASKS[name].title in sets]
         found = categories.categorize(self.settings.output, names, ["xrag", ours], right_by(metric))
         if not found:
-            raise MissingPartError("Naive and StandardRAG have answers to none of the sets. Evaluate both first.")
+            raise MissingPartError(
+                "Naive and StandardRAG have not answered any of the sets. Evaluate both methods first."
+            )
         picture = categories.draw_categories(found, METRIC_NAMES[metric])
         about = (
             f"Right by {METRIC_NAMES[metric]}. TT: Naive and StandardRAG are right; TF: Naive alone; FT: StandardRAG "

@@ -202,7 +202,7 @@ def check_weights(run: Path, checkpoint: Path) -> None:
     for file in [*answer_files(run), *answer_files(run / FLOOR)]:
         if find_method(file.method).reads == "checkpoint" and (found := file.settings()["weights"]) != expected:
             raise ValueError(
-                f"{file.path} was answered by weights {found}; expected those of {checkpoint}, {expected}. "
+                f"{file.path} has answers of the weights {found}; expected those of {checkpoint}, {expected}. "
                 "Evaluate it again."
             )
 

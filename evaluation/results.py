@@ -108,8 +108,9 @@ def _check_pairs(run: Path, task: str, of_task: dict[str, Answers]) -> None:
             other, row = rows.setdefault(key, (method, answer["row"]))
             if row != answer["row"]:
                 raise ValueError(
-                    f"{run / task}: {other} and {method} answered question {key} with other passages or golds, so they "
-                    "cannot be compared. Delete the files of one of them and evaluate it again, or use another folder."
+                    f"{run / task}: {other} and {method} answered question {key} with different passages or gold "
+                    "answers, so they cannot be compared. Delete the files of one of them and evaluate it again, or "
+                    "use another folder."
                 )
 
 

@@ -143,7 +143,9 @@ class DensePool:
                 embeddings = self.encoder.encode_document(texts, show_progress_bar=False, batch_size=64)
                 if not np.isfinite(embeddings).all():
                     bad = texts[int(np.argmin(np.isfinite(embeddings).all(axis=1)))]
-                    raise ValueError(f"The retriever returned NaN for {bad[:80]!r}. Leave it out, or use another one.")
+                    raise ValueError(
+                        f"The retriever returned NaN for {bad[:80]!r}. Leave this text out, or use another retriever."
+                    )
                 write_whole(path, lambda file, numbers=embeddings: np.save(file, numbers.astype(np.float16)))
             yield start, torch.from_numpy(np.load(path)).float()
 

@@ -51,10 +51,16 @@ class Task:
         if num_lost := len(rows) - len(asked):
             logger.warning("%s: %d rows left out, without a question or a usable gold", self.title, num_lost)
         if not asked:
-            raise ValueError(f"{path or self.hub_id} has no row with a question and an answer to compare with.")
+            raise ValueError(
+                f"{path or self.hub_id} has no row with both a question and a gold answer. Name another file or folder "
+                "with `--data`."
+            )
         twice = [each for each, count in Counter(row["id"] for row in asked).items() if count > 1]
         if twice:
-            raise ValueError(f"{path or self.hub_id} has {len(twice)} duplicate ids, such as {twice[0]!r}.")
+            raise ValueError(
+                f"{path or self.hub_id} has duplicate ids ({len(twice)}), such as {twice[0]!r}; expected a different "
+                "id in each row. Change or remove them."
+            )
         return asked[:num_questions]
 
     def _local_file(self, data: Path) -> Path:

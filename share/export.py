@@ -42,7 +42,7 @@ def save_stage(
         results = Path(output_dir, RESULTS_FILE)
         if results.exists() and not answers_alike(Path(output_dir), folder):
             results.unlink()  # before the weights change, so that a kill leaves no results of other weights
-            typer.echo(f"removed {results}: it was measured with other weights or settings", err=True)
+            typer.echo(f"removed {results}: it was measured with different weights or settings", err=True)
         (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
         write_model_card(model.config, folder)
 
@@ -58,7 +58,10 @@ def answers_alike(*folders: Path) -> bool:
 
 
 def main(
-    stages: Annotated[Path, typer.Option(help="Folder of the stages' output folders.", exists=True)],
+    stages: Annotated[
+        Path,
+        typer.Option(help="Folder that `train --output` wrote, with a folder for each stage.", exists=True),
+    ],
     output: Annotated[Path, typer.Option(help="Folder to write.")],
 ) -> None:
     """Write the aligner of the last finished stage to a folder that can be pushed."""

@@ -67,7 +67,7 @@ class SmallVllm:
         try:
             parts = [load_file(self.folder / f"{key}.safetensors")["keys_values"] for key, _ in files or ()]
         except FileNotFoundError:
-            message = "The precomputed passage is not there"
+            message = "The precomputed passage does not exist"
             return JSONResponse({"error": {"message": message}}, 400)
         ids, first = self.answer(body, files, parts)
         if "logprobs" in body:

@@ -384,7 +384,7 @@ CHANGED = ("model.safetensors", "config.json", "processor_config.json")
 
 @pytest.mark.parametrize("changes", [{"layers": [0, 9]}, {"weight": [0.5] * 7}, {"layers": None}, {"bias": "a"}])
 def test_foreign_old_probe_is_refused(checkpoint_dir, tmp_path, changes):
-    with pytest.raises(ValueError, match="`answer_probe` in .* cannot be used .*fitted for another model"):
+    with pytest.raises(ValueError, match="`answer_probe` in .* cannot be used .*fitted for a different model"):
         ArcAlignerForCausalLM.from_pretrained(copy_with_probe(checkpoint_dir, tmp_path, **changes))
 
 

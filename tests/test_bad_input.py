@@ -43,7 +43,7 @@ def assert_refused(model, message, **batch):
 
 NOT_FINITE = r"`context_embeds` holds NaN or values beyond 1e\+06 in 1 of 4 slots, first in slot 2 of row 0"
 FOUR_SLOTS = r"(?s)\[4\] context tokens.*`input_ids`.*`context_embeds` holds "
-TOO_LONG = r"(?s)prompt has 129 positions.*backbone llama reads 128.*(fewer or shorter passages)"
+TOO_LONG = r"(?s)prompt has 129 positions.*backbone llama supports at most 128.*(fewer or shorter passages)"
 ONE_SLOT = {"input_ids": torch.tensor([[SLOT]]), "context_embeds": None}
 ONE = torch.zeros_like(EMBEDS, dtype=torch.bool)
 ONE[0, 2, 5] = True
@@ -188,7 +188,7 @@ def test_other_peft_adapter_is_refused(model):
         ({"gate_layers": "some"}, r"(?s)`gate_layers`.*'some'.*\"all\""),
         ({"gate_threshold": 1.5}, r"(?s)`gate_threshold` is 1.5.*\(0, 1\]"),
         ({"lora_r": "eight"}, r"(?s)lora_r.*eight"),
-        ({"lora_r": -1}, "`lora_r` is -1; expected a rank, or 0"),
+        ({"lora_r": -1}, "`lora_r` is -1; expected a rank of at least 1, or 0"),
     ],
 )
 def test_impossible_configuration(settings, message):

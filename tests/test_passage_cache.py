@@ -387,5 +387,5 @@ def test_misfit_file_is_refused(saved):
     for change in ({"num_hidden_layers": 2}, {"num_key_value_heads": 1}, {"head_dim": 16}):
         with pytest.raises(ValueError, match="Load it with the backbone it was made for"):
             load_keys_values(saved, FINGERPRINT, backbone_config(**change))
-    with pytest.raises(ValueError, match="has 8 positions but the backbone llama reads 7"):
+    with pytest.raises(ValueError, match="has 8 positions but the backbone llama supports at most 7"):
         load_keys_values(saved, FINGERPRINT, backbone_config(max_position_embeddings=7))

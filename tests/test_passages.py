@@ -312,7 +312,7 @@ def test_context_limits_of_passages(apart, store):
 def test_long_question_is_refused(store):
     """A question too long for the longest cached passage is refused, and nothing is computed."""
     store.prepare("Who?", PASSAGES)
-    with pytest.raises(ValueError, match="The prompt has .* positions but the backbone llama reads 300"):
+    with pytest.raises(ValueError, match="The prompt has .* positions but the backbone llama supports at most 300"):
         store.prepare("Who? " * 150, PASSAGES)
     with pytest.raises(ValueError, match=r"^Passage 4 is \d+ slots, but there is only room for \d+ with the question"):
         store.prepare("Who?", [*PASSAGES, " ", "He is tall. " * 300])

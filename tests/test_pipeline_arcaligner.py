@@ -160,7 +160,7 @@ SETTINGS = {
     "max_passages": ([0, -1, 1.5, True, "2"], "expected a whole number of at least 1"),
     "tokens_per_slot": ([0, -1, 2.5, "sentence", True, [4]], "expected a whole number of tokens of at least 1"),
     "min_confidence": ([-0.1, 1.5, "0.5", True, NAN], "expected a number from 0 to 1"),
-    "copy_bonus": ([-1, True, "6", float("inf"), NAN], "expected a number from 0"),
+    "copy_bonus": ([-1, True, "6", float("inf"), NAN], "expected a number of at least 0"),
 }
 
 

@@ -163,7 +163,9 @@ def open_corpus(
         raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from error
     columns = set(dataset.column_names)
     if asks and "question" not in columns:
-        raise ValueError(f"{source} has no questions. Stages II and III need rows of {ROW_FIELDS}, or HotpotQA's.")
+        raise ValueError(
+            f"{source} has no questions. Stages II and III need rows with {ROW_FIELDS}, or rows of HotpotQA."
+        )
     is_text = _are_texts(columns)
     if "passages" in columns:
         convert = functools.partial(own_row, where=source)
@@ -229,7 +231,7 @@ def _is_own(path: str) -> bool:
     """Whether the first row of a JSON Lines file is of our schema."""
     first = next(read_json_lines(path), None)
     if first is None:
-        raise ValueError("it is empty.")
+        raise ValueError("it is empty. Name another file.")
     return bool({"passages", "answers"} & first.keys())
 
 
@@ -575,7 +577,9 @@ class ExampleSelector:
             taken[source], left_out[source] = self._take(source, quota, held_out)
         size = min(len(taken[source]) / share for source, share in shares.items())
         if max_examples is not None and size < max_examples - len(sources):
-            logger.warning("%s: found %d examples of the %d asked for.", list(sources), size, max_examples)
+            logger.warning(
+                "%s: found only %d of the %d examples that were asked for.", list(sources), size, max_examples
+            )
         counts = {source: min(len(taken[source]), round(size * share)) for source, share in shares.items()}
         if not sum(counts.values()):
             empty = [source for source in sources if not len(taken[source])]

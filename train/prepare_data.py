@@ -126,7 +126,7 @@ def _converted(source: Source, stream: datasets.IterableDataset) -> Iterator[Row
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{source.place} has a row in an unexpected format ({type(error).__name__}: {error}), with the fields "
-                f"{sorted(row)}. Leave the set out with `--limit {source.name}=0`, or name another version."
+                f"{sorted(row)}. Leave the set out with `--limit {source.name}=0`, or use another version of it."
             ) from error
         yield from (each for each in rows if any(passage["text"].strip() for passage in each["passages"]))
 

@@ -93,8 +93,8 @@ def check_settings(folder: Path, settings: str) -> None:
     if changed:
         differences = ", ".join(f"`{key}` was {was.get(key)!r} and is now {now.get(key)!r}" for key in changed)
         raise ValueError(
-            f"{folder} was started with other settings: {differences}. Delete that folder to train it again, or name "
-            "another one with `--output` of `arcaligner train` or `output_dir` of the recipe."
+            f"{folder} was started with different settings: {differences}. Delete that folder to train it again, or "
+            "name another one with `--output` of `arcaligner train` or `output_dir` of the recipe."
         )
 
 

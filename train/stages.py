@@ -113,7 +113,9 @@ def read_stages(
         stages.append(Stage(int(path.name[0]), path.stem, arguments, Path(keys["output_dir"]), start))
     numbers = [stage.number for stage in stages]
     if only is not None and only not in numbers:
-        raise ValueError(f"{folder} has no stage {only}; it has {', '.join(map(str, numbers))}.")
+        raise ValueError(
+            f"{folder} has no stage {only}; it has {', '.join(map(str, numbers))}. Pass one of them as `--stage`."
+        )
     return [stage for stage in stages if only in (None, stage.number)]
 
 

@@ -202,10 +202,10 @@ def main(
     ] = 0,
     rates: Annotated[str, typer.Option(help="Tokens per slot, separated by commas.")] = "2,4",
     number: Annotated[
-        int, typer.Option("-n", help="Number of questions; a quarter as many texts are reconstructed.")
+        int, typer.Option("-n", help="Number of held-out questions. A quarter as many texts are reconstructed.")
     ] = 1000,
     num_answers: Annotated[
-        int, typer.Option("--answers", help="Number of questions to answer as well; 0 for none.")
+        int, typer.Option("--answers", help="Number of questions that are also answered, for F1; 0 for none.")
     ] = 0,
     output: Annotated[Path | None, typer.Option(help="Folder for the averaged weights.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,

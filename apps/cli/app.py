@@ -92,7 +92,9 @@ def read_document(path: Path) -> Document:
     from ...common.reading import read_file
 
     if path.name.endswith((*JSON_LINES, ".parquet")):
-        raise ValueError(f"{path} contains rows; expected a text. Use `arcaligner corpus build` and then `ask`.")
+        raise ValueError(
+            f"{path} contains rows; expected a file of text. Use `arcaligner corpus build` and then `ask`."
+        )
     document = Document(str(path), *read_file(path))
     if not document.text.strip():
         raise ValueError(f"{no_text(str(path))}. Name a file with a text, or leave this one out.")
@@ -444,7 +446,7 @@ def train(
     ] = None,
     stage: Annotated[int | None, typer.Option(help="Run only this stage.", min=1, max=3)] = None,
     folder: Annotated[
-        str | None, typer.Option("--output", help="Folder for the stages. Default: the recipe's.")
+        str | None, typer.Option("--output", help="Folder for the results of the stages. Default: the recipe's.")
     ] = None,
     accelerate: Annotated[
         str | None, typer.Option(help="Train in several processes: ddp, fsdp2, cpu, or a config file of accelerate.")
@@ -524,7 +526,8 @@ def evaluate(
     batch_size: Annotated[int | None, typer.Option(help="Number of questions per batch.")] = None,
     device: Annotated[str | None, typer.Option(help="Device of the models: cpu or cuda.")] = None,
     floor: Annotated[
-        bool | None, typer.Option("--floor", help="Also answer from the passages of other questions.")
+        bool | None,
+        typer.Option("--floor", help="Also answer from the passages of other questions, which gives the floor."),
     ] = None,
 ) -> None:
     """Answer question sets with several methods and print tables that compare them."""
@@ -566,13 +569,20 @@ def reproduce(
         Path | None, typer.Option(help="Folder with TASK.jsonl.gz for each task. Default: the recipe's.")
     ] = None,
     floor: Annotated[
-        bool, typer.Option("--floor/--no-floor", help="Whether to also answer from the passages of other questions.")
+        bool,
+        typer.Option(
+            "--floor/--no-floor",
+            help="Whether to also answer from the passages of other questions, which gives the floor.",
+        ),
     ] = True,
     judge: Annotated[
-        str | None, typer.Option(help="Model that judges answers, for Acc. Default: the recipe's.")
+        str | None,
+        typer.Option(
+            help="Model that judges answers, for Acc (share of answers that it accepts). Default: the recipe's."
+        ),
     ] = None,
     endpoint: Annotated[
-        str | None, typer.Option(help="Address of the judge, OpenAI-compatible. Without it answers have no Acc.")
+        str | None, typer.Option(help="OpenAI-compatible address of the judge. Without it Acc is not measured.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device of the models: cpu or cuda.")] = None,
 ) -> None:

@@ -90,8 +90,9 @@ def build(
     show(summary(report, corpus.info()))
     if strict and report.skipped:
         raise ValueError(
-            f"{len(report.skipped)} items of the sources could not be read, first: {one_line(report.skipped[0])}. "
-            "The rest is in the corpus. Fix them, leave them out, or run without `--strict`."
+            f"{counted(len(report.skipped), 'item')} of the sources could not be read, first: "
+            f"{one_line(report.skipped[0])}. The rest is in the corpus. Correct or remove what could not be read, or "
+            "run without `--strict`."
         )
 
 

@@ -96,7 +96,10 @@ class Retriever:
             except (RuntimeError, ValueError):  # a writer has just removed the version that we read
                 rows = self._query(question, vector, top_k).to_arrow()
         except (RuntimeError, ValueError) as error:  # raised by Lance
-            raise OSError(f"The corpus {self.corpus.path} cannot be searched: {error}") from error
+            raise OSError(
+                f"The corpus {self.corpus.path} cannot be searched: {error}. Build it again with `arcaligner corpus "
+                "build`."
+            ) from error
         searched = time.perf_counter()
         self._check(rows)
         passages = slot_passages(rows, self.processor.context_words)

@@ -43,7 +43,7 @@ def read_documents(sources: Iterable[str], skip: Callable[..., None], home: Path
     for source in sources:
         for document in _read_source(source, skip, home):
             if (length := len(document.title)) > LONGEST_TITLE:
-                what = f"{document.id} has a title of {length} characters; at most {LONGEST_TITLE} are read"
+                what = f"{document.id} has a title of {length} characters; expected at most {LONGEST_TITLE}"
                 skip(what, may_hold_documents=False)
             elif document.text.strip():
                 texts = (each.encode("utf-8", "replace").decode() for each in document[:3])

@@ -273,7 +273,7 @@ class Routes:
 
     async def passages(self, request: Request, name: str = "") -> dict[str, Any]:
         if self.files.locked():
-            raise BusyError("Too many files are being read. Try again later.")
+            raise BusyError("Too many files are being converted. Try again later.")
         async with self.files:
             corpus = self.engine.retriever and self.engine.retriever.corpus
             processor = self.engine.processor

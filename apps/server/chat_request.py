@@ -208,7 +208,7 @@ class Message(BaseModel):
             return given
         for name in ("images", "audio", "files", "prefix", "partial"):
             if given.get(name):
-                raise ValueError(f"A message with `{name}` is not supported; expected `role` and `content`, a text.")
+                raise ValueError(f"A message with `{name}` is not supported; expected `role` and a text as `content`.")
         calls = bool(given.get("tool_calls") or given.get("function_call"))
         given = {name: given[name] for name in ("role", "content", "refusal") if name in given}
         if given.get("role") == "assistant" and "content" not in given and (calls or "refusal" in given):
@@ -230,7 +230,10 @@ def turns_of(messages: list[Message]) -> list[dict[str, str]]:
     for number, message in enumerate(messages):
         if message.role in ("tool", "function"):
             if question is None:
-                raise ValueError(f"messages.{number}: a tool's result comes before any message of the user.")
+                raise ValueError(
+                    f"messages.{number}: a tool's result comes before any message of the user; expected the user's "
+                    "message first."
+                )
             results.append(message.text)
             question[0]["content"] = "\n\n".join([*results, question[1]])
         elif not message.calls:

@@ -170,8 +170,9 @@ class Engine:
         for name in ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size"):
             if (value := getattr(ask.model.generation_config, name)) not in (None, 0, 1.0):
                 raise ValueError(
-                    f"`generation_config.{name}` is {value!r}; expected none, because a server reads the beginning of "
-                    "an answer with its prompt when another one joins. Remove the field from generation_config.json."
+                    f"`generation_config.{name}` is {value!r}; expected none, because a server computes the "
+                    "beginning of an answer again, with its prompt, when another answer joins the batch. Remove the "
+                    "field from generation_config.json."
                 )
         self.model, self.processor, self.retriever = ask.model, ask.processor, retriever
         kept = None if retriever is None else retriever.corpus.kept_folder
@@ -504,7 +505,10 @@ class Engine:
         if self.processor.chat_template is not None:
             return request.messages
         if len(request.messages) > 1:
-            raise ValueError("This base model has no chat template; expected exactly one user message.")
+            raise ValueError(
+                f"Got {len(request.messages)} messages; expected exactly one user message, because this base model has "
+                "no chat template."
+            )
         return request.messages[0]["content"]
 
     def _generate(self, group: list[Request], inputs: dict[str, Any], began: float) -> None:
@@ -595,7 +599,9 @@ class Engine:
                 try:
                     batches = LiveBatch.packed(batches)
                 except (RuntimeError, MemoryError) as error:  # no memory for a copy: continue without one
-                    logger.warning("answers are written in separate batches: %s", error)
+                    logger.warning(
+                        "no memory to generate answers in one batch (%s); they are generated in separate batches", error
+                    )
                 joining.clear()  # their memory
             live = batches
             for batch in live:

@@ -150,7 +150,7 @@ class VllmProcess(VllmServer):
         try:  # in a group of its own: vLLM has processes of its own, and all of them end together
             process = subprocess.Popen(self._command, env=self._variables, start_new_session=True)
         except OSError as error:
-            raise OSError(f"vLLM cannot be started by {self._command[0]} ({error}). Run `make vllm`.") from error
+            raise OSError(f"vLLM cannot be started with {self._command[0]} ({error}). Run `make vllm`.") from error
         command = ["sh", "-c", END_WITH_US, "sh", str(process.pid), str(END_SECONDS)]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         return process, subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **quiet)
@@ -472,7 +472,7 @@ class VllmEngine(Engine):
         )
         if not far < CLOSE:
             raise ValueError(
-                f"vLLM at {self.vllm.url} gives log-probabilities for the same passages that differ by {far:.2f}; "
+                f"vLLM at {self.vllm.url} gives log-probabilities that differ from ours by {far:.2f}; "
                 f"expected less than {CLOSE}. Start it for the base model of the checkpoint, without quantization."
             )
 

@@ -149,7 +149,8 @@ class Answerer:
             self._check_answerability("`min_confidence`")
             if not isinstance(own := self.processor.no_answer, str):
                 raise ValueError(
-                    f"The processor's `no_answer` is {own!r}; expected the text to say instead of an answer."
+                    f"The processor's `no_answer` is {own!r}; expected the text to return instead of an answer. Set it "
+                    "in processor_config.json."
                 )
 
     def _check_answerability(self, what: str) -> None:

@@ -255,10 +255,13 @@ class ArcAlignerConfig(PreTrainedConfig):
         # Some backbones say in their own config only whether head and embeddings are one matrix.
         self.tie_word_embeddings = self.tie_word_embeddings or self.text_config.tie_word_embeddings
         if self.lora_r < 0:
-            raise ValueError(f"`lora_r` is {self.lora_r}; expected a rank, or 0 for an aligner without LoRA.")
+            raise ValueError(
+                f"`lora_r` is {self.lora_r}; expected a rank of at least 1, or 0 for an aligner without LoRA."
+            )
         if self.word_parts < 0:
             raise ValueError(
-                f"`word_parts` is {self.word_parts}; expected a number of parts, or 0 to leave token embeddings out."
+                f"`word_parts` is {self.word_parts}; expected a number of parts of at least 1, or 0 to leave token "
+                "embeddings out."
             )
         num_layers = self.text_config.num_hidden_layers
         if isinstance(self.gate_layers, str):
@@ -316,7 +319,10 @@ class ArcAlignerConfig(PreTrainedConfig):
             return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
         except StrictDataclassError as error:
             reason = " ".join(str(error).split())
-            raise ValueError(f"The config.json of {pretrained_model_name_or_path} cannot be used: {reason}.") from error
+            raise ValueError(
+                f"The config.json of {pretrained_model_name_or_path} cannot be used: {reason}. Correct that field, or "
+                "download the checkpoint again."
+            ) from error
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
@@ -367,8 +373,8 @@ def check_length(length: int, what: str, config: PreTrainedConfig, position_ids=
         length = int(position_ids.max()) + 1
     if longest is not None and length > longest:
         raise ValueError(
-            f"{what} has {length} positions but the backbone {config.model_type} reads {longest}. Pass fewer or "
-            "shorter passages, put more text into a slot (`tokens_per_slot`), or shorten the question."
+            f"{what} has {length} positions but the backbone {config.model_type} supports at most {longest}. Pass "
+            "fewer or shorter passages, put more text into a slot (`tokens_per_slot`), or shorten the question."
         )
 
 

@@ -1280,7 +1280,10 @@ def head_nll(
         `ValueError`: a head that is trained: it gets no gradient here.
     """
     if any(parameter.requires_grad for parameter in head.parameters()):
-        raise ValueError("The head is trained, but without logits it gets no gradient. Freeze it, or keep the logits.")
+        raise ValueError(
+            "`skip_logits=True` computes no gradient for the head, but the head is to be trained. Freeze the head, or "
+            "leave `skip_logits` out."
+        )
     return _HeadLoss.apply(hidden_states, targets, head, text_config)
 
 
@@ -1434,7 +1437,10 @@ class SlotGenerationMixin(GenerationMixin):
         if input_ids is not None:
             check_ids(input_ids, vocab_size=self.config.text_config.vocab_size, others=(self.config.context_token_id,))
             if input_ids.numel() == 0 and kwargs.get("inputs_embeds") is None:
-                raise ValueError(f"`input_ids` has shape {tuple(input_ids.shape)}; expected a prompt in each row.")
+                raise ValueError(
+                    f"`input_ids` has shape {tuple(input_ids.shape)}; expected (batch, seq_len) with at least one "
+                    "token in each row."
+                )
             if kwargs.get("context_embeds") is None and cache is None:  # text alone
                 check_length(input_ids.shape[1], "The prompt", self.config.text_config)
         if not (mask is None or isinstance(mask, dict) or isinstance(mask, torch.Tensor) and mask.dim() > 1):
@@ -1512,8 +1518,9 @@ def check_finite(logits: torch.Tensor) -> None:
     """Refuses `logits` (batch, kept, vocab_size) of a prompt whose last ones are not finite."""
     if not torch.isfinite(logits[:, -1]).all():
         raise ValueError(
-            "The logits hold NaN or infinite values: the prompt has numbers beyond float16's 65,504. Load the model "
-            "with `dtype=torch.bfloat16` or `torch.float32`, or check `context_embeds`."
+            "The logits contain NaN or infinite values; expected finite ones. In float16, values above 65,504 "
+            "overflow: load the model with `dtype=torch.bfloat16` or `torch.float32`. Otherwise check "
+            "`context_embeds`."
         )
 
 

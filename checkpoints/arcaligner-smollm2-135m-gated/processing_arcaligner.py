@@ -154,7 +154,7 @@ class ArcAlignerProcessor(ProcessorMixin):
     def check_copy_bonus(copy_bonus: Any) -> None:
         """Raises `ValueError` unless it is a finite number of at least 0."""
         if not (is_number(copy_bonus, Real) and 0 <= copy_bonus < math.inf):
-            raise ValueError(f"`copy_bonus` is {copy_bonus!r}; expected a number from 0, such as 6.")
+            raise ValueError(f"`copy_bonus` is {copy_bonus!r}; expected a number of at least 0, such as 6.")
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
@@ -262,7 +262,10 @@ class ArcAlignerProcessor(ProcessorMixin):
         prompts = [text.split(mark) for text in self._apply_template(marked, tokenize=False, **kwargs)]
         for parts in prompts:
             if (times := len(parts) - 1) != 1:
-                raise ValueError(f"The chat template writes the first user message {times} times; expected it once.")
+                raise ValueError(
+                    f"The chat template writes the first user message {times} times; expected it once. Use another "
+                    "chat template."
+                )
         return [(before, after) for before, after in prompts]
 
     @property
@@ -540,7 +543,10 @@ class ArcAlignerProcessor(ProcessorMixin):
                     "A message has `tool_calls` and its `content` is None, which this model's chat template cannot "
                     f"write ({error}). Leave the message out, or give it a text."
                 ) from error
-            raise ValueError(f"The chat template (chat_template.jinja) cannot be used: {error}.") from error
+            raise ValueError(
+                f"The chat template (chat_template.jinja) cannot be used: {error}. Correct the template, or use "
+                "another."
+            ) from error
 
     # Ids to text
 

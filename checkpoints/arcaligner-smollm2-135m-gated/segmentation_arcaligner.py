@@ -99,10 +99,7 @@ def check_tokens_per_slot(tokens_per_slot: int | str) -> None:
 def check_slot_settings(max_slots: int | None, tokens_per_slot: int | str | None) -> None:
     """Raises `ValueError` for a maximum that holds no slot, or an invalid `tokens_per_slot`; `None` is valid."""
     if max_slots is not None and not (is_number(max_slots, Integral) and max_slots >= 1):
-        raise ValueError(
-            f"`max_slots` is {max_slots!r}; expected a whole number of at least 1, which is the maximum number of "
-            "slots, or None for all."
-        )
+        raise ValueError(f"`max_slots` is {max_slots!r}; expected a whole number of at least 1, or None for no limit.")
     if tokens_per_slot is not None:
         check_tokens_per_slot(tokens_per_slot)
 

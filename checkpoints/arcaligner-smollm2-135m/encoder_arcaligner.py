@@ -593,8 +593,8 @@ def passages_of_questions(
         words = _rows_of(_ids_of, context_word_ids, "`context_word_ids`", is_single, num_rows)
     elif has_words:
         raise ValueError(
-            "Got `context_embeds` without `context_word_ids`, which this aligner needs with them: the tokens of "
-            "each slot, (num_slots, max_words), -1 after them."
+            "Got `context_embeds` without `context_word_ids`, which this aligner needs as well. Pass the token "
+            "ids of each slot, (num_slots, max_words), padded with -1."
         )
     if context_passage_ids is not None:
         passage_ids = _rows_of(_ids_of, context_passage_ids, "`context_passage_ids`", is_single, num_rows)
@@ -675,8 +675,8 @@ def load_encoder_lora(model, folder: Path) -> None:
         found, wanted = (None if name not in each else list(each[name].shape) for each in (weights, expected))
         if found != wanted:
             raise ValueError(
-                f"{path} does not fit the encoder: `{name}` has shape {found}; expected {wanted}, by its "
-                "adapter_config.json. Save the processor again, or download the checkpoint again."
+                f"{path} does not fit the encoder: `{name}` has shape {found}; expected {wanted}, according to "
+                "its adapter_config.json. Save the processor again, or download the checkpoint again."
             )
         if not torch.isfinite(weights[name]).all():
             raise ValueError(f"{path} has NaN or infinite values in `{name}`. Use another checkpoint.")

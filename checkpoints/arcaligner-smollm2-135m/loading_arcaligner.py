@@ -414,7 +414,8 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
     if missing := sorted(expected.keys() - found.keys()):
         raise ValueError(
             f"Checkpoint {source} is incomplete: {len(missing)} of {len(expected)} aligner weights that {described} "
-            f"needs are missing (first: `{missing[0]}`). It was saved incompletely or for another backbone: {settings}."
+            f"needs are missing (first: `{missing[0]}`). It was saved incompletely or for a different backbone: "
+            f"{settings}."
         )
     if surplus := sorted(found.keys() - expected.keys()):
         raise ValueError(
@@ -459,8 +460,8 @@ def _read_answer_probe(model, source: str, download: dict[str, Any]) -> None:
         model.config.answerability_threshold = probe["threshold"]
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"`answer_probe` in {path} cannot be used ({error}). It is broken or was fitted for another model: fit it "
-            "again with `python -m arcaligner.train.confidence`."
+            f"`answer_probe` in {path} cannot be used ({error}). It is broken or was fitted for a different model: fit "
+            "it again with `python -m arcaligner.train.confidence`."
         ) from error
 
 
@@ -726,7 +727,7 @@ def check_base_model_loaded(model, info: dict, ignore_mismatched_sizes: bool, ch
     surplus = {key for key in info["unexpected_keys"] if checkpoint is not None and not key.startswith("lm_head.")}
     shapes = {} if ignore_mismatched_sizes else {key: each for key, *each in info["mismatched_keys"]}
     faults = {"lacks {} weights of a": lacking, "has {} weights that do not belong to a": surplus}
-    for fault, keys in (faults | {"has {} weights of other sizes than a": shapes}).items():
+    for fault, keys in (faults | {"has {} weights whose sizes differ from those of a": shapes}).items():
         if keys:
             raise ValueError(
                 f"The {where} {fault.format(len(keys))} {kind}, first `{min(keys)}`. Download it again, or name a "
@@ -871,7 +872,10 @@ def check_processor_is_readable(folder: Path) -> None:
         for path in folder.glob("chat_template.jinja"):
             path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{folder / 'chat_template.jinja'} is not UTF-8 text ({error}).") from error
+        raise ValueError(
+            f"{folder / 'chat_template.jinja'} is not UTF-8 text ({error}). Save the processor again, or download it "
+            "again."
+        ) from error
 
 
 def check_processor_files(folder: Path) -> None:

@@ -18,8 +18,8 @@ def check_text(text: str, what: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{what} is not valid Unicode at character {error.start}: {text[error.start]!a}. Decode it with its own "
-            "encoding."
+            f"{what} is not valid Unicode at character {error.start}: {text[error.start]!a}. Decode it with the "
+            "encoding that it was written in."
         ) from error
 
 

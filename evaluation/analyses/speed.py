@@ -53,8 +53,8 @@ def find_size(report: dict[str, Any], k: int, rate: int | str) -> dict[str, Any]
         if (size["k"], size["tokens_per_slot"]) == (k, rate):
             return size
     raise ValueError(
-        f"The latency report has no measurement of {k} passages at {rate} tokens per slot. Measure again: "
-        f"`python -m arcaligner.benchmarks.latency --sizes {k} --tokens-per-slot {rate}`, with the other sizes, too."
+        f"The latency report has no measurement of {k} passages at {rate} tokens per slot. Measure again: `python -m "
+        f"arcaligner.benchmarks.latency --sizes {k} --tokens-per-slot {rate}`, together with the other sizes."
     )
 
 

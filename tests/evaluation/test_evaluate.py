@@ -216,7 +216,7 @@ def test_run_continues_unchanged_only(file, changed, row, message):
         assert file.open(other, rows) == [] and file.settings() == SETTINGS  # nothing was left to answer
         assert file.open(other, ROWS) == ROWS[2:] and file.settings() == other
     else:
-        with pytest.raises(ValueError, match=f"2 answers made with other settings: {message}"):
+        with pytest.raises(ValueError, match=f"2 answers made with different settings: {message}"):
             file.open(other, rows)
         assert file.settings() == SETTINGS
     assert file.path.read_bytes() == before

@@ -74,8 +74,8 @@ NO_PROMPTS = ["Question: Who?\nAnswer:", "5", '"text"', '{"question": "Who?"}', 
         (lambda lm: lm.generate_until([request("{}", max_gen_toks=64)]), "'max_gen_toks': 64.*Leave `--gen_kw"),
         (lambda lm: lm.loglikelihood([]), "gives no likelihoods"),
         (lambda lm: lm.loglikelihood_rolling([]), "gives no likelihoods"),
-        (lambda lm: ArcAlignerLM("unused", batch_size="auto"), "batch_size=auto; expected a number"),
-        (lambda lm: ArcAlignerLM("unused", batch_size=-1), "batch_size=-1; expected a number"),
+        (lambda lm: ArcAlignerLM("unused", batch_size="auto"), "`batch_size` is auto; expected a number"),
+        (lambda lm: ArcAlignerLM("unused", batch_size=-1), "`batch_size` is -1; expected a number"),
     ],
 )
 def test_unsupported_requests_are_refused(checkpoint_dir, ask, message):

@@ -60,10 +60,10 @@ def test_wrong_marks_are_refused(tmp_path, checkpoint_dir):
     write_answers(tmp_path, "squad", "naive", [{}])
     check_weights(tmp_path, checkpoint_dir)
     write_answers(tmp_path, "squad", "arcaligner", [{}], weights="other")
-    with pytest.raises(ValueError, match=r"arcaligner\.jsonl was answered by weights other"):
+    with pytest.raises(ValueError, match=r"arcaligner\.jsonl has answers of the weights other"):
         check_weights(tmp_path, checkpoint_dir)
     write_answers(tmp_path / "other" / FLOOR, "squad", "arcaligner", [{}], weights="other")
-    with pytest.raises(ValueError, match=rf"{FLOOR}.*was answered by weights other"):
+    with pytest.raises(ValueError, match=rf"{FLOOR}.*has answers of the weights other"):
         check_weights(tmp_path / "other", checkpoint_dir)
 
 

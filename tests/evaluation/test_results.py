@@ -73,7 +73,7 @@ def test_numbers_match_the_answers(run):
     assert differences["standard_rag"]["f1"][0] == pytest.approx(-100 / 3)
     assert compare({"a": {}}, {"b": {}}) == {"questions": 0}
     write_answers(run, "hotpotqa", "max_loop", [{"row": "other"}])
-    with pytest.raises(ValueError, match="max_loop answered question 0 with other passages"):
+    with pytest.raises(ValueError, match="max_loop answered question 0 with different passages"):
         summarize(run)
 
 

@@ -44,7 +44,7 @@ BAD_LINES = {
     '{"answers": "Ada"}': r"""line 2: `answers` is 'Ada' \(str\); expected a list of texts, such as \["...\"]""",
     '{"answers": ["Ada", 7]}': r"line 2: `answers\[1\]` is 7 \(int\); expected a text\.",
     '{"question": 7, "answers": []}': r"line 2: `question` is 7 \(int\); expected a text\.",
-    '{"meta": {"gold": [1]}}': r"line 2: `meta.gold` \[1\] names passages that do not exist; the row has 0\.",
+    '{"meta": {"gold": [1]}}': r"line 2: `meta.gold` \[1\] names passages that do not exist; the row has 0 passages",
     '{"meta": 1}': r"line 2: `meta` is 1 \(int\); expected an object such as",
 }
 

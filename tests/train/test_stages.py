@@ -78,7 +78,7 @@ def test_finished_stages_are_skipped(recipe, calls, caplog):
         run_stages(read_stages(recipe, overrides=["--seed=2"]))
     (recipe / "2_grounding.yaml").write_text("output_dir: runs/2_grounding\nlearning_rate: 0.5\nseed: 1\n")
     shutil.rmtree("runs/3_gating")
-    message = "runs/2_grounding was started with other settings: `learning_rate` was 0.001 and is now 0.5.*--output"
+    message = "runs/2_grounding was started with different settings: `learning_rate` was 0.001 and is now 0.5.*--output"
     with pytest.raises(ValueError, match=message):
         run_stages(read_stages(recipe))
     shutil.rmtree("runs/1_reconstruction")

@@ -115,14 +115,15 @@ def stamp_of(key: str) -> tuple[int, int]:
         state = path.stat()
     except OSError as error:
         raise ValueError(
-            f"The precomputed passage {path.name} is not there ({error.strerror}). Run `arcaligner corpus read` again."
+            f"The precomputed passage {path.name} does not exist ({error.strerror}). Run `arcaligner corpus read` "
+            "again."
         ) from error
     return state.st_mtime_ns, state.st_size
 
 
 def path_of(key: str) -> Path:
     if not (folder := os.environ.get(FOLDER)):
-        raise ValueError(f"{FOLDER} is not set. Set it to the folder of precomputed passages.")
+        raise ValueError(f"The variable {FOLDER} is not set. Set it to the folder of precomputed passages.")
     return _path(folder, key)
 
 
@@ -145,7 +146,9 @@ def _read_header(path: Path, modified: int, size: int) -> Header:
         if len(shape) != 5:
             raise ValueError(f"its tensor has the shape {shape}; expected (layers, 2, heads, slots, head_dim)")
         if "base_model" not in metadata:
-            raise ValueError("it does not name its base model; files of version 0.2 do not")
+            raise ValueError(
+                "it does not name its base model, as files of version 0.2 do not; expected a file of this version"
+            )
         fingerprint, base_model = json.loads(metadata["fingerprint"]), json.loads(metadata["base_model"])
         # The name is the digest of everything that the keys and values depend on.
         own = {name: fingerprint[name] for name in ("prompt", "passages", "has_slots")}
@@ -195,12 +198,12 @@ def check_slots(slots: Any) -> list[Header]:
                 )
         if header.base_model != first.base_model:
             raise ValueError(
-                f"The passages {slots[0][0]} and {key} are of different base models. Precompute both with one "
-                "checkpoint."
+                f"The passages {slots[0][0]} and {key} were computed with different base models. Precompute both with "
+                "one checkpoint."
             )
         if header.fingerprint["has_slots"] != bool(number):
             raise ValueError(
-                "`slots` has another order; expected the text before the passages first, then passages only."
+                "`slots` is in the wrong order; expected the text before the passages first, then passages only."
             )
     if slots[0][1] != first.num_slots:
         raise ValueError(
@@ -376,13 +379,25 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         rope = getattr(config, "rope_parameters", None) or {}
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec) or specs[0].sliding_window is not None:
-            raise ValueError(f"Slots need a base model all of whose layers attend to all positions; got {specs}.")
+            raise ValueError(
+                f"The base model has layers of the kinds {specs}; expected only layers that attend to all positions. "
+                "Use a base model without a sliding window."
+            )
         if "rope_theta" not in rope or rope.get("rope_type", "default") in LENGTH_DEPENDENT:
-            raise ValueError(f"Slots need a RoPE that does not depend on the length of a prompt; got {rope}.")
-        if self._kv_transfer_config.kv_load_failure_policy != "fail":
-            raise ValueError('Set `kv_load_failure_policy` to "fail": without its passages a request has no answer.')
+            raise ValueError(
+                f"The base model's RoPE is {rope}; expected one that does not depend on the length of a prompt. Use a "
+                "base model with such a RoPE."
+            )
+        if (policy := self._kv_transfer_config.kv_load_failure_policy) != "fail":
+            raise ValueError(
+                f"`kv_load_failure_policy` is {policy!r}; expected 'fail', because a request without its passages must "
+                "not be answered. Set it in `--kv-transfer-config`."
+            )
         if not any("SlotsLogitsProcessor" in str(each) for each in vllm_config.model_config.logits_processors or []):
-            raise ValueError("Pass `--logits-processors arcaligner_slots:SlotsLogitsProcessor`, which checks requests.")
+            raise ValueError(
+                "vLLM was started without the logits processor that checks requests. Pass `--logits-processors "
+                "arcaligner_slots:SlotsLogitsProcessor`."
+            )
         self._block_size, self._dtype = specs[0].block_size, vllm_config.model_config.dtype
         self._heads = config.num_key_value_heads
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -429,8 +444,8 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if json_digest(ids[:num_before]) != headers[0].fingerprint["prompt"]:
             raise ValueError(
-                "The passages were precomputed after another text than the one that the prompt begins with. Write the "
-                "prompt with the chat template of the aligner's processor."
+                "The prompt begins with a text that differs from the one that the passages were precomputed after. "
+                "Write the prompt with the chat template of the aligner's processor."
             )
         if request.cache_salt != salt_of(slots):
             raise ValueError(
@@ -441,17 +456,21 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
             found = (header.shape[0], header.shape[1], header.shape[2], header.head_dim)
             expected = (self._config.num_hidden_layers, 2, self._heads, self._head_dim)
             if found != expected:
-                raise ValueError(f"The passage {key} has (layers, 2, heads, head_dim) {found}; expected {expected}.")
+                raise ValueError(
+                    f"The passage {key} has (layers, 2, heads, head_dim) {found}; expected {expected}. Start vLLM with "
+                    "the base model of the aligner."
+                )
             for name in ("rope", "weights"):
                 if header.base_model.get(name) != self._base_model[name]:
                     found, expected = header.base_model.get(name), self._base_model[name]
                     raise ValueError(
-                        f"The passage {key} is of another base model: its `{name}` is {found!r}; expected "
-                        f"{expected!r}. Start vLLM with the base model of the aligner."
+                        f"The passage {key} was computed with a different base model: its `{name}` is {found!r}; "
+                        f"expected {expected!r}. Start vLLM with the base model of the aligner."
                     )
         if len(slots) > 2 and self._config.model_type not in ROTATED:
             raise ValueError(
-                f"Several independent passages need one of {', '.join(ROTATED)}; got {self._config.model_type!r}."
+                f"The base model is of type {self._config.model_type!r}; for several independent passages expected one "
+                f"of {', '.join(ROTATED)}. Pass one passage, or use such a base model."
             )
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens: int) -> None:
@@ -614,7 +633,10 @@ class SlotsLogitsProcessor(AdapterLogitsProcessor):
                 copied_next(copy["texts"], [0], copy["end_ids"])
                 float(copy["bonus"])
             except (KeyError, TypeError, ValueError, IndexError) as error:
-                raise ValueError("`copy` is malformed; expected `bonus`, `texts` and `end_ids`.") from error
+                raise ValueError(
+                    f"`copy` is malformed ({type(error).__name__}: {error}); expected an object with `bonus`, `texts` "
+                    "and `end_ids`."
+                ) from error
 
     def is_argmax_invariant(self) -> bool:
         return False

@@ -308,7 +308,7 @@ def test_unreadable_sources_are_listed(tmp_path, processor):
     rows.append({"id": "b", "title": "T" * 1001, "text": "One."})
     said = {
         ".git/hidden.txt": (b"Hidden.",),
-        "binary.txt": (b"\0\1\2 \xff", "binary.txt is not UTF-8 text, nor in another encoding (byte 0)"),
+        "binary.txt": (b"\0\1\2 \xff", "binary.txt is not text in UTF-8 or in any other known encoding (byte 0)"),
         "blank.md": (b" \n", "blank.md contains no text"),
         "broken.jsonl.gz": (b"no gzip", "broken.jsonl.gz cannot be read"),
         "broken.parquet": (b"PAR1", "broken.parquet cannot be read"),
@@ -319,7 +319,7 @@ def test_unreadable_sources_are_listed(tmp_path, processor):
             "".join(json.dumps(row) + "\n" for row in rows).encode() + b'{\n{"text": "Last."}',
             "rows.jsonl#1 has neither a text",
             "a is the id of an earlier document with another text",
-            "b has a title of 1001 characters; at most 1000 are read",
+            "b has a title of 1001 characters; expected at most 1000",
             "line 7 is not a JSON object",
         ),
         "torn.jsonl.gz": (gzip.compress(b"{}")[:10] + b"\xff" * 20, "torn.jsonl.gz cannot be read"),

@@ -19,7 +19,7 @@ def test_folder_becomes_answer(run_cli, letters, checkpoint_dir, tmp_path, model
     options = ("--passage-tokens", 36, *aligner)
     code, out, err = run_cli("corpus", "build", letters, "--output", folder, *options)
     assert code == 0 and "2 documents added, 0 replaced, 0 removed, 0 unchanged, 1 skipped." in out
-    assert "binary.txt is not UTF-8 text" in err and "Loading weights" not in err
+    assert "binary.txt is not text in UTF-8" in err and "Loading weights" not in err
     info = (corpus := Corpus(folder)).info()
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     said = f"{info['passages']} passages of 2 documents, {info['slots']} slots: {num_bytes:,} bytes."
@@ -65,8 +65,8 @@ def test_strict_build_fails_last(run_cli, letters, checkpoint_dir, tmp_path):
     for command in (build, ("corpus", "add", letters, "--corpus", folder, "--strict", *aligner)):
         code, out, err = run_cli(*command)
         last = err.splitlines()[-1]
-        assert code == 1 and "Error: 1 items of the sources could not be read, first: " in last
-        assert "a.txt is not UTF-8 text" in last and "1 skipped." in out
+        assert code == 1 and "Error: 1 item of the sources could not be read, first: " in last
+        assert "a.txt is not text in UTF-8" in last and "1 skipped." in out
     assert len(Corpus(folder).documents()) == 3
 
 

@@ -120,12 +120,12 @@ def test_invalid_requests_are_never_answered(reference, run_vllm):
     body = good["kv_transfer_params"]["slots"]
     (long,) = cache.prefix_files("Who?", [each["passages"][0] for each in reference.rows], tokens_per_slot=2)
     bad = {
-        "is not there": good | {"kv_transfer_params": {"slots": [body[0], ["a" * 64, 3]]}},
+        "does not exist": good | {"kv_transfer_params": {"slots": [body[0], ["a" * 64, 3]]}},
         "is not a list of files": good | {"kv_transfer_params": {"slots": []}},
         "`prompt_logprobs`": good | {"sampling": {"prompt_logprobs": 1}},
         "maximum": slots_request(long) | {"prompt": [0] * LENGTH, "max_tokens": 4},
         "cache_salt": good | {"cache_salt": "mine"},
-        "after another text": good | {"prompt": [0, *good["prompt"][1:]]},
+        "differs from the one": good | {"prompt": [0, *good["prompt"][1:]]},
         "of its slots and the text before": good | {"prompt": good["prompt"][:1]},
     }
     answers, again = run_vllm([[*bad.values(), good], [good]])

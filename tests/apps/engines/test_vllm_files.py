@@ -167,7 +167,7 @@ def lose(path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lose, "is not there .No such file"),
+        (lose, "does not exist .No such file"),
         (cut, "cannot be used: .*deserializ"),
         (lambda path: path.write_bytes(b""), "cannot be used"),
         (lambda path: save_file(load_file(path), path), "its format is None"),
@@ -199,7 +199,7 @@ def test_damaged_values_are_refused(max_bytes, files):
     slots.check_slots([[files.paths[0].stem, files.num_slots[0]], [key, 1]])  # the header is whole
     assert "do not match their digest" in str(passages.read([key])[key])
     lose(files.paths[1])
-    assert "is not there" in str(passages.read([key])[key])
+    assert "does not exist" in str(passages.read([key])[key])
 
 
 def test_passages_stay_in_memory(files, monkeypatch):
@@ -252,8 +252,8 @@ def test_mismatched_requests_are_refused(files, aligner, folder):
         ([[body[0][0], True]], "is not a list of files"),
         ([["../../secret", 1]], "is not the key of a precomputed passage"),
         ([body[0], [body[1][0], body[1][1] + 1]], "`slots` asks for"),
-        (body[1:], "`slots` has another order"),
-        ([body[0], body[0]], "`slots` has another order"),
+        (body[1:], "`slots` is in the wrong order"),
+        ([body[0], body[0]], "`slots` is in the wrong order"),
         ([[body[0][0], 1], body[1]], "1 tokens of the text before the passages; expected all"),
         ([body[0], [foreign(files, aligner, folder), 1]], "belong together: their `aligner_weights` differs"),
         ([body[0], [other_prompt.paths[1].stem, 1]], "belong together: their `prompt` differs"),
@@ -297,10 +297,10 @@ def test_lora_on_text_is_refused(processor, folder):
     ("changes", "message"),
     [
         ({"extra": {"passage_bytes": -1}}, "`passage_bytes` is -1"),
-        ({"policy": "recompute"}, '`kv_load_failure_policy` to "fail"'),
+        ({"policy": "recompute"}, "`kv_load_failure_policy` is 'recompute'; expected 'fail'"),
         ({"guard": None}, "Pass `--logits-processors"),
-        ({"spec": Spec(BLOCK, sliding_window=64)}, "all of whose layers attend to all positions"),
-        ({"spec": SimpleNamespace()}, "all of whose layers attend to all positions"),
+        ({"spec": Spec(BLOCK, sliding_window=64)}, "expected only layers that attend to all positions"),
+        ({"spec": SimpleNamespace()}, "expected only layers that attend to all positions"),
         ({"config": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}}, "does not depend on the"),
         (
             {"config": {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}},
@@ -351,14 +351,14 @@ def test_preempted_requests_are_loaded_again(connect, files):
 @pytest.mark.parametrize(
     ("change", "engine", "message"),
     [
-        ({"prompt": lambda ids: [ids[0] + 1, *ids[1:]]}, {}, "after another text than the one that"),
+        ({"prompt": lambda ids: [ids[0] + 1, *ids[1:]]}, {}, "differs from the one that the passages"),
         ({"prompt": lambda ids: ids[:4]}, {}, "The prompt has 4 ids"),
         ({"cache_salt": lambda salt: None}, {}, "The `cache_salt` does not match the slots"),
         ({"cache_salt": lambda salt: salt[::-1]}, {}, "The `cache_salt` does not match the slots"),
         ({}, {"num_hidden_layers": 5}, "layers, 2, heads, head_dim"),
         ({}, {"head_dim": 4}, "layers, 2, heads, head_dim"),
-        ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "another base model: its `rope`"),
-        ({}, {"model_type": "cohere"}, "Several independent passages need one of llama"),
+        ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "a different base model: its `rope`"),
+        ({}, {"model_type": "cohere"}, "for several independent passages expected one of llama"),
     ],
 )
 def test_mismatched_requests_fail(connect, files, change, engine, message, caplog):
@@ -387,7 +387,7 @@ def test_other_base_weights_are_refused(connect, files, base_model_dir, tmp_path
     connector = connect()
     connector._base_model["weights"] = slots.base_model_digest(folder)
     assert ask(connector, request_of(slots_request(files)))[1]
-    assert "another base model: its `weights`" in caplog.text
+    assert "a different base model: its `weights`" in caplog.text
 
 
 # The worker's side

@@ -40,7 +40,7 @@ def test_file_becomes_titled_passages(drop, monkeypatch):
     ("status", "message", "sent"),
     [
         (400, "a.pdf contains no text; its pages may be", {"name": "a.pdf", "data": pdf("50 50 100 100 re f")}),
-        (400, "a.txt is not UTF-8 text, nor in another encoding", {"name": "x/a.txt", "data": b"\0\1\2"}),
+        (400, "a.txt is not text in UTF-8 or in any other known encoding", {"name": "x/a.txt", "data": b"\0\1\2"}),
         (400, "file contains no text.", {"name": "", "data": b""}),
         (413, f"longer than {app.MAX_FILE_BYTES} bytes", {"data": b"x" * (app.MAX_FILE_BYTES + 1)}),
         (401, "The API key is missing or wrong", {"key": "another"}),

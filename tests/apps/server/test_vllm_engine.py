@@ -104,7 +104,7 @@ def test_abstentions_skip_vllm(front, vllm):
     ("change", "message"),
     [
         ({"reads_files": False}, "does not read precomputed passages, so it would answer without them"),
-        ({"apart": 1.0}, "that differ by 1.00"),
+        ({"apart": 1.0}, "that differ from ours by 1.00"),
     ],
 )
 def test_differing_vllm_is_refused(front, vllm, change, message):
@@ -240,7 +240,7 @@ def test_ended_process_restarts(tmp_path):
     assert started(2)[0] == line
     process.close()
     assert not process.is_starting
-    with pytest.raises(OSError, match="vLLM cannot be started by .*make vllm"):
+    with pytest.raises(OSError, match="vLLM cannot be started with .*make vllm"):
         VllmProcess(str(tmp_path / "missing"), "base", tmp_path)
 
 
