@@ -1729,7 +1729,10 @@ def check_ids(
     for other in others:
         is_unknown &= ids != other
     if is_unknown.any():
-        raise ValueError(f"{name} hold {ids[is_unknown][0]}; expected 0 to {vocab_size - 1}, or one of {others}.")
+        alternatives = "".join(f" or {other}" for other in others)
+        raise ValueError(
+            f"{name} contain the id {ids[is_unknown][0]}; expected ids from 0 to {vocab_size - 1}{alternatives}."
+        )
 
 
 def check_context_embeds(config: ArcAlignerConfig, slot_mask: torch.Tensor, context_embeds) -> None:

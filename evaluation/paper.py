@@ -470,7 +470,7 @@ def published_table(results: dict[str, Any], tasks: Sequence[str]) -> list[str]:
     titles = [TASKS[name].title for name in tasks]
     sets = {title: _only(results["sets"].get(title, {"methods": {}}), main_methods(SEGMENT)) for title in titles}
     asked = {title: entry for title, entry in sets.items() if entry["methods"]}
-    return [*comparison(sets, main_methods(SEGMENT)), *costs(asked), *_questions_of(asked)]
+    return [*comparison(sets, main_methods(SEGMENT)), *costs(asked), *_questions_of(asked, intervals=True)]
 
 
 def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
@@ -525,7 +525,7 @@ def published_backbone(results: dict[str, Any], backbone: str) -> tuple[list[str
     methods = ["naive", "standard_rag", f"arcaligner{SEGMENT}"]
     sets = {name: _only(results["sets"][name], methods) for name in _titles_in(results, FOUR, methods)}
     lines, figure = backbones_part({backbone: sets})
-    return [*lines, "", *_questions_of(sets)], figure
+    return [*lines, "", *_questions_of(sets, intervals=False)], figure
 
 
 def ratios_part(points: dict[str, dict[str, dict[str, Any]]]) -> tuple[list[str], Figure]:
@@ -561,14 +561,16 @@ def _titles_in(results: dict[str, Any], tasks: Sequence[str], methods: Sequence[
     return [title for title in titles if all(name in results["sets"][title]["methods"] for name in methods)]
 
 
-def _questions_of(sets: dict[str, Any]) -> list[str]:
-    """Markdown lines: how many questions of each set were asked, about which passages."""
+def _questions_of(sets: dict[str, Any], intervals: bool) -> list[str]:
+    """Markdown lines: how many questions of each set were asked, about which passages; whether sets with few questions
+    are shown with `intervals`."""
     rows = [
         [title, entry["questions"], f"{PAPER['questions'][title]:,}", entry["passages"]]
         for title, entry in sets.items()
     ]
     few = [title for title, entry in sets.items() if entry["questions"] < FEW_QUESTIONS]
-    note = f"Too few questions for a comparison: {', '.join(few)}. Brackets are 95 % intervals of F1."
+    brackets = "; brackets are 95 % intervals of F1" if intervals else ""
+    note = f"Too few questions for a comparison: {', '.join(few)}{brackets}."
     return [*markdown_table(["Set", "Questions", "In the paper", "Passages"], rows), *(["", note] if few else [])]
 
 

@@ -49,7 +49,9 @@ class Task:
             row for row in rows if row["question"].strip() and bool(usable_golds(row["answers"])) == self.is_answered
         ]
         if num_lost := len(rows) - len(asked):
-            logger.warning("%s: %d rows left out, without a question or a usable gold", self.title, num_lost)
+            logger.warning(
+                "%s: %d rows left out, which have no question or no usable gold answer", self.title, num_lost
+            )
         if not asked:
             raise ValueError(
                 f"{path or self.hub_id} has no row with both a question and a gold answer. Name another file or folder "

@@ -61,8 +61,11 @@ ONE[0, 2, 5] = True
         *(({"context_embeds": EMBEDS.masked_fill(ONE, n)}, NOT_FINITE) for n in (float("nan"), float("inf"), -1e38)),
         ({"input_ids": IDS.clamp(max=SLOT - 1)}, r"(?s)\[0\] context tokens.*holds 4"),
         ({name: torch.cat([each, each]) for name, each in GOOD.items()} | {"context_embeds": None}, r"\b8 context"),
-        ({"input_ids": IDS - 99}, "`input_ids` hold -.*; expected 0 to 60, or one of .61,"),
-        ({"input_ids": IDS[:, :2] + SLOT, "context_embeds": None}, "`input_ids` hold 66; expected 0 to 60"),
+        ({"input_ids": IDS - 99}, "`input_ids` contain the id -.*; expected ids from 0 to 60 or 61"),
+        (
+            {"input_ids": IDS[:, :2] + SLOT, "context_embeds": None},
+            "`input_ids` contain the id 66; expected ids from 0 to 60",
+        ),
         (ONE_SLOT | {"past_key_values": DynamicCache()}, r"1 context tokens \(id 61\)"),
         ({"input_ids": torch.cat([IDS, torch.full((1, 121), 5)], dim=1)}, TOO_LONG),
         (dict.fromkeys(("cache", "past_key_values"), DynamicCache()), "both `past_key_values` and `cache`.*pass one"),
@@ -96,7 +99,11 @@ def test_embedding_padding_is_ignored():
         torch.testing.assert_close(other, results[0], rtol=0, atol=0)
 
 
-LABELS = {-1: "hold -1; expected 0 to 60", SLOT + 1: "hold 62", 0.5: "is a Tensor torch.float32, .* of shape"}
+LABELS = {
+    -1: "contain the id -1; expected ids from 0 to 60",
+    SLOT + 1: "contain the id 62",
+    0.5: "is a Tensor torch.float32, .* of shape",
+}
 
 
 @pytest.mark.parametrize("value", LABELS)
@@ -120,7 +127,7 @@ def test_inputs_embeds_exclude_ids(model):
     [
         (WORDS + SLOT, f"hold {SLOT + 1}; expected 0 to {VOCAB_SIZE - 1}, or one of"),
         (torch.full_like(WORDS, SLOT), f"hold {SLOT}; expected 0 to {VOCAB_SIZE - 1}"),
-        (WORDS - 1, "hold -2; expected 0"),
+        (WORDS - 1, "contain the id -2; expected ids from 0"),
         *((WORDS.to(kind), f"is a Tensor {kind}") for kind in (torch.int16, torch.bool, torch.float64)),
         (WORDS.to_sparse(), r"torch.int64, torch.sparse_coo.*expected a dense tensor"),
         (WORDS.to("meta"), "expected a dense tensor"),

@@ -161,8 +161,8 @@ def fit_multihop(
         raise ValueError(
             f"{several[0]} of {len(rows)} training questions and {several[1]} of {len(held_out)} held-out ones need "
             f"several passages, and {len(pairs)} of the latter need two; expected at least {FOLDS} of each, and as "
-            "many that need one. Raise `-n` and `--held-out`, or add questions whose `gold` names several passages to "
-            "`train_files`, such as HotpotQA's."
+            "many that need one. Raise `-n` and `--held-out`, or add questions whose `meta.gold` names several "
+            "passages to `train_files`, such as HotpotQA's."
         )
     odds = best_odds(score_rows(model, processor, held_out))
     weight, bias, measured = fit_questions(processor, rows, held_out, odds)

@@ -119,7 +119,7 @@ def read_passages(name: str, data: bytes, passage_tokens: int, processor) -> dic
     # Text of a PDF may contain lone surrogates.
     title, text = (each.encode("utf-8", "replace").decode() for each in (title, text))
     if not text.strip():
-        raise ValueError(f"{no_text(name)}.")
+        raise ValueError(f"{no_text(name)}. Choose another file.")
     document = Document(name, title, text[:MAX_CHARACTERS], sections)
     found = passages_of([document], passage_tokens, processor.spacy_model, processor.tokenizer)
     passages = [{"title": each.title, "text": each.text, "page": each.page} for each in found]
