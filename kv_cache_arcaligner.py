@@ -244,8 +244,8 @@ class PassageCache:
             raise ValueError(f"`max_bytes` is {max_bytes}; expected 0 (cache nothing in memory) or more.")
         if model.config.passage_attention != processor.passage_attention:
             raise ValueError(
-                f"`passage_attention` is {model.config.passage_attention!r} of the model and "
-                f"{processor.passage_attention!r} of the processor. Load both from one checkpoint."
+                f"`passage_attention` is {model.config.passage_attention!r} in the model and "
+                f"{processor.passage_attention!r} in the processor; expected the same. Load both from one checkpoint."
             )
         self.model, self.processor, self.max_bytes = model, processor, max_bytes
         self.folder, self.read_only = None if folder is None else Path(folder), read_only

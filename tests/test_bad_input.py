@@ -61,7 +61,7 @@ ONE[0, 2, 5] = True
         *(({"context_embeds": EMBEDS.masked_fill(ONE, n)}, NOT_FINITE) for n in (float("nan"), float("inf"), -1e38)),
         ({"input_ids": IDS.clamp(max=SLOT - 1)}, r"(?s)\[0\] context tokens.*holds 4"),
         ({name: torch.cat([each, each]) for name, each in GOOD.items()} | {"context_embeds": None}, r"\b8 context"),
-        ({"input_ids": IDS - 99}, "`input_ids` contain the id -.*; expected ids from 0 to 60 or 61"),
+        ({"input_ids": IDS - 99}, "`input_ids` contain the id -.*; expected ids from 0 to 60, or 61"),
         (
             {"input_ids": IDS[:, :2] + SLOT, "context_embeds": None},
             "`input_ids` contain the id 66; expected ids from 0 to 60",
@@ -125,8 +125,8 @@ def test_inputs_embeds_exclude_ids(model):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (WORDS + SLOT, f"hold {SLOT + 1}; expected 0 to {VOCAB_SIZE - 1}, or one of"),
-        (torch.full_like(WORDS, SLOT), f"hold {SLOT}; expected 0 to {VOCAB_SIZE - 1}"),
+        (WORDS + SLOT, f"contain the id {SLOT + 1}; expected ids from 0 to {VOCAB_SIZE - 1}, or -1"),
+        (torch.full_like(WORDS, SLOT), f"contain the id {SLOT}; expected ids from 0 to {VOCAB_SIZE - 1}"),
         (WORDS - 1, "contain the id -2; expected ids from 0"),
         *((WORDS.to(kind), f"is a Tensor {kind}") for kind in (torch.int16, torch.bool, torch.float64)),
         (WORDS.to_sparse(), r"torch.int64, torch.sparse_coo.*expected a dense tensor"),

@@ -293,7 +293,7 @@ def test_unsupported_independence_is_refused(model, processor, apart, monkeypatc
             store.prepare("Who?", PASSAGES)
         assert store.misses == 0  # said before anything is read
         store.prepare("Who?", PASSAGES[:1])
-    with pytest.raises(ValueError, match="`passage_attention` is 'separate' of the model and 'joint' of the processor"):
+    with pytest.raises(ValueError, match="`passage_attention` is 'separate' in the model and 'joint' in the processor"):
         model.passage_cache(processor)
     monkeypatch.setattr(model.config.text_config, "_attn_implementation", "flash_attention_2")
     with pytest.raises(ValueError, match="attention `flash_attention_2` takes no mask"):

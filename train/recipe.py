@@ -140,11 +140,11 @@ class RecipeArguments:
         refuse_unknown("`aligner`", self.aligner, [f.name for f in dataclasses.fields(ArcAlignerConfig)])
         refuse_unknown("`processor`", self.processor, inspect.signature(ArcAlignerProcessor).parameters)
         for key in self.aligner.keys() & FROM_PROCESSOR:
-            raise ValueError(f"`{key}` is in `aligner`, but the processor decides it: set it in `processor`.")
+            raise ValueError(f"`{key}` is in `aligner`, but it belongs in `processor`. Set it there.")
         for key in self.processor.keys() & _FROM_RECIPE:
             raise ValueError(
-                f"`{key}` is in `processor`, but the recipe's `tokens_per_slot`, `chat_template_path`, or `word_parts` "
-                "and `passage_attention` of its `aligner` decide it: set that key."
+                f"`{key}` is in `processor`, but it follows from another key of the recipe: `tokens_per_slot`, "
+                "`chat_template_path`, or `word_parts` or `passage_attention` in `aligner`. Set that key instead."
             )
         if self.has_turns and self.attn_implementation not in _MASKED_ATTENTION:
             raise ValueError(

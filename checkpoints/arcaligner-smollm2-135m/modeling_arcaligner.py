@@ -1729,7 +1729,7 @@ def check_ids(
     for other in others:
         is_unknown &= ids != other
     if is_unknown.any():
-        alternatives = "".join(f" or {other}" for other in others)
+        alternatives = "".join(f", or {other}" for other in others)
         raise ValueError(
             f"{name} contain the id {ids[is_unknown][0]}; expected ids from 0 to {vocab_size - 1}{alternatives}."
         )
