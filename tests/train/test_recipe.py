@@ -80,7 +80,7 @@ def test_unsafe_settings_are_refused(tmp_path, setting, message):
         ({"tokens_per_slot": ["4.5"]}, "`tokens_per_slot` is .*expected a whole number"),
         ({"tokens_per_slot": []}, "`tokens_per_slot` is empty"),
         ({"processor": {"context_words": True}}, "`context_words` is in `processor`, but it follows from"),
-        ({"aligner": {"encoder_hidden_size": 7}}, "`encoder_hidden_size` is in `aligner`.*set it in `processor`"),
+        ({"aligner": {"encoder_hidden_size": 7}}, "`encoder_hidden_size` is in `aligner`.*belongs in `processor`"),
         ({"aligner": {"lora_rank": 1}}, "Unknown key `lora_rank` in `aligner`. Did you mean `lora_r`?"),
         ({"processor": {"spacy": 1}}, "Unknown key `spacy` in `processor`. Did you mean `spacy_model`?"),
         ({"attn_implementation": "flash_attention_2", "continues": True}, "packed questions"),
