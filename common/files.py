@@ -192,7 +192,7 @@ def _text_lines(path: str | Path) -> Iterator[bytes | str]:
             is_utf8 = encoding in (None, "utf-8-sig")
             yield from file if is_utf8 else io.TextIOWrapper(file, encoding, errors="replace", newline="\n")
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"{path} is a broken gzip file: {error}.") from error
+            raise ValueError(f"{path} is a broken gzip file: {error}. Make or download it again.") from error
 
 
 def read_json_lines(path: str | Path) -> Iterator[dict[str, Any]]:

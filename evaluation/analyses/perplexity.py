@@ -72,7 +72,7 @@ def perplexity_table(arms: dict[str, dict[str, Any]]) -> list[str]:
         [title, "{:.2f} [{:.2f}, {:.2f}]".format(*each["perplexity"]), each["passages"], f"{each['tokens']:,}"]
         for title, each in arms.items()
     ]
-    return markdown_table(["Read back from", "Perplexity", "Passages", "Tokens"], rows)
+    return markdown_table(["Reconstructed from", "Perplexity", "Passages", "Tokens"], rows)
 
 
 def draw_perplexity(arms: dict[str, dict[str, Any]]) -> Figure:
