@@ -708,8 +708,8 @@ def base_model_files(config, download: dict) -> list[str]:
     if others:
         described = ", ".join(f"{field} {trained.get(field)} (found {found.get(field)})" for field in others)
         raise ValueError(
-            f"The base model {name} is not the one this aligner was trained for: a {config.text_config.model_type} "
-            f"with {described}. Point `base_model_name_or_path` to the right one."
+            f"The base model {name} is not the one this aligner was trained for; expected a "
+            f"{config.text_config.model_type} with {described}. Point `base_model_name_or_path` to the right one."
         )
     return weight_files(folder)
 

@@ -200,8 +200,8 @@ def _check_columns(source: str, columns: Collection[str], options: dict[str, str
     """Raises `ValueError` for a data set of texts without the columns that the source names."""
     if missing := [options[key] for key in ("text", "title") if options[key] and options[key] not in columns]:
         raise ValueError(
-            f"{source} has columns {sorted(columns)}, but no {missing}. Expected {ROW_FIELDS}; HotpotQA's; or a column "
-            "of texts, named as in `?text=body`."
+            f"{source} has columns {sorted(columns)}, but no {missing}. Expected {ROW_FIELDS}, the columns of "
+            "HotpotQA, or a column of texts, named as in `?text=body`."
         )
 
 
