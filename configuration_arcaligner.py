@@ -146,7 +146,7 @@ class ArcAlignerConfig(PreTrainedConfig):
             The selective LoRA (Eq. 3); the values of the paper's hyperparameter tables. Rank 0 is no LoRA: with the
             gates off, the projector alone aligns a slot, which is xRAG's design.
         lora_target_modules (`str` or `list[str]`, defaults to `"all-linear"`):
-            The linears inside the decoder layers that carry LoRA, by PEFT's rules.
+            The linear layers inside the decoder layers that carry LoRA, by PEFT's rules.
         lora_positions (`"slots"` or `"all"`, defaults to `"slots"`):
             Which positions LoRA is applied to. `"all"` is an ordinary LoRA, the control that the paper's selective one
             is compared with. It changes how text is computed, so engines that hold only the base model cannot run such
@@ -168,7 +168,7 @@ class ArcAlignerConfig(PreTrainedConfig):
             Beyond the paper, whose context is one passage: whether a slot attends to the slots of earlier passages.
             With `"separate"` it attends to its own passage and the text before the slots only, so that the keys and
             values of a passage serve every question that retrieves it. Training and use have to agree: a checkpoint's
-            `config.json` says what it was trained for, and another value at loading gives a warning.
+            `config.json` says what it was trained for, and a different value at loading gives a warning.
         answerability_layers (`list[int]`, *optional*):
             Beyond the paper: the layers, in order, from whose states of the prompt's last token the answerability is
             computed. Default: the aligner has no [`AnswerabilityHead`].

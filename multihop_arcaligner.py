@@ -24,7 +24,7 @@ _IN_BRACKETS = re.compile(r"\([^()]*\)")  # "Casablanca (film)"
 def best_pair(
     head, question: str, passages: Sequence[str | dict], log_odds: dict[int, float], spacy_model: str
 ) -> list[int]:
-    """The numbers of the two passages that a question needs most likely, in order; of one if all texts are equal.
+    """The numbers of the two passages that a question most likely needs, in order; of one if all texts are equal.
 
     Args:
         head ([`MultihopHead`]): Of the aligner.

@@ -58,7 +58,7 @@ CUT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
 def make_config(shape: str, is_cut: bool = False, passage_attention: str = "joint", **changes: Any) -> ArcAlignerConfig:
-    """The aligner of the paper's tables around a shape: LoRA of rank 128 on all linears, gates on all layers, two
+    """The aligner of the paper's tables around a shape: LoRA of rank 128 on all linear layers, gates on all layers, two
     refinement steps. It has no dropout, whose cost differs between PEFT and the aligner. `changes` are those of
     the backbone's sizes."""
     model_type, sizes, encoder_hidden_size = SHAPES[shape]

@@ -335,8 +335,8 @@ def _slot_titles() -> dict[str, str]:
 
 TITLES = {"text": "text, the bare model", "text_cached": "question after the cached text", **_slot_titles()}
 TITLES |= {
-    "token_text": f"a generated token, bare model behind the text of {TOKEN_PASSAGES} passages",
-    "token_slots": f"a generated token behind the slots of {TOKEN_PASSAGES} passages, a sentence each",
+    "token_text": f"a generated token, bare model after the text of {TOKEN_PASSAGES} passages",
+    "token_slots": f"a generated token after the slots of {TOKEN_PASSAGES} passages, a sentence each",
     "reconstruction": "step of stage I: 4 slots, 120 tokens",
     "grounding": "step of stage II: 12 slots, 40 tokens",
     "gating": "step of stage III: 12 slots, 40 tokens",

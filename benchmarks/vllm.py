@@ -280,17 +280,17 @@ def main(
         ),
     ] = "5:12,20:6",
     names: Annotated[
-        str, typer.Option("--arms", help=f"Arms to measure, separated by commas: {', '.join(ARMS)}.")
+        str, typer.Option("--arms", help=f"What to measure, separated by commas: {', '.join(ARMS)}.")
     ] = ",".join(ARMS),
     tokens_per_slot: Annotated[int, typer.Option(help="Tokens of text per slot.")] = 4,
     rounds: Annotated[
-        int, typer.Option(help="Rounds of each arm; a round has as many questions as clients, at least 4.")
+        int, typer.Option(help="Rounds of each measurement; a round has as many questions as clients, at least 4.")
     ] = 1,
     dtype: Annotated[str, typer.Option(help="Precision of both engines: float32 or bfloat16.")] = "float32",
     vllm_options: Annotated[str, typer.Option(help="Options of vLLM's server, in quotes.")] = "--enforce-eager",
     data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
 ) -> None:
-    """Measure vLLM with slots, vLLM with text, and our own engine, in turns."""
+    """Measure vLLM with slots, vLLM with text, and our own engine, alternately."""
     if (python := find_vllm()) is None:
         raise ImportError("vLLM is not installed. Run `make vllm`, or set ARCALIGNER_VLLM to a Python that has it.")
     chosen, together = parse_arms(names), parse_batches(batches)

@@ -104,7 +104,7 @@ def own_row(row: dict, index: int, *, where: str) -> Row:
     """A row in our schema. Missing and null fields are empty, and a passage may be just its text.
 
     Raises:
-        `ValueError`: a field of another type; the message names it, its value and what is expected.
+        `ValueError`: a field of a different type; the message names it, its value and what is expected.
     """
 
     def given(place: str, value: Any, kind: type, expected: str) -> Any:

@@ -144,7 +144,7 @@ def read_judgements(folder: Path) -> tuple[list[Row], list[bool]]:
         `tuple`: Rows with `id`, `question`, `answers` and `prediction`, and for each, whether people accept it.
 
     Raises:
-        `ValueError`: a file that is missing, or has another format.
+        `ValueError`: a file that is missing, or has a different format.
     """
     questions, predictions = (_column(folder / HUMAN_FILE, name) for name in ("Question", "Model answer"))
     golds = _column(folder / GOLD_FILE, "Gold answers")

@@ -129,8 +129,8 @@ def with_published(found: dict[str, Any], published: dict[str, Any]) -> dict[str
     """
     The results of a run, with the published ones for what it did not measure.
 
-    A run that asked an aligner of other weights than the published ones replaces all numbers that depend on them, and
-    its sets are those of the result: only methods that read no aligner keep their numbers. Any other run adds to what
+    A run that asked an aligner whose weights are not the published ones replaces all numbers that depend on them, and
+    its sets are those of the result: only methods that use no aligner keep their numbers. Any other run adds to what
     is published. Differences between methods need the answers of both, so they are those of the first such run.
     """
     replaces = are_of_new_weights(found, published)
@@ -150,7 +150,7 @@ def with_published(found: dict[str, Any], published: dict[str, Any]) -> dict[str
 
 
 def are_of_new_weights(found: dict[str, Any], published: dict[str, Any]) -> bool:
-    """Whether the results of a run are of an aligner, and of other weights than the published ones."""
+    """Whether the results of a run are of an aligner, and of different weights than the published ones."""
     asked = any(reads_aligner(name) for entry in found["sets"].values() for name in entry["methods"])
     return asked and found["weights"] != published.get("weights")
 

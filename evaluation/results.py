@@ -235,7 +235,7 @@ def evidence(entry: dict, method: str) -> str | None:
 def retention(entry: dict, method: str) -> float | None:
     """The share of the text's gain that a method retains, in percent: (F1 - closed book) / (text - closed book).
     Text is the fine-tuned reader's if it was measured, else the bare base model's. `None` if one of the three is
-    missing or answered another number of questions, or if text gains nothing beyond the intervals of both."""
+    missing or answered a different number of questions, or if text gains nothing beyond the intervals of both."""
     asked = entry["methods"][method].get("questions")
     f1 = {name: each["f1"] for name, each in entry["methods"].items() if each.get("questions") == asked}
     text, closed_book = f1.get("full_text_lora", f1.get("standard_rag")), f1.get("naive")

@@ -1,7 +1,7 @@
 """A run's folder: the answers of each method, one JSON line per question.
 
     <run>/<task>/<method>.jsonl   id, question, answers, prediction, scores, tokens, prompt and row digests
-    <run>/<task>/<method>.json    their settings; a run with other settings is refused
+    <run>/<task>/<method>.json    their settings; a run with different settings is refused
     <run>/wrong_passages/...      the same, from the passages of other questions: the floor
 
 Answers are appended batch by batch: a killed run continues where it stopped, and several processes may fill different

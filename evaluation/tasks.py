@@ -71,7 +71,7 @@ class Task:
                 return path
         raise FileNotFoundError(
             f"There is no {self.name}.jsonl.gz in {data}. Put it there, name another folder with `--data`, "
-            f"or leave `data` out to take {self.hub_id} of the Hub."
+            f"or leave `data` out to take {self.hub_id} from the Hub."
         )
 
     def _from_hub(self) -> list[Row]:

@@ -41,7 +41,7 @@ def save_stage(
         processor.save_pretrained(folder)
         results = Path(output_dir, RESULTS_FILE)
         if results.exists() and not answers_alike(Path(output_dir), folder):
-            results.unlink()  # before the weights change, so that a kill leaves no results of other weights
+            results.unlink()  # before the weights change, so that a kill leaves no results of different weights
             typer.echo(f"removed {results}: it was measured with different weights or settings", err=True)
         (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
         write_model_card(model.config, folder)

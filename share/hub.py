@@ -204,7 +204,7 @@ def check_checkpoint(folder: Path) -> ArcAlignerConfig:
 
     Raises:
         `ValueError`: files that are missing, a trained encoder's among them, or weights that are missing, broken or
-            of another shape.
+            of a different shape.
     """
     names = ("config.json", "processor_config.json", "tokenizer_config.json")
     if missing := [name for name in names if not (folder / name).is_file()]:

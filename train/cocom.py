@@ -63,7 +63,7 @@ class CocomArguments:
         tokens_per_slot (`int`): Tokens for each compression token.
         data_dir (`str`): Folder of a data file with a relative path.
         max_tokens (`int`): Rows with longer passages are left out.
-        lora_r (`int`), lora_alpha (`int`): Rank and scale of the LoRA on all linears.
+        lora_r (`int`), lora_alpha (`int`): Rank and scale of the LoRA on all linear layers.
         dtype (`str`): The dtype of the frozen backbone; what is trained is always float32.
         attn_implementation (`str`, *optional*): transformers' name of an attention kernel.
     """

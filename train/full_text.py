@@ -49,7 +49,7 @@ class FullTextArguments:
         max_train_samples (`int`): Number of shuffled rows to train on.
         data_dir (`str`): Folder of a data file with a relative path.
         max_tokens (`int`): Longer examples are left out.
-        lora_r (`int`), lora_alpha (`int`): Rank and scale of the LoRA on all linears.
+        lora_r (`int`), lora_alpha (`int`): Rank and scale of the LoRA on all linear layers.
         passage_attention (`str`): With `"separate"`, the passages of a prompt do not attend to each other.
         distractors (`float`): Share of rows that get 1 to 4 of the nearest passages without the answer.
         writes (`str`): `"answer"`, or `"question"`: the model reads passages and writes an answer and its question,

@@ -171,7 +171,7 @@ def make_file(
     with tqdm(total=len(paragraphs), desc="making questions", unit="paragraph") as bar:
         for start in starts:
             rows = paragraphs[start : start + PARAGRAPHS_PER_PART]
-            # The name is a digest of everything that the part depends on, so that other settings do not reuse it.
+            # The name is a digest of everything that the part depends on, so that different settings do not reuse it.
             key = digest([[row["id"], row["passages"]] for row in rows] + [maker.digest, reader.digest, number, seed])
             path = parts / f"{start:07}-{key[:16]}.json"
             if not path.exists():

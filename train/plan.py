@@ -125,7 +125,7 @@ def num_parameters(config: PreTrainedConfig) -> int:
 
 
 def num_encoder_lora(config: PreTrainedConfig, rank: int) -> int:
-    """Parameters of LoRA on all linears of an encoder, without its pooler."""
+    """Parameters of LoRA on all linear layers of an encoder, without its pooler."""
     with torch.device("meta"):
         linears = [each for each in AutoModel.from_config(config).named_modules() if type(each[1]) is torch.nn.Linear]
     return sum(rank * (each.in_features + each.out_features) for name, each in linears if "pooler" not in name)

@@ -447,8 +447,8 @@ def resolve_dtype(name: str, device: torch.device, checkpoint: str | None = None
 
 
 def check_start(recipe: RecipeArguments, processor: ArcAlignerProcessor, start: ArcAlignerConfig | None) -> None:
-    """Raises for a stage out of order, and for a start (`None` for a base model) with another encoder or segmentation
-    than the recipe.
+    """Raises for a stage out of order, and for a start (`None` for a base model) with a different encoder or
+    segmentation than the recipe.
     """
     name = recipe.model_name_or_path
     found = BASE_MODEL if start is None else start.training_stage

@@ -75,7 +75,7 @@ def has_begun(folder: Path) -> bool:
 
 
 def check_settings(folder: Path, settings: str) -> None:
-    """Raises if the run was started with other settings than `settings`, except for `MAY_CHANGE_ON_RESUME`."""
+    """Raises if the run was started with different settings than `settings`, except for `MAY_CHANGE_ON_RESUME`."""
     if not has_begun(folder):
         return
     if not (folder / RECIPE_FILE).exists():
@@ -234,5 +234,5 @@ def mean_of_checkpoints(folders: Sequence[Path], processor: ArcAlignerProcessor)
 
 def _mean_weights(folders: Sequence[Path], name: str | Path) -> dict[str, torch.Tensor]:
     weights = [load_file(folder / name) for folder in folders]
-    names = (key for key in weights[0] if not AlignerMixin.is_head_key(key))  # fitted to other weights
+    names = (key for key in weights[0] if not AlignerMixin.is_head_key(key))  # fitted to different weights
     return {key: torch.stack([each[key] for each in weights]).mean(dim=0) for key in names}

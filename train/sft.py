@@ -221,7 +221,7 @@ class AlignerTrainer(SFTTrainer):
         if isinstance(kwargs.get("data_collator"), PassagesFirstCollator):
             check_passages_first(model, kwargs.get("args"))
         model.set_stage(stage)
-        model.set_answerability_layers(None)  # the head was fitted to states of other weights
+        model.set_answerability_layers(None)  # the head was fitted to states of different weights
         # As parameters of the model they are optimized, clipped and averaged over processes like the others. They are
         # saved with the processor.
         model.encoder_weights = torch.nn.ParameterList(encoder_weights)
@@ -505,7 +505,7 @@ class EpochOrder(Sampler[int]):
 
     transformers' own samplers use the global generator, which dropout advances differently in each process. From the
     second epoch on, processes would use different orders, see some rows twice and others never, and a run resumed in
-    the second epoch would use another order than before.
+    the second epoch would use a different order than before.
 
     Args:
         sampler (`Sampler`): With a `generator` attribute that it draws from, like those of torch and transformers.

@@ -9,7 +9,8 @@
 
 A recipe is a folder of `train/recipes`, or any folder, with a file for each stage: `1_reconstruction.yaml`,
 `2_grounding.yaml`, `3_gating.yaml`. A finished stage is skipped, an interrupted one continues from its last checkpoint,
-and one that was started with other settings is an error. Each stage is a separate process, which ends with this one.
+and one that was started with different settings is an error. Each stage is a separate process, which ends with this
+one.
 """
 
 import logging

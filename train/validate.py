@@ -189,7 +189,7 @@ def load_mean(folders: list[Path]) -> tuple[ArcAlignerForCausalLM, ArcAlignerPro
     processor = ArcAlignerProcessor.from_pretrained(folders[0])
     model = ArcAlignerForCausalLM.from_pretrained(folders[0], dtype=torch.float32).eval()
     if len(folders) > 1:
-        model.set_answerability_layers(None)  # other weights have other states
+        model.set_answerability_layers(None)  # different weights have different states
         model.load_state_dict(mean_of_checkpoints(folders, processor), strict=False)
     return model, processor
 

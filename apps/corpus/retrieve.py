@@ -68,7 +68,7 @@ class Retriever:
         processor ([`ArcAlignerProcessor`]): Encodes questions like the passages.
 
     Raises:
-        `ValueError`: an empty corpus, or one made with another encoder, segmenter or rate.
+        `ValueError`: an empty corpus, or one made with a different encoder, segmenter or rate.
     """
 
     def __init__(self, corpus: Corpus, processor):

@@ -38,7 +38,7 @@ def read_documents(sources: Iterable[str], skip: Callable[..., None], home: Path
             the path relative to this folder, or the absolute path of a file outside it.
         skip (`Callable`): Called with what cannot be read, and why: a file or a row, with the `id` of its only document
             if that is known; with `may_hold_documents=False` for sources that give no document, such as one without a
-            text or a file of another kind.
+            text or a file of a different kind.
     """
     for source in sources:
         for document in _read_source(source, skip, home):

@@ -100,7 +100,7 @@ class Corpus:
 
     Raises:
         `FileNotFoundError`: there is no corpus.
-        `ValueError`: a folder that is not a corpus, or a corpus of another version.
+        `ValueError`: a folder that is not a corpus, or a corpus of a different version.
     """
 
     def __init__(self, path: str | Path):
@@ -147,7 +147,7 @@ class Corpus:
                 maximum number of tokens of a passage. Default: those of an existing corpus, else the processor's.
 
         Raises:
-            `ValueError`: the folder contains a corpus with other settings, or something else.
+            `ValueError`: the folder contains a corpus with different settings, or something else.
         """
         if passage_words is not None:
             check_num_tokens("passage_words", passage_words)
@@ -187,7 +187,7 @@ class Corpus:
         if similarity < MIN_SIMILARITY:
             other = f"and this checkpoint has {found['encoder']!r}"
             if known["encoder"] == found["encoder"]:
-                other = "with other weights than this checkpoint has, as it may be trained jointly with an aligner"
+                other = "whose weights differ from those of this checkpoint (it may have been trained with an aligner)"
             raise ValueError(
                 f"The corpus {self.path} was made with the encoder {known['encoder']!r}, {other}. Build another corpus "
                 "with this checkpoint, or name the checkpoint that made this one: `--checkpoint`."

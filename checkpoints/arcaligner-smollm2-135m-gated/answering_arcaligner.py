@@ -544,8 +544,8 @@ def similarities_of(encoder, question: str | list[dict], documents: Sequence[str
 
 
 def question_features(encoder, questions: Sequence[str | list[dict]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the [`MultihopHead`] reads of questions, or of the last ones of chats: their embeddings by the search
-    encoder (batch, d_r) and their numbers of words (batch,)."""
+    """Inputs of the [`MultihopHead`] for questions (of chats, the last ones): their embeddings from the search encoder
+    (batch, d_r) and their numbers of words (batch,)."""
     texts = [text for question in questions for text in _searched(question, [])]
     vectors = of_texts(_VECTORS, encoder.untrained, texts, encoder.untrained.encode)
     return torch.stack([*vectors]), torch.tensor([float(len(text.split())) for text in texts])

@@ -283,8 +283,8 @@ class PassageCache:
         passage_prior: Sequence[Sequence[float]] | None = None,
         **kwargs,
     ) -> Prepared:
-        """The inputs of `generate` for questions about passages. Passages that are not cached are computed, equal ones
-        once.
+        """The inputs of `generate` for questions about passages. Passages that are not cached are computed, equal
+        ones only once.
 
         Args:
             questions (`str`, chat, or a list of them): With slots before the first user message.
@@ -1145,8 +1145,8 @@ def load_keys_values(
         device (`str` or `torch.device`, defaults to `"cpu"`): Where the model is.
 
     Raises:
-        `ValueError`: a file that is broken or of another kind, one with another fingerprint (the first field that
-            differs is named), or one that does not fit the backbone.
+        `ValueError`: a file that is broken or of a different kind, one with a different fingerprint (the first field
+            that differs is named), or one that does not fit the backbone.
     """
     advice = "Use what it was made with, or delete the file to make a new one."
     try:

@@ -141,7 +141,7 @@ class AlignerMixin:
         Raises:
             `ValueError`: aligner weights that are missing, do not fit or were quantized.
             `OSError`: a base model that is not on this machine and cannot be downloaded, with how to get it.
-            `RuntimeError`: a version of transformers that loads weights in another way, and a quantization.
+            `RuntimeError`: a version of transformers that loads weights in a different way, and a quantization.
         """
         name = pretrained_model_name_or_path
         if name is not None:
@@ -252,7 +252,8 @@ class AlignerMixin:
 
         Raises:
             `ValueError`: `push_to_hub=True`, which would upload an incomplete checkpoint; without the base model,
-                one of other sizes than it was loaded with, such as resized embeddings. Changed weights give a warning.
+                one of different sizes than it was loaded with, such as resized embeddings. Changed weights give a
+                warning.
         """
         if kwargs.pop("push_to_hub", False):
             raise ValueError(
@@ -390,7 +391,7 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
     of `model`, as they were saved. Weights of a base model are checked for NaN only.
 
     Raises:
-        `ValueError`: weights that are missing, too many, of another shape, not finite or not those that were saved.
+        `ValueError`: weights that are missing, too many, of a different shape, not finite or not those that were saved.
     """
     shapes, config = tensor_shapes(files), model.config
     prefix = f"{model.base_model_prefix}."
@@ -492,7 +493,7 @@ def _sample_base_weights(model) -> dict[str, tuple[torch.Size, torch.Tensor]]:
 
 def _check_base_weights(model) -> None:
     """Warn about weights of the base model that have changed since loading, because a checkpoint of the aligner alone
-    would lose the changes. Raise `ValueError` for weights of other sizes, with which it could not be loaded."""
+    would lose the changes. Raise `ValueError` for weights of different sizes, with which it could not be loaded."""
     changed = []
     for name, (shape, numbers) in _sample_base_weights(model).items():
         if name not in model._base_samples:
@@ -605,7 +606,7 @@ def missing_model_message(kind: str, name: str, error: Exception) -> str:
 # Files that are read
 @contextlib.contextmanager
 def _opened(file: str | Path) -> Iterator[safe_open]:
-    """Open a safetensors file; raises `ValueError` if it is truncated or of another format."""
+    """Open a safetensors file; raises `ValueError` if it is truncated or of a different format."""
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
@@ -694,7 +695,7 @@ def base_model_files(config, download: dict) -> list[str]:
 
     Raises:
         `OSError`: a base model that is not there.
-        `ValueError`: another one than the aligner was trained for, by the sizes in its configuration.
+        `ValueError`: a base model that the aligner was not trained for, judged by the sizes in its configuration.
     """
     name = config.base_model_name_or_path
     if name is None:
@@ -708,14 +709,14 @@ def base_model_files(config, download: dict) -> list[str]:
     if others:
         described = ", ".join(f"{field} {trained.get(field)} (found {found.get(field)})" for field in others)
         raise ValueError(
-            f"The base model {name} is not the one this aligner was trained for: a {config.text_config.model_type} "
-            f"with {described}. Point `base_model_name_or_path` to the right one."
+            f"The base model {name} is not the one this aligner was trained for; expected a "
+            f"{config.text_config.model_type} with {described}. Point `base_model_name_or_path` to the right one."
         )
     return weight_files(folder)
 
 
 def check_base_model_loaded(model, info: dict, ignore_mismatched_sizes: bool, checkpoint: str | None) -> None:
-    """Raises `ValueError` for a base model that lacks weights, has weights of another shape or, as part of a
+    """Raises `ValueError` for a base model that lacks weights, has weights of a different shape or, as part of a
     `checkpoint`, weights that do not belong to it. `info` is transformers' loading info."""
     where, kind = f"base model {model.config.base_model_name_or_path}", model.config.text_config.model_type
     if checkpoint is not None:

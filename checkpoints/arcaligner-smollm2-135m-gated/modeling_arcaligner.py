@@ -358,8 +358,8 @@ LEAST_ROWS, LEAST_WEIGHT = 16, 2**16
 
 @functools.cache
 def has_slow_mkl() -> bool:
-    """Whether PyTorch multiplies float32 by MKL on an x86 CPU with AVX-512 that is not Intel's. There MKL uses half of
-    the width of the vector units, and oneDNN all of it."""
+    """Whether PyTorch multiplies float32 with MKL on an x86 CPU with AVX-512 that is not Intel's. There MKL uses half
+    of the width of the vector units, and oneDNN all of it."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     cpuinfo = Path("/proc/cpuinfo")
@@ -368,8 +368,8 @@ def has_slow_mkl() -> bool:
 
 
 class FrozenLinear(InPlaceMixin):
-    """A linear layer of the base model that multiplies large float32 tensors by oneDNN where MKL is slow. It is up to
-    twice as fast, and sums are rounded in another order."""
+    """A linear layer of the base model that multiplies large float32 tensors with oneDNN where MKL is slow. It is up to
+    twice as fast, and sums are rounded in a different order."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
@@ -384,7 +384,7 @@ class FrozenLinear(InPlaceMixin):
         return products[: len(rows)].view(*x.shape[:-1], -1)
 
     def _is_slow(self, x: torch.Tensor) -> bool:
-        """Whether PyTorch would multiply `x` by MKL, slowly, and nothing prevents oneDNN."""
+        """Whether PyTorch would multiply `x` with MKL, slowly, and nothing prevents oneDNN."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or not has_slow_mkl():
             return False
         is_plain = x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
@@ -1197,7 +1197,7 @@ class MultihopHead(nn.Module):
     def forward(
         self, question_embeds: torch.Tensor, num_words: torch.Tensor, answerability_logits: torch.Tensor
     ) -> torch.Tensor:
-        """Embeddings of questions by the search encoder (batch, d_r), their numbers of words (batch,) and the
+        """Embeddings of questions from the search encoder (batch, d_r), their numbers of words (batch,) and the
         answerability of their top-ranked passages, in log-odds (batch,), to log-odds (batch,)."""
         sure = answerability_logits.clamp(-MOST_ODDS, MOST_ODDS)
         features = torch.cat([self.wording(question_embeds, num_words), sure[:, None]], dim=1)  # (batch, d_r + 2)
@@ -1566,8 +1566,8 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
 
     def set_answerability_layers(self, layers: list[int] | None) -> None:
         """Give the model a new answerability head, which is neutral until it is fitted, for the states of these layers,
-        or remove it (`None`). Call it after training, because other weights have other states. The multi-hop head is
-        removed, because it was fitted to the former one.
+        or remove it (`None`). Call it after training, because different weights have different states. The multi-hop
+        head is removed, because it was fitted to the former one.
 
         Raises:
             `ValueError`: layers that the backbone does not have, or not in ascending order.

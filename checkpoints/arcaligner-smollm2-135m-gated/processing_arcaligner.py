@@ -75,7 +75,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         tokens_per_slot (`int` or `"segment"`, defaults to `"segment"`):
             Beyond the paper: a segment becomes several slots of about this many tokens each, pooled from one pass
             through the encoder. `"segment"` is one slot per segment, as in the paper. Can be given per call.
-        trained_tokens_per_slot (`list`, *optional*): The rates that it was trained with; others give a warning.
+        trained_tokens_per_slot (`list`, *optional*): The values that it was trained with; others give a warning.
         context_words (`bool`, defaults to `False`):
             Whether the model also gets the token ids of the slots, which an aligner with `word_parts` needs.
         max_prompt_length (`int`, *optional*):

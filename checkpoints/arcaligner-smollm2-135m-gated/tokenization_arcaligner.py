@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 # Inputs
 def check_text(text: str, what: str) -> None:
-    """Raises `ValueError` for text that is not valid Unicode, such as a command-line argument in another encoding."""
+    """Raises `ValueError` for text that is not valid Unicode, such as a command-line argument in a wrong encoding."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -200,7 +200,7 @@ class SentenceEncoder:
         """Adds LoRA of rank `lora_r`, unless the encoder has it, and returns the LoRA weights, ready to be trained.
 
         Raises:
-            `ValueError`: LoRA of another rank.
+            `ValueError`: LoRA of a different rank.
         """
         if self.dtype != "float32":  # merged weights are rounded, so unmerging would not restore them
             self.dtype, self._model = "float32", None
@@ -580,7 +580,7 @@ def passages_of_questions(
     `has_words`.
 
     Raises:
-        `ValueError`: both or neither, values of another kind, or not one entry for each question.
+        `ValueError`: both or neither, values of a different kind, or not one entry for each question.
     """
     if (documents is None) == (context_embeds is None):
         found = "neither `documents` nor" if documents is None else "both `documents` and"
@@ -660,7 +660,7 @@ def load_encoder_lora(model, folder: Path) -> None:
     """Adds the LoRA in `folder` to a `SentenceTransformer`.
 
     Raises:
-        `ValueError`: weights that are cut, not finite, of another shape, missing or too many.
+        `ValueError`: weights that are cut, not finite, of a different shape, missing or too many.
     """
     path, transformer = folder / SAFETENSORS_WEIGHTS_NAME, model.transformers_model
     weights = dict(read_tensors([path]))

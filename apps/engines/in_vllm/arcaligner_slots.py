@@ -5,7 +5,7 @@
         '{"kv_connector": "SlotsConnector", "kv_connector_module_path": "arcaligner_slots",
           "kv_role": "kv_consumer", "kv_load_failure_policy": "fail"}'
 
-Each worker keeps up to 1 GiB of the passages that it read in memory; another number of bytes is
+Each worker keeps up to 1 GiB of the passages that it read in memory; a different number of bytes is
 `"kv_connector_extra_config": {"passage_bytes": 0}`.
 
 This file needs only vLLM, torch and safetensors, and no other file of ArcAligner. A request of `/v1/completions` has as
@@ -97,7 +97,7 @@ def read_header(key: str) -> Header:
     """The header of the file KEY.safetensors.
 
     Raises:
-        `ValueError`: a file that is not there, broken, of another format, or not the one that it is named after.
+        `ValueError`: a file that is not there, broken, of a different format, or not the one that it is named after.
     """
     if not isinstance(key, str) or not re.fullmatch("[0-9a-f]{64}", key):
         raise ValueError(f"{key!r} is not the key of a precomputed passage; expected the 64 digits of a SHA-256.")

@@ -372,7 +372,7 @@ def test_corpus_of_another_encoder(corpus, processor, monkeypatch):
     with pytest.raises(ValueError, match="and this checkpoint has 'another/name'. Build another corpus"):
         corpus.check(processor)
     monkeypatch.setattr(processor, "encoder_name_or_path", corpus.settings["encoder"])
-    with pytest.raises(ValueError, match="with other weights than this checkpoint has, .* trained jointly"):
+    with pytest.raises(ValueError, match="whose weights differ from .* trained with an aligner"):
         corpus.check(processor)
 
 
