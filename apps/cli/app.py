@@ -364,7 +364,7 @@ def serve_answers(
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
     max_new_tokens: Annotated[
-        int, typer.Option(help="Maximum number of tokens of an answer; larger requests are reduced to it.", min=1)
+        int, typer.Option(help="Maximum number of tokens of an answer; requests for more get this many.", min=1)
     ] = 1024,
     dtype: Dtype = None,
     device: Device = None,
@@ -493,9 +493,12 @@ def evaluate(
         str | None, typer.Option(help="Methods, separated by commas. Default: the recipe's, or all.")
     ] = None,
     checkpoint: Annotated[str | None, typer.Option(help="The aligner: a folder or a Hub id.")] = None,
-    xrag: Annotated[str | None, typer.Option(help="Folder of the recipe xrag, for the method xrag.")] = None,
+    xrag: Annotated[
+        str | None, typer.Option(help="Folder with the result of the recipe xrag, for the method xrag.")
+    ] = None,
     projector_only: Annotated[
-        str | None, typer.Option(help="Folder of the recipe projector_only, for the method projector_only.")
+        str | None,
+        typer.Option(help="Folder with the result of the recipe projector_only, for the method projector_only."),
     ] = None,
     full_text_lora: Annotated[
         str | None, typer.Option(help="Folder written by arcaligner.train.full_text, for the method full_text_lora.")
@@ -504,10 +507,12 @@ def evaluate(
         str | None, typer.Option(help="Folder written by arcaligner.train.full_text, for the method text_apart.")
     ] = None,
     all_positions: Annotated[
-        str | None, typer.Option(help="Folder of the recipe all_positions, for the method all_positions.")
+        str | None,
+        typer.Option(help="Folder with the result of the recipe all_positions, for the method all_positions."),
     ] = None,
     slot_positions: Annotated[
-        str | None, typer.Option(help="Folder of the recipe slot_positions, for the method slot_positions.")
+        str | None,
+        typer.Option(help="Folder with the result of the recipe slot_positions, for the method slot_positions."),
     ] = None,
     cocom_x4: Annotated[
         str | None, typer.Option(help="Folder written by arcaligner.train.cocom, for the method cocom_x4.")
