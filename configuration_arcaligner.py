@@ -248,7 +248,7 @@ class ArcAlignerConfig(PreTrainedConfig):
         if "vocab_size" not in self.text_config.to_dict():
             raise ValueError(
                 f"Backbone `{self.text_config.model_type}` is not supported: it has no vocabulary of its own, so "
-                "it is not a causal language model. Choose a decoder-only one; of a multimodal model, its text model."
+                "it is not a causal language model. Choose a decoder-only one, or the text model of a multimodal one."
             )
         if self.context_token_id is None:  # beyond the vocabulary, so that no text has this id
             self.context_token_id = self.text_config.vocab_size

@@ -358,7 +358,7 @@ METHODS = {
         Method("no_lora", "w/o LoRA & Recursion", partial(_ONE_PASS, use_lora=False), **_OURS),
         # Not in the paper: an ordinary LoRA, and the selective LoRA trained on the same few rows.
         Method("all_positions", "LoRA on all positions", _ONE_PASS, **_control("all_positions")),
-        Method("slot_positions", "LoRA on slots, trained as much", _ONE_PASS, **_control("slot_positions")),
+        Method("slot_positions", "LoRA on slots, same training", _ONE_PASS, **_control("slot_positions")),
     )
 }
 

@@ -147,8 +147,8 @@ def check_passages_first(model: ArcAlignerForCausalLM, args: TrainingArguments |
         )
     if args is not None and args.gradient_checkpointing:
         raise ValueError(
-            "`gradient_checkpointing` stores no keys and values, which the second phase of `passages_first` needs. "
-            "Leave one of them out."
+            "`activation_checkpointing` (formerly `gradient_checkpointing`) stores no keys and values, which the "
+            "second phase of `passages_first` needs. Leave one of them out."
         )
 
 
