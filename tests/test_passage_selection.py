@@ -143,7 +143,7 @@ def test_refusal_requirements(ask, model, processor):
     refused("cannot be combined with `streamer`", streamer="any")
     refused("cannot be combined with `return_tensors`", return_tensors=True)
     ask.processor.no_answer = None
-    refused("`no_answer` is None; expected the text to say instead")
+    refused("`no_answer` is None; expected the text to return instead")
     ask.processor = processor
     model.set_answerability_layers(None)
     assert "confidence" not in ask(ROW, return_slots=True)[0]["statistics"]
