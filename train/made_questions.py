@@ -39,8 +39,11 @@ from .prompts import full_text, question_prompt
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 48  # of a question with its answer
+MAX_ANSWER_TOKENS = 24  # of the reader's answer; a longer one is cut, so it disagrees
 PARAGRAPHS_PER_PART = 1024
-TOP_P = 0.95  # of the maker: different answers from the same paragraph
+# Of the maker's sampling: a token at least this likely, relative to the likeliest one. Unlike `top_p` it sorts nothing,
+# which on a GPU takes longer than the model for thousands of rows.
+MIN_P = 0.05
 
 
 class TextReader:
@@ -130,7 +133,7 @@ def read_made(text: str, passage: dict[str, str]) -> tuple[str, str] | str:
 def make_questions(maker: TextReader, rows: Sequence[Row], number: int) -> tuple[list[Row], Counter]:
     """Up to `number` different questions about each row's paragraph, sampled, and how many were left out, by reason."""
     prompts = [question_prompt(row) for row in rows]
-    texts = maker.write(prompts, max_new_tokens=MAX_TOKENS, samples=number, top_p=TOP_P)
+    texts = maker.write(prompts, max_new_tokens=MAX_TOKENS, samples=number, min_p=MIN_P)
     made, left_out = [], Counter()
     for row, written in zip(rows, texts, strict=True):
         answers = set()
@@ -154,7 +157,7 @@ def make_questions(maker: TextReader, rows: Sequence[Row], number: int) -> tuple
 def agreed(reader: TextReader, made: Sequence[Row]) -> list[Row]:
     """The rows whose question the reader answers as the maker did, from the same paragraph; answers are compared after
     SQuAD's normalization."""
-    found = reader.write([full_text(row) for row in made], max_new_tokens=MAX_TOKENS)
+    found = reader.write([full_text(row) for row in made], max_new_tokens=MAX_ANSWER_TOKENS)
     pairs = zip(made, found, strict=True)
     return [row for row, (text,) in pairs if normalize_answer(text) == normalize_answer(row["answers"][0])]
 
