@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 MAX_TOKENS = 48  # of a question with its answer
 MAX_ANSWER_TOKENS = 24  # of the reader's answer; a longer one is cut, so it disagrees
 PARAGRAPHS_PER_PART = 1024
-# Of the maker's sampling: a token at least this likely, relative to the likeliest one. Unlike `top_p` it sorts nothing,
-# which on a GPU takes longer than the model for thousands of rows.
+# For the maker's sampling: a token has to be at least this likely, relative to the most likely one. Unlike `top_p` this
+# needs no sorting, which on a GPU takes longer than the model for thousands of rows.
 MIN_P = 0.05
 
 
