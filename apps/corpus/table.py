@@ -234,7 +234,10 @@ class Corpus:
                 f"Another process is writing to the corpus {self.path}. Wait until it has finished."
             ) from error
         except RuntimeError as error:  # raised by Lance
-            raise OSError(f"The corpus {self.path} cannot be written: {error}. Its content is unchanged.") from error
+            raise OSError(
+                f"The corpus {self.path} cannot be written: {error}. Its content is unchanged. Make room, or make the "
+                "folder writable, and run the command again."
+            ) from error
 
     def digests(self, documents: Iterable[str]) -> dict[str, str]:
         """Digests of those documents that the corpus has, by their ids."""
