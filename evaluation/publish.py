@@ -216,8 +216,8 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
         f"The shipped aligner's answers to the first {ANSWERS_PER_SET} questions of each set by id. None is left out.",
         "They were generated greedily at two tokens per slot, in the run of [results.md](results.md).",
         "",
-        "- *Expected* is the first gold answer. *F1*, in percent, is how many words the answer shares with the closest "
-        "gold one.",
+        "- *Expected* is the first gold answer. *F1*, in percent, is the word overlap of the answer with the closest "
+        "gold answer.",
         "- *Answerability*, from 0 to 1, is how likely the passages contain an answer. It is not the chance that the",
         "  answer is right.",
         f'- *Abstains*: with `min_confidence={threshold}` the answer is "{no_answer}"; without it, the one shown.',
@@ -295,8 +295,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         "only the same passages in the same order. Slots are cached per passage and combined freely.",
         "**The default** scores passages and uses the best one, or the best two if the question needs two. Its times "
         "include the scoring and are for questions answered from one passage. They are upper bounds: when they were "
-        "measured, every passage was scored. Now at most half of the passages are scored (rounded up, at least two), "
-        "or all if the question needs two.",
+        "measured, all passages were scored, and now fewer are ([which](docs/extensions.md#selection-of-passages)).",
         f"The two time columns come from different CPUs ({latency['machine']['cpu']}, {kept['machine']['cpu']}), so "
         "compare within a column only.",
         "Slots and shortened text are decoded with a bonus for words of the passages (`copy_bonus`); whole text is not."
