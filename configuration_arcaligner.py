@@ -333,8 +333,8 @@ class ArcAlignerConfig(PreTrainedConfig):
             config_dict.items()
         except (AttributeError, TypeError) as error:  # where the file holds other JSON
             raise ValueError(
-                f"The config.json of {pretrained_model_name_or_path} is not a configuration: expected a JSON object "
-                f"({error})."
+                f"The config.json of {pretrained_model_name_or_path} is not a configuration ({error}); expected a JSON "
+                "object. Download the checkpoint again."
             ) from error
         model_type = config_dict.get("model_type")
         trained, wanted = config_dict.get("passage_attention", "joint"), kwargs.get("passage_attention")

@@ -214,7 +214,10 @@ class SentenceEncoder:
             if layer.merged:
                 layer.unmerge()
             if (found := layer.r["default"]) != lora_r:
-                raise ValueError(f"The encoder has LoRA of rank {found}; got {lora_r}. Continue with that rank.")
+                raise ValueError(
+                    f"`encoder_lora_r` is {lora_r}, but the encoder already has a LoRA of rank {found}. Set it to "
+                    f"{found}."
+                )
             layer.cast_input_dtype_enabled = False  # autocast does it, and does not cast all of the input
         self.model.requires_grad_(False)
         weights = self.lora_weights()
@@ -866,8 +869,8 @@ class SlotEncoder:
             )
         if not torch.isfinite(embeds).all():
             raise ValueError(
-                f"The embeddings of row {row} hold {int((~torch.isfinite(embeds)).sum())} NaN or infinite values of "
-                f"{embeds.numel()}. Check the encoder's output."
+                f"{int((~torch.isfinite(embeds)).sum())} of {embeds.numel()} values in the embeddings of row {row} are "
+                "NaN or infinite. Check the encoder's output."
             )
 
 

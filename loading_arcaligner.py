@@ -420,8 +420,8 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
         )
     if surplus := sorted(found.keys() - expected.keys()):
         raise ValueError(
-            f"Checkpoint {source} has {len(surplus)} aligner weights that do not fit its settings, first "
-            f"`{surplus[0]}`. Weights or settings were changed: {settings}."
+            f"Checkpoint {source} has {len(surplus)} aligner weights that do not fit its settings (first: "
+            f"`{surplus[0]}`). Weights or settings were changed: {settings}."
         )
     others = sorted(key for key in expected if found[key] != expected[key])
     if others and not ignore_mismatched_sizes:
@@ -433,8 +433,8 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
     strangers = sorted(key for key in shapes if not model.is_aligner_key(key))
     if strangers and not _includes_base_model(config, shapes):
         raise ValueError(
-            f"Checkpoint {source} has {len(strangers)} weights that are not an aligner's, first `{strangers[0]}`, but "
-            "was saved without a base model. Download it again, or save it again."
+            f"Checkpoint {source} has {len(strangers)} weights that are not an aligner's (first: `{strangers[0]}`), "
+            "but was saved without a base model. Download it again, or save it again."
         )
     check_values(model.is_aligner_key, files, source, config.digests or {})
 
@@ -510,8 +510,8 @@ def _check_base_weights(model) -> None:
             changed.append(name)
     if changed:
         logger.warning(
-            f"{len(changed)} weights of the base model have changed since they were loaded, first `{changed[0]}`. Only "
-            "the aligner is saved. Pass `save_base_model=True` to save the base model, too."
+            f"{len(changed)} weights of the base model have changed since they were loaded (first: `{changed[0]}`). "
+            "Only the aligner is saved. Pass `save_base_model=True` to save the base model as well."
         )
 
 
@@ -520,8 +520,8 @@ def _check_aligner_is_whole(model) -> None:
     taken = [(name, each) for name, each in model.aligner_parameters() if type(each) is not Parameter]
     if taken:
         raise ValueError(
-            f"The quantizer changed {len(taken)} weights of the aligner, first `{taken[0][0]}`, now of type "
-            f"{type(taken[0][1]).__name__}; expected float32 there. Leave {model._keep_in_fp32_modules} out of the "
+            f"The quantizer changed {len(taken)} weights of the aligner (first: `{taken[0][0]}`, now of type "
+            f"{type(taken[0][1]).__name__}); expected float32. Leave {model._keep_in_fp32_modules} out of the "
             "quantization."
         )
 
@@ -628,8 +628,8 @@ def check_values(is_aligner_key, files: Iterable[str | Path], source: str, diges
     for key, tensor in read_tensors(files):
         if tensor.is_floating_point() and tensor.itemsize > 1 and not torch.isfinite(tensor).all():
             raise ValueError(
-                f"Checkpoint {source} has {int((~torch.isfinite(tensor)).sum())} NaN or infinite values of "
-                f"{tensor.numel()} in `{key}`. Its training diverged, or the file is damaged: use another one."
+                f"Checkpoint {source}: {int((~torch.isfinite(tensor)).sum())} of {tensor.numel()} values in `{key}` "
+                "are NaN or infinite. Its training diverged, or the file is damaged: use another checkpoint."
             )
         if is_aligner_key(key):
             aligner[key] = tensor
@@ -731,7 +731,7 @@ def check_base_model_loaded(model, info: dict, ignore_mismatched_sizes: bool, ch
     for fault, keys in (faults | {"has {} weights whose sizes differ from those of a": shapes}).items():
         if keys:
             raise ValueError(
-                f"The {where} {fault.format(len(keys))} {kind}, first `{min(keys)}`. Download it again, or name a "
+                f"The {where} {fault.format(len(keys))} {kind} (first: `{min(keys)}`). Download it again, or name a "
                 "complete copy."
             )
 

@@ -93,7 +93,10 @@ def main(
     sizes: Annotated[str, typer.Option(help="Numbers of passages per question, separated by commas.")] = "1,5,10,20",
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Precision of the models.")] = "float32",
     tokens_per_slot: Annotated[
-        str | None, typer.Option(help="Tokens per slot: numbers or `segment`, separated by commas.", show_default="own")
+        str | None,
+        typer.Option(
+            help="Tokens per slot: numbers or `segment`, separated by commas.", show_default="the checkpoint's"
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
     seconds: Annotated[float, typer.Option(help="Time limit per size, in seconds; no round starts after it.")] = 30.0,

@@ -474,13 +474,13 @@ def main(
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, cuda:1, ...")] = "cuda",
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
-        typer.Option(help="Precision of the backbone.", show_default="bfloat16, on a CPU float32"),
+        typer.Option(help="Precision of the backbone.", show_default="bfloat16; float32 on a CPU"),
     ] = None,
     passages: Annotated[
         str, typer.Option(help="Numbers of passages per question, separated by commas, the most important first.")
     ] = "5,20,1",
     batches: Annotated[
-        str | None, typer.Option(help="Batch sizes, separated by commas.", show_default="1,16,32, on a CPU 1")
+        str | None, typer.Option(help="Batch sizes, separated by commas.", show_default="1,16,32; 1 on a CPU")
     ] = None,
     seconds: Annotated[
         float, typer.Option(help="Time limit in seconds; measurements that have not started by then are left out.")

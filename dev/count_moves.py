@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="A folder with a checkpoint.")
     given = parser.parse_args()
     if unknown := set(given.ways) - set(WAYS):
-        parser.error(f"no way {', '.join(map(repr, sorted(unknown)))}; there are {', '.join(WAYS)}")
+        parser.error(f"unknown ways {', '.join(map(repr, sorted(unknown)))}; expected some of {', '.join(WAYS)}")
     logging.disable_progress_bar()
     for name in given.ways or WAYS:
         print_counts(name, WAYS[name](given.checkpoint), given.pairs, given.walk)

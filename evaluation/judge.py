@@ -246,13 +246,15 @@ def main(
         str, typer.Option(help="OpenAI-compatible address; the key is taken from $OPENAI_API_KEY.")
     ] = ENDPOINT,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait for a reply.")] = 60.0,
-    number: Annotated[int | None, typer.Option("-n", min=1, help="Judgements of people to compare with.")] = None,
+    number: Annotated[
+        int | None, typer.Option("-n", min=1, help="Maximum number of human judgements to compare with.")
+    ] = None,
     output: Annotated[Path, typer.Option(help="Folder for the verdicts of `--agreement`.")] = Path("runs/judges"),
     again: Annotated[bool, typer.Option("--again", help="Ask again where a reply was neither yes nor no.")] = False,
 ) -> None:
     """Judge all answers of a run, or compare a judge with people. A second run judges only what is missing."""
     if (run is None) == (people is None):
-        raise ValueError("Expected exactly one of `--run` (a run to judge) and `--agreement` (judgements of people).")
+        raise ValueError("Expected exactly one of `--run` (a run to judge) and `--agreement` (human judgements).")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     judge = ChatEndpoint(model, endpoint, timeout=timeout)

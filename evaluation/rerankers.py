@@ -64,13 +64,13 @@ def parse_ranking(reply: str, count: int) -> list[int]:
     """
     numbers = [int(number) for number in _NUMBER.findall(reply)]
     if not numbers:
-        raise WrongListError("no list")
+        raise WrongListError("no numbers of passages")
     if any(not 1 <= number <= count for number in numbers):
-        raise WrongListError("numbers without a passage")
+        raise WrongListError("a number without a passage")
     if len(set(numbers)) < len(numbers):
-        raise WrongListError("passages twice")
+        raise WrongListError("a passage named twice")
     if len(numbers) < count:
-        raise WrongListError("passages left out")
+        raise WrongListError("a passage left out")
     return [number - 1 for number in numbers]
 
 

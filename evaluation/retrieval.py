@@ -98,7 +98,7 @@ def open_pool(sources: Sequence[str], data_dir: str = "") -> datasets.Dataset:
     features = Features(title=Value("string"), text=Value("string"))
     pool = datasets.Dataset.from_generator(_unique_passages, features=features, gen_kwargs=given)
     if not len(pool):
-        raise ValueError(f"The pool {', '.join(sources)} has no passage with a text; there is nothing to retrieve.")
+        raise ValueError(f"The pool {', '.join(sources)} has no passage with a text. Name sources that have one.")
     return pool
 
 
@@ -204,7 +204,7 @@ def retrieve(
     if wrong:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(wrong.items()))
         logger.warning(
-            "%s: %d of %d lists of %s are not usable, so these questions keep the retriever's order (%s)",
+            "%s: %d of %d rankings by %s are not usable, so these questions keep the retriever's order (%s)",
             *(name, wrong.total(), len(rows), settings.reranker, reasons),
         )
     return after, {

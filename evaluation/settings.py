@@ -150,7 +150,7 @@ def read_recipe(recipe: str) -> dict[str, Any]:
         if path.is_file():
             return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     known = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
-    raise ValueError(f"There is no recipe {recipe!r}: neither one of {known} nor a YAML file.")
+    raise ValueError(f"There is no recipe {recipe!r}: neither one of {known} nor a YAML file. Name one.")
 
 
 def _fields(kind: type) -> set[str]:

@@ -62,7 +62,7 @@ def main(
         Path,
         typer.Option(help="Folder that `train --output` wrote, with a folder for each stage.", exists=True),
     ],
-    output: Annotated[Path, typer.Option(help="Folder to write.")],
+    output: Annotated[Path, typer.Option(help="Folder for the result.")],
 ) -> None:
     """Write the aligner of the last finished stage to a folder that can be pushed."""
     folders = sorted(path.parent for path in stages.glob("*/config.json"))

@@ -242,7 +242,8 @@ def push_checkpoint(repo_id: str, checkpoint: str | Path, *, private: bool = Fal
     base = config.base_model_name_or_path
     if base is not None and not is_hub_id(base):
         logger.warning(
-            f"The base model of {folder} is {base}, not a model on the Hub: others need it at the same place."
+            f"The base model of {folder} is {base}, not a model on the Hub. Others can load the checkpoint only if "
+            "they have the base model at the same path."
         )
     files = {name: ROOT / name for name in CODE_FILES}
     for path in (path for pattern in _CHECKPOINT_FILES for path in folder.glob(pattern) if path.is_file()):

@@ -200,7 +200,7 @@ def main(
     held_out: Annotated[int, typer.Option(help="Number of held-out questions.")] = 1000,
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
     keep_head: Annotated[
-        bool, typer.Option("--keep-head", help="Keep the answerability head; fit only how likely answers are right.")
+        bool, typer.Option("--keep-head", help="Keep the answerability head; fit only the answer likelihood.")
     ] = False,
 ) -> None:
     """Fit how likely passages contain an answer and how likely answers are right, and print the accuracy of both on

@@ -58,7 +58,7 @@ class TextReader:
 
     def __init__(self, folder: str | Path, device: str = "cpu", batch_tokens: int = 16_384):
         if not Path(folder, CONFIG_NAME).exists():
-            raise ValueError(f"{folder} has no {CONFIG_NAME}; name a finished folder of `train/full_text.py`.")
+            raise ValueError(f"{folder} has no {CONFIG_NAME}. Name the folder of a finished run of train/full_text.py.")
         model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=default_dtype(device))
         self.model = model.merge_and_unload().eval().to(device)
         self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -201,7 +201,7 @@ def main(
     asked: Annotated[
         list[str], typer.Option(help="Files in `--data` with questions; their paragraphs are left out.")
     ] = ["train_qa.jsonl.gz", "train_extra.jsonl.gz"],  # noqa: B006
-    output: Annotated[Path, typer.Option(help="File to write.")] = Path("data/made_qa.jsonl.gz"),
+    output: Annotated[Path, typer.Option(help="File for the questions.")] = Path("data/made_qa.jsonl.gz"),
     limit: Annotated[int | None, typer.Option("-n", help="Number of paragraphs. Default: all.", min=1)] = None,
     questions: Annotated[int, typer.Option(help="Maximum number of questions about a paragraph.", min=1)] = 3,
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",

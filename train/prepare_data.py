@@ -234,7 +234,7 @@ def read_limits(given: Iterable[str]) -> list[Source]:
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Folder to write.")] = Path("data"),
+    output: Annotated[Path, typer.Option(help="Folder for the result.")] = Path("data"),
     limit: Annotated[
         list[str] | None, typer.Option(help="Maximum number of rows of a set, as in squad=5000; can be repeated.")
     ] = None,

@@ -106,7 +106,7 @@ def read_stages(
         try:
             keys = read_keys(run_settings(SCRIPT, arguments))
         except (yaml.YAMLError, AttributeError, TypeError) as error:
-            raise ValueError(f"{path} is not YAML with a key and a value on each line: {error}") from error
+            raise ValueError(f"{path} is not YAML with a key and a value on each line: {error}. Correct it.") from error
         if "output_dir" not in keys:
             raise ValueError(f"{path} has no `output_dir`; expected a folder for the result of the stage. Add the key.")
         named = Path(str(keys.get("model_name_or_path")))

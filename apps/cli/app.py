@@ -298,7 +298,8 @@ def describe_record(record: dict[str, Any], passages: list[Passage], no_answer: 
             messages.print(source_line(each), markup=False, soft_wrap=True)
     if left := len(passages) - len(read):
         messages.print(
-            f"[dim]{counted(left, 'passage')} not used: less likely to contain the answer (--max-passages)[/]"
+            f"[dim]{counted(left, 'passage')} not used: less likely to contain the answer (to use more, raise "
+            "--max-passages)[/]"
         )
     warn_of_words(record["generated_text"].strip(), read, no_answer)
     tell_how_sure(*(record["statistics"].get(name) for name in ("answerability", "answer_likelihood")))
@@ -337,7 +338,7 @@ def ask_corpus(
         show(source_line(each))
     warn_of_words(found.text, read, engine.processor.no_answer)
     if others := len(found.sources) - len(read):
-        messages.print(f"[dim]{others} more retrieved but not used (--max-passages)[/]")
+        messages.print(f"[dim]{others} more retrieved but not used (to use more, raise --max-passages)[/]")
     parts = {"retrieval": "retrieval", "slots": "slots", "choosing": "scoring", "model": "model"}
     milliseconds = ", ".join(f"{part} {1000 * found.seconds[name]:.0f}" for name, part in parts.items())
     times = f"First token after {1000 * found.seconds['first_token']:.0f} ms: {milliseconds}"
@@ -655,7 +656,7 @@ def compare(
 
 @app.command("export-gguf")
 def export_gguf_adapter(
-    folder: Annotated[Path, typer.Option("--output", help="Folder to write.")],
+    folder: Annotated[Path, typer.Option("--output", help="Folder for the result.")],
     checkpoint: Annotated[str, typer.Argument(help="Aligner checkpoint: a folder or a Hub id.")] = str(
         DEFAULT_CHECKPOINT
     ),

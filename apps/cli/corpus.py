@@ -90,7 +90,7 @@ def build(
     show(summary(report, corpus.info()))
     if strict and report.skipped:
         raise ValueError(
-            f"{counted(len(report.skipped), 'item')} of the sources could not be read, first: "
+            f"{counted(len(report.skipped), 'item')} of the sources could not be read. The first: "
             f"{one_line(report.skipped[0])}. The rest is in the corpus. Correct or remove what could not be read, or "
             "run without `--strict`."
         )

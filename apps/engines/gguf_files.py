@@ -121,8 +121,8 @@ def check_base_model(reader: gguf.GGUFReader, config: PreTrainedConfig, tokenize
         field = reader.get_field(key)
         if (found := field and field.contents()) != value:
             raise ValueError(
-                f"{path} has `{key}` {found!r}, but the aligner's base model {value!r}. Name the GGUF file of the base "
-                "model that the aligner was trained with."
+                f"`{key}` is {found!r} in {path}, but {value!r} in the aligner's base model. Name the GGUF file of the "
+                "base model that the aligner was trained with."
             )
     tokens = reader.get_field("tokenizer.ggml.tokens")
     tokens, own = tokens.contents() if tokens else [], tokenizer.convert_ids_to_tokens(range(len(tokenizer)))

@@ -422,7 +422,9 @@ class AnsweringCall:
         config, default = options.get("generation_config"), self.model.generation_config
         if any(options.get(name) or getattr(config or default, name, None) for name in READ_MORE):
             if self._min_confidence is not None:
-                raise ValueError(f"`min_confidence` cannot be combined with any of {', '.join(READ_MORE)}.")
+                raise ValueError(
+                    f"`min_confidence` cannot be combined with any of {', '.join(READ_MORE)}. Leave it or them out."
+                )
             self._scores = False
         self._prefill = PrefillOutputs() if self._scores or self._traces else None
         end_ids = default.eos_token_id if config is None or config.eos_token_id is None else config.eos_token_id

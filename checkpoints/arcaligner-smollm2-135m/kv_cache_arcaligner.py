@@ -1385,5 +1385,5 @@ def _check_watchable(name: str, weight: torch.Tensor) -> None:
     if type(weight) not in (torch.Tensor, nn.Parameter) or weight.is_meta or weight.layout != torch.strided:
         raise UnwatchableError(
             f"The weight `{name}` is of type {type(weight).__name__} on {weight.device}; changes to it cannot be "
-            "detected, so passages are not cached. Load the model whole and without quantization."
+            "detected, so passages are not cached. Load the model without quantization, sharding or offloading."
         )

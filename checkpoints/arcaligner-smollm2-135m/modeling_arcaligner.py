@@ -1318,8 +1318,8 @@ def check_slots_after_cache(
     else:
         return
     raise ValueError(
-        f"Found context tokens after {cache.get_seq_length()} cached tokens, but {reason}. Start with an "
-        "empty cache, or continue a cached slot prefix with plain text."
+        f"Found slots after {cache.get_seq_length()} cached tokens, but {reason}. Start with an empty cache, or pass "
+        "only text after slots that are cached already."
     )
 
 

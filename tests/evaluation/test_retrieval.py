@@ -80,8 +80,12 @@ def test_recall_counts_first_passages():
 
 def test_ranking_names_each_passage_once():
     assert parse_ranking("Sure: [3] > [1] > [2].", 3) == [2, 0, 1]
-    wrong = {"I cannot": "no list", "[4] > [1] > [2]": "numbers without a passage", "[1] > [1] > [2]": "passages twice"}
-    for reply, reason in (wrong | {"[1] > [3]": "passages left out"}).items():
+    wrong = {
+        "I cannot": "no numbers of passages",
+        "[4] > [1] > [2]": "a number without a passage",
+        "[1] > [1] > [2]": "a passage named twice",
+    }
+    for reply, reason in (wrong | {"[1] > [3]": "a passage left out"}).items():
         with pytest.raises(WrongListError, match=f"^{reason}$"):
             parse_ranking(reply, 3)
 
@@ -99,8 +103,8 @@ def test_wrong_lists_are_counted(pool, encoder_dir, tmp_path, monkeypatch, caplo
     settings = RetrievalSettings([pool], str(encoder_dir), "listwise:judge", num_found=3)
     with caplog.at_level(logging.WARNING):
         rows, found = retrieval.retrieve(settings, "nq", ROWS, tmp_path / "out")
-    assert found["wrong_lists"] == {"passages twice": 1, "no reply": 1, "no list": 1}
-    assert "nq: 3 of 4 lists of listwise:judge" in caplog.text and "passages twice: 1" in caplog.text
+    assert found["wrong_lists"] == {"a passage named twice": 1, "no reply": 1, "no numbers of passages": 1}
+    assert "nq: 3 of 4 rankings by listwise:judge" in caplog.text and "a passage named twice: 1" in caplog.text
     unordered = RetrievalSettings([pool], str(encoder_dir), num_found=3)
     plain, _ = retrieval.retrieve(unordered, "nq", ROWS, tmp_path / "plain")
     first = plain[0]["passages"]

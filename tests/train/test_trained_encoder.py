@@ -78,7 +78,7 @@ def test_later_stage_keeps_the_encoder(tmp_path, write_recipe, trained):
     """A later stage keeps the trained encoder, and refuses LoRA of another rank."""
     run(write_recipe("gating", tmp_path / "gating", model=trained, max_steps=1))
     assert torch.equal(embeds(tmp_path / "gating"), embeds(trained))
-    with pytest.raises(ValueError, match="has LoRA of rank 2; got 3"):
+    with pytest.raises(ValueError, match="`encoder_lora_r` is 3, but the encoder already has a LoRA of rank 2"):
         run(write_recipe("grounding", tmp_path / "run", model=trained, encoder_lora_r=3))
 
 

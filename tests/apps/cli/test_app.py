@@ -123,7 +123,8 @@ def test_long_file_is_cut(answer, chooser, tmp_path, number):
     told = [line for line in err.splitlines() if line.startswith(str(path))]
     spans = [(passages[place].start, passages[place].end, passages[place].title) for place in read]
     assert told == [f"{path}:{start}-{end} {title}" for start, end, title in spans]
-    assert f"{counted(5 - number, 'passage')} not used: less likely to contain the answer (--max-passages)" in err
+    unused = f"{counted(5 - number, 'passage')} not used: less likely to contain the answer"
+    assert f"{unused} (to use more, raise --max-passages)" in " ".join(err.split())
     assert path.read_text("utf-8")[slice(*spans[0][:2])] == documents[read[0]]["text"]
 
 

@@ -180,10 +180,10 @@ def test_what_misfits_is_refused(
     refused("Token 300 of .*tokens.gguf is 'other'", path=tmp_path / "tokens.gguf")
     other = AutoModelForCausalLM.from_config(type(base.config)(**base.config.to_dict() | {"num_hidden_layers": 2}))
     write_base_model(other, tokens, tmp_path / "layers.gguf")
-    refused("has `llama.block_count` 2, but the aligner's base model 3", path=tmp_path / "layers.gguf")
+    refused("`llama.block_count` is 2 in .*, but 3 in the aligner's base model", path=tmp_path / "layers.gguf")
     base.config.rope_parameters["rope_theta"] = 5e5
     write_base_model(base, tokens, tmp_path / "positions.gguf")
-    refused("has `llama.rope.freq_base` 500000.0, but .* 10000.0", path=tmp_path / "positions.gguf")
+    refused("`llama.rope.freq_base` is 500000.0 in .*, but 10000.0 in", path=tmp_path / "positions.gguf")
     shutil.copytree(exported["joint"], tmp_path / "torn")
     (tmp_path / "torn" / "model.safetensors").write_bytes((exported["joint"] / "model.safetensors").read_bytes()[:-100])
     refused("torn/model.safetensors cannot be read .*Save it again", folder=tmp_path / "torn")
