@@ -358,7 +358,7 @@ class PassageCache:
             whose = f" of question {place}" if len(questions) > 1 else ""
             units = [_Unit(tuple(head))]
             for number, passage in own.items():
-                name = f"Passage {number}{whose} is" if self._is_separate else f"The passages{whose} are"
+                name = f"Passage {number}{whose} needs" if self._is_separate else f"The passages{whose} need"
                 units.append(_Unit(tuple(head), passage, name, number))
             asked.append(_Question(units, tail))
         return AskedQuestions(asked, settings, turn)

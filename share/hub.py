@@ -209,7 +209,7 @@ def check_checkpoint(folder: Path) -> ArcAlignerConfig:
     names = ("config.json", "processor_config.json", "tokenizer_config.json")
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(
-            f"{folder} is not a complete checkpoint, it lacks {', '.join(missing)}. Name a folder that a training "
+            f"{folder} is not a complete checkpoint: it lacks {', '.join(missing)}. Name a folder that a training "
             "stage wrote, or `save_pretrained` of both model and processor."
         )
     config = read_aligner_config(folder)

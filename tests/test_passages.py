@@ -314,9 +314,9 @@ def test_long_question_is_refused(store):
     store.prepare("Who?", PASSAGES)
     with pytest.raises(ValueError, match="The prompt has .* positions but the backbone llama supports at most 300"):
         store.prepare("Who? " * 150, PASSAGES)
-    with pytest.raises(ValueError, match=r"^Passage 4 is \d+ slots, but there is only room for \d+ with the question"):
+    with pytest.raises(ValueError, match=r"^Passage 4 needs \d+ slots, but there is only room for \d+ with the"):
         store.prepare("Who?", [*PASSAGES, " ", "He is tall. " * 300])
-    with pytest.raises(ValueError, match="^Passage 1 of question 1 is 300 slots"):
+    with pytest.raises(ValueError, match="^Passage 1 of question 1 needs 300 slots"):
         store.prepare(["Who?", "When?"], [PASSAGES, ["Short.", "He is tall. " * 300]])
     assert store.misses == 6 and len(store) == 4  # the last three were neither read nor kept
 

@@ -134,15 +134,15 @@ def test_too_many_slots_fail_early(processor, monkeypatch):
     """More slots than the context of the backbone are refused before the encoder runs."""
     text = len(processor.tokenizer(PROMPT.format(slots="", question=QUESTION))["input_ids"])
     message = (
-        rf"question 1 are 603 slots \(the longest, passage 1, is 600\), but there is only room for {512 - text} with"
+        rf"question 1 need 603 slots \(the longest, passage 1, needs 600\), but there is only room for {512 - text}"
     )
-    message += " the question: the first 1 of 2 fit"
+    message += " with the question: the first 1 of 2 fit"
     with monkeypatch.context() as patch:
         patch.setattr(SlotEncoder, "encode_tokens", None)
         with pytest.raises(ValueError, match=message):
             processor(text=[QUESTION] * 2, documents=[["One."], ["One. " * 3, "One. " * 600]])
         patch.setattr(processor, "max_prompt_length", text + 8)
-        with pytest.raises(ValueError, match=r"passages are 9 slots"):
+        with pytest.raises(ValueError, match="passages need 9 slots"):
             processor(text=QUESTION, documents=["One. " * 9])
     assert processor(text=QUESTION, documents=["One. " * 600], max_slots=9)["context_embeds"]
 

@@ -202,7 +202,7 @@ def main(
     ] = 0,
     rates: Annotated[str, typer.Option(help="Tokens per slot, separated by commas.")] = "2,4",
     number: Annotated[
-        int, typer.Option("-n", help="Number of held-out questions. A quarter as many texts are reconstructed.")
+        int, typer.Option("-n", help="Number of held-out questions; a quarter as many texts are reconstructed.")
     ] = 1000,
     num_answers: Annotated[
         int, typer.Option("--answers", help="Number of questions that are also answered, for F1; 0 for none.")

@@ -127,8 +127,8 @@ class SentenceEncoder:
         for name in ("adapter_config.json", SAFETENSORS_WEIGHTS_NAME):
             if not (folder / name).is_file():
                 raise ValueError(
-                    f"{checkpoint} lacks {ENCODER_FOLDER}/{name}, of the sentence encoder that was trained with the "
-                    "aligner. Save the processor again, or download the checkpoint again."
+                    f"{checkpoint} lacks {ENCODER_FOLDER}/{name}, a file of the sentence encoder that was trained with "
+                    "the aligner. Save the processor again, or download the checkpoint again."
                 )
         return cls(name_or_path, str(folder), dtype)
 
@@ -800,7 +800,7 @@ class SlotEncoder:
         ]
         counts = [sum(len(segment.runs(rate)) for segment in row) for row in tokens]  # slots of each question
         for number, row in enumerate(tokens):
-            name = "The passages are" if len(passages) == 1 else f"The passages of question {number} are"
+            name = "The passages need" if len(passages) == 1 else f"The passages of question {number} need"
             name = name if names is None else names[number]
             _check_room(name, row, rate, max_slots, None if room is None else room[number], apart)
         # All questions together: the encoder sorts texts by length, so more of them means less padding.
@@ -885,7 +885,7 @@ def _check_room(
     document = max(sizes, key=sizes.get)
     count = sizes[document] if apart else sum(sizes.values())
     if room is not None and min(count, max_slots or count) > room:
-        longest = f" (the longest, passage {document}, is {sizes[document]})" if len(sizes) > 1 else ""
+        longest = f" (the longest, passage {document}, needs {sizes[document]})" if len(sizes) > 1 else ""
         fitting = sum(size <= room for size in (sizes.values() if apart else accumulate(sizes.values())))
         fits = f": {fitting} of {len(sizes)} passages fit" if apart else f": the first {fitting} of {len(sizes)} fit"
         raise ValueError(
