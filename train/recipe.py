@@ -181,7 +181,7 @@ class RecipeArguments:
             raise ValueError("`attention_loss_weight` needs a step in two phases. Set `passages_first: true`.")
         if not self.attention_loss_layers:
             raise ValueError(
-                "`attention_loss_weight` without `attention_loss_layers`. Name the layers, such as [20, 21]."
+                "`attention_loss_weight` needs `attention_loss_layers`, which is empty. Name layers, such as [20, 21]."
             )
         if self.attn_implementation != "eager":
             raise ValueError(
