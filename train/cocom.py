@@ -31,7 +31,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
 from transformers.modeling_outputs import CausalLMOutput
-from trl import SFTConfig
 
 from ..common.files import write_whole
 from ..common.rows import Row
@@ -40,7 +39,7 @@ from ..modeling_arcaligner import head_nll
 from .batches import padded
 from .examples import choose_template, missing_part, open_corpus
 from .prompts import ApartText, passages_text, text_prompt
-from .recipe import run_script
+from .recipe import TextTrainingConfig, run_script
 from .run import claim_folder, last_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ SETTINGS, TOKENS = "cocom.json", "compression_tokens.safetensors"  # next to PEF
 @dataclass
 class CocomArguments:
     """
-    The keys of the recipe that are not [`~trl.SFTConfig`]'s.
+    The keys of the recipe that are not [`TextTrainingConfig`]'s.
 
     Args:
         model_name_or_path (`str`): The base model.
@@ -92,7 +91,7 @@ class CocomArguments:
 
 
 SCRIPT = "arcaligner.train.cocom"
-KINDS = (CocomArguments, SFTConfig)
+KINDS = (CocomArguments, TextTrainingConfig)
 
 
 class CompressingModel(nn.Module):
@@ -278,7 +277,7 @@ class CocomCollator:
 # Training
 
 
-def train(recipe: CocomArguments, args: SFTConfig, settings: str) -> None:
+def train(recipe: CocomArguments, args: TextTrainingConfig, settings: str) -> None:
     """Train, and write what [`CompressingModel.load`] reads. The folder is locked meanwhile; `settings` are those of
     `run_settings`."""
     with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):

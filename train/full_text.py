@@ -22,7 +22,7 @@ import torch
 from peft import LoraConfig
 from peft.utils import CONFIG_NAME
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 from ..attention_arcaligner import passage_positions, separate_passages
 from ..common.rows import Row
@@ -32,7 +32,7 @@ from .batches import padded
 from .distractors import NearestPassages
 from .examples import missing_part, open_corpus
 from .prompts import ApartText, full_text, question_prompt, text_prompt
-from .recipe import run_script
+from .recipe import TextTrainingConfig, run_script
 from .run import claim_folder, last_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 @dataclass
 class FullTextArguments:
     """
-    The keys of the recipe that are not [`~trl.SFTConfig`]'s.
+    The keys of the recipe that are not [`TextTrainingConfig`]'s.
 
     Args:
         model_name_or_path (`str`): The base model.
@@ -89,7 +89,7 @@ class FullTextArguments:
 
 WRITES = "answer", "question"
 SCRIPT = "arcaligner.train.full_text"
-KINDS = (FullTextArguments, SFTConfig)
+KINDS = (FullTextArguments, TextTrainingConfig)
 
 
 def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.Dataset:
@@ -173,7 +173,7 @@ class ApartCollator:
         }
 
 
-def train(recipe: FullTextArguments, args: SFTConfig, settings: str) -> None:
+def train(recipe: FullTextArguments, args: TextTrainingConfig, settings: str) -> None:
     """Train the LoRA, and save it in PEFT's format. The folder is locked meanwhile; `settings` are those of
     `run_settings`."""
     with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):

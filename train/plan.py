@@ -286,7 +286,7 @@ def _plan(
         start=recipe.model_name_or_path,
         num_trained=num_trained,
         memory=memory,
-        activation_checkpointing=bool(args.gradient_checkpointing or args.activation_checkpointing),
+        activation_checkpointing=bool(args.gradient_checkpointing),  # all versions have the old name
         examples=examples,
         steps=steps,
         per_device=per_device,

@@ -284,6 +284,14 @@ def check_bfloat16() -> None:
 
 
 @dataclass
+class TextTrainingConfig(SFTConfig):
+    """`SFTConfig` for the baselines, whose lengths need no activation checkpointing. It is off by default, where TRL
+    switches it on; transformers renamed the key, so a recipe for all versions can contain neither name."""
+
+    gradient_checkpointing: bool | None = None
+
+
+@dataclass
 class AlignerTrainingConfig(SFTConfig):
     """
     `SFTConfig` with the few values that context slots need.

@@ -27,7 +27,7 @@ def arguments(folder: Path, base_model_dir: Path, output_dir: Path, **changes) -
     train_file = write_rows(folder / "questions.jsonl", question_rows(12))
     keys = {"model_name_or_path": str(base_model_dir), "output_dir": str(output_dir), "train_file": train_file}
     keys |= {"data_dir": "", "max_train_samples": 8, "per_device_train_batch_size": 4, "learning_rate": 0.01}
-    keys |= {"num_train_epochs": 1, "gradient_checkpointing": False, "logging_steps": 1, "save_steps": 1}
+    keys |= {"num_train_epochs": 1, "logging_steps": 1, "save_steps": 1}
     keys |= {"use_cpu": True, "bf16": False, "report_to": "none"}
     path = folder / f"{output_dir.name}.yaml"
     path.write_text(yaml.safe_dump(keys | changes))
@@ -175,3 +175,12 @@ def test_run_leaves_a_trained_lora(tmp_path, base_model_dir, whole_run):
         assert all(tensor.abs().sum() > 0 for name, tensor in model.state_dict().items() if "lora_" in name)
     with pytest.raises(ValueError, match="`passage_attention` is 'apart'; expected one of joint, separate"):
         run(arguments(tmp_path, base_model_dir, tmp_path / "other", passage_attention="apart"))
+
+
+@pytest.mark.parametrize("name", ["full_text", "full_text_apart", "question_maker"])
+def test_baselines_use_no_checkpointing(name):
+    """By either of transformers' names, of which older versions know one only."""
+    path = RECIPES / "smollm2_135m" / f"{name}.yaml"
+    _, args, _ = parse_recipe(script.SCRIPT, script.KINDS, ["--config", str(path), "--bf16", "false"])
+    assert not args.gradient_checkpointing
+    assert "activation_checkpointing" not in path.read_text(encoding="utf-8")
