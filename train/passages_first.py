@@ -1,10 +1,10 @@
 """A training step in two phases for independent passages: first their slots, then the turns that attend to them.
 
 A slot of an independent passage attends to the beginning of the prompt and to its own passage, never to a turn or
-another passage. The passages of a batch therefore run through the aligner first, one passage per row, and then the
-turns of each example run through the frozen layers, over the keys and values of its slots. No row is as long as all
-passages of a question together, no mask hides most of the computation, and turns never pass through the LoRA. The loss
-equals that of a step in one phase (`tests/train/test_passages_first.py`).
+another passage. The passages of a batch therefore run through the aligner first, and then the turns of each example
+run through the frozen layers, over the keys and values of its slots. No row is as long as all passages of a question
+together, no mask hides most of the computation, and turns never pass through the LoRA. The loss equals that of a step
+in one phase (`tests/train/test_passages_first.py`).
 
 Beyond the paper, the *attention loss* trains layers directly, where the NLL acts on the last layer only: of the
 attention that a position predicting the answer pays to slots, `-log` of the share on passages with the answer, heads
@@ -13,7 +13,7 @@ summed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,9 @@ NO_SHARE = 1e-4  # added to attention, so that the logarithm is finite
 @dataclass
 class PassagesFirstCollator:
     """
-    Makes a batch of examples in two parts. Arguments are those of `ContextCollator`, and
+    Makes a batch of examples in two parts. Both are packed, because padding would be more than half of them: short
+    passages share a row of the first part, and an example has as many rows of turns as its turns need, each as long as
+    the longest turn of the batch. Arguments are those of `ContextCollator`, and
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The backbone's; passages with an answer are found in its
@@ -40,17 +42,19 @@ class PassagesFirstCollator:
 
     Returns a dictionary of
 
-    - `passage_ids`, `passage_mask`: `torch.LongTensor` (passages, longest): the beginning of the prompt and a context
-      token for each slot of one passage;
+    - `passage_ids`, `passage_mask`: `torch.LongTensor` (passage_rows, longest): the beginning of the prompt and a
+      context token for each slot of one or several passages;
+    - `context_passage_ids`: `torch.LongTensor` (passage_rows, max_slots), which passage of its row a slot is of, -1 in
+      padding;
     - `encoder_inputs`, `context_word_ids`: the slots of these rows;
-    - `input_ids`, `labels`, `turn_ids`, `position_ids`: `torch.LongTensor` (batch, seq_len): the packed turns of each
-    example; `turn_ids` is -1 in padding;
-    - `kept`: `torch.LongTensor` (batch, num_kept), the positions of passages, counted over all rows, that the turns of
-    an example attend to: those of the beginning once, then all slots; -1 in padding;
-    - `is_slot`: `torch.BoolTensor` (batch, num_kept);
-    - `holds_answer`: `torch.BoolTensor` (batch, max_turns, num_kept), the slots of passages with the turn's answer;
+    - `input_ids`, `labels`, `turn_ids`, `position_ids`: `torch.LongTensor` (turn_rows, seq_len): packed turns, each row
+      of one example; `turn_ids` is -1 in padding;
+    - `kept`: `torch.LongTensor` (turn_rows, num_kept), the positions of passages, counted over all rows, that the turns
+      of a row attend to: those of the beginning once, then all slots of the example; -1 in padding;
+    - `is_slot`: `torch.BoolTensor` (turn_rows, num_kept);
+    - `holds_answer`: `torch.BoolTensor` (turn_rows, max_turns, num_kept), the slots of passages with the turn's answer;
       none where no passage has it, or each one;
-    - `row_ids`: `list[str]`.
+    - `row_ids`: `list[str]`, of the examples.
     """
 
     context_token_id: int
@@ -74,16 +78,22 @@ class PassagesFirstCollator:
                 counts[segment["document"]] = counts.get(segment["document"], 0) + next(slots_of_segment)
             passages_of_row.append(list(counts))
             sizes += counts.values()
-            heads += [row["head"]] * len(counts)
-        passage_ids = [head + [self.context_token_id] * size for head, size in zip(heads, sizes, strict=True)]
-        passages, mask = padded(passage_ids, 0), padded([[1] * len(ids) for ids in passage_ids], 0)
-        places = (torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]).flatten().nonzero()[:, 0]  # (num_slots,)
-        shape = len(sizes), max(sizes)
+            heads += [tuple(row["head"])] * len(counts)
+        packed = PackedPassages.of(heads, sizes)
+        places = torch.from_numpy(np.concatenate([packed.slots(n) for n in range(len(sizes))]))  # (num_slots,)
+        shape = len(packed.heads), packed.max_slots
+        passage_ids = [
+            [*head, *[self.context_token_id] * size] for head, size in zip(packed.heads, packed.used, strict=True)
+        ]
+        numbers = np.repeat(packed.numbers, sizes)  # (num_slots,)
+        context_passage_ids = torch.full((shape[0] * shape[1],), -1)
+        context_passage_ids[places] = torch.from_numpy(numbers)
         batch = {
-            "passage_ids": passages,
-            "passage_mask": mask,
+            "passage_ids": padded(passage_ids, 0),
+            "passage_mask": padded([[1] * len(ids) for ids in passage_ids], 0),
+            "context_passage_ids": context_passage_ids.view(shape),
             "encoder_inputs": encoder_inputs(self.encoder_tokenizer, segments, rate, places, shape[0] * shape[1]),
-            **self._turns(rows, passages_of_row, sizes, passages.shape[1]),
+            **self._turns(rows, passages_of_row, packed),
             "row_ids": row_ids,
         }
         if self.context_words:
@@ -91,38 +101,39 @@ class PassagesFirstCollator:
         return batch
 
     def _turns(
-        self, rows: list[dict[str, Any]], passages_of_row: list[list[int]], sizes: list[int], width: int
+        self, rows: list[dict[str, Any]], passages_of_row: list[list[int]], packed: "PackedPassages"
     ) -> dict[str, torch.Tensor]:
-        """The second phase; `sizes` are the numbers of slots of each passage, `width` is the row length of the first
-        phase."""
+        """The second phase."""
         names = ("input_ids", "labels", "turn_ids", "position_ids", "kept", "is_slot")
         found: dict[str, list[list[int]]] = {name: [] for name in names}
+        capacity = max(len(turn["input_ids"]) for row in rows for turn in row["turns"])
         held, first = [], 0  # by row and turn: which kept positions are of a passage with the answer
         for row, passages in zip(rows, passages_of_row, strict=True):
-            own, length = sizes[first : first + len(passages)], len(row["head"])
-            numbers = [*range(first, first + len(passages))]
-            of_slots = [width * n + length + at for n, size in zip(numbers, own, strict=True) for at in range(size)]
-            found["kept"].append([width * first + at for at in range(length)] + of_slots)
-            found["is_slot"].append([0] * length + [1] * len(of_slots))
-            for name in ("input_ids", "labels"):
-                found[name].append([each for turn in row["turns"] for each in turn[name]])
-            counts = [len(turn["input_ids"]) for turn in row["turns"]]
-            found["turn_ids"].append([number for number, count in enumerate(counts) for _ in range(count)])
+            numbers, length = range(first, first + len(passages)), len(row["head"])
+            own = [packed.sizes[number] for number in numbers]
+            kept = np.concatenate([packed.beginning(first), *map(packed.positions, numbers)]).tolist()
             begin = length + max(own)  # positions of a turn continue after the longest passage
-            found["position_ids"].append([begin + at for count in counts for at in range(count)])
             texts = self._texts(row, passages)
-            held.append([])
-            for turn in row["turns"]:
-                answer = self._plain([each for each in turn["labels"] if each >= 0])
-                holds = [bool(answer) and answer in text for text in texts]
-                if all(holds):  # all passages contain it: no preference to learn
-                    holds = [False] * len(holds)
-                held[-1].append([0] * length + np.repeat(holds, own).tolist())
+            for turns in turn_rows(row["turns"], capacity):
+                for name in ("input_ids", "labels"):
+                    found[name].append([each for turn in turns for each in turn[name]])
+                counts = [len(turn["input_ids"]) for turn in turns]
+                found["turn_ids"].append([number for number, count in enumerate(counts) for _ in range(count)])
+                found["position_ids"].append([begin + at for count in counts for at in range(count)])
+                found["kept"].append(kept)
+                found["is_slot"].append([0] * length + [1] * sum(own))
+                held.append([])
+                for turn in turns:
+                    answer = self._plain([each for each in turn["labels"] if each >= 0])
+                    holds = [bool(answer) and answer in text for text in texts]
+                    if all(holds):  # all passages contain it: no preference to learn
+                        holds = [False] * len(holds)
+                    held[-1].append([0] * length + np.repeat(holds, own).tolist())
             first += len(passages)
         padding = {"labels": -100, "turn_ids": -1, "kept": -1}
         batch = {name: padded(values, padding.get(name, 0)) for name, values in found.items()}
         batch["is_slot"] = batch["is_slot"].bool()
-        holds_answer = torch.zeros(len(rows), max(map(len, held)), batch["kept"].shape[1], dtype=torch.bool)
+        holds_answer = torch.zeros(len(held), max(map(len, held)), batch["kept"].shape[1], dtype=torch.bool)
         for number, turns in enumerate(held):
             holds_answer[number, : len(turns), : len(turns[0])] = torch.tensor(turns, dtype=torch.bool)
         return batch | {"holds_answer": holds_answer}
@@ -136,6 +147,85 @@ class PassagesFirstCollator:
 
     def _plain(self, ids: list[int]) -> str:
         return " ".join(self.tokenizer.decode(ids, skip_special_tokens=True).lower().split())
+
+
+class PackedPassages(NamedTuple):
+    """Where the passages of a batch are: rows with the beginning of a prompt, and the slots of passages after it."""
+
+    heads: list[tuple[int, ...]]  # of each row, the ids before the slots
+    used: list[int]  # of each row, its slots
+    sizes: Sequence[int]  # of each passage, its slots
+    rows: list[int]  # of each passage
+    starts: list[int]  # of each passage: the slots before it in its row
+    numbers: list[int]  # of each passage: the passages before it in its row
+
+    @classmethod
+    def of(cls, heads: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> "PackedPassages":
+        """Pack passages of `sizes` slots, the largest first, each into the first row with room for it and the same
+        beginning. No row is longer than the longest passage needs.
+
+        >>> PackedPassages.of([(7,)] * 4, [3, 5, 2, 4]).rows
+        [2, 0, 2, 1]
+        """
+        longest = max(len(head) + size for head, size in zip(heads, sizes, strict=True))
+        packed = cls([], [], sizes, *([0] * len(sizes) for _ in range(3)))
+        counts: list[int] = []
+        for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+            head, size = heads[place], sizes[place]
+            fits = (
+                row
+                for row, used in enumerate(packed.used)
+                if len(head) + used + size <= longest and packed.heads[row] == head
+            )
+            if (row := next(fits, None)) is None:
+                row = len(counts)
+                packed.heads.append(head)
+                packed.used.append(0)
+                counts.append(0)
+            packed.rows[place], packed.starts[place], packed.numbers[place] = row, packed.used[row], counts[row]
+            packed.used[row] += size
+            counts[row] += 1
+        return packed
+
+    @property
+    def max_slots(self) -> int:
+        return max(self.used)
+
+    @property
+    def width(self) -> int:
+        """Positions of the longest row."""
+        return max(len(head) + used for head, used in zip(self.heads, self.used, strict=True))
+
+    def slots(self, passage: int) -> np.ndarray:
+        """The flat indices of a passage's slots among (passage_rows, max_slots)."""
+        return self.rows[passage] * self.max_slots + self.starts[passage] + np.arange(self.sizes[passage])
+
+    def beginning(self, passage: int) -> np.ndarray:
+        """The flat positions, among (passage_rows, longest), of the beginning before a passage."""
+        row = self.rows[passage]
+        return row * self.width + np.arange(len(self.heads[row]))
+
+    def positions(self, passage: int) -> np.ndarray:
+        """The flat positions of a passage's slots."""
+        row = self.rows[passage]
+        start = row * self.width + len(self.heads[row]) + self.starts[passage]
+        return start + np.arange(self.sizes[passage])
+
+
+def turn_rows(turns: Sequence[dict[str, list[int]]], capacity: int) -> list[list[dict[str, list[int]]]]:
+    """The turns of an example in rows of at most `capacity` tokens, in order.
+
+    >>> [len(row) for row in turn_rows([{"input_ids": [1] * size} for size in (4, 5, 3, 2, 9)], 9)]
+    [2, 2, 1]
+    """
+    rows, room = [], 0
+    for turn in turns:
+        if (size := len(turn["input_ids"])) > room:
+            rows.append([])
+            room = capacity
+        rows[-1].append(turn)
+        room -= size
+    return rows
 
 
 def check_passages_first(model: ArcAlignerForCausalLM, args: TrainingArguments | None) -> None:
@@ -165,14 +255,15 @@ def run_passages_first(
     Args:
         model ([`ArcAlignerForCausalLM`]): With independent passages (`passage_attention="separate"`).
         batch: Of [`PassagesFirstCollator`], on the model's device.
-        slots: `context_embeds` (passages, max_slots, encoder_hidden_size) and `context_word_ids` of the batch.
+        slots: `context_embeds` (passage_rows, max_slots, encoder_hidden_size), `context_word_ids` and
+            `context_passage_ids` of the batch.
         num_items_in_batch: Divisor of the NLL. Default: the number of targets.
         attention_layers: Layers of the attention loss, which need the attention kernel `"eager"`.
-        with_logits: Whether the output has `logits` (batch, seq_len, vocab_size) of the turns. The loss needs none.
+        with_logits: Whether the output has `logits` (turn_rows, seq_len, vocab_size). The loss needs none.
 
     Returns:
-        The output, with the NLL as its `loss` and the `recursion_depth` (passages, num_layers, max_slots) of the slots;
-        and the attention loss, `None` without `attention_layers` and if no passage can be preferred.
+        The output, with the NLL as its `loss` and the `recursion_depth` (passage_rows, num_layers, max_slots) of the
+        slots; and the attention loss, `None` without `attention_layers` and if no passage can be preferred.
     """
     text_config, cache = model.config.text_config, DynamicCache()
     read = model.model(

@@ -134,9 +134,9 @@ class ContextCollator:
 def encode_slots(
     config: ArcAlignerConfig, processor: ArcAlignerProcessor, batch: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Encode the slots of a batch, as keyword arguments of a model of `config`: `context_embeds` (batch or passages,
-    max_slots, encoder_hidden_size) and, if the model uses them, the words and passages of the slots. `context_embeds`
-    have a gradient if the encoder is trained."""
+    """Encode the slots of a batch, as keyword arguments of a model of `config`: `context_embeds` (batch or
+    passage_rows, max_slots, encoder_hidden_size) and, if the model uses them, the words and passages of the slots.
+    `context_embeds` have a gradient if the encoder is trained."""
     embeds = processor.encoder.encode_inputs(batch["encoder_inputs"])
     rows = batch["passage_ids" if "passage_ids" in batch else "context_passage_ids"]
     slots = {"context_embeds": embeds.view(len(rows), -1, embeds.shape[-1])}

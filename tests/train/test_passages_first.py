@@ -9,7 +9,12 @@ from training_rows import PASSAGES, question_rows
 
 from arcaligner.attention_arcaligner import place_passage_ids
 from arcaligner.train.examples import EXAMPLE_FEATURES, ExampleBuilder
-from arcaligner.train.passages_first import PassagesFirstCollator, attention_loss, run_passages_first, turns_mask
+from arcaligner.train.passages_first import (
+    PassagesFirstCollator,
+    attention_loss,
+    run_passages_first,
+    turns_mask,
+)
 from arcaligner.train.sft import AlignerTrainer, AlignerTrainingConfig, ContextCollator, encode_slots, turn_mask
 
 
@@ -92,7 +97,7 @@ def test_turns_have_logits(aligner, processor):
 
 
 def test_predictions_are_logits_of_turns(tmp_path, aligner, processor):
-    """`predict` of a trainer gives logits and labels of all rows."""
+    """`predict` of a trainer gives logits and labels of all rows of turns, two of them of the first example."""
     rows = examples(processor)
     settings = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_eval_batch_size": 4}
     trainer = AlignerTrainer(
@@ -107,16 +112,22 @@ def test_predictions_are_logits_of_turns(tmp_path, aligner, processor):
     )
     found = trainer.predict(trainer.train_dataset)
     logits, labels = torch.tensor(found.predictions)[:, :-1], torch.tensor(found.label_ids)[:, 1:]
-    assert len(logits) == len(labels) == len(rows)
+    assert len(logits) == len(labels) == len(rows) + 1
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     assert loss.item() == pytest.approx(found.metrics["test_loss"], abs=1e-4)
+
+
+def collated(processor, rows):
+    return PassagesFirstCollator(processor.context_token_id, processor.tokenizer, processor.encoder.text_tokenizer)(
+        rows
+    )
 
 
 def test_slots_with_the_answer(processor):
     """They are marked in a batch."""
     rows = examples(processor, 3)  # about one, two and three passages, the answering one last
-    collator = PassagesFirstCollator(processor.context_token_id, processor.tokenizer, processor.encoder.text_tokenizer)
-    batch = collator(rows)
+    rows[0]["turns"] = rows[0]["turns"][:1]
+    batch = collated(processor, rows)
     for number, row in enumerate(rows):
         documents = [segment["document"] for segment in row["segments"]]  # a slot each
         held = [number > 0 and document == max(documents) for document in documents]
@@ -125,6 +136,29 @@ def test_slots_with_the_answer(processor):
             assert batch["holds_answer"][number, turn, length : length + len(held)].tolist() == held
         assert not batch["holds_answer"][number, :, :length].any()
         assert batch["is_slot"][number].sum() == len(documents)
+
+
+def test_short_passages_share_rows(processor):
+    """No row is longer than the longest passage, and each slot has its place."""
+    rows = examples(processor, 6)
+    batch = collated(processor, rows)
+    num_passages = sum(len({segment["document"] for segment in row["segments"]}) for row in rows)
+    assert len(batch["passage_ids"]) < num_passages
+    is_slot = batch["passage_ids"] == processor.context_token_id
+    assert (batch["context_passage_ids"] >= 0).sum() == is_slot.sum() == sum(len(row["segments"]) for row in rows)
+    flat = is_slot.flatten()
+    kept = batch["kept"][0][batch["is_slot"][0]]
+    assert flat[kept].all() and len(kept.unique()) == len(kept)
+
+
+def test_long_turns_have_their_rows(processor):
+    """As long as the longest turn; all rows of an example attend to the same passages."""
+    rows = examples(processor, 2)
+    batch = collated(processor, rows)
+    longest = max(len(turn["input_ids"]) for row in rows for turn in row["turns"])
+    assert batch["input_ids"].shape == (3, longest)
+    assert batch["turn_ids"].amax(dim=1).tolist() == [0, 0, 0]
+    torch.testing.assert_close(batch["kept"][0], batch["kept"][1])
 
 
 def test_attention_loss_is_the_share(aligner, processor):
