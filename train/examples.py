@@ -828,6 +828,7 @@ _maker: _ExampleMaker | None = None  # one for each process of `_Makers`
 def _set_maker(maker: _ExampleMaker) -> None:
     global _maker
     gc.freeze()  # the garbage collector would write to memory that forked processes share, and so copy it
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # "true" would wait for threads that a forked process does not have
     _maker = maker.remembering()  # here, because caches cannot be sent to another process
 
 
