@@ -165,7 +165,7 @@ def write_reproduced(folder: Path) -> None:
     """Copies the pages that `reproduce` wrote to `folder` into `docs/paper.md`, with their pictures."""
     pages = [folder / f"{name}.md" for name in REPRODUCED if (folder / f"{name}.md").is_file()]
     if not pages:
-        raise ValueError(f"{folder} contains no page of `arcaligner reproduce`. Run it first, or name its folder.")
+        raise ValueError(f"{folder} contains no page of `arcaligner reproduce`. Run it first, or pass its folder.")
     for page in pages:
         lines = page.read_text(encoding="utf-8").splitlines()[1:]  # without the heading
         pictures = [name for line in lines for name in _PICTURE.findall(line)]
