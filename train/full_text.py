@@ -100,6 +100,9 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
     for row in corpus.shuffle(seed=seed):
         if missing_part(row, asks=True):
             continue
+        # A maker would learn to leave the question mark out, and its questions count as cut off without one.
+        if recipe.writes == "question" and not row["question"].rstrip().endswith("?"):
+            continue
         if nearest is not None:
             row = row | {"passages": nearest.mixed([row], recipe.distractors, seed)}
         example = tokenize(row, tokenizer, recipe.passage_attention == "separate", recipe.writes)

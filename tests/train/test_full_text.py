@@ -177,6 +177,15 @@ def test_run_leaves_a_trained_lora(tmp_path, base_model_dir, whole_run):
         run(arguments(tmp_path, base_model_dir, tmp_path / "other", passage_attention="apart"))
 
 
+def test_makers_learn_whole_questions(tmp_path, tokenizer):
+    """Natural Questions' have no question mark; a reader learns to answer them."""
+    rows = question_rows(6)
+    rows[2]["question"] = rows[2]["question"].rstrip("?")
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    assert len(build_dataset(of_file(path, writes="question"), tokenizer, 0)) == 5
+    assert len(build_dataset(of_file(path), tokenizer, 0)) == 6
+
+
 @pytest.mark.parametrize("name", ["full_text", "full_text_apart", "question_maker"])
 def test_baselines_use_no_checkpointing(name):
     """By either of transformers' names, of which older versions know one only."""
