@@ -296,7 +296,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         "**The default** scores passages and uses the best one, or the best two if the question needs two. Its times "
         "include the scoring and are for questions answered from one passage. They are upper bounds: when they were "
         "measured, all passages were scored, and now fewer are ([which](docs/extensions.md#selection-of-passages)).",
-        'A dash means "not measured".',
+        "A dash means not measured.",
         f"The two time columns come from different CPUs ({latency['machine']['cpu']}, {kept['machine']['cpu']}), so "
         "compare within a column only.",
         "Slots and shortened text are decoded with a bonus for words of the passages (`copy_bonus`); whole text is not."
