@@ -92,7 +92,7 @@ def pick_rows(rows: list[Row], processor: ArcAlignerProcessor, number: int) -> l
     own = list({passage["text"]: row | {"passages": [passage]} for row, passage in pairs}.values())
     if len(own) < number:
         raise ValueError(
-            f"Found {len(own)} passages with a question, but {number} are needed. Name a larger file with "
+            f"Found {len(own)} passages with a question, but {number} are needed. Pass a larger file with "
             "`--data`, or fewer passages with `--sizes`."
         )
     texts = [row["passages"][0]["text"] for row in own]

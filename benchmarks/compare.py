@@ -65,7 +65,7 @@ def find_passages(rows: list[Row], sources: list[str], processor, top_k: int) ->
     if not sources:
         raise ValueError(
             f"The question {alone[0]['question'][:80]!r} and {len(alone) - 1} others have no `passages`, and no "
-            "documents are named. Name files or a folder with `--documents`, or give each question its `passages`."
+            "documents are named. Pass files or a folder with `--documents`, or give each question its `passages`."
         )
     from ..apps.corpus.build import build_corpus  # of the extra `corpus`
     from ..apps.corpus.retrieve import Retriever

@@ -73,8 +73,8 @@ def find_file(path: str, data_dir: str) -> str:
     if not os.path.exists(found):
         raise FileNotFoundError(
             f"There is no file {found}. Data files with a relative path are looked for in `data_dir`, which is "
-            f"{data_dir or '.'!r}: set it in the recipe or on the command line, as in `--data_dir ../data`, or name "
-            "other files. `python -m arcaligner.train.prepare_data` makes those of the recipes."
+            f"{data_dir or '.'!r}: set it in the recipe or on the command line, as in `--data_dir ../data`, or "
+            "choose other files. `python -m arcaligner.train.prepare_data` makes those of the recipes."
         )
     return found
 

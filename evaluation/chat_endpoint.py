@@ -67,7 +67,7 @@ class ChatEndpoint:
         except openai.APIConnectionError as error:
             raise ConnectionError(
                 f"Cannot reach the endpoint {self.url} ({error.__cause__}). Start the server, or "
-                "name another with `--endpoint`; the same command continues with the replies so far."
+                "choose another with `--endpoint`; the same command continues with the replies so far."
             ) from error
         except (openai.InternalServerError, openai.RateLimitError) as error:
             problem = f"status {error.status_code}"

@@ -78,7 +78,7 @@ def load_rows(name: str, settings: EvaluationSettings) -> list[Row]:
     if not any(row["passages"] for row in rows) and set(settings.methods) != {"naive"}:
         raise ValueError(
             f"{TASKS[name].title} has no passages of its own. Retrieve some with `--passages retrieved --corpus "
-            f"CORPUS`, or name with `--data` a folder whose {name}.jsonl.gz has them."
+            f"CORPUS`, or pass with `--data` a folder whose {name}.jsonl.gz has them."
         )
     if num_empty := sum(not row["passages"] for row in rows):
         logger.warning("%s: %d of %d questions have no passage", TASKS[name].title, num_empty, len(rows))

@@ -53,7 +53,7 @@ COMPRESSORS = ("cocom_x4", "cocom_x16")  # fields of `Checkpoints`
 TEXT_READERS, PROJECTORS = ("full_text_lora", "text_apart"), ("xrag", "projector_only")  # fields of `Checkpoints`
 TOP_RANKED = partial(answer_slots, gate_mode="off", max_passages=1)
 AS_NEEDED = partial(answer_slots, gate_mode="off", as_needed=True)
-_NO_LLMLINGUA = "the package llmlingua is not installed; `pip install llmlingua==0.2.2` gets it"
+_NO_LLMLINGUA = "the package llmlingua is not installed; run `pip install llmlingua==0.2.2`"
 PART_SIZE = 200  # tokens that LLMLingua scores together, the package's default
 
 
@@ -92,7 +92,7 @@ def fingerprint(checkpoint: str) -> str:
     if any(folder.glob("*.safetensors")):
         return digest_files([path for pattern in CHECKPOINT_FILES for path in sorted(folder.glob(pattern))])[:16]
     if folder.is_dir() or checkpoint.count("/") != 1:
-        raise ValueError(f"{checkpoint} has no weights (*.safetensors). Name the folder of a finished run.")
+        raise ValueError(f"{checkpoint} has no weights (*.safetensors). Pass the folder of a finished run.")
     ArcAlignerConfig.from_pretrained(checkpoint)  # downloads it, so that the cache has its commit
     commit = Path(try_to_load_from_cache(checkpoint, CONFIG_NAME)).parent.name
     return f"{checkpoint}@{commit}"

@@ -207,7 +207,7 @@ class Reproduction:
         if self.retrieval is None:
             raise MissingPartError(
                 "The recipe has no `retrieval` in `reproduce`, so nothing is retrieved and recall cannot be measured. "
-                "Name a pool and a retriever there, as evaluation/recipes/paper.yaml does."
+                "Add a pool and a retriever there, as evaluation/recipes/paper.yaml does."
             )
         for name in TASKS_OF_PAPER:
             try:
@@ -252,7 +252,7 @@ class Reproduction:
         if not wanted:
             raise MissingPartError(
                 "No checkpoint after stage I is here. Train one, `python -m arcaligner train --recipe smollm2_135m "
-                "--stage 1`, and name it in `stage_one` of `reproduce` in the recipe."
+                "--stage 1`, and set it as `stage_one` of `reproduce` in the recipe."
             )
         rows = self.held_out()
         wanted = {perplexity.BASE: next(iter(wanted.values()))} | wanted

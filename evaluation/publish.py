@@ -165,7 +165,7 @@ def write_reproduced(folder: Path) -> None:
     """Copies the pages that `reproduce` wrote to `folder` into `docs/paper.md`, with their pictures."""
     pages = [folder / f"{name}.md" for name in REPRODUCED if (folder / f"{name}.md").is_file()]
     if not pages:
-        raise ValueError(f"{folder} contains no page of `arcaligner reproduce`. Run it first, or name its folder.")
+        raise ValueError(f"{folder} contains no page of `arcaligner reproduce`. Run it first, or pass its folder.")
     for page in pages:
         lines = page.read_text(encoding="utf-8").splitlines()[1:]  # without the heading
         pictures = [name for line in lines for name in _PICTURE.findall(line)]
@@ -296,6 +296,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         "**The default** scores passages and uses the best one, or the best two if the question needs two. Its times "
         "include the scoring and are for questions answered from one passage. They are upper bounds: when they were "
         "measured, all passages were scored, and now fewer are ([which](docs/extensions.md#selection-of-passages)).",
+        "A dash means not measured.",
         f"The two time columns come from different CPUs ({latency['machine']['cpu']}, {kept['machine']['cpu']}), so "
         "compare within a column only.",
         "Slots and shortened text are decoded with a bonus for words of the passages (`copy_bonus`); whole text is not."

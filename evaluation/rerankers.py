@@ -66,7 +66,7 @@ def parse_ranking(reply: str, count: int) -> list[int]:
     if not numbers:
         raise WrongListError("no numbers of passages")
     if any(not 1 <= number <= count for number in numbers):
-        raise WrongListError("a number without a passage")
+        raise WrongListError("a number that belongs to no passage")
     if len(set(numbers)) < len(numbers):
         raise WrongListError("a passage named twice")
     if len(numbers) < count:

@@ -102,7 +102,7 @@ class AnswerFile:
         if changed:
             raise ValueError(
                 f"{self.path} contains {len(known)} answers made with different settings: {', '.join(changed[:3])}. "
-                "Name another folder with `--output`, or delete the file to answer again."
+                "Choose another folder with `--output`, or delete the file to answer again."
             )
 
 

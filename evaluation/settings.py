@@ -83,7 +83,7 @@ class EvaluationSettings(Checkpoints):
         self.output, self.data = Path(self.output), self.data and Path(self.data)
         for kind, names in (("task", self.tasks), ("method", self.methods)):
             if not names:
-                raise ValueError(f"No {kind} was given. Name one with `--{kind}s`, or in the recipe.")
+                raise ValueError(f"No {kind} was given. Pass one with `--{kind}s`, or in the recipe.")
         refuse_unknown("the tasks", self.tasks, TASKS)
         for name in self.methods:
             find_method(name)
@@ -92,7 +92,7 @@ class EvaluationSettings(Checkpoints):
         retrieving = [name for name, task in self.tasks.items() if task.passages == "retrieved"]
         if retrieving and self.corpus is None:
             raise ValueError(
-                f"{', '.join(retrieving)}: `passages` is retrieved, but no corpus is named. Name a folder of "
+                f"{', '.join(retrieving)}: `passages` is retrieved, but no corpus is named. Pass a folder of "
                 "`arcaligner corpus build` with `--corpus`, or `corpus:` in the recipe."
             )
 
@@ -113,9 +113,9 @@ def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str,
     keys |= {key: value for key, value in given.items() if value is not None}
     refuse_unknown("the evaluation's settings", keys, _fields(EvaluationSettings))
     if "checkpoint" not in keys:
-        raise ValueError("No aligner was given. Name one with `--checkpoint`.")
+        raise ValueError("No aligner was given. Pass one with `--checkpoint`.")
     if "output" not in keys:
-        raise ValueError("No folder was given for the answers. Name one with `--output`.")
+        raise ValueError("No folder was given for the answers. Pass one with `--output`.")
     over, tasks = {key: value for key, value in of_tasks.items() if value is not None}, {}
     for name in keys.get("tasks", TASKS):
         own = (of_recipe.get(name) if isinstance(of_recipe, dict) else None) or {}
@@ -150,7 +150,9 @@ def read_recipe(recipe: str) -> dict[str, Any]:
         if path.is_file():
             return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     known = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
-    raise ValueError(f"There is no recipe {recipe!r}: neither one of {known} nor a YAML file. Name one.")
+    raise ValueError(
+        f"There is no recipe {recipe!r}: neither one of {known} nor a YAML file. Pass the name of a recipe, or a file."
+    )
 
 
 def _fields(kind: type) -> set[str]:

@@ -54,8 +54,8 @@ class Task:
             )
         if not asked:
             raise ValueError(
-                f"{path or self.hub_id} has no row with both a question and a gold answer. Name another file or folder "
-                "with `--data`."
+                f"{path or self.hub_id} has no row with both a question and a gold answer. Choose another file or "
+                "folder with `--data`."
             )
         twice = [each for each, count in Counter(row["id"] for row in asked).items() if count > 1]
         if twice:
@@ -70,7 +70,7 @@ class Task:
             if (path := data / f"{self.name}{suffix}").is_file():
                 return path
         raise FileNotFoundError(
-            f"There is no {self.name}.jsonl.gz in {data}. Put it there, name another folder with `--data`, "
+            f"There is no {self.name}.jsonl.gz in {data}. Put it there, choose another folder with `--data`, "
             f"or leave `data` out to take {self.hub_id} from the Hub."
         )
 

@@ -68,7 +68,7 @@ def main(
     folders = sorted(path.parent for path in stages.glob("*/config.json"))
     if not folders:
         raise typer.BadParameter(
-            f"{stages} contains no finished stage, a folder with a config.json. Name the folder that `train --output` "
+            f"{stages} contains no finished stage, a folder with a config.json. Pass the folder that `train --output` "
             "wrote."
         )
     model = ArcAlignerForCausalLM.from_pretrained(folders[-1])

@@ -193,7 +193,7 @@ def read_aligner_config(checkpoint: str | Path) -> ArcAlignerConfig:
     config = ArcAlignerConfig.from_pretrained(checkpoint)
     if config.base_model_name_or_path == str(checkpoint):  # a plain model loads as an untrained aligner around it
         raise ValueError(
-            f"{checkpoint} is a checkpoint of type {config.text_config.model_type!r}; expected 'arcaligner'. Name a "
+            f"{checkpoint} is a checkpoint of type {config.text_config.model_type!r}; expected 'arcaligner'. Pass a "
             "folder or a Hub id that an ArcAligner model was saved to."
         )
     return config
@@ -209,7 +209,7 @@ def check_checkpoint(folder: Path) -> ArcAlignerConfig:
     names = ("config.json", "processor_config.json", "tokenizer_config.json")
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(
-            f"{folder} is not a complete checkpoint: it lacks {', '.join(missing)}. Name a folder that a training "
+            f"{folder} is not a complete checkpoint: it lacks {', '.join(missing)}. Pass a folder that a training "
             "stage wrote, or `save_pretrained` of both model and processor."
         )
     config = read_aligner_config(folder)

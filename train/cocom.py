@@ -210,7 +210,7 @@ def tokenize(row: Row, tokenizer, asks: bool) -> dict[str, Any]:
     if not whole.startswith(prompt):
         raise ValueError(
             f"Row {row['id']}: the conversation {whole!r} does not begin with its prompt {prompt!r}, so the answer "
-            "cannot be separated from the prompt. Name another `chat_template_path`."
+            "cannot be separated from the prompt. Choose another `chat_template_path`."
         )
 
     def ids_of(text: str) -> list[int]:
@@ -237,7 +237,7 @@ def build_dataset(recipe: CocomArguments, tokenizer, seed: int) -> datasets.Data
     if not examples:
         raise ValueError(
             f"{recipe.train_file} has no usable row: expected a passage of at most {recipe.max_tokens} tokens, and a "
-            "question with an answer where `asks` is set. Raise `max_tokens`, or name another `train_file`."
+            "question with an answer where `asks` is set. Raise `max_tokens`, or choose another `train_file`."
         )
     return datasets.Dataset.from_list(examples)
 
@@ -319,7 +319,7 @@ def start_model(recipe: CocomArguments, base) -> CompressingModel:
     if model.tokens_per_slot != recipe.tokens_per_slot:
         raise ValueError(
             f"`tokens_per_slot` is {recipe.tokens_per_slot}, but {folder} was trained with {model.tokens_per_slot}. "
-            "Name a run with the same `tokens_per_slot` in `start_from`."
+            "Use a run with the same `tokens_per_slot` in `start_from`."
         )
     return model
 

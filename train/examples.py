@@ -231,7 +231,7 @@ def _is_own(path: str) -> bool:
     """Whether the first row of a JSON Lines file is of our schema."""
     first = next(read_json_lines(path), None)
     if first is None:
-        raise ValueError("it is empty. Name another file.")
+        raise ValueError("it is empty. Choose another file.")
     return bool({"passages", "answers"} & first.keys())
 
 
@@ -296,7 +296,7 @@ def open_part(
     if not len(corpus):
         raise ValueError(
             f"{source} has no row to {'validate with' if held_out else 'train on'} at a `validation_share` of "
-            f"{share}. Change the share, or name other files."
+            f"{share}. Change the share, or choose other files."
         )
     return corpus
 
@@ -487,7 +487,7 @@ class ExampleBuilder:
             if prompt[0] != whole[0] or said[: len(asked)] != asked:
                 raise ValueError(
                     f"Row {row_id}: the conversation {whole!r} does not begin with its prompt {prompt!r}, so the "
-                    "target cannot be separated from the prompt. Name another `chat_template_path`."
+                    "target cannot be separated from the prompt. Choose another `chat_template_path`."
                 )
             target = self._end_of_turn(said[len(asked) :])
             turn = {"input_ids": asked + target, "labels": [-100] * len(asked) + target}
@@ -587,7 +587,7 @@ class ExampleSelector:
             raise ValueError(
                 " ".join(reasons)
                 or f"No examples in {list(sources)}: {max_examples=}, max_tokens={self.builder.max_tokens}. Raise the "
-                "limits or name other files."
+                "limits or choose other files."
             )
         return datasets.concatenate_datasets([taken[source].select(range(counts[source])) for source in sources])
 
@@ -671,7 +671,7 @@ class ExampleSelector:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(
-                f"Tokenized examples cannot be cached in {folder} ({error}). Name a folder that you may write to: "
+                f"Tokenized examples cannot be cached in {folder} ({error}). Choose a folder that you may write to: "
                 "`examples_cache_dir` of the recipe, or the variable ARCALIGNER_CACHE."
             ) from error
         path = folder / f"{Hasher.hash((settings, groups))}.arrow"

@@ -116,7 +116,7 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
     if not examples:
         raise ValueError(
             f"{recipe.train_file} has no row with a question, an answer, a passage and at most {recipe.max_tokens} "
-            "tokens. Raise `max_tokens`, or name another `train_file`."
+            "tokens. Raise `max_tokens`, or choose another `train_file`."
         )
     return datasets.Dataset.from_list(examples)
 
@@ -136,7 +136,7 @@ def tokenize(row: Row, tokenizer, is_separate: bool = False, writes: str = "answ
     if not whole.startswith(prompt):
         raise ValueError(
             f"Row {row['id']}: the conversation {whole!r} does not begin with its prompt {prompt!r}, so the answer "
-            "cannot be separated from the prompt. Name another `chat_template_path`."
+            "cannot be separated from the prompt. Choose another `chat_template_path`."
         )
 
     def ids_of(text: str) -> list[int]:

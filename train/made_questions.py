@@ -58,7 +58,7 @@ class TextReader:
 
     def __init__(self, folder: str | Path, device: str = "cpu", batch_tokens: int = 16_384):
         if not Path(folder, CONFIG_NAME).exists():
-            raise ValueError(f"{folder} has no {CONFIG_NAME}. Name the folder of a finished run of train/full_text.py.")
+            raise ValueError(f"{folder} has no {CONFIG_NAME}. Pass the folder of a finished run of train/full_text.py.")
         model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=default_dtype(device))
         self.model = model.merge_and_unload().eval().to(device)
         self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -210,7 +210,7 @@ def main(
 ) -> None:
     """Make questions about paragraphs, and keep those that a reader of text answers as their maker did."""
     if output.exists():
-        raise ValueError(f"{output} exists. Delete it to make it again, or name another `--output`.")
+        raise ValueError(f"{output} exists. Delete it to make it again, or choose another `--output`.")
     known = (row for file in asked for row in read_rows(find_file(file, data)))
     chosen = unasked(read_rows(find_file(paragraphs, data)), known)[:limit]
     models = (TextReader(folder, device, batch_tokens) for folder in (maker, reader))

@@ -146,7 +146,7 @@ def _reaching(source: Source) -> Iterator[None]:
     except Exception as error:  # of whichever library reads the files
         raise OSError(
             f"{source.place} cannot be reached ({type(error).__name__}: {error}). Run the command again to continue, "
-            "or put a copy of the set into a folder and name the folder with `--copies`."
+            "or put a copy of the set into a folder and pass the folder as `--copies`."
         ) from error
 
 

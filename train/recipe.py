@@ -169,7 +169,7 @@ class RecipeArguments:
         if self.reconstruction_share and not self.reconstruction_files:
             raise ValueError(
                 f"`reconstruction_share` is {self.reconstruction_share} but `reconstruction_files` "
-                "names none. Name files of passages, or leave the share out."
+                "names none. Add files of passages, or leave the share out."
             )
 
     def _check_passages_first(self) -> None:
@@ -181,7 +181,8 @@ class RecipeArguments:
             raise ValueError("`attention_loss_weight` needs a step in two phases. Set `passages_first: true`.")
         if not self.attention_loss_layers:
             raise ValueError(
-                "`attention_loss_weight` needs `attention_loss_layers`, which is empty. Name layers, such as [20, 21]."
+                "`attention_loss_weight` needs `attention_loss_layers`, which is empty. Set it to layers, such as "
+                "[20, 21]."
             )
         if self.attn_implementation != "eager":
             raise ValueError(
@@ -398,12 +399,12 @@ def parse_recipe(script: str, kinds: tuple[type, type], arguments: list[str]) ->
         recipe, args = RecipeParser(kinds).parse_args_and_config(arguments)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"There is no recipe file {error.filename}. Name one with `--config`; those of the package are in "
+            f"There is no recipe file {error.filename}. Pass one with `--config`; those of the package are in "
             f"{Path(__file__).parent / 'recipes'}."
         ) from error
     if isinstance(recipe, RecipeArguments) and args.eval_strategy != "no" and not recipe.eval_files:
         raise ValueError(
-            f"`eval_strategy` is {args.eval_strategy.value!r}, but the recipe has no `eval_files`. Name some, or set "
+            f"`eval_strategy` is {args.eval_strategy.value!r}, but the recipe has no `eval_files`. Add some, or set "
             '`eval_strategy` to "no".'
         )
     if args.chat_template_path is not None:

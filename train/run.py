@@ -80,7 +80,7 @@ def check_settings(folder: Path, settings: str) -> None:
         return
     if not (folder / RECIPE_FILE).exists():
         raise ValueError(
-            f"{folder} holds a model or checkpoints without {RECIPE_FILE}, which says how they were trained. Name "
+            f"{folder} holds a model or checkpoints without {RECIPE_FILE}, which says how they were trained. Choose "
             "another folder with `--output` of `arcaligner train` or `output_dir` of the recipe."
         )
     was, now = read_keys((folder / RECIPE_FILE).read_text(encoding="utf-8")), read_keys(settings)
@@ -94,7 +94,7 @@ def check_settings(folder: Path, settings: str) -> None:
         differences = ", ".join(f"`{key}` was {was.get(key)!r} and is now {now.get(key)!r}" for key in changed)
         raise ValueError(
             f"{folder} was started with different settings: {differences}. Delete that folder to train it again, or "
-            "name another one with `--output` of `arcaligner train` or `output_dir` of the recipe."
+            "choose another one with `--output` of `arcaligner train` or `output_dir` of the recipe."
         )
 
 
@@ -150,7 +150,7 @@ def claim_folder(output_dir: str, settings: str, is_main: bool) -> Iterator[None
         lock = FileLock(folder / LOCK_FILE).acquire(timeout=0)  # the system releases it however the process ends
     except Timeout as error:
         raise ValueError(
-            f"Another process is training in {folder}. Wait until it ends, stop it, or name another `output_dir`."
+            f"Another process is training in {folder}. Wait until it ends, stop it, or choose another `output_dir`."
         ) from error
     with lock:
         check_settings(folder, settings)

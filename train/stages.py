@@ -35,9 +35,10 @@ ACCELERATE_CONFIGS = Path(__file__).parent / "accelerate"
 STAGE_FILES = "[1-3]_*.yaml"
 # Keys that would write all stages to one folder, or start all of them from one model, and what to do instead.
 _OF_ALL_STAGES = {
-    "--config": "Copy the recipe's folder and name the copy with `--recipe`",
-    "--output_dir": "Name a folder for all stages with `--output`",
-    "--model_name_or_path": "Each stage starts from the one before; for another start name one stage, `--stage`",
+    "--config": "Copy the recipe's folder, change the copy, and pass it as `--recipe`",
+    "--output_dir": "Pass a folder for all stages as `--output`",
+    "--model_name_or_path": "Each stage starts from the one before; to start one from another model, choose it with "
+    "`--stage`",
 }
 
 
@@ -65,7 +66,7 @@ def find_recipe(recipe: str) -> Path:
     known = sorted(path.parent.name for path in RECIPES.glob("*/1_*.yaml"))
     raise ValueError(
         f"There is no recipe {recipe!r}: neither one of {', '.join(known)} nor a folder with files like "
-        "1_reconstruction.yaml. Copy the folder of a recipe and name the copy."
+        "1_reconstruction.yaml. Pass one of these; to make your own, copy the folder of a recipe."
     )
 
 
@@ -187,7 +188,9 @@ def _launcher(accelerate: str | None) -> list[str]:
     known = {path.stem: path for path in sorted(ACCELERATE_CONFIGS.glob("*.yaml"))}
     path = known.get(accelerate, Path(accelerate))
     if not path.is_file():
-        raise ValueError(f"There is no accelerate config {accelerate!r}; name {', '.join(known)} or a file.")
+        raise ValueError(
+            f"There is no accelerate config {accelerate!r}; expected one of {', '.join(known)}, or a file."
+        )
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
     if accelerate in known and torch.accelerator.device_count():  # our configs contain the paper's number of GPUs
         command += ["--num_processes", str(torch.accelerator.device_count())]

@@ -97,7 +97,7 @@ def read_document(path: Path) -> Document:
         )
     document = Document(str(path), *read_file(path))
     if not document.text.strip():
-        raise ValueError(f"{no_text(str(path))}. Name a file with a text, or leave this one out.")
+        raise ValueError(f"{no_text(str(path))}. Pass a file with a text, or leave this one out.")
     return document
 
 

@@ -83,7 +83,7 @@ def check_there(checkpoint: str) -> None:
         return
     if is_folder:
         raise FileNotFoundError(
-            f"There is no folder {checkpoint}. Name another with `--checkpoint`, or train one: see docs/training.md."
+            f"There is no folder {checkpoint}. Choose another with `--checkpoint`, or train one: see docs/training.md."
         )
     import huggingface_hub
 
@@ -93,7 +93,7 @@ def check_there(checkpoint: str) -> None:
     except Exception as error:  # of whichever HTTP library the Hub's client uses
         raise OSError(
             f"There is no aligner at {checkpoint}: neither a checkpoint folder on this machine nor "
-            f"a repository on the Hub that can be reached ({type(error).__name__}). Name another "
+            f"a repository on the Hub that can be reached ({type(error).__name__}). Choose another "
             "with `--checkpoint`, or train one: see docs/training.md."
         ) from error
 

@@ -32,7 +32,7 @@ def read_corpus(corpus: Corpus, model, processor, tell: Callable[[str], Any] = l
     """
     if processor.passage_attention != "separate":
         raise ValueError(
-            "This checkpoint has joint passages (`passage_attention`), which cannot be precomputed. Name one that was "
+            "This checkpoint has joint passages (`passage_attention`), which cannot be precomputed. Use one that was "
             "trained with independent passages."
         )
     corpus.check(processor)
@@ -49,7 +49,7 @@ def read_corpus(corpus: Corpus, model, processor, tell: Callable[[str], Any] = l
                 rows = pa.Table.from_batches([batch.slice(first, BATCH_PASSAGES)])
                 paths = store.precompute("?", **slot_passages(rows, processor.context_words).inputs)
                 if lost := [path for path in paths if not path.exists()]:
-                    raise OSError(f"{lost[0]} could not be written. Make room, and run this again to continue.")
+                    raise OSError(f"{lost[0]} could not be written. Free disk space, and run this again to continue.")
                 used.update(paths)
                 done = f"{counted(store.misses, 'passage')} computed, {store.loads} precomputed before"
                 tell(done)

@@ -119,7 +119,7 @@ class Corpus:
                 self.settings["passage_tokens"] = tokens_of_words(words)
         except (ValueError, LookupError, TypeError, OSError, RuntimeError) as error:
             raise ValueError(
-                f"{path} is not a corpus of ArcAligner, or is damaged: {error}. Name another folder, or build the "
+                f"{path} is not a corpus of ArcAligner, or is damaged: {error}. Choose another folder, or build the "
                 "corpus again."
             ) from error
         if found != FORMAT:
@@ -190,7 +190,7 @@ class Corpus:
                 other = "whose weights differ from those of this checkpoint (it may have been trained with an aligner)"
             raise ValueError(
                 f"The corpus {self.path} was made with the encoder {known['encoder']!r}, {other}. Build another corpus "
-                "with this checkpoint, or name the checkpoint that made this one: `--checkpoint`."
+                "with this checkpoint, or pass the checkpoint that made this one as `--checkpoint`."
             )
         if similarity < SURE_SIMILARITY:
             warnings.warn(
@@ -207,7 +207,7 @@ class Corpus:
             if name != "encoder" and known[name] != value:
                 raise ValueError(
                     f"The corpus {self.path} was made with `{name}` {known[name]!r}; expected {value!r}. Build another "
-                    "one with these settings, or use those it was made with."
+                    "corpus for the new setting, or go back to the old one."
                 )
 
     def __len__(self) -> int:
@@ -235,8 +235,8 @@ class Corpus:
             ) from error
         except RuntimeError as error:  # raised by Lance
             raise OSError(
-                f"The corpus {self.path} cannot be written: {error}. Its content is unchanged. Make room, or make the "
-                "folder writable, and run the command again."
+                f"The corpus {self.path} cannot be written: {error}. Its content is unchanged. Free disk space, or "
+                "make the folder writable, and run the command again."
             ) from error
 
     def digests(self, documents: Iterable[str]) -> dict[str, str]:

@@ -61,8 +61,8 @@ def check_lora_positions(config: ArcAlignerConfig, checkpoint: str | Path) -> No
     """Raises `ValueError` for an aligner whose LoRA also applies to text."""
     if config.lora_positions != "slots":
         raise ValueError(
-            f"{checkpoint} has `lora_positions` {config.lora_positions!r}, but llama.cpp reads text with the base "
-            "model alone. Name an aligner whose LoRA is on its slots, or use the PyTorch model."
+            f"{checkpoint} has `lora_positions` {config.lora_positions!r}, but llama.cpp processes text with the base "
+            "model alone. Use an aligner whose LoRA is on its slots, or use the PyTorch model."
         )
 
 
@@ -121,7 +121,7 @@ def check_base_model(reader: gguf.GGUFReader, config: PreTrainedConfig, tokenize
         field = reader.get_field(key)
         if (found := field and field.contents()) != value:
             raise ValueError(
-                f"`{key}` is {found!r} in {path}, but {value!r} in the aligner's base model. Name the GGUF file of the "
+                f"`{key}` is {found!r} in {path}, but {value!r} in the aligner's base model. Pass the GGUF file of the "
                 "base model that the aligner was trained with."
             )
     tokens = reader.get_field("tokenizer.ggml.tokens")
@@ -129,6 +129,6 @@ def check_base_model(reader: gguf.GGUFReader, config: PreTrainedConfig, tokenize
     for number, (token, found) in enumerate(zip(own, tokens + [None] * len(own), strict=False)):
         if token != found:
             raise ValueError(
-                f"Token {number} of {path} is {found!r}, but {token!r} in the aligner's tokenizer. Name the GGUF file "
+                f"Token {number} of {path} is {found!r}, but {token!r} in the aligner's tokenizer. Pass the GGUF file "
                 "of the base model that the aligner was trained with."
             )

@@ -233,7 +233,7 @@ class LlamaCppEngine:
             )
         base_model = Path(base_model) if base_model else _default_base_model(config)
         if not base_model.is_file():
-            raise FileNotFoundError(f"There is no file {base_model}. Name the GGUF file of the base model.")
+            raise FileNotFoundError(f"There is no file {base_model}. Pass the GGUF file of the base model.")
         self.processor = ArcAlignerProcessor.from_pretrained(folder)
         reader = _open_gguf(base_model)
         check_base_model(reader, config.text_config, self.processor.tokenizer)
@@ -343,7 +343,7 @@ def _open_gguf(path: Path) -> gguf.GGUFReader:
         return gguf.GGUFReader(path)
     except (ValueError, IndexError) as error:
         raise ValueError(
-            f"{path} is not a GGUF file, or is truncated ({error}). Name the GGUF file of the base model, or download "
+            f"{path} is not a GGUF file, or is truncated ({error}). Pass the GGUF file of the base model, or download "
             "it again."
         ) from error
 

@@ -97,8 +97,8 @@ def check_lora_positions(config: ArcAlignerConfig) -> None:
     and values include their passes."""
     if config.lora_positions != "slots":
         raise ValueError(
-            f"This checkpoint has `lora_positions` {config.lora_positions!r}, but vLLM reads text with the base model "
-            "alone. Name an aligner whose LoRA is on its slots, or leave out `--engine vllm`."
+            f"This checkpoint has `lora_positions` {config.lora_positions!r}, but vLLM processes text with the base "
+            "model alone. Use an aligner whose LoRA is on its slots, or leave out `--engine vllm`."
         )
 
 
@@ -464,7 +464,7 @@ class VllmEngine(Engine):
         if response.status_code != 200:
             raise ValueError(
                 f"vLLM at {self.vllm.url} cannot use this aligner's passages in {self.store.folder}: "
-                f"{self._error_of(response)} Start it for the base model of the checkpoint, with the same folder."
+                f"{self._error_of(response)} Start it with the base model of the checkpoint and the same folder."
             )
         found = response.json()["choices"][0]["logprobs"]["top_logprobs"][0]
         far = max(
@@ -473,7 +473,7 @@ class VllmEngine(Engine):
         if not far < CLOSE:
             raise ValueError(
                 f"vLLM at {self.vllm.url} gives log-probabilities that differ from ours by {far:.2f}; "
-                f"expected less than {CLOSE}. Start it for the base model of the checkpoint, without quantization."
+                f"expected less than {CLOSE}. Start it with the base model of the checkpoint, without quantization."
             )
 
     @torch.inference_mode()

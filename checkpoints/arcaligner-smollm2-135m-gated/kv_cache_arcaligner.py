@@ -440,7 +440,9 @@ class PassageCache:
             if not names_base_model(path := self._path(unit.key)):
                 self._write(unit, entries[unit.key])
                 if not names_base_model(path):
-                    raise OSError(f"{path} could not be written. Make room in {self.folder}, and make it writable.")
+                    raise OSError(
+                        f"{path} could not be written. Free disk space in {self.folder}, and make it writable."
+                    )
         found = []
         for question in asked:
             counts = [entries[unit.key].shape[3] for unit in question.units]

@@ -84,7 +84,7 @@ def check_answerability_layers(layers: list[int] | None, num_layers: int) -> Non
     is_known = isinstance(layers, list) and all(is_number(layer, Integral) for layer in layers)
     if not is_known or not layers or layers != sorted({*layers}) or layers[0] < 0 or layers[-1] >= num_layers:
         raise ValueError(
-            f"`answerability_layers` is {layers!r}, but the backbone has layers 0 to {num_layers - 1}. Name some of "
+            f"`answerability_layers` is {layers!r}, but the backbone has layers 0 to {num_layers - 1}. Choose some of "
             "them in ascending order, each once, or none with `None`."
         )
 
@@ -270,7 +270,7 @@ class ArcAlignerConfig(PreTrainedConfig):
         elif any(not 0 <= layer < num_layers for layer in self.gate_layers):
             raise ValueError(
                 f"`gate_layers` is {self.gate_layers}, but the backbone has layers 0 to {num_layers - 1}. "
-                "Name only layers that exist."
+                "List only layers that exist."
             )
         check_gates(self.gate_mode, self.gate_threshold, self.max_refinement_steps)
         check_answerability_layers(self.answerability_layers, num_layers)

@@ -661,7 +661,7 @@ def weight_files(folder: Path) -> list[str]:
     if index.is_file() and not (folder / "model.safetensors").is_file():
         names = set(read_json(index, "weight_map")["weight_map"].values())
     if missing := sorted(name for name in names if not (folder / name).is_file()):
-        raise FileNotFoundError(f"{folder} has no {missing[0]}. Name a complete copy of the model, in safetensors.")
+        raise FileNotFoundError(f"{folder} has no {missing[0]}. Use a complete copy of the model, in safetensors.")
     return [str(folder / name) for name in sorted(names)]
 
 
@@ -703,7 +703,7 @@ def base_model_files(config, download: dict) -> list[str]:
     download = {key: download[key] for key in ("cache_dir", "local_files_only", "token") if key in download}
     folder = find_model("base model", name, BASE_MODEL_FILES, revision=config.base_model_revision, **download)
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"The base model's folder {folder} has no config.json. Name a complete copy of it.")
+        raise FileNotFoundError(f"The base model's folder {folder} has no config.json. Use a complete copy of it.")
     found, trained = AutoConfig.from_pretrained(folder).to_dict(), config.text_config.to_dict()
     others = [field for field in _BASE_MODEL_SIZES if found.get(field) != trained.get(field)]
     if others:
@@ -731,7 +731,7 @@ def check_base_model_loaded(model, info: dict, ignore_mismatched_sizes: bool, ch
     for fault, keys in (faults | {"has {} weights whose sizes differ from those of a": shapes}).items():
         if keys:
             raise ValueError(
-                f"The {where} {fault.format(len(keys))} {kind} (first: `{min(keys)}`). Download it again, or name a "
+                f"The {where} {fault.format(len(keys))} {kind} (first: `{min(keys)}`). Download it again, or use a "
                 "complete copy."
             )
 
@@ -822,7 +822,7 @@ def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> Non
                 os.replace(target, path)
         except OSError:
             raise OSError(
-                f"{folder} could not be written ({error}) and is not complete; its former files are in {former}."
+                f"{folder} could not be written ({error}) and is not complete; its previous files are in {former}."
             ) from error
         shutil.rmtree(former, ignore_errors=True)
         raise

@@ -30,8 +30,8 @@ def require_gates(model: ArcAlignerForCausalLM, checkpoint: str) -> None:
     config = model.config
     if config.gate_mode != "adaptive" or not config.gated_layers:
         raise ValueError(
-            f"The gates of {checkpoint} decide nothing: its `gate_mode` is {config.gate_mode!r}, and "
-            f"{len(config.gated_layers)} of its layers have a gate. Name a checkpoint of stage III, whose gates "
+            f"The gates of {checkpoint} have no effect: its `gate_mode` is {config.gate_mode!r}, and "
+            f"{len(config.gated_layers)} of its layers have a gate. Pass a checkpoint of stage III, whose gates "
             "were trained, with `--checkpoint` or `gated:` of the recipe."
         )
 

@@ -35,7 +35,7 @@ def first_token_table(report: dict[str, Any]) -> list[str]:
     titles.insert(list(ARM_TITLES).index("off") + 1, "Slots, encoding included")
     lines = markdown_table(["Passages", "Tokens of text", "Tokens per slot", "Slots", *titles], rows)
     note = (
-        "Milliseconds; in brackets how many times faster than text. One question, "
+        "Milliseconds; in brackets how many times faster than text. One question at a time, "
         f"{report['model']}, encoder in {report['encoder_dtype']}; {machine_line(report['machine'])}."
     )
     return [*lines, "", *textwrap.wrap(note, 120)]
@@ -99,6 +99,6 @@ def kept_lines(report: dict[str, Any]) -> list[str]:
     counts = [counted(size["k"], "passage") for size in sizes]
     note = (
         f"A passage has {report['tokens_per_passage']:.0f} tokens. Medians of {sizes[-1]['rounds']} rounds or more, "
-        f"one question, {report['model']} in {report['dtype']}; {machine_line(report['machine'])}."
+        f"one question at a time, {report['model']} in {report['dtype']}; {machine_line(report['machine'])}."
     )
     return [*markdown_table([*columns, *counts], rows), "", *textwrap.wrap(note, 120)]

@@ -46,6 +46,8 @@ INSTEAD = {
     r"is no (?:list|text)": "is not a",
     r"says? nothing yet": "is neutral",
     r"by way of": "through, from",
+    r"make room": "free disk space, free memory",
+    r"words (?:are in|of this (?:page|list))": "the glossary explains the terms",
     r"NaturalQuestions": "Natural Questions",
 }
 # Of a file, phrases that are right there.

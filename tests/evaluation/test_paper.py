@@ -158,7 +158,7 @@ def test_gates_are_counted(make, checkpoint_dir, monkeypatch):
 def test_closed_gates_are_refused(make, base_model_dir, processor, tmp_path):
     random_aligner(base_model_dir, processor, seed=4, gate_mode="off").save_pretrained(tmp_path / "off")
     processor.save_pretrained(tmp_path / "off")
-    with pytest.raises(ValueError, match="gates: The gates of .*off decide nothing: its `gate_mode` is 'off'"):
+    with pytest.raises(ValueError, match="gates: The gates of .*off have no effect: its `gate_mode` is 'off'"):
         reproduce("gates", make(checkpoint=str(tmp_path / "off")))
     found = reproduce("gates", make(checkpoint=str(tmp_path / "off"), reproduce={"gated": make().settings.checkpoint}))
     assert [page.name for page in found] == ["gates.md"]

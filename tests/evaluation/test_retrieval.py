@@ -82,7 +82,7 @@ def test_ranking_names_each_passage_once():
     assert parse_ranking("Sure: [3] > [1] > [2].", 3) == [2, 0, 1]
     wrong = {
         "I cannot": "no numbers of passages",
-        "[4] > [1] > [2]": "a number without a passage",
+        "[4] > [1] > [2]": "a number that belongs to no passage",
         "[1] > [1] > [2]": "a passage named twice",
     }
     for reply, reason in (wrong | {"[1] > [3]": "a passage left out"}).items():

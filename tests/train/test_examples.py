@@ -468,5 +468,5 @@ def test_missing_examples_name_the_reason(select, tmp_path):
 def test_unwritable_cache_is_named(select, tmp_path):
     """A cache that cannot be created is named, with the remedy."""
     (folder := tmp_path / "folder").touch()
-    with pytest.raises(OSError, match=rf"cannot be cached in {folder} \(.*\). Name a folder .*examples_cache_dir"):
+    with pytest.raises(OSError, match=rf"cannot be cached in {folder} \(.*\). Choose a folder .*examples_cache_dir"):
         select(question_rows(2), examples_cache_dir=str(folder))

@@ -276,5 +276,5 @@ def test_command(tmp_path, lora_dir, capsys, monkeypatch):
 
 
 def test_unfinished_model_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="has no adapter_config.json. Name the folder of"):
+    with pytest.raises(ValueError, match="has no adapter_config.json. Pass the folder of"):
         TextReader(tmp_path)

@@ -125,7 +125,7 @@ def test_accelerate_launches_stages(recipe, calls, tmp_path, monkeypatch, num_de
     own.touch()
     run_stages(read_stages(recipe, only=2), accelerate=str(own))
     assert calls[1][:6] == [*launch, str(own), "-m"]
-    with pytest.raises(ValueError, match="no accelerate config 'fsdp3'; name cpu, ddp, fsdp2 or a file"):
+    with pytest.raises(ValueError, match="no accelerate config 'fsdp3'; expected one of cpu, ddp, fsdp2, or a file"):
         run_stages(read_stages(recipe), accelerate="fsdp3")
 
 

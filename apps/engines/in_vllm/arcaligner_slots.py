@@ -169,7 +169,8 @@ def check_slots(slots: Any) -> list[Header]:
     is_list = isinstance(slots, list) and slots and all(isinstance(each, list) and len(each) == 2 for each in slots)
     if not is_list or not all(type(count) is int and count >= 0 for _, count in slots):
         raise ValueError(
-            "`slots` is not a list of files; expected [[KEY, number of slots], ...], the text before them first."
+            "`slots` is not a list of files; expected [[KEY, number of slots], ...], with the file of the text before "
+            "the passages first."
         )
     headers = [read_header(key) for key, _ in slots]
     first = headers[0]
@@ -203,7 +204,8 @@ def check_slots(slots: Any) -> list[Header]:
             )
         if header.fingerprint["has_slots"] != bool(number):
             raise ValueError(
-                "`slots` is in the wrong order; expected the text before the passages first, then passages only."
+                "`slots` is in the wrong order; expected first the file of the text before the passages, then only "
+                "files of passages."
             )
     if slots[0][1] != first.num_slots:
         raise ValueError(
@@ -213,8 +215,8 @@ def check_slots(slots: Any) -> list[Header]:
     if first.fingerprint.get("passage_attention") != "separate" and len(slots) > 2:
         raise ValueError(
             f"`slots` names {len(slots) - 1} files of passages; expected one, because this aligner's passages are "
-            "joint and all passages of a question are saved in one file. Pass the file of the text before the "
-            "passages, and that file."
+            "joint and all passages of a question are saved in one file. Pass two files: that of the text before "
+            "the passages, and that of the passages."
         )
     return headers
 
@@ -440,7 +442,8 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         num_before, num_slots = slots[0][1], sum(count for _, count in slots)
         if num_slots >= len(ids):
             raise ValueError(
-                f"The prompt has {len(ids)} ids; expected more than the {num_slots} of its slots and the text before."
+                f"The prompt has {len(ids)} ids; expected more than the {num_slots} of its slots and of the text "
+                "before them."
             )
         if json_digest(ids[:num_before]) != headers[0].fingerprint["prompt"]:
             raise ValueError(

@@ -136,5 +136,5 @@ def test_precompute_errors_are_reported(run_cli, corpus, apart, checkpoint_dir, 
     assert not corpus.kept_folder.exists()
     full = Mock(side_effect=SafetensorError("No space left on device"))
     monkeypatch.setattr("arcaligner.kv_cache_arcaligner.save_file", full)
-    with pytest.raises(OSError, match="could not be written. Make room, and run this again"):
+    with pytest.raises(OSError, match="could not be written. Free disk space, and run this again"):
         read_corpus(corpus, *apart)

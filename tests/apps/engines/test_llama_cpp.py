@@ -194,7 +194,7 @@ def test_what_misfits_is_refused(
     refused("`gate_mode` is 'on'; expected one of", gate_mode="on")
     shutil.copytree(exported["joint"], tmp_path / "all")
     edit_json(tmp_path / "all" / "config.json", lora_positions="all")
-    refused("has `lora_positions` 'all', but llama.cpp reads text with the base model", folder=tmp_path / "all")
+    refused("has `lora_positions` 'all', but llama.cpp processes text with the base model", folder=tmp_path / "all")
     with pytest.raises(ValueError, match="has `lora_positions` 'all'"):
         gguf_files.export_gguf(str(tmp_path / "all"), tmp_path / "none")
     gguf_files.write_adapter(tiny_aligner(dtype=torch.float32), tmp_path / "adapter.gguf")

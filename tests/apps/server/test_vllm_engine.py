@@ -165,7 +165,9 @@ def test_lora_on_text_is_refused(processor, vllm, tmp_path):
     """vLLM reads text with the base model alone."""
     model = aligner_for(processor, passage_attention="separate", lora_positions="all")
     apart = processor_with(processor, passage_attention="separate")
-    with pytest.raises(ValueError, match="has `lora_positions` 'all', but vLLM reads text with the base model alone"):
+    with pytest.raises(
+        ValueError, match="has `lora_positions` 'all', but vLLM processes text with the base model alone"
+    ):
         VllmEngine(pipeline_of(model.eval(), apart), vllm=VllmServer(vllm.url), folder=tmp_path)
 
 
