@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 import datasets
@@ -470,3 +471,17 @@ def test_unwritable_cache_is_named(select, tmp_path):
     (folder := tmp_path / "folder").touch()
     with pytest.raises(OSError, match=rf"cannot be cached in {folder} \(.*\). Choose a folder .*examples_cache_dir"):
         select(question_rows(2), examples_cache_dir=str(folder))
+
+
+class NoMaker:
+    """Stands for what makes examples in a process."""
+
+    def remembering(self):
+        return self
+
+
+def test_processes_tokenize_alone(monkeypatch):
+    """A forked process that tokenized in several threads would wait for those of its parent."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    with ProcessPoolExecutor(1, initializer=module._set_maker, initargs=(NoMaker(),)) as process:
+        assert process.submit(os.getenv, "TOKENIZERS_PARALLELISM").result() == "false"
