@@ -75,7 +75,7 @@ async def measure(url: str, key: str, rounds: int) -> dict[str, list[tuple[float
 
 def main(
     url: Annotated[str, typer.Option(help="Address of a running server.")] = "http://127.0.0.1:8000",
-    rounds: Annotated[int, typer.Option(help="How often each wait is measured.", min=1)] = 3,
+    rounds: Annotated[int, typer.Option(help="How many times each wait is measured.", min=1)] = 3,
     api_key: Annotated[str, typer.Option(envvar="ARCALIGNER_API_KEY", help="The server's API key.")] = "",
 ) -> None:
     """Print the median seconds as a table, and all of them as a JSON line."""

@@ -178,7 +178,10 @@ class RecipeArguments:
         if not self.attention_loss_weight:
             return
         if not self.passages_first:
-            raise ValueError("`attention_loss_weight` needs a step in two phases. Set `passages_first: true`.")
+            raise ValueError(
+                f"`attention_loss_weight` is {self.attention_loss_weight}, but `passages_first` is false. Set "
+                "`passages_first: true`, or leave `attention_loss_weight` out."
+            )
         if not self.attention_loss_layers:
             raise ValueError(
                 "`attention_loss_weight` needs `attention_loss_layers`, which is empty. Set it to layers, such as "

@@ -454,7 +454,7 @@ def train(
     ] = None,
     device: Annotated[str | None, typer.Option(help="`gpu` uses the values of the recipe's gpu.yaml.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print memory, steps, disk and time that training needs.")
+        bool, typer.Option("--dry-run", help="Only print the memory, steps, disk space and time that training needs.")
     ] = False,
     gpus: Annotated[
         int | None, typer.Option(help="Number of GPUs for a dry run. Default: those of this machine, or one.", min=1)

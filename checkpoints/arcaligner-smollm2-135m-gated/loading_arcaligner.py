@@ -501,9 +501,9 @@ def _check_base_weights(model) -> None:
         former_shape, former = model._base_samples[name]
         if shape != former_shape:
             raise ValueError(
-                f"`{name}` of the base model has shape {tuple(shape)}; it was loaded with {tuple(former_shape)}, and "
-                "the aligner alone could not be loaded again. Pass `save_base_model=True`, or do not change the base "
-                "model."
+                f"`{name}` of the base model has shape {tuple(shape)}; expected {tuple(former_shape)}, as loaded. A "
+                "checkpoint without the base model could not be loaded again. Pass `save_base_model=True`, or do not "
+                "change the shapes of the base model."
             )
         tolerance = 0.0 if numbers.dtype == former.dtype else 0.01  # of a model that was cast
         if not torch.allclose(numbers.float(), former.float(), rtol=tolerance, atol=tolerance * 1e-3, equal_nan=True):

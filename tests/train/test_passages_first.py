@@ -203,7 +203,7 @@ def test_a_recipe_trains_passages_first(tmp_path, write_recipe):
 @pytest.mark.parametrize(
     "keys, message",
     [
-        ({"attention_loss_weight": 0.3}, "two phases"),
+        ({"attention_loss_weight": 0.3}, "Set `passages_first: true`"),
         ({"attention_loss_weight": 0.3, "passages_first": True}, "attention_loss_layers"),
         ({"attention_loss_weight": 0.3, "passages_first": True, "attention_loss_layers": [1]}, "eager"),
         ({"passages_first": True, "aligner": {"lora_r": 4, "passage_attention": "joint"}}, "independent"),

@@ -447,8 +447,8 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if json_digest(ids[:num_before]) != headers[0].fingerprint["prompt"]:
             raise ValueError(
-                "The prompt begins with a text that differs from the one that the passages were precomputed after. "
-                "Write the prompt with the chat template of the aligner's processor."
+                "The prompt does not begin with the text that its passages were precomputed with. Write the prompt "
+                "with the chat template of the aligner's processor."
             )
         if request.cache_salt != salt_of(slots):
             raise ValueError(

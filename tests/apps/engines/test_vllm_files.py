@@ -351,7 +351,7 @@ def test_preempted_requests_are_loaded_again(connect, files):
 @pytest.mark.parametrize(
     ("change", "engine", "message"),
     [
-        ({"prompt": lambda ids: [ids[0] + 1, *ids[1:]]}, {}, "differs from the one that the passages"),
+        ({"prompt": lambda ids: [ids[0] + 1, *ids[1:]]}, {}, "does not begin with the text"),
         ({"prompt": lambda ids: ids[:4]}, {}, "The prompt has 4 ids"),
         ({"cache_salt": lambda salt: None}, {}, "The `cache_salt` does not match the slots"),
         ({"cache_salt": lambda salt: salt[::-1]}, {}, "The `cache_salt` does not match the slots"),
