@@ -32,6 +32,7 @@ class SmallVllm:
     def __init__(self, model, processor, folder):
         self.model, self.processor, self.folder = model, processor, folder
         self.reads_files, self.apart, self.max_model_len, self.dies, self.asked = True, 0.0, 200, False, []
+        self.fails_on = None  # a text in the body of requests that end with status 500
         app = FastAPI()
         app.get("/health")(self.models)
         app.get("/v1/models")(self.models)
@@ -63,6 +64,8 @@ class SmallVllm:
     async def complete(self, request: Request):
         body = await request.json()
         self.asked.append(body)
+        if self.fails_on is not None and self.fails_on in json.dumps(body):
+            return JSONResponse({"error": {"message": "it is ending"}}, 500)
         files = (body.get("kv_transfer_params") or {}).get("slots") if self.reads_files else None
         try:
             parts = [load_file(self.folder / f"{key}.safetensors")["keys_values"] for key, _ in files or ()]

@@ -442,6 +442,8 @@ class VllmEngine(Engine):
                 self.model_name, self.max_model_len = model["id"], model["max_model_len"]
                 slots = {"kv_transfer_params": {"slots": [[NO_FILE, 1]]}, "prompt": [0, 0], "max_tokens": 1}
                 refused = await self._client.post("/v1/completions", json=slots | {"model": self.model_name})
+                if refused.status_code >= 500:  # it is ending, or not ready yet
+                    raise self._error_of(refused)
                 if refused.status_code != 400 or "precomputed passage" not in refused.text:
                     raise ValueError(
                         f"vLLM at {self.vllm.url} does not read precomputed passages, so it would answer without them. "
@@ -461,6 +463,8 @@ class VllmEngine(Engine):
             "return_tokens_as_token_ids": True,
         }
         response = await self._client.post("/v1/completions", json=asked)
+        if response.status_code >= 500:
+            raise self._error_of(response)
         if response.status_code != 200:
             raise ValueError(
                 f"vLLM at {self.vllm.url} cannot use this aligner's passages in {self.store.folder}: "

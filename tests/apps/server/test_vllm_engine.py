@@ -27,7 +27,7 @@ from arcaligner.apps.server.app import ServerSettings, create_app
 from arcaligner.apps.server.engine import Engine
 from arcaligner.apps.server.request import Limits, UnavailableError
 from arcaligner.apps.server.request import Request as Asked
-from arcaligner.apps.server.vllm_engine import UNREAD_TOKENS, VllmEngine, VllmProcess, VllmServer
+from arcaligner.apps.server.vllm_engine import NO_FILE, UNREAD_TOKENS, VllmEngine, VllmProcess, VllmServer
 from arcaligner.common.files import ROOT
 
 ADA = {"title": "Ada", "text": "Ada wrote the letter in 1843. It was long."}
@@ -114,6 +114,20 @@ def test_differing_vllm_is_refused(front, vllm, change, message):
             front.warm_up()
     with pytest.raises(ValueError, match=message):
         ask(front, ADA)
+
+
+@pytest.mark.parametrize("request_of_check", [NO_FILE, "logprobs"], ids=["file", "comparison"])
+def test_failing_check_is_no_mistake(front, vllm, request_of_check):
+    """A vLLM that ends while it is checked: the client asks again later."""
+    vllm.stop()
+    with pytest.raises(UnavailableError):
+        ask(front, ADA)
+    vllm.fails_on = request_of_check
+    vllm.start()
+    with pytest.raises(UnavailableError, match="it is ending"):
+        ask(front, ADA)
+    vllm.fails_on = None
+    assert ask(front, ADA)[0].text
 
 
 def test_vllm_may_come_back(front, vllm):
