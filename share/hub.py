@@ -210,7 +210,7 @@ def check_checkpoint(folder: Path) -> ArcAlignerConfig:
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(
             f"{folder} is not a complete checkpoint: it lacks {', '.join(missing)}. Pass a folder that a training "
-            "stage wrote, or `save_pretrained` of both model and processor."
+            "stage wrote, or `save_pretrained` of both the model and the processor."
         )
     config = read_aligner_config(folder)
     ArcAlignerProcessor.from_pretrained(folder)

@@ -300,7 +300,7 @@ class ArcAlignerProcessor(ProcessorMixin):
             raise ValueError(
                 f"The tokenizer reads {self.tokenizer.convert_ids_to_tokens(self.context_token_id)!r} as id "
                 f"{self.context_token_id}, which is `context_token_id` and marks slots. Set it to "
-                f"{len(self.tokenizer)} or more in processor and model, so that no text can become a slot."
+                f"{len(self.tokenizer)} or more in the processor and in the model, so that no text can become a slot."
             )
         return ids
 
