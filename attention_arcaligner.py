@@ -308,8 +308,8 @@ def check_passage_prior(passage_prior, passage_ids: torch.Tensor | None, config:
     attention that takes it."""
     if (kernel := config._attn_implementation) not in ROW_KERNELS:
         raise ValueError(
-            f"`passage_prior` is set, but attention `{kernel}` takes no bias for each key. Load the model with "
-            f"`attn_implementation` {' or '.join(ROW_KERNELS)}, or leave it out."
+            f"`passage_prior` is set, but attention `{kernel}` takes no bias per key. Load the model with "
+            f"`attn_implementation` {' or '.join(ROW_KERNELS)}, or leave `passage_prior` out."
         )
     check_can_separate(config)
     if passage_ids is None:

@@ -380,7 +380,7 @@ def _budget_of(
     if training:
         raise ValueError(
             f"`refinement_budget` is {share} in training, where every slot takes every step for the gradients of the "
-            "gates. Call `model.eval()`, or leave it out."
+            "gates. Call `model.eval()`, or leave `refinement_budget` out."
         )
     if (kernel := config.text_config._attn_implementation) not in ROW_KERNELS:
         raise ValueError(

@@ -95,7 +95,7 @@ def read_rows(path: str | Path) -> list[Row]:
     return rows
 
 
-_LIST, _PASSAGE = 'a list of texts, such as ["..."]', 'a text or {"title": "...", "text": "..."}'
+_LIST, _PASSAGE = 'a list of strings, such as ["..."]', 'a string or {"title": "...", "text": "..."}'
 
 _PASSAGES = f"a list of passages, each {_PASSAGE}"
 
@@ -114,14 +114,16 @@ def own_row(row: dict, index: int, *, where: str) -> Row:
         return kind() if value is None else value
 
     def texts(place: str, value: Any) -> list[str]:
-        return [given(f"{place}[{n}]", each, str, "a text") for n, each in enumerate(given(place, value, list, _LIST))]
+        return [
+            given(f"{place}[{n}]", each, str, "a string") for n, each in enumerate(given(place, value, list, _LIST))
+        ]
 
-    question, passages = given("question", row.get("question"), str, "a text"), []
+    question, passages = given("question", row.get("question"), str, "a string"), []
     answers = texts("answers", row.get("answers"))
     for number, passage in enumerate(given("passages", row.get("passages"), list, _PASSAGES)):
         place = f"passages[{number}]"
         passage = {"text": passage} if isinstance(passage, str) else given(place, passage, dict, _PASSAGE)
-        passages.append({key: given(f"{place}.{key}", passage.get(key), str, "a text") for key in ("title", "text")})
+        passages.append({key: given(f"{place}.{key}", passage.get(key), str, "a string") for key in ("title", "text")})
     meta = given("meta", row.get("meta"), dict, 'an object such as {"gold": [0]}')
     gold = given("meta.gold", meta.get("gold"), list, "numbers of passages, from 0")
     if not all(number in range(len(passages)) for number in gold):

@@ -291,8 +291,10 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         "**Fine-tuned** is the same model with a LoRA that was trained on 4,000 questions with their text.",
         f"**First token** is the time until the answer begins, for {passages} passages ({new_tokens} tokens), in "
         f"float32 on {latency['machine']['cores']} CPU cores. Slots were encoded beforehand.",
-        "**Passages cached** means that their keys and values were computed beforehand as well. A cache of text serves "
-        "only the same passages in the same order. Slots are cached per passage and combined freely.",
+        "**Passages cached** means that their keys and values were computed beforehand as well. For whole text this is "
+        "an ordinary prefix cache, which serves only the same passages in the same order. Slots are cached per passage "
+        "and combined freely; [docs/speed.md](docs/speed.md#cached-passages) also measures text that is cached in this "
+        "way.",
         "**The default** scores passages and uses the best one, or the best two if the question needs two. Its times "
         "include the scoring and are for questions answered from one passage. They are upper bounds: when they were "
         "measured, all passages were scored, and now fewer are ([which](docs/extensions.md#selection-of-passages)).",

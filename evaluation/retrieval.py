@@ -98,7 +98,7 @@ def open_pool(sources: Sequence[str], data_dir: str = "") -> datasets.Dataset:
     features = Features(title=Value("string"), text=Value("string"))
     pool = datasets.Dataset.from_generator(_unique_passages, features=features, gen_kwargs=given)
     if not len(pool):
-        raise ValueError(f"The pool {', '.join(sources)} has no passage with a text. Pass sources that have one.")
+        raise ValueError(f"The pool {', '.join(sources)} has no passage with text. Pass sources that have some.")
     return pool
 
 

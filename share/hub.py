@@ -210,7 +210,7 @@ def check_checkpoint(folder: Path) -> ArcAlignerConfig:
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(
             f"{folder} is not a complete checkpoint: it lacks {', '.join(missing)}. Pass a folder that a training "
-            "stage wrote, or `save_pretrained` of both model and processor."
+            "stage wrote, or `save_pretrained` of both the model and the processor."
         )
     config = read_aligner_config(folder)
     ArcAlignerProcessor.from_pretrained(folder)
@@ -285,6 +285,6 @@ def _translate_hub_errors(repo_id: str, endpoint: str) -> Iterator[None]:
                 "login` or set HF_TOKEN."
             ) from error
         raise ConnectionError(
-            f"The push to `{repo_id}` was interrupted ({type(cause).__name__}: {cause}). Nothing of it is visible. Run "
-            "it again to finish it: files that have arrived are not uploaded twice."
+            f"The push to `{repo_id}` was interrupted ({type(cause).__name__}: {cause}). No commit was made. Run it "
+            "again to finish: files that were already uploaded are not sent again."
         ) from error

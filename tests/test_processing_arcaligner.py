@@ -248,7 +248,7 @@ def test_message_without_text_is_refused(processor, content):
     """A message that is not text is refused, with and without documents."""
     for role, documents in itertools.product(("system", "user", "assistant"), (None, DOCUMENTS)):
         chat = [{"role": "user", "content": QUESTION}, {"role": role, "content": content}]
-        with pytest.raises(ValueError, match=f"A message of the {role} is .*; expected a text or"):
+        with pytest.raises(ValueError, match=f"A message of the {role} is .*; expected a string or"):
             chat_inputs(processor, chat, documents)
 
 

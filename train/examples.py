@@ -201,7 +201,8 @@ def _check_columns(source: str, columns: Collection[str], options: dict[str, str
     if missing := [options[key] for key in ("text", "title") if options[key] and options[key] not in columns]:
         raise ValueError(
             f"{source} has columns {sorted(columns)}, but no {missing}. Expected {ROW_FIELDS}, the columns of "
-            "HotpotQA, or a column of texts, named as in `?text=body`."
+            f"HotpotQA, or a column of texts. To use a different column for the texts, name it after the source, as in "
+            "`?text=body`."
         )
 
 

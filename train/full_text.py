@@ -72,7 +72,8 @@ class FullTextArguments:
             raise ValueError(f"`writes` is {self.writes!r}; expected one of {', '.join(WRITES)}.")
         if self.writes == "question" and self.passage_attention == "separate":
             raise ValueError(
-                "`writes: question` uses one passage, so `passage_attention: separate` changes nothing. Leave it out."
+                "`writes: question` uses one passage, so `passage_attention: separate` changes nothing. Leave "
+                "`passage_attention` out."
             )
         if self.passage_attention not in PASSAGE_ATTENTIONS:
             raise ValueError(

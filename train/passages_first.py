@@ -233,7 +233,8 @@ def check_passages_first(model: ArcAlignerForCausalLM, args: TrainingArguments |
     if model.config.passage_attention != "separate":
         raise ValueError(
             f"`passage_attention` is {model.config.passage_attention!r}, so that slots attend to other passages; "
-            "`passages_first` needs independent ones. Set `aligner: {passage_attention: separate}`, or leave it out."
+            "`passages_first` needs independent ones. Set `aligner: {passage_attention: separate}`, or leave "
+            "`passages_first` out."
         )
     if args is not None and args.gradient_checkpointing:
         raise ValueError(

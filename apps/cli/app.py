@@ -97,7 +97,7 @@ def read_document(path: Path) -> Document:
         )
     document = Document(str(path), *read_file(path))
     if not document.text.strip():
-        raise ValueError(f"{no_text(str(path))}. Pass a file with a text, or leave this one out.")
+        raise ValueError(f"{no_text(str(path))}. Pass a file with text, or leave this one out.")
     return document
 
 
@@ -253,7 +253,7 @@ def answer(
     if base_model is not None:
         raise ValueError(
             "`--base-model` works with `--engine llama.cpp` only; PyTorch loads the base model that the checkpoint "
-            "names."
+            "names. Add `--engine llama.cpp`, or leave `--base-model` out."
         )
     with busy("Loading the aligner and its base model"):
         ask = shared.load_pipeline(checkpoint, dtype, device)

@@ -208,7 +208,9 @@ class Message(BaseModel):
             return given
         for name in ("images", "audio", "files", "prefix", "partial"):
             if given.get(name):
-                raise ValueError(f"A message with `{name}` is not supported; expected `role` and a text as `content`.")
+                raise ValueError(
+                    f"A message with `{name}` is not supported; expected `role`, and a string as `content`."
+                )
         calls = bool(given.get("tool_calls") or given.get("function_call"))
         given = {name: given[name] for name in ("role", "content", "refusal") if name in given}
         if given.get("role") == "assistant" and "content" not in given and (calls or "refusal" in given):

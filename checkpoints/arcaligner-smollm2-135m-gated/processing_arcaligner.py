@@ -300,7 +300,7 @@ class ArcAlignerProcessor(ProcessorMixin):
             raise ValueError(
                 f"The tokenizer reads {self.tokenizer.convert_ids_to_tokens(self.context_token_id)!r} as id "
                 f"{self.context_token_id}, which is `context_token_id` and marks slots. Set it to "
-                f"{len(self.tokenizer)} or more in processor and model, so that no text can become a slot."
+                f"{len(self.tokenizer)} or more in the processor and in the model, so that no text can become a slot."
             )
         return ids
 
@@ -541,7 +541,7 @@ class ArcAlignerProcessor(ProcessorMixin):
             if any(message["content"] is None for chat in chats for message in chat):
                 raise ValueError(
                     "A message has `tool_calls` and its `content` is None, which this model's chat template cannot "
-                    f"write ({error}). Leave the message out, or give it a text."
+                    f"render ({error}). Leave the message out, or set its `content` to a string."
                 ) from error
             raise ValueError(
                 f"The chat template (chat_template.jinja) cannot be used: {error}. Correct the template, or use "
@@ -577,7 +577,7 @@ def _with_background_line(messages: list[dict], mark: str) -> list[dict]:
         check_question(message["content"])
         asked = {**message, "content": BACKGROUND_LINE + mark + QUESTION_LINE + message["content"]}
         return [*messages[:position], asked, *messages[position + 1 :]]
-    raise ValueError("The conversation has no user message, so there is no question to put the documents before.")
+    raise ValueError("The conversation has no user message; expected one, with the question. Add it.")
 
 
 ArcAlignerProcessor.register_for_auto_class("AutoProcessor")

@@ -423,7 +423,8 @@ class AnsweringCall:
         if any(options.get(name) or getattr(config or default, name, None) for name in READ_MORE):
             if self._min_confidence is not None:
                 raise ValueError(
-                    f"`min_confidence` cannot be combined with any of {', '.join(READ_MORE)}. Leave it or them out."
+                    f"`min_confidence` cannot be combined with any of {', '.join(READ_MORE)}. Leave out "
+                    "`min_confidence`, or the others."
                 )
             self._scores = False
         self._prefill = PrefillOutputs() if self._scores or self._traces else None

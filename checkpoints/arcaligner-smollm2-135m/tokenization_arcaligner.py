@@ -29,7 +29,7 @@ def check_question(question) -> None:
         raise ValueError(f"A question is of type {type(question).__name__}; expected a string.")
     check_text(question, "The question")
     if not question.strip():
-        raise ValueError("The question is empty; expected a text.")
+        raise ValueError("The question is empty; expected a string with text.")
 
 
 def check_conversation(given: Any) -> None:
@@ -71,7 +71,7 @@ def _with_plain_texts(messages: Sequence[dict]) -> list[dict]:
             check_text(content, f"A message of the {message['role']}")
         elif content is not None or not message.get("tool_calls"):
             raise ValueError(
-                f"A message of the {message['role']} is {content!r}; expected a text or "
+                f"A message of the {message['role']} is {content!r}; expected a string or "
                 '[{"type": "text", "text": str}].'
             )
         texts.append({**message, "content": content})
@@ -366,7 +366,10 @@ def _with_marked(tokenizer, ids: list[int], pieces: Sequence[str | None]) -> lis
         own_ids = read("\n" + piece)
         own_ids = own_ids[len(newline) :] if own_ids[: len(newline)] == newline else read(piece)
         if is_marked and tokenizer.convert_tokens_to_ids(piece) in own_ids:
-            raise ValueError(f"The tokenizer reads {piece!r} as a control token even in plain text. Leave it out.")
+            raise ValueError(
+                f"The tokenizer makes a control token of {piece!r} even in plain text. Remove {piece!r} from the "
+                "question and the documents."
+            )
         ids += own_ids
     return ids
 

@@ -38,12 +38,12 @@ def test_changed_files_are_read_again(tmp_path, name):
 
 
 BAD_LINES = {
-    '{"passages": [{"text": 7}]}': r"line 2: `passages\[0\].text` is 7 \(int\); expected a text\.",
-    '{"passages": "text"}': r"line 2: `passages` is 'text' \(str\); expected a list of passages, each a text or {",
-    '{"passages": [["text"]]}': r"line 2: `passages\[0\]` is \['text'\] \(list\); expected a text or {",
-    '{"answers": "Ada"}': r"""line 2: `answers` is 'Ada' \(str\); expected a list of texts, such as \["...\"]""",
-    '{"answers": ["Ada", 7]}': r"line 2: `answers\[1\]` is 7 \(int\); expected a text\.",
-    '{"question": 7, "answers": []}': r"line 2: `question` is 7 \(int\); expected a text\.",
+    '{"passages": [{"text": 7}]}': r"line 2: `passages\[0\].text` is 7 \(int\); expected a string\.",
+    '{"passages": "text"}': r"line 2: `passages` is 'text' \(str\); expected a list of passages, each a string or {",
+    '{"passages": [["text"]]}': r"line 2: `passages\[0\]` is \['text'\] \(list\); expected a string or {",
+    '{"answers": "Ada"}': r"""line 2: `answers` is 'Ada' \(str\); expected a list of strings, such as \["...\"]""",
+    '{"answers": ["Ada", 7]}': r"line 2: `answers\[1\]` is 7 \(int\); expected a string\.",
+    '{"question": 7, "answers": []}': r"line 2: `question` is 7 \(int\); expected a string\.",
     '{"meta": {"gold": [1]}}': r"line 2: `meta.gold` \[1\] names passages that do not exist; the row has 0 passages",
     '{"meta": 1}': r"line 2: `meta` is 1 \(int\); expected an object such as",
 }

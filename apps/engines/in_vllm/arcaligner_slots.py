@@ -209,8 +209,8 @@ def check_slots(slots: Any) -> list[Header]:
             )
     if slots[0][1] != first.num_slots:
         raise ValueError(
-            f"`slots` takes {slots[0][1]} tokens of the text before the passages; expected all {first.num_slots} of "
-            "its file."
+            f"`slots` asks for {slots[0][1]} tokens of the text before the passages; expected all {first.num_slots} in "
+            f"its file. Pass {first.num_slots}."
         )
     if first.fingerprint.get("passage_attention") != "separate" and len(slots) > 2:
         raise ValueError(

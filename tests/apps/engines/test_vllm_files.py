@@ -254,7 +254,7 @@ def test_mismatched_requests_are_refused(files, aligner, folder):
         ([body[0], [body[1][0], body[1][1] + 1]], "`slots` asks for"),
         (body[1:], "`slots` is in the wrong order"),
         ([body[0], body[0]], "`slots` is in the wrong order"),
-        ([[body[0][0], 1], body[1]], "1 tokens of the text before the passages; expected all"),
+        ([[body[0][0], 1], body[1]], "asks for 1 tokens of the text before the passages; expected all"),
         ([body[0], [foreign(files, aligner, folder), 1]], "belong together: their `aligner_weights` differs"),
         ([body[0], [other_prompt.paths[1].stem, 1]], "belong together: their `prompt` differs"),
     ):
