@@ -158,6 +158,8 @@ class PackedPassages(NamedTuple):
     rows: list[int]  # of each passage
     starts: list[int]  # of each passage: the slots before it in its row
     numbers: list[int]  # of each passage: the passages before it in its row
+    max_slots: int  # of a row
+    width: int  # positions of the longest row
 
     @classmethod
     def of(cls, heads: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> "PackedPassages":
@@ -167,34 +169,21 @@ class PackedPassages(NamedTuple):
         >>> PackedPassages.of([(7,)] * 4, [3, 5, 2, 4]).rows
         [2, 0, 2, 1]
         """
-        longest = max(len(head) + size for head, size in zip(heads, sizes, strict=True))
-        packed = cls([], [], sizes, *([0] * len(sizes) for _ in range(3)))
-        counts: list[int] = []
+        width = max(len(head) + size for head, size in zip(heads, sizes, strict=True))
+        row_heads, used, counts = [], [], []  # of each row
+        rows, starts, numbers = ([0] * len(sizes) for _ in range(3))
         for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
             head, size = heads[place], sizes[place]
-            fits = (
-                row
-                for row, used in enumerate(packed.used)
-                if len(head) + used + size <= longest and packed.heads[row] == head
-            )
-            if (row := next(fits, None)) is None:
-                row = len(counts)
-                packed.heads.append(head)
-                packed.used.append(0)
+            room = width - len(head) - size
+            row = next((n for n, slots in enumerate(used) if slots <= room and row_heads[n] == head), len(used))
+            if row == len(used):
+                row_heads.append(head)
+                used.append(0)
                 counts.append(0)
-            packed.rows[place], packed.starts[place], packed.numbers[place] = row, packed.used[row], counts[row]
-            packed.used[row] += size
+            rows[place], starts[place], numbers[place] = row, used[row], counts[row]
+            used[row] += size
             counts[row] += 1
-        return packed
-
-    @property
-    def max_slots(self) -> int:
-        return max(self.used)
-
-    @property
-    def width(self) -> int:
-        """Positions of the longest row."""
-        return max(len(head) + used for head, used in zip(self.heads, self.used, strict=True))
+        return cls(row_heads, used, sizes, rows, starts, numbers, max(used), width)
 
     def slots(self, passage: int) -> np.ndarray:
         """The flat indices of a passage's slots among (passage_rows, max_slots)."""
