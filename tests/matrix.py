@@ -4,8 +4,9 @@
     python tests/matrix.py "--python 3.12 --with transformers==5.15.*"    # options of `uv run`; the rest is the newest
 
 In an environment of its own the checkpoint is loaded as remote code, without this package, answers, keeps what it read
-and is saved; then the package trains for one step. It needs `uv`, and the default models where
-`python -m arcaligner default-models` puts them. `UV_TORCH_BACKEND=cpu` takes torch without CUDA.
+and is saved; then the package trains for one step, plans a training, and parses the baselines' recipes. It needs `uv`,
+and the default models where `python -m arcaligner default-models` puts them. `UV_TORCH_BACKEND=cpu` takes torch without
+CUDA.
 """
 
 import importlib
@@ -23,6 +24,7 @@ CHECKPOINT = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
 LIBRARIES = ("torch", "transformers", "peft", "sentence-transformers", "trl", "huggingface-hub")
 NEWEST = "--python 3.13"
 OLDEST = "--python 3.11 --with torch==2.9.1,transformers==5.10.4,peft==0.18.1,sentence-transformers==5.2.3,trl==1.8.0"
+BASELINES = {"full_text": ("full_text", "full_text_apart", "question_maker"), "cocom": ("cocom_pretraining", "cocom")}
 DOCUMENTS = ["The meeting was moved from Monday to Thursday. Anna brings the cake."]
 QUESTIONS = {"When is the meeting now?": "Thursday", "Who brings the cake?": "Anna"}
 
@@ -48,9 +50,17 @@ def probe(checkpoint: str) -> None:
         model.save_pretrained(folder)
         assert AutoModelForCausalLM.from_pretrained(folder, **trust)(**inputs).logits.equal(logits)
         del sys.modules["arcaligner"]
-        recipe = importlib.import_module("arcaligner.train.stages").RECIPES / "tiny" / "1_reconstruction.yaml"
-        options = ["--config", recipe, "--max_steps", "1", "--output_dir", f"{folder}/trained"]
+        stages, recipe = (importlib.import_module(f"arcaligner.train.{name}") for name in ("stages", "recipe"))
+        options = ["--config", stages.RECIPES / "tiny" / "1_reconstruction.yaml"]
+        options += ["--max_steps", "1", "--output_dir", f"{folder}/trained"]
         subprocess.run([sys.executable, "-m", "arcaligner.train.sft", *options], check=True, stdout=sys.stderr)
+        options = ["train", "--recipe", "tiny", "--dry-run"]
+        subprocess.run([sys.executable, "-m", "arcaligner", *options], check=True, stdout=sys.stderr)
+    for name, files in BASELINES.items():  # versions differ in the keys that they know
+        script = importlib.import_module(f"arcaligner.train.{name}")
+        for file in files:
+            path = stages.RECIPES / "smollm2_135m" / f"{file}.yaml"
+            recipe.parse_recipe(script.SCRIPT, script.KINDS, ["--config", str(path), "--bf16", "false"])
     versions = [f"python {sys.version.split()[0]}", *(f"{name} {version(name)}" for name in LIBRARIES)]
     print(json.dumps([" ".join(versions), logits[0, -1, ::16].tolist()]))
 
