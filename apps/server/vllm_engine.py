@@ -435,15 +435,13 @@ class VllmEngine(Engine):
             if self._is_checked:
                 return
             try:
-                models = await self._client.get("/v1/models")
+                models = await self._asked("GET", "/v1/models")
                 if models.status_code != 200:
                     raise self._error_of(models)
                 model = models.json()["data"][0]
                 self.model_name, self.max_model_len = model["id"], model["max_model_len"]
                 slots = {"kv_transfer_params": {"slots": [[NO_FILE, 1]]}, "prompt": [0, 0], "max_tokens": 1}
-                refused = await self._client.post("/v1/completions", json=slots | {"model": self.model_name})
-                if refused.status_code >= 500:  # it is ending, or not ready yet
-                    raise self._error_of(refused)
+                refused = await self._asked("POST", "/v1/completions", json=slots | {"model": self.model_name})
                 if refused.status_code != 400 or "precomputed passage" not in refused.text:
                     raise ValueError(
                         f"vLLM at {self.vllm.url} does not read precomputed passages, so it would answer without them. "
@@ -454,6 +452,13 @@ class VllmEngine(Engine):
                 raise self._gone(error) from error
             self._is_checked = True
 
+    async def _asked(self, method: str, path: str, **body: Any) -> httpx.Response:
+        """The response to a request of the check. A vLLM that fails on it is ending, or not ready yet."""
+        response = await self._client.request(method, path, **body)
+        if response.status_code >= 500:
+            raise self._error_of(response)
+        return response
+
     async def _compare(self) -> None:
         """Compare this process's most likely first tokens of a question about two passages with those of vLLM."""
         asked = self._probe | {
@@ -462,9 +467,7 @@ class VllmEngine(Engine):
             "logprobs": 5,
             "return_tokens_as_token_ids": True,
         }
-        response = await self._client.post("/v1/completions", json=asked)
-        if response.status_code >= 500:
-            raise self._error_of(response)
+        response = await self._asked("POST", "/v1/completions", json=asked)
         if response.status_code != 200:
             raise ValueError(
                 f"vLLM at {self.vllm.url} cannot use this aligner's passages in {self.store.folder}: "
