@@ -148,10 +148,13 @@ def test_vllm_may_come_back(front, vllm):
 def test_killed_vllm_loses_no_answers(front, vllm):
     """It is killed twice while clients ask: they get 503 with `Retry-After`, ask again, and all have their answers."""
     app, answers, refused = create_app(front, ServerSettings("tiny")), [], []
+    killed = {2: threading.Event(), 4: threading.Event()}  # turns that wait for it, so that some are left to refuse
 
     def ask_some(number):
         client = TestClient(app, base_url="http://localhost")
         for turn in range(5):
+            if turn in killed:
+                assert killed[turn].wait(60)
             body = {"model": "tiny", "messages": [{"role": "user", "content": f"Who is {number} {turn}?"}]}
             body |= {"documents": [ADA], "max_tokens": 4}
             while (response := client.post("/v1/chat/completions", json=body)).status_code == 503:
@@ -162,10 +165,11 @@ def test_killed_vllm_loses_no_answers(front, vllm):
     threads = [threading.Thread(target=ask_some, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
-    for least in (4, 10):
+    for least, turn in ((4, 2), (10, 4)):
         while len(answers) < least:
             time.sleep(0.01)
         vllm.kill()
+        killed[turn].set()
         seen, end = len(refused), time.monotonic() + 30
         while len(refused) < seen + 2 and time.monotonic() < end:
             time.sleep(0.01)
