@@ -13,7 +13,7 @@ from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
-from .answering_arcaligner import READ_MORE, Answerer, ScoredPassage
+from .answering_arcaligner import EXTRA_PREFILL_OPTIONS, Answerer, ScoredPassage
 from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, longest_prompt
 from .encoder_arcaligner import GivenSlots, documents_of, pad_slots
 from .kv_cache_arcaligner import AskedQuestions
@@ -38,7 +38,7 @@ def _repeats_prompts(options: dict[str, Any]) -> bool:
     """Whether `generate` with these options repeats prompts, so that a cache with each prompt once is not enough."""
     has_copies = any(options.get(name) not in (None, 1) for name in ("num_beams", "num_return_sequences"))
     has_cache = any(options.get(name) is not None for name in ("cache_implementation", "past_key_values", "cache"))
-    reads_more = any(options.get(name) for name in READ_MORE)
+    reads_more = any(options.get(name) for name in EXTRA_PREFILL_OPTIONS)
     return has_copies or has_cache or reads_more or options.get("use_cache") is False
 
 
