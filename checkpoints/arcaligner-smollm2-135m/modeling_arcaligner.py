@@ -1181,11 +1181,11 @@ NEUTRAL_PAIR = (1.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # the weight of the log-odds, and
 
 
 class MultihopHead(nn.Module):
-    """Two logistic regressions. One tells from a question whether it is a multi-hop question, which needs two passages
-    together; the other one tells from the features of a pair of passages whether they are these two.
+    """Two logistic regressions. One estimates whether a question is a multi-hop question, which needs two passages
+    together; the other one estimates from the features of a pair of passages whether the question needs these two.
 
     `train/multihop.py` fits both; they are not trained with the aligner, and are in float32 like the aligner. Before
-    they are fitted, no question is taken for a multi-hop question, and pairs rank by log-odds.
+    they are fitted, no question counts as a multi-hop question, and pairs rank by log-odds.
     """
 
     def __init__(self, encoder_hidden_size: int):
