@@ -15,17 +15,17 @@ from ..common.files import stable_number
 from ..encoder_arcaligner import EncoderInputs, EncoderTokenizer
 from ..segmentation_arcaligner import num_slots, run_ends
 
-RATE = "tokens_per_slot"  # key of an example that a `TokenBatches` put into its batch
-# So many batches are composed together: of examples in order of length, so that they need little padding.
+RATE = "tokens_per_slot"  # key that an example of a `TokenBatches` has in addition
+# Number of batches that are composed together, from examples in order of length, so that they need little padding.
 BATCHES_PER_POOL = 8
 EXAMPLES_PER_BLOCK = 2048
 
 
 class TokenBatches(Sampler[list[tuple[int, int | str]]]):
     """
-    Composes batches of about equally many positions: the tokens per slot of a batch are drawn first, and then it has as
-    many examples as fit. So memory and the time of a step stay the same, where a fixed number of examples has several
-    times the positions at two tokens per slot that it has at one slot per sentence.
+    Composes batches of about equally many positions: the tokens per slot of a batch are drawn first, and then the batch
+    gets as many examples as fit. So memory and the time of a step stay the same. A fixed number of examples would have
+    several times as many positions at two tokens per slot as at one slot per sentence.
 
     One pass is a whole run, over the examples as often as needed, so that a resumed run only skips batches. The order
     depends on the seed alone.
@@ -38,7 +38,7 @@ class TokenBatches(Sampler[list[tuple[int, int | str]]]):
         num_batches (`int`): Batches of the run.
         seed (`int`): The run's seed.
 
-    Yields lists of the numbers of examples, each with the tokens per slot of the batch, for [`RatedExamples`].
+    Yields lists of pairs for [`RatedExamples`]: the number of an example, and the tokens per slot of the batch.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class TokenBatches(Sampler[list[tuple[int, int | str]]]):
         longest = max(int(sizes.max()) for sizes in lengths.values())
         if longest > batch_tokens:
             raise ValueError(
-                f"`batch_tokens` is {batch_tokens}, but the longest example has {longest} tokens. Raise "
+                f"`batch_tokens` is {batch_tokens}, but the longest example takes {longest} positions. Raise "
                 "`batch_tokens`, or lower `max_tokens`."
             )
         self.lengths, self.rates, self.batch_tokens = lengths, rates, batch_tokens
@@ -119,7 +119,7 @@ def example_lengths(examples: datasets.Dataset, rates: Sequence[int | str]) -> d
 
 
 def _list_lengths(structs, field: str) -> tuple[np.ndarray, np.ndarray]:
-    """Of lists of structs with a list as `field`: which row each struct is of, and how long its list is."""
+    """For lists of structs whose `field` is a list: the row that each struct belongs to, and the length of its list."""
     return _numpy(pc.list_parent_indices(structs)), _numpy(pc.list_value_length(structs.flatten().field(field)))
 
 
@@ -134,18 +134,19 @@ def _numpy(array) -> np.ndarray:
 
 def drawn_rate(rows: Sequence[dict[str, Any]], rates: Sequence[int | str]) -> int | str:
     """The tokens per slot of a batch, the same for all rows, so that they have similar lengths. A [`TokenBatches`] has
-    drawn them; else the ids of the rows decide, so that a resumed run needs no generator state."""
+    drawn them already. Without one, they depend on the ids of the rows, so that a resumed run needs no state of a
+    random generator."""
     if RATE in rows[0]:
         return rows[0][RATE]
     return rates[stable_number("rate:" + ":".join(row["row_id"] for row in rows), len(rates))]
 
 
 def padded(rows: Sequence[Sequence[int]], value: int, side: str = "right") -> torch.LongTensor:
-    """Pad lists to the rows of a tensor (rows, longest), with `value` on one `side`."""
+    """Lists of numbers as a tensor (rows, longest), padded with `value` on one `side`."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     filled = np.full((len(rows), lengths.max()), value)
-    is_own = np.arange(filled.shape[1]) < lengths[:, None]
-    filled[is_own if side == "right" else is_own[:, ::-1]] = np.fromiter(chain.from_iterable(rows), np.int64)
+    is_filled = np.arange(filled.shape[1]) < lengths[:, None]
+    filled[is_filled if side == "right" else is_filled[:, ::-1]] = np.fromiter(chain.from_iterable(rows), np.int64)
     return torch.from_numpy(filled)
 
 
@@ -166,7 +167,7 @@ def encoder_inputs(
 
 def placed_words(words: list[list[int]], places: torch.LongTensor, shape: Sequence[int]) -> torch.LongTensor:
     """The word ids of each slot at its place, (*shape, max_words), -1 elsewhere; `shape` (rows, max_slots)."""
-    own = padded(words, -1)  # (num_slots, max_words)
-    placed = torch.full((shape[0] * shape[1], own.shape[1]), -1)
-    placed[places] = own
+    word_ids = padded(words, -1)  # (num_slots, max_words)
+    placed = torch.full((shape[0] * shape[1], word_ids.shape[1]), -1)
+    placed[places] = word_ids
     return placed.view(*shape, -1)

@@ -100,7 +100,7 @@ def test_seed_decides_the_batches():
 
 
 def test_longest_example_must_fit():
-    with pytest.raises(ValueError, match="`batch_tokens` is 100, but the longest example has 120 tokens"):
+    with pytest.raises(ValueError, match="`batch_tokens` is 100, but the longest example takes 120 positions"):
         TokenBatches({2: np.array([5, 120]), 4: np.array([3, 60])}, [2, 4], 100, 1, 0)
 
 
