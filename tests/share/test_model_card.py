@@ -36,8 +36,8 @@ RESULT_TABLE = """\
 | --- | --- | --- | --- |
 | **slots** | 2 | 9.7 | 8.0 |
 | **slots** | segment | - | 6.0 of 300 |
-| passages |  | given | gold |
-| that contain an expected answer |  | 100 % | - |
+| *which passages* |  | given | gold |
+| *questions whose passages contain a gold answer* |  | 100 % | - |
 """
 TRAINING = """\
 | paragraphs of Wikipedia | wikimedia/wikipedia | CC BY-SA 3.0 and GFDL | reconstruction |
