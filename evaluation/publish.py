@@ -210,18 +210,22 @@ def check_weights(run: Path, checkpoint: Path) -> None:
 def answers_page(run: Path, threshold: float, no_answer: str) -> str:
     """The aligner's answers to the first questions of each set, by id, with their answerability; below the
     threshold the answer would be `no_answer`."""
-    lines = [
+    intro = (
         "# Answers",
         "",
-        f"The shipped aligner's answers to the first {ANSWERS_PER_SET} questions of each set by id. None is left out.",
-        "They were generated greedily at two tokens per slot, in the run of [results.md](results.md).",
+        f"The shipped aligner's answers to the first {ANSWERS_PER_SET} questions of each set, sorted by id. No "
+        "question is left out. They were generated greedily from slots of all passages of a question, at two tokens "
+        "per slot, in the run of [results.md](results.md). The [glossary](glossary.md) explains the terms.",
         "",
-        "- *Expected* is the first gold answer. *F1*, in percent, is the word overlap of the answer with the closest "
-        "gold answer.",
-        "- *Answerability*, from 0 to 1, is how likely the passages contain an answer. It is not the chance that the",
-        "  answer is right.",
-        f'- *Abstains*: with `min_confidence={threshold}` the answer is "{no_answer}"; without it, the one shown.',
-    ]
+        '- *Expected* is the first gold answer. "(not in the passages)" means that the passages do not answer the '
+        "question.",
+        "- *F1*, in percent, is the word overlap of the answer with the closest gold answer.",
+        "- *Answerability*, from 0 to 1, is an estimate of how likely the passages contain an answer. It is not the "
+        "chance that the answer is right.",
+        f'- "abstains" means that the answer would be "{no_answer}" with `min_confidence={threshold}`. The table shows '
+        "the answer without it.",
+    )
+    lines = [line for text in intro for line in _wrapped(text)]
     for file in answer_files(run):
         if file.method == "arcaligner" and file.task in TASKS:
             cells = []
