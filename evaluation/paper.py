@@ -578,7 +578,7 @@ def _questions_of(sets: dict[str, Any], intervals: bool) -> list[str]:
         for title, entry in sets.items()
     ]
     few = [title for title, entry in sets.items() if entry["questions"] < FEW_QUESTIONS]
-    brackets = " There, brackets contain 95 % intervals of F1." if intervals else ""
+    brackets = " For these sets, brackets contain 95 % intervals of F1." if intervals else ""
     note = f"Sets with too few questions for a comparison: {', '.join(few)}.{brackets}"
     columns = ["Set", "Questions here", "Questions in the paper", "Passages here"]
     return [*markdown_table(columns, rows), *(["", note] if few else [])]

@@ -247,8 +247,8 @@ def comparison_table(results: dict[str, Any]) -> list[str]:
         numbers = entry["methods"][method]
         cells = numbers["context_tokens"], numbers["f1"][0], numbers["em"][0]
         rows.append([given, *(f"{cell:.0f}" for cell in cells)])
-    columns = ["SmolLM2-135M-Instruct is given", "Positions of a passage", "F1, %", "Answers with the gold answer, %"]
-    return markdown_table(columns, rows)
+    scores = "F1, %", "Answers with the gold answer, %"
+    return markdown_table(["SmolLM2-135M-Instruct is given", "Positions of a passage, mean", *scores], rows)
 
 
 def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[str, Any]) -> list[str]:
@@ -299,12 +299,12 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         f"**First token** is the time from the question to the first token of the answer, with {passages} passages "
         f"({new_tokens} tokens of text). It was measured in float32 on {latency['machine']['cores']} CPU cores. Slots "
         "were encoded beforehand. The fine-tuned reader's times are those of its base model.",
-        f"**Cached passages** have {kept['tokens_per_passage']:.0f} tokens each. Their keys and values were computed "
-        f"beforehand as well, and are stored in {kept['dtype']}. For whole text this is an ordinary prefix cache, "
-        "which serves only the same passages in the same order. Slots are cached per passage and combined freely. "
-        "[docs/speed.md](docs/speed.md#cached-passages) also measures text that is cached per passage.",
+        f"**Cached passages** have {kept['tokens_per_passage']:.0f} tokens on average. Their keys and values were "
+        f"computed beforehand as well, and are stored in {kept['dtype']}. For whole text this is an ordinary prefix "
+        "cache, which serves only the same passages in the same order. Slots are cached per passage and combined "
+        "freely. [docs/speed.md](docs/speed.md#cached-passages) also measures text that is cached per passage.",
         "**The default** scores passages and uses the one with the highest score, or the best two if the question "
-        "needs two. Its times include the scoring, and were measured on questions that are answered from one passage. "
+        "needs two. Its times include the scoring, and were measured on questions that were answered from one passage. "
         "They are upper bounds, because all passages were scored in this measurement; now fewer are "
         "([which](docs/extensions.md#selection-of-passages)).",
         "**A dash** means not measured.",
