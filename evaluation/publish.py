@@ -310,8 +310,8 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         "**A dash** means not measured.",
         f"**CPUs.** The two time columns come from different CPUs ({latency['machine']['cpu']}; for cached "
         f"passages {kept['machine']['cpu']}), so compare times within one column only.",
-        "**Copy-biased decoding.** With slots and with shortened text, tokens that continue a span of the passages get "
-        "a bonus (`copy_bonus`) while the answer is generated; with whole text they do not."
+        "**Copy-biased decoding.** With slots, and with only the first part of the text, tokens that continue a span "
+        "of the passages get a bonus (`copy_bonus`) while the answer is generated. With the whole text they do not."
         + (f" With `copy_bonus=0` the F1 of slots is {', and '.join(lost)}." if lost else ""),
     ]
     shown = [
