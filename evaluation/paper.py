@@ -351,9 +351,9 @@ class Reproduction:
             save_figure(self.folder / f"{name}.svg", gates.draw_trace(case, model.config.max_refinement_steps + 1))
             lines += [f"## Case {number}", "", f"![{case['question']}]({name}.svg)", "", *gates.trace_lines(case), ""]
         about = (
-            f"`L0.` is one pass, `LL` two, `LLL` three. `traj` has an entry for each slot, in order; at layers without "
-            f"a `traj`, every slot takes one pass. Checkpoint: {Path(checkpoint).name}, in the gate mode "
-            f"`{model.config.gate_mode}`."
+            "Passes of a slot: `L0.` is one, `LL` two, `LLL` three. `traj` has an entry for each slot, in order; at "
+            f"layers without a `traj`, every slot takes one pass. Checkpoint: {Path(checkpoint).name}, in the gate "
+            f"mode `{model.config.gate_mode}`."
         )
         return self.write("cases", TITLES["cases"], [about, "", *lines])
 
