@@ -163,8 +163,8 @@ def test_dropped_files_become_passages(browser, monkeypatch):
     lines = browser.seen("#files-read").splitlines()
     names = ("ships.md", "ada.txt", "bob.txt", "long.txt")
     assert lines[:4] == [f"{name}: 1 passage remove" for name in names]
-    assert "b.bin is not text in UTF-8" in lines[4] and lines[5] == "large.bin has 100 MiB; expected at most 16."
-    assert lines[6].startswith("long.txt is too long: its first 1 passage can be asked about. Make a corpus of it:")
+    assert "b.bin is not text in UTF-8" in lines[4] and lines[5] == "large.bin has 100 MiB; expected at most 16 MiB."
+    assert lines[6].startswith("long.txt is too long: only the first 1 passage can be used. To use")
     for number in (3, 2):
         browser.evaluate(f"document.querySelectorAll('#files-read button')[{number}].click()")
     ask(browser, text="Own.")
