@@ -29,7 +29,7 @@ from .table import Corpus, passage_checksums
 
 logger = logging.getLogger(__name__)
 
-# Limits of one batch, which is written in one step: some hundred passages. A document is never split.
+# Limits of one batch, which is written in one step: a few hundred passages. A document is never split.
 BATCH_DOCUMENTS = 512
 BATCH_CHARACTERS = 300_000
 # Number of passages that are encoded together.

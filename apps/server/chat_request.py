@@ -351,7 +351,7 @@ class ChatRequest(BaseModel):
             min_p=self.min_p,
             sampling_top_k=max(0, self.top_k or 0) if temperature else 0,
             top_k=num_passages,
-            seed=None if self.seed == -1 else self.seed,  # for llama.cpp, -1 means a random seed
+            seed=None if self.seed == -1 else self.seed,  # clients of llama.cpp send -1 for a random seed
             on_text=on_text,
             is_streamed=self.stream,
             **self.model_dump(include=same),

@@ -292,7 +292,7 @@ class Engine:
                 batch = self._take()
             try:
                 self._prepare(batch, turn)
-            except Exception as error:  # it must not end the thread, and each request has to get an answer
+            except Exception as error:  # an error must not end the thread, and each request has to end
                 for request in batch:
                     if not request.future.done() and request not in self._held:
                         request.future.set_exception(error)
@@ -488,7 +488,7 @@ class Engine:
             self._wait_for_room(group, questions.num_positions, own_turn)
             inputs = self.store.prepare_asked(questions)
             for request, num_cached, num_parts in zip(group, inputs.num_cached, inputs.num_passages, strict=True):
-                if request.kept is None:  # else it was counted before the passages were scored
+                if request.kept is None:  # else `_choose` has counted them
                     request.kept = len(request.passages.documents) * num_cached // num_parts
         else:
             # Control tokens in the text of a client must not end a turn of the chat.
