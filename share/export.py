@@ -42,7 +42,7 @@ def save_stage(
         results = Path(output_dir, RESULTS_FILE)
         if results.exists() and not answers_alike(Path(output_dir), folder):
             results.unlink()  # before the weights change, so that a kill leaves no results of different weights
-            typer.echo(f"Removed {results}, because it was measured with other weights or settings", err=True)
+            typer.echo(f"Removed {results}, because its numbers were measured with other weights or settings", err=True)
         (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
         write_model_card(model.config, folder)
 

@@ -723,7 +723,7 @@ def compare(
     shared.silence_transformers()
     options = {"full_text_lora": full_text_lora, "top_k": top_k, "num_questions": num_questions, "device": device}
     options |= {"max_passages": max_passages, "rates": split_rates(tokens_per_slot)}
-    messages.print("Answering each question from text and from slots: a few seconds per question on a CPU")
+    messages.print("Answering each question from text and from slots takes a few seconds per question on a CPU")
     show("\n".join(run_compare(questions, documents or [], folder, checkpoint, **options)))
 
 

@@ -113,8 +113,11 @@ def build_corpus(
             report.passages += 0 if rows is None else len(rows)
             on_batch(report)
         if not report.added + report.replaced + report.unchanged:
-            why = f": {report.skipped[0]}" if report.skipped else "."
-            raise ValueError(f"{', '.join(sources)}: found no document that can be read{why}")
+            why = f" ({report.skipped[0]})" if report.skipped else ""
+            raise ValueError(
+                f"Found no document that can be read in {', '.join(sources)}{why}. Pass files or folders with text, or "
+                "a data set of the Hub."
+            )
         if prune and num_hidden:
             logger.warning(
                 "`prune` removed nothing, because %s of the sources could not be read and may contain any document of "

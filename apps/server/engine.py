@@ -231,7 +231,9 @@ class Engine:
         """
         documents = request.documents or ()
         if len(documents) > self.limits.max_documents:
-            raise ValueError(f"Got {len(documents)} documents; expected at most {self.limits.max_documents}.")
+            raise ValueError(
+                f"Got {len(documents)} documents; expected at most {self.limits.max_documents}. Pass fewer."
+            )
         if not 1 <= request.max_new_tokens <= self.limits.max_new_tokens:
             raise ValueError(f"`max_tokens` is {request.max_new_tokens}; expected 1 to {self.limits.max_new_tokens}.")
         self._check(request.tokens_per_slot, request.min_confidence, request.max_passages, request.copy_bonus)

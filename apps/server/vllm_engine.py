@@ -402,7 +402,9 @@ class VllmEngine(Engine):
                         raise TimeoutError
                     part = json.loads(line.removeprefix("data: "))
                     if "error" in part:
-                        raise UnavailableError(f"vLLM failed on this answer: {part['error'].get('message')}")
+                        raise UnavailableError(
+                            f"vLLM failed on this answer ({part['error'].get('message')}). Try again later."
+                        )
                     usage = part.get("usage") or usage
                     for choice in part["choices"]:
                         first_token = first_token or time.monotonic()

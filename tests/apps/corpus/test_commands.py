@@ -98,7 +98,7 @@ def test_user_errors_print_one_line(run_cli, letters, corpus, checkpoint_dir, tm
             "`passage_tokens` 36; the checkpoint or the command asks for 13",
         ),
         (("corpus", "build", letters, "typo/", *existing), "There is no file or folder typo/. Correct the path"),
-        (("corpus", "build", empty, *new), "found no document that can be read"),
+        (("corpus", "build", empty, *new), "Found no document that can be read"),
         (("corpus", "build", "no/where", *new), "reach 'no/where' on the Hub"),
         (("ask", " ", "--corpus", corpus.path, *aligner), "The question is empty"),
     ):

@@ -165,7 +165,7 @@ def test_what_misfits_is_refused(
         with pytest.raises(error, match=message):
             llama_cpp.LlamaCppEngine(folder, path, **{"gate_mode": "off", "context_length": 64} | settings)
 
-    refused("Pass its path as `base_model`", path=None)
+    refused("Pass the path of one as `base_model`", path=None)
     with monkeypatch.context() as patched:
         patched.setattr(llama_cpp, "DEFAULT_BASE_MODEL", str(base_model_dir))
         patched.setattr(llama_cpp, "wheel_directory", lambda package: None)
