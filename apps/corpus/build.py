@@ -221,7 +221,7 @@ def summary(report: BuildReport, info: dict[str, Any]) -> str:
     return (
         f"{counted(report.added, 'document')} added, {report.replaced} replaced, {report.removed} removed, "
         f"{report.unchanged} unchanged, {len(report.skipped)} skipped.\n{counted(info['passages'], 'passage')} of "
-        f"{counted(info['documents'], 'document')}, {counted(info['slots'], 'slot')}: {info['bytes']:,} bytes."
+        f"{counted(info['documents'], 'document')}, {counted(info['slots'], 'slot')}: {info['bytes']:,} bytes on disk."
     )
 
 

@@ -265,9 +265,11 @@ class Passage(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """The body of `/v1/chat/completions`. What is not checked here is checked by the engine. With `limits` of an engine
-    in the context of the validation, a request with too many documents is rejected before any of them is parsed."""
+    """The body of a request to `/v1/chat/completions`."""
 
+    # /openapi.json shows the docstrings of these classes. What is not checked here is checked by the engine. With
+    # `limits` of an engine in the context of the validation, a request with too many documents is rejected before any
+    # of them is parsed.
     model: str
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     documents: list[Annotated[Passage, BeforeValidator(as_passage)]] | None = None
