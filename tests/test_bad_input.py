@@ -41,7 +41,7 @@ def assert_refused(model, message, **batch):
 
 # Ids, slots and embeddings that do not fit
 
-NOT_FINITE = r"`context_embeds` holds NaN or values beyond 1e\+06 in 1 of 4 slots, first in slot 2 of row 0"
+NOT_FINITE = r"`context_embeds` has NaN or values beyond 1e\+06 in 1 of 4 slots, first in slot 2 of row 0"
 FOUR_SLOTS = r"(?s)\[4\] context tokens.*`input_ids`.*`context_embeds` holds "
 TOO_LONG = r"(?s)prompt has 129 positions.*backbone llama supports at most 128.*(fewer or shorter passages)"
 ONE_SLOT = {"input_ids": torch.tensor([[SLOT]]), "context_embeds": None}
