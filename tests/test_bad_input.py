@@ -42,7 +42,7 @@ def assert_refused(model, message, **batch):
 # Ids, slots and embeddings that do not fit
 
 NOT_FINITE = r"`context_embeds` has NaN or values beyond 1e\+06 in 1 of 4 slots, first in slot 2 of row 0"
-FOUR_SLOTS = r"(?s)\[4\] context tokens.*`input_ids`.*`context_embeds` holds "
+FOUR_SLOTS = r"(?s)`input_ids`.*\[4\] context tokens.*`context_embeds` has "
 TOO_LONG = r"(?s)prompt has 129 positions.*backbone llama supports at most 128.*(fewer or shorter passages)"
 ONE_SLOT = {"input_ids": torch.tensor([[SLOT]]), "context_embeds": None}
 ONE = torch.zeros_like(EMBEDS, dtype=torch.bool)
@@ -59,7 +59,7 @@ ONE[0, 2, 5] = True
         ({"context_embeds": EMBEDS.expand(2, -1, -1)}, r"(?s)\(2, 4, 10\).*\(1, max_slots, 10\)"),
         ({"context_embeds": EMBEDS.to(torch.float8_e4m3fn)}, "of type torch.float8.*expected a tensor of floats"),
         *(({"context_embeds": EMBEDS.masked_fill(ONE, n)}, NOT_FINITE) for n in (float("nan"), float("inf"), -1e38)),
-        ({"input_ids": IDS.clamp(max=SLOT - 1)}, r"(?s)\[0\] context tokens.*holds 4"),
+        ({"input_ids": IDS.clamp(max=SLOT - 1)}, r"(?s)\[0\] context tokens.*has 4"),
         ({name: torch.cat([each, each]) for name, each in GOOD.items()} | {"context_embeds": None}, r"\b8 context"),
         ({"input_ids": IDS - 99}, "`input_ids` contain the id -.*; expected ids from 0 to 60, or 61"),
         (
