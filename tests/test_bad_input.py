@@ -150,14 +150,14 @@ def test_late_slots_are_refused(model):
         model(**GOOD, past_key_values=cache, use_cache=True)
         keys = cache.layers[0].keys.clone()
         for call in (model, model.model):
-            with pytest.raises(ValueError, match=r"(?s)slots after 8 cached tokens.*only text"):
+            with pytest.raises(ValueError, match=r"(?s)slots after 8 cached tokens.*only the text"):
                 call(**second, past_key_values=cache, use_cache=True)
         both = {name: torch.cat([GOOD[name], second[name]], dim=1) for name in GOOD}
         for more in (both, both | {"context_embeds": second["context_embeds"]}, {"input_ids": both["input_ids"]}):
             with pytest.raises(ValueError, match="slots after 8 cached tokens|context tokens"):
                 model.generate(**more, past_key_values=cache, max_new_tokens=2)
     assert torch.equal(cache.layers[0].keys, keys)
-    with pytest.raises(ValueError, match=r"(?s)`prefill_chunk_size`.*chunks.*unset"):
+    with pytest.raises(ValueError, match=r"(?s)`prefill_chunk_size`.*chunks.*Leave it out"):
         model.generate(**GOOD, prefill_chunk_size=4, max_new_tokens=2)
 
 
