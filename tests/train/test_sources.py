@@ -44,7 +44,7 @@ BAD_LINES = {
     '{"answers": "Ada"}': r"""line 2: `answers` is 'Ada' \(str\); expected a list of strings, such as \["...\"]""",
     '{"answers": ["Ada", 7]}': r"line 2: `answers\[1\]` is 7 \(int\); expected a string\.",
     '{"question": 7, "answers": []}': r"line 2: `question` is 7 \(int\); expected a string\.",
-    '{"meta": {"gold": [1]}}': r"line 2: `meta.gold` \[1\] names passages that do not exist; the row has 0 passages",
+    '{"meta": {"gold": [1]}}': r"line 2: `meta.gold` is \[1\]; expected numbers of passages, from 0, and the row has 0",
     '{"meta": 1}': r"line 2: `meta` is 1 \(int\); expected an object such as",
 }
 
