@@ -8,10 +8,11 @@ Rau et al., 2025 (https://huggingface.co/papers/2407.09252): a passage is cut in
 tokens are appended to each, one for every 4 or 16 tokens. Their last hidden states replace the passage in the prompt.
 One LoRA, on all positions, compresses and answers. It is trained first to reconstruct passages (without `start_from`),
 then to answer. A run resumes from the last checkpoint in its `output_dir`; a finished one is not trained again.
-`arcaligner evaluate --cocom-x4 FOLDER --cocom-x16 FOLDER` compares.
+`arcaligner evaluate --cocom-x4 FOLDER --cocom-x16 FOLDER` compares its answers with those from slots.
 
-Unlike in the paper, the vectors are scaled to the norm of word embeddings, because a small model trained for few steps
-otherwise repeats them, and the compression tokens share one embedding and differ in position only.
+There are two differences from their paper. The states are scaled to the norm of word embeddings, because otherwise a
+small model that is trained for few steps repeats them. The compression tokens share one embedding, and differ in
+position only.
 """
 
 import json
@@ -44,7 +45,7 @@ from .run import claim_folder, last_checkpoint
 
 logger = logging.getLogger(__name__)
 
-RUN = 128  # tokens of a passage that are compressed together, the paper's
+RUN = 128  # tokens of a passage that are compressed together, as in the paper
 SETTINGS, TOKENS = "cocom.json", "compression_tokens.safetensors"  # next to PEFT's files
 
 
@@ -55,10 +56,10 @@ class CocomArguments:
 
     Args:
         model_name_or_path (`str`): The base model.
-        train_file (`str`): Rows of questions, or of passages without `asks`; a source as in `common/rows.py`.
+        train_file (`str`): Rows with questions or, if `asks` is false, with passages; a source as in `common/rows.py`.
         max_train_samples (`int`): Number of shuffled rows to train on.
         start_from (`str`, *optional*): Folder of a finished run to start from.
-        asks (`bool`): Whether the target is an answer; else it is the text of the passages.
+        asks (`bool`): Whether the target is an answer. If not, it is the text of the passages.
         tokens_per_slot (`int`): Tokens for each compression token.
         data_dir (`str`): Folder of a data file with a relative path.
         max_tokens (`int`): Rows with longer passages are left out.
@@ -96,14 +97,14 @@ KINDS = (CocomArguments, TextTrainingConfig)
 
 class CompressingModel(nn.Module):
     """
-    A causal language model that compresses passages itself, and reads the compressed vectors.
+    A causal language model that compresses passages itself, and attends to the compressed vectors.
 
     Args:
         model ([`PeftModel`]): The base model with its LoRA.
         tokens_per_slot (`int`): Tokens for each compression token.
     """
 
-    _keys_to_ignore_on_save = None  # which `Trainer` asks models for when it resumes
+    _keys_to_ignore_on_save = None  # `Trainer` needs this attribute when it resumes
 
     def __init__(self, model: PeftModel, tokens_per_slot: int):
         super().__init__()
@@ -129,9 +130,10 @@ class CompressingModel(nn.Module):
         return model
 
     def save(self, folder: str | Path) -> None:
-        """Write the LoRA in PEFT's format, and next to it the compression token and how many tokens one replaces."""
+        """Write the LoRA in PEFT's format, and next to it the compression token and the number of tokens that it
+        replaces."""
         tokens = {"compression_token": self.compression_token, "norm": self.norm}
-        save_file({name: each.detach().cpu().contiguous() for name, each in tokens.items()}, Path(folder, TOKENS))
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tokens.items()}, Path(folder, TOKENS))
         write_whole(Path(folder, SETTINGS), json.dumps({"tokens_per_slot": self.tokens_per_slot}) + "\n")
         self.model.save_pretrained(str(folder))
 
@@ -140,20 +142,20 @@ class CompressingModel(nn.Module):
         return sum(math.ceil(len(part) / self.tokens_per_slot) for part in runs(ids))
 
     def compress(self, ids: torch.LongTensor, mask: torch.BoolTensor) -> torch.Tensor:
-        """Last hidden states of the compression tokens appended to the spans `ids` (num_runs, longest), left-padded,
-        `mask` where they are: (num_slots, hidden), run by run."""
+        """Last hidden states (num_slots, hidden) of the compression tokens that are appended to the spans `ids`
+        (num_runs, longest), in the order of the spans. `ids` are left-padded; `mask` is true at their tokens."""
         counts = (mask.sum(dim=1) + self.tokens_per_slot - 1) // self.tokens_per_slot  # (num_runs,)
         embeds = self.model.get_input_embeddings()(ids)  # (num_runs, longest, hidden)
         places = torch.arange(int(counts.max()), device=ids.device)
         is_token = places < counts[:, None]  # (num_runs, most)
         tokens = self.compression_token.to(embeds.dtype).expand(*is_token.shape, -1)
-        reads = torch.cat([mask, is_token], dim=1)  # (num_runs, longest + most)
+        attention_mask = torch.cat([mask, is_token], dim=1)  # (num_runs, longest + most)
         states = (
             self.model.get_base_model()
             .base_model(
                 inputs_embeds=torch.cat([embeds, tokens], dim=1),
-                attention_mask=reads.long(),
-                position_ids=(reads.long().cumsum(dim=1) - 1).clamp(min=0),
+                attention_mask=attention_mask.long(),
+                position_ids=(attention_mask.long().cumsum(dim=1) - 1).clamp(min=0),
                 use_cache=False,
             )
             .last_hidden_state[:, ids.shape[1] :]
@@ -161,7 +163,7 @@ class CompressingModel(nn.Module):
         return nn.functional.normalize(states[is_token], dim=-1) * self.norm.to(states.dtype)
 
     def embed(self, input_ids, slot_mask, run_ids, run_mask) -> torch.Tensor:
-        """Embeddings (batch, seq_len, hidden) of prompts, with the compressed passages where `slot_mask` is."""
+        """Embeddings (batch, seq_len, hidden) of prompts, with the compressed passages where `slot_mask` is true."""
         embeds = self.model.get_input_embeddings()(input_ids)
         if not slot_mask.any():
             return embeds
@@ -171,8 +173,8 @@ class CompressingModel(nn.Module):
     def forward(
         self, input_ids, slot_mask, run_ids, run_mask, attention_mask, labels, num_items_in_batch=None
     ) -> CausalLMOutput:
-        """The mean NLL of the labeled positions, or their sum over `num_items_in_batch`: inputs of
-        [`CocomCollator`]. Logits of other positions are not computed."""
+        """The mean NLL of the labeled positions or, with `num_items_in_batch`, their sum divided by it. The other
+        inputs are those of [`CocomCollator`]. Logits of other positions are not computed."""
         embeds, base = self.embed(input_ids, slot_mask, run_ids, run_mask), self.model.get_base_model()
         states = base.base_model(inputs_embeds=embeds, attention_mask=attention_mask, use_cache=False)
         targets = labels[:, 1:]  # (batch, seq_len - 1)
@@ -183,7 +185,7 @@ class CompressingModel(nn.Module):
 
 
 def _trained_alone(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: dict) -> None:
-    """Weights of the checkpoint: only those that are trained, without the base model."""
+    """Remove the weights that are not trained, those of the base model, from the `state` of a checkpoint."""
     trained = {f"{prefix}{name}" for name, parameter in module.named_parameters() if parameter.requires_grad}
     for name in [name for name in state if name not in trained]:
         del state[name]
@@ -233,11 +235,13 @@ def build_dataset(recipe: CocomArguments, tokenizer, seed: int) -> datasets.Data
             examples.append(example | {"length": sum(map(len, (*example["passages"], example["target"])))})
         if len(examples) == recipe.max_train_samples:
             break
-    logger.info("%d examples; %d longer than %d tokens left out", len(examples), num_long, recipe.max_tokens)
+    logger.info(
+        "%d examples; left out %d with more than %d tokens of passages", len(examples), num_long, recipe.max_tokens
+    )
     if not examples:
         raise ValueError(
-            f"{recipe.train_file} has no usable row: expected a passage of at most {recipe.max_tokens} tokens, and a "
-            "question with an answer where `asks` is set. Raise `max_tokens`, or choose another `train_file`."
+            f"{recipe.train_file} has no usable row: expected passages of at most {recipe.max_tokens} tokens in all, "
+            "and a question with an answer if `asks` is true. Raise `max_tokens`, or choose another `train_file`."
         )
     return datasets.Dataset.from_list(examples)
 
@@ -245,8 +249,8 @@ def build_dataset(recipe: CocomArguments, tokenizer, seed: int) -> datasets.Data
 @dataclass
 class CocomCollator:
     """
-    Makes a padded batch: `input_ids`, `slot_mask`, `attention_mask` and, with targets, `labels` (batch, seq_len);
-    `run_ids`, `run_mask` (num_runs, longest), left-padded, the spans of all passages in order.
+    Makes a padded batch: `input_ids`, `slot_mask`, `attention_mask` and `labels` (batch, seq_len), and the spans of all
+    passages in order, left-padded: `run_ids` and `run_mask` (num_runs, longest).
     """
 
     pad_token_id: int
@@ -254,23 +258,23 @@ class CocomCollator:
     padding_side: str = "right"
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        parts = [[part for passage in row["passages"] for part in runs(passage)] for row in rows]
+        row_spans = [[span for passage in row["passages"] for span in runs(passage)] for row in rows]
         ids, slots, labels = [], [], []
-        for row, own in zip(rows, parts, strict=True):
-            count = sum(math.ceil(len(part) / self.tokens_per_slot) for part in own)
+        for row, spans in zip(rows, row_spans, strict=True):
+            count = sum(math.ceil(len(span) / self.tokens_per_slot) for span in spans)
             around = row["head"] + [self.pad_token_id] * count + row["tail"]
             target = row.get("target", [])
             ids.append(around + target)
             slots.append([0] * len(row["head"]) + [1] * count + [0] * (len(row["tail"]) + len(target)))
             labels.append([-100] * len(around) + target)
-        all_runs = [part for own in parts for part in own] or [[self.pad_token_id]]
+        all_runs = [span for spans in row_spans for span in spans] or [[self.pad_token_id]]
         return {
             "input_ids": padded(ids, self.pad_token_id, self.padding_side),
             "slot_mask": padded(slots, 0, self.padding_side).bool(),
-            "attention_mask": padded([[1] * len(each) for each in ids], 0, self.padding_side),
+            "attention_mask": padded([[1] * len(row) for row in ids], 0, self.padding_side),
             "labels": padded(labels, -100, self.padding_side),
             "run_ids": padded(all_runs, self.pad_token_id, "left"),
-            "run_mask": padded([[1] * len(each) for each in all_runs], 0, "left").bool(),
+            "run_mask": padded([[1] * len(span) for span in all_runs], 0, "left").bool(),
         }
 
 
@@ -282,7 +286,7 @@ def train(recipe: CocomArguments, args: TextTrainingConfig, settings: str) -> No
     `run_settings`."""
     with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
         if Path(args.output_dir, CONFIG_NAME).exists():
-            logger.info("%s is finished; delete it to train it again", args.output_dir)
+            logger.info("%s is a finished run; delete the folder to train it again", args.output_dir)
             return
         model_path = resolve_model(recipe.model_name_or_path)
         tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -301,20 +305,23 @@ def train(recipe: CocomArguments, args: TextTrainingConfig, settings: str) -> No
         trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
         with written_whole(args.output_dir, last=CONFIG_NAME) as folder:
             model.save(folder)
-        logger.info("saved to %s", args.output_dir)
+        logger.info("saved the trained weights in %s", args.output_dir)
 
 
 def start_model(recipe: CocomArguments, base) -> CompressingModel:
     """The model that a run starts from.
 
     Raises:
-        `ValueError`: a `start_from` that is not finished, or was trained with another rate.
+        `ValueError`: a `start_from` that is not finished, or was trained with other tokens per slot.
     """
     if recipe.start_from is None:
         return CompressingModel.new(base, recipe)
     folder = Path(recipe.start_from)
     if not (folder / CONFIG_NAME).exists():
-        raise ValueError(f"{folder}, named in `start_from`, is not finished. Train it first, or leave the key out.")
+        raise ValueError(
+            f"`start_from` is {folder}, which is not the folder of a finished run: it has no {CONFIG_NAME}. Finish "
+            "that run first, or leave `start_from` out."
+        )
     model = CompressingModel.load(base, folder, is_trainable=True)
     if model.tokens_per_slot != recipe.tokens_per_slot:
         raise ValueError(

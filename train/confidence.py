@@ -3,13 +3,14 @@
     python -m arcaligner.train.confidence --recipe train/recipes/smollm2_135m/2_grounding.yaml --aligner FOLDER
 
 The aligner gets questions about the recipe's training articles, half of them with passages that do not contain the
-answer (the nearest of all, or of the same article), at each of its rates. A logistic regression separates the two by
-the hidden states of the prompt's last token; cross-validation chooses its regularization. Questions of held-out
-articles, a fifth of them unanswerable, then calibrate it: they give scale and offset, the weight of the
-late-interaction score of the question's words (`maxsim_score`) and, at the aligner's own rate, the threshold. 6 % of
-the answerable questions, which account for 5 % of the F1, are below it. Finally the aligner answers these questions,
+answer (the nearest of all, or of the same article), with each number of tokens per slot that it was trained with. A
+logistic regression separates answerable from unanswerable questions by the hidden states of the prompt's last token;
+cross-validation chooses its regularization. Questions of held-out articles, a fifth of them unanswerable, then
+calibrate it: they give scale and offset, the weight of the late-interaction score of the question's words
+(`maxsim_score`) and, at the aligner's default number of tokens per slot, the threshold. 6 % of the answerable
+questions, which account for 5 % of the F1, are below the threshold. Finally the aligner answers the held-out questions,
 and a second logistic regression separates right answers (an F1 of at least a half) from wrong ones by their likelihood
-and the answerability. The result is saved in the folder's model. No test set is read.
+and the answerability. The result is saved in the model in `--aligner`. No test set is used.
 """
 
 import json
@@ -40,30 +41,38 @@ from .prompts import slot_inputs
 from .recipe import RecipeArguments
 from .validate import BATCH, asked_rows, load_mean, read_recipe
 
-# First and last of the backbone's layers: by then it has located the answer, and has not yet turned it into words.
+# First and last layer that the head uses, as shares of the backbone's depth: these layers have located the answer, and
+# have not yet turned it into words.
 DEPTHS = (0.45, 0.8)
-STRENGTHS = (1e-3, 3e-3, 1e-2, 3e-2)
+STRENGTHS = (1e-3, 3e-3, 1e-2, 3e-2)  # inverse regularization, of which cross-validation chooses one
 IN_ARTICLE = 0.5  # share of the passages without an answer that are of the same article
 WRONGLY_REFUSED = 0.06  # share of answerable questions below the threshold
 RATES = (2, 4, 8, 16, "segment")
 RIGHT = 0.5  # F1 from which an answer is right
-SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # of answers that remain if the others are refused, for a table
-NO_ANSWER = "not in the text"  # the answer below the threshold, if the processor has no sentence for it
+SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # of answers that remain if the least certain are left out
+NO_ANSWER = "not in the text"  # `no_answer` of the processor, unless it has one already
 
 
 def partly_unanswerable(recipe: RecipeArguments, number: int, share: float, held_out: bool = True) -> list[Row]:
-    """The rows of `asked_rows`. In a `share` of them, the nearest passage without the answer replaces their own; some
-    of these are of the same article, which is harder. `is_answered` marks the others."""
+    """The rows of `asked_rows`. In a `share` of them, the nearest passage without the answer replaces their passages.
+    For some of them it is of the same article, which is harder. `is_answered` is true in the other rows."""
     nearest = {source: NearestPassages(open_part(recipe, source, held_out)) for source in recipe.train_files}
     rows = []
     for row in asked_rows(recipe, number, held_out):
         near = []
         if stable_number(f"unanswerable:{row['id']}", 100) < 100 * share:
-            find, asked = nearest[row["source"]].without_answer, (row["question"], row["answers"], row["passages"], 1)
+            find, query = nearest[row["source"]].without_answer, (row["question"], row["answers"], row["passages"], 1)
             is_inside = stable_number(f"in article:{row['id']}", 100) < 100 * IN_ARTICLE
-            near = (is_inside and find(*asked, in_article=True)) or find(*asked)
+            near = (is_inside and find(*query, in_article=True)) or find(*query)
         rows.append(row | {"passages": near or own_passages(row)[0], "is_answered": not near})
     return rows
+
+
+def by_length(rows: list[Row]) -> list[int]:
+    """The numbers of `rows` in order of the length of their passages, so that batches need little padding."""
+    return sorted(
+        range(len(rows)), key=lambda number: sum(len(passage["text"]) for passage in rows[number]["passages"])
+    )
 
 
 @torch.inference_mode()
@@ -75,29 +84,29 @@ def last_states(
     layers: list[int],
 ) -> np.ndarray:
     """The outputs of `layers` at the last token of each row's prompt, (rows, layers * hidden), float32."""
-    order = sorted(range(len(rows)), key=lambda number: sum(len(each["text"]) for each in rows[number]["passages"]))
+    order = by_length(rows)
     states = np.zeros((len(rows), len(layers) * model.config.text_config.hidden_size), dtype=np.float32)
-    for start in tqdm(range(0, len(order), BATCH), desc=f"hidden states, rate {rate}", leave=False):
+    for start in tqdm(range(0, len(order), BATCH), desc=f"hidden states, tokens_per_slot={rate}", leave=False):
         numbers = order[start : start + BATCH]
         inputs = slot_inputs(processor, [rows[number] for number in numbers], tokens_per_slot=rate)
-        read = LayerStates(layers, are_all=True)
-        model.model(**inputs, use_cache=False, layer_states=read)
-        states[numbers] = read.stacked().flatten(1).float().numpy()
+        layer_states = LayerStates(layers, are_all=True)
+        model.model(**inputs, use_cache=False, layer_states=layer_states)
+        states[numbers] = layer_states.stacked().flatten(1).float().numpy()
     return states
 
 
 def fit_probe(states: np.ndarray, is_answered: np.ndarray) -> tuple[np.ndarray, float]:
     """Weights (features,) and bias of a logistic regression from `states` (rows, features) to `is_answered` (rows,)."""
     search = GridSearchCV(LogisticRegression(max_iter=1000), {"C": STRENGTHS}, scoring="neg_log_loss", cv=3)
-    scaler, found = make_pipeline(StandardScaler(), search).fit(states, is_answered)
-    regression = found.best_estimator_
+    scaler, fitted_search = make_pipeline(StandardScaler(), search).fit(states, is_answered)
+    regression = fitted_search.best_estimator_
     weight = regression.coef_[0] / scaler.scale_
     return weight, float(regression.intercept_[0] - weight @ scaler.mean_)
 
 
 def calibrate(is_answered: np.ndarray, *evidence: np.ndarray) -> tuple[float, ...]:
-    """The weight of each score (rows,) and an offset, so that the weighted sum is the log-odds that a question is
-    answered."""
+    """The weight of each score (rows,) and an offset. The weighted sum is the log-odds that the passages contain the
+    answer."""
     regression = LogisticRegression(C=1e6).fit(np.stack(evidence, axis=1), is_answered)
     return *regression.coef_[0].tolist(), float(regression.intercept_[0])
 
@@ -121,29 +130,29 @@ def fit_confidence(
     rows = partly_unanswerable(recipe, number_held_out, share=0.2)
     is_answered = np.array([row["is_answered"] for row in rows])
     odds = [last_states(model, processor, rows, rate, layers) @ weight + bias for rate in rates]
-    asked = tqdm(rows, desc="matching words", leave=False)
-    match = np.array([maxsim_score(processor, row["question"], row["passages"]) for row in asked])
+    progress = tqdm(rows, desc="late-interaction scores", leave=False)
+    match = np.array([maxsim_score(processor, row["question"], row["passages"]) for row in progress])
     scale, offset = calibrate(np.tile(is_answered, len(rates)), np.concatenate(odds))
-    odds, has_words = [scale * some + offset for some in odds], ~np.isnan(match)
-    both = np.concatenate([some[has_words] for some in odds]), np.tile(match[has_words], len(rates))
+    odds, has_words = [scale * rate_odds + offset for rate_odds in odds], ~np.isnan(match)
+    both = np.concatenate([rate_odds[has_words] for rate_odds in odds]), np.tile(match[has_words], len(rates))
     fitted = calibrate(np.tile(is_answered[has_words], len(rates)), *both)
     model.set_answerability_layers(layers)
     head = model.answerability_head
     head.weight.copy_(torch.from_numpy(scale * weight).view(len(layers), width))
     head.bias.fill_(scale * bias + offset)
     head.match.copy_(torch.tensor(fitted))
-    sure = [torch.sigmoid(head.with_match(torch.from_numpy(some), match)).numpy() for some in odds]
-    confidences = {str(rate): some for rate, some in zip(rates, sure, strict=True)}
-    own = confidences[str(processor.tokens_per_slot)]
-    threshold = float(np.quantile(own[is_answered], WRONGLY_REFUSED))
+    all_confidences = [torch.sigmoid(head.with_match(torch.from_numpy(rate_odds), match)).numpy() for rate_odds in odds]
+    confidences = {str(rate): rate_confidences for rate, rate_confidences in zip(rates, all_confidences, strict=True)}
+    default_confidences = confidences[str(processor.tokens_per_slot)]
+    threshold = float(np.quantile(default_confidences[is_answered], WRONGLY_REFUSED))
     model.config.answerability_uses_match, model.config.answerability_threshold = True, round(threshold, 4)
     results = {}
-    for rate, sure in confidences.items():
-        is_refused = sure < threshold
+    for rate, rate_confidences in confidences.items():
+        is_refused = rate_confidences < threshold
         results[rate] = {
             "refused": 100 * is_refused[~is_answered].mean(),
             "wrongly refused": 100 * is_refused[is_answered].mean(),
-            "AUROC": roc_auc_score(is_answered, sure),
+            "AUROC": roc_auc_score(is_answered, rate_confidences),
         }
     return results
 
@@ -152,21 +161,21 @@ def fit_confidence(
 def graded_answers(
     model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean log-likelihood, log-odds of the answerability and F1 of greedy answers to `rows`, each (rows,). The F1 is 0
-    for a question that its passages do not answer."""
-    order = sorted(range(len(rows)), key=lambda number: sum(len(each["text"]) for each in rows[number]["passages"]))
-    found = np.zeros((3, len(rows)))
+    """Mean log-likelihood, log-odds of the answerability and F1 from 0 to 1 of greedy answers to `rows`, each (rows,).
+    The F1 is 0 for a question that its passages do not answer."""
+    order = by_length(rows)
+    grades = np.zeros((3, len(rows)))
     model.config.answer_calibration = [1.0, 0.0, 0.0]  # any values, so that `generate` records the likelihood
-    for start in tqdm(range(0, len(order), BATCH), desc="answering", leave=False):
+    for start in tqdm(range(0, len(order), BATCH), desc="answering held-out questions", leave=False):
         numbers = order[start : start + BATCH]
-        some = [rows[number] for number in numbers]
-        inputs, passages = slot_inputs(processor, some), [row["passages"] for row in some]
-        call = AnsweringCall(model, processor, [row["question"] for row in some], passages)
+        batch = [rows[number] for number in numbers]
+        inputs, passages = slot_inputs(processor, batch), [row["passages"] for row in batch]
+        call = AnsweringCall(model, processor, [row["question"] for row in batch], passages)
         ids = call.generate(inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
         texts = processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        scores = [token_f1(text, row["answers"]) * row["is_answered"] for text, row in zip(texts, some, strict=True)]
-        found[:, numbers] = call.likelihood.mean, torch.logit(call.answerability, eps=1e-6), scores
-    return tuple(found)
+        scores = [token_f1(text, row["answers"]) * row["is_answered"] for text, row in zip(texts, batch, strict=True)]
+        grades[:, numbers] = call.likelihood.mean, torch.logit(call.answerability, eps=1e-6), scores
+    return tuple(grades)
 
 
 def fit_likelihood(
@@ -184,27 +193,27 @@ def fit_likelihood(
     for half in (0, 1):
         *weights, offset = calibrate(is_right[halves != half], *features[halves != half].T)
         likelihood[halves == half] = 1 / (1 + np.exp(-features[halves == half] @ weights - offset))
-    model.config.answer_calibration = [round(each, 4) for each in calibrate(is_right, *features.T)]
+    model.config.answer_calibration = [round(coefficient, 4) for coefficient in calibrate(is_right, *features.T)]
     table = []
     for share in SHARES:
-        left = [np.argsort(-sure, kind="stable")[: round(share * len(f1))] for sure in (evidence[1], likelihood)]
-        table.append([f"{100 * share:.0f} %", *(f"{100 * f1[own].mean():.1f}" for own in left)])
+        remaining = [np.argsort(-sure, kind="stable")[: round(share * len(f1))] for sure in (evidence[1], likelihood)]
+        table.append([f"{100 * share:.0f} %", *(f"{100 * f1[answers].mean():.1f}" for answers in remaining)])
     areas = [f"{roc_auc_score(is_right, sure):.3f}" for sure in (evidence[1], likelihood)]
     return [*table, ["AUROC of right answers", *areas]]
 
 
 def main(
     recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, for its data and held-out articles.")],
-    aligner: Annotated[Path, typer.Option(help="Folder of the aligner, whose answerability head is fitted.")],
+    aligner: Annotated[Path, typer.Option(help="Folder of the aligner. The fitted heads are saved in it.")],
     number: Annotated[int, typer.Option("-n", help="Number of training questions.")] = 20_000,
     held_out: Annotated[int, typer.Option(help="Number of held-out questions.")] = 1000,
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
     keep_head: Annotated[
-        bool, typer.Option("--keep-head", help="Keep the answerability head; fit only the answer likelihood.")
+        bool, typer.Option("--keep-head", help="Keep the answerability head. Fit only the answer likelihood.")
     ] = False,
 ) -> None:
-    """Fit how likely passages contain an answer and how likely answers are right, and print the accuracy of both on
-    held-out questions."""
+    """Fit two estimates: the answerability (do the passages contain an answer?) and the answer likelihood (is the
+    answer right?). Print the accuracy of both on held-out questions."""
     model, processor = load_mean([aligner])
     data = read_recipe(recipe, data_dir)
     rates = tuple(dict.fromkeys([processor.tokens_per_slot, *(processor.trained_tokens_per_slot or RATES)]))
@@ -215,10 +224,12 @@ def main(
     settings = read_json(path := aligner / PROCESSOR_NAME)
     write_whole(path, json.dumps(settings | {"no_answer": processor.no_answer or NO_ANSWER}, indent=2) + "\n")
     names = ("refused", "wrongly refused", "AUROC")
-    cells = [[rate, *(f"{each[name]:.3g}" for name in names)] for rate, each in results.items()]
-    threshold = f"threshold {model.config.answerability_threshold}"
-    lines = [*markdown_table(["rate", *names], cells), threshold, ""]
-    typer.echo("\n".join([*lines, *markdown_table(["answers left", "F1 by answerability", "by likelihood"], curve)]))
+    cells = [[rate, *(f"{measured[name]:.3g}" for name in names)] for rate, measured in results.items()]
+    columns = ["tokens per slot", "abstained, %", "wrongly abstained, %", "AUROC of answerable questions"]
+    threshold = f"Below this answerability the aligner abstains: {model.config.answerability_threshold}"
+    typer.echo("\n".join([*markdown_table(columns, cells), "", threshold, ""]))
+    columns = ["answers with the highest estimate", "F1 by answerability", "F1 by answer likelihood"]
+    typer.echo("\n".join(markdown_table(columns, curve)))
     if had_multihop_head and model.multihop_head is None:
         typer.echo("The multi-hop head was removed. Fit it again with `python -m arcaligner.train.multihop`.")
 

@@ -20,7 +20,7 @@ CANDIDATES = 60
 
 
 def contains_answer(passage: dict[str, str], answers: list[str]) -> bool:
-    """Whether title or text contains an answer as whole words ("no" is not in "known"), in upper or lower case."""
+    """Whether title or text contains an answer as whole words ("no" is not in "known"), regardless of case."""
     return bool(answers) and answer_pattern(answers).search(_folded(passage)) is not None
 
 
@@ -37,8 +37,8 @@ def _folded(passage: dict[str, str]) -> str:
 def own_passages(row: Row) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """The passages that the answer needs, and the row's others. All are needed if the row does not say which."""
     gold = row["gold"] or range(len(row["passages"]))
-    own = [each for number, each in enumerate(row["passages"]) if number in gold]
-    return own, [each for number, each in enumerate(row["passages"]) if number not in gold]
+    needed = [passage for number, passage in enumerate(row["passages"]) if number in gold]
+    return needed, [passage for number, passage in enumerate(row["passages"]) if number not in gold]
 
 
 def passage_key(passage: dict[str, str]) -> tuple[str, str]:
@@ -49,15 +49,15 @@ class NearestPassages:
     """Finds, among the passages of `rows`, those nearest to a question that do not answer it (BM25)."""
 
     def __init__(self, rows: Iterable[Row]):
-        unique, self.questions = {}, defaultdict(list)  # passages, and the rows whose question needs this passage only
+        unique, self.questions = {}, defaultdict(list)  # passages, and for each the rows whose question needs it alone
         for number, row in enumerate(rows):
-            unique |= {passage_key(each): each for each in row["passages"] if each["text"]}
-            if len(own := own_passages(row)[0]) == 1 and row["question"].strip() and row["answers"]:
-                self.questions[passage_key(own[0])].append(number)
+            unique |= {passage_key(passage): passage for passage in row["passages"] if passage["text"]}
+            if len(needed := own_passages(row)[0]) == 1 and row["question"].strip() and row["answers"]:
+                self.questions[passage_key(needed[0])].append(number)
         self.passages = list(unique.values())
-        self.folded = [_folded(each) for each in self.passages]
-        self.titles = np.array([each["title"] for each in self.passages])
-        texts = [f"{each['title']} {each['text']}" for each in self.passages]
+        self.folded = [_folded(passage) for passage in self.passages]
+        self.titles = np.array([passage["title"] for passage in self.passages])
+        texts = [f"{passage['title']} {passage['text']}" for passage in self.passages]
         self.index = bm25s.BM25()
         self.index.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
 
@@ -70,13 +70,13 @@ class NearestPassages:
         depth = min(len(self.passages), CANDIDATES)
         if not words[0] or not depth:
             return []
-        weights = np.isin(self.titles, [each["title"] for each in others]) if in_article else None
-        found, scores = self.index.retrieve(
+        weights = np.isin(self.titles, [passage["title"] for passage in others]) if in_article else None
+        numbers, scores = self.index.retrieve(
             words, k=depth, show_progress=False, weight_mask=weights, backend_selection="numpy"
         )
-        taken, texts = [], {each["text"] for each in others}
+        taken, texts = [], {passage["text"] for passage in others}
         answer = answer_pattern(answers) if answers else None
-        for place, score in zip(found[0].tolist(), scores[0].tolist(), strict=True):
+        for place, score in zip(numbers[0].tolist(), scores[0].tolist(), strict=True):
             passage = self.passages[place]
             if passage["text"] in texts or (in_article and score <= 0):
                 continue
@@ -87,29 +87,30 @@ class NearestPassages:
         return taken
 
     def mixed(self, rows: list[Row], share: float, seed: int, most: int = 4) -> list[dict[str, str]]:
-        """The passages that `rows` share. For a `share` of rows, 1 to `most` of the nearest other passages are added,
-        in random order.
+        """The passages that the answers to `rows` need. In a `share` of calls, 1 to `most` of the nearest other
+        passages are added, in random order.
 
-        None of the added ones contains an answer to any of the rows; fewer are added if there are not enough. The draw
+        None of the added ones contains an answer to any of the rows. If there are not enough, fewer are added. The draw
         depends on the seed and the first row's id only, so a row has the same passages in each run and process.
         """
-        own, others = own_passages(rows[0])
+        needed, others = own_passages(rows[0])
         draw = random.Random(f"distractors:{seed}:{rows[0]['id']}")
         if draw.random() >= share:
-            return own
+            return needed
         number = draw.randint(1, most)
         question = " ".join(row["question"] for row in rows)
         answers = [answer for row in rows for answer in row["answers"]]
-        near = [each for each in others if not contains_answer(each, answers)]  # the retriever's own come first
-        near = near or self.without_answer(question, answers, own, MOST_DISTRACTORS)
-        passages = [*own, *draw.sample(near, min(number, len(near)))]
+        # The row's other passages, which the data set's retriever found, are preferred.
+        near = [passage for passage in others if not contains_answer(passage, answers)]
+        near = near or self.without_answer(question, answers, needed, MOST_DISTRACTORS)
+        passages = [*needed, *draw.sample(near, min(number, len(near)))]
         draw.shuffle(passages)
         return passages
 
     def questions_about(self, passages: list[dict[str, str]], row: Row, seed: int) -> list[int]:
-        """Numbers of the rows whose question is about one of `passages`, without those of `row` itself; at most one for
-        each passage."""
-        own = own_passages(row)[0]
+        """Numbers of rows whose question is about one of `passages`, at most one row for each passage. The passages
+        that `row` needs are left out."""
+        needed = own_passages(row)[0]
         draw = stable_number(f"joined:{seed}:{row['id']}", 2**32)
-        asked = [self.questions.get(passage_key(each)) for each in passages if each not in own]
-        return [numbers[draw % len(numbers)] for numbers in asked if numbers]
+        candidates = [self.questions.get(passage_key(passage)) for passage in passages if passage not in needed]
+        return [numbers[draw % len(numbers)] for numbers in candidates if numbers]

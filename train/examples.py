@@ -564,8 +564,9 @@ class ExampleSelector:
         Args:
             sources (`dict[str, float]`): Each source and its weight: its share of the mixture is weight / sum of
                 weights.
-            max_examples (`int`, *optional*): Size of the mixture. Nothing is repeated: if a source has fewer examples
-                than its share, the mixture shrinks and keeps its shares. Default: as many as the sources allow.
+            max_examples (`int`, *optional*): Size of the mixture. If a source has fewer examples than its share, the
+                mixture shrinks and keeps its shares; with the recipe's `oversample` its rows are used again instead.
+                Default: as many as the sources allow; with `oversample` all examples of each source, at least once.
             held_out (`bool`): Whether rows of the validation part are taken, rather than the others.
         """
         if not sources or any(weight <= 0 for weight in sources.values()):
@@ -576,21 +577,42 @@ class ExampleSelector:
         for source, share in shares.items():
             quota = None if max_examples is None else round(max_examples * share)
             taken[source], left_out[source] = self._take(source, quota, held_out)
-        size = min(len(taken[source]) / share for source, share in shares.items())
+        oversample = self.recipe.oversample and not held_out
+        size = (max if oversample else min)(len(taken[source]) / share for source, share in shares.items())
         if max_examples is not None and size < max_examples - len(sources):
             logger.warning(
                 "%s: found only %d of the %d examples that were asked for.", list(sources), size, max_examples
             )
-        counts = {source: min(len(taken[source]), round(size * share)) for source, share in shares.items()}
-        if not sum(counts.values()):
-            empty = [source for source in sources if not len(taken[source])]
+        counts = {source: round(size * share) for source, share in shares.items()}
+        empty = [source for source in sources if not len(taken[source])]
+        if empty or not sum(counts.values()):
             reasons = [self._why_empty(source, left_out[source]) for source in empty if left_out[source]]
             raise ValueError(
                 " ".join(reasons)
                 or f"No examples in {list(sources)}: {max_examples=}, max_tokens={self.builder.max_tokens}. Raise the "
                 "limits or choose other files."
             )
-        return datasets.concatenate_datasets([taken[source].select(range(counts[source])) for source in sources])
+        if oversample:
+            taken = {source: self._repeat(source, taken[source], counts[source]) for source in sources}
+        return datasets.concatenate_datasets(
+            [taken[source].select(range(min(len(taken[source]), counts[source]))) for source in sources]
+        )
+
+    def _repeat(self, source: str, examples: datasets.Dataset, number: int) -> datasets.Dataset:
+        """At least `number` examples of a source: `examples`, and then its rows as often again as it takes, each time
+        in another order and with other distractors."""
+        passes = [examples]
+        while (missing := number - sum(map(len, passes))) > 0:
+            again, _ = dataclasses.replace(self, seed=self.seed + len(passes))._take(source, missing, held_out=False)
+            if not len(again):
+                raise ValueError(
+                    f"No row of {source} becomes an example a second time: each is too long with other distractors. "
+                    "Raise `max_tokens`, or set `oversample` to false."
+                )
+            passes.append(again)
+        if len(passes) > 1:
+            logger.info("%s: used %d times for %d examples", source, len(passes), number)
+        return datasets.concatenate_datasets(passes)
 
     def _why_empty(self, source: str, left_out: dict[str, list[str]]) -> str:
         """Why all rows of a source were left out, and which keys the first one has."""

@@ -2,9 +2,10 @@
 
     python -m arcaligner.train.full_text --config train/recipes/smollm2_135m/full_text.yaml
 
-Same questions, prompt, template and targets as stage II, with the text in place of the slots; LoRA on every position,
-by PEFT and TRL. `arcaligner evaluate --full-text-lora` compares its answers with those from slots. A run resumes from
-the last checkpoint in its `output_dir`, unless its settings have changed. A finished one is not trained again.
+Questions, prompt, template and targets are those of stage II, with the text in place of the slots. PEFT and TRL train
+the LoRA, which changes every position. `arcaligner evaluate --full-text-lora` compares its answers with those from
+slots. A run resumes from the last checkpoint in its `output_dir`, unless its settings have changed. A finished run is
+not trained again.
 
 With `passage_attention: separate` (`full_text_apart.yaml`) passages do not attend to each other and all start at the
 same position, like independent slots, so that the keys and values of a passage's text can be cached and joined in the
@@ -45,14 +46,14 @@ class FullTextArguments:
 
     Args:
         model_name_or_path (`str`): The base model.
-        train_file (`str`): Rows of questions, passages and answers, a source as in `common/rows.py`.
+        train_file (`str`): Rows with questions, passages and answers; a source as in `common/rows.py`.
         max_train_samples (`int`): Number of shuffled rows to train on.
         data_dir (`str`): Folder of a data file with a relative path.
         max_tokens (`int`): Longer examples are left out.
         lora_r (`int`), lora_alpha (`int`): Rank and scale of the LoRA on all linear layers.
         passage_attention (`str`): With `"separate"`, the passages of a prompt do not attend to each other.
         distractors (`float`): Share of rows that get 1 to 4 of the nearest passages without the answer.
-        writes (`str`): `"answer"`, or `"question"`: the model reads passages and writes an answer and its question,
+        writes (`str`): `"answer"`, or `"question"`: the model gets passages and writes an answer and a question for it,
             each on a line, for `train/made_questions.py`.
     """
 
@@ -94,14 +95,14 @@ KINDS = (FullTextArguments, TextTrainingConfig)
 
 
 def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.Dataset:
-    """The first shuffled rows that fit, as `input_ids` and `labels`."""
+    """The first shuffled rows that fit into `max_tokens`, as `input_ids` and `labels`."""
     examples, num_long = [], 0
     corpus = open_corpus(recipe.train_file, data_dir=recipe.data_dir)
     nearest = NearestPassages(corpus) if recipe.distractors else None
     for row in corpus.shuffle(seed=seed):
         if missing_part(row, asks=True):
             continue
-        # A maker would learn to leave the question mark out, and its questions count as cut off without one.
+        # Without this the model would learn to leave question marks out, but a question without one counts as cut off.
         if recipe.writes == "question" and not row["question"].rstrip().endswith("?"):
             continue
         if nearest is not None:
@@ -113,7 +114,7 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
             num_long += 1
         if len(examples) == recipe.max_train_samples:
             break
-    logger.info("%d examples; %d longer than %d tokens left out", len(examples), num_long, recipe.max_tokens)
+    logger.info("%d examples; left out %d longer than %d tokens", len(examples), num_long, recipe.max_tokens)
     if not examples:
         raise ValueError(
             f"{recipe.train_file} has no row with a question, an answer, a passage and at most {recipe.max_tokens} "
@@ -123,9 +124,9 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
 
 
 def tokenize(row: Row, tokenizer, is_separate: bool = False, writes: str = "answer") -> dict[str, list[int]]:
-    """Ids of the prompt and the answer, or with `writes` of an answer and its question; labels on what is written and
-    the end of its turn. With independent passages also `passage_ids`, the number of each id's passage, -1 on other
-    text."""
+    """Ids of the prompt and the target: the answer or, if `writes` is `"question"`, the answer and its question. Labels
+    are on the target and the end of its turn. With independent passages also `passage_ids`, the number of each id's
+    passage, -1 on other text."""
     mark, target = uuid.uuid4().hex if is_separate else None, row["answers"][0]
     if writes == "question":
         content, target = question_prompt(row), f"{target}\n{row['question'].strip()}"
@@ -160,7 +161,7 @@ def tokenize(row: Row, tokenizer, is_separate: bool = False, writes: str = "answ
 @dataclass
 class ApartCollator:
     """Makes a right-padded batch of examples with independent passages: `input_ids`, `labels` and `position_ids`
-    (batch, seq_len), and `attention_mask` (batch, 1, seq_len, seq_len), which token attends to which."""
+    (batch, seq_len), and `attention_mask` (batch, 1, seq_len, seq_len), which says which token attends to which."""
 
     pad_token_id: int
 
@@ -182,14 +183,14 @@ def train(recipe: FullTextArguments, args: TextTrainingConfig, settings: str) ->
     `run_settings`."""
     with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
         if Path(args.output_dir, CONFIG_NAME).exists():
-            logger.info("%s is finished; delete it to train it again", args.output_dir)
+            logger.info("%s is a finished run; delete the folder to train it again", args.output_dir)
             return
         model_path = resolve_model(recipe.model_name_or_path)
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         if args.chat_template_path is not None:
             tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
-        args.max_length = None  # a row that is too long is left out; TRL would cut its answer off
-        collator = None  # TRL's own
+        args.max_length = None  # `build_dataset` leaves rows out that are too long; TRL would cut their answers off
+        collator = None  # the one of TRL
         if recipe.passage_attention == "separate":
             collator, args.remove_unused_columns = ApartCollator(tokenizer.pad_token_id or 0), False
         set_seed(args.seed)
@@ -206,7 +207,7 @@ def train(recipe: FullTextArguments, args: TextTrainingConfig, settings: str) ->
         trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
         with written_whole(args.output_dir, last=CONFIG_NAME) as folder:
             trainer.save_model(str(folder))
-        logger.info("saved to %s", args.output_dir)
+        logger.info("saved the trained weights in %s", args.output_dir)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class PassagesFirstCollator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         row_ids = [row["row_id"] for row in rows]
-        rate = drawn_rate(row_ids, self.tokens_per_slot)
+        rate = drawn_rate(rows, self.tokens_per_slot)
         segments = [segment for row in rows for segment in row["segments"]]
         runs = [equal_runs(len(segment["word_ids"]), rate) for segment in segments]
         words = [own["word_ids"][start:end] for own, ends in zip(segments, runs, strict=True) for start, end in ends]

@@ -77,6 +77,7 @@ class StagePlan:
     examples: Examples
     steps: int | None
     per_device: int
+    batch_tokens: int | None  # of a batch, instead of `per_device` examples
     accumulated: int
     num_gpus: int
     gigabytes: dict[str, float]  # of disk
@@ -84,6 +85,12 @@ class StagePlan:
     @property
     def global_batch(self) -> int:
         return self.per_device * self.accumulated * self.num_gpus
+
+    @property
+    def tokens_per_step(self) -> float:
+        """On each GPU."""
+        own = self.per_device * self.examples.mean if self.batch_tokens is None else self.batch_tokens
+        return own * self.accumulated
 
     @property
     def bytes_needed(self) -> int:
@@ -94,7 +101,7 @@ class StagePlan:
         """Hours at a speed in tokens per second on each GPU."""
         if self.steps is None:
             return None
-        return self.steps * self.global_batch * self.examples.mean / (tokens_per_second * self.num_gpus) / 3600
+        return self.steps * self.tokens_per_step / tokens_per_second / 3600
 
 
 # Models
@@ -162,7 +169,7 @@ def stage_memory(
     frozen = sum(each.numel() for name, each in model.named_parameters() if not model.is_aligner_key(name))
     idle = sum(each.numel() for _, each in model.aligner_parameters()) - trained
     of_encoder = num_encoder_lora(encoder, recipe.encoder_lora_r) if recipe.encoder_lora_r else 0
-    positions = args.per_device_train_batch_size * longest
+    positions = args.batch_tokens or args.per_device_train_batch_size * longest
     finest = min((rate for rate in recipe.tokens_per_slot if rate != "segment"), default=None)
     slots = round(positions * (SENTENCE_SLOT_SHARE if finest is None else SLOT_SHARE))
     layers, factor = config.num_hidden_layers, GATING_FACTOR if recipe.stage == "gating" else 1.0
@@ -212,7 +219,7 @@ def stage_examples(recipe: RecipeArguments, args: AlignerTrainingConfig, base: s
         number, lengths = selector.preview(source)
         sizes.append(number * total / weight)
         mean += weight / total * sum(lengths) / max(1, len(lengths))
-    number = min(sizes) / (1 - recipe.reconstruction_share)
+    number = (max if recipe.oversample else min)(sizes) / (1 - recipe.reconstruction_share)
     number = round(min(number, recipe.max_train_samples or math.inf))
     return Examples(number, mean, longest, is_measured=True)
 
@@ -290,6 +297,7 @@ def _plan(
         examples=examples,
         steps=steps,
         per_device=per_device,
+        batch_tokens=args.batch_tokens,
         accumulated=accumulated,
         num_gpus=num_gpus,
         gigabytes=_disk(recipe, args, memory, num_trained, examples, steps),
@@ -337,8 +345,7 @@ def lines_of(plans: list[StagePlan], tokens_per_second: float | None = None) -> 
             "starts from": plan.start,
             "trained": f"{plan.num_trained / 1e6:.1f} million parameters",
             "examples": f"{number}, of {examples.mean:.0f} tokens on average ({how}), at most {examples.longest}",
-            "a step": f"{plan.global_batch} examples: {plan.num_gpus} GPU{'s' * (plan.num_gpus > 1)} x "
-            f"{plan.per_device} x {plan.accumulated} accumulated",
+            "a step": _step_of(plan),
             "steps": "unknown" if plan.steps is None else f"{plan.steps:,}",
             "memory per GPU": f"{plan.bytes_needed / GIB:.1f} GiB with activation checkpointing {others}: backbone "
             f"{memory.backbone / GIB:.1f}, encoder {memory.encoder / GIB:.1f}, aligner with gradients and Adam "
@@ -354,6 +361,13 @@ def lines_of(plans: list[StagePlan], tokens_per_second: float | None = None) -> 
             rows["time"] += f" at {tokens_per_second:,.0f} tokens a second on each GPU"
         lines += [plan.name, *(f"  {name:<19}{text}" for name, text in rows.items()), ""]
     return [*lines, *_of_this_machine(plans)]
+
+
+def _step_of(plan: StagePlan) -> str:
+    if plan.batch_tokens is not None:
+        return f"as many examples as fit into {plan.batch_tokens:,} tokens x {plan.accumulated} accumulated"
+    gpus = f"{plan.num_gpus} GPU{'s' * (plan.num_gpus > 1)}"
+    return f"{plan.global_batch} examples: {gpus} x {plan.per_device} x {plan.accumulated} accumulated"
 
 
 def _of_this_machine(plans: list[StagePlan]) -> list[str]:

@@ -71,6 +71,9 @@ class RecipeArguments:
         processor (`dict`): Settings of a new processor, such as `sentences_per_segment`; for a base model only.
         encoder_lora_r (`int`): Rank of the LoRA that trains the sentence encoder jointly; 0 leaves it frozen.
         max_train_samples (`int`, *optional*): Examples to train on.
+        oversample (`bool`): What happens if a source of `train_files` or `reconstruction_files` has fewer examples than
+            its weight asks for: its rows are used again, each time with other distractors, or (default) the mixture
+            shrinks.
         eval_files, max_eval_samples: The same for the held-out loss.
         max_segments (`int`): Maximum number of segments of a reconstruction example.
         continues (`bool`): Whether reconstruction examples have a second turn, which continues with the next segment.
@@ -109,6 +112,7 @@ class RecipeArguments:
     processor: dict[str, Any] = field(default_factory=dict)
     encoder_lora_r: int = 0
     max_train_samples: int | None = None
+    oversample: bool = False
     eval_files: dict[str, float] = field(default_factory=dict)
     max_eval_samples: int | None = None
     max_segments: int = 1
@@ -310,6 +314,9 @@ class AlignerTrainingConfig(SFTConfig):
         global_batch_size (`int`, *optional*): Examples per optimizer step, whatever the number of processes;
             `gradient_accumulation_steps` follows from it. Default: the product of `per_device_train_batch_size`,
             `gradient_accumulation_steps` and processes.
+        batch_tokens (`int`, *optional*): Maximum number of positions of a batch, padding included: each batch then has
+            as many examples as fit at the tokens per slot that are drawn for it, instead of
+            `per_device_train_batch_size`. Needs `max_steps` and one process; the whole run counts as one epoch.
         gate_learning_rate (`float`, *optional*): For the gates, which start untrained in stage III. Default:
             `learning_rate`.
         encoder_learning_rate (`float`, *optional*): For an encoder that is trained jointly. Default: `learning_rate`.
@@ -326,6 +333,7 @@ class AlignerTrainingConfig(SFTConfig):
     ddp_timeout: int = 24 * 3600
     train_sampling_strategy: str = "group_by_length"
     global_batch_size: int | None = None
+    batch_tokens: int | None = None
     gate_learning_rate: float | None = None
     encoder_learning_rate: float | None = None
     average_checkpoints: int = 0
@@ -349,6 +357,7 @@ class AlignerTrainingConfig(SFTConfig):
                 *(self.global_batch_size, self.per_device_train_batch_size, processes),
                 self.gradient_accumulation_steps,
             )
+        self._check_batch_tokens()
         self.dataset_kwargs = {"skip_prepare_dataset": True} | (self.dataset_kwargs or {})
         refused = {
             "packing": self.packing,
@@ -375,6 +384,24 @@ class AlignerTrainingConfig(SFTConfig):
                 "to 0."
             )
         super().__post_init__()
+
+    def _check_batch_tokens(self) -> None:
+        if self.batch_tokens is None:
+            return
+        if self.batch_tokens < 1:
+            raise ValueError(f"`batch_tokens` is {self.batch_tokens}; expected a number of positions of at least 1.")
+        if self.max_steps <= 0:
+            raise ValueError(
+                f"`max_steps` is {self.max_steps}, but `batch_tokens` needs a number of steps, because the number of "
+                "batches of an epoch varies. Set `max_steps`."
+            )
+        if self.global_batch_size is not None:
+            raise ValueError(
+                f"`global_batch_size` is {self.global_batch_size}, but with `batch_tokens` the number of examples per "
+                "step varies. Leave one of the two out."
+            )
+        if num_processes() > 1:
+            raise ValueError("`batch_tokens` trains on one device. Start one process, or leave the key out.")
 
 
 class RecipeParser(TrlParser):

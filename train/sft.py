@@ -36,7 +36,7 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import equal_runs
 from ..share.export import save_stage
-from .batches import drawn_rate, encoder_inputs, padded, placed_words
+from .batches import RatedExamples, TokenBatches, drawn_rate, encoder_inputs, example_lengths, padded, placed_words
 from .examples import ExampleBuilder, ExampleSelector, word_rarity
 from .passages_first import PassagesFirstCollator, check_passages_first, run_passages_first
 from .recipe import (
@@ -96,7 +96,7 @@ class ContextCollator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         row_ids = [row["row_id"] for row in rows]
-        rate = drawn_rate(row_ids, self.tokens_per_slot)
+        rate = drawn_rate(rows, self.tokens_per_slot)
         slots = [  # of each row, the number of the passage and the words of each slot
             [
                 (segment["document"], segment["word_ids"][start:end])
@@ -253,8 +253,21 @@ class AlignerTrainer(SFTTrainer):
         """Write no card: TRL's names no base model, and `save_stage` writes ours."""
 
     def get_train_dataloader(self) -> DataLoader:
-        """As in the parent class, but in an order that only the seed and the epoch decide: see [`EpochOrder`]."""
+        """As in the parent class, but in an order that only the seed and the epoch decide: see [`EpochOrder`], or
+        [`TokenBatches`] with `batch_tokens`."""
         args, dataset = self.args, self.train_dataset
+        seed = args.seed if args.data_seed is None else args.data_seed
+        loading = {
+            "collate_fn": self.data_collator,  # uses no random numbers, so its workers need no seed
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory,
+            "persistent_workers": args.dataloader_persistent_workers,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+        }
+        if args.batch_tokens is not None:
+            rates, num_batches = self.data_collator.tokens_per_slot, args.max_steps * args.gradient_accumulation_steps
+            batches = TokenBatches(example_lengths(dataset, rates), rates, args.batch_tokens, num_batches, seed)
+            return self.accelerator.prepare(DataLoader(RatedExamples(dataset), batch_sampler=batches, **loading))
         # A list, because reading a value of a column takes up to 1 ms.
         if args.train_sampling_strategy == "group_by_length":
             sampler = LengthGroupedSampler(
@@ -265,17 +278,12 @@ class AlignerTrainer(SFTTrainer):
             sampler = RandomSampler(dataset)
         else:  # draws nothing
             return super().get_train_dataloader()
-        seed = args.seed if args.data_seed is None else args.data_seed
         batches = DataLoader(
             dataset,
             batch_size=args.train_batch_size,
             sampler=EpochOrder(sampler, seed, state=lambda: self.state),
-            collate_fn=self.data_collator,  # uses no random numbers, so its workers need no seed
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
             drop_last=args.dataloader_drop_last,
+            **loading,
         )
         return self.accelerator.prepare(batches)
 

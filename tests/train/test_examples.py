@@ -7,7 +7,7 @@ import logging
 import os
 import pickle
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
@@ -226,6 +226,54 @@ def test_mixture_keeps_shares(select, tmp_path):
         select(files[0], 8, OneExample(max_tokens=1))
     with pytest.raises(ValueError, match="positive weights"):
         counts(8, 1.0, 0.0)
+
+
+@pytest.fixture
+def two_files(tmp_path):
+    """A file of thirty rows and one of seven."""
+    numbers = {"many": 30, "few": 7}
+    rows = {kind: [row | {"id": f"{kind}-{row['id']}"} for row in question_rows(n)] for kind, n in numbers.items()}
+    return [write_rows(tmp_path / f"{kind}.jsonl", of_kind) for kind, of_kind in rows.items()]
+
+
+def test_oversampled_rows_are_used_again(select, two_files, caplog):
+    """All of a source before any of its rows comes again, so that the shares stay."""
+    with caplog.at_level(logging.INFO):
+        names = select(dict.fromkeys(two_files, 1.0), oversample=True)["row_id"][:]
+    few = Counter(name for name in names if name.startswith("few"))
+    assert sorted(few.values()) == [4] * 5 + [5] * 2
+    assert sorted(set(names) - set(few)) == sorted(name for name in names if name.startswith("many"))
+    assert len(names) == 60 and f"{two_files[1]}: used 5 times for 30 examples" in caplog.text
+
+
+def test_oversampling_keeps_the_limit(select, two_files):
+    many, few = two_files
+    names = select({many: 1.0, few: 3.0}, 20, oversample=True)["row_id"][:]
+    assert [sum(name.startswith(kind) for name in names) for kind in ("many", "few")] == [5, 15]
+
+
+def test_oversampled_rows_get_other_distractors(select, two_files, tmp_path):
+    few, builder = write_rows(tmp_path / "cities.jsonl", city_rows(CITIES)), OneExample()
+    select({two_files[0]: 1.0, few: 1.0}, builder=builder, oversample=True, distractors=1.0)
+    passages = defaultdict(set)
+    for (row,) in builder.drawn:
+        if row["id"] in CITIES:
+            passages[row["id"]].add(tuple(passage["text"] for passage in row["passages"]))
+    assert passages.keys() == set(CITIES) and all(len(own) > 1 for own in passages.values())
+
+
+def test_row_too_long_a_second_time(selector, two_files, monkeypatch):
+    """Such a source cannot be used again, which is said instead of trying forever."""
+    takes = selector(dict.fromkeys(two_files, 1.0), oversample=True)
+    original = ExampleSelector._take
+
+    def take(self, *args, **kwargs):
+        examples, left_out = original(self, *args, **kwargs)
+        return (examples if self.seed == 0 else examples.select([])), left_out
+
+    monkeypatch.setattr(ExampleSelector, "_take", take)
+    with pytest.raises(ValueError, match="becomes an example a second time.*Raise `max_tokens`"):
+        takes.training_examples()
 
 
 def test_mixed_reconstruction_has_no_distractors(select, tmp_path, processor):

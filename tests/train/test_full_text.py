@@ -101,7 +101,7 @@ def test_interrupted_run_continues(tmp_path, base_model_dir, whole_run, caplog):
     torch.testing.assert_close(resumed, load_file(whole_run / WEIGHTS), rtol=0, atol=0)
     with caplog.at_level("INFO"):
         run(options)
-    assert "run is finished; delete it to train it again" in caplog.text
+    assert "run is a finished run; delete the folder to train it again" in caplog.text
     assert (tmp_path / "run" / WEIGHTS).stat().st_mtime_ns == changed
     assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())["max_train_samples"] == 8
     with pytest.raises(ValueError, match="`lora_r` was None and is now 4"):

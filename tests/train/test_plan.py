@@ -91,6 +91,22 @@ def test_activation_checkpointing_counts(offline):
     assert plan.bytes_needed == plan.memory.fixed + plan.memory.with_checkpointing
 
 
+def test_batches_of_tokens_are_planned(write_recipe, tmp_path):
+    """They decide memory and time, whatever the number of examples."""
+    plans = []
+    for number, keys in enumerate(({"batch_tokens": 4000}, {"batch_tokens": 8000}, {"per_device_train_batch_size": 8})):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (_, path) = write_recipe("grounding", tmp_path / "out", gradient_accumulation_steps=2, **keys)
+        shutil.copy(path, folder / "2_grounding.yaml")
+        plans += plan_stages(read_stages(folder), None, 1)
+    small, large, fixed = plans
+    assert 2 * small.memory.activations == pytest.approx(large.memory.activations, rel=1e-3)
+    assert small.memory.activations == pytest.approx(fixed.memory.activations * 4000 / (8 * 512), rel=1e-3)
+    assert small.hours(100.0) == pytest.approx(4 * 2 * 4000 / 100 / 3600)
+    assert "as many examples as fit into 4,000 tokens x 2 accumulated" in "\n".join(lines_of([small]))
+
+
 def test_batches_that_do_not_divide(offline):
     """The number of GPUs is refused before anything is counted."""
     with pytest.raises(ValueError, match="256 cannot be divided among 3 processes.*1, 2, 4, 8, 16 or 32 processes"):
