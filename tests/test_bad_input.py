@@ -68,7 +68,7 @@ ONE[0, 2, 5] = True
         ),
         (ONE_SLOT | {"past_key_values": DynamicCache()}, r"1 context tokens \(id 61\)"),
         ({"input_ids": torch.cat([IDS, torch.full((1, 121), 5)], dim=1)}, TOO_LONG),
-        (dict.fromkeys(("cache", "past_key_values"), DynamicCache()), "both `past_key_values` and `cache`.*Pass only one"),
+        (dict.fromkeys(("cache", "past_key_values"), DynamicCache()), "both `past_key_values` and `cache`.*only one"),
         ({"context_word_ids": WORDS}, "`config.word_parts` is 0"),
     ],
 )
