@@ -710,7 +710,9 @@ def base_model_files(config, download: dict) -> list[str]:
     download = {key: download[key] for key in ("cache_dir", "local_files_only", "token") if key in download}
     folder = find_model("base model", name, BASE_MODEL_FILES, revision=config.base_model_revision, **download)
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"The base model's folder {folder} has no config.json. Use a complete copy of it.")
+        raise FileNotFoundError(
+            f"The base model's folder {folder} has no config.json. Use a complete copy of the base model."
+        )
     actual, trained = AutoConfig.from_pretrained(folder).to_dict(), config.text_config.to_dict()
     others = [field for field in _BASE_MODEL_SIZES if actual.get(field) != trained.get(field)]
     if others:
@@ -879,7 +881,7 @@ def check_processor_is_readable(folder: Path) -> None:
         if (path := folder / name).is_file():
             read_json(path, key)
     if not list(folder.glob("tokenizer.*")) + list(folder.glob("vocab.*")):
-        raise ValueError(f"{folder} has no tokenizer.json, and no other tokenizer file. Save or download it again.")
+        raise ValueError(f"{folder} has no tokenizer.json. Save the processor again, or download it again.")
     try:
         for path in folder.glob("chat_template.jinja"):
             path.read_text(encoding="utf-8")

@@ -193,7 +193,9 @@ def convert(data: bytes, suffix: str, path: str | Path) -> tuple[str, list[tuple
     except subprocess.TimeoutExpired as error:
         raise ValueError(f"{path} takes longer than {SECONDS} seconds to read. Split it") from error
     except ValueError as error:  # no output, because the process was killed
-        raise ValueError(f"{path} takes more than {MEMORY // 2**30} GiB of memory to read, or is broken") from error
+        raise ValueError(
+            f"{path} takes more than {MEMORY // 2**30} GiB of memory to read, or is broken. Split it, or save it again"
+        ) from error
     if "missing" in answer:
         raise ValueError(f"{path} needs {answer['missing']}: `pip install 'arcaligner[files]'`")
     if "error" in answer:
