@@ -134,7 +134,7 @@ def test_inputs_embeds_exclude_ids(model):
         (WORDS.tolist(), r"is a list; expected a dense tensor of int64 or int32 \(1, 4, max_words\)"),
         (WORDS[0], r"shape \(4, 3\); expected .* \(1, 4, max_words\)"),
         (WORDS[:, :2], r"shape \(1, 2, 3\); expected \(1, 4, max_words\)"),
-        (None, "is missing: with `config.word_parts` 2"),
+        (None, "is missing, but `config.word_parts` is 2"),
     ],
 )
 def test_slot_words_are_checked(words, message):

@@ -179,7 +179,7 @@ class AlignerMixin:
                 loaded.generation_config.__dict__.pop(name, None)
         return model
 
-    # A private method of transformers' loader: no public one loads weights from two places piece by piece, and
+    # A private method of transformers' loader: no public one loads weights from two places in parts, and
     # quantizes them. If a version of transformers does not call this method, `_load_state_dict` loads the weights.
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *others):
@@ -718,7 +718,8 @@ def base_model_files(config, download: dict) -> list[str]:
     if others:
         has, needs = (", ".join(f"{field} {sizes.get(field)}" for field in others) for sizes in (actual, trained))
         raise ValueError(
-            f"The base model {name} is not the one that this aligner was trained for: it has {has}; expected {needs}. "
+            f"The base model {name} is not the one that this aligner was trained for: it has {has}; expected a "
+            f"{config.text_config.model_type} with {needs}. "
             "Set `base_model_name_or_path` to the right base model."
         )
     return weight_files(folder)

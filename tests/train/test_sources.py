@@ -215,5 +215,5 @@ def test_unknown_rows_are_refused(tmp_path):
 def test_data_folder_is_searched(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", question_rows(2))
     assert list(open_corpus("rows.jsonl", data_dir=str(tmp_path))) == list(open_corpus(path, data_dir="elsewhere"))
-    with pytest.raises(FileNotFoundError, match="no file elsewhere/rows.jsonl.*`data_dir`, which is 'elsewhere': set"):
+    with pytest.raises(FileNotFoundError, match="no file elsewhere/rows.jsonl.*`data_dir`, which is 'elsewhere'. Set"):
         open_corpus("rows.jsonl", data_dir="elsewhere")
