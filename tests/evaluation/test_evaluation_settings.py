@@ -37,7 +37,7 @@ def test_recipes_parse_by_name():
     assert list(settings.tasks) == list(TASKS)[:6] and settings.corpus
     assert {(task.passages, task.top_k) for task in settings.tasks.values()} == {("retrieved", None)}
     assert {path.stem for path in RECIPES.glob("*.yaml")} == {"paper", "smollm2_135m"}
-    with pytest.raises(ValueError, match="no recipe 'mine': neither one of paper, smollm2_135m nor a YAML file"):
+    with pytest.raises(ValueError, match="no recipe 'mine'; expected one of paper, smollm2_135m, or the path of"):
         read_settings("mine", NEEDED, {})
 
 
