@@ -491,7 +491,7 @@ def main(
     ] = 240.0,
     passage_attention: Annotated[
         Literal["joint", "separate"],
-        typer.Option(help="joint: slots attend to earlier passages; separate: independent passages."),
+        typer.Option(help="joint: slots attend to earlier passages; separate: passages are independent."),
     ] = "joint",
     output: Annotated[Path | None, typer.Option(help="Folder for the report and its table.")] = None,
 ) -> None:

@@ -283,7 +283,11 @@ def main(
         typer.Option(help="Batches of which only the first tokens are timed: PASSAGES:QUESTIONS, separated by commas."),
     ] = "5:12,20:6",
     names: Annotated[
-        str, typer.Option("--arms", help=f"What to measure, separated by commas: {', '.join(ARMS)}.")
+        str,
+        typer.Option(
+            "--arms",
+            help=f"What to measure, separated by commas: {', '.join(ARMS)} (see the top of benchmarks/vllm.py).",
+        ),
     ] = ",".join(ARMS),
     tokens_per_slot: Annotated[int, typer.Option(help="Tokens of text per slot.")] = 4,
     rounds: Annotated[

@@ -257,17 +257,18 @@ def recall_table(recalls: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def main(
-    pool: Annotated[str, typer.Option(help="Sources of passages, separated by commas.")],
+    pool: Annotated[str, typer.Option(help="Files or data sets with passages, separated by commas.")],
     output: Annotated[Path, typer.Option(help="Folder for the questions with passages, embeddings and recall.")],
-    tasks: Annotated[str, typer.Option(help="Tasks, separated by commas.")] = "nq",
+    tasks: Annotated[str, typer.Option(help="Sets of questions, separated by commas.")] = "nq",
     data: Annotated[
         Path | None, typer.Option(help="Folder with the questions, TASK.jsonl.gz. Default: the Hub.")
     ] = None,
     retriever: Annotated[
-        str, typer.Option(help=f"Encoder that searches; the paper's is {RETRIEVER}.")
+        str, typer.Option(help=f"Encoder for the search; the paper uses {RETRIEVER}.")
     ] = DEFAULT_ENCODER,
     reranker: Annotated[
-        str | None, typer.Option(help="listwise:MODEL, cross_encoder:MODEL or aligner:CHECKPOINT. Default: none.")
+        str | None,
+        typer.Option(help="Re-ranker: listwise:MODEL, cross_encoder:MODEL or aligner:CHECKPOINT. Default: none."),
     ] = None,
     endpoint: Annotated[str | None, typer.Option(help="OpenAI-compatible address of a listwise re-ranker.")] = None,
     num_questions: Annotated[

@@ -181,10 +181,10 @@ def main(
     aligner: Annotated[Path, typer.Option(help="Folder of the aligner, with a fitted answerability head.")],
     number: Annotated[int, typer.Option("-n", help="Number of training questions.")] = 20_000,
     held_out: Annotated[int, typer.Option(help="Number of held-out questions.")] = 1000,
-    data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of the data. Default: the recipe's.")] = None,
 ) -> None:
-    """Fit the multi-hop head, which finds the questions that need two passages, and these two. Print how well it does
-    on questions of held-out articles."""
+    """Fit the multi-hop head, which finds questions that need two passages, and the two passages. Print how well it
+    does on questions of held-out articles."""
     model, processor = load_mean([aligner])
     Answerer(model, processor).check(max_passages=1)
     data = read_recipe(recipe, data_dir)

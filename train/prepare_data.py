@@ -236,7 +236,7 @@ def read_limits(arguments: Iterable[str]) -> list[Source]:
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Folder for the result.")] = Path("data"),
+    output: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("data"),
     limit: Annotated[
         list[str] | None,
         typer.Option(help="Maximum number of rows of a data set, as in squad=5000; 0 leaves it out. Can be repeated."),

@@ -202,7 +202,7 @@ def main(
     last: Annotated[
         int, typer.Option(help="Number of last checkpoints of each run to average; 0 uses the final weights.")
     ] = 0,
-    rates: Annotated[str, typer.Option(help="Tokens per slot, separated by commas.")] = "2,4",
+    rates: Annotated[str, typer.Option(help="Numbers of tokens per slot, or segment, with commas.")] = "2,4",
     number: Annotated[
         int, typer.Option("-n", help="Number of held-out questions; a quarter as many texts are reconstructed.")
     ] = 1000,
@@ -212,7 +212,7 @@ def main(
     output: Annotated[
         Path | None, typer.Option(help="Folder in which to save the averaged aligner and the results.")
     ] = None,
-    data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of the data. Default: the recipe's.")] = None,
 ) -> None:
     """Print the loss and, with --answers, the F1 of an aligner on held-out articles. The weights of several runs or
     checkpoints are averaged first."""

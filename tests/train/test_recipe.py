@@ -142,7 +142,7 @@ def test_batches_that_do_not_divide(numbers, message):
 def test_accumulation_is_given_once():
     """What follows from another key is not given beside it."""
     path = RECIPES / "mistral_7b" / "1_reconstruction.yaml"
-    with pytest.raises(ValueError, match="`global_batch_size` is 256 and `gradient_accumulation_steps` is 4.*Leave one"):
+    with pytest.raises(ValueError, match="`global_batch_size` is 256 and `gradient_accumulation_steps` is 4.*Leave"):
         parse_shipped(path, "--gradient_accumulation_steps", "4")
 
 
