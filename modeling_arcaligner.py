@@ -1177,14 +1177,15 @@ class AnswerabilityHead(nn.Module):
         return torch.where(scores.isnan(), logits, scale * logits + weight * scores + bias)
 
 
-MOST_ODDS = 6.0  # of an answerability: beyond, it says nothing more about the question
 NEUTRAL_PAIR = (1.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # the weight of the log-odds, and those of what texts have in common
 
 
 class MultihopHead(nn.Module):
-    """Two logistic regressions: on a question, whether it is a multi-hop question, which needs two passages together;
-    on the features of a pair of passages, whether they are these two. `train/multihop.py` fits them; they are not
-    trained with the aligner, and are in float32 like it. Before, no question is found, and pairs rank by log-odds.
+    """Two logistic regressions. One estimates whether a question is a multi-hop question, which needs two passages
+    together; the other one estimates from the features of a pair of passages whether the question needs these two.
+
+    `train/multihop.py` fits both; they are not trained with the aligner, and are in float32 like the aligner. Before
+    they are fitted, no question counts as a multi-hop question, and pairs rank by log-odds.
     """
 
     def __init__(self, encoder_hidden_size: int):
@@ -1194,13 +1195,10 @@ class MultihopHead(nn.Module):
         self.register_buffer("bias", torch.zeros((), dtype=torch.float32))
         self.register_buffer("pair", torch.tensor(NEUTRAL_PAIR, dtype=torch.float32))
 
-    def forward(
-        self, question_embeds: torch.Tensor, num_words: torch.Tensor, answerability_logits: torch.Tensor
-    ) -> torch.Tensor:
-        """Embeddings of questions from the search encoder (batch, d_r), their numbers of words (batch,) and the
-        answerability of their top-ranked passages, in log-odds (batch,), to log-odds (batch,)."""
-        sure = answerability_logits.clamp(-MOST_ODDS, MOST_ODDS)
-        features = torch.cat([self.wording(question_embeds, num_words), sure[:, None]], dim=1)  # (batch, d_r + 2)
+    def forward(self, question_embeds: torch.Tensor, num_words: torch.Tensor, odds: torch.Tensor) -> torch.Tensor:
+        """Embeddings of questions from the search encoder (batch, d_r), their numbers of words (batch,) and the `odds`
+        of their top-ranked passages (batch,), by `top_odds`, to log-odds (batch,)."""
+        features = torch.cat([self.wording(question_embeds, num_words), odds[:, None]], dim=1)  # (batch, d_r + 2)
         with torch.autocast(features.device.type, enabled=False):
             return features.to(self.weight) @ self.weight + self.bias
 

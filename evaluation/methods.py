@@ -344,7 +344,7 @@ METHODS = {
             **_READER,
         ),
         Method("llmlingua2", "LLMLingua-2", partial(answer_text, classified), needs=lambda: llmlingua2_compressor()),
-        Method("llmlingua", "LLMLingua (the backbone scores)", partial(answer_text, compressed), has_rates=True),
+        Method("llmlingua", "LLMLingua (scored by the base model)", partial(answer_text, compressed), has_rates=True),
         Method("xrag", "xRAG (our training)", _ONE_PASS, reads="xrag", made_by=f"{_TRAIN} xrag"),
         Method("cocom_x4", "COCOM x4 (our training)", answer_compressed, reads="cocom_x4", made_by=_COCOM),
         Method("cocom_x16", "COCOM x16 (our training)", answer_compressed, reads="cocom_x16", made_by=_COCOM_16),

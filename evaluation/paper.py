@@ -294,7 +294,11 @@ class Reproduction:
             sets[TASKS[name].title] = self.kept(
                 f"gates_{name}", made_of, lambda of=count: gates.summarize_loops(gates.count_loops(*of))
             )
-        lines = ["Mean loops of a slot; other layers take one pass.", "", *gates.loops_table(sets)]
+        lines = [
+            "Mean loops of a slot at each layer. At layers without a row, every slot takes one pass.",
+            "",
+            *gates.loops_table(sets),
+        ]
         return self.write("gates", TITLES["gates"], lines, gates.draw_loops(sets))
 
     def categories(self) -> Path:
@@ -310,8 +314,8 @@ class Reproduction:
             )
         picture = categories.draw_categories(results, METRIC_NAMES[metric])
         about = (
-            f"Right by {METRIC_NAMES[metric]}. TT: Naive and StandardRAG are right; TF: Naive alone; FT: StandardRAG "
-            "alone; FF: neither."
+            f"{METRIC_NAMES[metric]} decides which answers are right. TT: Naive and StandardRAG are both right; TF: "
+            "only Naive; FT: only StandardRAG; FF: neither."
         )
         lines = [about, "", *categories.categories_table(results), "", *footnote_of(sets, self.settings)]
         return self.write("categories", TITLES["categories"], lines, picture)
@@ -350,7 +354,9 @@ class Reproduction:
             save_figure(self.folder / f"{name}.svg", gates.draw_trace(case, model.config.max_refinement_steps + 1))
             lines += [f"## Case {number}", "", f"![{case['question']}]({name}.svg)", "", *gates.trace_lines(case), ""]
         about = (
-            f"`L0.` is one pass, `LL` two, `LLL` three; gates of {Path(checkpoint).name} are {model.config.gate_mode}."
+            f"`L0.` is one pass, `LL` two, `LLL` three. `traj` has an entry for each slot, in order; at layers without "
+            f"a `traj`, every slot takes one pass. Checkpoint: {Path(checkpoint).name}, in the gate mode "
+            f"`{model.config.gate_mode}`."
         )
         return self.write("cases", TITLES["cases"], [about, "", *lines])
 
@@ -497,9 +503,10 @@ def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
         if named not in shown:
             cells = [cell for set_title in sets for cell in (_triple(paper[set_title].get(named)), "-")]
             rows.append(["-", _paper_title(named), *cells])
-    columns = [column for title in sets for column in (f"{title}: paper", "ours")]
+    columns = [column for title in sets for column in (f"{title}: paper", f"{title}: ours")]
     return [
-        "EM / F1 / Acc in percent. The paper's numbers were measured with Mistral 7B. A dash means not measured.",
+        "Each cell has EM / F1 / Acc, in percent. The paper's numbers were measured with Mistral 7B. A dash means not "
+        "measured.",
         "",
         *markdown_table(["Method here", "Method in the paper", *columns], rows),
         "",
@@ -522,7 +529,8 @@ def backbones_part(sets_of_backbone: dict[str, dict[str, Any]]) -> tuple[list[st
         for names, values in bars.items()
     ]
     label = f"{METRIC_NAMES[metric]}, %"
-    return markdown_table(["Backbone", label, *methods], rows), draw_bars(bars, label)
+    columns = ["Backbone", "Set", *(f"{name}: {label}" for name in methods)]
+    return markdown_table(columns, rows), draw_bars(bars, label)
 
 
 def published_backbone(results: dict[str, Any], backbone: str) -> tuple[list[str], Figure]:
@@ -547,7 +555,8 @@ def ratios_part(points: dict[str, dict[str, dict[str, Any]]]) -> tuple[list[str]
         for name, by_ratio in points.items()
         for title, numbers in by_ratio.items()
     ]
-    return markdown_table(["Set", "Slots", "Tokens per slot", "Questions", "EM", "F1"], rows), draw_ratios(points)
+    columns = ["Set", "Method", "Tokens per slot, measured", "Questions", "EM, %", "F1, %"]
+    return markdown_table(columns, rows), draw_ratios(points)
 
 
 def published_ratios(results: dict[str, Any], rates: Sequence[int | str]) -> tuple[list[str], Figure]:
@@ -574,9 +583,10 @@ def _questions_of(sets: dict[str, Any], intervals: bool) -> list[str]:
         for title, entry in sets.items()
     ]
     few = [title for title, entry in sets.items() if entry["questions"] < FEW_QUESTIONS]
-    brackets = "; brackets are 95 % intervals of F1" if intervals else ""
-    note = f"Too few questions for a comparison: {', '.join(few)}{brackets}."
-    return [*markdown_table(["Set", "Questions", "In the paper", "Passages"], rows), *(["", note] if few else [])]
+    brackets = " There, brackets contain 95 % intervals of F1." if intervals else ""
+    note = f"Sets with too few questions for a comparison: {', '.join(few)}.{brackets}"
+    columns = ["Set", "Questions here", "Questions in the paper", "Passages here"]
+    return [*markdown_table(columns, rows), *(["", note] if few else [])]
 
 
 ABLATION_NAMES = {PAPER_NAMES[name] for name in ABLATIONS}
@@ -624,13 +634,13 @@ def costs(sets: dict[str, Any]) -> list[str]:
             "shares above 100 % do not mean that slots contain more than text"
         )
     else:
-        text = "text is the fine-tuned reader where it was measured, else the bare base model"
+        text = "text is the fine-tuned reader or, if it was not measured, StandardRAG, the bare base model"
     floors = [(numbers["floor"], numbers) for numbers in _numbers(sets) if "floor" in numbers]
     fewer = any(floor["questions"] < of_all["questions"] for floor, of_all in floors)
     of_n = ' ("of N": measured on N questions only)' if fewer else ""
     note = (
-        f"*Floor*: F1 with another question's passages{of_n}. *Retained*: (F1 - closed book) / (text - closed book); "
-        f"closed book is Naive, {text}. *x*: measured compression, tokens of text per position."
+        f"*Floor*: F1 with another question's passages{of_n}. *Retained*: (F1 - closed book) / (F1 of text - closed "
+        f"book), where closed book is Naive, and {text}. *x*: measured compression, in tokens of text per position."
     )
     return [*table("F1 (floor, retained), compression", method_titles(sets), sets, cell), *textwrap.wrap(note, 120), ""]
 
@@ -644,9 +654,9 @@ def footnote_of(sets: dict[str, Any], settings: EvaluationSettings) -> list[str]
     ]
     note = (
         f"95 % bootstrap intervals of F1 extend up to {max(widths):.0f} points to either side. EM is non-strict: the "
-        f"answer contains a gold answer. Machine: {summarize(settings.output)['machine']}."
+        f"share of answers that contain a gold answer. Measured on: {summarize(settings.output)['machine']}."
     )
-    columns = ["Set", "Questions", "Passages", "They contain a gold answer, % of the questions"]
+    columns = ["Set", "Questions", "Passages", "Passages contain a gold answer, % of the questions"]
     return [*markdown_table(columns, rows), "", note]
 
 

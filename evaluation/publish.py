@@ -50,7 +50,7 @@ README_SETS = {
 COMPARED = (
     ("the whole text, model not fine-tuned", "standard_rag"),
     ("**slots, two tokens each**", "arcaligner"),
-    ("the whole text, after fine-tuning on such questions", "full_text_lora"),
+    ("the whole text, after fine-tuning on questions with their text", "full_text_lora"),
 )
 # Of the README's table, by rate: what the model is given, tokens per position, the method, and the timed arms of
 # `latency.json` and `kept.json`. Copy-biased decoding is on where it helps, which is everywhere except for whole text.
@@ -236,14 +236,15 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
 
 
 def comparison_table(results: dict[str, Any]) -> list[str]:
-    """The same base model given text and slots of one set, and positions of the prompt that the passage takes."""
+    """F1 of one base model given text or slots of one set, and how many positions of the prompt a passage takes."""
     entry = results["sets"]["SQuAD"]
     rows = []
     for description, method in COMPARED:
         numbers = entry["methods"][method]
         cells = numbers["context_tokens"], numbers["f1"][0], numbers["em"][0]
         rows.append([description, *(f"{cell:.0f}" for cell in cells)])
-    return markdown_table(["SmolLM2-135M-Instruct is given", "Positions", "F1, %", "Contains the gold answer, %"], rows)
+    columns = ["SmolLM2-135M-Instruct is given", "Positions of a passage", "F1, %", "Answers with the gold answer, %"]
+    return markdown_table(columns, rows)
 
 
 def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[str, Any]) -> list[str]:
@@ -280,31 +281,40 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         )
     passages = " / ".join(map(str, SHORT_PASSAGES))
     columns = ["The model is given", "Tokens per position", *(f"F1: {title}" for title in README_SETS.values())]
-    columns += [f"First token: {passages} passages, ms", "First token, passages cached, ms", "Size of that cache, MiB"]
+    columns += [f"First token: {passages} passages, ms", f"First token: {passages} cached passages, ms"]
+    columns.append(f"Cache of {passages} passages, MiB")
     counts = " to ".join(map(str, sorted({entry["questions"] for entry in sets.values()})))
     lengths = [entry["methods"]["full_text_lora"]["context_tokens"] for entry in sets.values()]
     new_tokens = " / ".join(f"{find_size(latency, k, own_rate)['text_tokens']:,.0f}" for k in SHORT_PASSAGES)
     lost = [loss for loss in map(loss_without_copying, ("", "_x4")) if loss is not None]
     notes = [
-        f"**F1** is in percent, measured on {counts} questions of each set{fewer_questions(sets)}. All passages of a "
-        f"question together have {min(lengths):.0f} to {max(lengths):.0f} tokens on average.",
-        "**Fine-tuned** is the same model with a LoRA that was trained on 4,000 questions with their text.",
-        f"**First token** is the time until the answer begins, for {passages} passages ({new_tokens} tokens), in "
-        f"float32 on {latency['machine']['cores']} CPU cores. Slots were encoded beforehand.",
-        "**Passages cached** means that their keys and values were computed beforehand as well. For whole text this is "
-        "an ordinary prefix cache, which serves only the same passages in the same order. Slots are cached per passage "
-        "and combined freely; [docs/speed.md](docs/speed.md#cached-passages) also measures text that is cached in this "
-        "way.",
-        "**The default** scores passages and uses the best one, or the best two if the question needs two. Its times "
-        "include the scoring and are for questions answered from one passage. They are upper bounds: when they were "
-        "measured, all passages were scored, and now fewer are ([which](docs/extensions.md#selection-of-passages)).",
-        "A dash means not measured.",
-        f"The two time columns come from different CPUs ({latency['machine']['cpu']}, {kept['machine']['cpu']}), so "
-        "compare within a column only.",
-        "Slots and shortened text are decoded with a bonus for words of the passages (`copy_bonus`); whole text is not."
-        + (f" With `copy_bonus=0` slots score {', '.join(lost)}." if lost else ""),
+        f"**F1** is in percent, measured on {counts} questions of each set{fewer_questions(sets)}. Depending on the "
+        f"set, all passages of a question together have {min(lengths):.0f} to {max(lengths):.0f} tokens on average.",
+        "**Fine-tuned**: the base model has a LoRA that was trained on 4,000 questions with the whole text of their "
+        "passages. We call it the *fine-tuned reader*.",
+        f"**First token** is the time from the question to the first token of the answer, with {passages} passages "
+        f"({new_tokens} tokens of text). It was measured in float32 on {latency['machine']['cores']} CPU cores. Slots "
+        "were encoded beforehand. The fine-tuned reader's times are those of its base model.",
+        f"**Cached passages** have {kept['tokens_per_passage']:.0f} tokens each. Their keys and values were computed "
+        f"beforehand as well, and are stored in {kept['dtype']}. For whole text this is an ordinary prefix cache, "
+        "which serves only the same passages in the same order. Slots are cached per passage and combined freely. "
+        "[docs/speed.md](docs/speed.md#cached-passages) also measures text that is cached per passage.",
+        "**The default** scores passages and uses the one with the highest score, or the best two if the question "
+        "needs two. Its times include the scoring, and were measured on questions that are answered from one passage. "
+        "They are upper bounds, because all passages were scored in this measurement; now fewer are "
+        "([which](docs/extensions.md#selection-of-passages)).",
+        "**A dash** means not measured.",
+        f"**CPUs.** The two time columns come from different CPUs ({latency['machine']['cpu']}; for cached "
+        f"passages {kept['machine']['cpu']}), so compare times within one column only.",
+        "**Copy-biased decoding.** With slots and with shortened text, tokens that continue a span of the passages get "
+        "a bonus (`copy_bonus`) while the answer is generated; with whole text they do not."
+        + (f" With `copy_bonus=0` the F1 of slots is {', and '.join(lost)}." if lost else ""),
     ]
-    shown = [line for note in notes for line in textwrap.wrap(f"- {note}", 120, subsequent_indent="  ")]
+    shown = [
+        line
+        for note in notes
+        for line in textwrap.wrap(f"- {note}", 120, subsequent_indent="  ", break_on_hyphens=False)  # links stay whole
+    ]
     return [*markdown_table(columns, rows), "", *shown]
 
 

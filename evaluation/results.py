@@ -32,6 +32,15 @@ MAIN_ROWS = (
 # Methods that get the whole text.
 NOT_COMPRESSED = ("standard_rag", "full_text_lora", "full_text_copying", "text_apart")
 PAPER = json.loads((Path(__file__).parent / "paper_results.json").read_text(encoding="utf-8"))
+FLOOR_NOTE = (
+    "The first number is F1 with the passages of the question. *Floor* is F1 with the passages of another question. "
+    "*Retained* is (F1 - closed book) / (F1 of text - closed book), where closed book is Naive, and text is the "
+    "fine-tuned reader or, if it was not measured, StandardRAG."
+)
+POSITIONS_NOTE = (
+    "Mean number of positions in the prompt that the passages take. After *x*: how many tokens of the passages one "
+    "position represents."
+)
 
 # Titles of sets in results that version 0.2 wrote.
 _NEW_TITLES = {"NaturalQA": "Natural Questions"}
@@ -163,19 +172,28 @@ def results_page(results: dict[str, Any]) -> str:
     for metric, title in METRIC_TITLES.items():
         lines += table(title, main, sets, partial(_score, metric))
         everything += table(title, titles, sets, partial(_score, metric)) if len(titles) > len(main) else []
-        differences += table(f"{title}, {MAIN_TITLE} minus", titles, sets, partial(_difference, metric))
+        heading = f"{title} of {MAIN_TITLE} minus that of"
+        differences += table(heading, titles, sets, partial(_difference, metric))
     for judge in sorted(
         {judge for entry in sets.values() for numbers in entry["methods"].values() for judge in _accs(numbers)}
     ):
         lines += table(f"Acc, judged by {judge}", titles, sets, partial(_acc, judge))
     lines += _folded(f"All {len(titles)} methods", everything)
     lines += _folded(f"Differences: {MAIN_TITLE} minus another method, on the same questions", differences)
-    lines += _folded("Floor and retention", table("F1 (floor, retained)", titles, _with_floors(sets), evidence))
-    lines += _folded("Positions of the prompt", table("Positions, measured compression", titles, sets, _positions))
+    floors = table("F1 (floor, retained)", titles, _with_floors(sets), evidence)
+    lines += _folded("Floor and retention", [*_wrapped(FLOOR_NOTE), *floors] if floors else [])
+    positions = table("Positions, compression", titles, sets, _positions)
+    lines += _folded("Positions of the prompt", [*_wrapped(POSITIONS_NOTE), *positions])
     shared = {name: PAPER["sets"][name] for name in sets if name in PAPER["sets"]}
     of_paper = {method: method for numbers in shared.values() for method in numbers}
-    lines += _folded("The paper's numbers", table("EM / F1 / Acc, Mistral 7B", of_paper, shared, _paper))
+    heading = "EM / F1 / Acc, %, with Mistral 7B"
+    lines += _folded("The paper's numbers", table(heading, of_paper, shared, _paper))
     return "\n".join([*lines, *footnote(results), ""])
+
+
+def _wrapped(note: str) -> list[str]:
+    """Lines of a note before a table."""
+    return [*textwrap.wrap(note, 120), ""]
 
 
 def _with_floors(sets: dict) -> dict:
@@ -263,8 +281,9 @@ def footnote(results: dict) -> list[str]:
     """Lines on the number of questions, and on how the numbers were made."""
     rows = [[name, entry["questions"], f"{entry['recall'][0]:.0f}"] for name, entry in results["sets"].items()]
     note = (
-        "Scores are in percent. Brackets are 95 % bootstrap intervals over questions; differences are paired. EM is "
-        f"non-strict: the answer contains a gold answer. Machines: {results['machine']}."
+        "Scores are in percent. Brackets contain 95 % bootstrap intervals over questions; those of differences are "
+        "paired. EM is non-strict: the share of answers that contain a gold answer. Measured on these machines: "
+        f"{results['machine']}."
     )
     columns = ["Set", "Questions", "Passages contain a gold answer, % of the questions"]
     return [*markdown_table(columns, rows), "", *textwrap.wrap(note, 120)]

@@ -143,9 +143,9 @@ def _read_results(folder: Path, processor: dict[str, Any]) -> dict[str, Any] | N
         return None
     own = processor.get("tokens_per_slot", "-")
     others = [rate for rate in processor.get("trained_tokens_per_slot") or () if rate != own]
-    named = [("the whole text, by the base model fine-tuned to read it", 1, "full_text_lora")]
+    named = [("the whole text, with the base model fine-tuned on text", 1, "full_text_lora")]
     named += [("**slots**", own, _MAIN), *(("**slots**", rate, f"{_MAIN}_x{rate}") for rate in others)]
-    named += [("no passages, by the base model", "-", "naive")]
+    named += [("no passages, with the bare base model", "-", "naive")]
     try:
         sets = json.loads(path.read_text(encoding="utf-8"))["sets"]
         sets = asked_enough({title: each for title, each in sets.items() if _MAIN in each["methods"]})
@@ -154,9 +154,9 @@ def _read_results(folder: Path, processor: dict[str, Any]) -> dict[str, Any] | N
             scores = [_shown_f1(each, name) for each in sets.values()]
             if any(score is not None for score in scores):
                 rows.append([what, rate, *("-" if score is None else score for score in scores)])
-        rows.append(["passages", "", *(each.get("passages", "given") for each in sets.values())])
+        rows.append(["*which passages*", "", *(each.get("passages", "given") for each in sets.values())])
         recalls = (f"{each['recall'][0]:.0f} %" if "recall" in each else "-" for each in sets.values())
-        rows.append(["that contain an expected answer", "", *recalls])
+        rows.append(["*questions whose passages contain a gold answer*", "", *recalls])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} does not contain results of an evaluation ({error!r}). Expected "

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import backbone_config, random_head, tiny_aligner
 
 from arcaligner import ArcAlignerConfig, ArcAlignerForCausalLM, multihop_arcaligner
-from arcaligner.answering_arcaligner import Answerer, question_features, similarities_of
+from arcaligner.answering_arcaligner import Answerer, ScoredPassage, question_features, similarities_of, top_odds
 from arcaligner.modeling_arcaligner import ArcAlignerModel, MultihopHead
 from arcaligner.multihop_arcaligner import PassageWords, best_pair, pair_features
 
@@ -42,18 +42,29 @@ def selected(answerer, questions, documents, max_passages=None):
 
 
 def test_head_is_a_regression():
-    """On the embedding, the logarithm of the number of words, and the answerability, which is bounded."""
+    """On the embedding, the logarithm of the number of words, and the log-odds of the answerability."""
     head, generator = MultihopHead(3), torch.Generator().manual_seed(0)
     vectors, num_words = torch.randn(3, 3, generator=generator), torch.tensor([5.0, 1.0, 0.0])
-    sure = torch.tensor([0.5, -20.0, 20.0])
+    answerable = torch.tensor([0.5, -6.0, 6.0])
     head.weight.copy_(torch.randn(5, generator=generator))
     head.bias.fill_(0.25)
     *own, words, odds = head.weight.tolist()
     expected = [
-        sum(a * b for a, b in zip(own, vector, strict=True)) + words * log + odds * bounded + 0.25
-        for vector, log, bounded in zip(vectors.tolist(), (math.log(5), 0.0, 0.0), (0.5, -6.0, 6.0), strict=True)
+        sum(a * b for a, b in zip(own, vector, strict=True)) + words * log + odds * sure + 0.25
+        for vector, log, sure in zip(vectors.tolist(), (math.log(5), 0.0, 0.0), answerable.tolist(), strict=True)
     ]
-    torch.testing.assert_close(head(vectors, num_words, sure), torch.tensor(expected))
+    torch.testing.assert_close(head(vectors, num_words, answerable), torch.tensor(expected))
+
+
+def test_odds_are_bounded():
+    """Those of the top-ranked passage, which the cosine decides as well."""
+    scores = [
+        {0: ScoredPassage(0.5, 0.0, False, 10.0), 1: ScoredPassage(0.25, 0.5, False, 10.0)},
+        {3: ScoredPassage(0.0, 0.0, False, 10.0)},
+        {2: ScoredPassage(1.0, 0.0, False, 10.0)},
+    ]
+    expected = torch.tensor([math.log(0.25 / 0.75), -6.0, 6.0], dtype=torch.float64)
+    torch.testing.assert_close(top_odds(scores), expected)
 
 
 def test_features_are_of_the_question(processor):

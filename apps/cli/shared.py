@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ...common.files import printable
 
-# Time limit for asking the Hub whether it has a checkpoint; a proxy slows it down.
+# Time limit for asking the Hub whether it has a checkpoint; a proxy may take seconds.
 HUB_SECONDS = 10
 
 output = Console()
@@ -24,9 +24,7 @@ Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a
 def parse_tokens_per_slot(value: str) -> int | str:
     """Parse tokens per slot: a whole number, or `"segment"`."""
     if value != "segment" and not value.isdecimal():
-        raise typer.BadParameter(
-            f"{value!r} is neither a whole number nor `segment`; expected 2, 4, 8, ... or `segment`."
-        )
+        raise typer.BadParameter(f"{value!r} is neither a whole number nor `segment`. Pass 2, 4, 8, ... or `segment`.")
     return value if value == "segment" else int(value)
 
 
@@ -41,8 +39,8 @@ TokensPerSlot = Annotated[
 MinConfidence = Annotated[
     float | None,
     typer.Option(
-        help="Abstain if the answerability, how likely the passages contain an answer, is below this value. It is not "
-        "the probability that the answer is right.",
+        help="Abstain if the answerability is below this value. Answerability is how likely the passages contain an "
+        "answer, not how likely the answer is right.",
         min=0,
         max=1,
     ),
@@ -51,7 +49,7 @@ MaxNewTokens = Annotated[int, typer.Option(help="Maximum number of tokens of the
 MaxPassages = Annotated[
     int | None,
     typer.Option(
-        help="Maximum number of passages to use, those most likely to contain the answer. "
+        help="Maximum number of passages to use: those that most likely contain the answer. "
         "Default: 1, or 2 for a question that needs two; all if the aligner cannot score passages.",
         min=1,
     ),
@@ -59,8 +57,8 @@ MaxPassages = Annotated[
 Dtype = Annotated[
     Literal["float32", "bfloat16", "auto"] | None,
     typer.Option(
-        help="Precision of the base model; `auto` is bfloat16 if this machine multiplies matrices much faster in it. "
-        "Default: float32 on a CPU, the checkpoint's on an accelerator."
+        help="Precision of the base model; `auto` is bfloat16 if this machine multiplies matrices much faster in it, "
+        "else float32. Default: float32 on a CPU, the checkpoint's on an accelerator."
     ),
 ]
 Device = Annotated[
@@ -71,8 +69,8 @@ CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of the corp
 
 
 def check_there(checkpoint: str) -> None:
-    """Raise early if a checkpoint is neither a folder nor a Hub id that can be found. transformers would retry each
-    file six times, for minutes."""
+    """Raise early if a checkpoint is neither a folder nor on the Hub. transformers would try to download each file six
+    times, for minutes."""
     if not checkpoint:
         raise ValueError(
             "`--checkpoint` is empty; expected a folder or a Hub id. Leave it out for the shipped aligner."
@@ -83,7 +81,8 @@ def check_there(checkpoint: str) -> None:
         return
     if is_folder:
         raise FileNotFoundError(
-            f"There is no folder {checkpoint}. Choose another with `--checkpoint`, or train one: see docs/training.md."
+            f"There is no folder {checkpoint}. Pass another checkpoint with `--checkpoint`, or train one: see "
+            "docs/training.md."
         )
     import huggingface_hub
 
@@ -92,14 +91,14 @@ def check_there(checkpoint: str) -> None:
             huggingface_hub.model_info(checkpoint, timeout=HUB_SECONDS)
     except Exception as error:  # of whichever HTTP library the Hub's client uses
         raise OSError(
-            f"There is no aligner at {checkpoint}: neither a checkpoint folder on this machine nor "
-            f"a repository on the Hub that can be reached ({type(error).__name__}). Choose another "
-            "with `--checkpoint`, or train one: see docs/training.md."
+            f"There is no aligner {checkpoint}: it is neither a folder on this machine nor a repository of the Hub "
+            f"that can be reached ({type(error).__name__}). Pass another checkpoint with `--checkpoint`, or train one: "
+            "see docs/training.md."
         ) from error
 
 
 def silence_transformers() -> None:
-    """Hide progress bars and notes of transformers."""
+    """Hide the progress bars and warnings of transformers."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -107,8 +106,8 @@ def silence_transformers() -> None:
 
 
 def limit_threads() -> None:
-    """Use as many threads as cores are idle: on a busy machine, threads that share a core wait for each other. An
-    `OMP_NUM_THREADS` that is set wins."""
+    """Use as many threads as cores are idle, unless `OMP_NUM_THREADS` is set: on a busy machine, threads that share a
+    core wait for each other."""
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ and sys.platform != "win32":
@@ -132,9 +131,10 @@ def load_pipeline(checkpoint: str, dtype: str | None = None, device: str | None 
     read_aligner_config(checkpoint)
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     if dtype == "auto":
-        own = torch.accelerator.current_accelerator(check_available=True) if device is None else torch.device(device)
-        dtype = fastest_dtype("cpu" if own is None else own.type)
-    options = {name: each for name, each in {"dtype": dtype, "device_map": device}.items() if each is not None}
+        place = torch.accelerator.current_accelerator(check_available=True) if device is None else torch.device(device)
+        dtype = fastest_dtype("cpu" if place is None else place.type)
+    options = {"dtype": dtype, "device_map": device}
+    options = {name: value for name, value in options.items() if value is not None}
     model = ArcAlignerForCausalLM.from_pretrained(checkpoint, **options).eval()
     processor.encoder.device = device
     placed = {} if device is None else {"device": device}
@@ -142,9 +142,9 @@ def load_pipeline(checkpoint: str, dtype: str | None = None, device: str | None 
 
 
 def load_engine(checkpoint: str, corpus: Path | None, dtype: str | None = None, device: str | None = None, **settings):
-    """Load an engine and answer one request, so that no user waits for lazy loading. The model is loaded in a thread
-    that ends, because PyTorch keeps a pool of threads for each thread that has computed. Two pools on the same cores
-    would make the engine up to a quarter slower."""
+    """Load an engine and answer one request, so that no user waits for what is loaded on first use. The model is loaded
+    in a thread that then ends, because PyTorch keeps a pool of threads for each thread that computes. Two pools on the
+    same cores would make the engine up to a quarter slower."""
     from ..server.engine import Engine
 
     engine = Engine(*_load_parts(checkpoint, corpus, dtype, device), **settings)
@@ -175,8 +175,8 @@ def load_vllm_engine(
     folder: Path | None,
     **settings,
 ):
-    """As [`load_engine`], with a vLLM at `url` or one that is started with `options`; it reads passages from
-    `folder`."""
+    """As [`load_engine`], with a vLLM at `url` or one that is started with `options`. vLLM reads the keys and values of
+    passages from `folder`."""
     import atexit
     import shlex
     import shutil
@@ -192,9 +192,13 @@ def load_vllm_engine(
             "them out."
         )
     if url and folder is None and corpus is None:
-        raise ValueError("`--vllm-url` needs the folder of passages that this vLLM reads: add `--passages FOLDER`.")
+        raise ValueError(
+            "`--vllm-url` needs the folder from which this vLLM reads passages. Pass it with `--passages FOLDER`."
+        )
     if not url and (python := find_vllm()) is None:
-        raise ImportError("vLLM is not installed. Run `make vllm`, or set ARCALIGNER_VLLM to a Python that has it.")
+        raise ImportError(
+            "vLLM is not installed. Run `make vllm`, or set ARCALIGNER_VLLM to the Python of an environment with vLLM."
+        )
     check_there(checkpoint)
     config = ArcAlignerConfig.from_pretrained(checkpoint)
     check_lora_positions(config)  # before vLLM is started
@@ -209,8 +213,8 @@ def load_vllm_engine(
         vllm = VllmServer(url)
     else:
         base_model = resolve_model(config.base_model_name_or_path)
-        own = ["--dtype", str(ask.model.dtype).removeprefix("torch."), *shlex.split(options)]
-        vllm = VllmProcess(python, base_model, folder, own)
+        all_options = ["--dtype", str(ask.model.dtype).removeprefix("torch."), *shlex.split(options)]
+        vllm = VllmProcess(python, base_model, folder, all_options)
     engine = VllmEngine(ask, retriever, vllm=vllm, folder=folder, **settings)
     try:
         engine.warm_up()
@@ -235,12 +239,12 @@ def show(text: str) -> None:
 
 
 def one_line(text: str) -> str:
-    """`text` without line breaks, so that an id of a document cannot look like another line."""
+    """`text` with line breaks escaped, so that the id of a document cannot look like a line of output."""
     return printable(text).replace("\n", "\\n")
 
 
 def busy(what: str) -> AbstractContextManager:
-    """Show progress: a spinner on a terminal, one line elsewhere."""
+    """Show what is being done: with a spinner on a terminal, else in one line."""
     if messages.is_terminal:
         return messages.status(what)
     messages.print(what, soft_wrap=True)

@@ -2,7 +2,8 @@
 
 read_documents -> batches -> new or changed documents -> document_rows -> Corpus.add
 
-With several processes, `document_rows` runs in them, a batch each; this one reads and writes, in the same order.
+With several processes, each runs `document_rows` on one batch at a time, while the main process reads documents and
+writes rows, in the same order as without them.
 """
 
 import logging
@@ -28,10 +29,10 @@ from .table import Corpus, passage_checksums
 
 logger = logging.getLogger(__name__)
 
-# Written in one step: some hundred passages; a document is never split.
+# Limits of one batch, which is written in one step: some hundred passages. A document is never split.
 BATCH_DOCUMENTS = 512
 BATCH_CHARACTERS = 300_000
-# Passages of a large document that are encoded together.
+# Number of passages that are encoded together.
 PART_PASSAGES = 256
 
 
@@ -57,27 +58,29 @@ def build_corpus(
     processes: int = 1,
 ) -> BuildReport:
     """
-    Adds the documents of sources, and replaces those that have changed. A killed build continues where it stopped.
+    Add the documents of sources to a corpus, and replace those that have changed. If a build is killed, the next one
+    continues where it stopped.
 
     Args:
         sources (`list[str]`): See `sources.py`.
         corpus ([`Corpus`]): The corpus to write.
         processor ([`ArcAlignerProcessor`]): Makes the slots; its settings must be those of the corpus.
-        prune (`bool`): At the end, remove documents that are in none of the sources. A file that cannot be read keeps
-            its document; a data set that cannot be read to its end keeps all.
+        prune (`bool`): At the end, remove documents that are in none of the sources. The document of a file that cannot
+            be read is kept. If a data set cannot be read to its end, nothing is removed.
         on_batch (`Callable`): Called with the report after each batch.
-        processes (`int`, defaults to 1): Number of processes that encode passages, each with its own encoder. The table
-            is the same as with one. A script that uses several needs `if __name__ == "__main__":`.
+        processes (`int`, defaults to 1): Number of processes that encode passages, each with its own encoder. It does
+            not change the table. A script that uses several needs `if __name__ == "__main__":`.
 
     Raises:
-        `ValueError`: no document; another process that writes; fewer than one process.
-        `OSError`: a full disk; a process that has died, for example for lack of memory.
+        `ValueError`: no document was found, another process is writing to the corpus, or `processes` is below 1.
+        `OSError`: the disk is full, or an encoding process has died, for example for lack of memory.
     """
     if processes < 1:
         raise ValueError(f"`processes` is {processes}; expected 1 or more.")
-    # Hidden: sources and rows that could not be read, and may contain any document.
+    # `num_hidden` counts sources and rows that could not be read and may contain any document of the corpus.
     report, num_hidden = BuildReport(), 0
-    text_of: dict[int, int | None] = {}  # id to text, both as hashes, as there may be millions; `None` if not read
+    # From the hash of an id to that of its text, as there may be millions; `None` if the text could not be read.
+    text_of: dict[int, int | None] = {}
 
     def skip(what: str, may_hold_documents: bool = True, id: str | None = None) -> None:
         nonlocal num_hidden
@@ -95,7 +98,7 @@ def build_corpus(
         elif before == text:
             report.unchanged += 1
         else:
-            skip(f"{document.id} is the id of an earlier document with another text", may_hold_documents=False)
+            skip(f"{document.id}: an earlier document has the same id and another text", may_hold_documents=False)
         return before is None
 
     with corpus.writing(), _encoding(corpus, processor, processes) as encode:
@@ -113,9 +116,13 @@ def build_corpus(
             why = f": {report.skipped[0]}" if report.skipped else "."
             raise ValueError(f"{', '.join(sources)}: found no document that can be read{why}")
         if prune and num_hidden:
-            logger.warning("--prune removed nothing, because %d sources or rows could not be read", num_hidden)
+            logger.warning(
+                "`prune` removed nothing, because %s of the sources could not be read and may contain any document of "
+                "the corpus. Correct what could not be read, and run the command again.",
+                counted(num_hidden, "item"),
+            )
         elif prune:
-            gone = [each for each in corpus.documents() if hash(each) not in text_of]
+            gone = [document for document in corpus.documents() if hash(document) not in text_of]
             for first in range(0, len(gone), BATCH_DOCUMENTS):
                 corpus.delete(gone[first : first + BATCH_DOCUMENTS])
             report.removed = len(gone)
@@ -149,7 +156,7 @@ def _encoded(
     encode: Callable[[list[Document]], "Future[pa.Table | None]"],
     ahead: int,
 ) -> Iterator[_Batch]:
-    """Yield encoded batches in order; at most `ahead` further ones are encoded meanwhile."""
+    """Yield encoded batches in order. At most `ahead` further batches are encoded in advance."""
     waiting: deque[_Batch] = deque()
     for documents in batches:
         known = corpus.digests(document.id for document in documents)
@@ -165,7 +172,8 @@ def _encoded(
 def _encoding(
     corpus: Corpus, processor, processes: int
 ) -> Iterator[Callable[[list[Document]], "Future[pa.Table | None]"]]:
-    """Provide a function that turns documents into rows, in this process or in several that share its threads."""
+    """Provide a function that turns documents into rows, in this process or in several others, among which its threads
+    are divided."""
     if processes == 1:
 
         def encode(documents: list[Document]) -> "Future[pa.Table | None]":
@@ -183,7 +191,7 @@ def _encoding(
         except BrokenProcessPool as error:
             raise OSError(
                 f"One of {processes} encoding processes ended, probably for lack of memory: each loads an encoder. "
-                "Finished passages are kept; run the command again with fewer processes to continue."
+                "Passages that were finished are in the corpus. Run the command again with fewer processes to continue."
             ) from error
         except BaseException:
             pool.shutdown(cancel_futures=True)
@@ -197,7 +205,7 @@ def _start_process(path: Path, processor, threads: int) -> None:
     global _here
     torch.set_num_threads(threads)
     corpus = Corpus(path)
-    corpus.check(processor)  # it loads the encoder from where the processor has it from
+    corpus.check(processor)  # also loads the encoder, which is not sent with the processor
     _here = processor, corpus
 
 
@@ -215,9 +223,9 @@ def summary(report: BuildReport, info: dict[str, Any]) -> str:
 
 
 def document_rows(documents: list[Document], processor, corpus: Corpus) -> pa.Table | None:
-    """The passages of documents with their slots, as rows of a corpus; `None` without passages."""
-    cut = corpus.settings["passage_tokens"], corpus.settings["spacy_model"], processor.tokenizer
-    passages = passages_of(documents, *cut)
+    """The passages of documents with their slots, as rows of a corpus; `None` if there are no passages."""
+    settings = corpus.settings
+    passages = passages_of(documents, settings["passage_tokens"], settings["spacy_model"], processor.tokenizer)
     starts = range(0, len(passages), PART_PASSAGES)
     parts = [passage_rows(passages[start : start + PART_PASSAGES], processor, corpus) for start in starts]
     return pa.concat_tables(parts) if parts else None
@@ -226,40 +234,40 @@ def document_rows(documents: list[Document], processor, corpus: Corpus) -> pa.Ta
 def passage_rows(passages: list[Passage], processor, corpus: Corpus) -> pa.Table:
     """Passages with their slots, as rows of a corpus."""
     settings = corpus.settings
-    read = [[{"title": each.title, "text": each.text}] for each in passages]
-    encoded = processor.slot_encoder.encode_batch(read, tokens_per_slot=settings["tokens_per_slot"])
+    batch = [[{"title": passage.title, "text": passage.text}] for passage in passages]  # each encoded by itself
+    encoded = processor.slot_encoder.encode_batch(batch, tokens_per_slot=settings["tokens_per_slot"])
     columns = {
-        "id": [f"{each.document.id}#{each.number}" for each in passages],
-        "document": [each.document.id for each in passages],
-        "digest": [each.document.digest for each in passages],
-        **{name: [getattr(each, name) for each in passages] for name in ("title", "start", "end", "page")},
-        "text": [each["text"] for (each,) in read],
-        "segments": [[{"start": s.start, "end": s.end} for s in each.segments] for each in encoded],
+        "id": [f"{passage.document.id}#{passage.number}" for passage in passages],
+        "document": [passage.document.id for passage in passages],
+        "digest": [passage.document.digest for passage in passages],
+        **{name: [getattr(passage, name) for passage in passages] for name in ("title", "start", "end", "page")},
+        "text": [passage.text for passage in passages],
+        "segments": [[{"start": s.start, "end": s.end} for s in slots.segments] for slots in encoded],
         "slots": pa.ListArray.from_arrays(
-            np.cumsum([0, *(len(each.context_embeds) for each in encoded)], dtype=np.int32),
-            _vectors([each.context_embeds for each in encoded], settings["encoder_hidden_size"]),
+            np.cumsum([0, *(len(slots.context_embeds) for slots in encoded)], dtype=np.int32),
+            _vectors([slots.context_embeds for slots in encoded], settings["encoder_hidden_size"]),
         ),
-        "vector": _vectors([_search_vectors(read, encoded, processor)], settings["encoder_hidden_size"]),
+        "vector": _vectors([_search_vectors(passages, encoded, processor)], settings["encoder_hidden_size"]),
     }
     if settings["context_words"]:
         columns["words"] = [
-            [[word for word in words if word >= 0] for words in each.context_word_ids.tolist()] for each in encoded
+            [[word for word in words if word >= 0] for words in slots.context_word_ids.tolist()] for slots in encoded
         ]
-    schema = corpus.table.schema  # its last column is computed from the others
+    schema = corpus.table.schema  # its last column, the checksum, is computed from the others
     rows = pa.table(columns, schema=pa.schema([*schema][:-1], schema.metadata))
     return rows.append_column(schema.field("checksum"), [passage_checksums(rows)])
 
 
-def _search_vectors(read: list[list[dict]], encoded: list, processor) -> torch.Tensor:
-    """The search vector of each passage, (num_passages, encoder_hidden_size): the mean of its slots or, for a jointly
-    trained encoder, the embedding by the base encoder."""
+def _search_vectors(passages: list[Passage], encoded: list, processor) -> torch.Tensor:
+    """The search vector of each passage, (num_passages, encoder_hidden_size): the mean of its slots or, for an encoder
+    that was trained with the aligner, the embedding by the base encoder."""
     if processor.trained_encoder:
-        return processor.encoder.untrained.encode([search_text(each["title"], each["text"]) for (each,) in read])
-    means = [each.context_embeds.mean(dim=0) for each in encoded]
+        return processor.encoder.untrained.encode([search_text(passage.title, passage.text) for passage in passages])
+    means = [slots.context_embeds.mean(dim=0) for slots in encoded]
     return torch.nn.functional.normalize(torch.stack(means), dim=-1)
 
 
 def _vectors(rows: list[torch.Tensor], width: int) -> pa.FixedSizeListArray:
-    """Concatenate arrays (number, width), in float16."""
+    """Concatenate tensors (number, width) into one Arrow array in float16."""
     values = torch.cat([torch.empty(0, width), *rows]).half().numpy().ravel()
     return pa.FixedSizeListArray.from_arrays(pa.array(values), width)

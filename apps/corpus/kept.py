@@ -1,9 +1,9 @@
-"""Precompute keys and values of the passages of a corpus, so that questions use them from the cache.
+"""Precompute keys and values of the passages of a corpus, so that no question has to wait for them.
 
-    read_corpus(corpus, model, processor)    # a file for each passage in `corpus.kept_folder`, where caches look
+    read_corpus(corpus, model, processor)    # writes a file for each passage to `corpus.kept_folder`
 
-The files are those of any `PassageCache`, under a digest of everything they depend on: if text, slots or aligner of a
-passage have changed, it is computed again, and the former file is removed.
+A `PassageCache` of that folder uses the files. Each is named after a digest of everything that it depends on: if the
+text, the slots or the aligner have changed, the passage is computed again, and its outdated file is removed.
 """
 
 import math
@@ -17,31 +17,32 @@ from ...kv_cache_arcaligner import entry_shape
 from .retrieve import slot_passages
 from .table import Corpus
 
-# Passages that are computed together; their keys and values are in memory for that time.
+# Number of passages that are computed together; meanwhile their keys and values are in memory.
 BATCH_PASSAGES = 32
 
 
 def read_corpus(corpus: Corpus, model, processor, tell: Callable[[str], Any] = lambda said: None) -> str:
-    """Precompute all passages of a corpus that are not cached yet, for prompts without a system message, and return
-    their number. A killed run continues where it stopped. `tell` is called with the size on disk, then with the
-    progress after each batch.
+    """Precompute all passages of a corpus that are not cached yet, for prompts without a system message, and return a
+    summary with their number. If a run is killed, the next one continues where it stopped. `tell` is called with a line
+    about the size on disk, then with the progress after each batch.
 
     Raises:
-        `ValueError`: an aligner with joint passages, or with other slots; another process that writes.
-        `OSError`: a disk that is full.
+        `ValueError`: the aligner has joint passages or makes other slots, or another process is writing to the corpus.
+        `OSError`: the disk is full.
     """
     if processor.passage_attention != "separate":
         raise ValueError(
-            "This checkpoint has joint passages (`passage_attention`), which cannot be precomputed. Use one that was "
-            "trained with independent passages."
+            f"This checkpoint has `passage_attention` {processor.passage_attention!r}; expected 'separate', because "
+            "passages that attend to each other cannot be precomputed one by one. Use a checkpoint that was trained "
+            "with independent passages."
         )
     corpus.check(processor)
-    found, per_slot = corpus.info(), math.prod(entry_shape(model.config.text_config, 1)) * model.dtype.itemsize
+    info, per_slot = corpus.info(), math.prod(entry_shape(model.config.text_config, 1)) * model.dtype.itemsize
     tell(
-        f"Keys and values of {counted(found['passages'], 'passage')} take {found['slots'] * per_slot / 1e6:,.1f} MB on "
-        f"disk: {counted(found['slots'], 'slot')} of {per_slot / 1e3:.1f} KB."
+        f"Keys and values of {counted(info['passages'], 'passage')} take {info['slots'] * per_slot / 1e6:,.1f} MB on "
+        f"disk: {counted(info['slots'], 'slot')} of {per_slot / 1e3:.1f} KB."
     )
-    done, used, folder = "No passage computed", set(), corpus.kept_folder
+    done, used, folder = "No passages to compute", set(), corpus.kept_folder
     with corpus.writing():
         store = model.passage_cache(processor, max_bytes=0, folder=folder)
         for batch in corpus.table.search().to_batches():
@@ -49,12 +50,14 @@ def read_corpus(corpus: Corpus, model, processor, tell: Callable[[str], Any] = l
                 rows = pa.Table.from_batches([batch.slice(first, BATCH_PASSAGES)])
                 paths = store.precompute("?", **slot_passages(rows, processor.context_words).inputs)
                 if lost := [path for path in paths if not path.exists()]:
-                    raise OSError(f"{lost[0]} could not be written. Free disk space, and run this again to continue.")
+                    raise OSError(
+                        f"{lost[0]} could not be written. Free disk space, and run the command again to continue."
+                    )
                 used.update(paths)
-                done = f"{counted(store.misses, 'passage')} computed, {store.loads} precomputed before"
+                done = f"{counted(store.misses, 'passage')} computed, {store.loads} computed before"
                 tell(done)
-        if former := set(folder.glob("*.safetensors")) - used:
-            done += f", {counted(len(former), 'former file')} removed"
-        for path in former:
+        if outdated := set(folder.glob("*.safetensors")) - used:
+            done += f", {counted(len(outdated), 'outdated file')} removed"
+        for path in outdated:
             path.unlink()
     return done

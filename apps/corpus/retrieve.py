@@ -1,10 +1,10 @@
 """Retrieve passages of a corpus, with their stored slots, for a question; only the question is encoded.
 
     retriever = Retriever(Corpus("letters.lance"), processor)
-    found = retriever("Who wrote it?", top_k=5)
-    inputs = processor("Who wrote it?", **found.inputs, return_tensors="pt")
+    passages = retriever("Who wrote it?", top_k=5)
+    inputs = processor("Who wrote it?", **passages.inputs, return_tensors="pt")
 
-Search is LanceDB's: vectors and full text, joined by reciprocal rank fusion.
+LanceDB searches by vectors and by full text, and joins both results by reciprocal rank fusion.
 """
 
 import time
@@ -22,16 +22,18 @@ from ...segmentation_arcaligner import Segment
 from ...tokenization_arcaligner import check_question
 from .table import Corpus, passage_checksums
 
-# The constant of reciprocal rank fusion. Smaller than the usual 60, because few passages are used and the first count.
+# The constant of reciprocal rank fusion. Smaller than the usual 60, because few passages are used, so that the order of
+# the first ones matters most.
 FUSION = 10
 
 
 @dataclass
 class SlotPassages:
-    """Passages of a question as slots, from a corpus or from the question's own documents."""
+    """Passages for a question as slots, from a corpus or from the documents of a request."""
 
-    # With `title` and `text`; those from a corpus, best first, also with `document` (its id), `start` and `end`
-    # (characters of the passage in it), `page` (or `None`), `score`, and `similarity`, the cosine to the question.
+    # Each has `title` and `text`. Those from a corpus, best first, also have `document` (the document's id), `start`
+    # and `end` (characters of the passage in the document), `page` (or `None`), `score`, and `similarity`, the cosine
+    # to the question.
     documents: list[dict[str, Any]]
     encoded: EncodedDocuments
     seconds: dict[str, float]  # how long `retrieval` and `slots` took
@@ -46,15 +48,17 @@ class SlotPassages:
     @property
     def read(self) -> list[dict[str, Any]]:
         """The documents that are used."""
-        return [each for each in self.documents if each.get("read", True)]
+        return [document for document in self.documents if document.get("read", True)]
 
     def only(self, numbers: Collection[int]) -> "SlotPassages":
         """These passages only, with their slots; `read` marks their documents as used."""
         segments, embeds, words, ids, dropped = self.encoded
         is_in = torch.isin(ids, torch.tensor(list(numbers), device=ids.device))
-        segments, dropped = ([each for each in some if each.document in numbers] for some in (segments, dropped))
+        segments, dropped = (
+            [segment for segment in group if segment.document in numbers] for group in (segments, dropped)
+        )
         words = None if words is None else words[is_in]
-        documents = [each | {"read": number in numbers} for number, each in enumerate(self.documents)]
+        documents = [document | {"read": number in numbers} for number, document in enumerate(self.documents)]
         encoded = EncodedDocuments(segments, embeds[is_in], words, ids[is_in], dropped)
         return SlotPassages(documents, encoded, dict(self.seconds))
 
@@ -64,11 +68,11 @@ class Retriever:
     Retrieves passages of a corpus.
 
     Args:
-        corpus ([`Corpus`]): With at least one passage.
-        processor ([`ArcAlignerProcessor`]): Encodes questions like the passages.
+        corpus ([`Corpus`]): A corpus with at least one passage.
+        processor ([`ArcAlignerProcessor`]): Encodes questions as the passages were encoded.
 
     Raises:
-        `ValueError`: an empty corpus, or one made with a different encoder, segmenter or rate.
+        `ValueError`: the corpus is empty, or was made with other settings than the processor's ([`Corpus.check`]).
     """
 
     def __init__(self, corpus: Corpus, processor):
@@ -79,15 +83,15 @@ class Retriever:
         self.columns = [name for name in corpus.table.schema.names if name not in ("id", "digest")]
 
     def __call__(self, question: str, top_k: int = 5) -> SlotPassages:
-        """The `top_k` passages for a question, the best first; fewer if the corpus has fewer.
+        """The `top_k` best passages for a question, best first; fewer if the corpus has fewer.
 
         Raises:
-            `ValueError`: an empty question, or `top_k` below 1.
-            `OSError`: a corpus that has been removed.
+            `ValueError`: the question is empty, or `top_k` is below 1.
+            `OSError`: the corpus was removed, or is damaged.
         """
         check_question(question)
         if not (isinstance(top_k, int) and top_k >= 1):
-            raise ValueError(f"`top_k` is {top_k!r}; expected at least 1 passage.")
+            raise ValueError(f"`top_k` is {top_k!r}; expected a whole number of passages, at least 1.")
         began = time.perf_counter()
         vector = self.processor.encoder.untrained.encode([question])[0].numpy()
         try:
@@ -97,8 +101,8 @@ class Retriever:
                 rows = self._query(question, vector, top_k).to_arrow()
         except (RuntimeError, ValueError) as error:  # raised by Lance
             raise OSError(
-                f"The corpus {self.corpus.path} cannot be searched: {error}. Build it again with `arcaligner corpus "
-                "build`."
+                f"The corpus {self.corpus.path} cannot be searched: {error}. Delete this folder, and build the corpus "
+                "again with `arcaligner corpus build`."
             ) from error
         searched = time.perf_counter()
         self._check(rows)
@@ -110,13 +114,13 @@ class Retriever:
         return passages
 
     def _check(self, rows) -> None:
-        for document, known, found in zip(
+        for document, stored, computed in zip(
             rows["document"].to_pylist(), rows["checksum"].to_pylist(), passage_checksums(rows), strict=True
         ):
-            if known != found:
+            if stored != computed:
                 raise OSError(
                     f"The corpus {self.corpus.path} is damaged: a passage of {document} differs from what was written. "
-                    "Remove that document and add it again, or build the corpus again."
+                    "Remove that document with `arcaligner corpus remove`, and add it again."
                 )
 
     def _query(self, question: str, vector, top_k: int):
@@ -126,16 +130,16 @@ class Retriever:
 
 
 def slot_passages(rows, context_words: bool) -> SlotPassages:
-    """Rows of a corpus as passages with slots, with words if the aligner uses them."""
+    """Rows of a corpus as passages with slots and, with `context_words`, the word ids of each slot."""
     fields = ("document", "title", "text", "start", "end", "page")
     documents = rows.select([name for name in fields if name in rows.column_names]).to_pylist()
     if "_relevance_score" in rows.column_names:  # rows of a search
         for document, score in zip(documents, rows["_relevance_score"].to_pylist(), strict=True):
             document["score"] = score
     segments = [
-        Segment(number, each["start"], each["end"], document["text"][each["start"] : each["end"]])
-        for number, (document, row) in enumerate(zip(documents, rows["segments"].to_pylist(), strict=True))
-        for each in row
+        Segment(number, place["start"], place["end"], document["text"][place["start"] : place["end"]])
+        for number, (document, places) in enumerate(zip(documents, rows["segments"].to_pylist(), strict=True))
+        for place in places
     ]
     slots = rows["slots"].combine_chunks().flatten()
     width = slots.type.list_size
@@ -143,7 +147,7 @@ def slot_passages(rows, context_words: bool) -> SlotPassages:
     words = None
     if context_words:
         ids_of_slots = [ids for row in rows["words"].to_pylist() for ids in row]
-        each = [torch.tensor(ids, dtype=torch.long, device="cpu") for ids in ids_of_slots]
-        words = pad_sequence(each, batch_first=True, padding_value=-1)
+        words_of_slots = [torch.tensor(ids, dtype=torch.long, device="cpu") for ids in ids_of_slots]
+        words = pad_sequence(words_of_slots, batch_first=True, padding_value=-1)
     numbers = torch.tensor([segment.document for segment in segments], device="cpu")
     return SlotPassages(documents, EncodedDocuments(segments, embeds, words, numbers, dropped=[]), {})

@@ -1,10 +1,10 @@
 """Documents of a corpus from files, folders and data sets.
 
 A source is a file of text (`PLAIN`), Markdown, HTML, PDF or DOCX, a JSON Lines or Parquet file, a folder of such files,
-or a data set of the Hub. Columns are named as in `rows.py`:
+or a data set of the Hub. Columns are named as in `common/rows.py`:
 
-    letters/                                          every file below, by its suffix
-    paragraphs.jsonl.gz                               rows of {"title", "text"}, or of our schema with `passages`
+    letters/                                          all files in it and its subfolders, read by their suffixes
+    paragraphs.jsonl.gz                               rows of {"title", "text"}, or questions with `passages`
     letters.parquet?text=body                         one text per row
     wikimedia/wikipedia?name=20231101.en&title=title  a data set of the Hub
 """
@@ -25,7 +25,7 @@ from ...common.rows import JSON_LINES, parse_source
 
 TEXTS = (*PLAIN, *MARKDOWN, *CONVERTED)
 FILES = (*filter(None, TEXTS), *JSON_LINES, ".parquet")
-_NO_SOURCE = re.compile(r"^\.|\.lance$")  # hidden files, and the table of a corpus next to its texts
+_NO_SOURCE = re.compile(r"^\.|\.lance$")  # hidden files, and a corpus in the folder of its texts
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -34,11 +34,11 @@ def read_documents(sources: Iterable[str], skip: Callable[..., None], home: Path
 
     Args:
         sources (`Iterable[str]`): See the top of this file.
-        home (`Path`): The folder that contains the corpus. The id of a file does not depend on how it is named: it is
-            the path relative to this folder, or the absolute path of a file outside it.
-        skip (`Callable`): Called with what cannot be read, and why: a file or a row, with the `id` of its only document
-            if that is known; with `may_hold_documents=False` for sources that give no document, such as one without a
-            text or a file of a different kind.
+        home (`Path`): The folder that contains the corpus. The id of a file is its path relative to this folder, or its
+            absolute path if it is outside, however the source names it.
+        skip (`Callable`): Called with a line that says what cannot be read, and why. Its argument `id` is that of the
+            only document that is lost, if it is known. `may_hold_documents=False` means that no document is lost, as
+            with an empty file or one of another kind.
     """
     for source in sources:
         for document in _read_source(source, skip, home):
@@ -46,7 +46,7 @@ def read_documents(sources: Iterable[str], skip: Callable[..., None], home: Path
                 what = f"{document.id} has a title of {length} characters; expected at most {LONGEST_TITLE}"
                 skip(what, may_hold_documents=False)
             elif document.text.strip():
-                texts = (each.encode("utf-8", "replace").decode() for each in document[:3])
+                texts = (text.encode("utf-8", "replace").decode() for text in document[:3])
                 yield Document(*texts, document.sections)
             else:
                 skip(no_text(document.id), may_hold_documents=False)
@@ -60,7 +60,7 @@ def check_source(source: str) -> None:
     is_hub_id = _HUB_ID.fullmatch(path) and not path.endswith(FILES) and not Path(path).parent.is_dir()
     if not is_hub_id and not Path(path).exists():
         raise FileNotFoundError(
-            f"There is no file or folder {path}; expected one, or a data set of the Hub, user/name."
+            f"There is no file or folder {path}. Correct the path, or pass a data set of the Hub as user/name."
         )
 
 
@@ -69,8 +69,8 @@ def _read_source(source: str, skip: Callable[..., None], home: Path) -> Iterator
     path, options = parse_source(source)
     local = Path(path)
     if local.is_dir():
-        files = sorted(each for each in local.rglob("*") if each.is_file())
-        files = [each for each in files if not any(map(_NO_SOURCE.search, each.relative_to(local).parts))]
+        files = sorted(file for file in local.rglob("*") if file.is_file())
+        files = [file for file in files if not any(map(_NO_SOURCE.search, file.relative_to(local).parts))]
         if not files:
             skip(f"{path} is an empty folder")
         for file in files:
@@ -79,7 +79,7 @@ def _read_source(source: str, skip: Callable[..., None], home: Path) -> Iterator
         yield from _read_file(local, _id_of(local, home), options, skip)
     else:
         rows = enumerate(datasets.load_dataset(path, options["name"], split=options["split"], streaming=True), start=1)
-        yield from _documents_of_rows(source, rows, options, skip)  # the splits of a data set have equal row numbers
+        yield from _documents_of_rows(source, rows, options, skip)  # `source` names the split: each has a row 1
 
 
 def _id_of(file: Path, home: Path) -> str:
@@ -91,27 +91,28 @@ def _read_file(path: Path, name: str, options: dict[str, Any], skip: Callable[..
     try:
         if path.suffix.lower() in TEXTS:
             try:
-                found = read_file(path)
+                title_text_sections = read_file(path)
             except (ValueError, OSError) as error:
                 skip(str(error), id=name)
             else:
-                yield Document(name, *found)
+                yield Document(name, *title_text_sections)
         elif path.name.lower().endswith(JSON_LINES):
             yield from _read_json_lines(path, name, options, skip)
         elif path.suffix == ".parquet":
             with pyarrow.parquet.ParquetFile(path) as file:
-                columns = [options["text"], options["title"] or "title", "id", "passages"]  # those that exist
+                columns = [options["text"], options["title"] or "title", "id", "passages"]  # if they exist
                 rows = (row for batch in file.iter_batches(1024, columns=columns) for row in batch.to_pylist())
                 yield from _documents_of_rows(name, enumerate(rows, start=1), options, skip)
         else:
-            skip(f"{path} has none of the suffixes {', '.join(FILES)}, nor no suffix", may_hold_documents=False)
+            what = f"{path} has the suffix {path.suffix}; expected one of {', '.join(FILES)}, or none"
+            skip(what, may_hold_documents=False)
     except (ValueError, OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
         skip(f"{path} cannot be read: {error}")
 
 
 def _read_json_lines(path: Path, name: str, options: dict[str, Any], skip: Callable[..., None]) -> Iterator[Document]:
-    """Yield the documents of the rows of a file. If rows are identified by their line, a broken line hides its own
-    document only; otherwise it may hide any."""
+    """Yield the documents of the rows of a file. If rows are identified by their line, the id of the document of a
+    broken line is known; otherwise that line may hold any document."""
     broken: list[tuple[int, str]] = []
     num_rows = num_by_line = 0
     try:
@@ -131,19 +132,19 @@ def _id_of_row(place: str, number: int) -> str:
 def _documents_of_rows(
     place: str, rows: Iterable[tuple[int, dict[str, Any]]], options: dict[str, Any], skip: Callable[..., None]
 ) -> Iterator[Document]:
-    """Yield documents of rows. A row without an `id` is identified by its number or line."""
+    """Yield documents of rows. A row without an `id` is identified by its number or line in `place`."""
     for number, row in rows:
         where, text, passages = _id_of_row(place, number), row.get(options["text"]), row.get("passages")
         title, known = row.get(options["title"] or "title"), where if row.get("id") is None else str(row["id"])
         if isinstance(text, str) and isinstance(title, str | None):
             yield Document(known, title or "", text)
-        elif isinstance(passages, list) and all(_is_passage(each) for each in passages):
+        elif isinstance(passages, list) and all(_is_passage(passage) for passage in passages):
             # Questions share passages, so each passage is a document, identified by its content.
-            for each in passages:
-                title, text = each.get("title") or "", each["text"]
+            for passage in passages:
+                title, text = passage.get("title") or "", passage["text"]
                 yield Document(digest([title, text]), title, text)
         else:
-            what = f"{where} has neither a text in `{options['text']}` nor `passages` of title and text"
+            what = f"{where} has neither a string in `{options['text']}` nor a list of {{title, text}} in `passages`"
             skip(what, id=None if "passages" in row else known)
 
 

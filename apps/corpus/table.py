@@ -3,15 +3,15 @@
     id         the document's id and the number of the passage in it
     document   the document's id; `digest` changes with its text
     title, text, start, end   the passage, and its characters in the document
-    segments   characters of the passage that each slot represents
+    segments   the characters of the passage that each slot represents
     slots      embeddings, float16 (num_slots, encoder_hidden_size)
     words      word ids of each slot, if the aligner uses them
-    page       if the document has pages
+    page       the page on which the passage begins, if the document has pages
     checksum   of text and slots; rows that have changed on disk are rejected
     vector     the search vector: the mean of the slots, or an embedding by the base encoder
 
-The metadata of the schema contain the settings of the slots; only a processor that makes the same slots may write or
-read.
+The metadata of the schema contain the settings of the slots. Only a processor that makes the same slots may write to
+the table or read from it.
 """
 
 import json
@@ -39,18 +39,19 @@ NAME = "passages"
 LOCK = ".writer.lock"
 KEPT = "read"  # the folder of precomputed passages, see `kept.py`
 METADATA = b"arcaligner"
-# Its embedding distinguishes encoders of the same name.
+# The embedding of this sentence distinguishes encoders of the same name. Its cosine to the stored one is below the
+# first limit if the encoders are different, and above the second if they are the same in float32 or bfloat16. Between
+# them, the encoder was trained further.
 _TEXT = "It was written by Ada, and nobody else knew how to read it aloud."
 PROBE = SegmentTokens(Segment(0, 0, len(_TEXT), _TEXT), _TEXT, (), ())
 MIN_SIMILARITY = 0.999
-# An encoder that was trained on differs by more than this, one in bfloat16 by less.
 SURE_SIMILARITY = 0.9998
-# Below this number of rows, search compares every vector: exact, and fast enough.
+# With fewer rows there is no index: search compares every vector, which is exact and fast enough.
 MIN_INDEXED_ROWS = 100_000
 
 
 def table_schema(settings: dict[str, Any]) -> pa.Schema:
-    """Columns of a table with slots of `settings["encoder_hidden_size"]`, the settings in its metadata."""
+    """Columns of a table, with `settings` in its metadata; vectors have `settings["encoder_hidden_size"]` numbers."""
     vector = pa.list_(pa.float16(), settings["encoder_hidden_size"])
     columns = {name: pa.string() for name in ("id", "document", "digest", "title", "text")}
     columns |= {"start": pa.int64(), "end": pa.int64()}
@@ -63,17 +64,18 @@ def table_schema(settings: dict[str, Any]) -> pa.Schema:
 
 
 def passage_checksums(rows: pa.Table) -> list[int]:
-    """CRC-32 of each row's text, slots and their characters. Detects disk corruption, not tampering."""
+    """CRC-32 of each row's slots and of its other columns that answers depend on. Detects disk corruption, not
+    tampering."""
     slots = rows["slots"].combine_chunks()
     ends = np.cumsum(slots.value_lengths().to_numpy())
     values = slots.flatten().flatten().to_numpy().reshape(-1, slots.type.value_type.list_size)
     others = rows.select([name for name in ("title", "text", "page", "segments", "words") if name in rows.column_names])
     parts = zip(np.split(values, ends[:-1]), others.to_pylist(), strict=True)
-    return [zlib.crc32(json.dumps(other).encode(), zlib.crc32(own.tobytes())) for own, other in parts]
+    return [zlib.crc32(json.dumps(other).encode(), zlib.crc32(vectors.tobytes())) for vectors, other in parts]
 
 
 def slot_settings(processor, tokens_per_slot: int | str | None = None) -> dict[str, Any]:
-    """All settings that the slots of a processor depend on, as JSON."""
+    """All settings that the slots of a processor depend on, as JSON values."""
     tokenizer = json.loads(processor.tokenizer.backend_tokenizer.to_str())
     tokenizer = {name: value for name, value in tokenizer.items() if name not in ("padding", "truncation")}
     return {
@@ -96,11 +98,11 @@ class Corpus:
     Args:
         path (`str` or `Path`): Its folder.
 
-    Attributes: `settings`, those that it was made with.
+    Attributes: `settings`, the settings that it was made with.
 
     Raises:
-        `FileNotFoundError`: there is no corpus.
-        `ValueError`: a folder that is not a corpus, or a corpus of a different version.
+        `FileNotFoundError`: there is no such folder.
+        `ValueError`: the folder is not a corpus, or is a corpus of a different format.
     """
 
     def __init__(self, path: str | Path):
@@ -113,19 +115,19 @@ class Corpus:
         try:
             self.table = database.open_table(NAME)
             self.settings = json.loads(self.table.schema.metadata[METADATA])
-            found = self.settings["format"]
-            # Of a version that limited passages in words.
+            format_number = self.settings["format"]
+            # An older version limited passages in words.
             if (words := self.settings.pop("passage_words", None)) is not None:
                 self.settings["passage_tokens"] = tokens_of_words(words)
         except (ValueError, LookupError, TypeError, OSError, RuntimeError) as error:
             raise ValueError(
-                f"{path} is not a corpus of ArcAligner, or is damaged: {error}. Choose another folder, or build the "
-                "corpus again."
+                f"{path} is not a corpus of ArcAligner, or is damaged: {error}. Choose another folder; to replace a "
+                "damaged corpus, delete the folder and build the corpus again."
             ) from error
-        if found != FORMAT:
+        if format_number != FORMAT:
             raise ValueError(
-                f"The corpus {path} has format {found}; this version needs {FORMAT}. Build it again with `arcaligner "
-                "corpus build`."
+                f"The corpus {path} has format {format_number}; this version of ArcAligner needs {FORMAT}. Delete the "
+                "folder, and build the corpus again with `arcaligner corpus build`."
             )
 
     @classmethod
@@ -142,12 +144,13 @@ class Corpus:
         Args:
             path (`str` or `Path`): Its folder.
             processor ([`ArcAlignerProcessor`]): Makes the slots.
-            passage_words (`int`, *optional*): Deprecated; the same as `passage_tokens` in English words.
-            tokens_per_slot (`int` or `"segment"`, *optional*), passage_tokens (`int`, *optional*): The rate, and the
-                maximum number of tokens of a passage. Default: those of an existing corpus, else the processor's.
+            passage_words (`int`, *optional*): Deprecated: the maximum length of a passage in English words.
+            tokens_per_slot (`int` or `"segment"`, *optional*): Tokens of text per slot. Default: that of an existing
+                corpus, else the processor's.
+            passage_tokens (`int`, *optional*): Maximum number of tokens of a passage. Default: as of `tokens_per_slot`.
 
         Raises:
-            `ValueError`: the folder contains a corpus with different settings, or something else.
+            `ValueError`: the folder contains a corpus with different settings, or something other than a corpus.
         """
         if passage_words is not None:
             check_num_tokens("passage_words", passage_words)
@@ -161,11 +164,11 @@ class Corpus:
         if passage_tokens is not None:
             check_num_tokens("passage_tokens", passage_tokens)
         path = Path(path)
-        if not path.exists() or not any(each for each in path.iterdir() if each.name != LOCK):
-            about = {"format": FORMAT, **slot_settings(processor, tokens_per_slot)}
-            about["passage_tokens"] = passage_tokens or processor.passage_tokens
+        if not path.exists() or not any(file for file in path.iterdir() if file.name != LOCK):
+            settings = {"format": FORMAT, **slot_settings(processor, tokens_per_slot)}
+            settings["passage_tokens"] = passage_tokens or processor.passage_tokens
             path.mkdir(parents=True, exist_ok=True)
-            lancedb.connect(path).create_table(NAME, schema=table_schema(about), exist_ok=True)
+            lancedb.connect(path).create_table(NAME, schema=table_schema(settings), exist_ok=True)
         corpus = cls(path)
         wanted = {"passage_tokens": passage_tokens, "tokens_per_slot": tokens_per_slot}
         corpus.check(processor, **{name: value for name, value in wanted.items() if value is not None})
@@ -175,39 +178,39 @@ class Corpus:
         """Raise for a processor that makes other slots, or for `wanted` settings that differ.
 
         Raises:
-            `ValueError`: the first setting that differs, with both values.
+            `ValueError`: a setting differs; the message names the first one, with both values.
 
         Warns:
             `UserWarning`: the encoder has the same name and slightly different weights.
         """
-        found = slot_settings(processor) | {"tokens_per_slot": self.settings["tokens_per_slot"]} | wanted
-        known = dict(self.settings)
-        probes = [torch.tensor(each.pop("probe"), device="cpu") for each in (found, known)]
+        new = slot_settings(processor) | {"tokens_per_slot": self.settings["tokens_per_slot"]} | wanted
+        stored = dict(self.settings)
+        probes = [torch.tensor(settings.pop("probe"), device="cpu") for settings in (new, stored)]
         similarity = float(probes[0] @ probes[1]) if probes[0].shape == probes[1].shape else 0.0
         if similarity < MIN_SIMILARITY:
-            other = f"and this checkpoint has {found['encoder']!r}"
-            if known["encoder"] == found["encoder"]:
-                other = "whose weights differ from those of this checkpoint (it may have been trained with an aligner)"
+            other = f"and this checkpoint has {new['encoder']!r}"
+            if stored["encoder"] == new["encoder"]:
+                other = "with weights that differ from this checkpoint's (one may have been trained with an aligner)"
             raise ValueError(
-                f"The corpus {self.path} was made with the encoder {known['encoder']!r}, {other}. Build another corpus "
-                "with this checkpoint, or pass the checkpoint that made this one as `--checkpoint`."
+                f"The corpus {self.path} was made with the encoder {stored['encoder']!r}, {other}. Pass the checkpoint "
+                "that the corpus was made with as `--checkpoint`, or build another corpus with this one."
             )
         if similarity < SURE_SIMILARITY:
             warnings.warn(
-                f"The corpus {self.path} was made with earlier weights of this checkpoint's encoder. Answers may be "
-                "slightly worse. Delete the folder and build the corpus again.",
+                f"The corpus {self.path} was made with earlier weights of this checkpoint's encoder, so answers may be "
+                "slightly worse. To avoid this, delete the folder and build the corpus again.",
                 UserWarning,
                 stacklevel=2,
             )
-        if not found["context_words"]:  # then existing words are ignored
-            found.pop("context_words")
-            if found["tokens_per_slot"] == "segment":
-                found.pop("tokenizer")
-        for name, value in found.items():
-            if name != "encoder" and known[name] != value:
+        if not new["context_words"]:  # the aligner ignores words that the corpus may have
+            new.pop("context_words")
+            if new["tokens_per_slot"] == "segment":
+                new.pop("tokenizer")
+        for name, value in new.items():
+            if name != "encoder" and stored[name] != value:
                 raise ValueError(
-                    f"The corpus {self.path} was made with `{name}` {known[name]!r}; expected {value!r}. Build another "
-                    "corpus for the new setting, or go back to the old one."
+                    f"The corpus {self.path} was made with `{name}` {stored[name]!r}; the checkpoint or the command "
+                    f"asks for {value!r}. Build another corpus with the new value, or use the value of this corpus."
                 )
 
     def __len__(self) -> int:
@@ -220,11 +223,11 @@ class Corpus:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold the lock of the corpus: inside, only this process writes.
+        """Hold the lock of the corpus, so that only this process writes inside the `with` block.
 
         Raises:
             `ValueError`: another process holds the lock.
-            `OSError`: a disk that is full, or that cannot be written to.
+            `OSError`: the disk is full, or cannot be written to.
         """
         try:
             with FileLock(self.path / LOCK, timeout=0):
@@ -240,14 +243,14 @@ class Corpus:
             ) from error
 
     def digests(self, documents: Iterable[str]) -> dict[str, str]:
-        """Digests of those documents that the corpus has, by their ids."""
+        """The digest of each of these documents that the corpus has, by its id."""
         if not (documents := list(documents)):
             return {}
         rows = self.table.search().where(_is_one_of(documents)).select(["document", "digest"]).to_arrow()
         return dict(zip(rows["document"].to_pylist(), rows["digest"].to_pylist(), strict=True))
 
     def add(self, rows: pa.Table, replaced: list[str]) -> None:
-        """Adds complete documents and removes the `replaced` ones, in one step."""
+        """Add complete documents and remove the passages that documents of the ids `replaced` had, in one step."""
         if replaced:
             merge = self.table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
             merge.when_not_matched_by_source_delete(_is_one_of(replaced)).execute(rows)
@@ -255,33 +258,33 @@ class Corpus:
             self.table.add(rows)
 
     def remove(self, documents: list[str]) -> None:
-        """Removes documents with all their passages.
+        """Remove documents with all their passages.
 
         Raises:
-            `ValueError`: an unknown document; then none is removed.
+            `ValueError`: a document is unknown; then none is removed.
         """
         with self.writing():
             known = self.digests(documents)
-            if missing := [each for each in documents if each not in known]:
-                like = sorted(each for each in self.documents() if each.endswith(missing[0]))[:3]
+            if missing := [document for document in documents if document not in known]:
+                like = sorted(document for document in self.documents() if document.endswith(missing[0]))[:1]
                 raise ValueError(
-                    f"The corpus {self.path} has no document {missing[0]!r}; expected ids, which `ask` prints before "
-                    f"the colon{f', such as {like}' if like else ''}."
+                    f"The corpus {self.path} has no document {missing[0]!r}; expected the id of a document, as `ask` "
+                    f"prints it before the colon{f', such as {like[0]!r}' if like else ''}."
                 )
             self.delete(documents)
             self.optimize()
 
     def delete(self, documents: list[str]) -> None:
-        """Removes the given documents, if they exist, while this process is [`writing`]."""
+        """Remove documents by their ids, if they exist, inside [`writing`]."""
         self.table.delete(_is_one_of(documents))
 
     def documents(self) -> set[str]:
         """The ids of all documents."""
         batches = self.table.search().select(["document"]).to_batches()
-        return {each for batch in batches for each in batch["document"].to_pylist()}
+        return {document for batch in batches for document in batch["document"].to_pylist()}
 
     def optimize(self) -> None:
-        """Creates missing indices, updates existing ones, and merges small files."""
+        """Create missing indices, update existing ones, and merge small files."""
         indexed = {column for index in self.table.list_indices() for column in index.columns}
         wanted = {"document": BTree(), "text": FTS(), "title": FTS()}
         if len(self) >= MIN_INDEXED_ROWS:
@@ -289,21 +292,22 @@ class Corpus:
         for column, config in wanted.items():
             if column not in indexed and len(self):
                 self.table.create_index(column, config=config)
-        with warnings.catch_warnings(action="ignore"):  # of removed versions: readers use the newest one
+        with warnings.catch_warnings(action="ignore"):  # that old versions are removed: readers use the newest one
             self.table.optimize(cleanup_older_than=timedelta(0))
 
     def info(self) -> dict[str, Any]:
-        """Numbers of documents, passages and slots, and bytes on disk.
+        """Numbers of documents, passages and slots, bytes on disk, and the settings.
 
         Raises:
-            `OSError`: a corpus that cannot be read.
+            `OSError`: the corpus cannot be read.
         """
         try:
             batches = self.table.search().select(["segments"]).to_batches()
             num_slots = sum(len(batch["segments"].flatten()) for batch in batches)
         except RuntimeError as error:  # raised by Lance
             raise OSError(
-                f"The corpus {self.path} cannot be read: {error}. Build it again with `arcaligner corpus build`."
+                f"The corpus {self.path} cannot be read: {error}. Delete the folder, and build the corpus again with "
+                "`arcaligner corpus build`."
             ) from error
         num_bytes, kept_bytes = (
             sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -320,5 +324,5 @@ class Corpus:
 
 
 def _is_one_of(documents: Iterable[str]) -> str:
-    """A condition on rows, as SQL."""
-    return "document IN ({})".format(", ".join("'{}'".format(each.replace("'", "''")) for each in documents))
+    """A condition on rows, in SQL."""
+    return "document IN ({})".format(", ".join("'{}'".format(id.replace("'", "''")) for id in documents))

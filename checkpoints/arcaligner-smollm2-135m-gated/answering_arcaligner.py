@@ -24,8 +24,9 @@ from .segmentation_arcaligner import (
 )
 from .tokenization_arcaligner import control_token_ids, text_of, title_of, tokenize_with_ends, with_plain_texts
 
-# A pair is selected from all passages or, of more than so many, from the more similar ones.
+# A pair of passages is selected from so many, or from more if `scored_share` says so: the most similar ones.
 PAIR_CANDIDATES = 20
+MOST_ODDS = 6.0  # bound of the log-odds of an answerability: beyond, they say nothing more about the question
 
 
 class ScoredPassage(NamedTuple):
@@ -40,8 +41,8 @@ class ScoredPassage(NamedTuple):
     @property
     def log_odds(self) -> float:
         """The score that ranks passages: answerability plus weighted cosine."""
-        sure = min(max(self.answerability, 1e-9), 1 - 1e-9)
-        return math.log(sure / (1 - sure)) + self.similarity_weight * self.similarity
+        answerability = min(max(self.answerability, 1e-9), 1 - 1e-9)
+        return math.log(answerability / (1 - answerability)) + self.similarity_weight * self.similarity
 
 
 def select_top(scores: Mapping[int, ScoredPassage], most: int) -> list[int]:
@@ -51,6 +52,13 @@ def select_top(scores: Mapping[int, ScoredPassage], most: int) -> list[int]:
     [0]
     """
     return sorted(sorted(scores, key=lambda number: scores[number].log_odds, reverse=True)[:most])
+
+
+def top_odds(scores: Sequence[Mapping[int, ScoredPassage]]) -> torch.Tensor:
+    """The answerability of each question's top-ranked passage, as the [`MultihopHead`] takes it: in log-odds from
+    -`MOST_ODDS` to `MOST_ODDS`, (questions,), float64 on the CPU."""
+    best = [passages[select_top(passages, 1)[0]].answerability for passages in scores]
+    return torch.tensor(best, dtype=torch.float64, device="cpu").logit(eps=1e-12).clamp(-MOST_ODDS, MOST_ODDS)
 
 
 def candidates_of(similarities: Mapping[int, float], most: int, share: float) -> list[int]:
@@ -65,13 +73,13 @@ def candidates_of(similarities: Mapping[int, float], most: int, share: float) ->
 
 
 def are_sure(scores: Mapping[int, ScoredPassage], most: int, similarity: float, answerability: float) -> bool:
-    """Whether the selection is decided: a passage with this cosine would not be among the `most` top-ranked ones, even
-    with this answerability.
+    """Whether the selection is decided: a further passage with this cosine would not be among the `most` top-ranked
+    ones, even with this answerability.
 
     >>> are_sure({0: ScoredPassage(0.98, 0.7, False, 10.0)}, 1, similarity=0.6, answerability=0.98)
     True
     """
-    ranked = sorted(scores.values(), key=lambda each: each.log_odds)[-most:]
+    ranked = sorted(scores.values(), key=lambda passage: passage.log_odds)[-most:]
     if len(ranked) < most:
         return False
     return ranked[0].log_odds >= ranked[0]._replace(answerability=answerability, similarity=similarity).log_odds
@@ -81,13 +89,13 @@ class Selection(NamedTuple):
     """The selected passages of a question."""
 
     numbers: Sequence[int]  # in the order of the passages
-    # If there were more than asked for: scores by the number of the passage, of those that were scored, and the
-    # question with the selected passages, for `PassageCache.prepare_asked`.
-    scores: dict[int, ScoredPassage] | None = None
-    asked: AskedQuestions | None = None
+    # `None` if all passages are selected without scores:
+    scores: dict[int, ScoredPassage] | None = None  # of the scored passages, by their numbers
+    asked: AskedQuestions | None = None  # the question with the selected passages, for `PassageCache.prepare_asked`
 
 
-# The slots of some passages of each question, by the numbers of these; `None` for a question without numbers.
+# A function that returns precomputed slots. It gets the numbers of the passages of each question that need them, and
+# returns `None` for a question without numbers.
 SlotsOf = Callable[[list[list[int]]], list[GivenSlots | None]]
 
 # For each question its cosines with its passages, by their numbers.
@@ -100,8 +108,8 @@ class Answerer:
 
         documents -> `cut` -> passages -> `select` -> selected passages -> inputs of `generate` -> `answer`
 
-    Pipeline, server, evaluation and benchmarks call it. Where passages go into the inputs is up to the caller: with
-    the prompt (the processor) or from a cache of passages ([`PassageCache`]).
+    The caller decides how passages go into the inputs: with the prompt (the processor) or from a cache of passages
+    ([`PassageCache`]).
 
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): Of one checkpoint.
@@ -121,9 +129,9 @@ class Answerer:
 
     @property
     def max_passages(self) -> int | None:
-        """Default number of passages for a question that is no multi-hop question: one, because the top-ranked passage
-        gives far better answers than all of them unless several are needed. `None`, which means all, if passages cannot
-        be scored."""
+        """Default number of passages for a question that is not a multi-hop question: one, because the top-ranked
+        passage gives far better answers than all of them unless several are needed. `None`, which means all, if
+        passages cannot be scored."""
         return 1 if self.can_score else None
 
     def check(
@@ -134,7 +142,7 @@ class Answerer:
         copy_bonus: float | None = None,
         tokens_per_slot: int | str | None = None,
     ) -> None:
-        """Raises `ValueError` for settings of a call that are invalid, or that this aligner cannot follow."""
+        """Raise `ValueError` for settings of a call that are invalid, or that need another aligner."""
         if tokens_per_slot is not None:
             self.processor.slot_encoder.check_settings(tokens_per_slot=tokens_per_slot)
         if copy_bonus is not None:
@@ -142,43 +150,45 @@ class Answerer:
         if max_passages is not None:
             if not is_number(max_passages, Integral) or max_passages < 1:
                 raise ValueError(f"`max_passages` is {max_passages!r}; expected a whole number of at least 1.")
-            self._check_can_score(f"`max_passages={max_passages}`", "Leave `max_passages` out, or use")
+            self._check_can_score(f"`max_passages={max_passages}`", "`max_passages`")
         if min_confidence is not None:
             if not is_number(min_confidence, Real) or not 0.0 <= min_confidence <= 1.0:
                 raise ValueError(f"`min_confidence` is {min_confidence!r}; expected a number from 0 to 1.")
-            self._check_answerability("`min_confidence`")
-            if not isinstance(own := self.processor.no_answer, str):
+            self._check_answerability("`min_confidence`", "`min_confidence`")
+            if not isinstance(no_answer := self.processor.no_answer, str):
                 raise ValueError(
-                    f"The processor's `no_answer` is {own!r}; expected the text to return instead of an answer. Set it "
-                    "in processor_config.json."
+                    f"The processor's `no_answer` is {no_answer!r}; expected a text, which `min_confidence` returns "
+                    "instead of an answer. Set it in processor_config.json, or leave out `min_confidence`."
                 )
 
-    def _check_answerability(self, what: str) -> None:
+    def _check_answerability(self, what: str, argument: str | None = None) -> None:
         if self.model.answerability_head is None:
+            leave_out = f", or leave out {argument}" if argument else ""
             raise ValueError(
-                f"{what} needs an aligner whose answerability was fitted, but this one's `answerability_layers` is "
-                "None. Fit it with `python -m arcaligner.train.confidence`, or leave the argument out."
+                f"{what} needs an aligner with a fitted answerability head, but `answerability_layers` of this one is "
+                f"None. Fit the head with `python -m arcaligner.train.confidence`{leave_out}."
             )
 
-    def _check_can_score(self, what: str, advice: str = "Use") -> None:
-        self._check_answerability(what)
+    def _check_can_score(self, what: str, argument: str | None = None) -> None:
+        self._check_answerability(what, argument)
         if self.processor.passage_attention != "separate":
+            leave_out = f", or leave out {argument}" if argument else ""
             raise ValueError(
-                f"{what} needs independent passages, but this aligner was trained with joint ones and cannot select "
-                f'among them. {advice} an aligner with `passage_attention` "separate".'
+                f"{what} needs independent passages, but the `passage_attention` of this aligner is "
+                f'{self.processor.passage_attention!r}. Use an aligner with "separate"{leave_out}.'
             )
 
     # Passages
 
     def cut(self, documents: list) -> tuple[list, list[Segment]]:
-        """Cut long documents into passages. Return the passages, and which part of which document each is. Nothing is
-        cut if passages cannot be scored."""
+        """Cut long documents into passages. Return the passages, and which part of which document each passage is.
+        Nothing is cut if passages cannot be scored."""
         processor = self.processor
         longest = processor.max_passage_tokens if self.can_score else math.inf
         return cut_long(documents, processor.tokenizer, longest, processor.passage_tokens, processor.spacy_model)
 
     def selects(self, num_passages: int, max_passages: int | None = None) -> bool:
-        """Whether so many passages are scored, because not all of them may be used."""
+        """Whether passages are scored, because `num_passages` is more than may be used."""
         most = max_passages or self.max_passages
         return most is not None and num_passages > most
 
@@ -191,103 +201,81 @@ class Answerer:
         slots_of: SlotsOf | None = None,
         **kwargs: Any,
     ) -> list[Selection]:
-        """Select at most `max_passages` passages for each question, those with the highest scores. The most similar
-        ones are scored first, the others only if that does not decide. The default is one passage. If the
-        [`MultihopHead`] finds a multi-hop question, it is the pair that the question most likely needs, of up to
-        `PAIR_CANDIDATES` passages, or of the more similar half.
+        """Select the passages of each question that are used: the top-ranked ones, at most `max_passages` of them.
+
+        Without `max_passages` it is the top-ranked passage or, if the [`MultihopHead`] finds a multi-hop question, the
+        pair of passages that the question most likely needs.
 
         Args:
             questions, documents, similarities, kwargs: As for `score`.
-            max_passages (`int` or `list`, *optional*): Of all questions, or of each; `None` is the default, which is
-                all passages if they cannot be scored.
-            slots_of (`SlotsOf`, *optional*): Returns the slots of some passages of each question, if they are cached
-                elsewhere.
+            max_passages (`int` or `list`, *optional*): For all questions, or for each question its number or `None`.
+                Where passages cannot be scored, `None` selects all of them.
+            slots_of (`SlotsOf`, *optional*): Returns slots of passages that are cached elsewhere. It gets the numbers
+                of the questions with more passages than may be used, in their order.
         """
-        wanted = [max_passages] * len(questions) if isinstance(max_passages, int | None) else max_passages
-        chosen = [place for place, own in enumerate(documents) if self.selects(len(own), wanted[place])]
-        selected = [Selection(range(len(own))) for own in documents]
-        if chosen:
-            wanted = [wanted[place] for place in chosen]
-            some = [each and [each[place] for place in chosen] for each in (questions, documents, similarities)]
-            asked, similarities = self._ask(*some, **kwargs)
-            most = [each or self.max_passages for each in wanted]
-            asked, scores = self._score_candidates(asked, similarities, most, slots_of)
-            is_multihop = [
-                each is None and self.is_multihop(question, own)
-                for each, question, own in zip(wanted, some[0], scores, strict=True)
-            ]
-            if any(is_multihop):
-                # As many as are scored to select one less.
-                numbers = self._candidates(asked, similarities, [PAIR_CANDIDATES - 1] * len(most))
-                candidates = [own if found else [] for own, found in zip(numbers, is_multihop, strict=True)]
-                asked, scores = self._score_missing(asked, similarities, candidates, scores, slots_of)
-            for place, question, own, is_pair, each in zip(
-                chosen, asked.questions, scores, is_multihop, most, strict=True
-            ):
-                numbers = self._pair(questions[place], documents[place], own) if is_pair else select_top(own, each)
-                selected[place] = Selection(numbers, own, asked._replace(questions=[question.only(numbers)]))
-        return selected
+        limits = [max_passages] * len(questions) if isinstance(max_passages, int | None) else max_passages
+        selections = [Selection(range(len(passages))) for passages in documents]
+        places = [place for place, passages in enumerate(documents) if self.selects(len(passages), limits[place])]
+        if not places:
+            return selections
+        limits = [limits[place] for place in places]
+        questions, documents, similarities = (
+            values and [values[place] for place in places] for values in (questions, documents, similarities)
+        )
+        batch, similarities = self._ask(questions, documents, similarities, **kwargs)
+        scoring = _Scoring(self, batch, similarities, slots_of)
+        selected = self._select_top(scoring, [limit or self.max_passages for limit in limits])
+        is_multihop = [
+            limit is None and self.is_multihop(question, scores)
+            for limit, question, scores in zip(limits, questions, scoring.scores, strict=True)
+        ]
+        if any(is_multihop):
+            pairs = self._select_pairs(scoring, questions, documents, is_multihop)
+            selected = [pair or numbers for pair, numbers in zip(pairs, selected, strict=True)]
+        results = zip(places, scoring.batch.questions, selected, scoring.scores, strict=True)
+        for place, question, numbers, scores in results:
+            used = batch._replace(questions=[question.only(numbers)])
+            selections[place] = Selection(numbers, scores, used)
+        return selections
+
+    def _select_top(self, scoring: "_Scoring", limits: Sequence[int]) -> list[list[int]]:
+        """The numbers of the top-ranked passages of each question, at most as many as its limit. The most similar
+        passages are scored first, the other candidates only if these do not decide."""
+        candidates = [scoring.candidates(place, limit) for place, limit in enumerate(limits)]
+        # In at most two steps: each further call of the model would load its weights once more.
+        scoring.add([numbers[:limit] for numbers, limit in zip(candidates, limits, strict=True)])
+        most = self.model.config.most_answerability
+        undecided = []
+        for numbers, limit, near, scores in zip(candidates, limits, scoring.similarities, scoring.scores, strict=True):
+            others = numbers[limit:]
+            is_decided = not others or are_sure(scores, limit, near[others[0]], most)
+            undecided.append([] if is_decided else others)
+        scoring.add(undecided)
+        return [select_top(scores, limit) for scores, limit in zip(scoring.scores, limits, strict=True)]
+
+    def _select_pairs(
+        self, scoring: "_Scoring", questions: list, documents: list[list], is_multihop: Sequence[bool]
+    ) -> list[list[int] | None]:
+        """The numbers of the two passages that each multi-hop question most likely needs, in their order; of one if
+        all their texts are equal. `None` for other questions."""
+        # One less than are scored: `candidates` returns at least one more than are selected.
+        limit = PAIR_CANDIDATES - 1
+        scoring.add([scoring.candidates(place, limit) if needed else [] for place, needed in enumerate(is_multihop)])
+        head, spacy_model = self.model.multihop_head, self.processor.spacy_model
+        pairs = [None] * len(questions)
+        for place in (place for place, needed in enumerate(is_multihop) if needed):
+            (text,) = _searched(questions[place], [])
+            log_odds = {number: passage.log_odds for number, passage in scoring.scores[place].items()}
+            pairs[place] = best_pair(head, text, documents[place], log_odds, spacy_model)
+        return pairs
 
     def is_multihop(self, question: str | list[dict], scores: dict[int, ScoredPassage]) -> bool:
-        """Whether a question, given the scores that select one passage, needs two of them more likely than not."""
+        """Whether a question, given the scores that select one passage, needs two passages more likely than not."""
         head = self.model.multihop_head
         if head is None or not scores:
             return False
-        best = max(scores.values(), key=lambda each: each.log_odds)
-        sure = torch.tensor([best.answerability], dtype=torch.float64, device="cpu").logit(eps=1e-12)
-        vectors, num_words = (each.to(head.weight) for each in question_features(self.processor.encoder, [question]))
-        return bool(head(vectors, num_words, sure.to(head.weight)) > 0)
-
-    def _pair(
-        self, question: str | list[dict], documents: list[str | dict], scores: dict[int, ScoredPassage]
-    ) -> list[int]:
-        """The numbers of the two passages that a multi-hop question needs most likely."""
-        (text,), spacy_model = _searched(question, []), self.processor.spacy_model
-        log_odds = {number: each.log_odds for number, each in scores.items()}
-        return best_pair(self.model.multihop_head, text, documents, log_odds, spacy_model)
-
-    def _candidates(self, asked: AskedQuestions, similarities: Similarities, most: Sequence[int]) -> list[list[int]]:
-        """The numbers of each question's passages that are scored to select `most` of them, the most similar first."""
-        share = self.model.config.scored_share
-        return [
-            candidates_of({number: own[number] for number in question.passage_numbers}, each, share)
-            for own, question, each in zip(similarities, asked.questions, most, strict=True)
-        ]
-
-    def _score_candidates(
-        self, asked: AskedQuestions, similarities: Similarities, wanted: Sequence[int], slots_of: SlotsOf | None
-    ) -> tuple[AskedQuestions, list[dict[int, ScoredPassage]]]:
-        """Score passages until the `wanted` number of each question can be selected. Return the questions, with the
-        slots that `slots_of` made for them, and the scores."""
-        waiting, scores = self._candidates(asked, similarities, wanted), [{} for _ in wanted]
-        for is_first in (True, False):  # a call for each passage would read the model's weights as often
-            only = [own[: each if is_first else None] for own, each in zip(waiting, wanted, strict=True)]
-            asked, scores = self._score_missing(asked, similarities, only, scores, slots_of)
-            waiting = [own[len(done) :] for own, done in zip(waiting, only, strict=True)]
-            decided = zip(waiting, scores, wanted, similarities, strict=True)
-            waiting = [
-                [] if not own or are_sure(had, each, near[own[0]], self.model.config.most_answerability) else own
-                for own, had, each, near in decided
-            ]
-        return asked, scores
-
-    def _score_missing(
-        self,
-        asked: AskedQuestions,
-        similarities: Similarities,
-        only: Sequence[Sequence[int]],
-        scores: list[dict[int, ScoredPassage]],
-        slots_of: SlotsOf | None,
-    ) -> tuple[AskedQuestions, list[dict[int, ScoredPassage]]]:
-        """`scores` with those of `only` these passages of each question, and the questions with the slots that were
-        asked for."""
-        missing = [[each for each in own if each not in had] for own, had in zip(only, scores, strict=True)]
-        if not any(missing):
-            return asked, scores
-        if slots_of is not None:
-            asked = asked.with_slots(slots_of(missing))
-        found = self._score(asked, similarities, missing)
-        return asked, [dict(sorted((old | new).items())) for old, new in zip(scores, found, strict=True)]
+        features = (*question_features(self.processor.encoder, [question]), top_odds([scores]))
+        return bool(head(*(feature.to(head.weight) for feature in features)) > 0)
 
     def score(
         self,
@@ -296,9 +284,9 @@ class Answerer:
         similarities: Similarities | None = None,
         **kwargs: Any,
     ) -> list[dict[int, ScoredPassage]]:
-        """How likely each passage by itself contains the answer to its question.
+        """Score each passage: how likely it contains, by itself, the answer to its question.
 
-        Each question is computed after each of its passages. Keys and values of the passages go into the cache, where
+        The question is prefilled after each of its passages. Keys and values of the passages go into the cache, where
         `prepare` finds them.
 
         Args:
@@ -307,7 +295,7 @@ class Answerer:
                 search has computed them. Default: computed for `documents`.
 
         Returns:
-            For each question, by the number of the passage, without those that have no text.
+            For each question its scores by the number of the passage; a passage without text has none.
         """
         return self._score(*self._ask(questions, documents, similarities, **kwargs))
 
@@ -316,36 +304,64 @@ class Answerer:
     ) -> tuple[AskedQuestions, Similarities | None]:
         """The result of `PassageCache.ask`, and the cosines of questions and passages that are texts."""
         self._check_can_score("Scoring passages")
-        asked = self.cache.ask(questions, documents, **kwargs)
+        batch = self.cache.ask(questions, documents, **kwargs)
         if documents is not None and similarities is None:
-            texts = [own.texts for own in asked.questions]
-            similarities = [
-                dict(zip(own, similarities_of(self.processor.encoder, question, [*own.values()]), strict=True))
-                for question, own in zip(questions, texts, strict=True)
-            ]
-        return asked, similarities
+            similarities = []
+            for question, prompt in zip(questions, batch.questions, strict=True):
+                texts = prompt.texts
+                cosines = similarities_of(self.processor.encoder, question, [*texts.values()])
+                similarities.append(dict(zip(texts, cosines, strict=True)))
+        return batch, similarities
 
     @torch.no_grad()
     def _score(
         self,
-        asked: AskedQuestions,
+        batch: AskedQuestions,
         similarities: Similarities | None = None,
         only: Sequence[Sequence[int]] | None = None,
     ) -> list[dict[int, ScoredPassage]]:
         """As `score`, for the result of `_ask`; `only` has the numbers of each question's passages to score."""
-        scores, weight = [{} for _ in asked.questions], self.model.config.similarity_weight
-        for rows, inputs in self.cache.iter_asked(asked, only):
-            logits = self.cache.read_question(inputs, True, asked.turn).answerability_logits
-            for (question, passage, is_cached), sure in zip(rows, torch.sigmoid(logits).tolist(), strict=True):
-                similarity = similarities[question][passage] if similarities else 0.0
-                scores[question][passage] = ScoredPassage(sure, similarity, is_cached, weight)
-        return [dict(sorted(each.items())) for each in scores]
+        scores, weight = [{} for _ in batch.questions], self.model.config.similarity_weight
+        for rows, inputs in self.cache.iter_asked(batch, only):
+            logits = self.cache.read_question(inputs, True, batch.turn).answerability_logits
+            for (place, number, is_cached), answerability in zip(rows, torch.sigmoid(logits).tolist(), strict=True):
+                similarity = similarities[place][number] if similarities else 0.0
+                scores[place][number] = ScoredPassage(answerability, similarity, is_cached, weight)
+        return [dict(sorted(passages.items())) for passages in scores]
 
     # Answers
 
     def answer(self, questions: Sequence, passages: Sequence[list], **settings: Any) -> "AnsweringCall":
         """Begin one call of `generate`; arguments as for [`AnsweringCall`]."""
         return AnsweringCall(self.model, self.processor, questions, passages, **settings)
+
+
+class _Scoring:
+    """The questions of one call of `select`, and the scores of their passages so far."""
+
+    def __init__(self, answerer: Answerer, batch: AskedQuestions, similarities: Similarities, slots_of: SlotsOf | None):
+        self.answerer, self.batch, self.similarities, self.slots_of = answerer, batch, similarities, slots_of
+        self.scores: list[dict[int, ScoredPassage]] = [{} for _ in batch.questions]
+
+    def candidates(self, place: int, limit: int) -> list[int]:
+        """The numbers of a question's passages to score before `limit` of them are selected, the most similar one
+        first."""
+        similarities = self.similarities[place]
+        similarities = {number: similarities[number] for number in self.batch.questions[place].passage_numbers}
+        return candidates_of(similarities, limit, self.answerer.model.config.scored_share)
+
+    def add(self, numbers: Sequence[Sequence[int]]) -> None:
+        """Score these passages of each question, except those that have a score."""
+        missing = [
+            [number for number in wanted if number not in scores]
+            for wanted, scores in zip(numbers, self.scores, strict=True)
+        ]
+        if not any(missing):
+            return
+        if self.slots_of is not None:
+            self.batch = self.batch.with_slots(self.slots_of(missing))
+        new_scores = self.answerer._score(self.batch, self.similarities, missing)
+        self.scores = [dict(sorted((old | new).items())) for old, new in zip(self.scores, new_scores, strict=True)]
 
 
 def chat_inputs(processor, chats: Sequence[list[dict] | str], **slots: Any) -> BatchFeature:
@@ -365,30 +381,32 @@ def chat_inputs(processor, chats: Sequence[list[dict] | str], **slots: Any) -> B
     )
 
 
-# Options of `generate` that compute more than the prompt before its first scores, so that the answerability cannot be
-# computed.
-READ_MORE = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
+# Options with which `generate` computes more than the prompt before its first scores. Then the answerability cannot be
+# reported.
+EXTRA_PREFILL_OPTIONS = ("guidance_scale", "prompt_lookup_num_tokens", "assistant_model")
 
 
 class AnsweringCall:
     """
-    One call of `generate`: its further arguments, and the estimates that it reports.
+    One call of `generate`: its options, and the estimates that it reports.
 
     Args:
-        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): Of one checkpoint.
+        model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): Of one checkpoint. With `scores` and
+            `traces` false, `model` may be any causal language model.
         questions (`Sequence`), passages (`Sequence[list]`): For each row of the batch the question, a text or a chat,
-            and the used passages, for answerability; an empty list if their texts are not known.
-        copied (`Sequence[list]`, *optional*): Of each row the passages that its answer may copy. Default: `passages`.
-        copy_bonus (`float` or `list`, *optional*): Of [`PassageCopyLogitsProcessor`].
-        scores (`bool`, defaults to `True`): Whether the answerability is reported, if it was fitted and `generate`
-            computes nothing but the prompt before its first scores (`READ_MORE`).
-        min_confidence (`float`, *optional*): The answerability that the caller needs, which has to be reported then.
+            and the used passages, an empty list if their texts are not known.
+        copied (`Sequence[list]`, *optional*): For each row, the passages that its answer may copy. Default: `passages`.
+        copy_bonus (`float` or `list`, *optional*): As for [`PassageCopyLogitsProcessor`].
+        scores (`bool`, defaults to `True`): Whether the answerability is reported, if the head was fitted and no option
+            prevents it (`EXTRA_PREFILL_OPTIONS`).
         traces (`bool`, defaults to `False`): Whether `recursion_depth` is reported.
+        min_confidence (`float`, *optional*): The lowest answerability that the caller accepts. It makes an option that
+            prevents the report an error.
 
-    Attribute: `likelihood`, the [`LikelihoodRecorder`] of a greedy call, if it was calibrated.
+    Attribute: `likelihood`, the [`LikelihoodRecorder`] of a greedy call, if the answer likelihood was fitted.
 
-    Use [`~AnsweringCall.generate`] or, where another function calls `generate`, give it
-    [`~AnsweringCall.options`]. `model` may be any causal language model without `scores` and `traces`.
+    Use [`~AnsweringCall.generate`] or, where another function calls `generate`, give that function
+    [`~AnsweringCall.options`].
     """
 
     def __init__(
@@ -413,18 +431,19 @@ class AnsweringCall:
         self.likelihood: LikelihoodRecorder | None = None
 
     def options(self, options: dict[str, Any], last: Sequence[LogitsProcessor] = ()) -> dict[str, Any]:
-        """The `options` of a call of `generate` with this call's logits processors, after the given ones and before
-        `last`, such as one that samples tokens.
+        """The `options` of `generate` with this call's logits processors: after those in `options`, and before `last`,
+        such as one that samples tokens.
 
         Raises:
-            `ValueError`: options with which the answerability cannot be reported, if a `min_confidence` needs it.
+            `ValueError`: options with which the answerability cannot be reported, if there is a `min_confidence`.
         """
         config, default = options.get("generation_config"), self.model.generation_config
-        if any(options.get(name) or getattr(config or default, name, None) for name in READ_MORE):
+        extra = [name for name in EXTRA_PREFILL_OPTIONS if options.get(name) or getattr(config or default, name, None)]
+        if extra:
             if self._min_confidence is not None:
                 raise ValueError(
-                    f"`min_confidence` cannot be combined with any of {', '.join(READ_MORE)}. Leave out "
-                    "`min_confidence`, or the others."
+                    f"`min_confidence` is {self._min_confidence}, but answerability cannot be computed with "
+                    f"{' and '.join(f'`{name}`' for name in extra)}. Leave out one or the other."
                 )
             self._scores = False
         self._prefill = PrefillOutputs() if self._scores or self._traces else None
@@ -433,7 +452,7 @@ class AnsweringCall:
         ends = options.get("eos_token_id", end_ids)
         if any(self._copied):
             copies = PassageCopyLogitsProcessor(self.processor, self._copied, self._copy_bonus, ends)
-        # It wraps the processor of copies, as it needs the scores without their bonus.
+        # The recorder wraps the copy processor, because it needs the scores without the bonus.
         if self._scores and self.model.config.answer_calibration is not None and _is_greedy(options, config or default):
             copies = self.likelihood = LikelihoodRecorder(copies, ends)
         processors += [] if copies is None else [copies]
@@ -448,8 +467,8 @@ class AnsweringCall:
 
     @property
     def answerability(self) -> torch.Tensor | None:
-        """Answerability of each row, (batch,), known once the prompt is computed: how likely its passages contain the
-        answer, not how likely the answer is right. All beams and samples of a row share it. `None` if it was not
+        """Answerability of each row, (batch,): how likely its passages contain the answer, not how likely the answer is
+        right. All beams and samples of a row share it. `None` before the prompt is computed, or if the head was not
         fitted."""
         logits = self._prefill.answerability_logits if self._scores and self._prefill is not None else None
         if self._answerability is None and logits is not None:
@@ -461,20 +480,20 @@ class AnsweringCall:
         [`PassageCache.read_question`], for an answer that another engine generates."""
         logits = logits.float()
         if self.model.config.answerability_uses_match:
-            asked = zip(self.questions, self.passages, strict=True)
-            logits = self.model.answerability_head.with_match(
-                logits, [maxsim_score(self.processor, *each) for each in asked]
-            )
+            rows = zip(self.questions, self.passages, strict=True)
+            matches = [maxsim_score(self.processor, question, passages) for question, passages in rows]
+            logits = self.model.answerability_head.with_match(logits, matches)
         return torch.sigmoid(logits).cpu()
 
     @property
     def answer_likelihood(self) -> torch.Tensor | None:
         """How likely the answer of each row is right, (batch,), from the likelihood of its tokens so far and the
         answerability. `None` if it was not fitted, for sampled answers and for beam search."""
-        if self.likelihood is None or self.likelihood.counts is None or (sure := self.answerability) is None:
+        if self.likelihood is None or self.likelihood.counts is None or (answerability := self.answerability) is None:
             return None
-        likelihood, odds, offset = self.model.config.answer_calibration
-        return torch.sigmoid(likelihood * self.likelihood.mean.cpu() + odds * torch.logit(sure, eps=1e-6) + offset)
+        scale, weight, offset = self.model.config.answer_calibration
+        odds = torch.logit(answerability, eps=1e-6)
+        return torch.sigmoid(scale * self.likelihood.mean.cpu() + weight * odds + offset)
 
     @property
     def recursion_depth(self) -> torch.LongTensor | None:
@@ -490,11 +509,11 @@ class AnsweringCall:
 
 def _is_greedy(options: dict[str, Any], config) -> bool:
     """Whether `generate` with these options, or its configuration, decodes greedily."""
-    draws, beams = (options.get(name, getattr(config, name, None)) for name in ("do_sample", "num_beams"))
-    return not draws and beams in (None, 1)
+    do_sample, num_beams = (options.get(name, getattr(config, name, None)) for name in ("do_sample", "num_beams"))
+    return not do_sample and num_beams in (None, 1)
 
 
-MAX_NEW_TOKENS = 24  # of greedy answers to questions that have short ones
+MAX_NEW_TOKENS = 24  # of `greedy_answers`, for questions that have short answers
 
 
 @torch.inference_mode()
@@ -507,25 +526,25 @@ def greedy_answers(
     copy_bonus: float | None = None,
     **options: Any,
 ) -> tuple[list[str], list[float | None]]:
-    """Greedy answers to left-padded prompts, and the answerability of each: `None` without slots, or if it was not
-    fitted. `model` may be any causal language model; `options` are those of `generate`."""
+    """Greedy answers to left-padded prompts, and the answerability of each prompt: `None` without slots, or if the head
+    was not fitted. `model` may be any causal language model; `options` are those of `generate`."""
     has_slots = "context_embeds" in inputs
     call = AnsweringCall(model, processor, questions, passages, copy_bonus=copy_bonus, scores=has_slots)
     ids = call.generate(inputs, **{"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, **options})
     texts = processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    sure = [None] * len(texts) if call.answerability is None else call.answerability.tolist()
-    return [text.strip() for text in texts], sure
+    answerability = [None] * len(texts) if call.answerability is None else call.answerability.tolist()
+    return [text.strip() for text in texts], answerability
 
 
-# Embeddings and words of texts, by encoder, and tokens to copy, by tokenizer; `of_texts` has their limits.
+# Caches: embeddings and words of texts, by encoder, and texts to copy, by tokenizer. `of_texts` limits them.
 _VECTORS, _WORDS, _COPIED = WeakKeyDictionary(), WeakKeyDictionary(), WeakKeyDictionary()
 
 
 def clear_text_caches() -> None:
     """Drop cached embeddings and tokens of texts, of all encoders and tokenizers. They are computed again when they
     are needed."""
-    for each in (_VECTORS, _WORDS, _COPIED):
-        each.clear()
+    for cache in (_VECTORS, _WORDS, _COPIED):
+        cache.clear()
 
 
 def search_text(title: str | None, text: str) -> str:
@@ -536,14 +555,17 @@ def search_text(title: str | None, text: str) -> str:
 def _searched(question: str | list[dict], documents: Sequence[str | dict]) -> list[str]:
     """The question (of a chat, the last one) and the texts of the passages."""
     if not isinstance(question, str):
-        question = ["", *(each["content"] or "" for each in with_plain_texts(question) if each["role"] == "user")][-1]
-    return [question, *(search_text(title_of(each), text_of(each, number)) for number, each in enumerate(documents))]
+        messages = [message for message in with_plain_texts(question) if message["role"] == "user"]
+        question = (messages[-1]["content"] or "") if messages else ""
+    texts = [search_text(title_of(passage), text_of(passage, number)) for number, passage in enumerate(documents)]
+    return [question, *texts]
 
 
 def similarities_of(encoder, question: str | list[dict], documents: Sequence[str | dict]) -> list[float]:
     """Cosine of a question (of a chat, the last one) with each passage."""
-    asked, *vectors = of_texts(_VECTORS, encoder.untrained, _searched(question, documents), encoder.untrained.encode)
-    return [float(asked @ vector) for vector in vectors]
+    texts = _searched(question, documents)
+    query, *vectors = of_texts(_VECTORS, encoder.untrained, texts, encoder.untrained.encode)
+    return [float(query @ vector) for vector in vectors]
 
 
 def question_features(encoder, questions: Sequence[str | list[dict]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -556,55 +578,56 @@ def question_features(encoder, questions: Sequence[str | list[dict]]) -> tuple[t
 
 def maxsim_score(processor, question: str | list[dict], documents: Sequence[str | dict]) -> float:
     """Late-interaction (MaxSim) score of passages for a question (of a chat, the last one). Each word of the question,
-    except stop words, gets its highest cosine with a word of the passages; the score is the mean. NaN if question or
-    passages have no such word."""
-    asked, *texts = _searched(question, documents)
-    texts = [text for text, own in zip(texts, documents, strict=True) if text_of(own, 0).strip()]
+    except stop words unless there are no others, gets its highest cosine with a word of the passages; the score is the
+    mean. NaN if the question or the passages have no words."""
+    query, *texts = _searched(question, documents)
+    texts = [text for text, passage in zip(texts, documents, strict=True) if text_of(passage, 0).strip()]
     encoder = processor.encoder.untrained
     pieces = [piece for text in texts for piece in encoder.pieces(text)]
-    (words, states), *others = of_texts(_WORDS, encoder, [asked, *pieces], encoder.encode_words, most=256)
-    nearest = [(states.float() @ own.float().T).amax(dim=1) for _, own in others if len(own)]  # each (words,)
+    (words, states), *others = of_texts(_WORDS, encoder, [query, *pieces], encoder.encode_words, most=256)
+    nearest = [(states.float() @ piece.float().T).amax(dim=1) for _, piece in others if len(piece)]  # each (words,)
     if not words or not nearest:
         return math.nan
     words, common = [word.strip().lower() for word in words], stop_words(processor.spacy_model)
     highest = torch.stack(nearest).amax(dim=0)  # (words,)
-    says = [any(map(str.isalnum, word)) and word not in common for word in words]
-    says = torch.tensor(says, device=highest.device)  # (words,)
-    return float((highest[says] if says.any() else highest).mean())
+    is_counted = [any(map(str.isalnum, word)) and word not in common for word in words]
+    is_counted = torch.tensor(is_counted, device=highest.device)  # (words,)
+    return float((highest[is_counted] if is_counted.any() else highest).mean())
 
 
 def of_texts(
-    kept: WeakKeyDictionary, owner: Any, texts: Sequence[str], compute: Callable[[list[str]], Any], most: int = 2048
+    cache: WeakKeyDictionary, owner: Any, texts: Sequence[str], compute: Callable[[list[str]], Any], most: int = 2048
 ) -> list:
     """Map `compute` over texts; cache the last `most` results per `owner`, of texts up to 10,000 characters."""
-    found = kept.get(owner, {})
-    if missing := [text for text in dict.fromkeys(texts) if text not in found]:
+    results = cache.get(owner, {})
+    if missing := [text for text in dict.fromkeys(texts) if text not in results]:
         new = dict(zip(missing, compute(missing), strict=True))
-        short = {text: each for text, each in new.items() if len(text) <= 10_000}
-        kept[owner] = dict([*(found | short).items()][-most:])  # a new dict: other threads may read the old one
-        found = found | new
-    return [found[text] for text in texts]
+        short = {text: result for text, result in new.items() if len(text) <= 10_000}
+        cache[owner] = dict([*(results | short).items()][-most:])  # a new dict: other threads may read the old one
+        results = results | new
+    return [results[text] for text in texts]
 
 
 class PassageCopyLogitsProcessor(LogitsProcessor):
     """Bias decoding towards the words of the passages, in one call of `generate`.
 
-    Beyond the paper: slots preserve meaning better than spelling, and the text is available when a question is asked.
-    As long as the answer is a span of it that begins at a word, `bonus` is added to the scores of tokens that continue
-    the span and, where a word ends, of those that end the answer. The input of the model does not change.
+    Beyond the paper: slots preserve meaning better than spelling, and the text of the passages is available when a
+    question is asked. As long as the answer is a span of this text that begins at a word, `bonus` is added to the
+    scores of tokens that continue the span and, where a word ends, of those that end the answer. The input of the model
+    does not change.
 
     Args:
         processor ([`ArcAlignerProcessor`]): Of the aligner.
         documents (`list[list]`): For each row of the batch, its passages; a copy is a span of one of them.
-        bonus (`float` or `list`): In log-odds, of all rows or of each; `None` is the processor's `copy_bonus`.
+        bonus (`float` or `list`): In log-odds, for all rows or for each; `None` is the processor's `copy_bonus`.
         end_ids (`int` or `list[int]`, *optional*): Tokens that end an answer.
     """
 
     def __init__(self, processor, documents: list[list], bonus: float | list | None, end_ids: int | list | None):
-        given = bonus if isinstance(bonus, list) else [bonus] * len(documents)
-        self.bonus = [processor.copy_bonus if each is None else each for each in given]
-        copied = (each if own else [] for each, own in zip(documents, self.bonus, strict=True))
-        self.texts = [copied_texts(processor.tokenizer, each, processor.no_answer) for each in copied]
+        bonuses = bonus if isinstance(bonus, list) else [bonus] * len(documents)
+        self.bonus = [processor.copy_bonus if bonus is None else bonus for bonus in bonuses]
+        copied = (passages if bonus else [] for passages, bonus in zip(documents, self.bonus, strict=True))
+        self.texts = [copied_texts(processor.tokenizer, passages, processor.no_answer) for passages in copied]
         self.end_ids = set() if end_ids is None else set(torch.as_tensor(end_ids, device="cpu").reshape(-1).tolist())
         self.prompt_length: int | None = None
 
@@ -613,15 +636,15 @@ class PassageCopyLogitsProcessor(LogitsProcessor):
             self.prompt_length = input_ids.shape[1]
         if not any(self.texts):
             return scores
-        scores, num_each = scores.clone(), len(input_ids) // len(self.texts)  # (batch * beams or samples, vocab_size)
+        scores, repeats = scores.clone(), len(input_ids) // len(self.texts)  # (batch * beams or samples, vocab_size)
         for row, written in enumerate(input_ids[:, self.prompt_length :].tolist()):
-            ids = copied_next(self.texts[row // num_each], written, self.end_ids)
-            scores[row, ids] += self.bonus[row // num_each]
+            ids = copied_next(self.texts[row // repeats], written, self.end_ids)
+            scores[row, ids] += self.bonus[row // repeats]
         return scores.log_softmax(dim=-1)  # else each token of a copy would add its bonus to the sum of a beam
 
 
 class LikelihoodRecorder(LogitsProcessor):
-    """Record how likely the model finds the chosen tokens, in one greedy call of `generate`.
+    """Record the log-likelihood of the selected tokens, in one greedy call of `generate`.
 
     Args:
         inner (`LogitsProcessor`, *optional*): The processor that biases the choice of tokens. Its bonus is not counted,
@@ -635,17 +658,17 @@ class LikelihoodRecorder(LogitsProcessor):
         self.sums = self.counts = self.is_done = None  # each (batch,)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        own = scores.float()  # (batch, vocab_size)
+        unbiased = scores.float()  # (batch, vocab_size)
         scores = scores if self.inner is None else self.inner(input_ids, scores)
-        taken = scores.argmax(dim=1)  # (batch,)
-        found = own.gather(1, taken[:, None])[:, 0] - own.logsumexp(dim=1)  # (batch,)
+        tokens = scores.argmax(dim=1)  # (batch,)
+        likelihood = unbiased.gather(1, tokens[:, None])[:, 0] - unbiased.logsumexp(dim=1)  # (batch,)
         if self.counts is None:
-            self.sums, self.counts = torch.zeros_like(found), torch.zeros_like(found)
-            self.is_done = torch.zeros_like(taken, dtype=torch.bool)
-        self.sums = self.sums + found.masked_fill(self.is_done, 0.0)
+            self.sums, self.counts = torch.zeros_like(likelihood), torch.zeros_like(likelihood)
+            self.is_done = torch.zeros_like(tokens, dtype=torch.bool)
+        self.sums = self.sums + likelihood.masked_fill(self.is_done, 0.0)
         self.counts = self.counts + ~self.is_done
         if self.end_ids is not None:
-            self.is_done = self.is_done | torch.isin(taken, self.end_ids.to(taken.device))
+            self.is_done = self.is_done | torch.isin(tokens, self.end_ids.to(tokens.device))
         return scores
 
     @property
@@ -658,7 +681,7 @@ _WORD_START = re.compile(r"(?<![^\W_])[^\W_]|(?<!\S)\S")
 
 _WORD = re.compile(r"\S{1,40}")  # the first characters of a word, which are compared
 
-# Answers that count as copied: else a "no" of the text would win where the answer is "yes".
+# Answers that get the bonus without being in the text: else a "no" in the text would win where the answer is "yes".
 YES_NO = ("yes", "no", "Yes", "No")
 
 
@@ -667,29 +690,32 @@ class CopiedText(NamedTuple):
 
     ids: list[int]
     ends_word: list[bool]  # whether a word ends with the token
-    # For each word, by its first id: its ids without a space before it, as at the beginning of an answer; whether a
-    # word ends with each; and where the text's own `ids` continue.
+    # The words, by their first id. For each word its ids without a space before it, as at the beginning of an answer;
+    # for each of these ids whether a word ends with it; and the place in `ids` of the token after the word.
     words: dict[int, list[tuple[list[int], list[bool], int]]]
 
     def follow(self, written: list[int]) -> tuple[set[int], bool]:
         """Ids that follow `written` wherever it occurs in the text, and whether a word ends there."""
-        found, is_end, length = set(), False, len(written)
-        for own, own_ends, after in self.words.get(written[0], ()):
-            place = after + max(0, length - len(own))
-            if own[:length] + self.ids[after:place] == written:
-                found.update(own[length : length + 1] or self.ids[place : place + 1])
-                is_end |= self.ends_word[place - 1] if place > after else own_ends[length - 1]
-        return found, is_end
+        following, is_end, length = set(), False, len(written)
+        for first, first_ends, after in self.words.get(written[0], ()):
+            place = after + max(0, length - len(first))
+            if first[:length] + self.ids[after:place] == written:
+                following.update(first[length : length + 1] or self.ids[place : place + 1])
+                is_end |= self.ends_word[place - 1] if place > after else first_ends[length - 1]
+        return following, is_end
 
 
 def copied_texts(tokenizer, documents: Sequence[str | dict], no_answer: str | None = None) -> list[CopiedText]:
     """The texts that an answer may copy from documents, titles included; `YES_NO` and `no_answer` are copied whole."""
-    read = [(text_of(document, number), title_of(document)) for number, document in enumerate(documents)]
-    texts = [each for text, title in read if text.strip() for each in (text, title) if each]
-    found = of_texts(_COPIED, tokenizer, texts, lambda missing: [_copied(tokenizer, text) for text in missing])
-    others = [each for each in (*YES_NO, no_answer) if each] if texts else []
+    texts = []
+    for number, document in enumerate(documents):
+        text, title = text_of(document, number), title_of(document)
+        if text.strip():
+            texts += [text, title] if title else [text]
+    copied = of_texts(_COPIED, tokenizer, texts, lambda missing: [_copied(tokenizer, text) for text in missing])
+    others = [text for text in (*YES_NO, no_answer) if text] if texts else []
     whole = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in others]
-    return found + [CopiedText([], [], {ids[0]: [(ids, [*[False] * (len(ids) - 1), True], 0)]}) for ids in whole]
+    return copied + [CopiedText([], [], {ids[0]: [(ids, [*[False] * (len(ids) - 1), True], 0)]}) for ids in whole]
 
 
 def _copied(tokenizer, text: str) -> CopiedText:
@@ -701,16 +727,17 @@ def _copied(tokenizer, text: str) -> CopiedText:
 
     ((ids, ends),) = tokenize_with_ends(tokenizer, [text])
     copied = CopiedText(ids, ends_word(ends), {})
-    starts = [found.start() for found in _WORD_START.finditer(text)]
+    starts = [match.start() for match in _WORD_START.finditer(text)]
     words = [_WORD.match(text, start)[0] for start in starts] or [""]  # no tokenizer takes an empty batch
-    read = tokenizer(words, add_special_tokens=False, return_offsets_mapping=True)
+    tokenized = tokenizer(words, add_special_tokens=False, return_offsets_mapping=True)
     special = control_token_ids(tokenizer)
-    for start, word, own, offsets in zip(starts, words, read["input_ids"], read["offset_mapping"], strict=False):
-        if own and not special.intersection(own):
+    rows = zip(starts, words, tokenized["input_ids"], tokenized["offset_mapping"], strict=False)  # starts may be empty
+    for start, word, word_ids, offsets in rows:
+        if word_ids and not special.intersection(word_ids):
             after = bisect.bisect_right(ends, start + len(word))
             is_start = after and ends[after - 1] == start + len(word)  # else a token crosses the end of the word
-            own_ends = ends_word([start + end for _, end in offsets])
-            copied.words.setdefault(own[0], []).append((own, own_ends, after if is_start else len(ids)))
+            word_ends = ends_word([start + end for _, end in offsets])
+            copied.words.setdefault(word_ids[0], []).append((word_ids, word_ends, after if is_start else len(ids)))
     return copied
 
 
@@ -719,5 +746,5 @@ def copied_next(texts: Sequence[CopiedText], written: list[int], end_ids: Set[in
     word, those that end the answer."""
     if not written:
         return sorted({first for text in texts for first in text.words})
-    found = [text.follow(written) for text in texts]
-    return sorted(set().union(*(ids for ids, _ in found), end_ids if any(is_end for _, is_end in found) else ()))
+    follows = [text.follow(written) for text in texts]
+    return sorted(set().union(*(ids for ids, _ in follows), end_ids if any(is_end for _, is_end in follows) else ()))

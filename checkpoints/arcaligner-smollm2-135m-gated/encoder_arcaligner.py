@@ -1,5 +1,5 @@
-"""Passages to slots: the sentence encoder encodes each segment once, to one embedding or, with `tokens_per_slot`, one
-for each span of its tokens.
+"""Passages to slots: the sentence encoder encodes each segment once, to one embedding or, with `tokens_per_slot`, to
+one for each span of the segment's tokens.
 
     documents -> segments (`segmentation_arcaligner.py`) -> tokens -> context_embeds, context_word_ids
 """
@@ -45,11 +45,11 @@ from .tokenization_arcaligner import given_text, text_of
 
 logger = logging.get_logger(__name__)
 
-# Tokens, padding included, of one call of the encoder, on the CPU and elsewhere. A CPU wants activations that fit its
-# cache; any other device waits for the host unless a call is large.
+# Tokens, padding included, of one call of the encoder, on the CPU and on other devices. A CPU is fast while activations
+# fit into its cache; any other device waits for the host unless a call is large.
 CPU_TOKENS, DEVICE_TOKENS = 1024, 32_768
 
-# Tokens of padding that cost a CPU about as much as another call of the encoder: 7 ms of MiniLM on one core.
+# Tokens of padding that take a CPU about as long as a further call of the encoder: 7 ms, MiniLM on one core.
 CPU_PADDING = 32
 
 DTYPES = ("float32", "bfloat16", "auto")
@@ -81,32 +81,33 @@ def _read_tokenizer(name_or_path: str):
     return tokenizer
 
 
-# Files of an encoder that name classes, which sentence-transformers imports.
+# Files of an encoder that name the classes which sentence-transformers imports.
 _FILES_WITH_CLASSES = ("modules.json", "**/router_config.json", "**/wordembedding_config.json")
 
 _CLASS_KEYS = ("type", "types", "tokenizer_class")
 
 
 def _check_encoder_classes(folder: Path) -> None:
-    """Raises `ValueError` for an encoder that names a class of another package: before version 6,
-    sentence-transformers runs the Python files of a folder."""
+    """Raise `ValueError` for an encoder that names a class outside of sentence-transformers, which before version 6
+    runs the Python files of a folder."""
     for path in sorted(path for pattern in _FILES_WITH_CLASSES for path in folder.glob(pattern)):
         parts = json.loads(path.read_text(encoding="utf-8"))
         for part in parts if isinstance(parts, list) else [parts]:
-            named = [part.get(key) for key in _CLASS_KEYS] if isinstance(part, dict) else [part]
-            for name in chain.from_iterable(each.values() if isinstance(each, dict) else [each] for each in named):
+            classes = [part.get(key) for key in _CLASS_KEYS] if isinstance(part, dict) else [part]
+            names = (entry.values() if isinstance(entry, dict) else [entry] for entry in classes)
+            for name in chain.from_iterable(names):
                 if name is not None and not str(name).startswith("sentence_transformers."):
                     raise ValueError(
-                        f"{path} names the class {name!r}; expected one of sentence_transformers, because an encoder's "
-                        "own code is never run. Choose an encoder without custom code."
+                        f"{path} names the class {name!r}; expected one of sentence_transformers, because the code of "
+                        "an encoder is never run. Use an encoder without custom code."
                     )
 
 
 class SentenceEncoder:
     """The sentence encoder, loaded on first use. Shared, not copied, when a processor is copied or saved.
 
-    `folder`, with PEFT's files of LoRA weights that were trained with the aligner, is added to the
-    encoder `name_or_path`. `dtype` is one of `DTYPES`; `"auto"` is decided on loading.
+    `name_or_path` is the base encoder. `folder` has PEFT's files of a LoRA that was trained with the aligner, which is
+    added to the base encoder. `dtype` is one of `DTYPES`; `"auto"` is decided when the encoder is loaded.
     """
 
     def __init__(self, name_or_path: str, folder: str | None = None, dtype: str = "float32"):
@@ -121,7 +122,7 @@ class SentenceEncoder:
         """The encoder that was trained with the aligner in the folder `checkpoint`.
 
         Raises:
-            `ValueError`: a checkpoint that has none, or only a part of it.
+            `ValueError`: a checkpoint without this encoder, or with only a part of it.
         """
         folder = Path(checkpoint, ENCODER_FOLDER)
         for name in ("adapter_config.json", SAFETENSORS_WEIGHTS_NAME):
@@ -136,7 +137,7 @@ class SentenceEncoder:
         return self
 
     def __getstate__(self):
-        # Another process reads weights and tokenizer itself: it may be a fork, in which torch cannot compute.
+        # Another process loads weights and tokenizer itself: it may be a fork, in which torch cannot compute.
         return self.__dict__ | dict.fromkeys(("_model", "_tokenizer", "_untrained"))
 
     @property
@@ -151,7 +152,7 @@ class SentenceEncoder:
 
     def _load(self):
         """Load the encoder with its LoRA merged, in the dtype that it computes in."""
-        library, folder = importlib.import_module("sentence_transformers"), self._find()  # here, as it takes seconds
+        library, folder = importlib.import_module("sentence_transformers"), self._find()  # here: it takes seconds
         _check_encoder_classes(folder)
         model = library.SentenceTransformer(str(folder), device=self.device, model_kwargs={"use_safetensors": True})
         if self.folder is not None:
@@ -170,8 +171,8 @@ class SentenceEncoder:
 
     @property
     def tokenizer(self):
-        """The encoder's tokenizer, loaded without the weights; `model_max_length` is the encoder's limit in tokens. Not
-        the one of `model`: whether texts are cut is a state of a tokenizer, and other threads cut theirs meanwhile."""
+        """The encoder's tokenizer, loaded without the weights; `model_max_length` is the encoder's limit in tokens. It
+        is not the tokenizer of `model`: a tokenizer's truncation is a state, which other threads may set meanwhile."""
         with LOADING:
             if self._tokenizer is None and self._model is None:
                 with contextlib.suppress(OSError, ValueError):
@@ -182,8 +183,8 @@ class SentenceEncoder:
 
     @property
     def untrained(self) -> "SentenceEncoder":
-        """The encoder without its trained LoRA, for search: a trained one represents what a text says, not which
-        questions it answers."""
+        """The base encoder, for search. With its trained LoRA, an encoder represents what a text says, not which
+        questions the text answers."""
         if self.folder is None:
             return self
         with LOADING:
@@ -197,10 +198,10 @@ class SentenceEncoder:
         return _lora_weights(self.model)
 
     def add_trainable_lora(self, lora_r: int) -> list[torch.nn.Parameter]:
-        """Adds LoRA of rank `lora_r`, unless the encoder has it, and returns the LoRA weights, ready to be trained.
+        """Add a LoRA of rank `lora_r`, unless the encoder has it. Return the LoRA weights, ready to be trained.
 
         Raises:
-            `ValueError`: LoRA of a different rank.
+            `ValueError`: an encoder with a LoRA of another rank.
         """
         if self.dtype != "float32":  # merged weights are rounded, so unmerging would not restore them
             self.dtype, self._model = "float32", None
@@ -213,10 +214,10 @@ class SentenceEncoder:
         for layer in _lora_layers(self.model):
             if layer.merged:
                 layer.unmerge()
-            if (found := layer.r["default"]) != lora_r:
+            if (rank := layer.r["default"]) != lora_r:
                 raise ValueError(
-                    f"`encoder_lora_r` is {lora_r}, but the encoder already has a LoRA of rank {found}. Set it to "
-                    f"{found}."
+                    f"`encoder_lora_r` is {lora_r}, but the encoder already has a LoRA of rank {rank}. Set "
+                    f"`encoder_lora_r` to {rank}."
                 )
             layer.cast_input_dtype_enabled = False  # autocast does it, and does not cast all of the input
         self.model.requires_grad_(False)
@@ -226,26 +227,26 @@ class SentenceEncoder:
         return weights
 
     def cast(self, dtype: torch.dtype, lora_dtype: torch.dtype = torch.float32) -> None:
-        """Casts the encoder to `dtype` and its LoRA to `lora_dtype`: in bfloat16 small updates would be lost."""
+        """Cast the encoder to `dtype` and its LoRA to `lora_dtype`. In bfloat16, small updates of a LoRA are lost."""
         _cast(self.model, dtype, lora_dtype)
 
     def save(self, folder: Path) -> None:
-        """Writes the encoder's LoRA as PEFT does; it is added to the base encoder when it is read."""
+        """Write the encoder's LoRA as PEFT does. It is added to the base encoder when it is loaded."""
         save_encoder_lora(self.model, self.name_or_path, folder)
 
     def num_reads(self, text: str) -> int:
-        """Roughly how many parts `text` must be cut into for the encoder to read all of it; 1 if it fits."""
+        """Roughly how many parts `text` must be cut into so that the encoder encodes all of it; 1 if it fits."""
         limit = self.tokenizer.model_max_length
         if limit is None or 2 * len(text) < limit:
             return 1
-        # No tokenizer joins so many characters. A longer text is cut first, so that it is tokenized twice at most.
+        # No token has so many characters on average. A longer text is cut first, so that it is tokenized twice at most.
         longest = 16 * limit
         if len(text) > longest:
             return max(2, len(text) // longest)
         return -(-len(self.tokenizer(text, truncation=False, verbose=False)["input_ids"]) // limit)
 
     def pieces(self, text: str) -> list[str]:
-        """Parts of `text` that the encoder reads whole, one if it fits."""
+        """Parts of `text` that fit into the encoder; one if `text` does."""
         return [text[start:end] for start, end in fitting_pieces(text, 0, len(text), self.num_reads)]
 
     @torch.no_grad()
@@ -314,29 +315,29 @@ class SentenceEncoder:
             return []
         tokenizer = self.text_tokenizer
         ids, lengths, offsets = tokenizer.read(texts)
-        # Not of the encoder's prompt; each is a slot of its own.
+        # Without those of the encoder's prompt. Each token is a slot by itself.
         tokens = ((offsets[:, 1] > offsets[:, 0]) & (offsets[:, 0] >= 0)).nonzero()[0]
         states = self.encode_inputs(tokenizer.batched(ids, lengths, tokens, np.arange(len(tokens)), len(tokens)))
         counts = np.bincount(np.repeat(np.arange(len(texts)), lengths)[tokens], minlength=len(texts))  # (num_texts,)
         places = np.split(offsets[tokens], counts.cumsum()[:-1])
         states = states.half().cpu().split(counts.tolist())
-        words = [[text[start:end] for start, end in own] for text, own in zip(texts, places, strict=True)]
+        words = [[text[start:end] for start, end in spans] for text, spans in zip(texts, places, strict=True)]
         return list(zip(words, states, strict=True))
 
 
 @dataclass(frozen=True)
 class EncoderInputs:
     """Tokenized texts in batches of similar length, and which slots they become. All tensors are flat, so that little
-    is moved to a device; numbers that the host needs are not among them.
+    is moved to a device. Numbers that the host needs are not tensors.
 
     Args:
         input_ids (`torch.LongTensor` of shape `(num_tokens,)`): Batches (texts, longest), one after the other.
-        lengths (`torch.LongTensor` of shape `(num_texts,)`): Tokens of each text, padding not counted.
-        tokens (`torch.LongTensor` of shape `(num_reads,)`): Places of the averaged tokens in a batch, or of texts in
-            it, batch after batch.
-        slots (`torch.LongTensor` of shape `(num_reads,)`): The slot of each, which is the mean of its tokens.
+        lengths (`torch.LongTensor` of shape `(num_texts,)`): The number of tokens of each text, padding not counted.
+        tokens (`torch.LongTensor` of shape `(num_reads,)`): Places in their batch of the tokens, or whole texts, that
+            are averaged, batch after batch.
+        slots (`torch.LongTensor` of shape `(num_reads,)`): For each of `tokens` the slot that it is averaged into.
         batches (`tuple`): For each batch the number of texts, the tokens of the longest one and the number of `tokens`.
-        num_slots (`int`): Their number.
+        num_slots (`int`): The number of slots.
         of_tokens (`bool`): Whether `tokens` are tokens; else they are texts, which pass all modules of the encoder.
     """
 
@@ -367,14 +368,14 @@ class EncoderInputs:
 
 @dataclass(frozen=True)
 class EncoderTokenizer:
-    """Makes the inputs of an encoder; has no weights, and can be sent to another process.
+    """Makes the inputs of an encoder. It has no weights, and can be sent to another process.
 
     Args:
         tokenizer (`PreTrainedTokenizerFast`): The encoder's.
-        prompt (`str`): Put before each text.
+        prompt (`str`): A text that is put before each text.
         limit (`int`, *optional*): The number of tokens after which a text is cut.
         batch_tokens (`int`): The maximum number of tokens, padding included, of a batch of several texts.
-        batch_padding (`int`, *optional*): The maximum number of these that are padding.
+        batch_padding (`int`, *optional*): The maximum number of tokens of a batch that are padding.
     """
 
     tokenizer: Any
@@ -399,17 +400,17 @@ class EncoderTokenizer:
         each token (num_tokens, 2). Characters are below 0 in the prompt, and equal for a token without characters."""
         options = {"truncation": self.limit is not None, "max_length": self.limit, "return_offsets_mapping": True}
         options |= {"return_attention_mask": False, "return_token_type_ids": False}
-        read = self.tokenizer([self.prompt + text for text in texts], **options)
-        lengths = np.fromiter(map(len, read["input_ids"]), np.int64, len(texts))
-        ids = np.fromiter(chain.from_iterable(read["input_ids"]), np.int64, lengths.sum())
-        places = chain.from_iterable(chain.from_iterable(read["offset_mapping"]))
+        rows = self.tokenizer([self.prompt + text for text in texts], **options)
+        lengths = np.fromiter(map(len, rows["input_ids"]), np.int64, len(texts))
+        ids = np.fromiter(chain.from_iterable(rows["input_ids"]), np.int64, lengths.sum())
+        places = chain.from_iterable(chain.from_iterable(rows["offset_mapping"]))
         return ids, lengths, np.fromiter(places, np.int64, 2 * len(ids)).reshape(-1, 2) - len(self.prompt)
 
     def batched(
         self, ids: np.ndarray, lengths: np.ndarray, tokens: np.ndarray | None, slots: np.ndarray, num_slots: int
     ) -> EncoderInputs:
-        """Batch texts from `read` by similar length. `tokens` are the numbers of the tokens that become `slots`; with
-        `None` each whole text becomes one."""
+        """Make batches of texts of similar length from the result of `read`. `tokens` are the numbers of the tokens
+        that become `slots`; with `None` each whole text becomes a slot."""
         order = np.argsort(lengths, kind="stable")  # (num_texts,), the shortest first
         sizes = self._batch_sizes(lengths[order])
         longest = lengths[order][np.cumsum(sizes) - 1]  # (batches,)
@@ -441,7 +442,7 @@ class EncoderTokenizer:
         )
 
     def _batch_sizes(self, lengths: np.ndarray) -> np.ndarray:
-        """How many texts, of ascending `lengths`, each batch has."""
+        """The number of texts in each batch, for texts of ascending `lengths`."""
         sizes, num_tokens = [0], 0
         for length in lengths.tolist():
             padded = (sizes[-1] + 1) * length
@@ -461,20 +462,20 @@ def _span_tokens(
     """For each span of a text, the tokens to average.
 
     Args:
-        offsets (`np.ndarray` of shape `(num_tokens, 2)`): The characters of all texts' tokens.
-        lengths (`np.ndarray` of shape `(num_texts,)`): Tokens of each text.
+        offsets (`np.ndarray` of shape `(num_tokens, 2)`): The first and end character of each token of all texts.
+        lengths (`np.ndarray` of shape `(num_texts,)`): The number of tokens of each text.
         starts (`np.ndarray` of shape `(num_texts,)`): Where the first span of each text begins.
-        ends (`np.ndarray` of shape `(num_spans,)`): Where spans end, text after text, ascending in each.
-        counts (`np.ndarray` of shape `(num_texts,)`): Spans of each text.
+        ends (`np.ndarray` of shape `(num_spans,)`): Where spans end, text after text, ascending in each text.
+        counts (`np.ndarray` of shape `(num_texts,)`): The number of spans of each text.
 
     Returns:
-        Two arrays (num_reads,): tokens, and the span of each, which contains the middle of the token. A span without a
-        token, because it lies inside of one or beyond the encoder's limit, gets the nearest one.
+        Two arrays (num_reads,): tokens, and for each of them the span that contains its middle. A span without a token,
+        because it lies inside of a token or beyond the encoder's limit, gets the nearest one.
     """
-    text_of_token, text_of_span = (np.repeat(np.arange(len(lengths)), each) for each in (lengths, counts))
-    middles = offsets.sum(axis=1)  # doubled, so that they are whole; decides which span a token across two belongs to
+    text_of_token, text_of_span = (np.repeat(np.arange(len(lengths)), sizes) for sizes in (lengths, counts))
+    middles = offsets.sum(axis=1)  # of tokens, doubled, so that they are whole numbers
     tokens = ((offsets[:, 1] > offsets[:, 0]) & (middles > 2 * starts[text_of_token])).nonzero()[0]
-    # One search for all texts: those of a text are `width` above those of the text before it.
+    # One search for all texts: the places in a text are `width` above those in the text before it.
     width = 1 + max(middles.max(initial=0), 2 * ends.max(initial=0))
     wanted = text_of_token[tokens] * width + middles[tokens]
     last_spans = (np.cumsum(counts) - 1)[text_of_token[tokens]]
@@ -499,7 +500,7 @@ class GivenSlots(NamedTuple):
 
 
 def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
-    """Stacks word ids of rows, each (num_slots, max_words), to (batch, max_slots, max_words), padded with -1."""
+    """Stack word ids of rows, each (num_slots, max_words), to (batch, max_slots, max_words), padded with -1."""
     sizes = [max(row.shape[axis] for row in rows) for axis in (0, 1)]
     padded = torch.full((len(rows), *sizes), -1, device=rows[0].device)
     for number, row in enumerate(rows):
@@ -514,16 +515,15 @@ def pad_slots(rows: Sequence) -> dict[str, torch.Tensor]:
     if not any(len(row.context_embeds) for row in rows):
         return {}
     slots = {"context_embeds": pad_sequence([row.context_embeds for row in rows], batch_first=True)}
-    words, numbers = [row.context_word_ids for row in rows], [row.context_passage_ids for row in rows]
-    place = {"device": slots["context_embeds"].device}
-    if any(own is not None for own in words):
-        slots["context_word_ids"] = pad_words(
-            [torch.full((0, 1), -1, **place) if own is None else own for own in words]
-        )
-    if any(own is not None for own in numbers):
-        none = torch.full((0,), -1, **place)
-        numbers = [none if own is None else own for own in numbers]
-        slots["context_passage_ids"] = pad_sequence(numbers, batch_first=True, padding_value=-1)
+    words, passages = [row.context_word_ids for row in rows], [row.context_passage_ids for row in rows]
+    device = slots["context_embeds"].device
+    if any(ids is not None for ids in words):
+        no_words = torch.full((0, 1), -1, device=device)
+        slots["context_word_ids"] = pad_words([no_words if ids is None else ids for ids in words])
+    if any(ids is not None for ids in passages):
+        no_passages = torch.full((0,), -1, device=device)
+        passages = [no_passages if ids is None else ids for ids in passages]
+        slots["context_passage_ids"] = pad_sequence(passages, batch_first=True, padding_value=-1)
     return slots
 
 
@@ -532,7 +532,7 @@ def documents_of(row, name: str) -> list:
     if isinstance(row, str | dict):
         return [row]
     try:
-        if isinstance(row, Mapping | Set):  # whose texts have other names, or no order
+        if isinstance(row, Mapping | Set):  # neither is a list of passages: a mapping has names, a set has no order
             raise TypeError
         return list(row)
     except TypeError as error:
@@ -547,8 +547,10 @@ def _ids_of(values, name: str) -> torch.LongTensor:
     """Ids of words or numbers of passages. A float is refused, because it may have been rounded."""
     tensor = _dense_tensor_of(values, name)
     ids = tensor.long()
-    if tensor.dtype == torch.bool or tensor.is_floating_point() or (ids < -1).any():
-        raise ValueError(f"{name} is {tensor.dtype}; expected whole numbers of -1 or more. Pass them as int64.")
+    if tensor.dtype == torch.bool or tensor.is_floating_point():
+        raise ValueError(f"{name} is {tensor.dtype}; expected whole numbers. Pass them as int64.")
+    if (ids < -1).any():
+        raise ValueError(f"{name} has the value {ids.min().item()}; expected ids from 0, or -1 for padding.")
     return ids
 
 
@@ -561,33 +563,35 @@ def _dense_tensor_of(values, name: str) -> torch.Tensor:
             f"{name} is of type {type(values).__name__}; expected a tensor of numbers ({error})."
         ) from error
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
-        raise ValueError(f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}; expected a dense tensor.")
+        raise ValueError(
+            f"{name} is a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}; expected a dense tensor of "
+            "real numbers."
+        )
     return tensor
 
 
-def _rows_of(read: Callable, given, name: str, is_single: bool, num_rows: int) -> list:
-    """An entry of `given` for each of `num_rows` questions, converted by `read`."""
+def _rows_of(convert: Callable, entries, name: str, is_single: bool, num_rows: int) -> list:
+    """The entry of each of `num_rows` questions, converted by `convert`."""
     try:
-        rows = [given] if is_single or isinstance(given, str | dict) else list(given)
+        rows = [entries] if is_single or isinstance(entries, str | dict) else list(entries)
     except TypeError:  # a number, or a tensor without dimensions
         rows = []
     if len(rows) != num_rows:
-        raise ValueError(f"Got {num_rows} questions but {len(rows)} entries of {name}; each question needs its own.")
-    return [read(row, f"{name} of row {number}") for number, row in enumerate(rows)]
+        raise ValueError(f"Got {num_rows} questions but {len(rows)} entries of {name}; expected one for each question.")
+    return [convert(row, f"{name} of row {number}") for number, row in enumerate(rows)]
 
 
 def passages_of_questions(
     documents, context_embeds, context_word_ids, context_passage_ids, is_single: bool, num_rows: int, has_words: bool
 ) -> list[list] | list[GivenSlots]:
-    """For each of `num_rows` questions, its documents or its precomputed slots, which need words if the aligner
-    `has_words`.
+    """For each of `num_rows` questions, its documents or its precomputed slots, which need word ids if `has_words`.
 
     Raises:
-        `ValueError`: both or neither, values of a different kind, or not one entry for each question.
+        `ValueError`: both or neither, values of a wrong kind, or not one entry for each question.
     """
     if (documents is None) == (context_embeds is None):
-        found = "neither `documents` nor" if documents is None else "both `documents` and"
-        raise ValueError(f"Got {found} `context_embeds`; pass exactly one.")
+        what = "neither `documents` nor" if documents is None else "both `documents` and"
+        raise ValueError(f"Got {what} `context_embeds`; expected one of them. Pass exactly one.")
     if context_embeds is None:
         return _rows_of(documents_of, documents, "`documents`", is_single, num_rows)
     embeds = _rows_of(_embeds_of, context_embeds, "`context_embeds`", is_single, num_rows)
@@ -601,32 +605,34 @@ def passages_of_questions(
         )
     if context_passage_ids is not None:
         passage_ids = _rows_of(_ids_of, context_passage_ids, "`context_passage_ids`", is_single, num_rows)
-    return [GivenSlots(*given) for given in zip(embeds, words, passage_ids, strict=True)]
+    return list(map(GivenSlots, embeds, words, passage_ids))
 
 
 def single_passages(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
     """Single passages of a question, by their numbers. Passages without text are left out, unless none has text."""
     if not isinstance(passages, GivenSlots):
-        return {number: [each] for number, each in enumerate(passages) if text_of(each, number).strip()} or {0: []}
+        numbered = enumerate(passages)
+        return {number: [passage] for number, passage in numbered if text_of(passage, number).strip()} or {0: []}
     embeds, words, ids = passages
     if ids is None:
         return {0: passages}
-    numbers, sizes = (each.tolist() for each in ids.unique_consecutive(return_counts=True))
-    # Each as wide as its own longest slot, so that a passage has the same digest next to any other.
-    words = [None] * len(sizes) if words is None else [own[:, (own >= 0).any(dim=0)] for own in words.split(sizes)]
+    numbers, sizes = (tensor.tolist() for tensor in ids.unique_consecutive(return_counts=True))
     if len(set(numbers)) < len(numbers):
         raise ValueError(
             f"`context_passage_ids` has a passage in two separate spans ({numbers}); expected the slots of a passage "
-            "to be adjacent."
+            "to be adjacent. Sort the slots by passage."
         )
-    apart = map(GivenSlots, embeds.split(sizes), words)
-    return dict(zip(numbers, apart, strict=True))
+    # Words of a passage are as wide as its longest slot, so that its digest does not depend on other passages.
+    passage_words = [None] * len(sizes) if words is None else list(words.split(sizes))
+    passage_words = [ids if ids is None else ids[:, (ids >= 0).any(dim=0)] for ids in passage_words]
+    return dict(zip(numbers, map(GivenSlots, embeds.split(sizes), passage_words), strict=True))
 
 
 @functools.cache
 def fastest_dtype(device_type: str) -> torch.dtype:
     """The dtype of `"auto"` for an encoder and in a recipe: bfloat16 if the machine multiplies matrices of a small
-    model at least 1.5 times as fast in it, else float32. On a CPU both are measured, for a tenth of a second each."""
+    model more than 1.5 times as fast in bfloat16 as in float32, else float32. On a CPU both are measured, for a tenth
+    of a second each. A CUDA GPU gets bfloat16 if it supports it."""
     if device_type != "cpu":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     is_faster = _products_per_second(torch.bfloat16) > 1.5 * _products_per_second(torch.float32)
@@ -635,7 +641,7 @@ def fastest_dtype(device_type: str) -> torch.dtype:
 
 def _products_per_second(dtype: torch.dtype) -> float:
     rows, weight = (torch.ones(*size, dtype=dtype, device="cpu") for size in ((512, 576), (576, 1536)))
-    rows @ weight  # the first one sets up the kernel
+    rows @ weight  # the first product sets up the kernel
     count, start = 0, time.perf_counter()
     while time.perf_counter() - start < 0.1:
         rows @ weight
@@ -649,7 +655,7 @@ def _lora_layers(model) -> list[LoraLayer]:
 
 
 def _lora_weights(model) -> list[torch.nn.Parameter]:
-    return [each["default"].weight for layer in _lora_layers(model) for each in (layer.lora_A, layer.lora_B)]
+    return [part["default"].weight for layer in _lora_layers(model) for part in (layer.lora_A, layer.lora_B)]
 
 
 def _cast(model, dtype: torch.dtype, lora_dtype: torch.dtype) -> None:
@@ -660,10 +666,10 @@ def _cast(model, dtype: torch.dtype, lora_dtype: torch.dtype) -> None:
 
 
 def load_encoder_lora(model, folder: Path) -> None:
-    """Adds the LoRA in `folder` to a `SentenceTransformer`.
+    """Add the LoRA in `folder` to a `SentenceTransformer`.
 
     Raises:
-        `ValueError`: weights that are cut, not finite, of a different shape, missing or too many.
+        `ValueError`: a truncated file; weights that are not finite, of another shape, missing or unexpected.
     """
     path, transformer = folder / SAFETENSORS_WEIGHTS_NAME, model.transformers_model
     weights = dict(read_tensors([path]))
@@ -675,19 +681,19 @@ def load_encoder_lora(model, folder: Path) -> None:
         ) from error
     expected = _lora_tensors(transformer)
     for name in sorted(weights.keys() | expected.keys()):
-        found, wanted = (None if name not in each else list(each[name].shape) for each in (weights, expected))
-        if found != wanted:
+        shape, fitting = (list(tensors[name].shape) if name in tensors else None for tensors in (weights, expected))
+        if shape != fitting:
             raise ValueError(
-                f"{path} does not fit the encoder: `{name}` has shape {found}; expected {wanted}, according to "
-                "its adapter_config.json. Save the processor again, or download the checkpoint again."
+                f"{path} does not fit the encoder: `{name}` has shape {shape}; expected {fitting}, by the encoder and "
+                "adapter_config.json. Save the processor again, or download the checkpoint again."
             )
         if not torch.isfinite(weights[name]).all():
             raise ValueError(f"{path} has NaN or infinite values in `{name}`. Use another checkpoint.")
-    set_peft_model_state_dict(transformer, {name.removeprefix(_PREFIX): each for name, each in weights.items()})
+    set_peft_model_state_dict(transformer, {name.removeprefix(_PREFIX): weight for name, weight in weights.items()})
 
 
 def save_encoder_lora(model, name_or_path: str, folder: Path) -> None:
-    """Writes the LoRA of a `SentenceTransformer` to `folder` as PEFT does, for the encoder `name_or_path`."""
+    """Write the LoRA of a `SentenceTransformer` to `folder` as PEFT does, for the encoder `name_or_path`."""
     transformer = model.transformers_model
     config = transformer.peft_config["default"]
     config.base_model_name_or_path = name_or_path
@@ -695,14 +701,14 @@ def save_encoder_lora(model, name_or_path: str, folder: Path) -> None:
     save_file(_lora_tensors(transformer), folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
-# PEFT's files name the weights as those of a `PeftModel`.
+# In PEFT's files, weights have the names that they have in a `PeftModel`.
 _PREFIX = "base_model.model."
 
 
 def _lora_tensors(transformer) -> dict[str, torch.Tensor]:
     """The LoRA weights of an encoder by the names that PEFT gives them in files."""
     tensors = get_peft_model_state_dict(transformer, save_embedding_layers=False)  # "auto" would ask the Hub
-    return {_PREFIX + name: each.contiguous() for name, each in tensors.items()}
+    return {_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
 # Documents to slots
@@ -730,25 +736,24 @@ class SlotEncoder:
     context_words: bool
 
     def check_settings(self, max_slots: int | None = None, tokens_per_slot: int | str | None = None) -> int | str:
-        """Checks the settings of a call and returns its `tokens_per_slot`.
+        """Check the settings of a call and return its `tokens_per_slot`.
 
         Raises:
             `ValueError`: settings that are invalid.
         """
-        if max_slots is not None or tokens_per_slot is not None:  # the processor has checked its own
+        if max_slots is not None or tokens_per_slot is not None:  # the processor's defaults were checked
             check_slot_settings(max_slots, tokens_per_slot)
         rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
         if (known := self.trained_tokens_per_slot) and rate not in known:
             logger.warning_once(
                 f"`tokens_per_slot` is {rate!r}, but this aligner was trained with {', '.join(map(str, known))}. "
-                "Expect "
-                "worse answers."
+                "Expect worse answers than with these."
             )
         return rate
 
     def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
-        """The segments of one question's documents, in order; empty if there is only white space. They count characters
-        of the normalized text (`text_of`).
+        """The segments of one question's documents, in order; empty if there is only white space. `start` and `end`
+        count characters of the normalized text (`text_of`).
 
         Raises:
             `ValueError`: a document that is neither a string nor `{"title": str, "text": str}`.
@@ -784,18 +789,19 @@ class SlotEncoder:
         names: Sequence[str] | None = None,
         only_segments: bool = False,
     ) -> list[EncodedDocuments]:
-        """The passages of several questions, all documents or all precomputed slots, as slots. `room` is the
-        maximum number of slots of each or, with `apart`, of each of its passages; more raise an error, with one of
-        `names`, before anything is encoded. With `only_segments` nothing is encoded, and embeddings are
-        (num_slots, 0)."""
+        """Encode the passages of several questions to slots; all are documents, or all are precomputed slots.
+
+        `room` is the maximum number of slots of each question or, with `apart`, of each of its passages. More slots
+        raise `ValueError` before anything is encoded; the message begins with the question's name in `names`. With
+        `only_segments` nothing is encoded, and embeddings are (num_slots, 0)."""
         rate = self.check_settings(max_slots, tokens_per_slot)
         if isinstance(passages[0], GivenSlots):
             return [self._first_slots(row, number, max_slots) for number, row in enumerate(passages)]
         segments = [self.segment_documents(row) for row in passages]
         most = max_slots if rate == "segment" else None  # segments beyond `max_slots` are not encoded
-        reads_tokens = self.context_words or rate != "segment"
+        needs_tokens = self.context_words or rate != "segment"
         tokens = [
-            tokenize_segments(self.tokenizer if reads_tokens else None, row[:most], documents) or [EMPTY_SEGMENT]
+            tokenize_segments(self.tokenizer if needs_tokens else None, row[:most], documents) or [EMPTY_SEGMENT]
             for row, documents in zip(segments, passages, strict=True)
         ]
         counts = [sum(len(segment.runs(rate)) for segment in row) for row in tokens]  # slots of each question
@@ -804,19 +810,20 @@ class SlotEncoder:
             name = name if names is None else names[number]
             _check_room(name, row, rate, max_slots, None if room is None else room[number], apart)
         # All questions together: the encoder sorts texts by length, so more of them means less padding.
-        every = [segment for row in tokens for segment in row]
-        encoded = (
-            torch.empty(sum(counts), 0, device="cpu") if only_segments else self.encode_tokens(every, rate)
-        ).split(counts)
+        all_tokens = [segment for row in tokens for segment in row]
+        no_embeds = torch.empty(sum(counts), 0, device="cpu")
+        encoded = no_embeds if only_segments else self.encode_tokens(all_tokens, rate)
         rows = []
-        for documents, pieces, row_tokens, embeds in zip(passages, segments, tokens, encoded, strict=True):
+        for documents, pieces, row_tokens, embeds in zip(
+            passages, segments, tokens, encoded.split(counts), strict=True
+        ):
             words = None
             if rate != "segment" and pieces:  # several slots of a segment: each represents a part of it
                 pieces = [piece for segment in row_tokens for piece in segment.pieces(rate)]
             pieces = in_given_text(pieces, documents)
             pieces, dropped = pieces[:max_slots], pieces[max_slots or len(pieces) :]
             if self.context_words:
-                runs = [one.word_ids[a:b] for one in row_tokens for a, b in one.runs(rate)][:max_slots]
+                runs = [segment.word_ids[a:b] for segment in row_tokens for a, b in segment.runs(rate)][:max_slots]
                 runs = [torch.tensor(ids, device=embeds.device) for ids in runs]  # each (words of the slot,)
                 words = pad_sequence(runs, batch_first=True, padding_value=-1).long()  # (num_slots, max_words)
             numbers = torch.tensor([piece.document for piece in pieces] or [0], device=embeds.device)
@@ -824,25 +831,25 @@ class SlotEncoder:
         return rows
 
     def statistics(self, documents: Sequence[str | dict], row: EncodedDocuments, has_budget: bool) -> dict[str, float]:
-        """The number of `tokens` and `slots` and the `compression_rate`; with `has_budget` also how many segments are
-        `dropped`."""
+        """The number of `tokens` and of `slots`, and the `compression_rate`, the tokens per slot of the text that has
+        slots. With `has_budget` also how many segments are `dropped`."""
         texts = [text_of(document, number) for number, document in enumerate(documents)]
         tokens = kept = self.count_tokens(texts)
         if row.dropped:
             last = row.segments[-1]
-            read = text_of(given_text(documents[last.document], last.document)[: last.end], last.document)
-            kept = self.count_tokens([*texts[: last.document], read])
+            beginning = text_of(given_text(documents[last.document], last.document)[: last.end], last.document)
+            kept = self.count_tokens([*texts[: last.document], beginning])
         num_slots = len(row.context_embeds)
-        found = {"tokens": tokens, "slots": num_slots, "compression_rate": kept / num_slots}
-        return found | ({"dropped": len(row.dropped)} if has_budget else {})
+        counts = {"tokens": tokens, "slots": num_slots, "compression_rate": kept / num_slots}
+        return counts | ({"dropped": len(row.dropped)} if has_budget else {})
 
     def count_tokens(self, texts: list[str]) -> int:
-        """Tokens of the backbone in some texts."""
+        """The number of tokens of the backbone in `texts`."""
         return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else 0
 
-    def _first_slots(self, given: GivenSlots, row: int, max_slots: int | None) -> EncodedDocuments:
+    def _first_slots(self, slots: GivenSlots, row: int, max_slots: int | None) -> EncodedDocuments:
         """The first `max_slots` of a row's precomputed slots."""
-        embeds, words, numbers = given
+        embeds, words, numbers = slots
         self._check_embeds(embeds, row)
         if words is not None and (words.dim() != 2 or len(words) != len(embeds)):
             raise ValueError(
@@ -860,7 +867,7 @@ class SlotEncoder:
         return EncodedDocuments([], embeds[:max_slots], words, numbers[:max_slots], [])
 
     def _check_embeds(self, embeds: torch.FloatTensor, row: int) -> None:
-        """Raises `ValueError` unless `embeds` is (num_slots, encoder_hidden_size), finite, with at least one slot."""
+        """Raise `ValueError` unless `embeds` is (num_slots, encoder_hidden_size), finite, with at least one slot."""
         if embeds.dim() != 2 or embeds.shape[1] != self.encoder_hidden_size or embeds.shape[0] == 0:
             raise ValueError(
                 f"The embeddings of row {row} have shape {tuple(embeds.shape)}; expected (num_slots, "
@@ -870,15 +877,15 @@ class SlotEncoder:
         if not torch.isfinite(embeds).all():
             raise ValueError(
                 f"{int((~torch.isfinite(embeds)).sum())} of {embeds.numel()} values in the embeddings of row {row} are "
-                "NaN or infinite. Check the encoder's output."
+                "NaN or infinite; expected finite ones. Check the encoder's output."
             )
 
 
 def _check_room(
     name: str, row: list[SegmentTokens], rate: int | str, max_slots: int | None, room: int | None, apart: bool
 ) -> None:
-    """Raises `ValueError` for passages with more slots than there is room for; `name` begins the message. With `apart`
-    each passage has that room."""
+    """Raise `ValueError` for passages with more slots than `room`; the message begins with `name`. With `apart`, `room`
+    is the limit of each passage, else of all together."""
     sizes: dict[int, int] = defaultdict(int)
     for tokens in row:
         sizes[tokens.segment.document] += len(tokens.runs(rate))
@@ -890,6 +897,6 @@ def _check_room(
         fits = f": {fitting} of {len(sizes)} passages fit" if apart else f": the first {fitting} of {len(sizes)} fit"
         raise ValueError(
             f"{name} {sum(sizes.values())} slots{longest}, but there is only room for {max(0, room)} "
-            f"{'each ' * apart}with the question{fits * (len(sizes) > 1)}. Pass a shorter question, fewer or shorter "
-            "passages, or put more text into a slot (`tokens_per_slot`)."
+            f"{'of each passage ' * apart}with the question{fits * (len(sizes) > 1)}. Pass a shorter question, fewer "
+            "or shorter passages, or put more text into a slot (`tokens_per_slot`)."
         )

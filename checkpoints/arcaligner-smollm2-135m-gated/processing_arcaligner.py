@@ -65,30 +65,33 @@ class ArcAlignerProcessor(ProcessorMixin):
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The base model's.
         encoder_name_or_path (`str`, defaults to all-MiniLM-L6-v2): Sentence encoder, for sentence-transformers.
-        encoder_hidden_size (`int`, defaults to 384): Its width `d_r`.
+        encoder_hidden_size (`int`, defaults to 384): The encoder's width `d_r`.
         encoder_dtype (`str`, defaults to `"float32"`):
-            Its dtype. `"bfloat16"` is twice as fast on CPUs with AMX; `"auto"` measures which one is faster.
+            The encoder's dtype. `"bfloat16"` is twice as fast as `"float32"` on CPUs with AMX; `"auto"` measures which
+            one is faster.
         context_token (`str`, defaults to `"<context>"`): How a slot is shown when ids are decoded.
         context_token_id (`int`, *optional*): Id of a slot, outside of the tokenizer's. Default: `len(tokenizer)`.
-        sentences_per_segment (`int` or `float`, defaults to 1): 0.5, 1 or n sentences, the paper's 12x, 24x and 72x.
+        sentences_per_segment (`int` or `float`, defaults to 1):
+            0.5, 1 or n sentences. The paper's compression is 12x with 0.5, 24x with 1 and 72x with 3.
         spacy_model (`str`, defaults to `"en"`): Language code for rule-based sentences, or an installed spaCy pipeline.
         tokens_per_slot (`int` or `"segment"`, defaults to `"segment"`):
             Beyond the paper: a segment becomes several slots of about this many tokens each, pooled from one pass
             through the encoder. `"segment"` is one slot per segment, as in the paper. Can be given per call.
-        trained_tokens_per_slot (`list`, *optional*): The values that it was trained with; others give a warning.
+        trained_tokens_per_slot (`list`, *optional*):
+            The values of `tokens_per_slot` that the aligner was trained with; others give a warning.
         context_words (`bool`, defaults to `False`):
             Whether the model also gets the token ids of the slots, which an aligner with `word_parts` needs.
         max_prompt_length (`int`, *optional*):
             Maximum number of positions of the backbone. Passages with more slots are refused before they are encoded.
         max_passage_tokens (`int`, defaults to 360), passage_tokens (`int`, defaults to 256):
-            A document of more tokens than the first is cut into passages of at most the second, of which those most
-            likely to contain the answer are used; files of a corpus are cut into such passages, too. About 250 and 180
-            English words, chosen for the shipped aligner.
+            A document of more than `max_passage_tokens` tokens is cut into passages of at most `passage_tokens`, of
+            which the top-ranked ones are used. Files of a corpus are cut into such passages, too. The defaults are
+            about 250 and 180 English words, selected for the shipped aligner.
         passage_attention (`"joint"` or `"separate"`, defaults to `"joint"`):
             As in [`ArcAlignerConfig`]; with `"separate"` the model also gets the passage of each slot.
         no_answer (`str`, *optional*):
-            The answer if the passages do not contain one: learned by the aligner, or used if the answerability is below
-            `min_confidence`.
+            The sentence that replaces an answer if the passages do not contain one: learned by the aligner, or returned
+            if the answerability is below `min_confidence`.
         copy_bonus (`float`, defaults to 0): Bias of [`PassageCopyLogitsProcessor`] towards words of the passages.
         trained_encoder (`bool`, defaults to `False`):
             Whether the encoder was trained with the aligner: the checkpoint's folder `encoder` has its LoRA weights.
@@ -152,22 +155,23 @@ class ArcAlignerProcessor(ProcessorMixin):
 
     @staticmethod
     def check_copy_bonus(copy_bonus: Any) -> None:
-        """Raises `ValueError` unless it is a finite number of at least 0."""
+        """Raise `ValueError` unless `copy_bonus` is a finite number of at least 0."""
         if not (is_number(copy_bonus, Real) and 0 <= copy_bonus < math.inf):
             raise ValueError(f"`copy_bonus` is {copy_bonus!r}; expected a number of at least 0, such as 6.")
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """As for any processor. The code of this class is used, so no remote code is run.
+        """Load a processor, as for any processor. The code of this class is used, so no remote code is run.
 
         Raises:
             `ValueError`: files that are missing, broken or not those that the checkpoint was saved with.
-            `OSError`: a checkpoint that is neither on this machine nor can be downloaded.
+            `OSError`: a checkpoint that is not on this machine and cannot be downloaded.
         """
-        for name in ("dtype", "torch_dtype"):  # of the model, which `pipeline` passes to all; no file could hold it
+        for name in ("dtype", "torch_dtype"):  # of the model: `pipeline` passes them to all, and no file can hold them
             kwargs.pop(name, None)
         kwargs.setdefault("trust_remote_code", False)
-        kwargs.setdefault("config", PreTrainedConfig())  # else the tokenizer reads the aligner's, and warns about it
+        # Else the tokenizer reads the aligner's configuration, and warns about it.
+        kwargs.setdefault("config", PreTrainedConfig())
         download = {key: kwargs[key] for key in ("cache_dir", "local_files_only", "revision", "token") if key in kwargs}
         subfolder = kwargs.pop("subfolder", None) or ""
         files = (*TEXT_FILES, Path(subfolder, ENCODER_FOLDER, "*").as_posix())
@@ -184,29 +188,29 @@ class ArcAlignerProcessor(ProcessorMixin):
         return processor
 
     def save_pretrained(self, save_directory, **kwargs):
-        """As for any processor; a trained encoder is written to the folder `encoder`. If the folder has an aligner, the
-        `digests` in its `config.json` are updated."""
+        """Save the processor, as for any processor. A trained encoder is written to the folder `encoder`. If
+        `save_directory` has an aligner, the `digests` in its `config.json` are updated."""
         with written_whole(save_directory, last="processor_config.json") as folder:
             if self.trained_encoder:
                 self.encoder.save(Path(folder, ENCODER_FOLDER))
             written = super().save_pretrained(folder, **kwargs)
             write_processor_digests(Path(save_directory), folder)
-        return [str(Path(save_directory, Path(each).relative_to(folder))) for each in written]
+        return [str(Path(save_directory, Path(path).relative_to(folder))) for path in written]
 
     @classmethod
     def get_processor_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """Read `processor_config.json`; if it is missing, raise an error, where transformers would use its defaults.
+        """Read `processor_config.json`. If it is missing, raise an error, where transformers would use defaults.
 
         Raises:
-            `ValueError`: a file that is missing or broken, by its name.
+            `ValueError`: a file that is missing or broken; the message names it.
         """
         if (folder := Path(pretrained_model_name_or_path)).is_dir():
             check_processor_is_readable(folder)
         settings, kwargs = super().get_processor_dict(pretrained_model_name_or_path, **kwargs)
         if "encoder_name_or_path" not in settings:
             raise ValueError(
-                f"{pretrained_model_name_or_path} has no processor_config.json, with the settings for making slots. "
-                "Write it with `processor.save_pretrained`."
+                f"{pretrained_model_name_or_path} has no processor_config.json; expected one, with the settings of "
+                "slots. Write it with `processor.save_pretrained`."
             )
         settings.pop("answer_probe", None)  # of checkpoints of 0.2, which the model reads
         return settings, kwargs
@@ -219,12 +223,12 @@ class ArcAlignerProcessor(ProcessorMixin):
         return cls(AutoTokenizer.from_pretrained(folder), **settings)
 
     def load_trained_encoder(self, checkpoint: str | Path) -> None:
-        """Uses the encoder that was trained with the aligner in the folder `checkpoint`, loaded on first use."""
+        """Use the encoder that was trained with the aligner in the folder `checkpoint`. It is loaded on first use."""
         self.encoder = SentenceEncoder.from_checkpoint(checkpoint, self.encoder_name_or_path, self.encoder_dtype)
         self.trained_encoder = True
 
     def train_encoder(self, lora_r: int) -> list[Parameter]:
-        """[`SentenceEncoder.add_trainable_lora`] of the encoder, which is saved with the processor from then on."""
+        """Call [`SentenceEncoder.add_trainable_lora`]. From then on the encoder is saved with the processor."""
         weights = self.encoder.add_trainable_lora(lora_r)
         self.trained_encoder = True
         return weights
@@ -232,17 +236,17 @@ class ArcAlignerProcessor(ProcessorMixin):
     @property
     def slot_encoder(self) -> SlotEncoder:
         """Makes slots from passages, with the current settings of the processor."""
-        return SlotEncoder(**{each.name: getattr(self, each.name) for each in fields(SlotEncoder)})
+        return SlotEncoder(**{setting.name: getattr(self, setting.name) for setting in fields(SlotEncoder)})
 
     def encode_documents(self, documents: Sequence[str | dict], **settings: Any) -> EncodedDocuments:
-        """The passages of one question as slots; `settings` are `max_slots` and `tokens_per_slot`."""
+        """Encode the passages of one question to slots; `settings` are `max_slots` and `tokens_per_slot`."""
         return self.slot_encoder.encode_batch([documents], **settings)[0]
 
     def split_prompt(
         self, messages: list[dict], sanitize_control_tokens: bool = True, **kwargs: Any
     ) -> tuple[str, str]:
-        """The chat template's text before and after the slots; `kwargs` are the template's. `tokenize_prompt` reads
-        control tokens in messages, such as `<|im_end|>`, as text unless `sanitize_control_tokens` is `False`.
+        """The chat template's text before and after the slots; `kwargs` are the template's. Control tokens in messages,
+        such as `<|im_end|>`, become text in `tokenize_prompt` unless `sanitize_control_tokens` is `False`.
 
         Raises:
             `ValueError`: a conversation without a question.
@@ -252,9 +256,9 @@ class ArcAlignerProcessor(ProcessorMixin):
     def split_prompts(
         self, conversations: list[list[dict]], sanitize_control_tokens: bool = True, **kwargs: Any
     ) -> list[tuple[str, str]]:
-        """As `split_prompt`, for several conversations, which takes less time than each by itself."""
+        """As `split_prompt`, for several conversations together, which takes less time than one after another."""
         conversations = with_plain_texts(conversations)
-        # Templates may trim or repeat messages, so the place of the slots is found by a mark that no text contains.
+        # Templates may trim or repeat messages, so a mark that no text contains shows the place of the slots.
         mark = uuid.uuid4().hex
         if sanitize_control_tokens:
             conversations = mark_control_tokens(self.tokenizer, conversations)
@@ -294,19 +298,19 @@ class ArcAlignerProcessor(ProcessorMixin):
         return self.tokenize_prompts([text], add_special_tokens)[0]
 
     def tokenize_prompts(self, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
-        """As `tokenize_prompt`, for several parts, which takes less time than each by itself."""
+        """As `tokenize_prompt`, for several parts together, which takes less time than one after another."""
         ids = self.tokenizer(texts)["input_ids"] if add_special_tokens else encode_marked(self.tokenizer, texts)
-        if any(self.context_token_id in own for own in ids):
+        if any(self.context_token_id in text_ids for text_ids in ids):
             raise ValueError(
-                f"The tokenizer reads {self.tokenizer.convert_ids_to_tokens(self.context_token_id)!r} as id "
-                f"{self.context_token_id}, which is `context_token_id` and marks slots. Set it to "
-                f"{len(self.tokenizer)} or more in the processor and in the model, so that no text can become a slot."
+                f"`context_token_id`, which marks slots, is {self.context_token_id}, but the tokenizer has this id for "
+                f"{self.tokenizer.convert_ids_to_tokens(self.context_token_id)!r}. Set it to {len(self.tokenizer)} or "
+                "more in the processor and in the model, so that no text can become a slot."
             )
         return ids
 
     def prompt_ids(self, question: str | list[dict], **kwargs: Any) -> tuple[list[int], list[int]]:
-        """Ids before and after the slots of a question or chat. `kwargs` are those of `split_prompt`, where there is a
-        chat template; `add_generation_prompt` is on."""
+        """Ids before and after the slots of a question or chat. With a chat template, `kwargs` are those of
+        `split_prompt`; `add_generation_prompt` is on."""
         has_template = self.chat_template is not None
         if has_template:
             messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
@@ -334,6 +338,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         **kwargs: Any,
     ) -> BatchFeature:
         r"""
+        Make the inputs of the model from questions and their passages.
+
         Args:
             text (`str` or `list[str]`):
                 With documents or embeddings: the questions. Without: plain text, tokenized unchanged.
@@ -341,19 +347,20 @@ class ArcAlignerProcessor(ProcessorMixin):
                 Passages of a question, each a string or `{"title", "text"}`; for a list of questions, a list of such
                 lists. An empty list, or only white space, gives one slot with the encoding of the empty string.
             context_embeds (tensor or array of shape `(num_slots, encoder_hidden_size)`, or a list of them, *optional*):
-                Instead of documents: precomputed embeddings. Neither encoder nor segmenter is needed then.
+                Instead of documents: precomputed embeddings. Then neither encoder nor spaCy is needed.
             context_word_ids (tensor of shape `(num_slots, max_words)`, or a list of them, *optional*):
                 The token ids of the slots of `context_embeds`, -1 after them, if the aligner uses them.
             context_passage_ids (tensor of shape `(num_slots,)`, or a list of them, *optional*):
                 The number of the passage of each slot of `context_embeds`, with independent passages. Default: all
-                are of one passage.
+                slots are of one passage.
             return_segments (`bool`, *optional*):
                 Adds `segments` (a list of [`Segment`] per row) and `statistics` (per row: `tokens` of the passages,
-                `slots`, and the measured `compression_rate`; with `max_slots` also how many segments are `dropped`).
-                Remove both before passing the rest to the model. Not available for precomputed embeddings.
+                `slots`, and `compression_rate`, the measured tokens per slot; with `max_slots` also how many segments
+                are `dropped`). Remove both before passing the rest to the model. Not available for precomputed
+                embeddings.
             max_slots (`int`, *optional*): Maximum number of slots of a question. The first ones are kept, so put the
-                best documents first. Default: as many as the backbone reads; a question about 1,000 passages (5,990
-                slots) takes 3.5 GB.
+                best documents first. Default: as many as the backbone has positions for. A question about 1,000
+                passages (5,990 slots) takes 3.5 GB of memory.
             tokens_per_slot (`int` or `"segment"`, *optional*): As in `__init__`.
             sanitize_control_tokens (`bool`, *optional*, defaults to `True` with documents or embeddings):
                 Whether special tokens of the tokenizer, such as `<|im_end|>`, are plain text in a question, too.
@@ -376,17 +383,17 @@ class ArcAlignerProcessor(ProcessorMixin):
         questions = [text] if is_single else text
         if documents is None and context_embeds is None:
             kwargs = {name: value for name, value in kwargs.items() if name not in _SLOT_ARGUMENTS}
-            for each in questions:
-                if isinstance(each, str):
-                    check_text(each, "The prompt")
-            if sanitize_control_tokens:  # in what a chat template made of marked messages
+            for prompt in questions:
+                if isinstance(prompt, str):
+                    check_text(prompt, "The prompt")
+            if sanitize_control_tokens:  # in the text that a chat template made of marked messages
                 # The template writes its special tokens itself; pictures and sounds are `None`.
                 kwargs = {k: value for k, value in kwargs.items() if k != "add_special_tokens" and value is not None}
                 features = self._pad(encode_marked(self.tokenizer, questions), **kwargs)
                 is_flat = is_single and kwargs.get("return_tensors") is None
                 return BatchFeature({name: rows[0] for name, rows in features.items()}) if is_flat else features
             return BatchFeature(dict(self.tokenizer(text, **kwargs)), skip_tensor_conversion=None)
-        # `None` is the default: on, as there are slots.
+        # `None` is the default, which is `True` where there are slots.
         prompts = [self.plain_prompt(question, sanitize_control_tokens is not False) for question in questions]
         return self._with_slots(prompts, is_single, documents, context_embeds, **{"add_special_tokens": True, **kwargs})
 
@@ -402,7 +409,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         add_special_tokens: bool = False,
         **kwargs,
     ) -> BatchFeature:
-        """Batch of prompts, each cut in two where its slots belong."""
+        """Make a batch of prompts, each cut in two where its slots go."""
         settings = {name: kwargs.pop(name, None) for name in SLOT_SETTINGS}
         befores, afters = map(list, zip(*prompts, strict=True))
         # Both parts are tokenized by themselves: no token spans a slot, and the ids before the slots, on which cached
@@ -411,8 +418,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         texts = list(zip(befores, afters, strict=True))
         # Positions left for slots: a prompt that is too long is refused before anything is encoded.
         room = (most := self.max_prompt_length) and [most - len(before) - len(after) for before, after in texts]
-        given = (documents, context_embeds, context_word_ids, context_passage_ids)
-        passages = passages_of_questions(*given, is_single, len(prompts), self.context_words)
+        inputs = (documents, context_embeds, context_word_ids, context_passage_ids)
+        passages = passages_of_questions(*inputs, is_single, len(prompts), self.context_words)
         rows = self.slot_encoder.encode_batch(
             passages, **settings, room=room, apart=self.passage_attention == "separate"
         )
@@ -422,10 +429,10 @@ class ArcAlignerProcessor(ProcessorMixin):
         ]
         features = self._pad(ids, rows, **kwargs)
         if return_segments:
-            traced, has_budget = zip(passages, rows, strict=True), settings["max_slots"] is not None
+            pairs, has_budget = zip(passages, rows, strict=True), settings["max_slots"] is not None
             features["segments"] = [row.segments for row in rows]
             features["statistics"] = [
-                None if documents is None else self.slot_encoder.statistics(*each, has_budget) for each in traced
+                None if documents is None else self.slot_encoder.statistics(*pair, has_budget) for pair in pairs
             ]
         return features
 
@@ -440,15 +447,16 @@ class ArcAlignerProcessor(ProcessorMixin):
         padding: bool | str | None = None,
         **kwargs: Any,
     ) -> BatchFeature:
-        """Ids of prompts and, in `rows`, their slots as a batch; cut and padded as the tokenizer's arguments say."""
+        """Make a batch of the ids of prompts and, in `rows`, their slots; cut and pad it by the tokenizer's
+        arguments."""
         if truncation and max_length is not None:
             for row, row_ids in enumerate(ids if rows else ()):
                 last_slot = len(row_ids) - 1 - row_ids[::-1].index(self.context_token_id)
                 if last_slot >= max_length:
                     raise ValueError(
-                        f"`max_length` {max_length} would cut slots: those of row {row} end at position "
-                        f"{last_slot + 1}. Raise it, pass fewer documents, or merge more sentences into a slot "
-                        "(`sentences_per_segment`)."
+                        f"`max_length` is {max_length}, which would cut slots: those of row {row} end at position "
+                        f"{last_slot + 1}. Raise `max_length`, pass fewer documents, or put more text into a slot "
+                        "(`tokens_per_slot`, `sentences_per_segment`)."
                     )
             ids = [row_ids[:max_length] for row_ids in ids]
         features = self.tokenizer.pad(
@@ -462,11 +470,12 @@ class ArcAlignerProcessor(ProcessorMixin):
             return BatchFeature(dict(features))
         slots = pad_slots(rows)
         if return_tensors == "pt":  # the tokenizer's are on the default device
-            slots = {name: each.to(features["input_ids"].device) for name, each in slots.items()}
+            slots = {name: tensor.to(features["input_ids"].device) for name, tensor in slots.items()}
         if self.passage_attention == "joint":
             del slots["context_passage_ids"]
         if return_tensors != "pt":
-            slots = {name: x.numpy() if return_tensors == "np" else x.tolist() for name, x in slots.items()}
+            is_numpy = return_tensors == "np"
+            slots = {name: tensor.numpy() if is_numpy else tensor.tolist() for name, tensor in slots.items()}
         return BatchFeature({**features, **slots})
 
     def apply_chat_template(
@@ -481,7 +490,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         **kwargs: Any,
     ):
         r"""
-        As for any processor; with `documents=` or `context_embeds=`, the first user message becomes
+        Apply the chat template, as for any processor. With `documents=` or `context_embeds=`, the first user message
+        becomes
 
             Refer to the background document: [B] [B] ... [B]
             Question: {the message}
@@ -489,8 +499,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         Args:
             conversation (`list[dict]` or a list of them): Messages with `role` and `content`.
             documents, context_embeds, sanitize_control_tokens:
-                As in [`~ArcAlignerProcessor.__call__`], documents and embeddings with one entry a conversation. Control
-                tokens in messages are text by default where there are documents or embeddings.
+                As in [`~ArcAlignerProcessor.__call__`]; documents and embeddings have one entry for each conversation.
+                By default, control tokens in messages are text if there are documents or embeddings.
             kwargs:
                 `context_word_ids`, `return_segments`, `max_slots` and `tokens_per_slot` as in
                 [`~ArcAlignerProcessor.__call__`]. `return_dict`, `return_tensors`, and `processor_kwargs` for the
@@ -509,7 +519,7 @@ class ArcAlignerProcessor(ProcessorMixin):
             if sanitize_control_tokens and tokenize:
                 conversation, kwargs["tools"] = mark_control_tokens(self.tokenizer, [conversation, kwargs.get("tools")])
                 kwargs["processor_kwargs"] = {**(kwargs.get("processor_kwargs") or {}), "sanitize_control_tokens": True}
-            if tokenize and has_empty_message(conversation):  # which transformers would replace by an empty list
+            if tokenize and has_empty_message(conversation):  # transformers would replace its content by an empty list
                 options = {"return_tensors": return_tensors, **(kwargs.pop("processor_kwargs", None) or {})}
                 return_dict = kwargs.pop("return_dict", False)
                 text = self._apply_template(conversation, tokenize=False, **kwargs)
@@ -533,25 +543,25 @@ class ArcAlignerProcessor(ProcessorMixin):
         return features if return_dict else features["input_ids"]
 
     def _apply_template(self, conversation: list, **kwargs: Any):
-        """transformers' `apply_chat_template`."""
+        """Call transformers' `apply_chat_template`."""
         try:
             return super().apply_chat_template(conversation, **kwargs)
         except (jinja2.TemplateError, TypeError) as error:
             chats = [conversation] if isinstance(conversation[0], dict) else conversation
             if any(message["content"] is None for chat in chats for message in chat):
                 raise ValueError(
-                    "A message has `tool_calls` and its `content` is None, which this model's chat template cannot "
-                    f"render ({error}). Leave the message out, or set its `content` to a string."
+                    "A message has `tool_calls` and its `content` is None, which the chat template of this model "
+                    f"cannot render ({error}). Leave the message out, or set its `content` to a string."
                 ) from error
             raise ValueError(
                 f"The chat template (chat_template.jinja) cannot be used: {error}. Correct the template, or use "
-                "another."
+                "another one."
             ) from error
 
     # Ids to text
 
     def decode(self, token_ids, **kwargs) -> str | list[str]:
-        """The tokenizer's `decode`, with slots shown as the context token."""
+        """Decode ids as the tokenizer does, with slots shown as the context token."""
         token_ids = to_py_obj(token_ids)
         if isinstance(token_ids, int):
             token_ids = [token_ids]
@@ -565,7 +575,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         return text
 
     def batch_decode(self, sequences, **kwargs) -> list[str]:
-        """`decode` of each row."""
+        """Call `decode` for each row."""
         return [self.decode(row, **kwargs) for row in sequences]
 
 
@@ -575,9 +585,9 @@ def _with_background_line(messages: list[dict], mark: str) -> list[dict]:
         if message["role"] != "user":
             continue
         check_question(message["content"])
-        asked = {**message, "content": BACKGROUND_LINE + mark + QUESTION_LINE + message["content"]}
-        return [*messages[:position], asked, *messages[position + 1 :]]
-    raise ValueError("The conversation has no user message; expected one, with the question. Add it.")
+        content = BACKGROUND_LINE + mark + QUESTION_LINE + message["content"]
+        return [*messages[:position], {**message, "content": content}, *messages[position + 1 :]]
+    raise ValueError("The conversation has no user message. Add one, with the question.")
 
 
 ArcAlignerProcessor.register_for_auto_class("AutoProcessor")

@@ -1,8 +1,9 @@
 """Passages to segments and their tokens. A segment is a sentence, half of one, or several, and becomes one slot; with
 `tokens_per_slot`, a slot is a span of a segment's tokens.
 
-spaCy finds the sentences. Documents are normalized to what people see (`readable`), and segments count characters of
-the normalized text; `in_given_text` maps them to the given text, so that an answer can be traced back to it.
+spaCy finds the sentences. Documents are normalized to what people see (`readable`). The `start` and `end` of a segment
+count characters of the normalized text; `in_given_text` maps segments to the given text, so that an answer can be
+traced back to it.
 """
 
 import functools
@@ -25,7 +26,7 @@ _MAX_SPACY_CHARACTERS = 100_000_000
 
 @dataclass(frozen=True)
 class Segment:
-    """Characters `start` to `end` of the text of document number `document`, as `text`."""
+    """Characters `start` to `end` of document number `document`, and their `text`."""
 
     document: int
     start: int
@@ -33,7 +34,7 @@ class Segment:
     text: str
 
     def of_document(self, piece: "Segment") -> "Segment":
-        """This segment of a `piece` of a document as a segment of the document."""
+        """Map this segment of a `piece` of a document to a segment of the document."""
         return Segment(piece.document, piece.start + self.start, piece.start + self.end, self.text)
 
 
@@ -100,7 +101,7 @@ def run_ends(start: int, word_ends: Sequence[int], tokens_per_slot: int | str) -
 
 
 def check_tokens_per_slot(tokens_per_slot: int | str) -> None:
-    """Raises `ValueError` unless it is `"segment"` or a whole number of at least 1."""
+    """Raise `ValueError` unless `tokens_per_slot` is `"segment"` or a whole number of at least 1."""
     is_segment = isinstance(tokens_per_slot, str) and tokens_per_slot == "segment"
     if not is_segment and not (is_number(tokens_per_slot, int) and tokens_per_slot >= 1):
         raise ValueError(
@@ -110,7 +111,7 @@ def check_tokens_per_slot(tokens_per_slot: int | str) -> None:
 
 
 def check_slot_settings(max_slots: int | None, tokens_per_slot: int | str | None) -> None:
-    """Raises `ValueError` for a maximum that holds no slot, or an invalid `tokens_per_slot`; `None` is valid."""
+    """Raise `ValueError` for `max_slots` below 1, or an invalid `tokens_per_slot`; `None` is valid."""
     if max_slots is not None and not (is_number(max_slots, Integral) and max_slots >= 1):
         raise ValueError(f"`max_slots` is {max_slots!r}; expected a whole number of at least 1, or None for no limit.")
     if tokens_per_slot is not None:
@@ -118,7 +119,7 @@ def check_slot_settings(max_slots: int | None, tokens_per_slot: int | str | None
 
 
 def check_num_tokens(name: str, value) -> None:
-    """Raises `ValueError`, about the setting `name`, unless it is a whole number of at least 1."""
+    """Raise `ValueError` unless the `value` of the setting `name` is a whole number of at least 1."""
     if not (is_number(value, Integral) and value >= 1):
         raise ValueError(f"`{name}` is {value!r}; expected a whole number of tokens of at least 1.")
 
@@ -126,17 +127,18 @@ def check_num_tokens(name: str, value) -> None:
 def in_given_text(segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[Segment]:
     """Map segments of normalized documents to segments of the given texts."""
     texts = [given_text(document, number) for number, document in enumerate(documents)]
-    read = list(map(readable, texts))
-    found = []
+    normalized = list(map(readable, texts))
+    mapped = []
     for segment in segments:
-        if read[segment.document].edits:
-            start, end = read[segment.document].given(segment.start, segment.end)
+        if normalized[segment.document].edits:
+            start, end = normalized[segment.document].given(segment.start, segment.end)
             segment = Segment(segment.document, start, end, texts[segment.document][start:end])
-        found.append(segment)
-    return found
+        mapped.append(segment)
+    return mapped
 
 
-# A word of 100 characters or 9 marks. spaCy's tokenizer takes quadratic time on some, such as "((((".
+# A word of at least 100 characters or 9 punctuation marks. spaCy's tokenizer takes quadratic time for some of these
+# words, such as a long row of "(".
 _LONG_WORD = re.compile(r"(?<!\S)(?=\S{100}|(?:\w*[^\w\s]){9})\S+")
 
 _MARKS_AT_THE_END = re.compile(r"[^\w\s]*$")
@@ -147,20 +149,20 @@ _SPACE = re.compile(r"\s")
 _MAX_NEW_WORDS = 100_000
 
 
-# Held while anything is loaded on first use: two threads that import one package at a time may see parts of it, and a
-# model that is not set up yet gives other results.
+# A lock for all that is loaded on first use. Without it, a thread could use a package that another thread has not
+# imported completely, or a model that is not set up yet and gives other results.
 LOADING = threading.RLock()
 
 
 def _load_spacy(spacy_model: str):
-    """The pipeline that finds sentences, and the number of words at which it is loaded again."""
+    """spaCy's pipeline, which finds sentences, and the size of its vocabulary at which it is loaded again."""
     with LOADING:
         return _new_spacy(spacy_model)
 
 
 @functools.lru_cache(maxsize=4)
 def _new_spacy(spacy_model: str):
-    spacy = importlib.import_module("spacy")  # here, as it takes a second
+    spacy = importlib.import_module("spacy")  # here, because it takes a second
     if len(spacy_model) <= 3:  # a language code
         nlp = spacy.blank(spacy_model)
         nlp.add_pipe("sentencizer")
@@ -176,16 +178,16 @@ def _new_spacy(spacy_model: str):
 
 
 def _tokenize(tokenizer, doc_class, text: str):
-    """As spaCy's `tokenizer`, in linear time: nothing inside of a very long word ends a sentence."""
+    """As spaCy's `tokenizer`, in linear time. A very long word is not tokenized: it contains no end of a sentence."""
     tokens, done = [], 0  # text, and whether a space follows
     for word in _LONG_WORD.finditer(text):
         tokens += [(token.text, bool(token.whitespace_)) for token in tokenizer(text[done : word.start()])]
         done = _MARKS_AT_THE_END.search(text, word.end() - 10, word.end()).start()
         tokens += [("x" * min(100, done - start), False) for start in range(word.start(), done, 100)]
-    read = tokenizer(text[done:])
+    rest = tokenizer(text[done:])
     if not tokens:
-        return read
-    tokens += [(token.text, bool(token.whitespace_)) for token in read]
+        return rest
+    tokens += [(token.text, bool(token.whitespace_)) for token in rest]
     return doc_class(tokenizer.vocab, *zip(*tokens, strict=True))
 
 
@@ -204,7 +206,8 @@ def _sentences(text: str, spacy_model: str) -> list[tuple[int, int]]:
 
 
 def _halves(text: str, start: int, end: int, anywhere: bool = False) -> list[tuple[int, int]]:
-    """Two halves, cut at the white space nearest to the middle; without any, the middle if `anywhere`, else no cut."""
+    """Two halves, cut at the white space nearest to the middle. Without white space the cut is in the middle if
+    `anywhere`, else there is none."""
     middle = (start + end) // 2
     before = _SPACE.search(text[start + 1 : middle][::-1])
     after = _SPACE.search(text, middle, max(middle, end - 1))
@@ -217,7 +220,7 @@ def _halves(text: str, start: int, end: int, anywhere: bool = False) -> list[tup
 
 
 def fitting_pieces(text: str, start: int, end: int, num_reads: Callable[[str], int]) -> list[tuple[int, int]]:
-    """Pieces that fit into the encoder: cut in two at a space (or anywhere in one long word) until each fits."""
+    """Pieces that fit into the encoder: cut in two at a space, or anywhere in a long word, until each piece fits."""
     pieces, reads = [(start, end)], num_reads(text[start:end])
     if reads <= 1 or end - start <= 1:
         return pieces
@@ -227,12 +230,12 @@ def fitting_pieces(text: str, start: int, end: int, num_reads: Callable[[str], i
 
 
 def check_sentences_per_segment(sentences_per_segment: int | float) -> None:
-    """Raises `ValueError` unless it is 0.5 or a whole number of at least 1."""
+    """Raise `ValueError` unless `sentences_per_segment` is 0.5 or a whole number of at least 1."""
     whole = float(sentences_per_segment).is_integer() and sentences_per_segment >= 1
     if sentences_per_segment != 0.5 and not whole:
         raise ValueError(
-            f"`sentences_per_segment` is {sentences_per_segment}; expected 0.5 (half sentences, the paper's 12x), 1 "
-            "(sentences, 24x) or a whole number of sentences to merge (3: 72x)."
+            f"`sentences_per_segment` is {sentences_per_segment}; expected 0.5 for half sentences (12x compression in "
+            "the paper), 1 for sentences (24x), or a larger whole number to merge sentences (3: 72x)."
         )
 
 
@@ -244,14 +247,15 @@ def segment_document(
     spacy_model: str = "en",
     num_reads: Callable[[str], int] = lambda text: 1,
 ) -> list[Segment]:
-    """Cuts a document into segments.
+    """Cut a document into segments.
 
     Args:
-        text (`str`): The document. White space between segments belongs to none.
+        text (`str`): The document. White space between segments belongs to no segment.
         document (`int`): Its number, a field of the segments.
-        sentences_per_segment (`int` or `float`): 0.5 for half sentences, 1 for sentences, n to merge n of them.
-        spacy_model (`str`): A language code (rule-based sentences) or the name of an installed spaCy pipeline.
-        num_reads (`Callable`): Roughly how many times longer a text is than the encoder's limit; above 1, it is split.
+        sentences_per_segment (`int` or `float`): 0.5 for half sentences, 1 for sentences, n to merge n sentences.
+        spacy_model (`str`): A language code, for rule-based sentences, or the name of an installed spaCy pipeline.
+        num_reads (`Callable`): Returns roughly how many times longer a text is than the encoder's limit. Above 1, the
+            text is split.
 
     Returns:
         `list[Segment]`: In order, without overlap; empty for a document of white space.
@@ -285,18 +289,19 @@ def segment_documents(
     """
     settings = {"sentences_per_segment": sentences_per_segment, "spacy_model": spacy_model, "num_reads": num_reads}
     texts = [text_of(document, number) for number, document in enumerate(documents)]
-    return [each for number, text in enumerate(texts) for each in segment_document(text, number, **settings)]
+    return [segment for number, text in enumerate(texts) for segment in segment_document(text, number, **settings)]
 
 
 # Passages: a long text in parts, measured in tokens of the backbone
 class _Gaps:
-    """Places where a text may be cut, in order: the end of the text before each, and the start of the text after."""
+    """Places where a text may be cut, in order: where the text before each gap ends, and where the text after it
+    starts."""
 
     def __init__(self, ends: Sequence[int], starts: Sequence[int]):
         self.ends, self.starts = ends, starts
 
     def first(self, least: int, most: int) -> int | None:
-        """Where the text continues after the first gap whose preceding text ends between `least` and `most`."""
+        """Where the text after a gap starts, of the first gap whose text before ends between `least` and `most`."""
         number = bisect_left(self.ends, least)
         return self.starts[number] if number < len(self.ends) and self.ends[number] <= most else None
 
@@ -312,7 +317,7 @@ _PARAGRAPH, _LINE_END, _SPACES, _NO_SPACE = (
 
 
 def _gaps(pattern: re.Pattern, text: str, start: int, end: int) -> _Gaps:
-    spans = [found.span() for found in pattern.finditer(text, start, end)]
+    spans = [match.span() for match in pattern.finditer(text, start, end)]
     return _Gaps([before for before, _ in spans], [after for _, after in spans])
 
 
@@ -320,11 +325,11 @@ def cut_text(
     text: str, tokenizer, passage_tokens: int, *, spacy_model: str = "en", sections: Sequence[int] = ()
 ) -> list[tuple[int, int]]:
     """
-    Cuts a text into passages of nearly the same size, in whatever script, with spaces or without.
+    Cut a text into passages of nearly the same size, in any script, with spaces or without.
 
-    A passage ends before the section that begins when it is half full; else, where it would become too long, before a
-    paragraph, if it is half full by then, before a sentence, and inside of a sentence that is too long itself before a
-    line or a word, or between two tokens.
+    A passage ends before the first section that begins after it is half full. Without such a section, a passage that
+    would become too long ends before its last paragraph, if it is half full by then, else before its last sentence. A
+    sentence that is too long for a passage is cut before a line, before a word or between two tokens.
 
     Args:
         text (`str`): A normalized text (`readable`).
@@ -371,8 +376,8 @@ def cut_text(
 
 def _next_character(text: str, start: int, end: int) -> int:
     """The first character from `start` on that is not white space; `end` if there is none."""
-    found = _NO_SPACE.search(text, start, end)
-    return found.start() if found else end
+    match = _NO_SPACE.search(text, start, end)
+    return match.start() if match else end
 
 
 def _end_before(text: str, start: int) -> int:
@@ -395,34 +400,34 @@ def _end_of_tokens(ends: Sequence[int], first: int, count: int) -> int:
 def cut_long(
     documents: Sequence[str | dict], tokenizer, longest: float, passage_tokens: int, spacy_model: str = "en"
 ) -> tuple[list[str | dict], list[Segment]]:
-    """Cut documents of more than `longest` tokens with [`cut_text`]; return all passages, and the place of each in its
-    document."""
+    """Cut documents of more than `longest` tokens with [`cut_text`]. Return all passages, and the place of each passage
+    in its document."""
     passages, pieces = [], []
     for number, document in enumerate(documents):
-        given = given_text(document, number)
-        spans = [(0, len(given))]
-        if len(given.encode()) > longest:  # no token is less than a byte
-            read = readable(given)
-            if len(tokenize_with_ends(tokenizer, [read.text])[0][0]) > longest:
-                cuts = cut_text(read.text, tokenizer, passage_tokens, spacy_model=spacy_model)
-                starts = [0, *(read.given(start, end)[0] for start, end in cuts[1:])]
-                spans = list(zip(starts, [*starts[1:], len(given)], strict=True))
-        own = [Segment(number, start, end, given[start:end]) for start, end in spans]
-        passages += [document | {"text": each.text} if isinstance(document, dict) else each.text for each in own]
-        pieces += own
+        text = given_text(document, number)
+        spans = [(0, len(text))]
+        if len(text.encode()) > longest:  # no token is less than a byte
+            normalized = readable(text)
+            if len(tokenize_with_ends(tokenizer, [normalized.text])[0][0]) > longest:
+                cuts = cut_text(normalized.text, tokenizer, passage_tokens, spacy_model=spacy_model)
+                starts = [0, *(normalized.given(start, end)[0] for start, end in cuts[1:])]
+                spans = list(zip(starts, [*starts[1:], len(text)], strict=True))
+        parts = [Segment(number, start, end, text[start:end]) for start, end in spans]
+        passages += [document | {"text": part.text} if isinstance(document, dict) else part.text for part in parts]
+        pieces += parts
     return passages, pieces
 
 
 def encoder_texts(segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[str]:
-    """What the encoder reads for each segment: the title, if there is one, so that the subject stays known, and
-    the text."""
+    """The encoder's input for each segment: the title, if there is one, and the text. Without the title, the subject of
+    a sentence may be unknown."""
     titles = [title_of(document) for document in documents]
     return [f"{titles[s.document]}: {s.text}" if titles[s.document] else s.text for s in segments]
 
 
 def tokenize_segments(tokenizer, segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[SegmentTokens]:
-    """Each segment's tokens in the backbone's vocabulary, as the whole document has them, none without a `tokenizer`.
-    The words of a title belong to the first segment of its document."""
+    """Each segment's tokens in the backbone's vocabulary, as they are in the whole document; no tokens without a
+    `tokenizer`. The words of a title belong to the first segment of its document."""
     texts = encoder_texts(segments, documents)
     if tokenizer is None:
         return [SegmentTokens(segment, text, (), ()) for segment, text in zip(segments, texts, strict=True)]
@@ -444,17 +449,17 @@ def tokenize_segments(tokenizer, segments: Sequence[Segment], documents: Sequenc
 def _tokenize_documents(
     tokenizer, documents: Sequence[str | dict], numbers: Sequence[int]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Ids of each document's tokens, title first, and the character of its text where each ends, below 1 in titles;
-    errors call a document by its number."""
+    """The ids of each document's tokens, title first, and the characters of its text where they end, below 1 for tokens
+    of the title. `numbers` are those of the documents, for errors."""
     titles = [f"{title}: " if (title := title_of(document)) else "" for document in documents]
     texts = [text_of(document, number) for document, number in zip(documents, numbers, strict=True)]
-    read = tokenize_with_ends(tokenizer, [title + text for title, text in zip(titles, texts, strict=True)])
+    rows = tokenize_with_ends(tokenizer, [title + text for title, text in zip(titles, texts, strict=True)])
     return [
         (np.array(ids, dtype=np.int64), np.array(ends, dtype=np.int64) - len(title))
-        for title, (ids, ends) in zip(titles, read, strict=True)
+        for title, (ids, ends) in zip(titles, rows, strict=True)
     ]
 
 
 def stop_words(spacy_model: str) -> set[str]:
-    """Lower-cased stop words."""
+    """The stop words of a spaCy pipeline, in lower case."""
     return _load_spacy(spacy_model)[0].Defaults.stop_words

@@ -9,10 +9,11 @@ from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers.utils.versions import require_version
 
-# As in `pyproject.toml`, which remote code lacks. Before the other imports, which an older version may not know.
+# As in `pyproject.toml`, which remote code does not have. They are checked before the other imports, because an older
+# version may lack the imported names.
 REQUIREMENTS = ("torch>=2.9", "transformers>=5.10", "peft>=0.18.1", "sentence-transformers>=5.2", "spacy>=3.8")
-for _needed in REQUIREMENTS:
-    require_version(_needed, f'Install what this aligner needs: pip install "{_needed}"')
+for _requirement in REQUIREMENTS:
+    require_version(_requirement, f'Install what this aligner needs: pip install "{_requirement}"')
 
 from transformers import AutoConfig, PreTrainedConfig  # noqa: E402
 from transformers.utils import logging  # noqa: E402
@@ -30,7 +31,7 @@ PASSAGE_ATTENTIONS = ("joint", "separate")
 # How slots are refined: keyword arguments of `generate` and `forward`.
 REFINEMENT_SETTINGS = ("gate_mode", "gate_threshold", "max_refinement_steps", "refinement_budget")
 
-# How slots are chosen: keyword arguments of processor and pipeline.
+# How slots are made: keyword arguments of processor and pipeline.
 SLOT_SETTINGS = ("max_slots", "tokens_per_slot")
 
 AUTO_MAP = {
@@ -57,49 +58,50 @@ def check_gates(
     max_refinement_steps: int | None = None,
     refinement_budget: float | None = None,
 ) -> None:
-    """Raises `ValueError` for invalid settings of the gates; `None` is valid."""
+    """Raise `ValueError` for invalid settings of the gates; `None` is valid."""
     if gate_mode is not None and gate_mode not in GATE_MODES:
         raise ValueError(f"`gate_mode` is {gate_mode!r}; expected one of {', '.join(GATE_MODES)}.")
     if gate_threshold is not None and not (is_number(gate_threshold, Real) and 0.0 < gate_threshold <= 1.0):
         raise ValueError(
-            f"`gate_threshold` is {gate_threshold!r}; a gate's probability is compared with it, so it must "
-            "lie in (0, 1]."
+            f"`gate_threshold` is {gate_threshold!r}; expected a probability above 0 and up to 1. A gate with at least "
+            "this probability is open."
         )
     steps = max_refinement_steps
     if steps is not None and not (is_number(steps, Integral) and steps >= 0):
         raise ValueError(
-            f"`max_refinement_steps` is {steps!r}; it counts extra passes, so it must be a whole number of at least 0."
+            f"`max_refinement_steps` is {steps!r}; expected a whole number of at least 0, the number of extra passes."
         )
     if refinement_budget is not None and not (is_number(refinement_budget, Real) and refinement_budget >= 0):
         raise ValueError(
-            f"`refinement_budget` is {refinement_budget!r}; expected a share of the prefill of at least 0, such as "
-            "0.1 for 10 % more operations. 0 switches refinement off, infinity leaves it to the gates."
+            f"`refinement_budget` is {refinement_budget!r}; expected a number of at least 0, the operations of the "
+            "refinement relative to those of the prefill: 0.1 allows 10 % more, 0 switches refinement off, and "
+            "infinity means no limit."
         )
 
 
 def check_answerability_layers(layers: list[int] | None, num_layers: int) -> None:
-    """Raises `ValueError` unless they are layers of a backbone with `num_layers`, in order; `None` is valid."""
+    """Raise `ValueError` unless `layers` are layers of a backbone with `num_layers`, in order; `None` is valid."""
     if layers is None:
         return
     is_known = isinstance(layers, list) and all(is_number(layer, Integral) for layer in layers)
     if not is_known or not layers or layers != sorted({*layers}) or layers[0] < 0 or layers[-1] >= num_layers:
         raise ValueError(
-            f"`answerability_layers` is {layers!r}, but the backbone has layers 0 to {num_layers - 1}. Choose some of "
-            "them in ascending order, each once, or none with `None`."
+            f"`answerability_layers` is {layers!r}; expected a list of layers from 0 to {num_layers - 1}, in ascending "
+            "order and without repetition, or None for no answerability head."
         )
 
 
 def check_multihop_head(is_used: bool, answerability_layers: list[int] | None) -> None:
-    """Raises `ValueError` unless an aligner with a multi-hop head has an answerability head."""
+    """Raise `ValueError` for an aligner with a multi-hop head, but without an answerability head."""
     if is_used and answerability_layers is None:
         raise ValueError(
-            "`use_multihop_head` is true, but `answerability_layers` is None; the multi-hop head needs the "
-            "answerability of passages. Fit it first with `python -m arcaligner.train.confidence`."
+            "`use_multihop_head` is true, but `answerability_layers` is None: the multi-hop head needs the "
+            "answerability head. Fit that first with `python -m arcaligner.train.confidence`."
         )
 
 
 def normalize_budget(gate_mode: str | None, refinement_budget: float | None) -> tuple[str | None, float | None]:
-    """Makes equal settings look equal: a budget of 0 is no refinement, and an infinite one is no budget.
+    """Map settings that mean the same to one: a budget of 0 is no refinement, and an infinite budget is no limit.
 
     >>> normalize_budget("adaptive", 0), normalize_budget("adaptive", math.inf), normalize_budget("adaptive", 0.1)
     (('off', None), ('adaptive', None), ('adaptive', 0.1))
@@ -110,13 +112,13 @@ def normalize_budget(gate_mode: str | None, refinement_budget: float | None) -> 
 
 
 def is_number(value: Any, kind: type | UnionType) -> bool:
-    """Whether a value is a number of this kind, and not a truth value."""
+    """Whether a value is a number of this kind, and not a boolean."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 class GateSettings(NamedTuple):
-    """How the slots of one forward are refined; the fields are those of [`ArcAlignerConfig`] and `refinement_budget`,
-    a share of the prefill, `None` for no limit."""
+    """How the slots of one forward are refined: fields of [`ArcAlignerConfig`], and `refinement_budget`, the limit of
+    the refinement's operations relative to the prefill's, `None` for no limit."""
 
     gate_mode: str
     gate_threshold: float
@@ -133,70 +135,73 @@ class ArcAlignerConfig(PreTrainedConfig):
         text_config (`dict` or `PreTrainedConfig`, *optional*):
             The backbone, any decoder-only model with rotary attention. Default: a Llama.
         base_model_name_or_path (`str`, *optional*):
-            The base model, a Hub id or a folder: where the backbone's weights are. With a name, `save_pretrained`
-            writes the aligner only; without one (a model made from a configuration) it writes everything.
+            The base model with the backbone's weights, a Hub id or a folder. With it, `save_pretrained` writes the
+            aligner only; without it (a model made from a configuration) it writes everything.
         base_model_revision (`str`, *optional*): Revision of the base model on the Hub.
         encoder_name_or_path (`str`, *optional*): The sentence encoder whose embeddings the projector was trained on.
         encoder_hidden_size (`int`, defaults to 384): Width `d_r` of a context embedding.
         context_token (`str`, defaults to `"<context>"`): How a slot is shown to people.
         context_token_id (`int`, *optional*):
             The id that marks a slot in `input_ids`. It needs no row in the embedding matrix and no logit. Default: the
-            backbone's `vocab_size`, the first id it does not use.
+            backbone's `vocab_size`, the first id that the backbone does not use.
         lora_r (`int`, defaults to 128), lora_alpha (`int`, defaults to 32), lora_dropout (`float`, defaults to 0.05):
             The selective LoRA (Eq. 3); the values of the paper's hyperparameter tables. Rank 0 is no LoRA: with the
             gates off, the projector alone aligns a slot, which is xRAG's design.
         lora_target_modules (`str` or `list[str]`, defaults to `"all-linear"`):
-            The linear layers inside the decoder layers that carry LoRA, by PEFT's rules.
+            The linear layers inside the decoder layers that have LoRA, by PEFT's rules.
         lora_positions (`"slots"` or `"all"`, defaults to `"slots"`):
-            Which positions LoRA is applied to. `"all"` is an ordinary LoRA, the control that the paper's selective one
-            is compared with. It changes how text is computed, so engines that hold only the base model cannot run such
-            an aligner.
+            Which positions LoRA is applied to. `"all"` is an ordinary LoRA, with which the paper compares its selective
+            one. It changes how text is computed, so engines that have only the base model cannot run such an aligner.
         gate_layers (`"all"` or `list[int]`, defaults to `"all"`): Layers with a gate (the paper's `L_gate`).
         gate_hidden_size (`int`, defaults to 64): Width of the gate's hidden layer.
         gate_threshold (`float`, defaults to 0.5): A gate with at least this probability is open (Eq. 7).
         max_refinement_steps (`int`, defaults to 2):
-            `T`, the extra passes a gated layer may take; the paper's "max loops 3" is the mandatory pass plus these 2.
+            `T`, the maximum number of extra passes through a gated layer. The paper's "max loops 3" is the mandatory
+            pass and 2 extra ones.
         gate_mode (`"adaptive"`, `"off"` or `"always"`, defaults to `"adaptive"`):
-            Gates decide / no refinement (the paper's *w/o Recursion*) / `T` steps for every slot (*w/o Gate*).
-            This, the threshold and the number of steps may be changed on a loaded model, or for one call: `generate`
-            and `forward` take them as arguments.
+            `"adaptive"`: gates decide; `"off"`: no refinement (the paper's *w/o Recursion*); `"always"`: `T` steps for
+            every slot (*w/o Gate*). `gate_mode`, `gate_threshold` and `max_refinement_steps` may be changed on a loaded
+            model, or for one call: `generate` and `forward` take them as arguments.
         word_parts (`int`, defaults to 0):
-            Beyond the paper: a slot also gets the embeddings of its tokens, from the backbone's frozen
-            embedding table. A slot's tokens are cut into this many equal parts, in order, each averaged and passed
-            through a linear map of its own, so that some of the word order survives. 0 uses no token embeddings.
+            Beyond the paper: a slot also gets the embeddings of its tokens, from the backbone's frozen embedding table.
+            A slot's tokens are cut into this many equal parts, in order. Each part is averaged and passed through its
+            linear map, so that some of the word order survives. 0 uses no token embeddings.
         passage_attention (`"joint"` or `"separate"`, defaults to `"joint"`):
             Beyond the paper, whose context is one passage: whether a slot attends to the slots of earlier passages.
             With `"separate"` it attends to its own passage and the text before the slots only, so that the keys and
             values of a passage serve every question that retrieves it. Training and use have to agree: a checkpoint's
-            `config.json` says what it was trained for, and a different value at loading gives a warning.
+            `config.json` has the value of training, and loading with another value gives a warning.
         answerability_layers (`list[int]`, *optional*):
             Beyond the paper: the layers, in order, from whose states of the prompt's last token the answerability is
             computed. Default: the aligner has no [`AnswerabilityHead`].
         answerability_uses_match (`bool`, defaults to `False`):
-            Whether the head's `match` was fitted, the weight of how well the passages match the words of the question.
+            Whether the head's `match` was fitted: scale, weight and offset for the late-interaction score of question
+            and passages.
         answerability_threshold (`float`, *optional*):
-            The answerability below which the aligner should abstain, as fitted by `train/confidence.py`; a suggested
-            value of `min_confidence`.
+            The answerability below which the aligner should abstain, fitted by `train/confidence.py`: a suggestion for
+            `min_confidence`.
         similarity_weight (`float`, defaults to 10):
             Weight of the cosine of question and passage when passages are selected; it is added to the answerability of
-            the passage, in log-odds. Fitted on held-out questions of the shipped aligner, as the next two are.
+            the passage, in log-odds. The defaults of this setting and the next two were fitted on held-out questions of
+            the shipped aligner.
         scored_share (`float`, defaults to 0.5):
-            The largest share of a question's passages that are scored, the most similar ones; at least one more than
-            are used. Scoring a passage takes as long as a prefill of its slots and the question.
+            The largest share of a question's passages that are scored, the most similar ones first; at least one more
+            than are used. Scoring a passage takes as long as a prefill of its slots and the question.
         most_answerability (`float`, defaults to 0.98):
-            The answerability that a passage is assumed to have before it is scored. A passage whose rank would be too
-            low even so is not scored.
+            The answerability that a passage is assumed to have before it is scored. A passage that would not be used
+            even with this answerability is not scored.
         use_multihop_head (`bool`, defaults to `False`):
             Beyond the paper: whether the aligner has a [`MultihopHead`], fitted by `train/multihop.py`. With it a
             question that needs two passages gets two by default, and every other question one.
         answer_calibration (`list[float]`, *optional*):
-            For the likelihood that an answer is right: weights of its mean log-likelihood and of the log-odds of the
-            answerability, and an offset, in log-odds, as fitted by `train/confidence.py`. Default: it is not reported.
+            Three numbers, fitted by `train/confidence.py`, from which the likelihood that an answer is right is
+            computed in log-odds: the weights of the answer's mean log-likelihood and of the log-odds of the
+            answerability, and an offset. Default: the likelihood is not reported.
         training_stage (`"reconstruction"`, `"grounding"` or `"gating"`, *optional*):
-            The last stage it was trained in, which the next one checks. Set by `set_stage`.
+            The last stage of training, which the next stage checks. Set by `set_stage`.
         digests (`dict`, *optional*), includes_base_model (`bool`, *optional*):
-            Of a checkpoint as it was saved: digests of its parts, and whether it holds the base model's weights as
-            well. `save_pretrained` of model and processor writes them, loading checks them; a loaded model has none.
+            Digests of the parts of a saved checkpoint, and whether it contains the base model's weights as well.
+            `save_pretrained` of model and processor writes them, and loading checks them; a loaded model has none.
 
     Raises:
         `ValueError`: a negative rank or number of parts, a gate layer or an answerability layer that the backbone does
@@ -247,12 +252,12 @@ class ArcAlignerConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if "vocab_size" not in self.text_config.to_dict():
             raise ValueError(
-                f"Backbone `{self.text_config.model_type}` is not supported: it has no vocabulary of its own, so "
-                "it is not a causal language model. Choose a decoder-only one, or the text model of a multimodal one."
+                f"Backbone `{self.text_config.model_type}` is not supported: its configuration has no `vocab_size`, so "
+                "it is not a causal language model. Use a decoder-only model, or the text model of a multimodal one."
             )
         if self.context_token_id is None:  # beyond the vocabulary, so that no text has this id
             self.context_token_id = self.text_config.vocab_size
-        # Some backbones say in their own config only whether head and embeddings are one matrix.
+        # For some backbones, only their `text_config` says whether head and embeddings are one matrix.
         self.tie_word_embeddings = self.tie_word_embeddings or self.text_config.tie_word_embeddings
         if self.lora_r < 0:
             raise ValueError(
@@ -269,8 +274,7 @@ class ArcAlignerConfig(PreTrainedConfig):
                 raise ValueError(f'`gate_layers` is {self.gate_layers!r}; expected "all" or a list of layer indices.')
         elif any(not 0 <= layer < num_layers for layer in self.gate_layers):
             raise ValueError(
-                f"`gate_layers` is {self.gate_layers}, but the backbone has layers 0 to {num_layers - 1}. "
-                "List only layers that exist."
+                f"`gate_layers` is {self.gate_layers}; expected layers of the backbone, from 0 to {num_layers - 1}."
             )
         check_gates(self.gate_mode, self.gate_threshold, self.max_refinement_steps)
         check_answerability_layers(self.answerability_layers, num_layers)
@@ -279,10 +283,10 @@ class ArcAlignerConfig(PreTrainedConfig):
             if not 0 <= (value := getattr(self, name)) <= 1:
                 raise ValueError(f"`{name}` is {value!r}; expected a number from 0 to 1.")
         if self.answer_calibration is not None and not (
-            len(self.answer_calibration) == 3 and all(is_number(each, Real) for each in self.answer_calibration)
+            len(self.answer_calibration) == 3 and all(is_number(value, Real) for value in self.answer_calibration)
         ):
             raise ValueError(f"`answer_calibration` is {self.answer_calibration!r}; expected three numbers, or None.")
-        self.named_dtype = self.dtype  # kept, because the loader may set `dtype` to another
+        self.named_dtype = self.dtype  # a copy, because the loader may change `dtype`
 
     @property
     def gated_layers(self) -> tuple[int, ...]:
@@ -298,22 +302,22 @@ class ArcAlignerConfig(PreTrainedConfig):
         max_refinement_steps: int | None = None,
         refinement_budget: float | None = None,
     ) -> GateSettings:
-        """The settings of a forward: those of its call, which are valid, otherwise the configuration's."""
+        """The settings of a forward: the arguments of its call, which are valid, else the configuration's values."""
         gate_mode, refinement_budget = normalize_budget(gate_mode or self.gate_mode, refinement_budget)
         steps = self.max_refinement_steps if max_refinement_steps is None else max_refinement_steps
         return GateSettings(gate_mode, gate_threshold or self.gate_threshold, steps, refinement_budget)
 
-    def refines(self, **wanted: Any) -> bool:
-        """Whether slots may take extra passes, with the settings of a call as for `gate_settings`."""
-        settings = self.gate_settings(**wanted)
+    def refines(self, **arguments: Any) -> bool:
+        """Whether slots may take extra passes; `arguments` of a call are those of `gate_settings`."""
+        settings = self.gate_settings(**arguments)
         return settings.gate_mode != "off" and settings.max_refinement_steps > 0 and bool(self.gated_layers)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        """As for any configuration.
+        """Load a configuration, as for any configuration.
 
         Raises:
-            `ValueError`: a field of the wrong type, with its name and that of the file.
+            `ValueError`: a field of the wrong type; the message names the field and the file.
         """
         try:
             return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
@@ -326,12 +330,12 @@ class ArcAlignerConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """Reads a checkpoint's `config.json`; that of a plain base model becomes this config's `text_config`. Warns if
-        the given `passage_attention` differs from the one that the aligner was trained with."""
+        """Read a checkpoint's `config.json`. The one of a plain base model becomes the `text_config`. Warn if the
+        argument `passage_attention` differs from the one that the aligner was trained with."""
         try:
             config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
             config_dict.items()
-        except (AttributeError, TypeError) as error:  # where the file holds other JSON
+        except (AttributeError, TypeError) as error:  # the file contains other JSON
             raise ValueError(
                 f"The config.json of {pretrained_model_name_or_path} is not a configuration ({error}); expected a JSON "
                 "object. Download the checkpoint again."
@@ -341,9 +345,9 @@ class ArcAlignerConfig(PreTrainedConfig):
         if config_dict.get("training_stage") and wanted in PASSAGE_ATTENTIONS and wanted != trained:
             logger.warning_once(
                 f"{pretrained_model_name_or_path} was trained with `passage_attention` {trained!r} and is loaded with "
-                f"{wanted!r}: expect worse answers from several passages until it is trained that way."
+                f"{wanted!r}. Expect worse answers from several passages until it is trained with {wanted!r}."
             )
-        # A base model's name loads as an untrained aligner around it, which is how training starts.
+        # The name of a base model loads an untrained aligner around it, with which training starts.
         if model_type is not None and model_type != cls.model_type:
             config_dict = {
                 "text_config": config_dict,
@@ -353,10 +357,9 @@ class ArcAlignerConfig(PreTrainedConfig):
         return config_dict, kwargs
 
     def to_dict(self) -> dict[str, Any]:
-        """As for any configuration, without what only holds for a checkpoint as it was saved."""
-        found = super().to_dict()
-        left_out = ("digests", "includes_base_model", "named_dtype")
-        return {name: value for name, value in found.items() if name not in left_out}
+        """The fields, as for any configuration, without those that describe a saved checkpoint."""
+        of_checkpoint = ("digests", "includes_base_model", "named_dtype")
+        return {name: value for name, value in super().to_dict().items() if name not in of_checkpoint}
 
 
 def longest_prompt(config: PreTrainedConfig) -> int | None:
@@ -365,8 +368,8 @@ def longest_prompt(config: PreTrainedConfig) -> int | None:
 
 
 def check_length(length: int, what: str, config: PreTrainedConfig, position_ids=None) -> None:
-    """Raises `ValueError` if `what`, such as "The prompt", has more positions than the backbone accepts: `length` or,
-    where several rows share a position, the highest of `position_ids`."""
+    """Raise `ValueError` if `what`, such as "The prompt", has more positions than the backbone supports: `length` or,
+    if passages share positions, the number of different ones in `position_ids`."""
     longest = longest_prompt(config)
     # Independent passages share positions, so a prompt may have more tokens than the backbone has positions.
     if longest is not None and length > longest and position_ids is not None:

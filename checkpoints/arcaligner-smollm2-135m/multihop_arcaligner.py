@@ -1,5 +1,5 @@
-"""Which two passages a multi-hop question needs: together they say what it asks about, and a name in one of them often
-leads to the other. Beyond the paper."""
+"""Which two passages a multi-hop question needs: together they have the words of the question, and a name in one of
+them often leads to the other. Beyond the paper."""
 
 import itertools
 import math
@@ -12,9 +12,9 @@ import torch
 from .segmentation_arcaligner import stop_words
 from .tokenization_arcaligner import text_of, title_of
 
-# Of more passages only the top-ranked ones are combined, which is fast enough.
+# Pairs are formed of at most so many passages, the top-ranked ones, because the number of pairs grows with the square.
 MOST_COMBINED = 50
-# Words at the beginning of a passage without a title; the names among them are taken for one.
+# In a passage without a title, the names among so many first words are taken for a title.
 TITLE_WORDS = 10
 
 _WORD = re.compile(r"\w+")
@@ -30,8 +30,9 @@ def best_pair(
         head ([`MultihopHead`]): Of the aligner.
         question (`str`): The question.
         passages (`Sequence[str | dict]`): The passages, as for the processor.
-        log_odds (`dict[int, float]`): The scores that rank passages, by number, of at least one of them.
-        spacy_model (`str`): Of the processor, for the stop words.
+        log_odds (`dict[int, float]`): The scores that rank passages, by the number of the passage. Passages without a
+            score are not selected.
+        spacy_model (`str`): The processor's spaCy pipeline, for the stop words.
     """
     unique = {}  # two copies of a passage are no pair
     for number in sorted(log_odds, key=log_odds.__getitem__, reverse=True):
@@ -58,12 +59,13 @@ class PassageWords(NamedTuple):
         title, text = title_of(passage) or "", text_of(passage, 0)
         whole = f"{title} {text}"
         start = _IN_BRACKETS.sub(" ", title) or " ".join(_WORD.findall(text)[:TITLE_WORDS])
-        own = words_of(start, common) if title else names_of(start, common)
-        return cls(words_of(whole, common), names_of(whole, common), own)
+        title_words = words_of(start, common) if title else names_of(start, common)
+        return cls(words_of(whole, common), names_of(whole, common), title_words)
 
 
 def words_of(text: str, common: frozenset[str]) -> frozenset[str]:
-    """
+    """Words of a text in lower case, without the `common` ones.
+
     >>> sorted(words_of("The loom of Ada", frozenset({"the", "of"})))
     ['ada', 'loom']
     """
@@ -71,12 +73,13 @@ def words_of(text: str, common: frozenset[str]) -> frozenset[str]:
 
 
 def names_of(text: str, common: frozenset[str]) -> frozenset[str]:
-    """
+    """Words of a text that begin with a capital or a digit, in lower case, without the `common` ones.
+
     >>> sorted(names_of("The loom of Ada in 1843", frozenset({"the", "of"})))
     ['1843', 'ada']
     """
-    found = (word for word in _WORD.findall(text) if word[0].isupper() or word[0].isdigit())
-    return frozenset(word.lower() for word in found) - common
+    names = (word for word in _WORD.findall(text) if word[0].isupper() or word[0].isdigit())
+    return frozenset(word.lower() for word in names) - common
 
 
 def pair_features(
@@ -86,29 +89,37 @@ def pair_features(
     pairs: Sequence[tuple[int, int]],
     spacy_model: str,
 ) -> torch.Tensor:
-    """For each pair of passages (len(pairs), 6): the sum of their log-odds; the shares of the question's words, and of
-    its names, that they cover together; the names that both have and the question does not, relative to how many they
-    have; the share of a title that the other passage mentions and the question does not; the shares of both titles in
-    the question."""
+    """The features of pairs of passages (len(pairs), 6).
+
+    1. The sum of both log-odds.
+    2. The share of the question's words that both passages together have.
+    3. The share of the question's names that both passages together have.
+    4. The number of names that both passages have and the question does not, divided by the geometric mean of their
+       numbers of names.
+    5. The larger of two shares: of each title, the words that the other passage has, but neither its title nor the
+       question.
+    6. The sum of the shares of both titles that are in the question.
+    """
     common = stop_words(spacy_model)
-    asked = words_of(question, common)
-    asked_names = names_of(" ".join(question.split()[1:]), common)  # the first word has a capital anyway
-    read = {number: PassageWords.of(passages[number], common) for number in {each for pair in pairs for each in pair}}
+    question_words = words_of(question, common)
+    question_names = names_of(" ".join(question.split()[1:]), common)  # the first word has a capital anyway
+    numbers = {number for pair in pairs for number in pair}
+    words = {number: PassageWords.of(passages[number], common) for number in numbers}
     features = []
     for one, two in pairs:
-        first, second = read[one], read[two]
-        names = math.sqrt(len(first.names) * len(second.names))
+        first, second = words[one], words[two]
+        num_names = math.sqrt(len(first.names) * len(second.names))
         features.append(
             (
                 log_odds[one] + log_odds[two],
-                _share(asked & (first.all | second.all), asked),
-                _share(asked_names & (first.all | second.all), asked_names),
-                len((first.names & second.names) - asked) / max(names, 1.0),
+                _share(question_words & (first.all | second.all), question_words),
+                _share(question_names & (first.all | second.all), question_names),
+                len((first.names & second.names) - question_words) / max(num_names, 1.0),
                 max(
-                    _share((first.title & second.all) - second.title - asked, first.title),
-                    _share((second.title & first.all) - first.title - asked, second.title),
+                    _share((first.title & second.all) - second.title - question_words, first.title),
+                    _share((second.title & first.all) - first.title - question_words, second.title),
                 ),
-                _share(first.title & asked, first.title) + _share(second.title & asked, second.title),
+                _share(first.title & question_words, first.title) + _share(second.title & question_words, second.title),
             )
         )
     return torch.tensor(features, dtype=torch.float64, device="cpu").view(len(pairs), 6)

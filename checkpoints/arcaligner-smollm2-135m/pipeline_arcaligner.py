@@ -13,7 +13,7 @@ from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
 
-from .answering_arcaligner import READ_MORE, Answerer, ScoredPassage
+from .answering_arcaligner import EXTRA_PREFILL_OPTIONS, Answerer, ScoredPassage
 from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, longest_prompt
 from .encoder_arcaligner import GivenSlots, documents_of, pad_slots
 from .kv_cache_arcaligner import AskedQuestions
@@ -22,7 +22,7 @@ from .segmentation_arcaligner import LOADING, Segment
 # Options of a call that go to the processor.
 _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
 
-# In the place of ids that are known later, (1, seq_len).
+# A placeholder for ids that are known later, (1, seq_len).
 _UNKNOWN_IDS = torch.zeros(1, 1, dtype=torch.long, device="cpu")
 
 # Options of a call that pad or cut a prompt.
@@ -38,8 +38,8 @@ def _repeats_prompts(options: dict[str, Any]) -> bool:
     """Whether `generate` with these options repeats prompts, so that a cache with each prompt once is not enough."""
     has_copies = any(options.get(name) not in (None, 1) for name in ("num_beams", "num_return_sequences"))
     has_cache = any(options.get(name) is not None for name in ("cache_implementation", "past_key_values", "cache"))
-    reads_more = any(options.get(name) for name in READ_MORE)
-    return has_copies or has_cache or reads_more or options.get("use_cache") is False
+    has_extra_prefill = any(options.get(name) for name in EXTRA_PREFILL_OPTIONS)
+    return has_copies or has_cache or has_extra_prefill or options.get("use_cache") is False
 
 
 @dataclass
@@ -50,10 +50,10 @@ class Row:
     slots: GivenSlots  # empty without slots
     question: str | list[dict] = ""
     passages: list = field(default_factory=list)  # those that are used, if their texts are known
-    copied: list = field(default_factory=list)  # those that the answer may copy
+    copied: list = field(default_factory=list)  # the passages that the answer may copy
     trace: dict[str, Any] | None = None  # with `return_slots`: `segments` and `statistics`
-    # If the passages were scored, the question with those that are used, which are cached. Its ids are known with its
-    # `slots`, neither of which it has before a batch is put together.
+    # If passages were scored, the question with the used ones, which are cached. Then ids and `slots` of this row are
+    # not known until a batch is made.
     scored: AskedQuestions | None = None
 
     @property
@@ -65,17 +65,17 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     """
     Answers questions from passages as slots, at the checkpoint's tokens per slot by default.
 
-    Takes what the built-in pipeline takes, one or a list of:
+    Takes the inputs of the built-in pipeline, one or a list of them:
 
     - a chat, with `documents=` in the call; the passages go before the first user message;
-    - `{"question": str, "documents": [...]}` or `{"messages": chat, "documents": [...]}`; a row without `documents`
+    - `{"question": str, "documents": [...]}` or `{"messages": chat, "documents": [...]}`; an input without `documents`
       takes those of the call;
-    - a string, read as a question when the call has `documents=`, else as text to continue.
+    - a string, which is a question if the call has `documents=`, else a text to continue.
 
-    A document is a string or `{"title": str, "text": str}`; one of more than 360 tokens is cut into passages. Of
+    A document is a string or `{"title": str, "text": str}`; a document of more than 360 tokens is cut into passages. Of
     several passages the top-ranked one is used, or the two that a multi-hop question needs (`max_passages`). A chat
-    without documents has no slots: the unchanged base model answers it. A question with an empty list gets one slot,
-    for "no passages". Unlike the built-in pipeline, this one samples only when asked to.
+    without documents has no slots: the unchanged base model answers it. A question with an empty list of documents gets
+    one slot, for "no passages". Unlike the built-in pipeline, this one samples only with `do_sample=True`.
 
     Example:
 
@@ -87,7 +87,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     """
 
     _load_processor = True
-    # The processor's: two tokenizers would have two padding sides.
+    # The tokenizer is the processor's: two tokenizers could differ in their padding side.
     _load_tokenizer = False
     _answerer = None
     _default_generation_config = GenerationConfig(max_new_tokens=256, do_sample=False)
@@ -98,16 +98,16 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         places = getattr(model, "hf_device_map", None) or {"": model.device}
         if next(iter(places.values())) == "disk":
             raise ValueError(
-                "The first weights of the model are on the disk (`hf_device_map`), where a pipeline would put its "
-                "inputs. Keep the first weights in memory (`max_memory`), or call `model.generate` with the outputs "
-                "of the processor."
+                "The first weights of the model are on the disk (`hf_device_map`), but a pipeline puts its inputs on "
+                "the device of the first weights. Keep these in memory (`max_memory`), or call `model.generate` with "
+                "the outputs of the processor."
             )
-        self._repeats = _repeats_prompts_of_call(kwargs)  # for every call
+        self._repeats = _repeats_prompts_of_call(kwargs)  # in every call
         super().__init__(model=model, processor=processor, tokenizer=tokenizer or processor.tokenizer, **kwargs)
 
     @property
     def answerer(self) -> Answerer:
-        """Selects passages, caches those that it scores, and answers."""
+        """The [`Answerer`] of this pipeline, with a cache of 256 MiB for the passages that it scores."""
         with LOADING:
             if self._answerer is None:
                 cache = self.processor.passage_cache(self.model, max_bytes=2**28)
@@ -119,43 +119,45 @@ class ArcAlignerPipeline(TextGenerationPipeline):
 
     def __call__(self, text_inputs: Any, **kwargs):
         """
-        Answers one or a list of inputs.
+        Answer one input or a list of inputs.
 
         Args:
-            text_inputs (`str`, `dict`, chat or a list of one of them): See the class.
-            documents (`list`, *optional*): The passages of every input without its own.
+            text_inputs (`str`, `dict`, chat, or a list of them): See the class.
+            documents (`list`, *optional*): The passages of every input that has no `documents`.
             return_slots (`bool`, *optional*, defaults to `False`): Whether to return the slots of the passages.
             tokens_per_slot (`int` or `"segment"`, *optional*): Tokens of text for a slot. Default: the processor's.
             max_slots (`int`, *optional*): Maximum number of slots per input, the first ones.
             max_passages (`int`, *optional*):
-                Of more passages, only those most likely to contain the answer are used, in their order. Each is scored
-                by itself, the most similar ones first and the others only if these do not decide. See [`Answerer`].
-                Keys and values of the scoring are cached, in at most 256 MiB, and reused for the answer. Default: 1,
-                or the 2 that a multi-hop question needs; all, uncut, if the aligner cannot score passages.
+                Of more passages, only the top-ranked ones are used, in their order. Each passage is scored by itself,
+                the most similar ones first and the others only if these do not decide. See [`Answerer`]. Keys and
+                values of the scoring are cached, in at most 256 MiB, and reused for the answer. Default: 1, or the 2
+                that a multi-hop question needs; all, uncut, if the aligner cannot score passages.
             min_confidence (`float`, *optional*):
-                If the answerability, from 0 to 1, is lower, the answer is the processor's `no_answer`. It is not the
-                chance that the answer is right. See [`AnsweringCall`]. Incompatible with a `streamer`, which would emit
-                the answer before it can be withheld, `return_tensors`, `guidance_scale`, prompt lookup or an assistant
-                model.
+                If the answerability, from 0 to 1, is lower than this, the answer is the processor's `no_answer`.
+                Answerability is not the chance that the answer is right. See [`AnsweringCall`]. Incompatible with
+                `streamer`, which would emit the answer before it can be replaced, and with `return_tensors`,
+                `guidance_scale`, `prompt_lookup_num_tokens` and `assistant_model`.
             copy_bonus (`float`, *optional*): Bias towards words of the passages, see
                 [`PassageCopyLogitsProcessor`]; 0 switches it off. Default: the processor's.
-            sanitize_control_tokens (`bool`, defaults to `True`): Whether special tokens of texts are plain text.
+            sanitize_control_tokens (`bool`, defaults to `True`): Whether special tokens in texts are plain text.
             kwargs (`dict`): As for the built-in pipeline: `batch_size`, `return_full_text`, `streamer`, options of
                 `generate`, among them `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget`.
 
         Returns:
-            As the built-in pipeline: for each input a list with a dictionary for each sequence.
+            As the built-in pipeline: for each input a list with a dictionary for each generated sequence.
 
             - **generated_text** (`str` or chat) -- The answer to a question; a chat with the answer appended, or with
               `return_full_text=False` the answer only. With `return_slots` also:
             - **segments** (`list[dict]`) -- The text of each slot: `document`, `start`, `end` (characters), `text`.
-            - **trajectories** (`list[list[str]]`) -- For each layer and slot the passes taken.
-            - **statistics** (`dict`) -- `tokens` of the passages, `slots` and `compression_rate`, the measured tokens
-              per slot; with `max_slots`, how many segments are `dropped`;
-              `answerability`, how likely the passages contain an answer, and `answer_likelihood`, how likely the
-              answer is right, if these were fitted, the second one for greedy answers that are not abstentions; if
-              passages were scored, `passage_answerabilities`, that of each document that was scored, by its
-              number. `confidence` and `passage_confidences` are their names in 0.2, removed in the next release.
+            - **trajectories** (`list[list[str]]`) -- The passes of each slot through each layer
+              ([`format_trajectory`]).
+            - **statistics** (`dict`) -- `tokens` of the passages, `slots`, and `compression_rate`, the measured tokens
+              per slot. With `max_slots`, how many segments are `dropped`. If they were fitted, `answerability`, how
+              likely the passages contain an answer, and `answer_likelihood`, how likely the answer is right, which
+              greedy answers have that are not abstentions. If passages were scored, `passage_answerabilities`, the
+              highest answerability of each document's scored passages, by the number of the document. In 0.2,
+              `answerability` was `confidence` and `passage_answerabilities` was `passage_confidences`; these names will
+              be removed in the next release.
         """
         if isinstance(text_inputs, list | tuple) and not text_inputs:
             raise ValueError("The list of inputs is empty; expected a chat, a string or a question with its passages.")
@@ -169,21 +171,21 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         copy_bonus: float | None = None,
         **kwargs,
     ):
-        given = {name: kwargs.pop(name, None) for name in _SLOT_OPTIONS} | {"return_slots": return_slots}
+        slots = {name: kwargs.pop(name, None) for name in _SLOT_OPTIONS} | {"return_slots": return_slots}
         preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
-        preprocess |= {name: value for name, value in given.items() if value is not None}
-        if any(each is not None for each in (max_passages, min_confidence, copy_bonus)):
+        preprocess |= {name: value for name, value in slots.items() if value is not None}
+        if any(setting is not None for setting in (max_passages, min_confidence, copy_bonus)):
             self.answerer.check(max_passages=max_passages, min_confidence=min_confidence, copy_bonus=copy_bonus)
-        given = {"return_slots": return_slots, "copy_bonus": copy_bonus}
-        forward |= {name: value for name, value in given.items() if value is not None}
+        answers = {"return_slots": return_slots, "copy_bonus": copy_bonus}
+        forward |= {name: value for name, value in answers.items() if value is not None}
         if max_passages is not None:
             preprocess["max_passages"] = max_passages
         if _repeats_prompts_of_call(kwargs):
             preprocess["prefills_again"] = True
         preprocess |= {name: kwargs[name] for name in REFINEMENT_SETTINGS if name in kwargs}  # for scoring passages
         if min_confidence is not None:
-            if given := [name for name in ("streamer", "return_tensors") if kwargs.get(name)]:
-                raise ValueError(f"`min_confidence` cannot be combined with `{given[0]}`. Leave one of them out.")
+            if others := [name for name in ("streamer", "return_tensors") if kwargs.get(name)]:
+                raise ValueError(f"`min_confidence` cannot be combined with `{others[0]}`. Leave one of them out.")
             forward["min_confidence"] = postprocess["min_confidence"] = min_confidence
         return preprocess, forward, postprocess
 
@@ -196,28 +198,28 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         prefills_again: bool = False,
         **kwargs,
     ) -> dict[str, Any]:
-        """`input_ids`, `attention_mask` (1, seq_len) and, in `row`, what is not padded."""
-        slots, gates = ({n: kwargs.pop(n) for n in own if n in kwargs} for own in (_SLOT_OPTIONS, REFINEMENT_SETTINGS))
+        """`input_ids`, `attention_mask` (1, seq_len) and, in `row`, the data that is not padded."""
+        slots = {name: kwargs.pop(name) for name in _SLOT_OPTIONS if name in kwargs}
+        gates = {name: kwargs.pop(name) for name in REFINEMENT_SETTINGS if name in kwargs}
         prompt, documents, is_question = _read_input(prompt_text, documents)
         chat = Chat([{"role": "user", "content": prompt}]) if is_question else prompt
-        given = [] if documents is None else documents_of(documents, "`documents` of row 0")
         answerer = self.answerer
-        passages, read = answerer.cut(given)
+        passages, pieces = answerer.cut([] if documents is None else documents_of(documents, "`documents` of row 0"))
         scores, texts, scored = None, {}, None
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
         else:
-            asked = chat if is_question and self.processor.chat_template is not None else prompt
+            conversation = chat if is_question and self.processor.chat_template is not None else prompt
+            messages = conversation.messages if isinstance(conversation, Chat) else conversation
             template = {name: kwargs.pop(name, None) for name in ("continue_final_message", "tools")}
-            if isinstance(asked, Chat) and template["continue_final_message"] is None:
-                template["continue_final_message"] = any(each["role"] == "assistant" for each in asked.messages[-1:])
+            if isinstance(conversation, Chat) and template["continue_final_message"] is None:
+                template["continue_final_message"] = bool(messages) and messages[-1]["role"] == "assistant"
             template["add_generation_prompt"] = not template["continue_final_message"]
             slots.setdefault("sanitize_control_tokens", True)
-            messages = asked.messages if isinstance(asked, Chat) else asked
             options = slots | template | gates
             ((numbers, scores, scored),) = answerer.select([messages], [passages], max_passages, **options)
-            scores = None if scores is None else _by_document(scores, read)
-            read, passages = [read[number] for number in numbers], [passages[number] for number in numbers]
+            scores = None if scores is None else _by_document(scores, pieces)
+            pieces, passages = [pieces[number] for number in numbers], [passages[number] for number in numbers]
             if self._prefills_again(prefills_again, return_slots, gates, kwargs):
                 scored = None
             texts = {
@@ -227,7 +229,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             }
             if scored is None:
                 slots |= {"documents": None if documents is None else passages, "return_segments": return_slots}
-                encoded = self._encode(asked, slots | {"return_tensors": "pt"}, template, **kwargs)
+                encoded = self._encode(conversation, slots | {"return_tensors": "pt"}, template, **kwargs)
             else:
                 encoded = {"input_ids": _UNKNOWN_IDS, "attention_mask": torch.ones_like(_UNKNOWN_IDS)}
                 encoded |= self._trace_scored(passages, slots) if return_slots else {}
@@ -236,43 +238,43 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             slots[0] = torch.zeros(0, self.model.config.encoder_hidden_size, device="cpu")
         row = Row(is_question, GivenSlots(*slots), **texts, scored=scored)
         if return_slots:
-            row.trace = _trace_of(encoded, read, scores)
+            row.trace = _trace_of(encoded, pieces, scores)
         return {name: encoded[name] for name in ("input_ids", "attention_mask")} | {"row": row, "prompt_text": chat}
 
-    def _prefills_again(self, is_asked: bool, return_slots: bool, gates: dict, options: dict) -> bool:
+    def _prefills_again(self, call_repeats: bool, return_slots: bool, gates: dict, options: dict) -> bool:
         """Whether scored passages are computed again with the prompt, for results that a cache does not have."""
         has_steps = return_slots and self.model.config.refines(**gates)  # reported only for slots that are computed
         is_cut = any(options.get(name) is not None for name in _PROMPT_OPTIONS)
-        repeats = is_asked or self._repeats or _repeats_prompts(self.model.generation_config.to_dict())
+        repeats = call_repeats or self._repeats or _repeats_prompts(self.model.generation_config.to_dict())
         return repeats or has_steps or is_cut
 
     def _trace_scored(self, passages: list, slots: dict[str, Any]) -> dict[str, Any]:
-        """What the processor returns for `return_segments`, from passages that were scored."""
+        """The `segments` and `statistics` of passages that were scored, as the processor returns them."""
         settings, encoder = {name: slots.get(name) for name in SLOT_SETTINGS}, self.processor.slot_encoder
         (row,) = encoder.encode_batch([passages], **settings, only_segments=True)
         statistics = encoder.statistics(passages, row, settings["max_slots"] is not None)
         return {"segments": [row.segments], "statistics": [statistics]}
 
     def _prefix_of(self, rows: list[Row]) -> dict[str, Any]:
-        """The ids and the slots of rows that were scored with the same settings, from the cache."""
-        asked = rows[0].scored
+        """The ids and the cached slots of rows whose passages were scored with the same settings."""
         questions = [question for row in rows for question in row.scored.questions]
-        return dict(self.answerer.cache.prepare_asked(asked._replace(questions=questions)))
+        return dict(self.answerer.cache.prepare_asked(rows[0].scored._replace(questions=questions)))
 
     def _slots_of(self, rows: list[Row], model_inputs: dict[str, Any]) -> dict[str, Any]:
-        """The ids and the slots of rows, which are encoded again if they were scored and other rows were not."""
+        """The ids and the slots of rows. Passages that were scored are encoded again: the cache serves a batch only if
+        all its rows were scored, with the same settings."""
         encoded, ids = [row.slots for row in rows], []
         for place, (row, mask) in enumerate(zip(rows, model_inputs["attention_mask"].bool(), strict=True)):
             ids.append(model_inputs["input_ids"][place][mask].tolist())
             if row.scored is not None:
                 (question,), settings, _ = row.scored
                 settings = {name: settings.get(name) for name in SLOT_SETTINGS}
-                documents = [each for unit in question.units[1:] for each in unit.passages]
+                documents = [passage for unit in question.units[1:] for passage in unit.passages]
                 encoded[place] = self.processor.encode_documents(documents, **settings)
                 slots = [self.processor.context_token_id] * len(encoded[place].context_embeds)
                 ids[place] = [*question.units[0].head, *slots, *question.tail]
         inputs = self.tokenizer.pad({"input_ids": ids}, return_tensors="pt") | pad_slots(encoded)
-        return {name: each.to(model_inputs["input_ids"].device) for name, each in inputs.items()}
+        return {name: tensor.to(model_inputs["input_ids"].device) for name, tensor in inputs.items()}
 
     def _encode(
         self,
@@ -285,14 +287,14 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         tokenizer_encode_kwargs: dict | None = None,
         **generate_kwargs,
     ) -> dict[str, Any]:
-        """Runs the processor on a chat or, without a chat template, on a question."""
+        """Run the processor on a chat or, without a chat template, on a question."""
         options = {"truncation": truncation, "padding": padding, "max_length": max_length}
         options = {name: value for name, value in options.items() if value is not None}
         options |= tokenizer_encode_kwargs or {}
         if isinstance(prompt, str):
             return self.processor(text=prompt, **slots, **options)
-        asked = {"tokenize": True, "return_dict": True, "processor_kwargs": options}
-        return self.processor.apply_chat_template(prompt.messages, **asked, **template, **slots)
+        template = template | {"tokenize": True, "return_dict": True, "processor_kwargs": options}
+        return self.processor.apply_chat_template(prompt.messages, **template, **slots)
 
     def _forward(
         self,
@@ -304,16 +306,16 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     ) -> dict:
         row = model_inputs.pop("row")
         rows = row if isinstance(row, list) else [row]  # a list in a batch
-        settings = [None if each.scored is None else each.scored.settings for each in rows]
-        if settings[0] is not None and all(each == settings[0] for each in settings):
+        settings = [None if row.scored is None else row.scored.settings for row in rows]
+        if settings[0] is not None and all(other == settings[0] for other in settings):
             slots = self._prefix_of(rows)
         else:
             slots = self._slots_of(rows, model_inputs)
         model_inputs |= {name: slots.pop(name) for name in ("input_ids", "attention_mask")}
         call = self.answerer.answer(
-            [each.question for each in rows],
-            [each.passages for each in rows],
-            copied=[each.copied for each in rows],
+            [row.question for row in rows],
+            [row.passages for row in rows],
+            copied=[row.copied for row in rows],
             copy_bonus=copy_bonus,
             scores=bool(slots) and (min_confidence is not None or return_slots),
             traces=return_slots,
@@ -339,10 +341,12 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         depth = model_outputs.pop("recursion_depth", None)  # (1, num_layers, max_slots)
         if return_type is None:
             return_type = ReturnType.NEW_TEXT if row.is_question else ReturnType.FULL_TEXT
-        sure, likelihood = (model_outputs.pop(name, [None])[0] for name in ("answerability", "answer_likelihood"))
+        answerability, likelihood = (
+            model_outputs.pop(name, [None])[0] for name in ("answerability", "answer_likelihood")
+        )
         records = super().postprocess(model_outputs, return_type=return_type, **kwargs)
-        is_refused = min_confidence is not None and row.has_slots and sure < min_confidence
-        if is_refused:
+        is_abstention = min_confidence is not None and row.has_slots and answerability < min_confidence
+        if is_abstention:
             for record in records:  # a text, or a chat whose last message is the answer
                 answer = record["generated_text"]
                 if isinstance(answer, str):
@@ -352,73 +356,75 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         if row.trace is None:
             return records
         statistics, num_slots = row.trace["statistics"], row.trace["statistics"]["slots"]
-        if sure is not None and row.has_slots:
-            statistics = statistics | {"answerability": sure.item(), "confidence": sure.item()}
-            if likelihood is not None and not is_refused:
+        if answerability is not None and row.has_slots:
+            statistics = statistics | dict.fromkeys(("answerability", "confidence"), answerability.item())
+            if likelihood is not None and not is_abstention:
                 statistics["answer_likelihood"] = likelihood.item()
         if depth is None:  # the slots were cached, without a step
             depth = torch.zeros(1, self.model.config.text_config.num_hidden_layers, num_slots).long()
         layers = depth[0, :, :num_slots].tolist() if num_slots else []
-        trajectories = [[format_trajectory(each) for each in layer] for layer in layers]
+        trajectories = [[format_trajectory(steps) for steps in layer] for layer in layers]
         trace = {"segments": row.trace["segments"], "trajectories": trajectories, "statistics": statistics}
         return [record | trace for record in records]
 
     def save_pretrained(self, save_directory: str, **kwargs):
-        """Writes model, code and processor, for `pipeline(model=save_directory)` to load."""
+        """Write model, code and processor, so that `pipeline(model=save_directory)` loads them."""
         self.model.save_pretrained(save_directory, **kwargs)
         self.processor.save_pretrained(save_directory)
 
 
 def _by_document(scores: dict[int, ScoredPassage], pieces: list[Segment]) -> dict[int, float]:
     """The highest answerability among the passages of each document; `pieces` has the place of each passage."""
-    surest = sorted(scores, key=lambda number: scores[number].answerability)  # of a document's the last one counts
-    return {pieces[number].document: scores[number].answerability for number in surest}
+    # In a dictionary the last one of a document's passages counts, which is the one with the highest answerability.
+    rising = sorted(scores, key=lambda number: scores[number].answerability)
+    return {pieces[number].document: scores[number].answerability for number in rising}
 
 
-def _trace_of(encoded: dict, read: Sequence[Segment], scores: dict[int, float] | None) -> dict[str, Any]:
-    """The segments and statistics of an input's slots: `read` has the place of each passage in its document, `scores`
+def _trace_of(encoded: dict, pieces: Sequence[Segment], scores: dict[int, float] | None) -> dict[str, Any]:
+    """The segments and statistics of an input's slots: `pieces` has the place of each passage in its document, `scores`
     the answerability of each document."""
     segments = encoded.get("segments", [[]])[0]
     no_slots = {"tokens": 0, "slots": 0, "compression_rate": None}
     statistics = encoded.get("statistics", [no_slots])[0]
     if scores is not None:
         statistics |= dict.fromkeys(("passage_answerabilities", "passage_confidences"), dict(sorted(scores.items())))
-    return {"segments": [asdict(each.of_document(read[each.document])) for each in segments], "statistics": statistics}
+    segments = [asdict(segment.of_document(pieces[segment.document])) for segment in segments]
+    return {"segments": segments, "statistics": statistics}
 
 
-def _read_input(given: Any, documents: list | None) -> tuple[str | Chat, list | None, bool]:
-    """An input as (prompt, its documents or `None` for no slots, whether it is a question)."""
-    if isinstance(given, dict):
-        documents = given.get("documents", documents)
-        others = ", ".join(f"`{key}`" for key in given if key not in ("question", "messages", "documents"))
-        if documents is None and ("question" in given or (others and "messages" in given)):
+def _read_input(value: Any, documents: list | None) -> tuple[str | Chat, list | None, bool]:
+    """The prompt of an input, its documents or `None` for no slots, and whether it is a question."""
+    if isinstance(value, dict):
+        documents = value.get("documents", documents)
+        others = ", ".join(f"`{key}`" for key in value if key not in ("question", "messages", "documents"))
+        if documents is None and ("question" in value or (others and "messages" in value)):
             raise ValueError(  # passages under another name would be ignored
-                f"An input has no `documents`{others and f' but {others}'}. Passages go in `documents`, a list of "
-                "strings "
-                'or {"title", "text"}; pass an empty list to ask without passages.'
+                f"An input has no `documents`{others and f' but {others}'}; expected a list of strings or of "
+                '{"title": str, "text": str}. Put the passages there, or an empty list to ask without passages.'
             )
-    if isinstance(given, dict) and "messages" in given:
-        if not isinstance(given["messages"], list | tuple):
-            raise ValueError(f"`messages` is {given['messages']!r}; expected a list of messages.")
-        return Chat(given["messages"]), documents, False
-    if isinstance(given, dict) and isinstance(given.get("question"), str):
-        return given["question"], documents, True
-    if isinstance(given, str):
-        return given, documents, documents is not None
-    if isinstance(given, Chat):
-        return given, documents, False
-    found = type(given).__name__
-    if isinstance(given, dict):
-        found = ", ".join(f"`{key}` of type {type(value).__name__}" for key, value in given.items())
+    if isinstance(value, dict) and "messages" in value:
+        if not isinstance(value["messages"], list | tuple):
+            raise ValueError(f"`messages` is {value['messages']!r}; expected a list of messages.")
+        return Chat(value["messages"]), documents, False
+    if isinstance(value, dict) and isinstance(value.get("question"), str):
+        return value["question"], documents, True
+    if isinstance(value, str):
+        return value, documents, documents is not None
+    if isinstance(value, Chat):
+        return value, documents, False
+    kind = f"of type {type(value).__name__}"
+    if isinstance(value, dict):
+        keys = (f"`{key}` of type {type(content).__name__}" for key, content in value.items())
+        kind = f"a dictionary with {', '.join(keys) or 'no keys'}"
     raise ValueError(
-        'Expected a chat, a string or {"question": str, "documents": [...]}, or a list of them (for a data set, '
-        f"pass `list(dataset)`); got {found}."
+        f'An input is {kind}; expected a chat, a string or {{"question": str, "documents": [...]}}, or a list of them. '
+        "For a data set, pass `list(dataset)`."
     )
 
 
 def format_trajectory(depth: int) -> str:
-    """Passes of a slot through a layer as the paper's case studies write them, one `L` for each; `depth` is an
-    entry of `recursion_depth`.
+    """The passes of a slot through a layer, as the paper's case studies write them: one `L` for each pass. `depth` is
+    an entry of `recursion_depth`.
 
     >>> [format_trajectory(depth) for depth in (0, 1, 2)]
     ['L0.', 'LL', 'LLL']

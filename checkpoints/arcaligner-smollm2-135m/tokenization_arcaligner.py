@@ -1,4 +1,5 @@
-"""Input texts: remove invisible characters from documents, treat control tokens in them as text, check messages."""
+"""Input texts: remove invisible characters from documents, treat control tokens in documents as text, check
+messages."""
 
 import functools
 import html
@@ -13,7 +14,8 @@ from typing import Any, NamedTuple
 
 # Inputs
 def check_text(text: str, what: str) -> None:
-    """Raises `ValueError` for text that is not valid Unicode, such as a command-line argument in a wrong encoding."""
+    """Raise `ValueError` for text that is not valid Unicode, such as a command-line argument in a wrong encoding. The
+    message begins with `what`."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -24,7 +26,7 @@ def check_text(text: str, what: str) -> None:
 
 
 def check_question(question) -> None:
-    """Raises `ValueError` unless the question is a text that is not empty."""
+    """Raise `ValueError` unless the question is a text that is not empty."""
     if not isinstance(question, str):
         raise ValueError(f"A question is of type {type(question).__name__}; expected a string.")
     check_text(question, "The question")
@@ -32,31 +34,31 @@ def check_question(question) -> None:
         raise ValueError("The question is empty; expected a string with text.")
 
 
-def check_conversation(given: Any) -> None:
-    """Raises `ValueError` unless it is a list of messages, or a list of such lists."""
-    messages = getattr(given, "messages", given)  # transformers' `Chat` has them inside
+def check_conversation(conversation: Any) -> None:
+    """Raise `ValueError` unless `conversation` is a list of messages, or a list of such lists."""
+    messages = getattr(conversation, "messages", conversation)  # an attribute of transformers' `Chat`
     if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError(f"A conversation is {messages!r}; expected a list of messages, at least one.")
-    if any(isinstance(each, list | tuple) for each in messages):
-        for each in messages:
-            check_conversation(each)
+        raise ValueError(f"A conversation is {messages!r}; expected a list of at least one message.")
+    if any(isinstance(message, list | tuple) for message in messages):
+        for several in messages:
+            check_conversation(several)
         return
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise ValueError(f'A message is {message!r}; expected {{"role": str, "content": str}}.')
 
 
-def with_plain_texts(given: Sequence) -> list:
-    """The conversation, or each of several, with each message's parts joined to one text; `None` in a message with tool
-    calls stays.
+def with_plain_texts(conversation: Sequence) -> list:
+    """The conversation, or each of several, with each message's parts joined to one text. A content of `None` stays in
+    a message with tool calls.
 
     Raises:
         `ValueError`: as [`check_conversation`], or a content that is not text.
     """
-    check_conversation(given)
-    if isinstance(given[0], dict):
-        return _with_plain_texts(given)
-    return [_with_plain_texts(getattr(each, "messages", each)) for each in given]
+    check_conversation(conversation)
+    if isinstance(conversation[0], dict):
+        return _with_plain_texts(conversation)
+    return [_with_plain_texts(getattr(chat, "messages", chat)) for chat in conversation]
 
 
 def _with_plain_texts(messages: Sequence[dict]) -> list[dict]:
@@ -80,11 +82,14 @@ def _with_plain_texts(messages: Sequence[dict]) -> list[dict]:
 
 def has_empty_message(conversation: Sequence) -> bool:
     """Whether a message of the conversation, or of one of several, is empty."""
-    return any(has_empty_message(each) if isinstance(each, list) else each["content"] == "" for each in conversation)
+    return any(
+        has_empty_message(message) if isinstance(message, list) else message["content"] == ""
+        for message in conversation
+    )
 
 
-# Text as people see it. Files from the web, from PDFs and from programs contain invisible characters: a word with
-# one has other tokens, and an answer that copies it is wrong.
+# Text as people see it. Files from the web, from PDFs and from programs contain invisible characters. A word that
+# contains one has other tokens, and an answer that copies the word is wrong.
 _SPACES = "\u00a0\u1680\u2000-\u200a\u202f\u205f\u2800\u3000\u3164\uffa0"  # of other widths, or without a break
 _BREAKS = "\x0b\x0c\x1c-\x1e\x85\u2028\u2029"  # of lines, pages and records
 _UNSEEN = (
@@ -114,7 +119,7 @@ _ODD = re.compile(
     r"|(?P<entity>&(?!(?:lt|gt|amp);)(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{1,31});"
     r"|&amp;(?!#?[a-zA-Z0-9]{2,32};))"
 )
-# Any text that has to change contains one of these; to search for them takes a tenth of the time.
+# Any text that has to change contains one of these; a search for them takes a tenth of the time of `_ODD`.
 _MAY_BE_ODD = re.compile(
     r"[&\r\u200c\u200d\u2010\u2011\ufe00-\ufe0f" + _BREAKS + _SPACES + _UNSEEN + _LIGATURES + r"]|[-\u2010][ \t]*\r?\n"
 )
@@ -141,7 +146,7 @@ class _Edits(NamedTuple):
         return self.old_ends[number] + place - self.new_ends[number] + at_end
 
     def new_place(self, place: int) -> int:
-        """The place in the new text that corresponds to a place in the old one, or the next one after a deletion."""
+        """The place in the new text of a character of the old one or, if it was deleted, of the next one."""
         number = bisect_right(self.old_starts, place) - 1
         if number < 0:
             return place
@@ -157,7 +162,7 @@ class ReadableText(NamedTuple):
     edits: tuple[_Edits, ...] = ()  # none if the text did not change
 
     def given(self, start: int, end: int) -> tuple[int, int]:
-        """Characters `start` to `end` in the given text."""
+        """The first and end character in the given text of the characters `start` to `end` of this text."""
         last = end - 1
         for edits in reversed(self.edits):
             start, last = edits.old_place(start, at_end=False), edits.old_place(last, at_end=True) - 1
@@ -173,11 +178,11 @@ class ReadableText(NamedTuple):
 def readable(text: str) -> ReadableText:
     r"""
     A text as people see it: without soft hyphens, zero-width characters and control characters; with plain spaces and
-    line breaks; with letters for ligatures, decomposed accents and left-over entities; with hyphenated words joined
-    across line ends. A text that needs no change is returned unchanged.
+    line breaks; with letters for ligatures, decomposed accents and left-over HTML entities; with hyphenated words
+    joined across line ends. A text that needs no change is returned unchanged.
 
-    >>> found = readable("The o\ufb03ce &amp; Inter\u00adnational law")
-    >>> found.text, found.given(13, 26)
+    >>> seen = readable("The o\ufb03ce &amp; Inter\u00adnational law")
+    >>> seen.text, seen.given(13, 26)
     ('The office & International law', (15, 29))
     """
     passes = []
@@ -188,24 +193,24 @@ def readable(text: str) -> ReadableText:
 
 
 def _odd_edits(text: str) -> list[tuple[int, int, str]]:
-    """Pieces of a text that are displayed differently, each with the displayed text."""
+    """Spans of a text that people see as another text: start, end and the text that they see."""
     edits: list[tuple[int, int, str]] = []
     if not _MAY_BE_ODD.search(text):
         return edits
     compounds: set[str] | None = None  # words with hyphens, collected on first use
-    for found in _ODD.finditer(text):
-        kind, seen = found.lastgroup, ""
+    for match in _ODD.finditer(text):
+        kind, seen = match.lastgroup, ""
         if kind == "hyphen":
             compounds = set(_COMPOUND.findall(text)) if compounds is None else compounds
-            seen = _seen_hyphen(text, *found.span(), compounds)
+            seen = _seen_hyphen(text, *match.span(), compounds)
         elif kind in _SEEN_AS:
             seen = _SEEN_AS[kind]
         elif kind == "letters":
-            seen = unicodedata.normalize("NFKC", found[0])
+            seen = unicodedata.normalize("NFKC", match[0])
         elif kind == "entity":
-            seen = _seen_entity(found[0])
-        if seen != found[0]:
-            edits.append((*found.span(), seen))
+            seen = _seen_entity(match[0])
+        if seen != match[0]:
+            edits.append((*match.span(), seen))
     return edits
 
 
@@ -240,8 +245,8 @@ def _form_edits(text: str) -> Iterable[tuple[int, int, str]]:
         return
     for run in _MARKED.finditer(text):
         place = run.start()
-        for _, own in itertools.groupby(_letters(run[0]), key=lambda pair: pair[0]):
-            letter = "".join(character for _, character in own)
+        for _, characters in itertools.groupby(_letters(run[0]), key=lambda pair: pair[0]):
+            letter = "".join(character for _, character in characters)
             if (seen := unicodedata.normalize("NFC", letter)) != letter:
                 yield place, place + len(letter), seen
             place += len(letter)
@@ -271,35 +276,34 @@ def _edited(text: str, edits: Sequence[tuple[int, int, str]]) -> tuple[str, _Edi
 
 # Documents: strings, or dictionaries with a title and a text
 def title_of(document) -> str | None:
-    """The title of a document as it is read, if it has one; raises `ValueError` unless it is a text."""
+    """The `readable` title of a document, if it has one. Raises `ValueError` for a title that is not a text."""
     title = document.get("title") if isinstance(document, dict) else None
     if title is not None and not isinstance(title, str):
         beginning = f"The title of the document {str(document.get('text'))[:40]!r}"
-        raise ValueError(f"{beginning} is of type {type(title).__name__}; expected a string or none.")
+        raise ValueError(f"{beginning} is of type {type(title).__name__}; expected a string or None.")
     check_text(title or "", "A title")
     return title and readable(title).text
 
 
 def text_of(document, number: int) -> str:
-    """The text of document `number` as it is read; raises `ValueError` if it has none."""
+    """The `readable` text of document `number`. Raises `ValueError` if it has none."""
     return readable(given_text(document, number)).text
 
 
 def given_text(document, number: int) -> str:
-    """The text of document `number` as it was given; raises `ValueError` if it has none."""
+    """The unchanged text of document `number`. Raises `ValueError` if it has none."""
     text = document.get("text") if isinstance(document, dict) else document
     if not isinstance(text, str):
-        raise ValueError(
-            f"Document {number} is of type {type(document).__name__}"
-            + (f" with {[*document][:9]}, `text` of type {type(text).__name__}" if isinstance(document, dict) else "")
-            + '; expected a string or {"title": str, "text": str}.'
-        )
+        kind = type(document).__name__
+        if isinstance(document, dict):
+            kind += f" with the keys {[*document][:9]} and a `text` of type {type(text).__name__}"
+        raise ValueError(f'Document {number} is of type {kind}; expected a string or {{"title": str, "text": str}}.')
     check_text(text, f"Document {number}")
     return text
 
 
-# Control tokens in users' texts. Private-use characters surround each, so that they pass through a chat
-# template and remain distinguishable from those that the template writes.
+# Control tokens in users' texts. Private-use characters surround each of them, so that it passes through a chat
+# template and differs from those that the template writes.
 _START, _END = "\ue0c0", "\ue0c1"
 
 
@@ -316,13 +320,14 @@ def mark_tokens(value, tokens: tuple[str, ...]):
         unmarked = value.replace(_START, "").replace(_END, "")
         return _token_patterns(tokens)[0].sub(f"{_START}\\g<0>{_END}", unmarked)
     if isinstance(value, dict):
-        return {key: mark_tokens(each, tokens) for key, each in value.items()}
-    return [mark_tokens(each, tokens) for each in value] if isinstance(value, list | tuple) else value
+        return {key: mark_tokens(field, tokens) for key, field in value.items()}
+    return [mark_tokens(text, tokens) for text in value] if isinstance(value, list | tuple) else value
 
 
 def mark_control_tokens(tokenizer, text):
     """Texts or messages with control tokens marked, so that `encode_marked` treats them as text: special tokens, and
-    added ones that the chat template writes. Marks of a turn that are not tokens, such as Llama 2's `[INST]`, stay."""
+    added ones that the chat template writes. What a template writes without a token, such as Llama 2's `[INST]`, stays
+    unmarked."""
     template = str(tokenizer.chat_template or "")
     added = tokenizer.added_tokens_decoder.values()
     of_template = (token.content for token in added if token.content.strip() and token.content in template)
@@ -331,46 +336,46 @@ def mark_control_tokens(tokenizer, text):
 
 
 def control_token_ids(tokenizer) -> set[int]:
-    """Tokens that a document's characters never become: special ones, and those that were added to a tokenizer beyond
-    its vocabulary. The ids of the latter are slots, or unknown to the model."""
+    """Ids of tokens that a document's characters never become: special tokens, and tokens that were added to a
+    tokenizer beyond its vocabulary. The added ones are slots, or unknown to the model."""
     size = tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False)
     return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special or number >= size}
 
 
 def encode_marked(tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of texts, with tokens marked by `mark_tokens` as plain text, without added special tokens. `ValueError` for
-    a tokenizer that makes a control token of plain characters."""
+    """Ids of texts without special tokens. Tokens that `mark_tokens` marked become ids of plain text. Raises
+    `ValueError` if the tokenizer makes a control token of plain characters."""
     if not texts:  # no tokenizer takes an empty batch
         return []
     pattern = _token_patterns(tuple(tokenizer.added_tokens_encoder))[1]
-    pieces = [pattern.split(text) for text in texts]  # each: text, marked token, text, ...
+    spans = [pattern.split(text) for text in texts]  # of each text: text, marked token, text, ...
     encode = functools.partial(
         tokenizer, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
     )
-    rows = encode([own[0] for own in pieces])["input_ids"]
+    rows = encode([first for first, *_ in spans])["input_ids"]
     return [
-        ids if len(own) == 1 else _with_marked(tokenizer, ids, own[1:]) for ids, own in zip(rows, pieces, strict=True)
+        _with_marked(tokenizer, ids, others) if others else ids for ids, (_, *others) in zip(rows, spans, strict=True)
     ]
 
 
-def _with_marked(tokenizer, ids: list[int], pieces: Sequence[str | None]) -> list[int]:
-    """Ids of a text: `ids` of its beginning, then those of `pieces`, in turn a marked token and the text after it."""
+def _with_marked(tokenizer, ids: list[int], spans: Sequence[str | None]) -> list[int]:
+    """Ids of a text: `ids` of its beginning, then those of `spans`, in turn a marked token and the text after it."""
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
     newline, ids = encode("\n"), list(ids)
-    for number, piece in enumerate(pieces, start=1):
-        if not piece:  # `None` is a mark without a token
+    for number, span in enumerate(spans, start=1):
+        if not span:  # `None` is a mark without a token
             continue
         is_marked = number % 2 == 1
-        read = functools.partial(_encode_as_text, tokenizer) if is_marked else encode
+        encode_span = functools.partial(_encode_as_text, tokenizer) if is_marked else encode
         # After a newline, because some tokenizers add a space at the beginning of a text.
-        own_ids = read("\n" + piece)
-        own_ids = own_ids[len(newline) :] if own_ids[: len(newline)] == newline else read(piece)
-        if is_marked and tokenizer.convert_tokens_to_ids(piece) in own_ids:
+        span_ids = encode_span("\n" + span)
+        span_ids = span_ids[len(newline) :] if span_ids[: len(newline)] == newline else encode_span(span)
+        if is_marked and tokenizer.convert_tokens_to_ids(span) in span_ids:
             raise ValueError(
-                f"The tokenizer makes a control token of {piece!r} even in plain text. Remove {piece!r} from the "
+                f"The tokenizer makes a control token of {span!r} even in plain text. Remove {span!r} from the "
                 "question and the documents."
             )
-        ids += own_ids
+        ids += span_ids
     return ids
 
 
@@ -384,21 +389,21 @@ def _encode_as_text(tokenizer, text: str) -> list[int]:
 
 
 def tokenize_with_ends(tokenizer, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-    """Ids of the tokens of each text, of which none is a control token, and the character where each ends."""
+    """For each text the ids of its tokens, of which none is a control token, and the characters where they end."""
     if not texts:  # no tokenizer takes an empty batch
         return []
     options = {"return_attention_mask": False, "return_token_type_ids": False, "return_offsets_mapping": True}
-    read = tokenizer(list(texts), add_special_tokens=False, **options)
-    special, found = control_token_ids(tokenizer), []
-    for ids, offsets in zip(read["input_ids"], read["offset_mapping"], strict=True):
+    batch = tokenizer(list(texts), add_special_tokens=False, **options)
+    special, rows = control_token_ids(tokenizer), []
+    for ids, offsets in zip(batch["input_ids"], batch["offset_mapping"], strict=True):
         ends = [end for _, end in offsets]
         if special.intersection(ids):  # a document's `<|im_end|>` is text
             tokens = [tokenizer.convert_ids_to_tokens(token_id) if token_id in special else None for token_id in ids]
-            read_as_text = [
-                [each] if token is None else encode_marked(tokenizer, [mark_tokens(token, (token,))])[0]
-                for each, token in zip(ids, tokens, strict=True)
+            spans = [  # the ids of plain text for each token
+                [token_id] if token is None else encode_marked(tokenizer, [mark_tokens(token, (token,))])[0]
+                for token_id, token in zip(ids, tokens, strict=True)
             ]
-            ends = [end for end, each in zip(ends, read_as_text, strict=True) for _ in each]
-            ids = [each for row in read_as_text for each in row]
-        found.append((ids, ends))
-    return found
+            ends = [end for end, span in zip(ends, spans, strict=True) for _ in span]
+            ids = [token_id for span in spans for token_id in span]
+        rows.append((ids, ends))
+    return rows

@@ -58,11 +58,11 @@ def categories_table(sets: dict[str, dict[str, Any]]) -> list[str]:
     """Markdown lines: a row for each set and method, a column for each category; sizes are next to the shares."""
     rows = []
     for title, parts in sets.items():
-        rows.append([f"**{title}**, questions", *(parts[category]["questions"] for category in CATEGORIES)])
+        rows.append([f"**{title}**, number of questions", *(parts[category]["questions"] for category in CATEGORIES)])
         for method in dict.fromkeys(method for part in parts.values() for method in part["methods"]):
             shares = (parts[category]["methods"].get(method) for category in CATEGORIES)
             rows.append([method, *("-" if share is None else f"{share[0]:.1f}" for share in shares)])
-    return markdown_table(["Right, %", *CATEGORIES], rows)
+    return markdown_table(["Right answers, %", *CATEGORIES], rows)
 
 
 def draw_categories(sets: dict[str, dict[str, Any]], metric: str) -> Figure:

@@ -32,12 +32,12 @@ stage: grounding
 train_files: {hotpotqa/hotpot_qa: 0.5, "../data/mine.parquet?text=body": 0.3, someone/questions: 0.2}
 """
 RESULT_TABLE = """\
-| F1, given | tokens of text per position | SQuAD | NQ |
+| F1 of answers from | tokens of text per position | SQuAD | NQ |
 | --- | --- | --- | --- |
 | **slots** | 2 | 9.7 | 8.0 |
 | **slots** | segment | - | 6.0 of 300 |
-| passages |  | given | gold |
-| that contain an expected answer |  | 100 % | - |
+| *which passages* |  | given | gold |
+| *questions whose passages contain a gold answer* |  | 100 % | - |
 """
 TRAINING = """\
 | paragraphs of Wikipedia | wikimedia/wikipedia | CC BY-SA 3.0 and GFDL | reconstruction |

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from training_rows import article_rows, write_rows
 
 from arcaligner import ArcAlignerForCausalLM
-from arcaligner.answering_arcaligner import Answerer, select_top
+from arcaligner.answering_arcaligner import Answerer, select_top, top_odds
 from arcaligner.modeling_arcaligner import MultihopHead
 from arcaligner.multihop_arcaligner import best_pair
-from arcaligner.train.multihop import best_odds, features_of, fit_multihop, fit_pairs, main, score_rows
+from arcaligner.train.multihop import features_of, fit_multihop, fit_pairs, main, score_rows
 from arcaligner.train.num_passages import FITTED, mixed_rows
 from arcaligner.train.validate import read_recipe
 
@@ -42,8 +42,8 @@ def test_kinds_are_told_apart(two_kinds, separate):
     found = fit_multihop(model, processor, recipe, 80, 60)
     rows = mixed_rows(recipe, 60, FITTED)
     several, features = np.array([row["needs"] == "several" for row in rows]), features_of(processor, rows)
-    inputs = torch.from_numpy(features).float(), torch.from_numpy(best_odds(score_rows(model, processor, rows))).float()
-    logits = model.multihop_head(inputs[0][:, :-1], inputs[0][:, -1].exp(), inputs[1]).numpy()
+    questions, odds = torch.from_numpy(features).float(), top_odds(score_rows(model, processor, rows)).float()
+    logits = model.multihop_head(questions[:, :-1], questions[:, -1].exp(), odds).numpy()
     assert 0 < several.sum() < len(several) and (logits > 0).tolist() == several.tolist()
     assert found["AUROC"] == found["AUROC of the wording alone"] == 1.0
     assert found["found, %"] == 100.0 and found["wrongly found, %"] == 0.0
@@ -67,7 +67,7 @@ def test_needed_pair_is_found(two_kinds, separate):
 def test_answerability_is_of_the_top_ranked(two_kinds, separate):
     model, processor = separate
     rows = mixed_rows(read_recipe(two_kinds, None), 4, FITTED)
-    for row, odds in zip(rows, best_odds(score_rows(model, processor, rows)), strict=True):
+    for row, odds in zip(rows, top_odds(score_rows(model, processor, rows)).tolist(), strict=True):
         (scores,) = Answerer(model, processor).score([row["question"]], [row["passages"]])
         (best,) = select_top(scores, 1)
         assert odds == pytest.approx(float(torch.logit(torch.tensor(scores[best].answerability))), abs=1e-3)
@@ -110,5 +110,5 @@ def test_command_writes_a_fitted_head(two_kinds, separate, tmp_path, capsys):
 def test_command_needs_answerability(two_kinds, checkpoint_dir, tmp_path):
     aligner = shutil.copytree(checkpoint_dir, tmp_path / "aligner")
     edit_json(aligner / "config.json", digests=None)
-    with pytest.raises(ValueError, match="`max_passages=1` needs .* answerability was fitted"):
+    with pytest.raises(ValueError, match="`max_passages=1` needs .* fitted answerability head"):
         main(two_kinds, aligner, number=20, held_out=20)

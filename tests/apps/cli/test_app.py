@@ -143,7 +143,7 @@ def test_missing_checkpoint_fails_fast(run_cli, monkeypatch, tmp_path, command):
     monkeypatch.setattr("huggingface_hub.model_info", model_info := Mock(side_effect=ConnectionError))
     monkeypatch.setattr(shared, "load_pipeline", cli_load_pipeline)
     code, _, err = run_cli(*command.split(), "--checkpoint", "nowhere/x")
-    assert code == 1 and "There is no aligner at nowhere/x: neither a checkpoint folder" in err.replace("\n", " ")
+    assert code == 1 and "There is no aligner nowhere/x: it is neither a folder" in err.replace("\n", " ")
     model_info.assert_called_once_with("nowhere/x", timeout=shared.HUB_SECONDS)
 
 
@@ -156,7 +156,7 @@ def test_user_errors_print_one_line(answer, base_model_dir, document, tmp_path, 
     for path, given, message in (
         (paths["binary"], {}, "binary.txt is not text in UTF-8 or in any other known encoding (byte 0)"),
         (paths["empty"], {}, "empty.txt contains no text"),
-        (paths["long"], {}, "long.txt has 5 passages; `answer` accepts at most 4. Use `arcaligner corpus build`"),
+        (paths["long"], {}, "long.txt has 5 passages; `answer` accepts at most 4. Build a corpus with"),
         (paths["one_word"], {}, "one_word.txt has 5 passages"),  # text without spaces is cut as well
         (Path("tests/data/case_studies.jsonl").absolute(), {}, "case_studies.jsonl contains rows"),
         (document, {"question": " "}, "The question is empty"),
@@ -244,7 +244,7 @@ def test_control_characters_are_escaped(answer, monkeypatch, document):
     assert code == 1 and SHOWN in err
     assert not {*STEERING} & {*out, *err} - {*"0;title 21mJ[]"}
     row = {"question": STEERING, "answers": [f"{STEERING} zebra"]}
-    assert not {"\x1b", "\x07"} & {*"".join(demo.answer_cell(row, demo.Told(STEERING, 1, 1.0)))}
+    assert not {"\x1b", "\x07"} & {*"".join(demo.answer_cell(row, demo.DemoAnswer(STEERING, 1, 1.0)))}
 
 
 # Training
@@ -298,17 +298,17 @@ def test_demo_prints_answers_immediately(chooser, monkeypatch):
     assert len(others) == 4 and not any(gold in text for gold in many[0]["answers"] for text in others)
     for row, read in zip([*many, refused, *cases], texts[1:], strict=True):
         assert row["question"] in page and len(read["passages"]) == 1 and read["passages"][0] in row["passages"]
-        assert (f"gold: {row['answers'][0]}" in page) == (row != CASES[0])  # where the answers are right, they do
+        assert (f"gold answer: {row['answers'][0]}" in page) == (row != CASES[0])  # unless all are right
     assert page.count(", answerability ") == 14 and page.count(" unanswerable ") == 15  # one gold answer is that
-    assert "Result: 1 of 14 right from slots, 1 from text" in page
+    assert "Result: 1 of 14 answers from slots and 1 from text are right" in page
     assert console.file.getvalue().splitlines()[-1] == demo.NEXT
     assert [*map(len, demo.demo_questions().values())] == [10, 3]  # of an aligner that refuses nothing
 
 
 def test_demo_row_shows_the_verdict():
     """A row of the demo is green if it is right, and has the gold answer if not."""
-    told = demo.Told("Canada", positions=31, seconds=0.44, sure=0.5)
+    answer = demo.DemoAnswer("Canada", positions=31, seconds=0.44, answerability=0.5)
     expected = "[green]Canada[/]\n[dim]right, 31 positions, 0.4 s, answerability 0.50[/]"
-    assert demo.answer_cell(CASES[0], told) == expected
-    wrong = demo.answer_cell(CASES[0], demo.Told("[red]", 70, 1.0))
+    assert demo.answer_cell(CASES[0], answer) == expected
+    wrong = demo.answer_cell(CASES[0], demo.DemoAnswer("[red]", 70, 1.0))
     assert wrong == "[yellow]\\[red][/]\n[dim]wrong, 70 positions, 1.0 s[/]"

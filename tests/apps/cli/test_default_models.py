@@ -58,7 +58,7 @@ def test_environment_variable_locates_models(models, checkpoint_dir, base_model_
         (
             ConnectionError("no route"),
             r"base model `org/base` is not on this machine, and the Hub did not return it \(ConnectionError\)\.\n"
-            ".*`hf download org/base --local-dir FOLDER/org/base`; here: ARCALIGNER_MODELS=FOLDER",
+            ".*`hf download org/base --local-dir FOLDER/org/base`; copy FOLDER here and set ARCALIGNER_MODELS=FOLDER",
         ),
         (PermissionError(13, "Denied", "/cache"), "cannot be written to the Hub's cache .*/cache.*\n.*HF_HOME"),
     ],

@@ -184,7 +184,7 @@ def test_prune_keeps_what_is_unknown(corpus, letters, processor, prune, monkeypa
     (letters / "rows.jsonl").write_text("{")  # nobody knows the ids of its rows
     assert build_corpus([str(letters), str(more)], corpus, processor, prune=prune).removed == 0
     assert corpus.documents() >= known | {"more.txt"}
-    assert ("--prune removed nothing, because 1 sources or rows could not be read" in caplog.text) == prune
+    assert ("`prune` removed nothing, because 1 item of the sources could not be read" in caplog.text) == prune
 
 
 def test_broken_lines_lose_only_themselves(make_corpus, processor, tmp_path):
@@ -234,7 +234,7 @@ def test_more_text_suffixes_are_read(tmp_path):
     told = []
     found = read_documents([str(tmp_path)], lambda what, **known: told.append((what, known)), tmp_path)
     assert {each.id: each.text for each in found} == texts
-    assert len(told) == 2 and "e.cfg has none of the suffixes" in told[0][0] and told[1][1] == {"id": "program"}
+    assert len(told) == 2 and "e.cfg has the suffix .cfg; expected" in told[0][0] and told[1][1] == {"id": "program"}
 
 
 def test_word_limited_corpus_is_updated(corpus, letters, processor):
@@ -314,11 +314,11 @@ def test_unreadable_sources_are_listed(tmp_path, processor):
         "broken.parquet": (b"PAR1", "broken.parquet cannot be read"),
         "deep.jsonl": (b"[" * 10**5, "deep.jsonl, line 1 is not a JSON object"),
         "good.txt": (b"Good.",),
-        "picture.png": (b"\x89PNG", "picture.png has none of the suffixes"),
+        "picture.png": (b"\x89PNG", "picture.png has the suffix .png; expected"),
         "rows.jsonl": (
             "".join(json.dumps(row) + "\n" for row in rows).encode() + b'{\n{"text": "Last."}',
-            "rows.jsonl#1 has neither a text",
-            "a is the id of an earlier document with another text",
+            "rows.jsonl#1 has neither a string in `text`",
+            "a: an earlier document has the same id and another text",
             "b has a title of 1001 characters; expected at most 1000",
             "line 7 is not a JSON object",
         ),
@@ -350,12 +350,12 @@ def test_sources_without_documents_are_refused(tmp_path, make_corpus, monkeypatc
 @pytest.mark.parametrize(
     ("own", "settings", "message"),
     [
-        ({"passage_tokens": 37}, {}, "`passage_tokens` 36; expected 37"),
-        ({"tokens_per_slot": 4}, {}, "`tokens_per_slot` 'segment'; expected 4"),
-        ({}, {"sentences_per_segment": 2}, "`sentences_per_segment` 1; expected 2"),
-        ({}, {"spacy_model": "de"}, "`spacy_model` 'en'; expected 'de'"),
-        ({}, {"context_words": True}, "`context_words` False; expected True"),
-        ({}, {"encoder_dtype": "bfloat16"}, "`encoder_dtype` 'float32'; expected 'bfloat16'"),
+        ({"passage_tokens": 37}, {}, "`passage_tokens` 36; .* asks for 37"),
+        ({"tokens_per_slot": 4}, {}, "`tokens_per_slot` 'segment'; .* asks for 4"),
+        ({}, {"sentences_per_segment": 2}, "`sentences_per_segment` 1; .* asks for 2"),
+        ({}, {"spacy_model": "de"}, "`spacy_model` 'en'; .* asks for 'de'"),
+        ({}, {"context_words": True}, "`context_words` False; .* asks for True"),
+        ({}, {"encoder_dtype": "bfloat16"}, "`encoder_dtype` 'float32'; .* asks for 'bfloat16'"),
     ],
 )
 def test_other_settings_are_refused(own, settings, message, corpus, base_model_dir, encoder_dir):
@@ -369,10 +369,10 @@ def test_corpus_of_another_encoder(corpus, processor, monkeypatch):
     corpus.check(processor)
     encode = processor.encoder.encode_runs
     monkeypatch.setattr(processor.encoder, "encode_runs", lambda *texts: encode(*texts).roll(1, dims=1))
-    with pytest.raises(ValueError, match="and this checkpoint has 'another/name'. Build another corpus"):
+    with pytest.raises(ValueError, match="and this checkpoint has 'another/name'.*build another corpus"):
         corpus.check(processor)
     monkeypatch.setattr(processor, "encoder_name_or_path", corpus.settings["encoder"])
-    with pytest.raises(ValueError, match="whose weights differ from .* trained with an aligner"):
+    with pytest.raises(ValueError, match="weights that differ from .* trained with an aligner"):
         corpus.check(processor)
 
 
@@ -401,7 +401,9 @@ def test_invalid_corpus_and_second_writer(corpus, make_corpus, processor, letter
     lancedb.connect(tmp_path / "odd").create_table("passages", schema=schema)
     schema = corpus.table.schema.with_metadata({METADATA: b'{"format": 1}'})
     lancedb.connect(tmp_path / "old").create_table("passages", schema=schema)
-    with pytest.raises(ValueError, match="has format 1; this version needs 2. Build it again"):
+    with pytest.raises(
+        ValueError, match="has format 1; this version of ArcAligner needs 2. Delete the folder, and build"
+    ):
         Corpus(tmp_path / "old")
     for folder in (letters, tmp_path, tmp_path / "half", tmp_path / "odd"):
         with pytest.raises(ValueError, match="is not a corpus of ArcAligner, or is damaged: .* build the corpus again"):
@@ -423,5 +425,5 @@ def test_full_disk_and_broken_file(corpus, letters, processor, monkeypatch):
     assert rows_of(Corpus(corpus.path)).equals(before)
     for file in (corpus.path / "passages.lance" / "data").iterdir():
         file.write_bytes(b"broken")
-    with pytest.raises(OSError, match="cannot be read: .*Build it again"):
+    with pytest.raises(OSError, match="cannot be read: .*build the corpus again"):
         Corpus(corpus.path).info()

@@ -29,7 +29,7 @@ def test_folder_becomes_answer(run_cli, letters, checkpoint_dir, tmp_path, model
         (letters / f"{number}.svg").write_text("<svg/>")
     code, out, err = run_cli("corpus", "build", letters, "--output", folder, *aligner)  # in passages as before
     assert code == 0 and "1 document added, 0 replaced, 0 removed, 2 unchanged, 5 skipped." in out
-    assert err.count("Skipped: ") == 5 and "3.svg has none of the suffixes" in err
+    assert err.count("Skipped: ") == 5 and "3.svg has the suffix .svg; expected" in err
 
     question = "Who wrote it?"
     code, out, err = run_cli("ask", question, "--corpus", folder, "--top-k", 2, "--max-new-tokens", 5, *aligner)
@@ -78,10 +78,10 @@ def test_verbose_names_all_skipped(run_cli, letters, checkpoint_dir, tmp_path):
     code, _, err = run_cli("corpus", "add", letters, "--corpus", folder, *aligner)
     assert code == 1 and not folder.exists()
     _, _, err = run_cli("corpus", "build", letters, "--output", folder, *aligner)
-    assert err.count("Skipped: ") == 21 and "Skipped: 2 more (--verbose lists them)" in err
+    assert err.count("Skipped: ") == 21 and "Skipped: 2 more (`--verbose` lists all)" in err
     code, out, err = run_cli("corpus", "add", letters, "--corpus", folder, "--verbose", *aligner)
     assert code == 0 and "0 documents added" in out
-    assert all(f"{number}.svg has none" in err for number in range(22)) and " more" not in err
+    assert all(f"{number}.svg has the suffix" in err for number in range(22)) and " more" not in err
 
 
 def test_user_errors_print_one_line(run_cli, letters, corpus, checkpoint_dir, tmp_path):
@@ -89,9 +89,15 @@ def test_user_errors_print_one_line(run_cli, letters, corpus, checkpoint_dir, tm
     aligner = ("--checkpoint", checkpoint_dir)
     existing, new = (("--output", folder, *aligner) for folder in (corpus.path, tmp_path / "new"))
     for arguments, message in (
-        (("corpus", "build", letters, "--passage-tokens", 9, *existing), "`passage_tokens` 36; expected 9"),
-        (("corpus", "build", letters, "--passage-words", 9, *existing), "`passage_tokens` 36; expected 13"),
-        (("corpus", "build", letters, "typo/", *existing), "There is no file or folder typo/; expected one"),
+        (
+            ("corpus", "build", letters, "--passage-tokens", 9, *existing),
+            "`passage_tokens` 36; the checkpoint or the command asks for 9",
+        ),
+        (
+            ("corpus", "build", letters, "--passage-words", 9, *existing),
+            "`passage_tokens` 36; the checkpoint or the command asks for 13",
+        ),
+        (("corpus", "build", letters, "typo/", *existing), "There is no file or folder typo/. Correct the path"),
         (("corpus", "build", empty, *new), "found no document that can be read"),
         (("corpus", "build", "no/where", *new), "reach 'no/where' on the Hub"),
         (("ask", " ", "--corpus", corpus.path, *aligner), "The question is empty"),

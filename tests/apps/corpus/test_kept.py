@@ -50,7 +50,7 @@ def test_corpus_uses_precomputed_passages(corpus, apart, monkeypatch):
     for is_ahead in (False, True):
         if is_ahead:
             assert (
-                read_corpus(corpus, model, reader) == "4 passages computed, 0 precomputed before"
+                read_corpus(corpus, model, reader) == "4 passages computed, 0 computed before"
                 and len(files(corpus)) == 5
             )
             monkeypatch.setattr("arcaligner.kv_cache_arcaligner.read_text", None)
@@ -81,15 +81,15 @@ def test_killed_precomputation_continues(corpus, letters, apart, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         read_corpus(corpus, model, reader, stop)
     first, told = files(corpus), []
-    assert read_corpus(corpus, model, reader, told.append) == told[-1] == "1 passage computed, 3 precomputed before"
+    assert read_corpus(corpus, model, reader, told.append) == told[-1] == "1 passage computed, 3 computed before"
     assert first.items() < (before := files(corpus)).items()
     (letters / "old" / "ski.md").write_text("# Zhaparov\n\nHe jumps no more.", encoding="utf-8")
     build_corpus([str(letters)], corpus, reader)
-    assert read_corpus(corpus, model, reader) == "1 passage computed, 3 precomputed before, 1 former file removed"
+    assert read_corpus(corpus, model, reader) == "1 passage computed, 3 computed before, 1 outdated file removed"
     assert len(before.items() & files(corpus).items()) == 4  # the text before the slots, and three passages
     with torch.no_grad():
         model.model.projector.out.bias.add_(1.0)
-    assert read_corpus(corpus, model, reader) == "4 passages computed, 0 precomputed before, 5 former files removed"
+    assert read_corpus(corpus, model, reader) == "4 passages computed, 0 computed before, 5 outdated files removed"
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(None, 4), ("bfloat16", 2), ("auto", 2)])
@@ -100,7 +100,7 @@ def test_commands_use_their_precision(run_cli, corpus, apart_dir, monkeypatch, d
     monkeypatch.setattr("arcaligner.encoder_arcaligner.fastest_dtype", fastest.__getitem__)
     aligner = ("--corpus", corpus.path, "--checkpoint", apart_dir)
     code, out, err = run_cli("corpus", "read", *aligner, *(("--dtype", dtype) if dtype else ()))
-    assert code == 0 and out == "4 passages computed, 0 precomputed before\n"
+    assert code == 0 and out == "4 passages computed, 0 computed before\n"
     num_bytes = corpus.info()["slots"] * 3 * 2 * 2 * 8 * width  # layers, keys and values, heads, head_dim
     told = f"{num_bytes / 1e6:.1f} MB on disk: {corpus.info()['slots']} slots of 0.{width} KB"
     assert told in err.replace("\n", " ")
@@ -122,7 +122,7 @@ def test_command_precomputes_or_refuses(run_cli, corpus, apart_dir):
         err = re.sub(r"\s+", " ", err)
         assert code == 0 and len(re.findall(r":\d+-\d+", out)) == read
         assert f"0 of {counted(read, 'passage')} cached" in err
-        assert (f"{3 - read} more retrieved but not used" in err) == (read < 3)
+        assert (f"{counted(3 - read, 'more passage')} retrieved but not used" in err) == (read < 3)
         is_refused = "--min-confidence" in options
         assert out.startswith("not in the text\n") == is_refused == ("word for word" not in err)
     assert not [each for each in set(threading.enumerate()) - before if each.name == "arcaligner-engine"]
@@ -136,5 +136,5 @@ def test_precompute_errors_are_reported(run_cli, corpus, apart, checkpoint_dir, 
     assert not corpus.kept_folder.exists()
     full = Mock(side_effect=SafetensorError("No space left on device"))
     monkeypatch.setattr("arcaligner.kv_cache_arcaligner.save_file", full)
-    with pytest.raises(OSError, match="could not be written. Free disk space, and run this again"):
+    with pytest.raises(OSError, match="could not be written. Free disk space, and run the command again"):
         read_corpus(corpus, *apart)

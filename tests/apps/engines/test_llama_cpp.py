@@ -203,7 +203,7 @@ def test_what_misfits_is_refused(
     engine = make_engine()
     for documents, settings, message in (
         (DOCUMENTS * 20, {}, "[0-9]+ positions, but the engine's context has 256"),
-        ([{"title": "Ada"}], {}, r"\['title'\], `text` of type NoneType; expected"),
+        ([{"title": "Ada"}], {}, r"\['title'\] and a `text` of type NoneType; expected"),
         (DOCUMENTS, {"refinement_budget": 0.1}, "Unknown key `refinement_budget` in the settings of an answer"),
     ):
         with pytest.raises(ValueError, match=message):
