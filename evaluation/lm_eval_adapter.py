@@ -1,4 +1,4 @@
-"""An aligner as a model of lm-evaluation-harness, with our question sets as tasks.
+"""An aligner as a model of lm-evaluation-harness, with the question sets of this project as tasks.
 
     python -m arcaligner.evaluation.lm_eval_adapter --model_args pretrained=CHECKPOINT --tasks arcaligner_squad
 

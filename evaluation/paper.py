@@ -560,7 +560,7 @@ def ratios_part(points: dict[str, dict[str, dict[str, Any]]]) -> tuple[list[str]
 
 
 def published_ratios(results: dict[str, Any], rates: Sequence[int | str]) -> tuple[list[str], Figure]:
-    """The figure of ratios for the results of the shipped aligner, at its own tokens per slot and at these `rates`."""
+    """The figure of ratios for the results of the shipped aligner, at the default and at these `rates`."""
     methods = ["arcaligner", *(f"arcaligner_x{rate}" for rate in rates)]
     points = {
         name: {find_method(method).title: results["sets"][name]["methods"][method] for method in methods}

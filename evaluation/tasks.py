@@ -130,7 +130,7 @@ def with_found(row: Row, documents: list[dict]) -> Row:
     return row | {"passages": [{"title": document["title"], "text": document["text"]} for document in documents]}
 
 
-# Rows of the Hub to ours. Those without passages are for `--passages retrieved`.
+# Rows of the Hub to rows of our schema. Sets without passages are for `--passages retrieved`.
 
 
 def _open_row(row: dict, row_id: str, answers: list[str]) -> Row:

@@ -195,7 +195,7 @@ def data_fingerprint(dataset: datasets.Dataset) -> str:
 
 
 def _are_texts(columns: Collection[str]) -> bool:
-    """Whether a data set's columns are neither our schema's nor HotpotQA's."""
+    """Whether a data set's columns are neither those of `common/rows.py` nor HotpotQA's."""
     return "passages" not in columns and not {"context", "supporting_facts"} <= set(columns)
 
 
@@ -226,13 +226,13 @@ def _stream_passages(
 
 
 def _hotpotqa(row: dict, index: int, *, where: str) -> Row:
-    """A row of HotpotQA, converted to our schema, with only the paragraphs that the answer needs."""
+    """A row of HotpotQA in the schema of `common/rows.py`, with only the paragraphs that the answer needs."""
     converted = own_row(hotpotqa_row(row), index, where=where)
     return converted | {"passages": own_passages(converted)[0], "gold": []}
 
 
 def _is_own(path: str) -> bool:
-    """Whether the first row of a JSON Lines file is of our schema."""
+    """Whether the first row of a JSON Lines file has the schema of `common/rows.py`."""
     first = next(read_json_lines(path), None)
     if first is None:
         raise ValueError("it is empty. Choose another file.")
@@ -240,7 +240,8 @@ def _is_own(path: str) -> bool:
 
 
 def _rows_of_file(path: str, version: tuple) -> Iterator[Row]:
-    """Rows of our schema. With another `version`, 🤗 Datasets does not use what it cached of the file."""
+    """Rows of a file with the schema of `common/rows.py`. With another `version`, 🤗 Datasets does not use what it cached
+    of the file."""
     for line, row in read_numbered_lines(path):
         yield own_row(row, line - 1, where=f"{path}, line {line}")
 

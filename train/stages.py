@@ -192,6 +192,6 @@ def _launcher(accelerate: str | None) -> list[str]:
             f"There is no accelerate config {accelerate!r}; expected one of {', '.join(known)}, or a file."
         )
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
-    if accelerate in known and torch.accelerator.device_count():  # our configs contain the paper's number of GPUs
+    if accelerate in known and torch.accelerator.device_count():  # these configs contain the paper's number of GPUs
         command += ["--num_processes", str(torch.accelerator.device_count())]
     return command

@@ -45,7 +45,7 @@ def test_recipes_parse_by_name():
     "given, of_tasks, message",
     [
         ({"tasks": ["squat"]}, {}, "Unknown key `squat` in the tasks. Did you mean `squad`"),
-        ({"methods": ["arcalinger"]}, {}, "no method 'arcalinger'. Known: naive"),
+        ({"methods": ["arcalinger"]}, {}, "no method 'arcalinger'; expected one of naive"),
         ({"methods": []}, {}, "No method was given"),
         ({"color": "red"}, {}, "Unknown key `color` in the evaluation"),
         ({"tasks": ["squad"]}, {"passages": "golden"}, "`passages` is 'golden'; expected one of given, gold"),

@@ -244,7 +244,7 @@ def test_agreement_without_verdicts(people, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "broken, message", [("human", "There is no .*human.tsv. Expected"), ("BEM", "expected 'Gold answers'")]
+    "broken, message", [("human", "There is no .*human.tsv. Expected"), ("BEM", "has no column 'Gold answers'")]
 )
 def test_other_files_are_refused(people, tmp_path, broken, message):
     path = people / f"NQ301_{broken}.tsv"
