@@ -179,7 +179,7 @@ def test_hub_texts_are_streamed(tmp_path, monkeypatch):
     assert [numbers.count(f"n{file}") for file in range(3)] == [3, 3, 4]
     assert len({row["id"] for row in rows}) == len(rows) == 10
     assert streamed and all(streamed)
-    with pytest.raises(ValueError, match=r"org\?text=body has columns \['name', 'text'\], but no \['body'\]"):
+    with pytest.raises(ValueError, match=r"org\?text=body has the columns \['name', 'text'\], but not \['body'\]"):
         open_corpus("org?text=body", at_least=10)
 
 
@@ -194,7 +194,7 @@ def test_hub_questions_are_read_whole(tmp_path, monkeypatch):
 def test_unknown_rows_are_refused(tmp_path):
     """A file without rows of a known kind is refused."""
     body = write_parquet(tmp_path / "letters.parquet", body=["Dear Ada."])
-    with pytest.raises(ValueError, match=r"columns \['body'\], but no \['text'\].*`\?text=body`"):
+    with pytest.raises(ValueError, match=r"columns \['body'\], but not \['text'\].*`\?text=body`"):
         open_corpus(body)
     with pytest.raises(ValueError, match="letters.parquet.* has no questions"):
         open_corpus(f"{body}?text=body", asks=True)
