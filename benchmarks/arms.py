@@ -1,14 +1,14 @@
 """The alternatives that the latency benchmark compares for k passages, from the same prompts.
 
-standard_rag           the passages' text, read by the bare base model of transformers
+standard_rag           the bare base model of transformers, with the passages' text
 standard_rag_cached    the same, with cached keys and values of everything before the question
-off                    slots, no refinement
-slots_cached           the same, with cached keys and values of the slot prefix
+off                    slots without refinement
+slots_cached           the same, with cached keys and values of the slots and of the text before them
 
 A prompt is cut where the question begins. Its prefix (the passages, as text or as slots) does not depend on the
 question, so the keys and values of a prefix serve any number of questions. The speed of a machine drifts, but ratios
-measured close together do not. Arms therefore take turns in one process, the first arm rotates, and ratios are computed
-within a round. The report has the median over rounds and the middle half.
+measured close together do not. Arms therefore take turns in one process, each round begins with another arm, and ratios
+are computed within a round. The report has the median over rounds and the quartiles.
 """
 
 import copy
@@ -39,15 +39,15 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 15
 def load_models(
     checkpoint: str, dtype: torch.dtype, device: str, **settings: Any
 ) -> tuple[ArcAlignerForCausalLM, PreTrainedModel]:
-    """A checkpoint's aligner, with `settings` in place of its own, and a base model that shares its weights, so that
-    both use the same memory."""
+    """A checkpoint's aligner, with `settings` in place of the stored ones, and a base model that shares its weights, so
+    that both use the same memory."""
     aligner = ArcAlignerForCausalLM.from_pretrained(checkpoint, dtype=dtype, **settings).to(device).eval()
     return aligner, base_of(aligner, dtype)
 
 
 def base_of(aligner: ArcAlignerForCausalLM, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of transformers with the backbone's weights and buffers, which are shared and not copied: it needs no
-    memory of its own."""
+    """The model of transformers with the backbone's weights and buffers. They are shared and not copied, so it needs no
+    further memory."""
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(aligner.config.text_config, dtype=dtype).eval()
 
@@ -81,29 +81,29 @@ class Prompt(NamedTuple):
     @classmethod
     def cut(cls, num_before: int, slots: dict[str, Any], **inputs: torch.Tensor) -> "Prompt":
         """Cuts `inputs` (1, seq_len) where the question begins. Its `slots` belong to the prefix."""
-        prefix = {name: each[:, :num_before] for name, each in inputs.items()}
-        return cls(inputs | slots, prefix | slots, {name: each[:, num_before:] for name, each in inputs.items()})
+        prefix = {name: tensor[:, :num_before] for name, tensor in inputs.items()}
+        return cls(inputs | slots, prefix | slots, {name: tensor[:, num_before:] for name, tensor in inputs.items()})
 
 
 def pick_rows(rows: list[Row], processor: ArcAlignerProcessor, number: int) -> list[Row]:
     """Rows with `number` different passages, those with a length nearest to `TOKENS_PER_PASSAGE`; one passage per
     row."""
     pairs = ((row, passage) for row in rows if row["question"] for passage in row["passages"])
-    own = list({passage["text"]: row | {"passages": [passage]} for row, passage in pairs}.values())
-    if len(own) < number:
+    candidates = list({passage["text"]: row | {"passages": [passage]} for row, passage in pairs}.values())
+    if len(candidates) < number:
         raise ValueError(
-            f"Found {len(own)} passages with a question, but {number} are needed. Pass a larger file with "
-            "`--data`, or fewer passages with `--sizes`."
+            f"The data have {len(candidates)} passages with a question, but {number} are needed. Pass a larger file "
+            "with `--data`, or smaller numbers of passages with `--sizes`."
         )
-    texts = [row["passages"][0]["text"] for row in own]
+    texts = [row["passages"][0]["text"] for row in candidates]
     counts = [len(ids) for ids in processor.tokenizer(texts)["input_ids"]]
-    nearest = sorted(range(len(own)), key=lambda index: (abs(counts[index] - TOKENS_PER_PASSAGE), index))
-    return [own[index] for index in nearest[:number]]
+    nearest = sorted(range(len(candidates)), key=lambda index: (abs(counts[index] - TOKENS_PER_PASSAGE), index))
+    return [candidates[index] for index in nearest[:number]]
 
 
 def join_rows(rows: list[Row]) -> Row:
-    """The question of the first row about the passages of all."""
-    return {"question": rows[0]["question"], "passages": [each for row in rows for each in row["passages"]]}
+    """The question of the first row, with the passages of all rows."""
+    return {"question": rows[0]["question"], "passages": [passage for row in rows for passage in row["passages"]]}
 
 
 def both_prompts(
@@ -124,9 +124,9 @@ def both_prompts(
 
 def share(cache: Cache) -> Cache:
     """A copy of a cache that shares its tensors; an update of the copy makes new ones."""
-    own = copy.copy(cache)
-    own.layers = [copy.copy(layer) for layer in cache.layers]
-    return own
+    shared = copy.copy(cache)
+    shared.layers = [copy.copy(layer) for layer in cache.layers]
+    return shared
 
 
 def cache_bytes(cache: Cache) -> int:
@@ -169,12 +169,13 @@ def time_rounds(
     seconds: float,
     before: Callable[[str], Any] = lambda name: None,
 ) -> list[dict[str, float]]:
-    """Seconds of each arm in each round: at least `MIN_ROUNDS`, then at most `MAX_ROUNDS`, until `seconds` are used.
-    `arms_of` gives the arms of a round by its number; `before` is called with the name of each arm, and not timed."""
-    found, start = [], time.perf_counter()
-    while len(found) < MIN_ROUNDS or (len(found) < MAX_ROUNDS and time.perf_counter() - start < seconds):
-        arms = arms_of(len(found))
-        names, first, taken = list(arms), len(found) % len(arms), dict.fromkeys(arms, 0.0)
+    """Seconds of each arm in each round. There are `MIN_ROUNDS`, and then further ones, up to `MAX_ROUNDS`, until
+    `seconds` have passed. `arms_of` returns the arms of a round by its number. `before` is called with the name of an
+    arm before the arm is timed."""
+    rounds, start = [], time.perf_counter()
+    while len(rounds) < MIN_ROUNDS or (len(rounds) < MAX_ROUNDS and time.perf_counter() - start < seconds):
+        arms = arms_of(len(rounds))
+        names, first, taken = list(arms), len(rounds) % len(arms), dict.fromkeys(arms, 0.0)
         for name in names[first:] + names[:first]:
             before(name)
             wait_for(device)
@@ -182,8 +183,8 @@ def time_rounds(
             arms[name]()
             wait_for(device)
             taken[name] = time.perf_counter() - begin
-        found.append(taken)
-    return found
+        rounds.append(taken)
+    return rounds
 
 
 def quartiles(values: list[float]) -> dict[str, float]:
@@ -192,9 +193,9 @@ def quartiles(values: list[float]) -> dict[str, float]:
     return {"lower": lower, "median": median, "upper": upper}
 
 
-def first_tokens(found: list[dict[str, float]], name: str, text: str) -> dict[str, dict[str, float]]:
+def first_tokens(rounds: list[dict[str, float]], name: str, text: str) -> dict[str, dict[str, float]]:
     """Seconds of an arm, and how many times faster it is than the arm `text`: quartiles over rounds."""
     return {
-        "first_token": quartiles([each[name] for each in found]),
-        "speed_up": quartiles([each[text] / each[name] for each in found]),
+        "first_token": quartiles([seconds[name] for seconds in rounds]),
+        "speed_up": quartiles([seconds[text] / seconds[name] for seconds in rounds]),
     }

@@ -3,13 +3,13 @@
     arcaligner compare --questions mine.jsonl --documents folder --output comparison
 
 A line of the questions is `{"question": str, "answers"?: [str], "passages"?: [{"title", "text"}]}`. A question without
-passages gets those that a search of the documents finds, as in `ask`. The text of all of them is used; as slots, only
-the top-ranked ones, as in `ask`: one, or the two that a multi-hop question needs, if the aligner can score passages.
-Answers are made with greedy decoding; the first token is timed while a question's passages are new. Readers take turns,
-and their medians over the questions are reported.
+passages gets those that a search of the documents finds, as in `arcaligner ask`. As text, all of them are used. As
+slots, only the top-ranked ones are used, as in `ask`: one, or the two that a multi-hop question needs, if the aligner
+can score passages. Answers are generated greedily. The first token is timed while a question's passages are new. The
+ways to answer (*readers*) take turns, and medians over the questions are reported.
 
-F1 and non-strict EM are over the questions with answers. Agreement is the F1 to the answer of the first row, which uses
-the text: it shows how often slots change an answer, not which one is right.
+F1 and non-strict EM are averages over the questions with answers. Agreement is the F1 of an answer compared with the
+answer of the first row, which uses the text. It shows how often slots change an answer, not which answer is right.
 """
 
 import json
@@ -33,12 +33,12 @@ from ..evaluation.methods import rate_title, whole_text
 from ..evaluation.tasks import with_found
 from ..pipeline_arcaligner import ArcAlignerPipeline
 
-COLUMNS = ("what is read", "positions", "F1", "EM", "agreement", "first token")
+COLUMNS = ("input", "positions", "F1, %", "EM, %", "agreement, %", "first token")
 REMARKS = (
-    "Positions of the prompt that the passages take, per question. F1, EM and agreement in percent. First token: "
-    "median time, and the median of how many times faster it is than text; for slots the time includes selecting, "
-    "segmenting and encoding new passages. Agreement is the F1 to the answer of the first row; it is low where a base "
-    "model that was not tuned answers in sentences."
+    "Positions: how many positions of the prompt the passages take, on average per question. First token: median time, "
+    "and in brackets the median of how many times faster it is than with text; for slots the time includes selecting, "
+    "segmenting and encoding new passages. Agreement is the F1 compared with the answer of the first row. It is low if "
+    "the base model was not fine-tuned and answers in sentences."
 )
 
 
@@ -48,24 +48,25 @@ REMARKS = (
 def read_questions(path: Path) -> list[Row]:
     """The questions of a JSON Lines file, gzipped or not."""
     rows = [own_row(row, line - 1, where=f"{path}, line {line}") for line, row in read_numbered_lines(path)]
-    found = [row for row in rows if row["question"].strip()]
-    if not found:
+    questions = [row for row in rows if row["question"].strip()]
+    if not questions:
         raise ValueError(
-            f'{path} has no question. Expected lines such as {{"question": "Who wrote it?", "answers": ["Ada"]}}, '
-            "with `answers` where they are known."
+            f'{path} has no question. Expected lines such as {{"question": "Who wrote it?", "answers": ["Ada"]}}; '
+            "`answers` may be missing. Add some, or pass another file with `--questions`."
         )
-    return found
+    return questions
 
 
 def find_passages(rows: list[Row], sources: list[str], processor, top_k: int) -> list[Row]:
-    """Rows with the passages to use: their own, else the `top_k` that a search of the sources finds."""
-    alone = [row for row in rows if not any(each["text"].strip() for each in row["passages"])]
+    """Rows with the passages to use: those of the row or, if it has none, the `top_k` that a search of the sources
+    finds."""
+    alone = [row for row in rows if not any(passage["text"].strip() for passage in row["passages"])]
     if not alone:
         return rows
     if not sources:
         raise ValueError(
             f"The question {alone[0]['question'][:80]!r} and {len(alone) - 1} others have no `passages`, and no "
-            "documents are named. Pass files or a folder with `--documents`, or give each question its `passages`."
+            "documents are named. Pass files or a folder with `--documents`, or add `passages` to each question."
         )
     from ..apps.corpus.build import build_corpus  # of the extra `corpus`
     from ..apps.corpus.retrieve import Retriever
@@ -75,7 +76,7 @@ def find_passages(rows: list[Row], sources: list[str], processor, top_k: int) ->
         corpus = Corpus.create(Path(folder, "corpus"), processor, tokens_per_slot="segment")
         build_corpus(sources, corpus, processor)
         search = Retriever(corpus, processor)
-        for row in tracked(alone, "Searching"):
+        for row in tracked(alone, "Searching passages"):
             row |= with_found(row, search(row["question"], top_k=top_k).documents)
     return rows
 
@@ -97,49 +98,51 @@ class Reader:
 
     title: str
     rate: int | str | None  # tokens of text per slot; `None` means text
-    model: Any  # given text, an aligner acts as its bare base model
+    model: Any  # with text as input, an aligner acts as its bare base model
     max_passages: int | None = None  # maximum number of passages as slots, the top-ranked ones
 
     def ask(self, processor, row: Row) -> Asked:
-        """Answer a row with new passages, after timing its first token alone."""
+        """Time the first token of an answer to a row with new passages, then generate the whole answer."""
         if self.rate is None:
-            read = partial(answer_text, whole_text, self.model, processor, [row])
-        else:  # by a new pipeline, whose cache of passages is empty
+            answer = partial(answer_text, whole_text, self.model, processor, [row])
+        else:  # a new pipeline, whose cache of passages is empty
             ask = ArcAlignerPipeline(self.model, processor, task="text-generation", device=self.model.device)
-            asked = {"question": row["question"], "documents": row["passages"]}
+            question = {"question": row["question"], "documents": row["passages"]}
             settings = {"tokens_per_slot": self.rate, "max_passages": self.max_passages, "return_slots": True}
-            read = partial(ask, asked, **settings)
+            answer = partial(ask, question, **settings)
         clear_text_caches()  # readers share them
         begin = time.perf_counter()
-        read(max_new_tokens=1)
+        answer(max_new_tokens=1)
         seconds = time.perf_counter() - begin
-        (found,) = read(max_new_tokens=MAX_NEW_TOKENS)
+        (result,) = answer(max_new_tokens=MAX_NEW_TOKENS)
         if self.rate is None:
-            return Asked(found.text, found.context_tokens, seconds)
-        return Asked(found["generated_text"].strip(), found["statistics"]["slots"], seconds)
+            return Asked(result.text, result.context_tokens, seconds)
+        return Asked(result["generated_text"].strip(), result["statistics"]["slots"], seconds)
 
 
 @torch.inference_mode()
 def compare(rows: list[Row], readers: list[Reader], processor) -> dict[str, list[Asked]]:
     """Answers of all readers to all rows, by title."""
     readers[0].ask(processor, rows[0]), readers[-1].ask(processor, rows[0])  # warm up text and slots
-    found: dict[str, list[Asked]] = {reader.title: [] for reader in readers}
-    for number, row in enumerate(tracked(rows, "Answering")):
+    answers: dict[str, list[Asked]] = {reader.title: [] for reader in readers}
+    for number, row in enumerate(tracked(rows, "Answering questions")):
         first = number % len(readers)
         for reader in readers[first:] + readers[:first]:
-            found[reader.title].append(reader.ask(processor, row))
-    return found
+            answers[reader.title].append(reader.ask(processor, row))
+    return answers
 
 
-def cells_of(title: str, found: list[Asked], text: list[Asked], rows: list[Row]) -> list[str]:
-    """The table row of a reader; agreement is the F1 to the answers of the reader `text`."""
+def cells_of(title: str, answers: list[Asked], text: list[Asked], rows: list[Row]) -> list[str]:
+    """The table row of a reader. Agreement is the F1 of its `answers` compared with those from `text`."""
     known = [
-        (each.answer, row["answers"]) for each, row in zip(found, rows, strict=True) if usable_golds(row["answers"])
+        (answer.answer, row["answers"])
+        for answer, row in zip(answers, rows, strict=True)
+        if usable_golds(row["answers"])
     ]
-    pairs = ((one.answer, other.answer) for one, other in zip(found, text, strict=True))
+    pairs = ((one.answer, other.answer) for one, other in zip(answers, text, strict=True))
     agreement = [token_f1(one, [other]) if usable_golds([other]) else float(one == other) for one, other in pairs]
 
-    speed_ups = [one.seconds / other.seconds for one, other in zip(text, found, strict=True)]
+    speed_ups = [one.seconds / other.seconds for one, other in zip(text, answers, strict=True)]
 
     def percent(scores: Iterable[float]) -> str:
         scores = list(scores)
@@ -147,12 +150,12 @@ def cells_of(title: str, found: list[Asked], text: list[Asked], rows: list[Row])
 
     return [
         title,
-        f"{statistics.mean(each.positions for each in found):.0f}",
-        percent(token_f1(*each) for each in known),
-        percent(contains_match(*each) for each in known),
+        f"{statistics.mean(answer.positions for answer in answers):.0f}",
+        percent(token_f1(*pair) for pair in known),
+        percent(contains_match(*pair) for pair in known),
         percent(agreement),
-        f"{1000 * statistics.median(each.seconds for each in found):.0f} ms"
-        + ("" if found is text else f" (x{statistics.median(speed_ups):.1f})"),
+        f"{1000 * statistics.median(answer.seconds for answer in answers):.0f} ms"
+        + ("" if answers is text else f" (x{statistics.median(speed_ups):.1f})"),
     ]
 
 
@@ -172,7 +175,8 @@ def run_compare(
     num_questions: int | None = None,
     device: str = "cpu",
 ) -> list[str]:
-    """Compare, write `comparison.md` and `answers.jsonl` to the folder `output`, and return the lines of the former."""
+    """Compare, write `comparison.md` and `answers.jsonl` to the folder `output`, and return the table and its
+    remarks."""
     rows = read_questions(questions)[:num_questions]
     aligner, processor = load_aligner(checkpoint, device)
     processor.encoder.device = device
@@ -186,21 +190,21 @@ def run_compare(
         tuned, _ = load_text_lora(checkpoint, full_text_lora, device)
         readers.append(Reader("text, by the fine-tuned base model", None, tuned))
     readers += [Reader(f"slots, {rate_title(rate)}", rate, aligner, max_passages) for rate in rates]
-    found = compare(rows, readers, processor)
-    cells = [cells_of(title, each, found[readers[0].title], rows) for title, each in found.items()]
+    answers_of = compare(rows, readers, processor)
+    cells = [cells_of(title, answers, answers_of[readers[0].title], rows) for title, answers in answers_of.items()]
     known = sum(bool(usable_golds(row["answers"])) for row in rows)
     about = f"{counted(len(rows), 'question')}, {known} with answers. {machine_line(describe_machine(device))}. "
     about += f"Base model {aligner.config.base_model_name_or_path}."
     remarks = [REMARKS]
     if any(answerer.selects(len(row["passages"]), max_passages) for row in rows):
         used = "as many passages as the question needs" if max_passages is None else f"at most {max_passages}"
-        remarks += [f"Of several passages, slots are those of the top-ranked ones, {used}; scoring them takes time."]
+        remarks += [f"Only the slots of the top-ranked passages are used, {used}; the time includes the scoring."]
     lines = [*markdown_table(COLUMNS, cells), "", " ".join(remarks), "", about]
     write_whole(output / "comparison.md", "\n".join(["# Text and slots", "", *lines, ""]))
     answers = [
         {"question": row["question"], "answers": row["answers"]}
-        | {title: each[number].answer for title, each in found.items()}
+        | {title: answers[number].answer for title, answers in answers_of.items()}
         for number, row in enumerate(rows)
     ]
-    write_whole(output / "answers.jsonl", "".join(f"{json.dumps(each, ensure_ascii=False)}\n" for each in answers))
+    write_whole(output / "answers.jsonl", "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in answers))
     return lines

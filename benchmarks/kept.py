@@ -1,18 +1,18 @@
-"""Time to the first token of a new question over a new combination of cached passages, and the cached bytes of each.
+"""Time to the first token of a new question about a new combination of cached passages, and the cached bytes of each.
 
     python -m arcaligner.benchmarks.kept --output FOLDER [--sizes 1,5,10,20] [--tokens-per-slot 2,4,8,16,segment]
 
     text                the passages' text without a cache, by the base model
     text_same_set       cached keys and values of the text of the same passages in the same order (prefix caching)
-    text_apart          cached keys and values of each passage's text, computed separately, joined as those of slots are
-    slots_x2, ...       cached keys and values of each passage's slots, at each rate
+    text_apart          cached keys and values of each passage's text, computed separately, joined like those of slots
+    slots_x2, ...       cached keys and values of each passage's slots, for each number of tokens per slot
 
-The last two also from a folder, `..._folder`: files with checksums that neither this process nor the system has in
-memory. Only `text_same_set` gets the passages of the round before.
+The last two are also measured from a folder, `..._folder`: files with checksums, which neither this process nor the
+system has in memory. Only `text_same_set` gets the passages of the round before.
 
-Each round draws passages and a question among the known ones. All arms answer it in turns, from the text of the
-question to the first token: tokenizing, cache look-up, joining, prefill. The time does not depend on the weights, so a
-checkpoint that was trained with joint passages is run with independent ones.
+Each round draws a few of the precomputed passages and a question about one of them. All arms answer it in turns, from
+the text of the question to the first token: tokenizing, cache look-up, joining, prefill. The time does not depend on
+the weights, so a checkpoint that was trained with joint passages is run with independent ones.
 """
 
 import json
@@ -60,7 +60,7 @@ from ..train.prompts import text_ids
 from .arms import first_tokens, join_rows, load_models, pick_rows, read, share, time_rounds
 from .latency import parse_sizes
 
-SPARE = 4  # known passages beyond those of the largest combination
+SPARE = 4  # precomputed passages beyond those of the largest combination
 
 
 class TextReader:
@@ -76,28 +76,28 @@ class TextReader:
         self.head = read_text(base, prompt.head)
         start = len(prompt.head)
         for passage, ids in zip(passages, prompt.passages, strict=True):
-            own = cache_of(self._read(ids, join_keys_values([[self.head]], base.config)))
-            self.kept[passage["text"]] = keys_values_of(own, 0, start, start + len(ids))
+            cache = cache_of(self._read(ids, join_keys_values([[self.head]], base.config)))
+            self.kept[passage["text"]] = keys_values_of(cache, 0, start, start + len(ids))
             save_keys_values(self._path(passage), self.kept[passage["text"]], {})
 
     def uncached(self, row: Row) -> ModelOutput:
         """Answer from the whole text."""
         prefix, tail = text_ids(self.processor, row)
         check_length(len(prefix) + len(tail), "The prompt of text", self.base.config)
-        found = self._read(prefix + tail)
-        self._last = row, cache_of(found)
-        return found
+        output = self._read(prefix + tail)
+        self._last = row, cache_of(output)
+        return output
 
     def same_set(self, row: Row) -> ModelOutput:
         """Answer the question of `row` from the passages of the last prompt of text."""
-        asked, before = self._last
-        prefix, tail = text_ids(self.processor, row | {"passages": asked["passages"]})
+        last_row, before = self._last
+        prefix, tail = text_ids(self.processor, row | {"passages": last_row["passages"]})
         cache = share(before)
         cache.crop(len(prefix) - cache.get_seq_length())
         return self._read(tail, cache)
 
     def apart(self, row: Row, from_folder: bool) -> ModelOutput:
-        """Answer from cached passages. The positions of the question continue after the longest."""
+        """Answer from cached passages. The positions of the question continue after the longest passage."""
         after = apart_text(self.processor, row | {"passages": []}).tail
         parts = [self.head]
         for passage in row["passages"]:
@@ -120,14 +120,14 @@ def ask_store(store: PassageCache, row: Row, rate: int | str) -> ModelOutput:
 
 
 def ask_top_ranked(store: PassageCache, row: Row, rate: int | str) -> ModelOutput:
-    """Scores each cached passage of a row, and answers from the top-ranked one, as is the default."""
+    """Score each cached passage of a row, and answer from the top-ranked one, as is the default."""
     answerer = Answerer(store.model, store.processor, store)
     (selection,) = answerer.select([row["question"]], [row["passages"]], 1, tokens_per_slot=rate)
     return ask_store(store, row | {"passages": [row["passages"][number] for number in selection.numbers]}, rate)
 
 
 def drop_from_memory(folder: Path) -> None:
-    """Drop the files of a folder from the page cache, if the system allows it."""
+    """Drop the files of a folder from the system's page cache. Does nothing except on Linux."""
     if sys.platform != "linux":
         return
     for path in folder.glob("*.safetensors"):
@@ -140,8 +140,8 @@ class Known:
     """Precomputed passages, and the alternatives ("arms") that answer from them. `models` are the aligner, with
     independent passages, and its base model; `rows` have a question and a passage each; `folder` is empty.
 
-    Attributes: `arms`, from a row to its first token, by name; `folders` of those that read from one; `kept_bytes`, of
-    a passage, by the names of arms with a cache."""
+    Attributes: `arms`, by name the functions that compute the first token for a row; `folders`, by name those of the
+    arms that read from one; `kept_bytes`, by name the cached bytes of a passage."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Known:
         self.device = str(base.device)
         passages = [row["passages"][0] for row in rows]
         reader = TextReader(base, processor, passages, folder / "text_apart")
-        self.text_tokens = sum(each.shape[3] for each in reader.kept.values()) / len(rows)
+        self.text_tokens = sum(keys_values.shape[3] for keys_values in reader.kept.values()) / len(rows)
         self.arms: dict[str, Callable[[Row], ModelOutput]] = {
             "text": reader.uncached,
             "text_same_set": reader.same_set,
@@ -163,7 +163,7 @@ class Known:
             "text_apart_folder": partial(reader.apart, from_folder=True),
         }
         self.folders = {"text_apart_folder": reader.folder}
-        self.kept_bytes = {"text_apart": sum(each.nbytes for each in reader.kept.values()) / len(rows)}
+        self.kept_bytes = {"text_apart": sum(keys_values.nbytes for keys_values in reader.kept.values()) / len(rows)}
         per_slot = self.kept_bytes["text_apart"] / self.text_tokens
         for rate in rates:
             name, path = f"slots_x{rate}", folder / f"slots_x{rate}"
@@ -195,10 +195,10 @@ class Known:
             row = self.draw(k, number)
             return {name: partial(arm, row) for name, arm in self.arms.items()}
 
-        for arm in turns(0).values():  # warms up; text first
+        for arm in turns(0).values():  # warms up; `text` comes first, because `text_same_set` needs its cache
             arm()
-        found = time_rounds(lambda number: turns(number + 1), self.device, seconds, before)
-        return {"k": k, "rounds": len(found), "arms": {name: first_tokens(found, name, "text") for name in self.arms}}
+        rounds = time_rounds(lambda number: turns(number + 1), self.device, seconds, before)
+        return {"k": k, "rounds": len(rounds), "arms": {name: first_tokens(rounds, name, "text") for name in self.arms}}
 
 
 def main(
@@ -210,15 +210,17 @@ def main(
     ] = "2,4,8,16,segment",
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Precision of the models.")] = "float32",
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
-    seconds: Annotated[float, typer.Option(help="Time limit per size, in seconds; no round starts after it.")] = 60.0,
-    data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
+    seconds: Annotated[
+        float, typer.Option(help="Seconds for each number of passages; no further round starts after them.")
+    ] = 60.0,
+    data: Annotated[Path, typer.Option(help="JSON Lines file of questions with passages.")] = SQUAD_SAMPLE,
 ) -> None:
-    """Measure the time to the first token of a new question over cached passages, as slots and as text."""
-    asked = parse_sizes(sizes)
+    """Measure the time to the first token of a new question about cached passages, as slots and as text."""
+    numbers_of_passages = parse_sizes(sizes)
     models = load_models(checkpoint, getattr(torch, dtype), device, passage_attention="separate")
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     processor.passage_attention = "separate"
-    rows = pick_rows(read_rows(data), processor, max(asked) + SPARE)
+    rows = pick_rows(read_rows(data), processor, max(numbers_of_passages) + SPARE)
     output.mkdir(parents=True, exist_ok=True)
     with temporary_folder(output, ".kept-") as folder:
         known = Known(models, processor, rows, split_rates(tokens_per_slot), folder)
@@ -231,7 +233,7 @@ def main(
             "known_passages": len(rows),
             "tokens_per_passage": known.text_tokens,
             "kept_bytes": known.kept_bytes,
-            "sizes": [known.measure(k, seconds) for k in asked],
+            "sizes": [known.measure(k, seconds) for k in numbers_of_passages],
         }
     typer.echo("\n".join(kept_lines(report)))
     typer.echo(json.dumps(report))

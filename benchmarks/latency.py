@@ -3,9 +3,10 @@
     python -m arcaligner.benchmarks.latency [--output FOLDER] [--sizes 1,20] [--tokens-per-slot 4,segment]
     python -m arcaligner.benchmarks.latency --checkpoint CHECKPOINT --device cuda --dtype bfloat16
 
-All arms (`arms.py`) get the same question with the same passages, in one process and in turns; the first arm rotates.
-The first pass of an arm is a warm-up. Then rounds are timed until `--seconds` are used, at least `MIN_ROUNDS` and at
-most `MAX_ROUNDS`. Tokenizing, segmenting and encoding happen before; segmenting and encoding are timed separately.
+All arms (`arms.py`) get the same question with the same passages, in one process and in turns; each round begins with
+another arm. The first call of an arm is a warm-up. Then rounds are timed until `--seconds` have passed, at least
+`MIN_ROUNDS` and at most `MAX_ROUNDS`. Tokenizing, segmenting and encoding happen before; segmenting and encoding are
+timed separately.
 """
 
 import itertools
@@ -17,7 +18,7 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
-from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, describe_machine, run_command, write_whole
+from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, counted, describe_machine, run_command, write_whole
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length
 from ..evaluation.analyses.speed import LATENCY_REPORT, first_token_table
@@ -60,18 +61,18 @@ def measure_size(
         return processor.slot_encoder.segment_documents(row["passages"])
 
     tokens = tokenize_segments(processor.tokenizer, segment(), row["passages"])
-    # Work that is done online without precomputed embeddings.
+    # What has to be done for each question if embeddings are not precomputed.
     encoder = {"segmenting": segment, "encoding": lambda: processor.slot_encoder.encode_tokens(tokens, rate)}
-    num_bytes = {name: cache_bytes(cache_of(arm())) for name, arm in arms.items()}  # a warm-up, too
-    found = time_rounds(lambda number: arms | encoder, str(aligner.device), seconds)
+    num_bytes = {name: cache_bytes(cache_of(arm())) for name, arm in arms.items()}  # this also warms up
+    rounds = time_rounds(lambda number: arms | encoder, str(aligner.device), seconds)
     return {
         "k": k,
         "tokens_per_slot": rate,
-        "rounds": len(found),
+        "rounds": len(rounds),
         "text_tokens": num_tokens,
         "slots": slots.whole["context_embeds"].shape[1],
-        "encoder": {name: quartiles([each[name] for each in found]) for name in encoder},
-        "arms": {name: first_tokens(found, name, "standard_rag") | {"cache_bytes": num_bytes[name]} for name in arms},
+        "encoder": {name: quartiles([seconds[name] for seconds in rounds]) for name in encoder},
+        "arms": {name: first_tokens(rounds, name, "standard_rag") | {"cache_bytes": num_bytes[name]} for name in arms},
     }
 
 
@@ -99,12 +100,14 @@ def main(
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
-    seconds: Annotated[float, typer.Option(help="Time limit per size, in seconds; no round starts after it.")] = 30.0,
-    data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
+    seconds: Annotated[
+        float, typer.Option(help="Seconds for each number of passages; no further round starts after them.")
+    ] = 30.0,
+    data: Annotated[Path, typer.Option(help="JSON Lines file of questions with passages.")] = SQUAD_SAMPLE,
     output: Annotated[Path | None, typer.Option(help="Folder for the report.")] = None,
 ) -> None:
     """Measure the time to the first token, for slots and for text."""
-    asked = parse_sizes(sizes)
+    numbers_of_passages = parse_sizes(sizes)
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     rates = split_rates(tokens_per_slot) if tokens_per_slot else [processor.tokens_per_slot]
     rows = read_rows(data)
@@ -117,8 +120,8 @@ def main(
         "sizes": [],
     }
     models = load_models(checkpoint, getattr(torch, dtype), device)
-    for k, rate in itertools.product(asked, rates):
-        typer.echo(f"{k} passages, tokens per slot: {rate}")
+    for k, rate in itertools.product(numbers_of_passages, rates):
+        typer.echo(f"Measuring {counted(k, 'passage')} with `tokens_per_slot` {rate}")
         numbers = measure_size(models, processor, rows, k, rate, seconds)
         report["sizes"].append({"dtype": dtype, **numbers})
     typer.echo("\n".join(first_token_table(report)))

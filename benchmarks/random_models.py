@@ -1,7 +1,7 @@
 """Aligners of well-known shapes with random weights, built on the device: no download, and speed and memory are real.
 
-On a CPU a shape keeps its depth, and its hidden size is cut to 64. Counts of operations are then those of the shape,
-and milliseconds those of the host, which bound a GPU at batch 1.
+On a CPU a shape keeps its number of layers, and its hidden size is cut to 64. The counts of operations are then those
+of the shape. The milliseconds are mostly the time to start operations, which limits the speed of a GPU at batch size 1.
 """
 
 from collections.abc import Iterator
@@ -58,9 +58,9 @@ CUT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
 def make_config(shape: str, is_cut: bool = False, passage_attention: str = "joint", **changes: Any) -> ArcAlignerConfig:
-    """The aligner of the paper's tables around a shape: LoRA of rank 128 on all linear layers, gates on all layers, two
-    refinement steps. It has no dropout, whose cost differs between PEFT and the aligner. `changes` are those of
-    the backbone's sizes."""
+    """The configuration of the aligner in the paper's tables, with the backbone of a shape: LoRA of rank 128 on all
+    linear layers, gates on all layers, two refinement steps. It has no dropout, whose cost differs between PEFT and the
+    aligner. `changes` replace sizes of the backbone."""
     model_type, sizes, encoder_hidden_size = SHAPES[shape]
     is_small = is_cut or shape == "tiny"
     config = ArcAlignerConfig(
@@ -86,8 +86,8 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def build_aligner(config: ArcAlignerConfig, device: str | torch.device, dtype: torch.dtype) -> ArcAlignerForCausalLM:
-    """A random aligner in evaluation mode: the backbone in `dtype` and the aligner in float32, as when one is loaded.
-    Weights are created on their final device; on `"meta"` nothing is allocated."""
+    """An aligner with random weights in evaluation mode: the backbone in `dtype` and the aligner in float32, like one
+    that is loaded. Weights are created on their final device; on `"meta"` nothing is allocated."""
     with torch.device(device), _default_dtype(dtype):
         model = ArcAlignerForCausalLM(config)
     for _, parameter in model.aligner_parameters():
@@ -112,29 +112,29 @@ def weight_bytes(shape: str, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def prefill_bytes(config: PreTrainedConfig, positions: int, itemsize: int) -> int:
-    """Estimate the memory of a prefill of `positions`, those of all rows, in addition to the weights: its keys and
-    values, those of a cached prefix, and the states of a layer."""
+    """Estimate the bytes that a prefill of `positions` (of all rows together) takes in addition to the weights: its
+    keys and values, those of a cached prefix, and the states of a layer."""
     keys_values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     states = 8 * config.hidden_size + 4 * config.intermediate_size
     return positions * itemsize * (2 * keys_values + states)
 
 
 def step_bytes(config: PreTrainedConfig, positions: int, aligner_bytes: int) -> int:
-    """Estimate the memory of a training step of `positions` in addition to the weights: activations of all layers,
-    logits, and twice the aligner for PEFT's LoRA and gradients. Activations are fitted to a step of PEFT's LoRA in
-    bfloat16 on an H200."""
+    """Estimate the bytes that a training step of `positions` takes in addition to the weights: activations of all
+    layers, logits, and twice the aligner for PEFT's LoRA and gradients. The factors of activations are fitted to the
+    memory of a step of PEFT's LoRA in bfloat16 on an H200."""
     activations = config.num_hidden_layers * (24 * config.hidden_size + 12 * config.intermediate_size)
     return positions * (activations + 14 * config.vocab_size) + 2 * aligner_bytes
 
 
 def check_fits(shape: str, dtype: torch.dtype, longest: int, device: str, free: int, total: int) -> None:
-    """Raise for a shape whose weights and one prompt of `longest` positions do not fit, before anything is allocated.
+    """Check, before anything is allocated, that the weights of a shape and one prompt of `longest` positions fit.
 
     Args:
         free, total (`int`): Bytes of the GPU's memory.
 
     Raises:
-        `ValueError`: with the shapes that fit.
+        `ValueError`: they do not; the message names the shapes that fit.
     """
 
     def needed(name: str) -> int:
@@ -144,7 +144,9 @@ def check_fits(shape: str, dtype: torch.dtype, longest: int, device: str, free: 
     if (bytes_needed := needed(shape)) <= free:
         return
     fitting = [name for name in SHAPES if name not in (shape, "tiny") and needed(name) <= free]
-    advice = f"Shapes that fit: {', '.join(fitting)}." if fitting else "No shape fits: free the GPU, or take another."
+    advice = "No shape fits: free memory of the GPU, or choose another one with `--device`."
+    if fitting:
+        advice = f"Shapes that fit: {', '.join(fitting)}."
     raise ValueError(
         f"`--shape` is {shape}, which needs about {bytes_needed / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, "
         f"but {device} has {free / GIB:.1f} GiB free of {total / GIB:.1f}. {advice}"

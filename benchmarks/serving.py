@@ -3,8 +3,8 @@
     python -m arcaligner.benchmarks.serving --url http://127.0.0.1:8000 --questions nq.jsonl.gz --clients 1,8,32
 
 Each client sends its next question to a running server when it has the answer to the last one. Lengths are mixed: the
-number of passages varies by question, the maximum length of answers by request. `--distinct 24` repeats that many
-questions, each asked once before the measurement, so that their passages are cached.
+number of passages depends on the question, the maximum length of an answer on the number of the request. `--distinct
+24` uses 24 questions again and again. Each is asked once before the measurement, so that its passages are cached.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ import typer
 from ..common.files import describe_machine, markdown_table, run_command
 from ..common.rows import read_rows
 
-# Passages that are found, by the length of the question, and tokens of an answer, of requests in turn.
+# Numbers of passages to search for, chosen by the length of the question; maximum tokens of an answer, in turn.
 NUM_PASSAGES, MAX_TOKENS = (1, 3, 5, 10), (4, 16, 64)
 
 
@@ -30,9 +30,11 @@ def memory(url: str, key: str) -> float:
     try:
         text = httpx.get(f"{url}/metrics", headers=headers_of(key), timeout=60).text
     except httpx.ConnectError as error:
-        raise OSError(f"There is no server at {url}. Start one: `arcaligner serve`.") from error
-    found = re.search(r"^process_resident_memory_bytes (\S+)$", text, re.MULTILINE)
-    return float(found[1]) / 1e6 if found else float("nan")
+        raise OSError(
+            f"There is no server at {url}. Start one with `arcaligner serve`, or pass another address with `--url`."
+        ) from error
+    match = re.search(r"^process_resident_memory_bytes (\S+)$", text, re.MULTILINE)
+    return float(match[1]) / 1e6 if match else float("nan")
 
 
 def headers_of(key: str) -> dict[str, str]:
@@ -55,7 +57,7 @@ async def ask_all(url: str, key: str, questions: list[str], clients: int) -> lis
             if response.is_success:
                 report = response.json()["arcaligner"]
                 answer |= {"batch_size": report["batch_size"]}
-                answer |= {"kept": report["kept"] / max(1, sum(each["read"] for each in report["sources"]))}
+                answer |= {"kept": report["kept"] / max(1, sum(source["read"] for source in report["sources"]))}
             answers.append(answer)
 
     async with httpx.AsyncClient(base_url=url, timeout=600, headers=headers_of(key)) as client:
@@ -65,40 +67,43 @@ async def ask_all(url: str, key: str, questions: list[str], clients: int) -> lis
 
 
 def main(
-    questions: Annotated[Path, typer.Option(help="JSON Lines with questions.")],
+    questions: Annotated[Path, typer.Option(help="JSON Lines file with questions.")],
     url: Annotated[str, typer.Option(help="Address of a running server.")] = "http://127.0.0.1:8000",
     clients: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "1,8,32",
     requests: Annotated[int, typer.Option(help="Number of requests for each number of clients.", min=1)] = 64,
     distinct: Annotated[
         int | None,
         typer.Option(
-            help="Repeat only this many questions, each asked once beforehand. Default: use all questions.", min=1
+            help="Use only this many questions, again and again; each is asked once before. Default: all questions.",
+            min=1,
         ),
     ] = None,
     api_key: Annotated[str, typer.Option(envvar="ARCALIGNER_API_KEY", help="The server's API key.")] = "",
 ) -> None:
-    """Print throughput and latency quantiles as a table and as a JSON line."""
+    """Send questions to a running server. Print answers per second and latency quantiles as a table and as a JSON
+    line."""
     texts = [row["question"] for row in read_rows(questions)][:distinct]
     memory(url, api_key)  # raises if there is no server
     if distinct is not None:
         asyncio.run(ask_all(url, api_key, texts, 1))
-    columns = ["Clients", "Answers/s", "p50 s", "p95 s", "p99 s", "Batch", "Cached", "Memory, MB", "Failed"]
-    rows, found = [], {}
-    for number, count in enumerate(int(each) for each in clients.split(",")):
-        asked = [texts[(number * requests + index) % len(texts)] for index in range(requests)]
+    columns = ["Clients", "Answers/s", "p50, s", "p95, s", "p99, s", "Batch size", "Cached passages"]
+    columns += ["Server memory, MB", "Failed requests"]
+    rows, measured = [], {}
+    for number, count in enumerate(int(size) for size in clients.split(",")):
+        sent = [texts[(number * requests + index) % len(texts)] for index in range(requests)]
         before, began = memory(url, api_key), time.perf_counter()
-        answers = asyncio.run(ask_all(url, api_key, asked, count))
+        answers = asyncio.run(ask_all(url, api_key, sent, count))
         rate = len(answers) / (time.perf_counter() - began)
         good = [answer for answer in answers if answer["status"] == 200]
         quantiles = np.quantile([answer["seconds"] for answer in answers], (0.5, 0.95, 0.99)).tolist()
         batch = float(np.mean([answer["batch_size"] for answer in good] or [0]))
         kept, after = float(np.mean([answer["kept"] for answer in good] or [0])), memory(url, api_key)
-        found[count] = {"rate": rate, "seconds": quantiles, "batch": batch, "failed": len(answers) - len(good)}
-        found[count] |= {"kept": kept, "megabytes": [before, after]}
-        row = [str(count), f"{rate:.2f}", *(f"{each:.2f}" for each in quantiles), f"{batch:.1f}", f"{kept:.0%}"]
+        measured[count] = {"rate": rate, "seconds": quantiles, "batch": batch, "failed": len(answers) - len(good)}
+        measured[count] |= {"kept": kept, "megabytes": [before, after]}
+        row = [str(count), f"{rate:.2f}", *(f"{seconds:.2f}" for seconds in quantiles), f"{batch:.1f}", f"{kept:.0%}"]
         rows.append([*row, f"{before:,.0f} to {after:,.0f}", str(len(answers) - len(good))])
     typer.echo("\n".join(markdown_table(columns, rows)))
-    typer.echo(json.dumps({"load": found, "machine": describe_machine()}))
+    typer.echo(json.dumps({"load": measured, "machine": describe_machine()}))
 
 
 if __name__ == "__main__":

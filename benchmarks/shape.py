@@ -1,17 +1,18 @@
 """Cost and savings of slots on a GPU, for a known model shape with random weights, in under five minutes.
 
     python -m arcaligner.benchmarks.shape --shape mistral-7b --device cuda --output FOLDER
-    python -m arcaligner.benchmarks.shape --shape mistral-7b --device cpu       # operations, and the host's time
+    python -m arcaligner.benchmarks.shape --shape mistral-7b --device cpu       # operations, and the time to start them
 
 Measured are aten operations, the first token of an answer from text and from slots, a generated token, a training step
-of each stage compared with PEFT's LoRA on the text, and the memory of each. Random weights: speed and memory are real,
-answers are not, and no gate is open, so *adaptive* is the cost of evaluating the gates. All rows of a batch have the
-same length.
+of each stage compared with PEFT's LoRA on the text, and the memory of each. The weights are random: speed and memory
+are real, answers are not. No gate is open, so *adaptive* measures the cost of evaluating the gates. All rows of a batch
+have the same length.
 
 A passage has five sentences of 30 tokens; there are 10 tokens before the passages and 40 after them. As slots, a
-passage is five (one a sentence) or 40 (x4, four tokens each). Passages are joint, as in the paper and in the recipes of
-a 7B, or independent (`--passage-attention separate`). Compared arms take turns (`arms.py`). The most important
-measurements come first; those without time or memory are left out, and named.
+passage is five slots (one per sentence) or 40 (x4, about four tokens each). Passages are joint, as in the paper and in
+the recipes for 7B models, or independent (`--passage-attention separate`). Arms that are compared take turns
+(`arms.py`). The most important measurements come first. Those for which time or memory is not enough are left out, and
+named.
 """
 
 import contextlib
@@ -43,16 +44,16 @@ from .latency import parse_sizes
 from .random_models import GIB, SHAPES, build_aligner, check_fits, make_config, prefill_bytes, step_bytes
 
 BEFORE, SENTENCE, SENTENCES, AFTER = 10, 30, 5, 40  # tokens, and sentences of a passage
-SLOTS = {"slots": SENTENCES, "slots_x4": 8 * SENTENCES}  # of a passage; 30 tokens by four are eight slots
+SLOTS = {"slots": SENTENCES, "slots_x4": 8 * SENTENCES}  # of a passage; 30 tokens at four per slot are eight slots
 MODES = ("off", "adaptive", "always")
-NEW_TOKENS, TOKEN_PASSAGES = 16, 5  # a generated token is the mean of so many, after so many passages
+NEW_TOKENS, TOKEN_PASSAGES = 16, 5  # the time of a generated token is the mean of 16, after five passages
 EXAMPLES = 8  # of a training step
-# Slots and tokens of an example, `BEFORE` aside: of the aligner's stages, and of PEFT's LoRA on text.
+# Slots and tokens of an example, without the `BEFORE`: of the aligner's stages, and of PEFT's LoRA on text.
 STAGES = {"reconstruction": (4, 120), "grounding": (12, 40), "gating": (12, 40)}
 PEFT_TOKENS = {"peft_positions": 52, "peft_text_1": 120, "peft_text_2": 400}
 ANSWER = 8  # target tokens of stages II and III; in stage I the text of the slots is the target
 
-GROUP_SECONDS = 3.0  # of a group of arms, after which no further round begins
+GROUP_SECONDS = 3.0  # after which no further round of a group of arms begins
 SHAPE_REPORT = "shape.json"
 
 Arms = dict[str, Callable[[], Any]]
@@ -91,16 +92,16 @@ def slot_inputs(
 
 
 def text_arms(base: PreTrainedModel, batch: int, passages: int) -> Arms:
-    """The bare model on text, and on the question after the cache of the same text."""
+    """Prefill of the bare model: of text, and of the question after the cache of the same text."""
     text, num_before = text_inputs(base, batch, passages), BEFORE + passages * SENTENCES * SENTENCE
-    prefix = cache_of(read(base, {name: each[:, :num_before] for name, each in text.items()}))
+    prefix = cache_of(read(base, {name: tensor[:, :num_before] for name, tensor in text.items()}))
     question = text | {"input_ids": text["input_ids"][:, num_before:]}
     return {"text": partial(read, base, text), "text_cached": lambda: read(base, question, share(prefix))}
 
 
 def slot_arms(aligner: ArcAlignerForCausalLM, batch: int, passages: int, name: str) -> Arms:
     """Three groups of arms: a prompt of slots with gates off, adaptive and always open; the question after cached
-    slots; and the question after slots that are first joined from precomputed passages, as for each new combination."""
+    slots; and the question after slots that are first joined from precomputed passages, as for a new combination."""
     inputs = slot_inputs(aligner, batch, passages, SLOTS[name])
     arms = {f"{name}_{mode}": partial(read, aligner, inputs | {"gate_mode": mode}) for mode in MODES}
     ids, mask, num_before = inputs["input_ids"], inputs["attention_mask"], BEFORE + passages * SLOTS[name]
@@ -121,7 +122,7 @@ def slot_arms(aligner: ArcAlignerForCausalLM, batch: int, passages: int, name: s
 
 
 def token_arms(aligner: ArcAlignerForCausalLM, base: PreTrainedModel, batch: int) -> Arms:
-    """`generate` of one token and of `NEW_TOKENS` more: the difference is that of generated tokens."""
+    """`generate` of one token and of `NEW_TOKENS` more. The difference is the time of these further tokens."""
     arms = {}
     prompts = {
         "token_text": (base, text_inputs(base, batch, TOKEN_PASSAGES)),
@@ -136,8 +137,8 @@ def token_arms(aligner: ArcAlignerForCausalLM, base: PreTrainedModel, batch: int
 
 
 def step_arms(aligner: ArcAlignerForCausalLM, base: PreTrainedModel) -> Arms:
-    """Forward and backward of a step of each stage and of PEFT's LoRA on text, without an optimizer. PEFT's model has
-    the aligner's frozen weights; a stage is set before its step."""
+    """Forward and backward pass of a step of each stage and of PEFT's LoRA on text, without an optimizer. PEFT's model
+    has the aligner's frozen weights. The caller sets a stage before its step."""
     arms = {}
     for stage, (num_slots, num_text) in STAGES.items():
         inputs = slot_inputs(aligner, EXAMPLES, 1, num_slots, num_text) | {"skip_logits": True}
@@ -153,7 +154,7 @@ def step_arms(aligner: ArcAlignerForCausalLM, base: PreTrainedModel) -> Arms:
 
 
 def train_step(model: torch.nn.Module, learned: int, inputs: dict[str, Any]) -> None:
-    """Forward and backward; the last `learned` tokens of each example are the targets."""
+    """Forward and backward pass. The last `learned` tokens of each example are the targets."""
     labels = inputs["input_ids"].clone()
     labels[:, :-learned] = -100
     with torch.enable_grad():
@@ -162,11 +163,11 @@ def train_step(model: torch.nn.Module, learned: int, inputs: dict[str, Any]) -> 
 
 
 def count_operations(arm: Callable[[], Any]) -> int:
-    """The aten operations that a call dispatches on the host, nested ones as well."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it prints two lines for each count
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    """The number of aten operations that a call dispatches on the host, including nested ones."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints two lines for each count
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
         arm()
-    return sum(event.count for event in found.key_averages() if event.key.startswith("aten::"))
+    return sum(event.count for event in profiled.key_averages() if event.key.startswith("aten::"))
 
 
 # Measuring
@@ -185,18 +186,18 @@ class Bench:
         self.left_out: list[dict[str, Any]] = []
 
     def fits(self, needed: int, **what: Any) -> bool:
-        """Whether about so many bytes are free. If not, `what` is recorded as left out."""
+        """Whether about `needed` bytes are free. If not, `what` is recorded as left out."""
         if self.device.type == "cpu":
             return True
         reserved = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         free = torch.cuda.mem_get_info(self.device)[0] + reserved
         if needed > free:
-            reason = f"needs about {needed / GIB:.1f} GiB in addition to the weights; {free / GIB:.1f} are free"
+            reason = f"needs about {needed / GIB:.1f} GiB in addition to the weights, and {free / GIB:.1f} GiB are free"
             self.left_out.append(what | {"reason": reason})
         return needed <= free
 
     def first_token(self, batch: int, passages: int, counts: bool) -> None:
-        """Measure text and slots of so many passages; with `counts` also operations."""
+        """Measure the first token for text and for slots of `passages` passages; with `counts` also operations."""
         config, what = self.aligner.config.text_config, {"batch": batch, "passages": passages}
         arms: Arms = {}
         positions: dict[str, int] = {}
@@ -214,7 +215,7 @@ class Bench:
         self.measure(arms, positions, counts, what)
 
     def token(self, batch: int, counts: bool) -> None:
-        """Measure a token that is generated after text, and after slots."""
+        """Measure the generation of a token after text, and after slots."""
         arms, what = token_arms(self.aligner, self.base, batch), {"batch": batch, "passages": TOKEN_PASSAGES}
         positions = {name: arms[name].keywords["input_ids"].shape[1] for name in arms}
         self.measure(arms, positions, counts, what)
@@ -270,20 +271,21 @@ class Bench:
         for name in [name for name in arms if name.endswith("_first")]:
             last = name.removesuffix("_first")
             if last in arms:
-                for each in rounds:
-                    each[last] = (each[last] - each[name]) / NEW_TOKENS
+                for seconds in rounds:
+                    seconds[last] = (seconds[last] - seconds[name]) / NEW_TOKENS
                 if counts:
                     extras[last]["operations"] = (extras[last]["operations"] - extras[name]["operations"]) // NEW_TOKENS
             del extras[name]
         for name, extra in extras.items():
             row = {"arm": name, **what, "positions": positions[name], "rounds": len(rounds)}
-            row["milliseconds"] = quartiles([1000 * each[name] for each in rounds])
+            row["milliseconds"] = quartiles([1000 * seconds[name] for seconds in rounds])
             if "text" in arms:
-                row["speed_up"] = quartiles([each["text"] / each[name] for each in rounds])
+                row["speed_up"] = quartiles([seconds["text"] / seconds[name] for seconds in rounds])
             self.rows.append(row | extra)
 
     def peak_gib(self, arm: Callable[[], Any]) -> float | None:
-        """Call an arm: peak memory of the weights and of its allocations, without caches that existed before."""
+        """Call an arm. Return the peak memory of the weights and of its allocations, without caches that existed
+        before; `None` on a CPU."""
         if self.device.type == "cpu":
             arm()
             return None
@@ -324,10 +326,10 @@ class Bench:
 
 def _slot_titles() -> dict[str, str]:
     """Titles of the arms of slots."""
-    asked = {"off": "gates off", "adaptive": "gates computed, all closed", "always": "two more passes in each layer"}
+    states = {"off": "gates off", "adaptive": "gates computed, all closed", "always": "two more passes in each layer"}
     titles = {}
     for name, which in {"slots": "a sentence each", "slots_x4": "x4, four tokens each"}.items():
-        titles |= {f"{name}_{mode}": f"**slots**, {which}, {how}" for mode, how in asked.items()}
+        titles |= {f"{name}_{mode}": f"**slots**, {which}, {how}" for mode, how in states.items()}
         titles[f"{name}_cached"] = f"question after cached slots, {which}"
         titles[f"{name}_joined"] = f"the same, joined from precomputed passages, {which}"
     return titles
@@ -352,25 +354,25 @@ BARE = {name: bare for bare, names in _BARE.items() for name in names}
 def shape_table(report: dict[str, Any]) -> list[str]:
     """Markdown lines: a row for each arm, milliseconds at each batch size, and below the table what was measured and
     where."""
-    found = {(row["arm"], row["batch"], row["passages"]): row for row in report["rows"]}
+    by_arm = {(row["arm"], row["batch"], row["passages"]): row for row in report["rows"]}
     counts = {row["arm"]: row["operations"] for row in report["rows"] if "operations" in row}
     passages, batches, lines = sorted(report["passages"]), report["batches"], []
     for name, title in TITLES.items():
-        own = [row for row in report["rows"] if row["arm"] == name]
-        if not own:
+        rows_of_arm = [row for row in report["rows"] if row["arm"] == name]
+        if not rows_of_arm:
             continue
         is_step, is_token = name in STAGES or name in PEFT_TOKENS, name.startswith("token")
         columns = [None] if is_step else [TOKEN_PASSAGES] if is_token else passages
         cells = []
         for batch in batches:
-            rows = [found.get((name, batch, k)) for k in columns]
+            rows = [by_arm.get((name, batch, k)) for k in columns]
             shown = " / ".join(f"{row['milliseconds']['median']:.1f}" if row else "-" for row in rows)
             cells.append("" if is_step else shown)
-        step = f"{own[0]['milliseconds']['median']:.1f}" if is_step else ""
+        step = f"{rows_of_arm[0]['milliseconds']['median']:.1f}" if is_step else ""
         operations = f"{counts[name]:,}" if name in counts else "-"
         if (bare := BARE.get(name, "text")) in counts and name in counts:
             operations += f" ({counts[name] / counts[bare]:.2f})"
-        peaks = [row["peak_gib"] for row in own if row["peak_gib"] is not None]
+        peaks = [row["peak_gib"] for row in rows_of_arm if row["peak_gib"] is not None]
         lines.append([title, operations, *cells, step, f"{max(peaks):.1f}" if peaks else "-"])
     sizes = " / ".join(map(str, passages))
     heads = [f"batch {batch}, ms at {sizes} passages" for batch in batches]
@@ -399,8 +401,8 @@ def notes(report: dict[str, Any]) -> list[str]:
         f"{machine['device']}{driver}, {machine['cpu']}, {machine['threads']} threads; torch {machine['torch']}, "
         f"transformers {machine['transformers']}, peft {machine['peft']}; {machine['date']}{commit}.",
     ]
-    for each in report["left_out"]:
-        lines += ["", f"Left out: {named(each)} ({each['reason']})."]
+    for skipped in report["left_out"]:
+        lines += ["", f"Left out: {named(skipped)} ({skipped['reason']})."]
     return lines
 
 
@@ -420,20 +422,20 @@ def _output_of(*command: str) -> str | None:
     """Output of a program; `None` if it is not installed or fails."""
     if shutil.which(command[0]) is None:
         return None
-    found = subprocess.run(command, capture_output=True, text=True)
-    return found.stdout.strip() if found.returncode == 0 else None
+    result = subprocess.run(command, capture_output=True, text=True)
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def describe_benchmark(device: torch.device) -> dict[str, Any]:
     """The machine, the driver of its GPU, the date, and the commit, if this is a working copy."""
-    found = describe_machine(str(device)) | {"driver": None, "memory_gib": None, "commit": None}
+    machine = describe_machine(str(device)) | {"driver": None, "memory_gib": None, "commit": None}
     if device.type == "cuda":
         query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        found["driver"] = (_output_of(*query) or "").partition("\n")[0] or None
-        found["memory_gib"] = torch.cuda.get_device_properties(device).total_memory / GIB
+        machine["driver"] = (_output_of(*query) or "").partition("\n")[0] or None
+        machine["memory_gib"] = torch.cuda.get_device_properties(device).total_memory / GIB
     if (ROOT / ".git").exists():
-        found["commit"] = _output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
-    return found | {"date": datetime.date.today().isoformat()}
+        machine["commit"] = _output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+    return machine | {"date": datetime.date.today().isoformat()}
 
 
 # The command
@@ -456,15 +458,17 @@ def find_device(name: str, dtype: torch.dtype) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError(
             f"`--device` is {name!r}, but torch {torch.__version__} finds no GPU with CUDA. Install a driver and a "
-            "torch with CUDA, or pass `--device cpu`, which counts operations."
+            "torch with CUDA, or pass `--device cpu`, which counts operations only."
         )
     device = torch.device("cuda", device.index or 0)
     if device.index >= torch.cuda.device_count():
-        raise ValueError(f"`--device` is {name!r}, but there are {torch.cuda.device_count()} GPUs, counted from 0.")
+        gpus = counted(torch.cuda.device_count(), "GPU")
+        raise ValueError(f"`--device` is {name!r}, but this machine has {gpus}, counted from 0. Pass a smaller number.")
     with torch.cuda.device(device):
         if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise ValueError(
-                f"{torch.cuda.get_device_name(device)} has no bfloat16. Pass `--dtype float16` or `--dtype float32`."
+                f"`--dtype` is bfloat16, but {torch.cuda.get_device_name(device)} has no bfloat16. Pass `--dtype "
+                "float16` or `--dtype float32`."
             )
     return device
 
@@ -483,15 +487,16 @@ def main(
         str | None, typer.Option(help="Batch sizes, separated by commas.", show_default="1,16,32; 1 on a CPU")
     ] = None,
     seconds: Annotated[
-        float, typer.Option(help="Time limit in seconds; measurements that have not started by then are left out.")
+        float, typer.Option(help="Time limit in seconds. Measurements that have not started by then are left out.")
     ] = 240.0,
     passage_attention: Annotated[
         Literal["joint", "separate"],
-        typer.Option(help="joint: slots attend to earlier passages; separate: independent passages."),
+        typer.Option(help="joint: slots attend to earlier passages; separate: passages are independent."),
     ] = "joint",
     output: Annotated[Path | None, typer.Option(help="Folder for the report and its table.")] = None,
 ) -> None:
-    """Measure operations, first token, generated token, training steps and memory of a shape with random weights."""
+    """Measure operations, first token, generated token, training steps and memory of a model shape with random weights,
+    with slots and with text."""
     start = time.perf_counter()
     is_cpu = device.partition(":")[0] == "cpu"
     backbone_dtype = getattr(torch, dtype or ("float32" if is_cpu else "bfloat16"))

@@ -1,20 +1,21 @@
-"""vLLM with slots, vLLM with the same passages as text, and our own engine, on the same cores.
+"""vLLM with slots, vLLM with the same passages as text, and the engine of this project, on the same cores.
 
     python -m arcaligner.benchmarks.vllm --output FOLDER [--sizes 5,20] [--clients 1,8,32] [--batches 5:12,20:6]
         [--arms slots,own]
 
-    slots      vLLM from precomputed passages, asked directly
+    slots      vLLM with the slots of precomputed passages; requests go directly to vLLM
     front      the same behind the project's server engine, which finds the files and computes the answerability
-    text       the same vLLM from the passages' text, with prefix caching: it hits if prompts begin alike
-    own        the project's own engine, from precomputed passages
+    text       vLLM with the passages' text and prefix caching, which helps if prompts begin with the same text
+    own        the engine of this project, with the slots of precomputed passages
 
-Each question has its own combination of known passages, among them the one that answers it. All arms answer the same
-questions, in turns. Measured are the seconds to the first token, the answers per second, and the processor's seconds
-for an answer, which are more reliable on a shared machine: set OMP_NUM_THREADS=1, because waiting threads count as
-well. Copying is off and all passages are used, so that `slots`, `front` and `own` give the same answers.
+Each question has a different combination of precomputed passages, among them the one that answers it. All arms answer
+the same questions, in turns. Measured are the seconds to the first token, the answers per second, and the seconds of
+processor time for an answer, which are more reliable on a shared machine. Set OMP_NUM_THREADS=1, because waiting
+threads count as well. Copy-biased decoding is off and all passages are used, so that `slots`, `front` and `own` give
+the same answers.
 
-Before these, batches of questions that arrive together and need one token each: the seconds until all of them have it.
-In these the text of no prompt, not even its beginning, is in vLLM's prefix cache.
+First, batches of questions are measured that arrive together and get one token each: the seconds until all of them have
+it. For these batches, not even the beginning of a prompt of text is in vLLM's prefix cache.
 """
 
 import asyncio
@@ -93,22 +94,22 @@ class Arms:
         self.by_name = {name: known[name] for name in names}
 
     def processor_seconds(self, name: str) -> float:
-        """The processor's seconds so far of the processes of an arm: vLLM's, or this one, or both."""
-        found = time.process_time() if name in ("front", "own") else 0.0
+        """Seconds of processor time so far of the processes of an arm: vLLM's, or this one, or both."""
+        seconds = time.process_time() if name in ("front", "own") else 0.0
         if name == "own":
-            return found
+            return seconds
         root = psutil.Process(self.vllm.process.pid)
-        return found + sum(sum(each.cpu_times()[:2]) for each in [root, *root.children(recursive=True)])
+        return seconds + sum(sum(process.cpu_times()[:2]) for process in [root, *root.children(recursive=True)])
 
     def close(self) -> None:
         self.own.close()
         self.front.close()
 
     def slots_body(self, row: Row) -> dict[str, Any]:
-        asked = (
+        question = (
             row["question"] if self.processor.chat_template is None else [{"role": "user", "content": row["question"]}]
         )
-        (files,) = self.front.store.prefix_files(asked, row["passages"], tokens_per_slot=self.rate)
+        (files,) = self.front.store.prefix_files(question, row["passages"], tokens_per_slot=self.rate)
         return slots_request(files)
 
     def precompute(self, row: Row) -> None:
@@ -136,7 +137,7 @@ class Arms:
         self, bodies: list[dict[str, Any]], clients: int, new_tokens: int = NEW_TOKENS
     ) -> list[tuple[float, str]]:
         async def ask_all() -> list[tuple[float, str]]:
-            found, waiting = [(0.0, "")] * len(bodies), list(enumerate(bodies))[::-1]
+            answers, waiting = [(0.0, "")] * len(bodies), list(enumerate(bodies))[::-1]
 
             async def one(client: httpx.AsyncClient) -> None:
                 while waiting:
@@ -150,41 +151,41 @@ class Arms:
                         async for line in response.aiter_lines():
                             if line.startswith("data: {"):
                                 first = first or time.perf_counter() - began
-                                text += "".join(each["text"] for each in json.loads(line[6:])["choices"])
-                    found[number] = first, text.strip()
+                                text += "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
+                    answers[number] = first, text.strip()
 
             async with httpx.AsyncClient(base_url=self.vllm.url, timeout=None) as client:
                 await asyncio.gather(*(one(client) for _ in range(clients)))
-            return found
+            return answers
 
         return asyncio.run(ask_all())
 
     def _ask_engine(
         self, engine: Engine, rows: list[Row], clients: int, new_tokens: int = NEW_TOKENS
     ) -> list[tuple[float, str]]:
-        """Clients that each send the next question when they have the answer to the last one."""
+        """Answers to `rows` by an engine. Each client sends its next question when it has the answer to the last."""
 
         async def ask_all() -> list[tuple[float, str]]:
-            found, waiting = [(0.0, "")] * len(rows), list(enumerate(rows))[::-1]
+            answers, waiting = [(0.0, "")] * len(rows), list(enumerate(rows))[::-1]
 
             async def one() -> None:
                 while waiting:
                     number, row = waiting.pop()
                     answer = await asyncio.wrap_future(engine.submit(self.request(row, new_tokens)))
-                    found[number] = answer.seconds["first_token"], answer.text.strip()
+                    answers[number] = answer.seconds["first_token"], answer.text.strip()
 
             await asyncio.gather(*(one() for _ in range(clients)))
-            return found
+            return answers
 
         return asyncio.run(ask_all())
 
 
 def draw(rows: list[Row], size: int, number: int) -> Row:
-    """Draw a question about `size` known passages, its own among them; the same `number` gives the same one in each
-    run."""
+    """Draw a question with `size` passages, among them the one that answers it. The same `number` gives the same
+    question in each run."""
     draws = random.Random(number)
     row = rows[number % len(rows)]
-    others = draws.sample([each["passages"][0] for each in rows if each is not row], size - 1)
+    others = draws.sample([other["passages"][0] for other in rows if other is not row], size - 1)
     passages = [row["passages"][0], *others]
     draws.shuffle(passages)
     return row | {"passages": passages}
@@ -193,30 +194,33 @@ def draw(rows: list[Row], size: int, number: int) -> Row:
 def measure(
     arms: Arms, rows: list[Row], size: int, clients: int, requests: int, rounds: int, first: int
 ) -> dict[str, Any]:
-    """Each arm's answers to the same questions, in turns: answers per second, median seconds to the first token."""
-    found: dict[str, dict[str, list]] = {
+    """Answers per second, processor time and median seconds to the first token of all arms, which answer the same
+    questions in turns."""
+    measured: dict[str, dict[str, list]] = {
         name: {"seconds": [], "used": [], "first": [], "answers": []} for name in arms.by_name
     }
     for turn in range(rounds):
-        asked = [draw(rows, size, first + turn * requests + number) for number in range(requests)]
-        for row in asked:
+        questions = [draw(rows, size, first + turn * requests + number) for number in range(requests)]
+        for row in questions:
             arms.precompute(row)
         for name, arm in arms.by_name.items():
             used, began = arms.processor_seconds(name), time.perf_counter()
-            answers = arm(asked, clients)
-            found[name]["seconds"].append(time.perf_counter() - began)
-            found[name]["used"].append(arms.processor_seconds(name) - used)
-            found[name]["first"] += [seconds for seconds, _ in answers]
-            found[name]["answers"] += [text for _, text in answers]
-    own = found["own"]["answers"] if "own" in found else None
+            answers = arm(questions, clients)
+            measured[name]["seconds"].append(time.perf_counter() - began)
+            measured[name]["used"].append(arms.processor_seconds(name) - used)
+            measured[name]["first"] += [seconds for seconds, _ in answers]
+            measured[name]["answers"] += [text for _, text in answers]
+    engine_answers = measured["own"]["answers"] if "own" in measured else None
     report = {
         name: {
-            "answers_per_second": requests * rounds / sum(each["seconds"]),
-            "processor_seconds": sum(each["used"]) / (requests * rounds),
-            "first_token": float(np.median(each["first"])),
-            "same_as_own": None if own is None else float(np.mean(np.array(each["answers"]) == np.array(own))),
+            "answers_per_second": requests * rounds / sum(values["seconds"]),
+            "processor_seconds": sum(values["used"]) / (requests * rounds),
+            "first_token": float(np.median(values["first"])),
+            "same_as_own": None
+            if engine_answers is None
+            else float(np.mean(np.array(values["answers"]) == np.array(engine_answers))),
         }
-        for name, each in found.items()
+        for name, values in measured.items()
     }
     return {"passages": size, "clients": clients, "requests": requests * rounds, "arms": report}
 
@@ -224,22 +228,23 @@ def measure(
 def measure_first_tokens(
     arms: Arms, rows: list[Row], size: int, questions: int, rounds: int, first: int
 ) -> dict[str, Any]:
-    """For each arm, in turns: the seconds until all questions of a batch have their first token, and the processor's
-    seconds. Both are medians of the rounds. No text finds a prefix in vLLM's cache, because its salt is new."""
-    found: dict[str, list[float]] = {name: [] for name in arms.by_name}
+    """For each arm, in turns: the seconds until all questions of a batch have their first token, and the seconds of
+    processor time. Both are medians of the rounds. No prompt of text has a prefix in vLLM's cache, because its salt is
+    new."""
+    first_tokens: dict[str, list[float]] = {name: [] for name in arms.by_name}
     used: dict[str, list[float]] = {name: [] for name in arms.by_name}
     for turn in range(rounds):
         numbers = range(first + turn * questions, first + (turn + 1) * questions)
-        asked = [draw(rows, size, number) | {"salt": f"{size} {number}"} for number in numbers]
-        for row in asked:
+        batch = [draw(rows, size, number) | {"salt": f"{size} {number}"} for number in numbers]
+        for row in batch:
             arms.precompute(row)
         for name, arm in arms.by_name.items():
             before = arms.processor_seconds(name)
-            found[name].append(max(seconds for seconds, _ in arm(asked, questions, 1)))
+            first_tokens[name].append(max(seconds for seconds, _ in arm(batch, questions, 1)))
             used[name].append(arms.processor_seconds(name) - before)
     report = {
-        name: {"first_tokens": float(np.median(found[name])), "processor_seconds": float(np.median(used[name]))}
-        for name in found
+        name: {"first_tokens": float(np.median(first_tokens[name])), "processor_seconds": float(np.median(used[name]))}
+        for name in first_tokens
     }
     return {"passages": size, "questions": questions, "rounds": rounds, "arms": report}
 
@@ -250,10 +255,10 @@ def parse_arms(names: str) -> list[str]:
     >>> parse_arms("slots, own")
     ['slots', 'own']
     """
-    found = [each.strip() for each in names.split(",")]
-    if unknown := [each for each in found if each not in ARMS]:
-        raise ValueError(f"`--arms` has {unknown[0]!r}; expected some of {', '.join(ARMS)}, separated by commas.")
-    return found
+    arms = [arm.strip() for arm in names.split(",")]
+    if unknown := [arm for arm in arms if arm not in ARMS]:
+        raise ValueError(f"`--arms` has {unknown[0]!r}; expected one or more of {', '.join(ARMS)}, with commas.")
+    return arms
 
 
 def parse_batches(batches: str) -> list[tuple[int, int]]:
@@ -262,10 +267,10 @@ def parse_batches(batches: str) -> list[tuple[int, int]]:
     >>> parse_batches("5:12,20:6")
     [(5, 12), (20, 6)]
     """
-    found = [re.fullmatch(r"([1-9]\d*):([1-9]\d*)", each.strip()) for each in batches.split(",") if each.strip()]
-    if None in found:
+    pairs = [re.fullmatch(r"([1-9]\d*):([1-9]\d*)", batch.strip()) for batch in batches.split(",") if batch.strip()]
+    if None in pairs:
         raise ValueError(f'`--batches` is {batches!r}; expected "passages:questions", such as "5:12,20:6".')
-    return [(int(each[1]), int(each[2])) for each in found]
+    return [(int(pair[1]), int(pair[2])) for pair in pairs]
 
 
 def main(
@@ -275,52 +280,55 @@ def main(
     clients: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "1,8,32",
     batches: Annotated[
         str,
-        typer.Option(
-            help="Batches for which only the first tokens are timed: PASSAGES:QUESTIONS, separated by commas."
-        ),
+        typer.Option(help="Batches of which only the first tokens are timed: PASSAGES:QUESTIONS, separated by commas."),
     ] = "5:12,20:6",
     names: Annotated[
-        str, typer.Option("--arms", help=f"What to measure, separated by commas: {', '.join(ARMS)}.")
+        str,
+        typer.Option(
+            "--arms",
+            help=f"What to measure, separated by commas: {', '.join(ARMS)} (see the top of benchmarks/vllm.py).",
+        ),
     ] = ",".join(ARMS),
     tokens_per_slot: Annotated[int, typer.Option(help="Tokens of text per slot.")] = 4,
     rounds: Annotated[
-        int, typer.Option(help="Rounds of each measurement; a round has as many questions as clients, at least 4.")
+        int, typer.Option(help="Rounds of each measurement. A round has as many questions as clients, at least 4.")
     ] = 1,
     dtype: Annotated[str, typer.Option(help="Precision of both engines: float32 or bfloat16.")] = "float32",
     vllm_options: Annotated[str, typer.Option(help="Options of vLLM's server, in quotes.")] = "--enforce-eager",
-    data: Annotated[Path, typer.Option(help="JSON Lines rows of questions and passages.")] = SQUAD_SAMPLE,
+    data: Annotated[Path, typer.Option(help="JSON Lines file of questions with passages.")] = SQUAD_SAMPLE,
 ) -> None:
-    """Measure vLLM with slots, vLLM with text, and our own engine, alternately."""
+    """Measure vLLM with slots, vLLM with text, and the engine of this project, in turns."""
     if (python := find_vllm()) is None:
         raise ImportError("vLLM is not installed. Run `make vllm`, or set ARCALIGNER_VLLM to a Python that has it.")
     chosen, together = parse_arms(names), parse_batches(batches)
     rows, measured, first_tokens, number = list(read_rows(data)), [], [], 0
     output.mkdir(parents=True, exist_ok=True)
-    columns = ["Passages", "Clients", "Arm", "First token, s", "Answers/s", "Processor s/answer", "Same as own"]
+    columns = ["Passages", "Clients", "Arm", "First token, s", "Answers/s", "Processor time per answer, s"]
+    columns += ["Same answers as `own`"]
     with temporary_folder(output, ".passages-") as folder:
         arms = Arms(checkpoint, python, folder, tokens_per_slot, vllm_options.split(), dtype, chosen)
         try:
             for arm in arms.by_name.values():
-                arm([draw(rows, 2, 0), draw(rows, 2, 1)], 2)  # what is loaded on first use
+                arm([draw(rows, 2, 0), draw(rows, 2, 1)], 2)  # warms up
             for size, questions in together:
                 first_tokens.append(measure_first_tokens(arms, rows, size, questions, rounds, number))
                 number += questions * rounds
                 lines = [
-                    [size, questions, name, f"{each['first_tokens']:.2f}", f"{each['processor_seconds']:.2f}"]
-                    for name, each in first_tokens[-1]["arms"].items()
+                    [size, questions, name, f"{values['first_tokens']:.2f}", f"{values['processor_seconds']:.2f}"]
+                    for name, values in first_tokens[-1]["arms"].items()
                 ]
-                columns_of_batches = ["Passages", "Questions", "Arm", "All first tokens, s", "Processor s"]
+                columns_of_batches = ["Passages", "Questions", "Arm", "All first tokens, s", "Processor time, s"]
                 typer.echo("\n".join(markdown_table(columns_of_batches, lines)))
             for size in parse_sizes(sizes):
                 for count in parse_sizes(clients):
-                    asked = max(4, count)
-                    measured.append(measure(arms, rows, size, count, asked, rounds, number))
-                    number += asked * rounds
+                    questions = max(4, count)
+                    measured.append(measure(arms, rows, size, count, questions, rounds, number))
+                    number += questions * rounds
                     lines = [
-                        [size, count, name, f"{each['first_token']:.2f}", f"{each['answers_per_second']:.2f}"]
-                        + [f"{each['processor_seconds']:.2f}"]
-                        + ["" if each["same_as_own"] is None else f"{each['same_as_own']:.0%}"]
-                        for name, each in measured[-1]["arms"].items()
+                        [size, count, name, f"{values['first_token']:.2f}", f"{values['answers_per_second']:.2f}"]
+                        + [f"{values['processor_seconds']:.2f}"]
+                        + ["" if values["same_as_own"] is None else f"{values['same_as_own']:.0%}"]
+                        for name, values in measured[-1]["arms"].items()
                     ]
                     typer.echo("\n".join(markdown_table(columns, lines)))
         finally:

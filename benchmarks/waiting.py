@@ -2,8 +2,9 @@
 
     python -m arcaligner.benchmarks.waiting --url http://127.0.0.1:8000
 
-Seconds until the first token of a short question about one passage: alone, behind an answer of 256 tokens, and behind a
-question about five new documents of 2,000 words, or about 64 new passages.
+Measured are the seconds until the first token of the answer to a short question about one passage: alone, while the
+server generates an answer of 256 tokens, and while it computes a question about five new documents of 2,000 words or
+about 64 new passages.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from ..common.files import CASE_STUDIES, describe_machine, markdown_table, read_
 from .serving import headers_of, memory
 
 SHORT = {"documents": ["Ada wrote the letter in 1843. It was long."], "max_tokens": 16}
-# Seconds after the long request that the short one is sent: when it is in the middle of its work.
+# Seconds between the long request and the short one, which is sent while the server works on the long one.
 LATER = 1.0
 
 
@@ -38,14 +39,15 @@ def long_requests(number: int) -> dict[str, dict[str, Any]]:
 
 
 async def first_token(client: httpx.AsyncClient, model: str, body: dict[str, Any]) -> tuple[float, float, int]:
-    """Seconds until the first token and the last, and the number of pieces."""
+    """Seconds until the first token and until the last, and the number of chunks of the answer."""
     question = [{"role": "user", "content": "Who wrote the letter?"}]
     body = {"model": model, "messages": question, "stream": True} | body
     began, first, pieces = time.perf_counter(), 0.0, 0
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             raise ValueError(
-                f"The server answered with status {response.status_code}: {(await response.aread()).decode()[:300]}"
+                f"The server at {client.base_url} answered with status {response.status_code}; expected 200. It says: "
+                f"{(await response.aread()).decode()[:300]}"
             )
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
@@ -56,40 +58,42 @@ async def first_token(client: httpx.AsyncClient, model: str, body: dict[str, Any
 
 
 async def measure(url: str, key: str, rounds: int) -> dict[str, list[tuple[float, float, float]]]:
-    """For each long request and round: the seconds of the short one, and those of the long one until its first and last
-    token."""
-    found: dict[str, list] = {"alone": []}
+    """For each long request and round: seconds until the first token of the short request, and until the first and the
+    last token of the long one."""
+    waits: dict[str, list] = {"alone": []}
     async with httpx.AsyncClient(base_url=url, timeout=600, headers=headers_of(key)) as client:
         model = (await client.get("/health")).json()["model"]
         await first_token(client, model, SHORT)
         for number in range(rounds):
-            found["alone"].append(((await first_token(client, model, SHORT))[0], 0.0, 0.0))
+            waits["alone"].append(((await first_token(client, model, SHORT))[0], 0.0, 0.0))
             for name, body in long_requests(number).items():
                 long = asyncio.create_task(first_token(client, model, body))
                 await asyncio.sleep(LATER)
                 short, _, _ = await first_token(client, model, SHORT)
                 first, last, _ = await long
-                found.setdefault(name, []).append((short, first, last))
-    return found
+                waits.setdefault(name, []).append((short, first, last))
+    return waits
 
 
 def main(
     url: Annotated[str, typer.Option(help="Address of a running server.")] = "http://127.0.0.1:8000",
-    rounds: Annotated[int, typer.Option(help="How many times each wait is measured.", min=1)] = 3,
+    rounds: Annotated[int, typer.Option(help="Number of measurements of each wait.", min=1)] = 3,
     api_key: Annotated[str, typer.Option(envvar="ARCALIGNER_API_KEY", help="The server's API key.")] = "",
 ) -> None:
-    """Print the median seconds as a table, and all of them as a JSON line."""
+    """Measure how long a short question waits while a running server works on a long request. Print the median seconds
+    as a table, and all of them as a JSON line."""
     memory(url, api_key)  # raises if there is no server
-    found = asyncio.run(measure(url, api_key, rounds))
-    columns = ["Behind", "First token, s", "Longest, s", "Long request: first token, s", "Whole, s"]
+    waits = asyncio.run(measure(url, api_key, rounds))
+    columns = ["Long request", "First token of the short one, s", "Longest wait, s"]
+    columns += ["First token of the long one, s", "Last token of the long one, s"]
     rows = []
-    for name, each in found.items():
-        short, first, last = np.array(each).T
+    for name, times in waits.items():
+        short, first, last = np.array(times).T
         rows.append(
             [name, *(f"{value:.2f}" for value in (np.median(short), short.max(), np.median(first), np.median(last)))]
         )
     typer.echo("\n".join(markdown_table(columns, rows)))
-    typer.echo(json.dumps({"waiting": found, "machine": describe_machine()}))
+    typer.echo(json.dumps({"waiting": waits, "machine": describe_machine()}))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ evaluate, runs         answers, one line per question
 metrics, judge         scores of answers
 results, publish       means, intervals and differences; tables for readers
 paper                  each table, figure and case study of the paper
-analyses/              figures of quality against rate and speed, gates, categories; tables of speed and refusals
+analyses/              figures of F1 by compression and speed, gates, categories; tables of speed and abstention
 lm_eval_adapter        the aligner in lm-evaluation-harness
 """
 

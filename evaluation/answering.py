@@ -1,7 +1,7 @@
 """Prompts, and the models that answer them, a batch at a time.
 
-All use the same frozen backbone, chat template and greedy decoding. They differ only in what represents the passages:
-nothing, text, or slots.
+All models use the same frozen backbone, chat template and greedy decoding. They differ only in what represents the
+passages: nothing, text, or slots.
 """
 
 import functools
@@ -48,7 +48,7 @@ class Answer:
     prompt_ids: list[int]  # one context token per slot
     context_tokens: int  # positions of the prompt that represent the passages: tokens of text, or slots
     passage_tokens: int  # number of tokens of the whole text of the passages
-    answerability: float | None = None  # how likely the passages contain an answer, if that was fitted
+    answerability: float | None = None  # of the passages, if the aligner has an answerability head
 
 
 # Prompts
@@ -111,29 +111,28 @@ def answer_slots(
         max_passages (`int`, *optional*): Maximum number of passages to use, those most likely to contain the answer.
         as_needed (`bool`, defaults to `False`): Whether to use as many passages as the question needs, as pipeline and
             server do by default.
-        copy_bonus (`float`, *optional*): Bias of copy-biased decoding, in log-odds. Default: the
-            processor's.
+        copy_bonus (`float`, *optional*): Bias of copy-biased decoding, in log-odds. Default: the processor's.
         refinement (`Any`): Settings of gates and budget, as for `generate`.
     """
-    read, layers = rows, [] if use_lora else list(slot_lora_layers(model))
+    used, layers = rows, [] if use_lora else list(slot_lora_layers(model))
     for layer in layers:
         layer.set_scale(ADAPTER_NAME, 0.0)
     try:
         if max_passages is not None or as_needed:
             settings = {"tokens_per_slot": tokens_per_slot, **refinement}
-            read = with_selected(Answerer(model, processor), rows, max_passages, **settings)
-        inputs = slot_inputs(processor, read, tokens_per_slot).to(model.device)
+            used = with_selected(Answerer(model, processor), rows, max_passages, **settings)
+        inputs = slot_inputs(processor, used, tokens_per_slot).to(model.device)
         num_slots = (inputs["input_ids"] == model.config.context_token_id).sum(dim=1).tolist()
-        asked = {"questions": [row["question"] for row in read], "passages": [row["passages"] for row in read]}
-        return _generate(model, processor, inputs, rows, num_slots, copy_bonus=copy_bonus, **asked, **refinement)
+        sources = {"questions": [row["question"] for row in used], "passages": [row["passages"] for row in used]}
+        return _generate(model, processor, inputs, rows, num_slots, copy_bonus=copy_bonus, **sources, **refinement)
     finally:
         for layer in layers:
             layer.set_scale(ADAPTER_NAME, 1.0)
 
 
 def answer_apart(model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: None = None) -> list[Answer]:
-    """Answer from the text of independent passages, with a model of [`load_text_lora`] whose LoRA was trained for it
-    (`passage_attention: separate` of `train/full_text.py`)."""
+    """Answer from the text of independent passages, with a model of [`load_text_lora`] whose LoRA was trained for such
+    passages (`passage_attention: separate` of `train/full_text.py`)."""
     prompts = [apart_text(processor, row) for row in rows]
     num_tokens = [sum(map(len, prompt.passages)) for prompt in prompts]
     return _generate(model, processor, apart_inputs(model, prompts), rows, num_tokens)
@@ -141,8 +140,8 @@ def answer_apart(model, processor: ArcAlignerProcessor, rows: list[Row], tokens_
 
 @torch.inference_mode()
 def apart_inputs(model, prompts: list[ApartText]) -> dict[str, Any]:
-    """Inputs that `generate` continues: prompts (batch, seq_len), left-padded, with all tokens but the last one in the
-    cache."""
+    """Inputs for `generate`: prompts (batch, seq_len), left-padded, with the keys and values of all tokens but the last
+    one in the cache."""
     check_can_separate(model.config)
     sides = {"batch_first": True, "padding_side": "left"}
     ids = pad_sequence([torch.tensor(prompt.ids) for prompt in prompts], **sides)
@@ -151,16 +150,16 @@ def apart_inputs(model, prompts: list[ApartText]) -> dict[str, Any]:
     mask = (torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None]).long()
     positions = passage_positions(numbers, mask)
     check_length(int(positions.max()) + 1, "The prompt", model.config)
-    read = slice(0, -1)
+    cached = slice(0, -1)
     output = model(
-        input_ids=ids[:, read].to(model.device),
-        attention_mask=separate_passages(mask[:, read], numbers[:, read], model.dtype).to(model.device),
-        position_ids=positions[:, read].to(model.device),
+        input_ids=ids[:, cached].to(model.device),
+        attention_mask=separate_passages(mask[:, cached], numbers[:, cached], model.dtype).to(model.device),
+        position_ids=positions[:, cached].to(model.device),
         use_cache=True,
         logits_to_keep=1,
     )
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-    return {name: each.to(model.device) for name, each in inputs.items()} | {CACHE: cache_of(output)}
+    return {name: tensor.to(model.device) for name, tensor in inputs.items()} | {CACHE: cache_of(output)}
 
 
 @torch.inference_mode()
@@ -168,19 +167,19 @@ def answer_compressed(
     model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: None = None
 ) -> list[Answer]:
     """Answer with a model of COCOM's design, [`CompressingModel`], which compresses the passages itself."""
-    # Here, as below, because it imports TRL, which is slow and needed by these methods only.
+    # Imported here and below, because the module imports TRL, which is slow, and only these methods need it.
     from ..train.cocom import CocomCollator
 
     prompts = [apart_text(processor, row)._asdict() for row in rows]
     device, pad = model.compression_token.device, processor.tokenizer.pad_token_id or 0
     batch = CocomCollator(pad, model.tokens_per_slot, padding_side="left")(prompts)
-    batch = {name: each.to(device) for name, each in batch.items() if name != "labels"}
+    batch = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
     mask = batch.pop("attention_mask")
     ids = model.model.generate(
         inputs_embeds=model.embed(**batch), attention_mask=mask, max_new_tokens=MAX_NEW_TOKENS, do_sample=False
     )  # given embeddings, `generate` returns the new tokens only
     texts = processor.batch_decode(ids, skip_special_tokens=True)
-    prompt_ids = [each[is_real].tolist() for each, is_real in zip(batch["input_ids"], mask.bool(), strict=True)]
+    prompt_ids = [ids[is_real].tolist() for ids, is_real in zip(batch["input_ids"], mask.bool(), strict=True)]
     context_tokens = batch["slot_mask"].sum(dim=1).tolist()
     passage_tokens = count_tokens(processor.tokenizer, [passages_text(row) for row in rows])
     columns = zip((text.strip() for text in texts), prompt_ids, context_tokens, passage_tokens, strict=True)
@@ -201,7 +200,7 @@ def _generate(model, processor, inputs, rows: list[Row], context_tokens: list[in
 # Models
 
 
-@functools.lru_cache(maxsize=1)  # methods of one checkpoint are consecutive
+@functools.lru_cache(maxsize=1)  # methods that use the same checkpoint are consecutive
 def load_aligner(checkpoint: str, device: str) -> tuple[ArcAlignerForCausalLM, ArcAlignerProcessor]:
     """Model and processor of an aligner, ready to generate. An encoder's dtype of `"auto"` is float32 here, so that a
     run continued on another machine uses the same slots."""
@@ -227,7 +226,7 @@ def load_text_lora(aligner: str, lora: str, device: str):
 
 
 def load_compressing(aligner: str, folder: str, device: str):
-    """The aligner's backbone with what `train/cocom.py` trained, and the processor."""
+    """The aligner's backbone with the weights of a run of `train/cocom.py`, and the processor."""
     from ..train.cocom import CompressingModel
 
     model = CompressingModel.load(load_backbone(aligner, device), folder).eval().to(device)
@@ -259,5 +258,5 @@ def in_batches(rows: list[Row], batch_size: int, run: Callable[[list[Row]], Any]
                 continue
             # After the `except` block, where no reference to the tensors of the failed batch remains.
             batch_size = len(batch) // 2
-            logger.warning("out of memory: continuing with batches of %d", batch_size)
+            logger.warning("out of memory: continuing with batches of %d questions", batch_size)
             clear_device_cache(garbage_collection=True)

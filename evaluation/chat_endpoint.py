@@ -1,5 +1,5 @@
-"""A chat model behind an OpenAI-compatible endpoint, such as that of vLLM, llama.cpp, `transformers serve` or our own.
-It judges answers and re-ranks passages."""
+"""A chat model behind an OpenAI-compatible endpoint, such as that of vLLM, llama.cpp or `transformers serve`. It judges
+answers and re-ranks passages."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 ENDPOINT = "http://localhost:8000/v1"
 KEY_VARIABLE = "OPENAI_API_KEY"
-CONCURRENCY = 16  # prompts that are asked at a time
+CONCURRENCY = 16  # requests at a time
 RETRIES = 2
 
 
@@ -21,10 +21,11 @@ class ChatEndpoint:
     A chat model with greedy decoding.
 
     Args:
-        model (`str`): Its name at the endpoint.
-        url (`str`): An address such as `http://localhost:8000/v1`. `$OPENAI_API_KEY` is its key if it needs one.
-        max_tokens (`int`): Maximum length of a reply.
-        timeout (`float`): Seconds to wait for one.
+        model (`str`): Name of the model at the endpoint.
+        url (`str`): An address such as `http://localhost:8000/v1`. If the endpoint needs a key, it is taken from the
+            environment variable `OPENAI_API_KEY`.
+        max_tokens (`int`): Maximum number of tokens of a reply.
+        timeout (`float`): Seconds to wait for a reply.
     """
 
     model: str
@@ -42,7 +43,7 @@ class ChatEndpoint:
         try:
             import openai
         except ImportError as error:
-            message = "An endpoint is asked by the package openai: `pip install 'arcaligner[evaluation]'`."
+            message = "Requests to an endpoint need the package openai. Run `pip install 'arcaligner[evaluation]'`."
             raise ImportError(message) from error
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"The endpoint is {self.url!r}; expected an address, such as {ENDPOINT}.")
@@ -52,7 +53,7 @@ class ChatEndpoint:
         try:
             yield from pool.map(lambda prompt: self._ask(client, prompt), prompts)
         finally:
-            pool.shutdown(cancel_futures=True)  # else an error would wait for all remaining prompts
+            pool.shutdown(cancel_futures=True)  # otherwise an error would wait for all remaining prompts
             client.close()
 
     def _ask(self, client, prompt: str) -> str | None:
@@ -66,15 +67,16 @@ class ChatEndpoint:
             problem = f"no reply within {self.timeout:g} seconds"
         except openai.APIConnectionError as error:
             raise ConnectionError(
-                f"Cannot reach the endpoint {self.url} ({error.__cause__}). Start the server, or "
-                "choose another with `--endpoint`; the same command continues with the replies so far."
+                f"The endpoint {self.url} cannot be reached ({error.__cause__}). Start the server, or choose another "
+                "with `--endpoint`. The same command then continues after the replies that it has received."
             ) from error
         except (openai.InternalServerError, openai.RateLimitError) as error:
             problem = f"status {error.status_code}"
         except openai.APIStatusError as error:
             raise ValueError(
-                f"{self.url} refuses `{self.model}` (status {error.status_code}: {error.response.text[:300]}). "
-                f"Check the address, the model's name there, and the key in ${KEY_VARIABLE}."
+                f"{self.url} rejects requests to `{self.model}` (status {error.status_code}: "
+                f"{error.response.text[:300]}). Check the address, the model's name there, and the key in "
+                f"${KEY_VARIABLE}."
             ) from error
         except (openai.OpenAIError, ValueError, TypeError, LookupError, AttributeError) as error:
             problem = f"no chat completion ({type(error).__name__}: {error})"

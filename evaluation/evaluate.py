@@ -5,10 +5,10 @@
         --output runs/try
     python -m arcaligner evaluate --recipe smollm2_135m --methods arcaligner_x4,arcaligner_xsegment,truncated_x4
 
-A second run, also after a kill, answers only what is missing; several processes may run with other tasks or methods at
-the same time. A method whose weights or package are missing is skipped, and named. At the end, `results.json` and
-`results.md` are written from all answers in the folder. `--floor` answers each question once more from the passages of
-another question, which shows what a method gets right without evidence.
+A second run, also after the first was killed, answers only the questions without an answer. Several processes may run
+at the same time, with different tasks or methods. A method whose weights or package are missing is skipped, and named.
+At the end, `results.json` and `results.md` are written from all answers in the folder. `--floor` answers each question
+once more from the passages of another question, which shows what a method gets right without evidence.
 """
 
 import logging
@@ -32,13 +32,15 @@ from .tasks import TASKS, choose_passages, with_found, wrong_passages
 
 logger = logging.getLogger(__name__)
 
-MIN_CANDIDATES = 5  # found by vectors and by text each, before the two lists are merged
+MIN_CANDIDATES = 5  # found by vectors, and as many by text, before the two lists are merged
 
 
 def evaluate(settings: EvaluationSettings) -> dict[str, Any]:
     """Answer the remaining questions, write the tables, and return the content of `results.json`."""
     rows = {name: load_rows(name, settings) for name in settings.tasks}
-    wrong = {name: wrong_passages(own, TASKS[name].title) for name, own in rows.items()} if settings.floor else {}
+    wrong = {}
+    if settings.floor:
+        wrong = {name: wrong_passages(task_rows, TASKS[name].title) for name, task_rows in rows.items()}
     answer_all(rows, wrong, settings)
     return write_results(settings.output)
 
@@ -49,22 +51,22 @@ def answer_all(
     settings: EvaluationSettings,
     on_done: Callable[[int], None] = lambda number: None,
 ) -> dict[str, str]:
-    """Answer the unanswered `rows` of the tasks with all methods and, for the floor of some of them, the `wrong` ones:
-    the same questions with the passages of others. `on_done` is called with the number of new answers. Return the
+    """Answer the unanswered `rows` of the tasks with all methods and, for their floor, the rows `wrong`: the same
+    questions with the passages of other questions. `on_done` is called with the number of new answers. Return the
     titles of the methods that were skipped, each with the reason."""
     runs, skipped = [(settings, rows)], {}
     names = [name for name in settings.methods if name != "naive"]  # which uses no passages
     if wrong and names:
         runs.append((replace(settings, output=settings.output / FLOOR, methods=names), wrong))
-    for run, asked in runs:
+    for run, task_rows in runs:
         for method in map(find_method, run.methods):
             try:
-                answer_tasks(method, asked, run, on_done)
+                answer_tasks(method, task_rows, run, on_done)
             except MissingMethodError as error:
                 if run is settings:  # log it once
                     logger.warning("skipped %s: %s", method.title, error)
                 skipped[method.title] = str(error)
-                on_done(sum(map(len, asked.values())))
+                on_done(sum(map(len, task_rows.values())))
     return skipped
 
 

@@ -6,16 +6,16 @@
 
 The judge is behind an OpenAI-compatible endpoint and answers greedily. Its prompt contains the question, the golds and
 the answer, not the passages. The paper prints no prompt; this one is from OpenQA-eval (Kamalloo et al., 2023). A reply
-that begins with neither yes nor no is unreadable: it is counted, and scored as wrong. A question without a reply is
-unjudged: it is counted, and left out of the mean.
+that begins with neither yes nor no is unreadable: it is counted, and scored as wrong. An answer for which no reply
+comes is unjudged: it is counted, and left out of the mean.
 
     <run>/<task>/<method>.<judge>.verdicts.jsonl   id, digest of the prompt, verdict, reply: one line per verdict
 
-Verdicts are appended as they come. A second run, also after a kill, asks only for missing verdicts and for those of
-changed answers; with `--again` also for unreadable ones.
+Verdicts are appended as they come. A second run, also after the first was killed, asks only for missing verdicts and
+for those of changed answers; with `--again` also where the reply was unreadable.
 
-`--agreement` measures how far a judge agrees with people, on NQ301 of OpenQA-eval (MIT): 1,490 answers to questions of
-NQ-open, each labeled acceptable or not. Do not use a judge that agrees less than EM does.
+`--agreement` measures how far a judge agrees with people, on NQ301 of OpenQA-eval (MIT licence): 1,490 answers to
+questions of NQ-open, each labeled acceptable or not. Do not use a judge that agrees less with people than EM does.
 """
 
 import csv
@@ -38,7 +38,7 @@ from .runs import AnswerFile, answer_files
 
 logger = logging.getLogger(__name__)
 
-JUDGE = "Qwen/Qwen3-30B-A3B-Instruct-2507"  # the paper's
+JUDGE = "Qwen/Qwen3-30B-A3B-Instruct-2507"  # as in the paper
 YES, UNREADABLE = "yes", "unreadable"
 VERDICTS = ".verdicts"
 _FIRST_WORD = re.compile(r"\W*(yes|no)\b", re.IGNORECASE)
@@ -48,13 +48,13 @@ Judge = Callable[[list[str]], Iterator[str | None]]
 
 
 def judge_prompt(row: Row) -> str:
-    """The prompt of the judge for an answer of a run, whose questions all have a gold."""
+    """The prompt of the judge for an answer to a question that has a gold answer."""
     question = row["question"].strip()
     question += "" if question.endswith("?") else "?"
     candidate = " ".join(row["prediction"].split())
     golds = " or ".join(usable_golds(row["answers"]))
-    asked = "Is candidate correct? Answer yes or no."
-    return f"Question: {question}\nAnswer: {golds}\nCandidate: {candidate}\n\n{asked}"
+    request = "Is candidate correct? Answer yes or no."
+    return f"Question: {question}\nAnswer: {golds}\nCandidate: {candidate}\n\n{request}"
 
 
 def parse_verdict(reply: str) -> str:
@@ -63,8 +63,8 @@ def parse_verdict(reply: str) -> str:
     >>> parse_verdict("**Yes**, it is."), parse_verdict("Not quite.")
     ('yes', 'unreadable')
     """
-    found = _FIRST_WORD.match(reply)
-    return found[1].lower() if found else UNREADABLE
+    match = _FIRST_WORD.match(reply)
+    return match[1].lower() if match else UNREADABLE
 
 
 def verdict_file(file: AnswerFile, judge: str) -> AnswerFile:
@@ -83,12 +83,12 @@ def judges_of(file: AnswerFile) -> list[str]:
 def read_verdicts(file: AnswerFile, rows: Sequence[Row]) -> dict[str, str | None]:
     """By id, the verdict of a judge on each current answer: `"yes"`, `"no"`, `"unreadable"`, or `None` if there is
     none."""
-    found = {line["prompt"]: line["verdict"] for line in file.read()}  # the last one counts
-    return {row["id"]: found.get(digest(judge_prompt(row))) for row in rows}
+    verdicts = {line["prompt"]: line["verdict"] for line in file.read()}  # the last one counts
+    return {row["id"]: verdicts.get(digest(judge_prompt(row))) for row in rows}
 
 
 def judged_scores(file: AnswerFile, judge: str) -> dict[str, float]:
-    """By id, 1.0 for each answer that the judge finds correct, and 0.0 for each other one that it judged."""
+    """By id, 1.0 for each answer that the judge finds correct, and 0.0 for each other answer with a verdict."""
     verdicts = read_verdicts(verdict_file(file, judge), file.read())
     return {key: float(verdict == YES) for key, verdict in verdicts.items() if verdict is not None}
 
@@ -101,27 +101,32 @@ def judge_answers(judge: Judge, rows: Sequence[Row], file: AnswerFile, again: bo
     if not todo:
         return
     file.path.parent.mkdir(parents=True, exist_ok=True)
-    bar = {"description": file.method, "total": len(todo), "transient": True, "console": Console(stderr=True)}
+    title = f"judging answers of {file.method.removesuffix(VERDICTS)}"
+    bar = {"description": title, "total": len(todo), "transient": True, "console": Console(stderr=True)}
     with file.claim():
-        for (row_id, prompt), reply in zip(todo, track(judge([prompt for _, prompt in todo]), **bar), strict=True):
+        replies = track(judge([prompt for _, prompt in todo]), **bar)
+        for (row_id, prompt), reply in zip(todo, replies, strict=True):
             if reply is not None:
                 verdict = {"prompt": digest(prompt), "verdict": parse_verdict(reply), "reply": reply}
                 file.append([{"id": row_id, **verdict}])
     said = [*read_verdicts(file, rows).values()]
     if count := said.count(UNREADABLE):
-        logger.warning("%s: %d of %d replies are neither yes nor no, scored as wrong", file.method, count, len(said))
+        logger.warning(
+            "%s: %d of %d replies begin with neither yes nor no. These answers count as wrong.",
+            *(file.path, count, len(said)),
+        )
 
 
 def judge_run(run: Path, endpoint: ChatEndpoint, again: bool = False) -> list[str]:
-    """Judges all answers of a run whose questions have golds, and returns the lines of a Markdown table."""
+    """Judge all answers of a run to questions with a gold answer. Return the lines of a Markdown table."""
     rows = {file: [row for row in file.read() if usable_golds(row["answers"])] for file in answer_files(run)}
-    rows = {file: found for file, found in rows.items() if found}
+    rows = {file: answered for file, answered in rows.items() if answered}
     if not rows:
         raise ValueError(f"{run} contains no answers. Run `python -m arcaligner evaluate` first.")
     cells = []
-    for file, found in rows.items():
-        judge_answers(endpoint, found, verdicts := verdict_file(file, endpoint.model), again)
-        scores, said = [*judged_scores(file, endpoint.model).values()], [*read_verdicts(verdicts, found).values()]
+    for file, answers in rows.items():
+        judge_answers(endpoint, answers, verdicts := verdict_file(file, endpoint.model), again)
+        scores, said = [*judged_scores(file, endpoint.model).values()], [*read_verdicts(verdicts, answers).values()]
         shown = shown_interval(percent_interval(scores)) if scores else "-"
         cells.append([file.task, file.method, shown, len(scores), said.count(UNREADABLE), said.count(None)])
     columns = ("Task", "Method", f"Acc, judged by {endpoint.model}", "Judged", "Unreadable", "Unjudged")
@@ -158,13 +163,13 @@ def read_judgements(folder: Path) -> tuple[list[Row], list[bool]]:
 
 def other_verdicts(folder: Path, questions: list[str]) -> dict[str, list[bool]]:
     """Verdicts of the other judges whose files are in the folder."""
-    found = {}
+    verdicts = {}
     for judge, name in OTHER_JUDGES.items():
         if (folder / name).exists():
             _check_questions(folder / name, questions)
             # By position, not by name: one file lacks the tab between question and answer, so its columns are shifted.
-            found[judge] = [line[-2] == "Yes" for line in _read_table(folder / name)[1:]]
-    return found
+            verdicts[judge] = [line[-2] == "Yes" for line in _read_table(folder / name)[1:]]
+    return verdicts
 
 
 def _read_table(path: Path) -> list[list[str]]:
@@ -180,7 +185,7 @@ def _column(path: Path, name: str) -> list[str]:
     """A column by its name."""
     header, *lines = _read_table(path) or [[]]
     if name not in header or any(len(line) != len(header) for line in lines):
-        raise ValueError(f"{path} has columns {header}, or a line with other columns; expected {name!r}. {_EXPECTED}")
+        raise ValueError(f"{path} has no column {name!r}, or lines that do not fit its columns {header}. {_EXPECTED}")
     return [line[header.index(name)] for line in lines]
 
 
@@ -217,18 +222,18 @@ def judge_people(
     judge_answers(judge, rows, file := verdict_file(AnswerFile(output, "NQ301", "answers"), name), again)
     verdicts = read_verdicts(file, rows)
     judged = [(verdict == YES, ok) for verdict, ok in zip(verdicts.values(), human, strict=True) if verdict is not None]
-    found = {name: agreement(*map(list, zip(*judged, strict=True))) if judged else agreement([], [])}
-    found |= {other: agreement(said[:number], human) for other, said in others.items()}
+    agreements = {name: agreement(*map(list, zip(*judged, strict=True))) if judged else agreement([], [])}
+    agreements |= {other: agreement(said[:number], human) for other, said in others.items()}
     for title, metric in STRING_METRICS.items():
-        found[title] = agreement([metric(row["prediction"], row["answers"]) >= 0.5 for row in rows], human)
+        agreements[title] = agreement([metric(row["prediction"], row["answers"]) >= 0.5 for row in rows], human)
     cells = []
-    for title, numbers in found.items():
+    for title, numbers in agreements.items():
         share = "-" if numbers["agreement"] is None else shown_interval(numbers["agreement"])
         kappa = "-" if numbers["kappa"] is None else f"{numbers['kappa']:.2f}"
-        counts = [[*verdicts.values()].count(each) if title == name else "" for each in (UNREADABLE, None)]
+        counts = [[*verdicts.values()].count(verdict) if title == name else "" for verdict in (UNREADABLE, None)]
         cells.append([title, share, kappa, numbers["judgements"], *counts])
     lines = markdown_table(["Judge", "Agrees with people, %", "Kappa", "Judged", "Unreadable", "Unjudged"], cells)
-    if judged and found[name]["agreement"][0] < found["EM"]["agreement"][0]:
+    if judged and agreements[name]["agreement"][0] < agreements["EM"]["agreement"][0]:
         lines += ["", f"{name} agrees less with people than EM does: do not use it as a judge."]
     return lines
 
@@ -250,11 +255,15 @@ def main(
         int | None, typer.Option("-n", min=1, help="Maximum number of human judgements to compare with.")
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for the verdicts of `--agreement`.")] = Path("runs/judges"),
-    again: Annotated[bool, typer.Option("--again", help="Ask again where a reply was neither yes nor no.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Ask again where a reply began with neither yes nor no.")
+    ] = False,
 ) -> None:
-    """Judge all answers of a run, or compare a judge with people. A second run judges only what is missing."""
+    """Judge all answers of a run (--run), or compare a judge with people (--agreement). If the command is repeated, it
+    judges only what has no verdict yet."""
     if (run is None) == (people is None):
-        raise ValueError("Expected exactly one of `--run` (a run to judge) and `--agreement` (human judgements).")
+        passed = "Neither `--run` nor `--agreement` was" if run is None else "Both `--run` and `--agreement` were"
+        raise ValueError(f"{passed} passed. Pass one: a run to judge, or human judgements to compare with.")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     judge = ChatEndpoint(model, endpoint, timeout=timeout)

@@ -1,4 +1,4 @@
-"""An aligner as a model of lm-evaluation-harness, with our question sets as tasks.
+"""An aligner as a model of lm-evaluation-harness, with the question sets of this project as tasks.
 
     python -m arcaligner.evaluation.lm_eval_adapter --model_args pretrained=CHECKPOINT --tasks arcaligner_squad
 
@@ -33,7 +33,7 @@ class ArcAlignerLM(LM):
     Args:
         pretrained (`str`): An aligner's folder or Hub id.
         batch_size (`int`): Questions per batch.
-        device (`str`, *optional*): Where the model runs. Default: a CUDA device if there is one.
+        device (`str`, *optional*): The device that the model runs on. Default: a CUDA device if there is one.
     """
 
     def __init__(self, pretrained: str, batch_size: int | str = 1, device: str | None = None):
@@ -48,8 +48,9 @@ class ArcAlignerLM(LM):
         for request in requests:
             if request.args[1] != DECODING:
                 raise ValueError(
-                    f"Got generation settings {request.args[1]}; the aligner answers as in `arcaligner evaluate`, with "
-                    f"{DECODING}. Leave `--gen_kwargs` out, and choose a task of {TASKS_DIRECTORY.name}."
+                    f"The generation settings are {request.args[1]}, but the aligner answers as in `arcaligner "
+                    f"evaluate`, with {DECODING}. Leave `--gen_kwargs` out, and choose a task of "
+                    f"evaluation/{TASKS_DIRECTORY.name}."
                 )
         rows = [{"number": number, **parse_prompt(request.args[0])} for number, request in enumerate(requests)]
         answers = [""] * len(rows)
@@ -81,13 +82,13 @@ def parse_prompt(prompt: str) -> Row:
         return {"question": request["question"], "passages": request["documents"]}
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f'Got the prompt {prompt[:80]!r}; expected JSON, {{"question": str, "documents": [{{"title", "text"}}]}}, '
-            f"as the tasks of {TASKS_DIRECTORY.name} write it. {_ANSWERS_ONLY}"
+            f'The prompt is {prompt[:80]!r}; expected JSON, {{"question": str, "documents": [{{"title", "text"}}]}}, '
+            f"as the tasks of evaluation/{TASKS_DIRECTORY.name} write it. {_ANSWERS_ONLY}"
         ) from error
 
 
 def default_device() -> str:
-    """The device of a model unless one is named; the harness would assume `cuda:0` everywhere."""
+    """The device of a model if the user names none. The harness would assume `cuda:0` on every machine."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -3,9 +3,9 @@
 A method names its checkpoint and how to load it. If its weights or package are not on the machine, it raises
 `MissingMethodError`; it is then skipped and named, never replaced.
 
-A name with a rate, such as `arcaligner_x4` or `truncated_xsegment`, uses that number of tokens per slot. Methods that
-keep part of the text (its beginning, or the selection of LLMLingua) keep as many tokens as there are slots at this
-rate, so that one run compares several rates of one checkpoint.
+A name may end in a number of tokens per slot, such as `arcaligner_x4` or `truncated_xsegment`. Methods that keep part
+of the text (its beginning, or the selection of LLMLingua) then keep as many tokens as the aligner has slots. So one run
+compares several numbers of tokens per slot with one checkpoint.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ _CONFIGS = ("config.json", "adapter_config.json", "processor_config.json")
 LLMLINGUA2 = "microsoft/llmlingua-2-xlm-roberta-large-meetingbank"
 CHECKPOINT_FILES = ("*.safetensors", *_CONFIGS, "chat_template.jinja")
 RATE = 1 / 3  # the share of tokens that LLMLingua keeps, as in the paper
-LORA_POSITIONS = {"all_positions": "all", "slot_positions": "slots"}  # expected of the checkpoints in these fields
+LORA_POSITIONS = {"all_positions": "all", "slot_positions": "slots"}  # which checkpoints in these fields must have
 COMPRESSORS = ("cocom_x4", "cocom_x16")  # fields of `Checkpoints`
 TEXT_READERS, PROJECTORS = ("full_text_lora", "text_apart"), ("xrag", "projector_only")  # fields of `Checkpoints`
 TOP_RANKED = partial(answer_slots, gate_mode="off", max_passages=1)
@@ -76,13 +76,13 @@ class Checkpoints:
 
     checkpoint: str  # the aligner: all methods use its backbone, chat template and segmentation
     xrag: str | None = None  # an aligner with a projector only, one slot per passage
-    projector_only: str | None = None  # one with the slots of `checkpoint`
-    all_positions: str | None = None  # the control: an ordinary LoRA, of the recipe `all_positions`
-    slot_positions: str | None = None  # what it is compared with, of the recipe `slot_positions`
-    full_text_lora: str | None = None  # a LoRA of the backbone that reads text, of `train/full_text.py`
-    text_apart: str | None = None  # one for independent passages, of the same script
-    cocom_x4: str | None = None  # of `train/cocom.py`, four tokens to a compression token
-    cocom_x16: str | None = None  # sixteen
+    projector_only: str | None = None  # an aligner with a projector only, and the slots of `checkpoint`
+    all_positions: str | None = None  # the control: an aligner with an ordinary LoRA, of the recipe `all_positions`
+    slot_positions: str | None = None  # the aligner that the control is compared with, of the recipe `slot_positions`
+    full_text_lora: str | None = None  # a LoRA of the backbone for text as input, of `train/full_text.py`
+    text_apart: str | None = None  # a LoRA for text of independent passages, of the same script
+    cocom_x4: str | None = None  # a run of `train/cocom.py`, with four tokens per compression token
+    cocom_x16: str | None = None  # a run of `train/cocom.py`, with sixteen tokens per compression token
     device: str = "cpu"
 
 
@@ -114,8 +114,8 @@ class Method:
     answer: Callable[..., list[Answer]]  # called with model, processor, rows and `tokens_per_slot`
     reads: str | None = None  # the field of `Checkpoints` that decides the answers, if not the backbone alone
     made_by: str | None = None  # the command that makes such a checkpoint
-    has_rates: bool = False  # whether its name may end in a rate
-    tokens_per_slot: int | str | None = None  # the rate, if not the checkpoint's own
+    has_rates: bool = False  # whether its name may end in a number of tokens per slot
+    tokens_per_slot: int | str | None = None  # if not the checkpoint's default
     needs: Callable[[], Any] | None = None  # loads further requirements, or raises `MissingMethodError`
 
     @property
@@ -124,7 +124,7 @@ class Method:
         return f"--{self.reads}".replace("_", "-")
 
     def at_rate(self, tokens_per_slot: int | str) -> "Method":
-        """The same method with other tokens per slot, under its own name and title."""
+        """The same method with other tokens per slot, under another name and title."""
         return dataclasses.replace(
             self,
             name=f"{self.name}_x{tokens_per_slot}",
@@ -145,12 +145,12 @@ class Method:
                 raise
             message = f"there is no {path}, named with `{self.option}`; `{self.made_by}` makes one"
             raise MissingMethodError(message) from error
-        found = {"weights": weights, "checkpoint": path}
+        keys = {"weights": weights, "checkpoint": path}
         if self.tokens_per_slot is not None:
-            found["tokens_per_slot"] = self.tokens_per_slot
+            keys["tokens_per_slot"] = self.tokens_per_slot
             if self.reads in TEXT_READERS:
-                found["slots_of"] = fingerprint(checkpoints.checkpoint)  # decides the number of positions
-        return found
+                keys["slots_of"] = fingerprint(checkpoints.checkpoint)  # decides the number of positions
+        return keys
 
     def load(self, checkpoints: Checkpoints) -> Callable[[list[Row]], list[Answer]]:
         """Load the models of the method; return a function that answers rows."""
@@ -186,8 +186,8 @@ class Method:
         return partial(self.answer, model, processor, tokens_per_slot=self.tokens_per_slot)
 
 
-# Texts in place of a row's passages. `model` scores tokens for compression; at a rate no text has more tokens than the
-# aligner has slots.
+# Texts in place of a row's passages. `model` scores tokens for compression. With `tokens_per_slot`, shortened texts
+# have no more tokens than the aligner has slots.
 
 
 def no_text(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot: None) -> str:
@@ -216,13 +216,13 @@ def compressed(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot:
 
 
 def count_slots(processor: ArcAlignerProcessor, row: Row, tokens_per_slot: int | str | None) -> int:
-    """The number of slots of a row's passages, without encoding them; by default at the processor's tokens per slot."""
+    """The number of slots of a row's passages, without encoding them. Default: the processor's tokens per slot."""
     rate = tokens_per_slot or processor.tokens_per_slot
     segments = processor.slot_encoder.segment_documents(row["passages"])
     if rate == "segment":
         return max(1, len(segments))
     tokens = tokenize_segments(processor.tokenizer, segments, row["passages"])
-    return max(1, sum(len(each.runs(rate)) for each in tokens))
+    return max(1, sum(len(segment.runs(rate)) for segment in tokens))
 
 
 def first_tokens(processor: ArcAlignerProcessor, text: str, number: int) -> str:
@@ -251,7 +251,7 @@ def llmlingua_compressor(model, tokenizer) -> Callable[[str, float], str]:
         from llmlingua import PromptCompressor
     except ModuleNotFoundError as error:
         raise MissingMethodError(_NO_LLMLINGUA) from error
-    # Without `__init__`, which would load a model of its own and download OpenAI's tokenizer for counts we do not use.
+    # Without `__init__`, which would load another model, and download OpenAI's tokenizer for counts that are not used.
     compressor = PromptCompressor.__new__(PromptCompressor)
     compressor.model, compressor.tokenizer, compressor.device = PairCacheModel(model), tokenizer, model.device
     compressor.oai_tokenizer = tokenizer
@@ -271,15 +271,15 @@ def llmlingua_compressor(model, tokenizer) -> Callable[[str, float], str]:
 
 
 def classified(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot: int | str | None) -> str:
-    """The passages compressed by LLMLingua-2: the third of the words that its classifier finds necessary."""
+    """The passages compressed by LLMLingua-2: the third of the words that its classifier finds most necessary."""
     compressor, text = llmlingua2_compressor(), passages_text(row)
-    compressor.oai_tokenizer = processor.tokenizer  # counts tokens of a word; the package would download its own
+    compressor.oai_tokenizer = processor.tokenizer  # counts tokens of a word; the package would download another one
     return compressor.compress_prompt_llmlingua2([text], rate=RATE)["compressed_prompt"] if text.strip() else text
 
 
 @functools.lru_cache(maxsize=1)
 def llmlingua2_compressor():
-    """LLMLingua-2 of the package `llmlingua`, with its own classifier, on the CPU.
+    """LLMLingua-2 of the package `llmlingua`, with the classifier that its authors trained, on the CPU.
 
     Raises:
         `MissingMethodError`: the package or the model is missing.
@@ -378,7 +378,8 @@ def split_name(name: str) -> tuple[Method, int | str | None]:
         return METHODS[base], rate if rate == "segment" else int(rate)
     rates = ", ".join(method.name for method in METHODS.values() if method.has_rates)
     raise ValueError(
-        f"There is no method {name!r}. Known: {', '.join(METHODS)}; with `_x4`, `_xsegment` or the like: {rates}."
+        f"There is no method {name!r}; expected one of {', '.join(METHODS)}. These may end in tokens per slot, as in "
+        f"`arcaligner_x4` or `arcaligner_xsegment`: {rates}."
     )
 
 

@@ -1,7 +1,7 @@
 """Metrics of question answering and their bootstrap intervals.
 
-EM and F1 are in `rows.py`, for training as well. The bootstrap is not SciPy's: ours accepts a single score, and its
-seed reproduces the published intervals.
+EM and F1 are in `common/rows.py`, because training uses them as well. The bootstrap is not SciPy's: this one accepts a
+single score, and its seed reproduces the published intervals.
 """
 
 import functools

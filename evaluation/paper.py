@@ -4,8 +4,8 @@
     python -m arcaligner reproduce all --recipe paper --checkpoint user/aligner --device cuda
 
 It uses `evaluate`: answers, methods and metrics are those of the run's folder, and a second run does only what is
-missing. Results are in `paper` in that folder: a page for each part and, for figures, the picture and its numbers.
-Each page compares ours with the paper's numbers if the paper prints any; for its figures it prints none.
+missing. Results are written to `paper` in that folder: a page for each part and, for figures, the picture and its
+numbers. A page compares our numbers with those that the paper prints. The paper prints none for its figures.
 """
 
 import itertools
@@ -45,11 +45,11 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "paper"  # in a run's folder
 SEGMENT = "_xsegment"  # suffix of methods with one slot per sentence, as in the paper
-LLMLINGUAS = ("llmlingua2", "llmlingua")  # the paper's, and the variant whose scores are the backbone's
+LLMLINGUAS = ("llmlingua2", "llmlingua")  # the paper's, and a variant whose scores come from the backbone
 ABLATIONS = ("no_recursion", "max_loop", "no_lora")
-HELD_OUT = 10_000  # texts that are reconstructed, the paper's number
-CONTROL = ("all_positions", "slot_positions")  # which the paper lacks
-# The paper's names of methods; a name with a rate is looked up without the rate.
+HELD_OUT = 10_000  # texts that are reconstructed, as many as in the paper
+CONTROL = ("all_positions", "slot_positions")  # methods that are not in the paper
+# The paper's names of methods. A name that ends in tokens per slot is looked up without this end.
 PAPER_NAMES = {
     "naive": "Naive",
     "standard_rag": "StandardRAG",
@@ -77,7 +77,8 @@ class Reproduction:
     The parts of the paper for an aligner.
 
     Args:
-        settings ([`EvaluationSettings`]): Of a recipe, with all of `TASKS_OF_PAPER`; methods are those of each part.
+        settings ([`EvaluationSettings`]): Settings of a recipe, with all of `TASKS_OF_PAPER`. Each part replaces the
+            methods.
         num_questions (`int`, *optional*): Maximum number of questions of each task, and of texts.
     """
 
@@ -97,12 +98,12 @@ class Reproduction:
         return self.settings.output / FOLDER
 
     def suffix(self, checkpoint: str) -> str:
-        """The suffix of an aligner's methods with one slot per sentence."""
+        """The suffix of methods that use an aligner with one slot per sentence; empty if that is its default."""
         return "" if ArcAlignerProcessor.from_pretrained(checkpoint).tokens_per_slot == "segment" else SEGMENT
 
     @property
     def gated(self) -> EvaluationSettings:
-        """The settings of the aligner whose gates were trained, with a folder of its own."""
+        """The settings of the aligner whose gates were trained, with another folder."""
         gated = self.settings.reproduce.gated
         if gated is None:
             return self.settings
@@ -121,11 +122,11 @@ class Reproduction:
         """Answer the available tasks with the available methods, and return the sets of their results, of these methods
         only."""
         about = {} if self.retrieval is None else {"passages": "given", "about": self.retrieval.about}
-        own = {name: replace(settings.tasks[name], **about) for name in tasks}
-        asked, rows = replace(settings, tasks=own, methods=list(methods)), {}
+        task_settings = {name: replace(settings.tasks[name], **about) for name in tasks}
+        run_settings, rows = replace(settings, tasks=task_settings, methods=list(methods)), {}
         for name in tasks:
             try:
-                rows[name] = self.load(name, asked)
+                rows[name] = self.load(name, run_settings)
             except (FileNotFoundError, OSError) as error:
                 self.skip(TASKS[name].title, error)
         if not rows:
@@ -139,19 +140,19 @@ class Reproduction:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, transient=True) as progress:
             bar = progress.add_task("all answers", total=total)
-            self.skipped |= answer_all(rows, wrong, asked, lambda number: progress.advance(bar, number))
+            self.skipped |= answer_all(rows, wrong, run_settings, lambda number: progress.advance(bar, number))
         self.judge(settings.output)
         sets = summarize(settings.output)["sets"]
         titles = [TASKS[name].title for name in rows]
         return {title: _only(sets[title], methods) for title in titles if title in sets}
 
     def floors(self, rows: dict[str, list[Row]]) -> dict[str, list[Row]]:
-        """The questions of each task with the passages of others that do not answer them, which few questions may
-        lack."""
+        """The questions of each task with the passages of other questions, which do not answer them. A task with too
+        few questions for this is skipped."""
         wrong = {}
-        for name, own in rows.items():
+        for name, task_rows in rows.items():
             try:
-                wrong[name] = wrong_passages(own, TASKS[name].title)
+                wrong[name] = wrong_passages(task_rows, TASKS[name].title)
             except ValueError as error:
                 self.skip(f"the floor of {TASKS[name].title}", error)
         return wrong
@@ -161,10 +162,10 @@ class Reproduction:
         if self.retrieval is None:
             return load_rows(name, settings)
         rows = TASKS[name].load(self.settings.data, settings.tasks[name].num_questions)
-        found, self.recalls[name] = retrieve(
+        retrieved, self.recalls[name] = retrieve(
             self.retrieval, name, rows, self.settings.output / "retrieved", str(settings.data or ""), settings.device
         )
-        return choose_passages(found, "given", settings.tasks[name].top_k or 1)
+        return choose_passages(retrieved, "given", settings.tasks[name].top_k or 1)
 
     def judge(self, run: Path) -> None:
         """Judge the answers of a run that have no verdict yet, if the endpoint of the judge is named."""
@@ -173,12 +174,12 @@ class Reproduction:
             logger.info("\n".join(judge_run(run, ChatEndpoint(of.judge, of.endpoint))))
 
     def kept(self, name: str, made_of: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The numbers of a step, cached by its inputs, `made_of`."""
+        """The numbers of a step. They are computed by `make`, and cached until its inputs `made_of` change."""
         path, key = self.folder / f"{name}.json", digest(made_of)
         if path.is_file():
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found["made_of"] == key:
-                return found["numbers"]
+            cached = json.loads(path.read_text(encoding="utf-8"))
+            if cached["made_of"] == key:
+                return cached["numbers"]
         numbers = make()
         write_whole(path, json.dumps({"made_of": key, "numbers": numbers}, indent=1, ensure_ascii=False))
         return numbers
@@ -222,8 +223,8 @@ class Reproduction:
     def ablation(self) -> Path:
         """Table 3."""
         settings = self.gated
-        own = self.suffix(settings.checkpoint)
-        methods = [*(f"{method}{own}" for method in ("arcaligner", *ABLATIONS)), *CONTROL]
+        suffix = self.suffix(settings.checkpoint)
+        methods = [*(f"{method}{suffix}" for method in ("arcaligner", *ABLATIONS)), *CONTROL]
         sets = self.answer(settings, ("hotpotqa", "nq", "triviaqa"), methods)
         return self.write("ablation", TITLES["ablation"], [*comparison(sets, methods), *footnote_of(sets, settings)])
 
@@ -233,12 +234,12 @@ class Reproduction:
             title: replace(self.settings, checkpoint=checkpoint, output=self.settings.output / "backbones" / title)
             for title, checkpoint in self.settings.reproduce.backbones.items()
         }
-        found = {}
+        sets_of_backbone = {}
         for title, settings in chosen.items():
             methods = ["naive", "standard_rag", f"arcaligner{self.suffix(settings.checkpoint)}"]
-            found[title] = self.answer(settings, FOUR, methods)
-        lines, figure = backbones_part(found)
-        for title, sets in found.items():
+            sets_of_backbone[title] = self.answer(settings, FOUR, methods)
+        lines, figure = backbones_part(sets_of_backbone)
+        for title, sets in sets_of_backbone.items():
             lines += ["", f"**{title}**", "", *footnote_of(sets, chosen[title])]
         return self.write("backbones", TITLES["backbones"], lines, figure)
 
@@ -251,8 +252,8 @@ class Reproduction:
                 self.skip(title, f"there is no folder {path}; `{stage_one_command(path)}` makes one")
         if not wanted:
             raise MissingPartError(
-                "No checkpoint after stage I is here. Train one, `python -m arcaligner train --recipe smollm2_135m "
-                "--stage 1`, and set it as `stage_one` of `reproduce` in the recipe."
+                "No checkpoint after stage I is on this machine. Train one with `python -m arcaligner train --recipe "
+                "smollm2_135m --stage 1`, and add its folder to `stage_one` of `reproduce` in the recipe."
             )
         rows = self.held_out()
         wanted = {perplexity.BASE: next(iter(wanted.values()))} | wanted
@@ -271,9 +272,9 @@ class Reproduction:
         return perplexity.summarize_losses(losses)
 
     def held_out(self) -> list[Row]:
-        """Texts that stage I did not see."""
+        """Rows with texts that are not in the training data of stage I."""
         corpus = open_corpus(self.settings.reproduce.held_out, data_dir=str(self.settings.data or ""))
-        rows = (row for row in corpus if any(each["text"].strip() for each in row["passages"]))
+        rows = (row for row in corpus if any(passage["text"].strip() for passage in row["passages"]))
         return list(itertools.islice(rows, self.num_questions or HELD_OUT))
 
     def gates(self) -> Path:
@@ -305,17 +306,18 @@ class Reproduction:
         ours = f"arcaligner{self.suffix(self.settings.checkpoint)}"
         sets = self.answer(self.settings, FOUR, [*categories.BASES, "xrag", ours])
         metric, names = metric_of([sets]), [name for name in TASKS if TASKS[name].title in sets]
-        found = categories.categorize(self.settings.output, names, ["xrag", ours], right_by(metric))
-        if not found:
+        results = categories.categorize(self.settings.output, names, ["xrag", ours], right_by(metric))
+        if not results:
             raise MissingPartError(
-                "Naive and StandardRAG have not answered any of the sets. Evaluate both methods first."
+                "Naive and StandardRAG have not answered any of the sets, as the messages above say. Evaluate both "
+                "first with `arcaligner evaluate --methods naive,standard_rag`."
             )
-        picture = categories.draw_categories(found, METRIC_NAMES[metric])
+        picture = categories.draw_categories(results, METRIC_NAMES[metric])
         about = (
             f"{METRIC_NAMES[metric]} decides which answers are right. TT: Naive and StandardRAG are both right; TF: "
             "only Naive; FT: only StandardRAG; FF: neither."
         )
-        lines = [about, "", *categories.categories_table(found), "", *footnote_of(sets, self.settings)]
+        lines = [about, "", *categories.categories_table(results), "", *footnote_of(sets, self.settings)]
         return self.write("categories", TITLES["categories"], lines, picture)
 
     def ratios(self) -> Path:
@@ -324,9 +326,10 @@ class Reproduction:
         points: dict[str, dict[str, dict[str, Any]]] = {}
         if of.ratios:  # a model for each, as in the paper
             for title, checkpoint in of.ratios.items():
-                own = replace(self.settings, checkpoint=checkpoint, output=self.settings.output / "ratios" / title)
+                output = self.settings.output / "ratios" / title
+                ratio_settings = replace(self.settings, checkpoint=checkpoint, output=output)
                 method = f"arcaligner{self.suffix(checkpoint)}"
-                for name, entry in self.answer(own, tasks, [method]).items():
+                for name, entry in self.answer(ratio_settings, tasks, [method]).items():
                     points.setdefault(name, {})[title] = entry["methods"][method]
         else:
             methods = [f"arcaligner_x{rate}" for rate in of.rates]
@@ -351,9 +354,9 @@ class Reproduction:
             save_figure(self.folder / f"{name}.svg", gates.draw_trace(case, model.config.max_refinement_steps + 1))
             lines += [f"## Case {number}", "", f"![{case['question']}]({name}.svg)", "", *gates.trace_lines(case), ""]
         about = (
-            f"`L0.` is one pass, `LL` two, `LLL` three. `traj` has an entry for each slot, in order; at layers without "
-            f"a `traj`, every slot takes one pass. Checkpoint: {Path(checkpoint).name}, in the gate mode "
-            f"`{model.config.gate_mode}`."
+            "Passes of a slot: `L0.` is one, `LL` two, `LLL` three. `traj` has an entry for each slot, in order; at "
+            f"layers without a `traj`, every slot takes one pass. Checkpoint: {Path(checkpoint).name}, in the gate "
+            f"mode `{model.config.gate_mode}`."
         )
         return self.write("cases", TITLES["cases"], [about, "", *lines])
 
@@ -387,11 +390,11 @@ ALL = "all"
 
 def reproduce(what: str, made: Reproduction) -> list[Path]:
     """
-    Makes a part of the paper, or `"all"` that can be made here, and returns the pages.
+    Make a part of the paper, or with `"all"` every part that can be made on this machine. Return the pages.
 
     Raises:
-        `ValueError`: an unknown part, or one whose models or data are not here. With `"all"` it is named in the log,
-            and the others are made.
+        `ValueError`: an unknown part, or one whose models or data are not on this machine. With `"all"` such a part is
+            named in the log, and the others are made.
     """
     if what != ALL and what not in PARTS:
         raise ValueError(f"There is no part {what!r} of the paper; expected one of {', '.join(PARTS)}, or {ALL}.")
@@ -426,15 +429,15 @@ def find_base(method: str) -> str:
 
 
 def score(numbers: dict[str, Any], metric: str) -> list[float] | None:
-    """Mean and interval of a method's metric; Acc is that of the first judge."""
+    """Mean and interval of a method's metric; Acc is by the first judge."""
     if metric == "acc":
         return next(iter(numbers.get("acc", {}).values()), None)
     return numbers[metric]
 
 
-def metric_of(found: Sequence[dict[str, Any]]) -> str:
-    """Acc, the paper's, where all answers of these sets were judged, else EM."""
-    entries = [numbers for sets in found for numbers in _numbers(sets)]
+def metric_of(results: Sequence[dict[str, Any]]) -> str:
+    """`"acc"`, as in the paper, if all answers of these sets were judged, else `"em"`."""
+    entries = [numbers for sets in results for numbers in _numbers(sets)]
     return "acc" if entries and all(score(numbers, "acc") for numbers in entries) else "em"
 
 
@@ -475,8 +478,8 @@ def published_table(results: dict[str, Any], tasks: Sequence[str]) -> list[str]:
     """Markdown lines of Table 1 or 2 for the results of the shipped aligner."""
     titles = [TASKS[name].title for name in tasks]
     sets = {title: _only(results["sets"].get(title, {"methods": {}}), main_methods(SEGMENT)) for title in titles}
-    asked = {title: entry for title, entry in sets.items() if entry["methods"]}
-    return [*comparison(sets, main_methods(SEGMENT)), *costs(asked), *_questions_of(asked, intervals=True)]
+    measured = {title: entry for title, entry in sets.items() if entry["methods"]}
+    return [*comparison(sets, main_methods(SEGMENT)), *costs(measured), *_questions_of(measured, intervals=True)]
 
 
 def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
@@ -494,7 +497,8 @@ def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
         ]
         if set(cells) != {"-"}:
             rows.append([title, _paper_title(named) or "-", *cells])
-    known = [name for each in paper.values() for name in each if (name in ABLATION_NAMES) == _is_ablation(methods)]
+    published = dict.fromkeys(name for numbers in paper.values() for name in numbers)
+    known = [name for name in published if (name in ABLATION_NAMES) == _is_ablation(methods)]
     for named in dict.fromkeys(known):
         if named not in shown:
             cells = [cell for set_title in sets for cell in (_triple(paper[set_title].get(named)), "-")]
@@ -509,19 +513,20 @@ def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
     ]
 
 
-def backbones_part(found: dict[str, dict[str, Any]]) -> tuple[list[str], Figure]:
+def backbones_part(sets_of_backbone: dict[str, dict[str, Any]]) -> tuple[list[str], Figure]:
     """Markdown lines and a bar chart of results by backbone and set."""
-    metric = metric_of(list(found.values()))
+    metric = metric_of(list(sets_of_backbone.values()))
     bars = {
         (title, set_title): {
             PAPER_NAMES[find_base(name)]: score(numbers, metric)[0] for name, numbers in entry["methods"].items()
         }
-        for title, sets in found.items()
+        for title, sets in sets_of_backbone.items()
         for set_title, entry in sets.items()
     }
-    methods = list(dict.fromkeys(name for each in bars.values() for name in each))
+    methods = list(dict.fromkeys(name for values in bars.values() for name in values))
     rows = [
-        [*names, *(f"{each[name]:.1f}" if name in each else "-" for name in methods)] for names, each in bars.items()
+        [*names, *(f"{values[name]:.1f}" if name in values else "-" for name in methods)]
+        for names, values in bars.items()
     ]
     label = f"{METRIC_NAMES[metric]}, %"
     columns = ["Backbone", "Set", *(f"{name}: {label}" for name in methods)]
@@ -542,20 +547,20 @@ def ratios_part(points: dict[str, dict[str, dict[str, Any]]]) -> tuple[list[str]
         [
             name,
             title,
-            f"{each['compression_rate']:.1f}",
-            each["questions"],
-            f"{each['em'][0]:.1f}",
-            f"{each['f1'][0]:.1f}",
+            f"{numbers['compression_rate']:.1f}",
+            numbers["questions"],
+            f"{numbers['em'][0]:.1f}",
+            f"{numbers['f1'][0]:.1f}",
         ]
-        for name, own in points.items()
-        for title, each in own.items()
+        for name, by_ratio in points.items()
+        for title, numbers in by_ratio.items()
     ]
     columns = ["Set", "Method", "Tokens per slot, measured", "Questions", "EM, %", "F1, %"]
     return markdown_table(columns, rows), draw_ratios(points)
 
 
 def published_ratios(results: dict[str, Any], rates: Sequence[int | str]) -> tuple[list[str], Figure]:
-    """The figure of ratios for the results of the shipped aligner, at its own tokens per slot and at these `rates`."""
+    """The figure of ratios for the results of the shipped aligner, at the default and at these `rates`."""
     methods = ["arcaligner", *(f"arcaligner_x{rate}" for rate in rates)]
     points = {
         name: {find_method(method).title: results["sets"][name]["methods"][method] for method in methods}
@@ -578,7 +583,7 @@ def _questions_of(sets: dict[str, Any], intervals: bool) -> list[str]:
         for title, entry in sets.items()
     ]
     few = [title for title, entry in sets.items() if entry["questions"] < FEW_QUESTIONS]
-    brackets = " There, brackets contain 95 % intervals of F1." if intervals else ""
+    brackets = " For these sets, brackets contain 95 % intervals of F1." if intervals else ""
     note = f"Sets with too few questions for a comparison: {', '.join(few)}.{brackets}"
     columns = ["Set", "Questions here", "Questions in the paper", "Passages here"]
     return [*markdown_table(columns, rows), *(["", note] if few else [])]
@@ -592,7 +597,7 @@ def _is_ablation(methods: Sequence[str]) -> bool:
 
 
 def _triple(numbers: Sequence[float | None] | None, digits: int = 2) -> str:
-    shown = ("-" if each is None else f"{each:.{digits}f}" for each in numbers or ())
+    shown = ("-" if number is None else f"{number:.{digits}f}" for number in numbers or ())
     return " / ".join(shown) or "-"
 
 
@@ -630,11 +635,11 @@ def costs(sets: dict[str, Any]) -> list[str]:
         )
     else:
         text = "text is the fine-tuned reader or, if it was not measured, StandardRAG, the bare base model"
-    floors = [(each["floor"], each) for each in _numbers(sets) if "floor" in each]
+    floors = [(numbers["floor"], numbers) for numbers in _numbers(sets) if "floor" in numbers]
     fewer = any(floor["questions"] < of_all["questions"] for floor, of_all in floors)
-    asked = ' ("of N": measured on N questions only)' if fewer else ""
+    of_n = ' ("of N": measured on N questions only)' if fewer else ""
     note = (
-        f"*Floor*: F1 with another question's passages{asked}. *Retained*: (F1 - closed book) / (F1 of text - closed "
+        f"*Floor*: F1 with another question's passages{of_n}. *Retained*: (F1 - closed book) / (F1 of text - closed "
         f"book), where closed book is Naive, and {text}. *x*: measured compression, in tokens of text per position."
     )
     return [*table("F1 (floor, retained), compression", method_titles(sets), sets, cell), *textwrap.wrap(note, 120), ""]
@@ -642,7 +647,8 @@ def costs(sets: dict[str, Any]) -> list[str]:
 
 def footnote_of(sets: dict[str, Any], settings: EvaluationSettings) -> list[str]:
     """Markdown lines: what the numbers are of, and how far they may be off."""
-    widths = [max(each["f1"][2] - each["f1"][0], each["f1"][0] - each["f1"][1]) for each in _numbers(sets)]
+    intervals = [numbers["f1"] for numbers in _numbers(sets)]
+    widths = [max(high - mean, mean - low) for mean, low, high in intervals]
     rows = [
         [title, entry["questions"], entry["passages"], f"{entry['recall'][0]:.0f}"] for title, entry in sets.items()
     ]

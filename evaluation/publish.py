@@ -88,16 +88,16 @@ def publish(
     """Write the pages and the README's tables from a run and the timings."""
     if run is not None:
         check_weights(run, checkpoint)
-        found = write_results(run) | {"weights": fingerprint(str(checkpoint))}
+        results = write_results(run) | {"weights": fingerprint(str(checkpoint))}
         has_results = (checkpoint / RESULTS_FILE).exists()
         published = read_results(checkpoint / RESULTS_FILE) if has_results else {"sets": {}}
         answers, config = None, ArcAlignerConfig.from_pretrained(checkpoint)
-        if are_of_new_weights(found, published) and any(file.method == MAIN for file in answer_files(run)):
+        if are_of_new_weights(results, published) and any(file.method == MAIN for file in answer_files(run)):
             no_answer = ArcAlignerProcessor.from_pretrained(checkpoint).no_answer
             answers = answers_page(run, config.answerability_threshold, no_answer)
         if published["sets"]:
-            found = with_published(found, published)
-        write_whole(checkpoint / RESULTS_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+            results = with_published(results, published)
+        write_whole(checkpoint / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
         write_model_card(config, checkpoint)
         if answers is not None:
             write_whole(DOCS / "answers.md", answers)
@@ -125,7 +125,7 @@ def publish(
     write_part(ROOT / "README.md", "results", readme_table(results, latency, kept))
 
 
-def with_published(found: dict[str, Any], published: dict[str, Any]) -> dict[str, Any]:
+def with_published(results: dict[str, Any], published: dict[str, Any]) -> dict[str, Any]:
     """
     The results of a run, with the published ones for what it did not measure.
 
@@ -133,26 +133,26 @@ def with_published(found: dict[str, Any], published: dict[str, Any]) -> dict[str
     its sets are those of the result: only methods that use no aligner keep their numbers. Any other run adds to what
     is published. Differences between methods need the answers of both, so they are those of the first such run.
     """
-    replaces = are_of_new_weights(found, published)
-    titles = found["sets"].keys() | (set() if replaces else published["sets"].keys())
+    replaces = are_of_new_weights(results, published)
+    titles = results["sets"].keys() | (set() if replaces else published["sets"].keys())
     sets = {}
     for title in (task.title for task in TASKS.values() if task.title in titles):
         old = published["sets"].get(title, {"questions": 0, "methods": {}})
-        new = found["sets"].get(title, {"questions": 0, "methods": {}})
+        new = results["sets"].get(title, {"questions": 0, "methods": {}})
         kept = {name: numbers for name, numbers in old["methods"].items() if not (replaces and reads_aligner(name))}
         methods = kept | new["methods"]
         first = new if replaces or new["questions"] > old["questions"] else old
         sets[title] = first | {"methods": {name: methods[name] for name in sorted(methods, key=sort_key)}}
-    machines = {*found["machine"].split("; "), *published["machine"].split("; ")}
+    machines = {*results["machine"].split("; "), *published["machine"].split("; ")}
     questions = min(entry["questions"] for entry in sets.values())
-    weights = {"weights": found["weights"] if replaces else published.get("weights")}
+    weights = {"weights": results["weights"] if replaces else published.get("weights")}
     return {"machine": "; ".join(sorted(machines)), "questions": questions} | weights | {"sets": sets}
 
 
-def are_of_new_weights(found: dict[str, Any], published: dict[str, Any]) -> bool:
+def are_of_new_weights(results: dict[str, Any], published: dict[str, Any]) -> bool:
     """Whether the results of a run are of an aligner, and of different weights than the published ones."""
-    asked = any(reads_aligner(name) for entry in found["sets"].values() for name in entry["methods"])
-    return asked and found["weights"] != published.get("weights")
+    has_aligner = any(reads_aligner(name) for entry in results["sets"].values() for name in entry["methods"])
+    return has_aligner and results["weights"] != published.get("weights")
 
 
 def write_figure(name: str, lines: list[str], figure: Figure) -> None:
@@ -172,7 +172,7 @@ def write_reproduced(folder: Path) -> None:
         for name in pictures:
             write_whole(DOCS / "figures" / name, (folder / name).read_bytes())
         shown = (re.sub("^##", "###", _PICTURE.sub(r"](figures/\1)", line)) for line in lines)
-        write_part(DOCS / "paper.md", page.stem, [each for line in shown for each in _wrapped(line)])
+        write_part(DOCS / "paper.md", page.stem, [wrapped for line in shown for wrapped in _wrapped(line)])
 
 
 def _wrapped(line: str) -> list[str]:
@@ -200,9 +200,9 @@ def check_weights(run: Path, checkpoint: Path) -> None:
     """Raise `ValueError` for a run of another aligner, or one whose floor is another aligner's."""
     expected = fingerprint(str(checkpoint))
     for file in [*answer_files(run), *answer_files(run / FLOOR)]:
-        if find_method(file.method).reads == "checkpoint" and (found := file.settings()["weights"]) != expected:
+        if find_method(file.method).reads == "checkpoint" and (weights := file.settings()["weights"]) != expected:
             raise ValueError(
-                f"{file.path} has answers of the weights {found}; expected those of {checkpoint}, {expected}. "
+                f"{file.path} has answers of the weights {weights}; expected those of {checkpoint}, {expected}. "
                 "Evaluate it again."
             )
 
@@ -210,18 +210,22 @@ def check_weights(run: Path, checkpoint: Path) -> None:
 def answers_page(run: Path, threshold: float, no_answer: str) -> str:
     """The aligner's answers to the first questions of each set, by id, with their answerability; below the
     threshold the answer would be `no_answer`."""
-    lines = [
+    intro = (
         "# Answers",
         "",
-        f"The shipped aligner's answers to the first {ANSWERS_PER_SET} questions of each set by id. None is left out.",
-        "They were generated greedily at two tokens per slot, in the run of [results.md](results.md).",
+        f"The shipped aligner's answers to the first {ANSWERS_PER_SET} questions of each set, sorted by id. No "
+        "question is left out. They were generated greedily from slots of all passages of a question, at two tokens "
+        "per slot, in the run of [results.md](results.md). The [glossary](glossary.md) explains the terms.",
         "",
-        "- *Expected* is the first gold answer. *F1*, in percent, is the word overlap of the answer with the closest "
-        "gold answer.",
-        "- *Answerability*, from 0 to 1, is how likely the passages contain an answer. It is not the chance that the",
-        "  answer is right.",
-        f'- *Abstains*: with `min_confidence={threshold}` the answer is "{no_answer}"; without it, the one shown.',
-    ]
+        '- *Expected* is the first gold answer. "(not in the passages)" means that the passages do not answer the '
+        "question.",
+        "- *F1*, in percent, is the word overlap of the answer with the closest gold answer.",
+        "- *Answerability*, from 0 to 1, is an estimate of how likely the passages contain an answer. It is not the "
+        "chance that the answer is right.",
+        f'- "abstains" means that the answer would be "{no_answer}" with `min_confidence={threshold}`. The table shows '
+        "the answer without it.",
+    )
+    lines = [line for text in intro for line in _wrapped(text)]
     for file in answer_files(run):
         if file.method == "arcaligner" and file.task in TASKS:
             cells = []
@@ -239,12 +243,12 @@ def comparison_table(results: dict[str, Any]) -> list[str]:
     """F1 of one base model given text or slots of one set, and how many positions of the prompt a passage takes."""
     entry = results["sets"]["SQuAD"]
     rows = []
-    for given, method in COMPARED:
+    for description, method in COMPARED:
         numbers = entry["methods"][method]
         cells = numbers["context_tokens"], numbers["f1"][0], numbers["em"][0]
-        rows.append([given, *(f"{cell:.0f}" for cell in cells)])
-    columns = ["SmolLM2-135M-Instruct is given", "Positions of a passage", "F1, %", "Answers with the gold answer, %"]
-    return markdown_table(columns, rows)
+        rows.append([description, *(f"{cell:.0f}" for cell in cells)])
+    scores = "F1, %", "Answers with the gold answer, %"
+    return markdown_table(["SmolLM2-135M-Instruct is given", "Positions of a passage, mean", *scores], rows)
 
 
 def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[str, Any]) -> list[str]:
@@ -261,13 +265,13 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         pairs = list(zip(f1(f"arcaligner{rate}"), f1(f"no_copying{rate}"), strict=True))
         if any(None in pair for pair in pairs):
             return None
-        lost = [own - free for own, free in pairs]
+        lost = [copied - free for copied, free in pairs]
         return f"{min(lost):.0f} to {max(lost):.0f} points lower at {rate.removeprefix('_x') or 2} tokens per slot"
 
     own_rate = latency["own_tokens_per_slot"]
     cached_sizes = [size for k in SHORT_PASSAGES for size in kept["sizes"] if size["k"] == k]
     rows = []
-    for given, tokens, method, timed, cached in README_ROWS:
+    for description, tokens, method, timed, cached in README_ROWS:
         new, again, memory = "-", "-", "-"
         if timed is not None:
             rate, arm = (own_rate, "standard_rag") if timed == "text" else (timed, "off")
@@ -277,7 +281,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
             stored = kept["kept_bytes"]["text_apart" if timed == "text" else cached.removesuffix(TOP_RANKED)]
             memory = " / ".join(f"{k * stored / 2**20:.0f}" for k in SHORT_PASSAGES)
         rows.append(
-            [given, tokens, *("-" if each is None else f"{each:.1f}" for each in f1(method)), new, again, memory]
+            [description, tokens, *("-" if mean is None else f"{mean:.1f}" for mean in f1(method)), new, again, memory]
         )
     passages = " / ".join(map(str, SHORT_PASSAGES))
     columns = ["The model is given", "Tokens per position", *(f"F1: {title}" for title in README_SETS.values())]
@@ -286,7 +290,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
     counts = " to ".join(map(str, sorted({entry["questions"] for entry in sets.values()})))
     lengths = [entry["methods"]["full_text_lora"]["context_tokens"] for entry in sets.values()]
     new_tokens = " / ".join(f"{find_size(latency, k, own_rate)['text_tokens']:,.0f}" for k in SHORT_PASSAGES)
-    lost = [each for each in map(loss_without_copying, ("", "_x4")) if each is not None]
+    lost = [loss for loss in map(loss_without_copying, ("", "_x4")) if loss is not None]
     notes = [
         f"**F1** is in percent, measured on {counts} questions of each set{fewer_questions(sets)}. Depending on the "
         f"set, all passages of a question together have {min(lengths):.0f} to {max(lengths):.0f} tokens on average.",
@@ -295,19 +299,19 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         f"**First token** is the time from the question to the first token of the answer, with {passages} passages "
         f"({new_tokens} tokens of text). It was measured in float32 on {latency['machine']['cores']} CPU cores. Slots "
         "were encoded beforehand. The fine-tuned reader's times are those of its base model.",
-        f"**Cached passages** have {kept['tokens_per_passage']:.0f} tokens each. Their keys and values were computed "
-        f"beforehand as well, and are stored in {kept['dtype']}. For whole text this is an ordinary prefix cache, "
-        "which serves only the same passages in the same order. Slots are cached per passage and combined freely. "
-        "[docs/speed.md](docs/speed.md#cached-passages) also measures text that is cached per passage.",
+        f"**Cached passages** have {kept['tokens_per_passage']:.0f} tokens on average. Their keys and values were "
+        f"computed beforehand as well, and are stored in {kept['dtype']}. For whole text this is an ordinary prefix "
+        "cache, which serves only the same passages in the same order. Slots are cached per passage and combined "
+        "freely. [docs/speed.md](docs/speed.md#cached-passages) also measures text that is cached per passage.",
         "**The default** scores passages and uses the one with the highest score, or the best two if the question "
-        "needs two. Its times include the scoring, and were measured on questions that are answered from one passage. "
+        "needs two. Its times include the scoring, and were measured on questions that were answered from one passage. "
         "They are upper bounds, because all passages were scored in this measurement; now fewer are "
         "([which](docs/extensions.md#selection-of-passages)).",
         "**A dash** means not measured.",
         f"**CPUs.** The two time columns come from different CPUs ({latency['machine']['cpu']}; for cached "
         f"passages {kept['machine']['cpu']}), so compare times within one column only.",
-        "**Copy-biased decoding.** With slots and with shortened text, tokens that continue a span of the passages get "
-        "a bonus (`copy_bonus`) while the answer is generated; with whole text they do not."
+        "**Copy-biased decoding.** With slots, and with only the first part of the text, tokens that continue a span "
+        "of the passages get a bonus (`copy_bonus`) while the answer is generated. With the whole text they do not."
         + (f" With `copy_bonus=0` the F1 of slots is {', and '.join(lost)}." if lost else ""),
     ]
     shown = [

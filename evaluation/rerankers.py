@@ -1,11 +1,11 @@
 """Re-rankers of the passages that a retriever found.
 
-One is named by its kind and its model, `kind:model`:
+A re-ranker is named by its kind and its model, `kind:model`:
 
-    listwise:castorini/rank_zephyr_7b_v1_full            a chat model that lists all passages in order, the paper's;
+    listwise:castorini/rank_zephyr_7b_v1_full            a chat model that lists all passages in order, as in the paper;
                                                          behind an OpenAI-compatible endpoint (`vllm serve`)
     cross_encoder:cross-encoder/ms-marco-MiniLM-L6-v2    a CrossEncoder of sentence-transformers
-    aligner:checkpoints/arcaligner-smollm2-135m          an aligner's answerability and cosine; needs no other model
+    aligner:checkpoints/arcaligner-smollm2-135m          an aligner's score of each passage; needs no other model
 """
 
 import re
@@ -99,10 +99,10 @@ def listwise(endpoint: ChatEndpoint) -> Reranker:
     def rank(questions: list[str], passages: list[list[dict[str, str]]]) -> Iterator[list[int] | WrongListError]:
         longest = max(map(len, passages), default=1)
         ask = replace(endpoint, max_tokens=TOKENS_PER_NUMBER * longest)
-        replies = ask([listwise_prompt(*each) for each in zip(questions, passages, strict=True)])
-        for reply, own in zip(replies, passages, strict=True):
+        replies = ask([listwise_prompt(*pair) for pair in zip(questions, passages, strict=True)])
+        for reply, ranked in zip(replies, passages, strict=True):
             try:
-                yield parse_ranking(reply, len(own)) if reply is not None else WrongListError("no reply")
+                yield parse_ranking(reply, len(ranked)) if reply is not None else WrongListError("no reply")
             except WrongListError as error:
                 yield error
 
@@ -113,8 +113,8 @@ def by_scores(score: Callable[[str, list[dict[str, str]]], Any]) -> Reranker:
     """Re-rank by a score (num_passages,) for each passage; equal scores keep the retriever's order."""
 
     def rank(questions: list[str], passages: list[list[dict[str, str]]]) -> Iterator[list[int]]:
-        for question, own in zip(questions, passages, strict=True):
-            yield np.argsort(-np.asarray(score(question, own), dtype=np.float64), kind="stable").tolist()
+        for question, candidates in zip(questions, passages, strict=True):
+            yield np.argsort(-np.asarray(score(question, candidates), dtype=np.float64), kind="stable").tolist()
 
     return rank
 
@@ -128,12 +128,12 @@ def cross_encoder(name: str, device: str) -> Callable[[str, list[dict[str, str]]
     except OSError as error:
         raise OSError(missing_model_message("re-ranker", name, error)) from error
     return lambda question, passages: model.predict(
-        [(question, search_text(each["title"], each["text"])) for each in passages], show_progress_bar=False
+        [(question, search_text(passage["title"], passage["text"])) for passage in passages], show_progress_bar=False
     )
 
 
 def aligner(checkpoint: str, device: str) -> Callable[[str, list[dict[str, str]]], list[float]]:
-    """Log-odds that a passage contains the answer, by an aligner whose answerability was fitted."""
+    """Log-odds that a passage contains the answer, by an aligner with an answerability head."""
     answerer = Answerer(*load_aligner(checkpoint, device))
     answerer.check(max_passages=1)
 

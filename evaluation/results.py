@@ -29,7 +29,7 @@ MAIN_ROWS = (
     MAIN,
     f"{MAIN}_x4",
 )
-# Methods that read all of the text, or nothing of it.
+# Methods that get the whole text.
 NOT_COMPRESSED = ("standard_rag", "full_text_lora", "full_text_copying", "text_apart")
 PAPER = json.loads((Path(__file__).parent / "paper_results.json").read_text(encoding="utf-8"))
 FLOOR_NOTE = (
@@ -52,7 +52,8 @@ Answers = dict[str, dict[str, Any]]  # by question id
 
 
 def write_results(run: Path) -> dict[str, Any]:
-    """Writes `results.json` and `results.md` of all answers in a run's folder, and returns the former."""
+    """Write `results.json` and `results.md` from all answers in a run's folder. Return the content of
+    `results.json`."""
     results = summarize(run)
     write_whole(run / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     write_whole(run / "results.md", results_page(results))
@@ -60,9 +61,9 @@ def write_results(run: Path) -> dict[str, Any]:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """The results in a `results.json`; sets that have been renamed since it was written get their new titles."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return found | {"sets": {_NEW_TITLES.get(title, title): entry for title, entry in found["sets"].items()}}
+    """The results in a `results.json`. Sets that have been renamed since then get their new titles."""
+    results = json.loads(path.read_text(encoding="utf-8"))
+    return results | {"sets": {_NEW_TITLES.get(title, title): entry for title, entry in results["sets"].items()}}
 
 
 def summarize(run: Path) -> dict[str, Any]:
@@ -80,20 +81,20 @@ def summarize(run: Path) -> dict[str, Any]:
     if not files:
         raise ValueError(f"{run} contains no answers. Run `python -m arcaligner evaluate` first.")
     sets = {}
-    for task in (name for name, each in TASKS.items() if each.is_answered):
+    for task in (name for name, definition in TASKS.items() if definition.is_answered):
         names = sorted((method for name, method in files if name == task), key=sort_key)
-        of_task = {name: {each["id"]: each for each in files[task, name].read()} for name in names}
+        of_task = {name: {answer["id"]: answer for answer in files[task, name].read()} for name in names}
         of_task = {name: answers for name, answers in of_task.items() if answers}
         if of_task:
             _check_pairs(run, task, of_task)
             settings = files[task, names[0]].settings()
-            read = settings.get("about") or settings.get("passages", "given")
-            sets[TASKS[task].title] = {"passages": read} | _summarize_task(task, of_task)
+            passages = settings.get("about") or settings.get("passages", "given")
+            sets[TASKS[task].title] = {"passages": passages} | _summarize_task(task, of_task)
             for name, numbers in sets[TASKS[task].title]["methods"].items():
                 if acc := _judged(files[task, name]):
                     numbers["acc"] = acc
                 if floor := AnswerFile(run / FLOOR, task, name).read():
-                    scores = {key: percent_interval([each[key] for each in floor]) for key in METRICS}
+                    scores = {key: percent_interval([answer[key] for answer in floor]) for key in METRICS}
                     numbers["floor"] = {"questions": len(floor)} | scores
     machines = sorted({file.settings()["machine"] for file in files.values()})
     return {
@@ -128,11 +129,12 @@ def _summarize_task(task: str, of_task: dict[str, Answers]) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "task": task,
         "questions": max(len(answers) for answers in of_task.values()),
-        "recall": percent_interval([each["recall"] for each in first]),
+        "recall": percent_interval([answer["recall"] for answer in first]),
         "methods": {name: _summarize_method(name, list(answers.values())) for name, answers in of_task.items()},
     }
     if MAIN in of_task:
-        entry["differences"] = {name: compare(of_task[MAIN], each) for name, each in of_task.items() if name != MAIN}
+        others = {name: answers for name, answers in of_task.items() if name != MAIN}
+        entry["differences"] = {name: compare(of_task[MAIN], answers) for name, answers in others.items()}
     return entry
 
 
@@ -173,7 +175,7 @@ def results_page(results: dict[str, Any]) -> str:
         heading = f"{title} of {MAIN_TITLE} minus that of"
         differences += table(heading, titles, sets, partial(_difference, metric))
     for judge in sorted(
-        {judge for entry in sets.values() for each in entry["methods"].values() for judge in _accs(each)}
+        {judge for entry in sets.values() for numbers in entry["methods"].values() for judge in _accs(numbers)}
     ):
         lines += table(f"Acc, judged by {judge}", titles, sets, partial(_acc, judge))
     lines += _folded(f"All {len(titles)} methods", everything)
@@ -196,7 +198,9 @@ def _wrapped(note: str) -> list[str]:
 
 def _with_floors(sets: dict) -> dict:
     """The sets on which a method was also measured with the passages of other questions."""
-    return {name: entry for name, entry in sets.items() if any("floor" in each for each in entry["methods"].values())}
+    return {
+        name: entry for name, entry in sets.items() if any("floor" in numbers for numbers in entry["methods"].values())
+    }
 
 
 def method_titles(sets: dict) -> dict[str, str]:
@@ -218,8 +222,8 @@ def _score(metric: str, entry: dict, method: str) -> str | None:
     """A mean with its interval, and the number of questions if it is not all of the set."""
     if (numbers := entry["methods"].get(method)) is None:
         return None
-    asked = f" of {numbers['questions']}" if numbers["questions"] < entry["questions"] else ""
-    return shown_interval(numbers[metric]) + asked
+    count = f" of {numbers['questions']}" if numbers["questions"] < entry["questions"] else ""
+    return shown_interval(numbers[metric]) + count
 
 
 def _accs(numbers: dict) -> dict[str, list[float]]:
@@ -227,8 +231,8 @@ def _accs(numbers: dict) -> dict[str, list[float]]:
 
 
 def _acc(judge: str, entry: dict, method: str) -> str | None:
-    found = _accs(entry["methods"].get(method, {})).get(judge)
-    return None if found is None else shown_interval(found)
+    accuracy = _accs(entry["methods"].get(method, {})).get(judge)
+    return None if accuracy is None else shown_interval(accuracy)
 
 
 def _difference(metric: str, entry: dict, method: str) -> str | None:
@@ -243,8 +247,8 @@ def evidence(entry: dict, method: str) -> str | None:
         return None
     parts = []
     if floor := numbers.get("floor"):
-        asked = f" of {floor['questions']}" if floor["questions"] < numbers["questions"] else ""
-        parts.append(f"floor {floor['f1'][0]:.1f}{asked}")
+        count = f" of {floor['questions']}" if floor["questions"] < numbers["questions"] else ""
+        parts.append(f"floor {floor['f1'][0]:.1f}{count}")
     kept = retention(entry, method)
     parts += [] if kept is None else [f"retained {kept:.0f} %"]
     return f"{numbers['f1'][0]:.1f}" + (f" ({', '.join(parts)})" if parts else "")
@@ -254,8 +258,8 @@ def retention(entry: dict, method: str) -> float | None:
     """The share of the text's gain that a method retains, in percent: (F1 - closed book) / (text - closed book).
     Text is the fine-tuned reader's if it was measured, else the bare base model's. `None` if one of the three is
     missing or answered a different number of questions, or if text gains nothing beyond the intervals of both."""
-    asked = entry["methods"][method].get("questions")
-    f1 = {name: each["f1"] for name, each in entry["methods"].items() if each.get("questions") == asked}
+    questions = entry["methods"][method].get("questions")
+    f1 = {name: numbers["f1"] for name, numbers in entry["methods"].items() if numbers.get("questions") == questions}
     text, closed_book = f1.get("full_text_lora", f1.get("standard_rag")), f1.get("naive")
     if text is None or closed_book is None or method in ("naive", *NOT_COMPRESSED) or text[1] <= closed_book[2]:
         return None

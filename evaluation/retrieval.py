@@ -7,7 +7,7 @@
     <output>/<task>.jsonl.gz           the task's questions with the passages that were found, in the re-ranker's order
     <output>/orders/<task>/...jsonl    for each question, the passages of the pool that were found, and their order
     <output>/embeddings/               embeddings of the pool's passages
-    <output>/recall.md                 recall before and after
+    <output>/recall.md                 recall before and after re-ranking
 
 The pool contains the passages of files of rows or texts; `--pool` takes several, separated by commas. Recall@k is the
 share of questions for which one of the first k passages contains a gold answer. A second run encodes and orders only
@@ -46,7 +46,7 @@ from .tasks import TASKS
 
 logger = logging.getLogger(__name__)
 
-NUM_FOUND = 20  # passages that are re-ranked, the paper's
+NUM_FOUND = 20  # passages that are re-ranked, as in the paper
 KS = (1, 5, 20)
 SHARD = 2048  # passages whose embeddings share a file
 RETRIEVER = "facebook/contriever"  # the paper's
@@ -59,9 +59,9 @@ class RetrievalSettings:
 
     Args:
         pool (`list[str]`): Sources of passages, as in `common/rows.py`.
-        retriever (`str`): A SentenceTransformer or, as Contriever, an encoder whose token states are averaged.
-        reranker (`str`, *optional*): See `rerankers.py`. Default: none, the retriever's order remains.
-        endpoint (`str`, *optional*): Of a listwise re-ranker.
+        retriever (`str`): A SentenceTransformer or, like Contriever, an encoder whose token states are averaged.
+        reranker (`str`, *optional*): See `rerankers.py`. Default: none; the retriever's order remains.
+        endpoint (`str`, *optional*): Address of a listwise re-ranker.
         num_found (`int`): Number of passages to retrieve and re-rank.
     """
 
@@ -94,9 +94,9 @@ def open_pool(sources: Sequence[str], data_dir: str = "") -> datasets.Dataset:
         `ValueError`: no passage with a text.
     """
     versions = [data_fingerprint(open_corpus(source, data_dir=data_dir)) for source in sources]
-    given = {"sources": list(sources), "data_dir": data_dir, "versions": versions}
+    arguments = {"sources": list(sources), "data_dir": data_dir, "versions": versions}
     features = Features(title=Value("string"), text=Value("string"))
-    pool = datasets.Dataset.from_generator(_unique_passages, features=features, gen_kwargs=given)
+    pool = datasets.Dataset.from_generator(_unique_passages, features=features, gen_kwargs=arguments)
     if not len(pool):
         raise ValueError(f"The pool {', '.join(sources)} has no passage with text. Pass sources that have some.")
     return pool
@@ -120,9 +120,9 @@ class DensePool:
 
     Args:
         pool (`datasets.Dataset`): Of [`open_pool`].
-        retriever (`str`): Its name.
-        folder (`Path`): For embeddings: a shard is named by the digest of its texts, so that a killed run can continue.
-        device (`str`): Where the retriever runs.
+        retriever (`str`): Name of the encoder, as in [`RetrievalSettings`].
+        folder (`Path`): For embeddings. A shard is named by the digest of its texts, so that a killed run can continue.
+        device (`str`): The device that the retriever runs on.
     """
 
     def __init__(self, pool: datasets.Dataset, retriever: str, folder: Path, device: str = "cpu"):
@@ -136,8 +136,8 @@ class DensePool:
         """The number of the first passage of each shard, and its embeddings (num_passages, width), computed if they are
         not saved."""
         starts = range(0, len(self.pool), SHARD)
-        for start in track(starts, "embeddings of passages", transient=True):
-            texts = [search_text(each["title"], each["text"]) for each in self._part(start)]
+        for start in track(starts, "encoding passages", transient=True):
+            texts = [search_text(passage["title"], passage["text"]) for passage in self._part(start)]
             path = self.folder / f"{digest(texts)}.npy"
             if not path.exists():
                 embeddings = self.encoder.encode_document(texts, show_progress_bar=False, batch_size=64)
@@ -157,11 +157,11 @@ class DensePool:
         queries = self.encoder.encode_query(questions, show_progress_bar=False, convert_to_tensor=True).float().cpu()
         best: list[list[tuple[float, int]]] = [[] for _ in questions]
         for start, embeddings in self.shards():
-            found = semantic_search(queries, embeddings, top_k=number, score_function=lambda a, b: a @ b.T)
-            for own, hits in zip(best, found, strict=True):
-                own += [(-hit["score"], start + hit["corpus_id"]) for hit in hits]
-                own[:] = sorted(own)[:number]
-        return [[place for _, place in own] for own in best]
+            hits_of_shard = semantic_search(queries, embeddings, top_k=number, score_function=lambda a, b: a @ b.T)
+            for nearest, hits in zip(best, hits_of_shard, strict=True):
+                nearest += [(-hit["score"], start + hit["corpus_id"]) for hit in hits]
+                nearest[:] = sorted(nearest)[:number]
+        return [[place for _, place in nearest] for nearest in best]
 
 
 # Retrieval and re-ranking
@@ -185,13 +185,13 @@ def retrieve(
     if todo:
         dense = DensePool(pool, settings.retriever, output / "embeddings", device)
         reranker = load_reranker(settings.reranker, settings.endpoint, device) if settings.reranker else None
-        found = dense.search([row["question"] for row in todo], settings.num_found)
+        nearest = dense.search([row["question"] for row in todo], settings.num_found)
         with file.claim():
-            for row, places, order in zip(todo, found, _orders(reranker, todo, found, pool), strict=True):
+            for row, places, order in zip(todo, nearest, _orders(reranker, todo, nearest, pool), strict=True):
                 problem = {"problem": str(order)} if isinstance(order, WrongListError) else {}
                 order = list(range(len(places))) if problem else order
-                own = {"id": row["id"], "row": row_digest(row), "found": places, "order": order}
-                file.append([own | problem])
+                line = {"id": row["id"], "row": row_digest(row), "found": places, "order": order}
+                file.append([line | problem])
     by_id = {line["id"]: line for line in file.read()}
     before, after = [], []
     for row in rows:
@@ -217,17 +217,17 @@ def retrieve(
 
 
 def _orders(
-    reranker: Reranker | None, rows: list[Row], found: list[list[int]], pool: datasets.Dataset
+    reranker: Reranker | None, rows: list[Row], nearest: list[list[int]], pool: datasets.Dataset
 ) -> Iterator[list[int] | WrongListError]:
     if reranker is None:
-        return iter([list(range(len(places))) for places in found])
-    passages = [pool.select(places).to_list() for places in found]
+        return iter([list(range(len(places))) for places in nearest])
+    passages = [pool.select(places).to_list() for places in nearest]
     ordered = reranker([row["question"] for row in rows], passages)
     return iter(track(ordered, "re-ranking", total=len(rows), transient=True))
 
 
 def _plain(row: Row) -> Row:
-    """A row of a file, without the numbers of gold passages, which refer to the passages that are replaced."""
+    """A row as it is written. The numbers of gold passages are removed, because the passages were replaced."""
     meta = {key: value for key, value in (row.get("meta") or {}).items() if key != "gold"}
     return {key: row[key] for key in ("id", "question", "answers", "passages")} | ({"meta": meta} if meta else {})
 
@@ -235,19 +235,19 @@ def _plain(row: Row) -> Row:
 def recall_at_k(rows: list[Row]) -> dict[int, list[float]]:
     """For each of `KS`, the share of rows, in percent with its interval, whose first k passages contain a gold
     answer."""
-    found = {}
+    recalls = {}
     for k in KS:
         texts = (" ".join(passage["text"] for passage in row["passages"][:k]) for row in rows)
-        found[k] = percent_interval(
+        recalls[k] = percent_interval(
             [contains_match(text, row["answers"]) for text, row in zip(texts, rows, strict=True)]
         )
-    return found
+    return recalls
 
 
-def recall_table(found: dict[str, dict[str, Any]]) -> list[str]:
+def recall_table(recalls: dict[str, dict[str, Any]]) -> list[str]:
     """Markdown lines: recall of each task before and after re-ranking, and the wrong lists."""
     rows = []
-    for name, numbers in found.items():
+    for name, numbers in recalls.items():
         for when in ("before", "after"):
             cells = [shown_interval(numbers[when][k]) for k in KS]
             wrong = sum(numbers["wrong_lists"].values()) if when == "after" else ""
@@ -257,15 +257,18 @@ def recall_table(found: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def main(
-    pool: Annotated[str, typer.Option(help="Sources of passages, separated by commas.")],
-    output: Annotated[Path, typer.Option(help="Folder for rows, embeddings and recall.")],
-    tasks: Annotated[str, typer.Option(help="Tasks, separated by commas.")] = "nq",
-    data: Annotated[Path | None, typer.Option(help="Folder with TASK.jsonl.gz. Default: the Hub.")] = None,
+    pool: Annotated[str, typer.Option(help="Files or data sets with passages, separated by commas.")],
+    output: Annotated[Path, typer.Option(help="Folder for the questions with passages, embeddings and recall.")],
+    tasks: Annotated[str, typer.Option(help="Sets of questions, separated by commas.")] = "nq",
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with the questions, TASK.jsonl.gz. Default: the Hub.")
+    ] = None,
     retriever: Annotated[
-        str, typer.Option(help=f"Encoder that searches; the paper's is {RETRIEVER}.")
+        str, typer.Option(help=f"Encoder for the search; the paper uses {RETRIEVER}.")
     ] = DEFAULT_ENCODER,
     reranker: Annotated[
-        str | None, typer.Option(help="listwise:MODEL, cross_encoder:MODEL or aligner:CHECKPOINT. Default: none.")
+        str | None,
+        typer.Option(help="Re-ranker: listwise:MODEL, cross_encoder:MODEL or aligner:CHECKPOINT. Default: none."),
     ] = None,
     endpoint: Annotated[str | None, typer.Option(help="OpenAI-compatible address of a listwise re-ranker.")] = None,
     num_questions: Annotated[
@@ -274,16 +277,16 @@ def main(
     num_found: Annotated[int, typer.Option(min=1, help="Number of passages to retrieve and re-rank.")] = NUM_FOUND,
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
 ) -> None:
-    """Retrieve and re-rank passages for the questions of tasks, and print Recall@k before and after."""
+    """Retrieve passages for the questions of tasks and re-rank them. Print Recall@k before and after re-ranking."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     settings = RetrievalSettings(split_names(pool), retriever, reranker, endpoint, num_found)
-    found = {}
+    recalls = {}
     for name in split_names(tasks):
         if name not in TASKS:
-            raise ValueError(f"There is no task {name!r}. Known: {', '.join(TASKS)}.")
+            raise ValueError(f"There is no task {name!r}; expected one of {', '.join(TASKS)}.")
         rows = TASKS[name].load(data, num_questions)
-        _, found[name] = retrieve(settings, name, rows, output, device=device)
-    lines = [*recall_table(found), "", f"Found by {retriever}; re-ranked by {reranker or 'nothing'}."]
+        _, recalls[name] = retrieve(settings, name, rows, output, device=device)
+    lines = [*recall_table(recalls), "", f"Found by {retriever}; re-ranked by {reranker or 'nothing'}."]
     write_whole(output / "recall.md", "\n".join([*lines, ""]))
     typer.echo("\n".join(lines))
 

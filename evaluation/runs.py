@@ -1,8 +1,8 @@
 """A run's folder: the answers of each method, one JSON line per question.
 
     <run>/<task>/<method>.jsonl   id, question, answers, prediction, scores, tokens, prompt and row digests
-    <run>/<task>/<method>.json    their settings; a run with different settings is refused
-    <run>/wrong_passages/...      the same, from the passages of other questions: the floor
+    <run>/<task>/<method>.json    the settings of these answers; a run with different settings is an error
+    <run>/wrong_passages/...      the same files for the floor: answers from the passages of other questions
 
 Answers are appended batch by batch: a killed run continues where it stopped, and several processes may fill different
 files.
@@ -52,14 +52,14 @@ class AnswerFile:
     def read(self) -> list[dict[str, Any]]:
         """All answers, without a last line that a kill has truncated."""
         lines = self.path.read_bytes().split(b"\n")[:-1] if self.path.exists() else []
-        return [{_NEW_NAMES.get(name, name): each for name, each in json.loads(line).items()} for line in lines]
+        return [{_NEW_NAMES.get(name, name): value for name, value in json.loads(line).items()} for line in lines]
 
     def settings(self) -> dict[str, Any]:
         """The settings that the answers were made with."""
         return json.loads(self.settings_path.read_text(encoding="utf-8"))
 
     def open(self, settings: dict[str, Any], rows: list[Row]) -> list[Row]:
-        """Prepare the file for the rows that are not answered yet, and return these."""
+        """Prepare the file for answers, and return the rows that are not answered yet."""
         known = {answer["id"]: answer["row"] for answer in self.read()}
         if known:
             self._check(settings, rows, known)
@@ -83,7 +83,7 @@ class AnswerFile:
             ) from error
 
     def append(self, records: Iterable[dict[str, Any]]) -> None:
-        """Append answers; all of them are on disk when it returns."""
+        """Append answers. All of them are on disk when this method returns."""
         with open(self.path, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
             file.flush()

@@ -20,9 +20,9 @@ PASSAGES = ("given", "gold", "retrieved")
 class TaskSettings:
     """Settings of one task."""
 
-    passages: str = "given"  # from its rows; "gold": only those that the answer needs; "retrieved": from a corpus
+    passages: str = "given"  # all of a row; "gold": only those that the answer needs; "retrieved": from a corpus
     top_k: int | None = None  # number of passages to use. Default: all, or one if they are retrieved
-    num_questions: int | None = None  # maximum. Default: the task's own number
+    num_questions: int | None = None  # maximum number of questions. Default: that of the task
     about: str | None = None  # a description of the passages, for tables
 
     def __post_init__(self):
@@ -39,17 +39,19 @@ class PaperSettings:
     """What `arcaligner reproduce` needs in addition to an evaluation; its fields are the keys of `reproduce` in a
     recipe."""
 
-    tasks: dict[str, dict] = field(default_factory=dict)  # settings of tasks that are not among the recipe's
+    tasks: dict[str, dict] = field(default_factory=dict)  # settings of tasks that are not in the recipe's `tasks`
     judge: str = JUDGE
-    endpoint: str | None = None  # of the judge; without one, nothing is judged
+    endpoint: str | None = None  # address of the judge; without one, nothing is judged
     backbone: str = "SmolLM2-135M-Instruct"  # of the recipe's aligner, in figures
     backbones: dict[str, str] = field(default_factory=dict)  # title -> an aligner of another backbone
-    gated: str | None = None  # an aligner whose gates were trained, for gates, cases and ablations; else the recipe's
+    # An aligner whose gates were trained, for gates, cases and ablations. Default: the recipe's.
+    gated: str | None = None
     stage_one: dict[str, str] = field(default_factory=dict)  # title -> an aligner after stage I, for perplexity
-    held_out: str = "recon_heldout.jsonl.gz"  # texts that stage I did not see, in `data`, or a path
-    retrieval: dict[str, Any] | None = None  # how passages are found; else those of the tasks' rows
-    ratios: dict[str, str] = field(default_factory=dict)  # title -> an aligner of another segmentation
-    rates: list[int | str] = field(default_factory=lambda: [2, 4, 8, 16, "segment"])  # else, of the recipe's aligner
+    held_out: str = "recon_heldout.jsonl.gz"  # texts that were not trained on: a file in `data`, or a path
+    retrieval: dict[str, Any] | None = None  # how passages are found. Default: the passages of the tasks' rows
+    ratios: dict[str, str] = field(default_factory=dict)  # title -> an aligner with another segmentation
+    # Without `ratios`: the tokens per slot to compare with the recipe's aligner.
+    rates: list[int | str] = field(default_factory=lambda: [2, 4, 8, 16, "segment"])
 
     @classmethod
     def of(cls, keys: dict[str, Any] | None) -> "PaperSettings":
@@ -68,7 +70,7 @@ class EvaluationSettings(Checkpoints):
     """An evaluation; its fields are the keys of a recipe."""
 
     tasks: dict[str, TaskSettings]  # by name
-    methods: list[str]  # names, of `methods.METHODS` or with a rate, such as `arcaligner_x4`
+    methods: list[str]  # names of `methods.METHODS`, which may end in tokens per slot, such as `arcaligner_x4`
     output: Path  # the run's folder
     data: Path | None = None  # a folder with local files of the tasks
     corpus: str | None = None  # a folder that the aligner made, for retrieved passages
@@ -83,7 +85,9 @@ class EvaluationSettings(Checkpoints):
         self.output, self.data = Path(self.output), self.data and Path(self.data)
         for kind, names in (("task", self.tasks), ("method", self.methods)):
             if not names:
-                raise ValueError(f"No {kind} was given. Pass one with `--{kind}s`, or in the recipe.")
+                raise ValueError(
+                    f"No {kind} was given; expected at least one. Pass `--{kind}s`, or add it to the recipe."
+                )
         refuse_unknown("the tasks", self.tasks, TASKS)
         for name in self.methods:
             find_method(name)
@@ -97,30 +101,30 @@ class EvaluationSettings(Checkpoints):
             )
 
 
-def read_settings(recipe: str | None, given: dict[str, Any], of_tasks: dict[str, Any]) -> EvaluationSettings:
+def read_settings(recipe: str | None, command_keys: dict[str, Any], of_tasks: dict[str, Any]) -> EvaluationSettings:
     """
     Settings of a recipe and the command line.
 
     Args:
         recipe (`str`, *optional*): Name of one in `evaluation/recipes`, or a file.
-        given (`dict`): Keys of the command line, which override those of the recipe; `None` is not given.
-        of_tasks (`dict`): Keys of `TaskSettings` of the command line, for all tasks.
+        command_keys (`dict`): Keys of the command line, which override those of the recipe unless they are `None`.
+        of_tasks (`dict`): Keys of `TaskSettings` on the command line, for all tasks.
     """
     keys = read_recipe(recipe) if recipe else {}
     of_recipe = keys.get("tasks", {})
     if isinstance(of_recipe, dict):
         of_recipe = ((keys.get("reproduce") or {}).get("tasks") or {}) | of_recipe
-    keys |= {key: value for key, value in given.items() if value is not None}
+    keys |= {key: value for key, value in command_keys.items() if value is not None}
     refuse_unknown("the evaluation's settings", keys, _fields(EvaluationSettings))
     if "checkpoint" not in keys:
-        raise ValueError("No aligner was given. Pass one with `--checkpoint`.")
+        raise ValueError("No aligner was given. Pass one with `--checkpoint`, or as `checkpoint` in the recipe.")
     if "output" not in keys:
-        raise ValueError("No folder was given for the answers. Pass one with `--output`.")
+        raise ValueError("No folder was given for the answers. Pass one with `--output`, or as `output` in the recipe.")
     over, tasks = {key: value for key, value in of_tasks.items() if value is not None}, {}
     for name in keys.get("tasks", TASKS):
-        own = (of_recipe.get(name) if isinstance(of_recipe, dict) else None) or {}
-        refuse_unknown(f"`{name}`", own, _fields(TaskSettings))
-        tasks[name] = TaskSettings(**own | over)
+        task_keys = (of_recipe.get(name) if isinstance(of_recipe, dict) else None) or {}
+        refuse_unknown(f"`{name}`", task_keys, _fields(TaskSettings))
+        tasks[name] = TaskSettings(**task_keys | over)
     return EvaluationSettings(**{"methods": list(METHODS)} | keys | {"tasks": tasks})
 
 
@@ -150,9 +154,7 @@ def read_recipe(recipe: str) -> dict[str, Any]:
         if path.is_file():
             return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     known = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
-    raise ValueError(
-        f"There is no recipe {recipe!r}: neither one of {known} nor a YAML file. Pass the name of a recipe, or a file."
-    )
+    raise ValueError(f"There is no recipe {recipe!r}; expected one of {known}, or the path of a YAML file.")
 
 
 def _fields(kind: type) -> set[str]:

@@ -27,7 +27,7 @@ class Task:
     hub_id: str  # a data set of the Hub, its configuration and split
     config: str | None
     split: str
-    # From its row to ours, with `meta` if it has any; a row that gives `None` is left out.
+    # Converts a row of the data set to our schema, with `meta` if it has any; `None` leaves the row out.
     to_row: Callable[[dict], Row | None]
     # The number of questions, always the same random sample. The paper's six have the numbers of its table of data
     # sets.
@@ -45,25 +45,24 @@ class Task:
         num_questions = num_questions or self.num_questions
         path = self._local_file(data) if data else None
         rows = read_rows(path) if path else self._from_hub()
-        asked = [
+        usable = [
             row for row in rows if row["question"].strip() and bool(usable_golds(row["answers"])) == self.is_answered
         ]
-        if num_lost := len(rows) - len(asked):
-            logger.warning(
-                "%s: %d rows left out, which have no question or no usable gold answer", self.title, num_lost
-            )
-        if not asked:
+        if num_lost := len(rows) - len(usable):
+            lack = "without a usable gold answer" if self.is_answered else "with a gold answer"
+            logger.warning("%s: %d rows left out, without a question or %s", self.title, num_lost, lack)
+        if not usable:
+            need = "both a question and a gold answer" if self.is_answered else "a question and no gold answer"
             raise ValueError(
-                f"{path or self.hub_id} has no row with both a question and a gold answer. Choose another file or "
-                "folder with `--data`."
+                f"{path or self.hub_id} has no row with {need}. Choose another file or folder with `--data`."
             )
-        twice = [each for each, count in Counter(row["id"] for row in asked).items() if count > 1]
+        twice = [row_id for row_id, count in Counter(row["id"] for row in usable).items() if count > 1]
         if twice:
             raise ValueError(
                 f"{path or self.hub_id} has duplicate ids ({len(twice)}), such as {twice[0]!r}; expected a different "
                 "id in each row. Change or remove them."
             )
-        return asked[:num_questions]
+        return usable[:num_questions]
 
     def _local_file(self, data: Path) -> Path:
         for suffix in reversed(JSON_LINES):  # gzipped first
@@ -91,47 +90,47 @@ def choose_passages(rows: list[Row], passages: str, top_k: int | None) -> list[R
     answer needs, if the row has their numbers (`meta.gold`)."""
     chosen = []
     for row in rows:
-        found = row["passages"]
+        used = row["passages"]
         gold = (row.get("meta") or {}).get("gold")
         if passages == "gold" and gold is not None:
-            found = [found[index] for index in gold]
-        chosen.append(row | {"passages": found[:top_k]})
+            used = [used[index] for index in gold]
+        chosen.append(row | {"passages": used[:top_k]})
     return chosen
 
 
 def wrong_passages(rows: list[Row], title: str) -> list[Row]:
-    """Each row with the passages of another question, which share none with it and do not contain an answer to it:
-    those of the nearest such row before it, else after it. The score on these rows is the floor of a method.
+    """Each row with the passages of another question. None of them is among its passages or contains an answer to it.
+    They come from the nearest such row before it, else after it. The score on these rows is the floor of a method.
 
     Raises:
         `ValueError`: a question for which no other row has such passages.
     """
     changed = []
     for number, row in enumerate(rows):
-        own = {passage["text"] for passage in row["passages"]}
+        texts = {passage["text"] for passage in row["passages"]}
         others = [*reversed(rows[:number]), *rows[number + 1 :]]
-        other = next((each["passages"] for each in others if each["passages"] and _is_wrong(row, own, each)), None)
-        if other is None:
+        wrong = (other["passages"] for other in others if other["passages"] and _is_wrong(row, texts, other))
+        if (passages := next(wrong, None)) is None:
             raise ValueError(
                 f"{title}: no other of the {len(rows)} questions has passages without an answer to {row['question']!r}."
                 " Ask more questions (`-n`), or leave out `--floor`."
             )
-        changed.append(row | {"passages": other})
+        changed.append(row | {"passages": passages})
     return changed
 
 
-def _is_wrong(row: Row, own: set[str], other: Row) -> bool:
+def _is_wrong(row: Row, row_texts: set[str], other: Row) -> bool:
     texts = [passage["text"] for passage in other["passages"]]
-    said = [answer for answer in row["answers"] if answer.lower() not in ("yes", "no")]  # which any text may contain
-    return own.isdisjoint(texts) and not contains_match(" ".join(texts), said)
+    answers = [answer for answer in row["answers"] if answer.lower() not in ("yes", "no")]  # any text may contain these
+    return row_texts.isdisjoint(texts) and not contains_match(" ".join(texts), answers)
 
 
 def with_found(row: Row, documents: list[dict]) -> Row:
     """A row with the passages that a search returned."""
-    return row | {"passages": [{"title": each["title"], "text": each["text"]} for each in documents]}
+    return row | {"passages": [{"title": document["title"], "text": document["text"]} for document in documents]}
 
 
-# Rows of the Hub to ours. Those without passages are for `--passages retrieved`.
+# Rows of the Hub to rows of our schema. Sets without passages are for `--passages retrieved`.
 
 
 def _open_row(row: dict, row_id: str, answers: list[str]) -> Row:

@@ -207,7 +207,7 @@ def main(
     aligner: Annotated[Path, typer.Option(help="Folder of the aligner. The fitted heads are saved in it.")],
     number: Annotated[int, typer.Option("-n", help="Number of training questions.")] = 20_000,
     held_out: Annotated[int, typer.Option(help="Number of held-out questions.")] = 1000,
-    data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of the data. Default: the recipe's.")] = None,
     keep_head: Annotated[
         bool, typer.Option("--keep-head", help="Keep the answerability head. Fit only the answer likelihood.")
     ] = False,

@@ -1,13 +1,13 @@
 """From sources to examples: read, select and tokenize rows, a block at a time.
 
-A source is a JSON Lines or Parquet file or a data set of the Hub; a row is that of `common/rows.py`. A row of texts
-becomes an example for every few consecutive segments of its passages (stage I): the slots, then a turn that
-reconstructs their text and, with `continues`, one that continues with the text that follows. In stages II and III, the
-questions about the same passages become one example: the slots of all segments, and after them a turn for each question
-with its first answer. Questions that do not fit into `max_tokens` become a further example.
+A source is a JSON Lines or Parquet file or a data set of the Hub; rows have the schema of `common/rows.py`. In stage I,
+the passages of a row are split into spans of a few consecutive segments, and each span becomes an example: the slots,
+then a turn that reconstructs their text and, with `continues`, one that continues with the text that follows. In stages
+II and III, the questions about the same passages become one example: the slots of all segments, and after them a turn
+for each question with its first answer. Questions that do not fit into `max_tokens` become a further example.
 
-The number of slots of a segment is decided later, when the collator draws the rate of each batch (`sft.py`). An example
-therefore contains the tokens of its segments, and the prompt before and after the slots.
+The number of slots of a segment is decided later, when the collator draws the tokens per slot of each batch (`sft.py`).
+An example therefore contains the tokens of its segments, and the prompt before and after the slots.
 
 Several processes make the examples of a block of rows. A block is cached as an Arrow file under a fingerprint of the
 data, the rows, the tokenizer, the segmenter, all settings and the code, so it is made once, and a killed run continues
@@ -44,7 +44,7 @@ from tqdm.auto import tqdm
 from .. import encoder_arcaligner, processing_arcaligner, segmentation_arcaligner, tokenization_arcaligner
 from ..common import rows
 from ..common.data_sets import hotpotqa_row
-from ..common.files import printable, read_json_lines, read_numbered_lines, stable_number, write_whole
+from ..common.files import counted, printable, read_json_lines, read_numbered_lines, stable_number, write_whole
 from ..common.rows import FILES, JSON_LINES, ROW_FIELDS, Row, find_file, id_or_number, own_row, parse_source
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, segment_document, tokenize_segments
@@ -80,7 +80,7 @@ RECONSTRUCTION_TEMPLATES = (
 CONTINUATION = " Continue:"
 # An example: the ids before the slots, the turns after them, and the text of the slots. Turns are packed: each attends
 # to the slots and itself, and to no other turn. Labels are what the assistant says, -100 elsewhere. `length` counts
-# tokens at the rate with the most slots.
+# tokens for the number of tokens per slot that gives the most slots.
 EXAMPLE_FEATURES = Features(
     row_id=Value("string"),
     head=List(Value("int32")),
@@ -98,7 +98,7 @@ EXAMPLE_FEATURES = Features(
 )
 _BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
 ROWS_PER_BLOCK = 2048
-MOST_PASSAGES, MOST_QUESTIONS = 2**14, 2**15  # that a process caches, 10 and 3 KB each
+MOST_PASSAGES, MOST_QUESTIONS = 2**14, 2**15  # that a process caches; about 10 KB a passage and 3 KB a question
 GROUPS_READ_TOGETHER = 256  # groups of rows whose passages and questions are tokenized together
 SPECIAL_TOKENS = 8  # upper bound of what an encoder's tokenizer adds to a text
 NAMED_ROWS = 5  # ids in a report
@@ -124,7 +124,7 @@ def open_corpus(
     at_least: int | None = None,
 ) -> datasets.Dataset:
     """
-    Reads a source, or finds it in the cache of 🤗 Datasets.
+    Reads a source, or loads it from the cache of 🤗 Datasets.
 
     Args:
         source (`str`): See the top of this file.
@@ -133,11 +133,11 @@ def open_corpus(
         num_proc (`int`, *optional*): Processes that cut or convert.
         data_dir (`str`): Folder of files with a relative path; the working directory by default.
         asks (`bool`): Whether questions are needed.
-        at_least (`int`, *optional*): How many passages are needed of texts on the Hub. They are streamed, equally many
-            from each file of the set, so that no more is downloaded. Default: all.
+        at_least (`int`, *optional*): How many passages are needed, if the source is a data set of texts on the Hub.
+            They are streamed, equally many from each file of the set, so that no more is downloaded. Default: all.
 
     Returns:
-        `datasets.Dataset`: Rows of our schema; a missing or null field is empty.
+        `datasets.Dataset`: Rows with the schema of `common/rows.py`; a missing or null field is empty.
     """
     path, options = parse_source(source)
     path = find_file(path, data_dir)
@@ -152,8 +152,9 @@ def open_corpus(
     try:
         if path.endswith(JSON_LINES) and _is_own(path):
             # The JSON builder refuses rows whose other fields differ, and does not name a bad line.
-            given = {"path": path, "version": (os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns)}
-            return datasets.Dataset.from_generator(_rows_of_file, features=ROW_FEATURES, gen_kwargs=given)
+            version = (os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns)
+            arguments = {"path": path, "version": version}
+            return datasets.Dataset.from_generator(_rows_of_file, features=ROW_FEATURES, gen_kwargs=arguments)
         if path.endswith(FILES):
             builder = "parquet" if path.endswith(".parquet") else "json"
             dataset = datasets.load_dataset(builder, data_files=path, split=options["split"])
@@ -164,7 +165,9 @@ def open_corpus(
     columns = set(dataset.column_names)
     if asks and "question" not in columns:
         raise ValueError(
-            f"{source} has no questions. Stages II and III need rows with {ROW_FIELDS}, or rows of HotpotQA."
+            f"{source} has no questions, which stages II and III need. Expected the fields "
+            f"{', '.join(ROW_FIELDS)}, or rows of "
+            "HotpotQA. Choose another source."
         )
     is_text = _are_texts(columns)
     if "passages" in columns:
@@ -192,7 +195,7 @@ def data_fingerprint(dataset: datasets.Dataset) -> str:
 
 
 def _are_texts(columns: Collection[str]) -> bool:
-    """Whether a data set's columns are neither our schema's nor HotpotQA's."""
+    """Whether a data set's columns are neither those of `common/rows.py` nor HotpotQA's."""
     return "passages" not in columns and not {"context", "supporting_facts"} <= set(columns)
 
 
@@ -200,9 +203,9 @@ def _check_columns(source: str, columns: Collection[str], options: dict[str, str
     """Raises `ValueError` for a data set of texts without the columns that the source names."""
     if missing := [options[key] for key in ("text", "title") if options[key] and options[key] not in columns]:
         raise ValueError(
-            f"{source} has columns {sorted(columns)}, but no {missing}. Expected {ROW_FIELDS}, the columns of "
-            f"HotpotQA, or a column of texts. To use a different column for the texts, name it after the source, as in "
-            "`?text=body`."
+            f"{source} has the columns {sorted(columns)}, but not {missing}. Expected "
+            f"{', '.join(ROW_FIELDS)}, or the columns of HotpotQA, or a column of texts. If a different column "
+            "contains the texts, name it after the source, as in `?text=body`."
         )
 
 
@@ -223,13 +226,13 @@ def _stream_passages(
 
 
 def _hotpotqa(row: dict, index: int, *, where: str) -> Row:
-    """A row of HotpotQA, with the paragraphs that the answer needs."""
-    found = own_row(hotpotqa_row(row), index, where=where)
-    return found | {"passages": own_passages(found)[0], "gold": []}
+    """A row of HotpotQA in the schema of `common/rows.py`, with only the paragraphs that the answer needs."""
+    converted = own_row(hotpotqa_row(row), index, where=where)
+    return converted | {"passages": own_passages(converted)[0], "gold": []}
 
 
 def _is_own(path: str) -> bool:
-    """Whether the first row of a JSON Lines file is of our schema."""
+    """Whether the first row of a JSON Lines file has the schema of `common/rows.py`."""
     first = next(read_json_lines(path), None)
     if first is None:
         raise ValueError("it is empty. Choose another file.")
@@ -237,7 +240,8 @@ def _is_own(path: str) -> bool:
 
 
 def _rows_of_file(path: str, version: tuple) -> Iterator[Row]:
-    """Rows of our schema; `version` makes a changed file another data set."""
+    """Rows of a file with the schema of `common/rows.py`. With another `version`, 🤗 Datasets does not use what it cached
+    of the file."""
     for line, row in read_numbered_lines(path):
         yield own_row(row, line - 1, where=f"{path}, line {line}")
 
@@ -259,13 +263,14 @@ def _rows_of_texts(batch: dict, indices: list[int], *, text: str, title: str | N
 
 
 def iterate_rows(corpus: datasets.Dataset, *columns: str) -> Iterator[Row]:
-    """The `columns` of all rows in order, ten times as fast as iterating over the data set."""
+    """The `columns` of all rows in order. This is ten times as fast as iterating over the data set."""
     for table in corpus.select_columns([*columns]).with_format("arrow").iter(ROWS_PER_BLOCK):
         yield from table.to_pylist()
 
 
 def missing_part(row: Row, asks: bool) -> str:
-    """The part that a row lacks, questions and answers included if they are needed; empty if it is complete."""
+    """What a row lacks, such as "without a passage"; empty if the row is complete. Questions and answers are needed if
+    it `asks`."""
     if asks and not row["question"].strip():
         return "without a question"
     if asks and not row["answers"]:
@@ -276,9 +281,9 @@ def missing_part(row: Row, asks: bool) -> str:
 def open_part(
     recipe: RecipeArguments, source: str, held_out: bool, num_proc: int | None = None, quota: int | None = None
 ) -> datasets.Dataset:
-    """The rows of a source that may be used: those of its validation part, or the others. A row belongs to that part if
-    one of its articles does, identified by title or, without one, by text. Of texts on the Hub, only enough rows for
-    `quota` examples are read."""
+    """The rows of a source that may be used: those of its validation part if `held_out`, else the others. A row belongs
+    to the validation part if one of its articles does, identified by title or, without one, by text. Of texts on the
+    Hub, only enough rows for `quota` examples are read."""
     share = recipe.validation_share
     kept = share if held_out and share and source in recipe.training_sources else 1 - share
     at_least = None if quota is None else math.ceil(SPARE_PASSAGES * quota / kept)
@@ -291,13 +296,13 @@ def open_part(
     if share and (source in recipe.training_sources or not held_out):
         kept = []
         for number, row in enumerate(iterate_rows(corpus, "passages")):
-            if any(is_held_out(each["title"] or each["text"]) for each in row["passages"]) == held_out:
+            if any(is_held_out(passage["title"] or passage["text"]) for passage in row["passages"]) == held_out:
                 kept.append(number)
         corpus = corpus.select(kept)
     if not len(corpus):
         raise ValueError(
-            f"{source} has no row to {'validate with' if held_out else 'train on'} at a `validation_share` of "
-            f"{share}. Change the share, or choose other files."
+            f"{source} has no row to {'validate with' if held_out else 'train on'} if `validation_share` is {share}. "
+            "Change the share, or choose other files."
         )
     return corpus
 
@@ -311,7 +316,8 @@ def choose_template(example_id: str) -> tuple[str, str]:
 
 
 class Remembered:
-    """Caches a function that gives a result for each key of a list; about the last `most` results are kept."""
+    """Caches the results of a function that takes a list of keys and returns a result for each, about the last `most`
+    of them."""
 
     def __init__(self, compute: Callable[[list], list], most: int):
         self.compute, self.most, self.found = compute, most, {}
@@ -319,26 +325,27 @@ class Remembered:
     def __call__(self, keys: Sequence) -> list:
         if missing := [key for key in dict.fromkeys(keys) if key not in self.found]:
             self.found |= zip(missing, self.compute(missing), strict=True)
-        found = [self.found[key] for key in keys]
+        results = [self.found[key] for key in keys]
         for key in list(self.found)[: max(0, len(self.found) - self.most)]:
             del self.found[key]
-        return found
+        return results
 
 
-def _asked(row: Row) -> tuple[str, str, str]:
+def _question_of(row: Row) -> tuple[str, str, str]:
     return row["id"], row["question"], row["answers"][0]
 
 
 @dataclass
 class ExampleBuilder:
     """
-    Turns rows into examples, with the prompt the processor writes at inference.
+    Turns rows into examples, with the prompt that the processor writes at inference.
 
     Args:
         processor ([`ArcAlignerProcessor`]): Tokenizer, chat template and segmenter.
         max_segments (`int`): Maximum number of segments of a reconstruction example, at least 1.
         continues (`bool`): Whether a reconstruction example has a second turn, which continues with the next segment.
-        tokens_per_slot (`Sequence`): The rates that batches will have. The finest decides how long examples are.
+        tokens_per_slot (`Sequence`): The numbers of tokens per slot that batches will have. The smallest decides how
+            long examples are.
         max_tokens (`int`, *optional*): Questions about the same passages share an example up to this length.
     """
 
@@ -363,10 +370,10 @@ class ExampleBuilder:
         self._passages_tokens([("", "A sentence.")])
 
     def read(self, passages: Sequence[dict[str, str]], rows: Sequence[Row] = ()) -> None:
-        """Read passages and questions of rows together, which is faster than one by one. Only for a builder that caches
-        them."""
+        """Tokenize passages and questions of rows together, which is faster than one by one. Only for a builder that
+        caches them."""
         self._passages_tokens([(passage["title"], passage["text"]) for passage in passages])
-        self._question_turns([_asked(row) for row in rows])
+        self._question_turns([_question_of(row) for row in rows])
 
     def reconstruction_examples(self, rows: list[Row]) -> Iterator[Example]:
         """Stage I: each span of 1 to `max_segments` segments of a passage as slots, its text as the target."""
@@ -400,14 +407,14 @@ class ExampleBuilder:
             # The words before the slots are shared: the two turns differ only in what follows the slots.
             _, turn = self._turn(before, CONTINUATION, following[0].segment.text.strip(), row_id)
             turns.append(turn)
-        return self._example(row_id, head, turns, [(document, each) for each in chunk])
+        return self._example(row_id, head, turns, [(document, segment) for segment in chunk])
 
     def question_examples(self, rows: list[Row]) -> Iterator[Example]:
         """Stages II and III: the passages that `rows` share as slots, a turn for each question."""
         passages = self._passages_tokens([(passage["title"], passage["text"]) for passage in rows[0]["passages"]])
-        tokens = [(document, each) for document, own in enumerate(passages) for each in own]
+        tokens = [(document, segment) for document, segments in enumerate(passages) for segment in segments]
         example = None
-        for row, (head, turn) in zip(rows, self._question_turns(list(map(_asked, rows))), strict=True):
+        for row, (head, turn) in zip(rows, self._question_turns(list(map(_question_of, rows))), strict=True):
             # The slots count once: a further question adds only its turn.
             added = len(turn["input_ids"])
             if example and (self.max_tokens is None or example["length"] + added <= self.max_tokens):
@@ -435,20 +442,21 @@ class ExampleBuilder:
             for number, document in enumerate(documents)
             for segment in segment_document(document["text"], number, num_reads=num_reads, **cut)
         ]
-        found: list[list[SegmentTokens]] = [[] for _ in passages]
+        tokens_by_passage: list[list[SegmentTokens]] = [[] for _ in passages]
         for tokens in tokenize_segments(self.processor.tokenizer, segments, documents):
-            found[tokens.segment.document].append(tokens)
-        return found
+            tokens_by_passage[tokens.segment.document].append(tokens)
+        return tokens_by_passage
 
-    def _question_turns(self, asked: Sequence[tuple[str, str, str]]) -> list[tuple[list[int], Turn]]:
+    def _question_turns(self, questions: Sequence[tuple[str, str, str]]) -> list[tuple[list[int], Turn]]:
         """For each id, question and answer, the ids before the slots, and the turn."""
-        if not asked:
+        if not questions:
             return []
-        chats = [[{"role": "user", "content": question}] for _, question, _ in asked]
+        chats = [[{"role": "user", "content": question}] for _, question, _ in questions]
         prompts = self.processor.split_prompts(chats, add_generation_prompt=True)
-        chats = [[*chat, {"role": "assistant", "content": each[2]}] for chat, each in zip(chats, asked, strict=True)]
+        answers = [answer for _, _, answer in questions]
+        chats = [[*chat, {"role": "assistant", "content": answer}] for chat, answer in zip(chats, answers, strict=True)]
         wholes = self.processor.split_prompts(chats)
-        return self._split([row_id for row_id, *_ in asked], prompts, wholes)
+        return self._split([row_id for row_id, *_ in questions], prompts, wholes)
 
     def _example(self, row_id, head, turns, tokens: list[tuple[int, SegmentTokens]]) -> Example:
         """An example of segments and the numbers of their documents. Without segments it has one slot, the encoding of
@@ -456,15 +464,15 @@ class ExampleBuilder:
         segments = [
             {
                 "document": document,
-                "encoder_text": each.encoder_text,
-                "encoder_start": each.encoder_start,
-                "word_ids": list(each.word_ids),
-                "word_ends": list(each.word_ends),
+                "encoder_text": segment.encoder_text,
+                "encoder_start": segment.encoder_start,
+                "word_ids": list(segment.word_ids),
+                "word_ends": list(segment.word_ends),
             }
-            for document, each in tokens or [(0, EMPTY_SEGMENT)]
+            for document, segment in tokens or [(0, EMPTY_SEGMENT)]
         ]
         finest = min(self.tokens_per_slot, key=lambda rate: math.inf if rate == "segment" else rate)
-        num_slots = sum(len(equal_runs(len(each["word_ids"]), finest)) for each in segments)
+        num_slots = sum(len(equal_runs(len(segment["word_ids"]), finest)) for segment in segments)
         length = len(head) + num_slots + sum(len(turn["input_ids"]) for turn in turns)
         return {"row_id": row_id, "head": head, "turns": turns, "segments": segments, "length": length}
 
@@ -479,19 +487,19 @@ class ExampleBuilder:
     def _split(
         self, row_ids: Sequence[str], prompts: Sequence[Sequence[str]], wholes: Sequence[Sequence[str]]
     ) -> list[tuple[list[int], Turn]]:
-        """Split conversations into prompts and targets. Labels are on the assistant's words and the token that ends
-        its turn."""
+        """Split conversations into prompts and targets: for each, the ids before the slots, and the turn. Its labels
+        are on the assistant's words and the token that ends the assistant's turn."""
         ids = self.processor.tokenize_prompts([text for _, text in (*prompts, *wholes)])
         turns = []
         rows = zip(row_ids, prompts, wholes, ids[: len(prompts)], ids[len(prompts) :], strict=True)
-        for row_id, prompt, whole, asked, said in rows:
-            if prompt[0] != whole[0] or said[: len(asked)] != asked:
+        for row_id, prompt, whole, prompt_ids, whole_ids in rows:
+            if prompt[0] != whole[0] or whole_ids[: len(prompt_ids)] != prompt_ids:
                 raise ValueError(
                     f"Row {row_id}: the conversation {whole!r} does not begin with its prompt {prompt!r}, so the "
                     "target cannot be separated from the prompt. Choose another `chat_template_path`."
                 )
-            target = self._end_of_turn(said[len(asked) :])
-            turn = {"input_ids": asked + target, "labels": [-100] * len(asked) + target}
+            target = self._end_of_turn(whole_ids[len(prompt_ids) :])
+            turn = {"input_ids": prompt_ids + target, "labels": [-100] * len(prompt_ids) + target}
             turns.append((self._head_ids(prompt[0]), turn))
         return turns
 
@@ -505,7 +513,7 @@ class ExampleBuilder:
         return {*tokenizer.all_special_ids, *added}
 
     def _end_of_turn(self, target: list[int]) -> list[int]:
-        """Cuts what follows the end of the turn; adds EOS if the template has no end."""
+        """Remove what follows the end of the turn; add EOS if the template does not end turns."""
         tokenizer, special = self.processor.tokenizer, self._ends_of_turns()
         end = len(target)
         while end and target[end - 1] not in special and not tokenizer.decode(target[end - 1 : end]).strip():
@@ -550,8 +558,8 @@ class ExampleSelector:
         return examples
 
     def eval_examples(self) -> datasets.Dataset | None:
-        """The stage's held-out examples; none without `eval_files`. Of a file that is also trained on, these are the
-        examples about held-out articles."""
+        """The stage's held-out examples, or `None` without `eval_files`. Of a file that is also trained on, these are
+        the examples about held-out articles."""
         if not self.recipe.eval_files:
             return None
         return self.select(self.recipe.eval_files, self.recipe.max_eval_samples, held_out=True)
@@ -570,7 +578,7 @@ class ExampleSelector:
             held_out (`bool`): Whether rows of the validation part are taken, rather than the others.
         """
         if not sources or any(weight <= 0 for weight in sources.values()):
-            raise ValueError(f"Got files and weights {sources}; expected files with positive weights.")
+            raise ValueError(f"Files and their weights are {sources}; expected at least one, with positive weights.")
         total = sum(sources.values())
         shares = {source: weight / total for source, weight in sources.items()}
         taken, left_out = {}, {}
@@ -581,7 +589,7 @@ class ExampleSelector:
         size = (max if oversample else min)(len(taken[source]) / share for source, share in shares.items())
         if max_examples is not None and size < max_examples - len(sources):
             logger.warning(
-                "%s: found only %d of the %d examples that were asked for.", list(sources), size, max_examples
+                "%s: they have only %d of the %d examples that the recipe asks for.", list(sources), size, max_examples
             )
         counts = {source: round(size * share) for source, share in shares.items()}
         empty = [source for source in sources if not len(taken[source])]
@@ -599,23 +607,23 @@ class ExampleSelector:
         )
 
     def _repeat(self, source: str, examples: datasets.Dataset, number: int) -> datasets.Dataset:
-        """At least `number` examples of a source: `examples`, and then its rows as often again as it takes, each time
-        in another order and with other distractors."""
+        """At least `number` examples of a source: first `examples`, then further ones of the same rows, used again as
+        often as needed, each time in another order and with other distractors."""
         passes = [examples]
         while (missing := number - sum(map(len, passes))) > 0:
             again, _ = dataclasses.replace(self, seed=self.seed + len(passes))._take(source, missing, held_out=False)
             if not len(again):
                 raise ValueError(
-                    f"No row of {source} becomes an example a second time: each is too long with other distractors. "
-                    "Raise `max_tokens`, or set `oversample` to false."
+                    f"No row of {source} can be used a second time: with other distractors, all examples are too "
+                    "long. Raise `max_tokens`, or set `oversample` to false."
                 )
             passes.append(again)
         if len(passes) > 1:
-            logger.info("%s: used %d times for %d examples", source, len(passes), number)
+            logger.info("%s: rows are used %d times for %d examples", source, len(passes), number)
         return datasets.concatenate_datasets(passes)
 
     def _why_empty(self, source: str, left_out: dict[str, list[str]]) -> str:
-        """Why all rows of a source were left out, and which keys the first one has."""
+        """Why all rows of a source were left out, and which keys its first row has."""
         problems = ", ".join(f"{len(ids)} {problem}" for problem, ids in left_out.items())
         path = find_file(parse_source(source)[0], self.recipe.data_dir)
         if not (path.endswith(JSON_LINES) and any(problem.startswith("without") for problem in left_out)):
@@ -624,7 +632,7 @@ class ExampleSelector:
         return f"No examples in {source}: {problems}. Its first row has the keys {keys}; expected {list(ROW_FIELDS)}."
 
     def preview(self, source: str) -> tuple[int, list[int]]:
-        """Estimate the number of examples of a source; also the lengths of those in its first block."""
+        """An estimate of the number of examples of a source, and the lengths of those in its first block."""
         settings, maker, order = self._prepare(source, None, held_out=False)
         with _Makers(maker, self.num_proc) as makers:
             block = self._block(makers, settings, order[:ROWS_PER_BLOCK])
@@ -639,8 +647,8 @@ class ExampleSelector:
         columns = ("question", "answers", "passages", "gold")
         nearest = NearestPassages(iterate_rows(corpus, *columns)) if recipe.distractors else None
         drawn = nearest and [recipe.distractors, recipe.max_distractors, self.seed]
-        asked = (recipe.asks_questions, recipe.max_questions, drawn)
-        settings = Hasher.hash((_CODE, data_fingerprint(corpus), self.builder, *asked))
+        row_settings = (recipe.asks_questions, recipe.max_questions, drawn)
+        settings = Hasher.hash((_CODE, data_fingerprint(corpus), self.builder, *row_settings))
         return settings, _ExampleMaker(corpus, nearest, self.builder, recipe, self.seed), self._order(corpus)
 
     def _take(self, source: str, quota: int | None, held_out: bool) -> tuple[datasets.Dataset, dict[str, list[str]]]:
@@ -649,13 +657,17 @@ class ExampleSelector:
         settings, maker, order = self._prepare(source, quota, held_out)
         left_out: dict[str, list[str]] = defaultdict(list)  # ids of rows, by reason
         taken = [datasets.Dataset.from_dict({name: [] for name in EXAMPLE_FEATURES}, features=EXAMPLE_FEATURES)]
-        with _Makers(maker, self.num_proc) as makers, tqdm(total=len(order), desc="making examples", unit="row") as bar:
+        with (
+            _Makers(maker, self.num_proc) as makers,
+            tqdm(total=len(order), desc="making examples", unit=" groups of rows") as bar,
+        ):
             for start in range(0, len(order), ROWS_PER_BLOCK):
                 if quota is not None and sum(map(len, taken)) >= quota:
                     break
                 block = self._block(makers, settings, order[start : start + ROWS_PER_BLOCK])
                 problems = block["problem"][:]
-                taken.append(block.select(np.flatnonzero([not each for each in problems])).remove_columns("problem"))
+                is_complete = [not problem for problem in problems]
+                taken.append(block.select(np.flatnonzero(is_complete)).remove_columns("problem"))
                 for row_id, problem in zip(block["row_id"][:], problems, strict=True):
                     if problem:
                         left_out[problem].append(row_id)
@@ -665,7 +677,7 @@ class ExampleSelector:
         logger.info("%s: %d examples", source, len(examples))
         for problem, row_ids in left_out.items():
             first = printable(", ".join(row_ids[:NAMED_ROWS])) + (", ..." if len(row_ids) > NAMED_ROWS else "")
-            logger.warning("%s: left out %d %s: %s", source, len(row_ids), problem, first)
+            logger.warning("%s: left out %s %s; row ids: %s", source, counted(len(row_ids), "example"), problem, first)
         return examples, left_out
 
     def _order(self, corpus: datasets.Dataset) -> list[list[int]]:
@@ -688,18 +700,18 @@ class ExampleSelector:
         return order
 
     def _block(self, makers: "_Makers", settings: str, groups: list[list[int]]) -> datasets.Dataset:
-        """Examples of some rows, and a line for each row that lacks a part; cached."""
+        """The examples of the rows of `groups`, and a line for each row that lacks a part; cached."""
         folder = Path(self.recipe.examples_cache_dir).expanduser()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(
-                f"Tokenized examples cannot be cached in {folder} ({error}). Choose a folder that you may write to: "
-                "`examples_cache_dir` of the recipe, or the variable ARCALIGNER_CACHE."
+                f"Tokenized examples cannot be cached in {folder} ({error}). Choose a folder that you may write to, as "
+                "`examples_cache_dir` in the recipe or with the environment variable ARCALIGNER_CACHE."
             ) from error
         path = folder / f"{Hasher.hash((settings, groups))}.arrow"
         if path.exists() and not _is_whole(path):
-            logger.warning("%s is truncated; its examples are made again.", path)
+            logger.warning("%s, a file of cached examples, is truncated. Its examples are made again.", path)
             path.unlink()
         if not path.exists():
             table = makers.make(groups)
@@ -717,7 +729,7 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file of a block is complete: a full disk or a broken copy may have truncated it."""
+    """Whether the file of a block is complete. A full disk or an interrupted copy may have truncated it."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - len(_END_OF_STREAM)))
         return file.read() == _END_OF_STREAM
@@ -737,7 +749,7 @@ def _collecting_nothing() -> Iterator[None]:
 
 @dataclass
 class _ExampleMaker:
-    """Makes the examples of the rows with the given numbers in a data set."""
+    """Makes examples of rows of a data set, which are named by their numbers."""
 
     corpus: datasets.Dataset
     nearest: NearestPassages | None
@@ -752,8 +764,8 @@ class _ExampleMaker:
         return dataclasses.replace(self, builder=self.builder.remembering())
 
     def __call__(self, groups: list[list[int]]) -> tuple[pa.Table, list[int]]:
-        """Columns of `_BLOCK_FEATURES`, and how many examples each group has. A row that lacks a part gives an empty
-        one with a `problem`."""
+        """Columns of `_BLOCK_FEATURES`, and how many examples each group has. A row that lacks a part becomes an empty
+        example with a `problem`."""
         with _collecting_nothing():
             return self._make(groups)
 
@@ -772,9 +784,9 @@ class _ExampleMaker:
         ]
         for place, ((numbers, problems, *_), whole) in enumerate(zip(chosen, wholes, strict=True)):
             if place % GROUPS_READ_TOGETHER == 0:
-                some = [each for each in wholes[place : place + GROUPS_READ_TOGETHER] if each]
-                passages = [passage for own in some for passage in own[0]["passages"]]
-                self.builder.read(passages, [row for own in some for row in own] if asks else ())
+                together = [group for group in wholes[place : place + GROUPS_READ_TOGETHER] if group]
+                passages = [passage for group in together for passage in group[0]["passages"]]
+                self.builder.read(passages, [row for group in together for row in group] if asks else ())
             before = len(examples)
             for number, problem in zip(numbers, problems, strict=True):
                 if problem:
@@ -791,7 +803,7 @@ class _ExampleMaker:
         return dict(zip(unique, self.corpus[unique].to_pylist(), strict=True)) if unique else {}
 
     def _passages(self, rows: list[Row]) -> tuple[list[dict[str, str]], list[int]]:
-        """The passages of questions that share an example, and the numbers of rows that join them."""
+        """The passages of questions that share an example, and the numbers of the rows whose questions join them."""
         recipe, nearest = self.recipe, self.nearest
         if nearest is None:
             return own_passages(rows[0])[0], []
@@ -810,8 +822,8 @@ class _ExampleMaker:
 
 
 class _Makers:
-    """Runs an [`_ExampleMaker`] in several processes. Each process makes the same part of the corpus in all blocks.
-    Neighboring rows are about the same articles, so most of their passages are in its cache."""
+    """Runs an [`_ExampleMaker`] in several processes. In all blocks, a process gets rows of the same part of the
+    corpus: neighboring rows are about the same articles, so most of their passages are in its cache."""
 
     def __init__(self, maker: _ExampleMaker, num_proc: int | None):
         self.num_proc = num_proc or 1
@@ -837,10 +849,10 @@ class _Makers:
         for place, numbers in enumerate(groups):
             places[numbers[0] * self.num_proc // len(self.maker.corpus)].append(place)
         made = [
-            worker.submit(_make_part, [groups[place] for place in own])
-            for worker, own in zip(self.workers, places, strict=True)
+            worker.submit(_make_part, [groups[place] for place in worker_places])
+            for worker, worker_places in zip(self.workers, places, strict=True)
         ]
-        tables, counts = zip(*(each.result() for each in made), strict=True)
+        tables, counts = zip(*(part.result() for part in made), strict=True)
         place_of_example = np.repeat([*chain(*places)], [*chain(*counts)])
         return pa.concat_tables(tables).take(np.argsort(place_of_example, kind="stable")).combine_chunks()
 
@@ -861,7 +873,7 @@ def _make_part(groups: list[list[int]]) -> tuple[pa.Table, list[int]]:
 
 # Words
 
-# Minimum weight of a word, so that a slot of frequent words alone has a weight as well.
+# Minimum weight of a word, so that a slot with only frequent words has a weight as well.
 MIN_RARITY = 0.02
 
 

@@ -5,13 +5,13 @@
     python -m arcaligner.train.made_questions --maker runs/smollm2_135m/question_maker \\
         --reader runs/smollm2_135m/full_text --data data
 
-Both are LoRAs of the base model with text as input. The maker writes an answer from a paragraph and a question for it.
-The reader then answers the question from the same paragraph, and the question is kept if the answers agree (the *round
-trip*). Neither gets slots, so the selection does not depend on what an aligner can already answer.
+Reader and maker are LoRAs of the base model with text as input. The maker writes an answer from a paragraph, and a
+question for it. The reader then answers the question from the same paragraph, and the question is kept if the answers
+agree (the *round trip*). Neither gets slots, so the selection does not depend on what an aligner can already answer.
 
 The result is a file of rows like the others, `made_qa.jsonl.gz`, which a recipe names in `train_files`. Paragraphs of
-the recipe's other questions are left out. The work is written in parts, and an interrupted run continues with
-the next part. Not in the paper, which trains on the questions of HotpotQA.
+the recipe's other questions are left out. The result is first written in parts, so that an interrupted run continues
+with the next part. This is not in the paper, which trains on the questions of HotpotQA.
 """
 
 import json
@@ -39,10 +39,10 @@ from .prompts import full_text, question_prompt
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 48  # of a question with its answer
-MAX_ANSWER_TOKENS = 24  # of the reader's answer; a longer one is cut, so it disagrees
+MAX_ANSWER_TOKENS = 24  # of the reader's answer; a longer one is truncated, so it does not agree with the maker's
 PARAGRAPHS_PER_PART = 1024
 # For the maker's sampling: a token has to be at least this likely, relative to the most likely one. Unlike `top_p` this
-# needs no sorting, which on a GPU takes longer than the model for thousands of rows.
+# needs no sorting, which takes longer than the model on a GPU with thousands of rows.
 MIN_P = 0.05
 
 
@@ -52,13 +52,16 @@ class TextReader:
 
     Args:
         folder (`str` or `Path`): The `output_dir` of that script.
-        device (`str`): Where it runs.
+        device (`str`): The device that it runs on.
         batch_tokens (`int`): Maximum number of tokens of a batch, with padding and generated ones.
     """
 
     def __init__(self, folder: str | Path, device: str = "cpu", batch_tokens: int = 16_384):
         if not Path(folder, CONFIG_NAME).exists():
-            raise ValueError(f"{folder} has no {CONFIG_NAME}. Pass the folder of a finished run of train/full_text.py.")
+            raise ValueError(
+                f"{folder} has no {CONFIG_NAME}, so it is not the folder of a finished run of "
+                "`python -m arcaligner.train.full_text`. Pass such a folder."
+            )
         model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=default_dtype(device))
         self.model = model.merge_and_unload().eval().to(device)
         self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -105,24 +108,24 @@ def batches_of(lengths: Sequence[int], most: int) -> list[list[int]]:
     return batches
 
 
-def unasked(paragraphs: Iterable[Row], asked: Iterable[Row]) -> list[Row]:
-    """Rows of `paragraphs` with one passage each, without duplicates and without passages of the rows `asked`."""
-    known = {passage["text"] for row in asked for passage in row["passages"]}
-    found = {}
+def unasked(paragraphs: Iterable[Row], questions: Iterable[Row]) -> list[Row]:
+    """Rows of `paragraphs` with one passage each, without duplicates and without passages of the rows `questions`."""
+    known = {passage["text"] for row in questions for passage in row["passages"]}
+    unique = {}
     for row in paragraphs:
         if len(row["passages"]) == 1 and (text := row["passages"][0]["text"]).strip() and text not in known:
-            found.setdefault(text, row)
-    return list(found.values())
+            unique.setdefault(text, row)
+    return list(unique.values())
 
 
 def read_made(text: str, passage: dict[str, str]) -> tuple[str, str] | str:
-    """The question and the answer of a maker's text, which has the answer and the question on a line each; or the
-    reason why it is not used."""
+    """The question and the answer of a maker's text, or the reason why it is not used. The text has the answer on its
+    first line, and the question on the second."""
     answer, _, question = (part.strip() for part in text.partition("\n"))
     if not question:
         return "no question on a second line"
     if not question.endswith("?"):
-        return "a question that does not end"
+        return "a question that does not end with a question mark"
     if not normalize_answer(answer) or find_answer(answer, passage["text"]) is None:
         return "an answer that is not in the paragraph"
     if find_answer(answer, question) is not None:
@@ -138,13 +141,13 @@ def make_questions(maker: TextReader, rows: Sequence[Row], number: int) -> tuple
     for row, written in zip(rows, texts, strict=True):
         answers = set()
         for text in written:
-            read = read_made(text, row["passages"][0])
-            if isinstance(read, str):
-                left_out[read] += 1
+            parsed = read_made(text, row["passages"][0])
+            if isinstance(parsed, str):
+                left_out[parsed] += 1
                 continue
-            question, answer = read
+            question, answer = parsed
             if normalize_answer(answer) in answers:
-                left_out["an answer that was asked for already"] += 1
+                left_out["an answer that another question has"] += 1
                 continue
             answers.add(normalize_answer(answer))
             made.append(
@@ -157,16 +160,16 @@ def make_questions(maker: TextReader, rows: Sequence[Row], number: int) -> tuple
 def agreed(reader: TextReader, made: Sequence[Row]) -> list[Row]:
     """The rows whose question the reader answers as the maker did, from the same paragraph; answers are compared after
     SQuAD's normalization."""
-    found = reader.write([full_text(row) for row in made], max_new_tokens=MAX_ANSWER_TOKENS)
-    pairs = zip(made, found, strict=True)
+    answers = reader.write([full_text(row) for row in made], max_new_tokens=MAX_ANSWER_TOKENS)
+    pairs = zip(made, answers, strict=True)
     return [row for row, (text,) in pairs if normalize_answer(text) == normalize_answer(row["answers"][0])]
 
 
 def make_file(
     output: Path, paragraphs: Sequence[Row], maker: TextReader, reader: TextReader, number: int, seed: int
 ) -> Counter:
-    """Writes the questions about `paragraphs` to `output`, and returns how many were kept and how many left out, by
-    reason. Parts that are there already are not made again."""
+    """Write the questions about `paragraphs` to `output`, and return how many were kept and how many were left out, by
+    reason. Parts that exist already are not made again."""
     parts = output.with_name(f"{output.name}.parts")
     parts.mkdir(parents=True, exist_ok=True)
     counts, names = Counter(), []
@@ -197,25 +200,27 @@ def main(
     maker: Annotated[Path, typer.Option(help="Folder of the LoRA that makes questions (question_maker.yaml).")],
     reader: Annotated[Path, typer.Option(help="Folder of the LoRA that answers from text (full_text.yaml).")],
     data: Annotated[str, typer.Option(help="Folder of the data files.")] = "data",
-    paragraphs: Annotated[str, typer.Option(help="The paragraphs, a file in `--data`.")] = "recon_train.jsonl.gz",
+    paragraphs: Annotated[str, typer.Option(help="File of the paragraphs in `--data`.")] = "recon_train.jsonl.gz",
     asked: Annotated[
-        list[str], typer.Option(help="Files in `--data` with questions; their paragraphs are left out.")
+        list[str],
+        typer.Option(help="File with questions in `--data`; its paragraphs are left out. Can be repeated."),
     ] = ["train_qa.jsonl.gz", "train_extra.jsonl.gz"],  # noqa: B006
     output: Annotated[Path, typer.Option(help="File for the questions.")] = Path("data/made_qa.jsonl.gz"),
     limit: Annotated[int | None, typer.Option("-n", help="Number of paragraphs. Default: all.", min=1)] = None,
     questions: Annotated[int, typer.Option(help="Maximum number of questions about a paragraph.", min=1)] = 3,
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
-    batch_tokens: Annotated[int, typer.Option(help="Tokens per batch; a GPU with 80 GB takes 500,000.")] = 16_384,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens per batch; 500,000 fit on a GPU with 80 GB.")] = 16_384,
     seed: Annotated[int, typer.Option(help="Seed of the maker's sampling.")] = 0,
 ) -> None:
-    """Make questions about paragraphs, and keep those that a reader of text answers as their maker did."""
+    """Make questions about paragraphs with one LoRA, the maker. Keep those to which another LoRA, the reader, gives the
+    same answer."""
     if output.exists():
-        raise ValueError(f"{output} exists. Delete it to make it again, or choose another `--output`.")
+        raise ValueError(f"{output} exists. Delete the file to make it again, or choose another `--output`.")
     known = (row for file in asked for row in read_rows(find_file(file, data)))
     chosen = unasked(read_rows(find_file(paragraphs, data)), known)[:limit]
     models = (TextReader(folder, device, batch_tokens) for folder in (maker, reader))
     counts = make_file(output, chosen, *models, questions, seed)
-    table = markdown_table(["of the questions that were made", "number"], counts.most_common())
+    table = markdown_table(["questions: kept, or why not", "number"], counts.most_common())
     print("\n".join([f"{len(chosen)} paragraphs", "", *table, "", f"Written to {output}."]))
 
 

@@ -2,21 +2,21 @@
 
     python -m arcaligner.train.multihop --recipe train/recipes/smollm2_135m/2_grounding.yaml --aligner FOLDER
 
-By default a question gets the top-ranked of several passages, which is far better than all of them unless several are
-needed. This head finds the questions that need several, those of HotpotQA and MuSiQue among the recipe's data, and the
-two passages that they need.
+By default only the top-ranked of several passages is used, which gives far better answers than all of them, unless the
+question needs several. This head finds the questions that need several, such as those of HotpotQA and MuSiQue in the
+recipe's data, and the two passages that they need.
 
 - *Which questions*: A logistic regression separates the questions of the training articles by their embeddings and
-  their numbers of words. Questions of half of the held-out articles, with their passages among the nearest others,
-  then give the
-  weight of this, of the answerability of the top-ranked passage, and an offset. Both regressions weight the two kinds
-  equally. The offset then assumes that a quarter of a user's questions are multi-hop questions: a second passage that
-  is not needed costs more than one that is missing gains, if few questions need it.
-- *Which two*: Questions of this half that need two passages get them among the nearest others, ten in all. A logistic
-  regression separates the pair from all other pairs by the features of `pair_features`, with and without titles.
+  their numbers of words. A second one combines its result with the answerability of the top-ranked passage. It is
+  fitted on questions of half of the held-out articles, whose passages are mixed with the nearest others. Both
+  regressions weight the two kinds of questions equally. The offset then assumes that a quarter of a user's questions
+  are multi-hop questions: if few are, a second passage costs more where it is not needed than it gains where it is.
+- *Which two*: Questions of the same half that need two passages get these among the nearest others, ten in all. A
+  logistic regression separates the pair from all other pairs by the features of `pair_features`, with and without
+  titles.
 
-The result is saved in the folder's model. No test set is read. `python -m arcaligner.train.num_passages` measures on
-the other half what it brings.
+The result is saved in the model in `--aligner`. No test set is used. `python -m arcaligner.train.num_passages` measures
+the gain on the other half of the held-out articles.
 """
 
 import itertools
@@ -48,7 +48,7 @@ from .validate import asked_rows, load_mean, read_recipe
 BATCH = 64  # questions that are encoded together
 SCORED = 8  # questions whose passages are scored together
 STRENGTH = 1.0  # inverse regularization, scikit-learn's default
-PAIRS_AMONG = 10  # passages that the needed pair is among
+PAIRS_AMONG = 10  # passages, from which the needed pair has to be selected
 FOLDS = 5  # of cross-validation
 MULTIHOP_SHARE = 0.25  # of the questions that users ask; it is not measured
 
@@ -59,12 +59,12 @@ def needs_several(row: Row) -> bool:
 
 
 def features_of(processor: ArcAlignerProcessor, rows: list[Row]) -> np.ndarray:
-    """The embedding of each row's question, and the logarithm of its number of words: (rows, d_r + 1)."""
-    found = []
-    for start in tqdm(range(0, len(rows), BATCH), desc="questions", leave=False):
+    """The embedding of each row's question and the logarithm of its number of words: (rows, d_r + 1)."""
+    features = []
+    for start in tqdm(range(0, len(rows), BATCH), desc="encoding questions", leave=False):
         questions = [row["question"] for row in rows[start : start + BATCH]]
-        found.append(MultihopHead.wording(*question_features(processor.encoder, questions)).double().numpy())
-    return np.concatenate(found)
+        features.append(MultihopHead.wording(*question_features(processor.encoder, questions)).double().numpy())
+    return np.concatenate(features)
 
 
 @torch.inference_mode()
@@ -72,19 +72,20 @@ def score_rows(
     model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row]
 ) -> list[dict[int, ScoredPassage]]:
     """The scores of all passages of each row."""
-    answerer, found = Answerer(model, processor, model.passage_cache(processor, max_bytes=CACHE_BYTES)), []
+    answerer, scores = Answerer(model, processor, model.passage_cache(processor, max_bytes=CACHE_BYTES)), []
     for start in tqdm(range(0, len(rows), SCORED), desc="scoring passages", leave=False):
-        some = rows[start : start + SCORED]
-        found += answerer.score([row["question"] for row in some], [row["passages"] for row in some])
-    return found
+        batch = rows[start : start + SCORED]
+        scores += answerer.score([row["question"] for row in batch], [row["passages"] for row in batch])
+    return scores
 
 
 def fit_questions(
     processor: ArcAlignerProcessor, rows: list[Row], held_out: list[Row], odds: np.ndarray
 ) -> tuple[np.ndarray, float, dict[str, float]]:
-    """Weights (d_r + 2,) and bias for whether a question needs several passages, from training `rows` and `held_out`
-    ones with `odds`, and how well they separate the latter, by cross-validation of what these fit."""
-    several, held_out_several = (np.array([needs_several(row) for row in some]) for some in (rows, held_out))
+    """Weights (d_r + 2,) and bias for whether a question needs several passages. The wording is fitted to training
+    `rows`; its weight and that of `odds` are fitted to `held_out` rows. Also how well they separate the held-out rows,
+    by cross-validation of the second fit."""
+    several, held_out_several = (np.array([needs_several(row) for row in part]) for part in (rows, held_out))
     wording = LogisticRegression(C=STRENGTH, class_weight="balanced", max_iter=5000)
     wording.fit(features_of(processor, rows), several)
     evidence = np.stack([wording.decision_function(features_of(processor, held_out)), odds], axis=1)  # (held_out, 2)
@@ -106,14 +107,14 @@ def fit_questions(
 def fit_pairs(
     processor: ArcAlignerProcessor, rows: list[Row], scores: list[dict[int, ScoredPassage]]
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Weights (6,) of the features of a pair of passages, from rows that need two, and the share of rows whose pair
-    ranks first: by cross-validation, with and without titles, and by the log-odds alone."""
+    """Weights (6,) of the features of a pair of passages, fitted to rows that need two. Also the share of rows whose
+    pair ranks first: by cross-validation, with and without titles, and by the log-odds alone."""
     features, is_needed, groups = [], [], []
     half = len(rows)  # the rows, then the same without titles
-    untitled = [row | {"passages": [each["text"] for each in row["passages"]]} for row in rows]
-    for number, (row, own) in enumerate(zip([*rows, *untitled], scores * 2, strict=True)):
-        pairs = [*itertools.combinations(sorted(own), 2)]
-        log_odds = {place: each.log_odds for place, each in own.items()}
+    untitled = [row | {"passages": [passage["text"] for passage in row["passages"]]} for row in rows]
+    for number, (row, row_scores) in enumerate(zip([*rows, *untitled], scores * 2, strict=True)):
+        pairs = [*itertools.combinations(sorted(row_scores), 2)]
+        log_odds = {place: score.log_odds for place, score in row_scores.items()}
         features.append(pair_features(row["question"], row["passages"], log_odds, pairs, processor.spacy_model).numpy())
         is_needed += [[*pair] == row["gold"] for pair in pairs]
         groups += [number] * len(pairs)
@@ -124,8 +125,8 @@ def fit_pairs(
     scaler, regression = fit.fit(features, is_needed).named_steps.values()
 
     def first(order: np.ndarray, numbers: range) -> float:
-        found = [is_needed[groups == number][order[groups == number].argmax()] for number in numbers]
-        return 100 * float(np.mean(found))
+        is_first = [is_needed[groups == number][order[groups == number].argmax()] for number in numbers]
+        return 100 * float(np.mean(is_first))
 
     measured = {
         "pairs found, %": first(predicted, range(half)),
@@ -142,21 +143,21 @@ def fit_multihop(
     number: int,
     number_held_out: int,
 ) -> dict[str, float]:
-    """Gives `model` a fitted multi-hop head. Returns how well it separates held-out questions and pairs.
+    """Give `model` a fitted multi-hop head. Return how well it separates held-out questions and pairs.
 
     Raises:
         `ValueError`: data without questions that need one passage, or without questions that need several.
     """
     rows, held_out = asked_rows(recipe, number, held_out=False), mixed_rows(recipe, number_held_out, FITTED)
     pairs = [row for row in mixed_rows(recipe, number_held_out, FITTED, (PAIRS_AMONG,)) if len(row["gold"]) == 2]
-    several = [sum(map(needs_several, some)) for some in (rows, held_out)]
-    one = [len(some) - count for some, count in zip((rows, held_out), several, strict=True)]
+    several = [sum(map(needs_several, part)) for part in (rows, held_out)]
+    one = [len(part) - count for part, count in zip((rows, held_out), several, strict=True)]
     if min(len(pairs), *several, *one) < FOLDS:
         raise ValueError(
             f"{several[0]} of {len(rows)} training questions and {several[1]} of {len(held_out)} held-out ones need "
-            f"several passages, and {len(pairs)} of the latter need two; expected at least {FOLDS} of each, and as "
-            "many that need one. Raise `-n` and `--held-out`, or add questions whose `meta.gold` names several "
-            "passages to `train_files`, such as HotpotQA's."
+            f"several passages, and {len(pairs)} held-out ones need exactly two; expected at least {FOLDS} of each, "
+            f"and at least {FOLDS} training and held-out questions that need one. Raise `-n` and `--held-out`, or add "
+            "questions whose `meta.gold` names several passages to `train_files`, such as HotpotQA's."
         )
     odds = top_odds(score_rows(model, processor, held_out)).numpy()
     weight, bias, measured = fit_questions(processor, rows, held_out, odds)
@@ -174,9 +175,10 @@ def main(
     aligner: Annotated[Path, typer.Option(help="Folder of the aligner, with a fitted answerability head.")],
     number: Annotated[int, typer.Option("-n", help="Number of training questions.")] = 20_000,
     held_out: Annotated[int, typer.Option(help="Number of held-out questions.")] = 1000,
-    data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of the data. Default: the recipe's.")] = None,
 ) -> None:
-    """Fit which questions need two passages, and which two, and print how well they are found on held-out articles."""
+    """Fit the multi-hop head, which finds questions that need two passages, and the two passages. Print how well it
+    does on questions of held-out articles."""
     model, processor = load_mean([aligner])
     Answerer(model, processor).check(max_passages=1)
     data = read_recipe(recipe, data_dir)

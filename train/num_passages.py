@@ -1,14 +1,14 @@
-"""How many of several passages to use: answers to held-out questions from the top-ranked ones, and from all of them.
+"""How many of several passages to use: the F1 of answers to held-out questions from the top-ranked ones, and from all.
 
     python -m arcaligner.train.num_passages --recipe train/recipes/smollm2_135m/2_grounding.yaml --aligner FOLDER
 
-The passages that a question needs are given among the nearest others that do not answer it, in random order: two,
-three or five together. The default of `max_passages` rests on this table. It counts questions that need one passage and
-questions that need several separately, since using one passage fails the latter. *Prior*: all passages are used, and
-the attention to the slots of each is weighted by its score (`passage_prior` of `PassageCache.prepare`). *Three if
-unsure*: three passages if the top-ranked one by itself is unlikely to contain the answer, else this one. *As needed*:
-as without `max_passages`, two passages for questions that the multi-hop head finds to need several, else one. The
-questions are those of half of the held-out articles; the head is fitted on the other half.
+The passages that a question needs are mixed, in random order, with the nearest others that do not answer it: two, three
+or five in all. The default of `max_passages` was chosen by this table. Its rows are questions that need one passage and
+questions that need several, because one passage is not enough for the latter. Three columns need an explanation. *all,
+prior*: all passages are used, and the attention to the slots of each is weighted by its score (`passage_prior` of
+`PassageCache.prepare`). *three if unsure*: three passages if the top-ranked one is unlikely to contain the answer, else
+only this one. *as needed*, the default: two passages if the multi-hop head finds that the question needs several, else
+one. The questions are about half of the held-out articles; the head is fitted on the other half.
 """
 
 import math
@@ -34,33 +34,33 @@ from .validate import asked_rows, load_mean, read_recipe
 
 SIZES = 2, 3, 5
 WAYS = "top-ranked", "two", "three if unsure", "as needed", "all", "all, prior", "needed"
-FITTED, ASKED = 0, 1  # halves of the held-out articles: the one that `train/multihop.py` uses, and the one asked here
+FITTED, ASKED = 0, 1  # halves of the held-out articles: the one of `train/multihop.py`, and the one of this table
 UNSURE = 0.5  # answerability of the top-ranked passage, below which three are used
 CACHE_BYTES = 2**30
 
 
 def mixed_rows(recipe: RecipeArguments, number: int, half: int, sizes: Sequence[int] = SIZES) -> list[Row]:
-    """About `number` questions of half of the held-out articles, 0 or 1. `passages` are those that the answer needs,
-    mixed with the nearest others of the held-out articles, one of `sizes` in all; `gold` has their numbers, and `needs`
-    is `"one"` or `"several"`."""
+    """About `number` questions of a `half` of the held-out articles, 0 or 1. `passages` are those that the answer
+    needs, mixed with the nearest others of the held-out articles; their number in all is drawn from `sizes`. `gold` has
+    the numbers of the needed passages, and `needs` is `"one"` or `"several"`."""
     rows = [row for row in asked_rows(recipe, 2 * number) if half_of(row) == half]
     nearest = NearestPassages(row for source in recipe.train_files for row in open_part(recipe, source, held_out=True))
     mixed = []
     for row in rows:
         draw = random.Random(row["id"])
-        own, _ = own_passages(row)
-        size = max(draw.choice(sizes), len(own) + 1)
-        others = nearest.without_answer(row["question"], row["answers"], own, size - len(own))
-        order = draw.sample(range(len(own) + len(others)), len(own) + len(others))
-        passages = [[*own, *others][place] for place in order]
-        gold = [number for number, place in enumerate(order) if place < len(own)]
-        needs = "one" if len(own) == 1 else "several"
+        needed, _ = own_passages(row)
+        size = max(draw.choice(sizes), len(needed) + 1)
+        others = nearest.without_answer(row["question"], row["answers"], needed, size - len(needed))
+        order = draw.sample(range(len(needed) + len(others)), len(needed) + len(others))
+        passages = [[*needed, *others][place] for place in order]
+        gold = [number for number, place in enumerate(order) if place < len(needed)]
+        needs = "one" if len(needed) == 1 else "several"
         mixed.append(row | {"passages": passages, "gold": gold, "needs": needs})
     return mixed
 
 
 def half_of(row: Row) -> int:
-    """The half of the articles that a question is of, 0 or 1: that of the first passage that it needs."""
+    """The half of the articles that a question belongs to, 0 or 1. The first passage that it needs decides."""
     return stable_number(f"half:{own_passages(row)[0][0]['title']}", 2)
 
 
@@ -70,8 +70,8 @@ def answers_by_way(
 ) -> np.ndarray:
     """F1 of greedy answers, in percent: (num_rows, len(WAYS))."""
     cache = model.passage_cache(processor, max_bytes=CACHE_BYTES)
-    answerer, found = Answerer(model, processor, cache), np.zeros((len(rows), len(WAYS)))
-    for place, row in enumerate(tqdm(rows, desc=f"questions, rate {rate}")):
+    answerer, f1 = Answerer(model, processor, cache), np.zeros((len(rows), len(WAYS)))
+    for place, row in enumerate(tqdm(rows, desc=f"answering questions, tokens_per_slot={rate}")):
         question, passages = row["question"], row["passages"]
         scores = answerer.score([question], [passages], tokens_per_slot=rate)[0]
         log_odds = [scores[number].log_odds for number in range(len(passages))]
@@ -85,43 +85,44 @@ def answers_by_way(
             "all, prior": range(len(passages)),
             "needed": row["gold"],
         }
-        answers = {}  # ways often use the same passages
+        answers = {}  # by the passages used, because several ways often use the same ones
         for column, way in enumerate(WAYS):
-            prior = [[each - max(log_odds) for each in log_odds]] if way == "all, prior" else None
+            prior = [[odds - max(log_odds) for odds in log_odds]] if way == "all, prior" else None
             key = (*chosen[way], prior is None)
             if key not in answers:
                 used = [passages[number] for number in chosen[way]]
                 inputs = cache.prepare([question], [used], tokens_per_slot=rate, passage_prior=prior)
                 (answers[key],), _ = greedy_answers(model, processor, inputs, [question], [used])
-            found[place, column] = 100 * token_f1(answers[key], row["answers"])
-    return found
+            f1[place, column] = 100 * token_f1(answers[key], row["answers"])
+    return f1
 
 
 def table(rows: Sequence[Row], scores: np.ndarray) -> str:
-    """Mean F1 of each way with its standard error, by how many passages are needed, as Markdown."""
+    """Mean F1 of each way, in percent, with its standard error, by how many passages are needed, as Markdown."""
     cells = []
     for needs in ("one", "several"):
-        own = scores[[row["needs"] == needs for row in rows]]
-        if len(own):
-            errors = own.std(axis=0) / math.sqrt(len(own))
-            shown = [f"{mean:.1f} ± {error:.1f}" for mean, error in zip(own.mean(axis=0), errors, strict=True)]
-            cells.append([f"{needs} ({len(own)} questions)", *shown])
+        needed_scores = scores[[row["needs"] == needs for row in rows]]
+        if len(needed_scores):
+            errors = needed_scores.std(axis=0) / math.sqrt(len(needed_scores))
+            means = needed_scores.mean(axis=0)
+            shown = [f"{mean:.1f} ± {error:.1f}" for mean, error in zip(means, errors, strict=True)]
+            cells.append([f"{needs} ({len(needed_scores)} questions)", *shown])
     return "\n".join(markdown_table(["passages needed", *WAYS], cells))
 
 
 def main(
     recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, for its data and held-out articles.")],
     aligner: Annotated[Path, typer.Option(help="Folder of the aligner, with a fitted answerability head.")],
-    rates: Annotated[str, typer.Option(help="Tokens per slot, separated by commas.")] = "2",
+    rates: Annotated[str, typer.Option(help="Numbers of tokens per slot, or segment, with commas.")] = "2",
     number: Annotated[int, typer.Option("-n", help="Number of questions.")] = 150,
-    data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of the data. Default: the recipe's.")] = None,
 ) -> None:
-    """Print the F1 of answers from the top-ranked passages, from all, and from those that are needed."""
+    """Print the F1 of answers from the top-ranked passages, from all passages, and from those that are needed."""
     rows = mixed_rows(read_recipe(recipe, data_dir), number, ASKED)
     model, processor = load_mean([aligner])
     for rate in rates.split(","):
         scores = answers_by_way(model, processor, rows, int(rate) if rate.isdecimal() else rate)
-        print(f"Tokens per slot: {rate}\n\n{table(rows, scores)}\n", flush=True)
+        print(f"F1 in percent, with `tokens_per_slot` {rate}\n\n{table(rows, scores)}\n", flush=True)
 
 
 if __name__ == "__main__":

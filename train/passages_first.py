@@ -6,9 +6,9 @@ run through the frozen layers, over the keys and values of its slots. No row is 
 together, no mask hides most of the computation, and turns never pass through the LoRA. The loss equals that of a step
 in one phase (`tests/train/test_passages_first.py`).
 
-Beyond the paper, the *attention loss* trains layers directly, where the NLL acts on the last layer only: of the
-attention that a position predicting the answer pays to slots, `-log` of the share on passages with the answer, heads
-summed.
+Beyond the paper, the *attention loss* trains single layers directly, while the NLL depends on the output of the last
+layer. At a position that predicts a token of the answer, it is `-log` of a share: of the attention to slots, summed
+over heads, the share that goes to passages with the answer.
 """
 
 from collections.abc import Sequence
@@ -37,15 +37,15 @@ class PassagesFirstCollator:
     the longest turn of the batch. Arguments are those of `ContextCollator`, and
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The backbone's; passages with an answer are found in its
-            text.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The backbone's. Passages with an answer are found in the
+            text that it decodes.
 
     Returns a dictionary of
 
     - `passage_ids`, `passage_mask`: `torch.LongTensor` (passage_rows, longest): the beginning of the prompt and a
       context token for each slot of one or several passages;
-    - `context_passage_ids`: `torch.LongTensor` (passage_rows, max_slots), which passage of its row a slot is of, -1 in
-      padding;
+    - `context_passage_ids`: `torch.LongTensor` (passage_rows, max_slots), the number, within its row, of the passage
+      that a slot belongs to, -1 in padding;
     - `encoder_inputs`, `context_word_ids`: the slots of these rows;
     - `input_ids`, `labels`, `turn_ids`, `position_ids`: `torch.LongTensor` (turn_rows, seq_len): packed turns, each row
       of one example; `turn_ids` is -1 in padding;
@@ -53,7 +53,7 @@ class PassagesFirstCollator:
       of a row attend to: those of the beginning once, then all slots of the example; -1 in padding;
     - `is_slot`: `torch.BoolTensor` (turn_rows, num_kept);
     - `holds_answer`: `torch.BoolTensor` (turn_rows, max_turns, num_kept), the slots of passages with the turn's answer;
-      none where no passage has it, or each one;
+      none if no passage has it, or if all have it;
     - `row_ids`: `list[str]`, of the examples.
     """
 
@@ -68,7 +68,9 @@ class PassagesFirstCollator:
         rate = drawn_rate(rows, self.tokens_per_slot)
         segments = [segment for row in rows for segment in row["segments"]]
         runs = [equal_runs(len(segment["word_ids"]), rate) for segment in segments]
-        words = [own["word_ids"][start:end] for own, ends in zip(segments, runs, strict=True) for start, end in ends]
+        words = [
+            segment["word_ids"][start:end] for segment, ends in zip(segments, runs, strict=True) for start, end in ends
+        ]
         # Slots of a segment are adjacent, and so are segments of a passage.
         slots_of_segment = iter(map(len, runs))
         heads, sizes, passages_of_row = [], [], []
@@ -105,33 +107,33 @@ class PassagesFirstCollator:
     ) -> dict[str, torch.Tensor]:
         """The second phase."""
         names = ("input_ids", "labels", "turn_ids", "position_ids", "kept", "is_slot")
-        found: dict[str, list[list[int]]] = {name: [] for name in names}
+        columns: dict[str, list[list[int]]] = {name: [] for name in names}
         capacity = max(len(turn["input_ids"]) for row in rows for turn in row["turns"])
-        held, first = [], 0  # by row and turn: which kept positions are of a passage with the answer
+        held, first = [], 0  # by row and turn: which kept positions belong to a passage with the answer
         for row, passages in zip(rows, passages_of_row, strict=True):
             numbers, length = range(first, first + len(passages)), len(row["head"])
-            own = [packed.sizes[number] for number in numbers]
+            num_slots = [packed.sizes[number] for number in numbers]
             kept = np.concatenate([packed.beginning(first), *map(packed.positions, numbers)]).tolist()
-            begin = length + max(own)  # positions of a turn continue after the longest passage
+            begin = length + max(num_slots)  # positions of a turn continue after the longest passage
             texts = self._texts(row, passages)
             for turns in turn_rows(row["turns"], capacity):
                 for name in ("input_ids", "labels"):
-                    found[name].append([each for turn in turns for each in turn[name]])
+                    columns[name].append([token for turn in turns for token in turn[name]])
                 counts = [len(turn["input_ids"]) for turn in turns]
-                found["turn_ids"].append([number for number, count in enumerate(counts) for _ in range(count)])
-                found["position_ids"].append([begin + at for count in counts for at in range(count)])
-                found["kept"].append(kept)
-                found["is_slot"].append([0] * length + [1] * sum(own))
+                columns["turn_ids"].append([number for number, count in enumerate(counts) for _ in range(count)])
+                columns["position_ids"].append([begin + at for count in counts for at in range(count)])
+                columns["kept"].append(kept)
+                columns["is_slot"].append([0] * length + [1] * sum(num_slots))
                 held.append([])
                 for turn in turns:
-                    answer = self._plain([each for each in turn["labels"] if each >= 0])
+                    answer = self._plain([label for label in turn["labels"] if label >= 0])
                     holds = [bool(answer) and answer in text for text in texts]
                     if all(holds):  # all passages contain it: no preference to learn
                         holds = [False] * len(holds)
-                    held[-1].append([0] * length + np.repeat(holds, own).tolist())
+                    held[-1].append([0] * length + np.repeat(holds, num_slots).tolist())
             first += len(passages)
         padding = {"labels": -100, "turn_ids": -1, "kept": -1}
-        batch = {name: padded(values, padding.get(name, 0)) for name, values in found.items()}
+        batch = {name: padded(values, padding.get(name, 0)) for name, values in columns.items()}
         batch["is_slot"] = batch["is_slot"].bool()
         holds_answer = torch.zeros(len(held), max(map(len, held)), batch["kept"].shape[1], dtype=torch.bool)
         for number, turns in enumerate(held):
@@ -143,7 +145,7 @@ class PassagesFirstCollator:
         words: dict[int, list[int]] = {number: [] for number in passages}
         for segment in row["segments"]:
             words[segment["document"]] += segment["word_ids"]
-        return [self._plain(own) for own in words.values()]
+        return [self._plain(ids) for ids in words.values()]
 
     def _plain(self, ids: list[int]) -> str:
         return " ".join(self.tokenizer.decode(ids, skip_special_tokens=True).lower().split())
@@ -221,14 +223,14 @@ def check_passages_first(model: ArcAlignerForCausalLM, args: TrainingArguments |
     """Raises `ValueError` for a model or arguments that exclude a step in two phases."""
     if model.config.passage_attention != "separate":
         raise ValueError(
-            f"`passage_attention` is {model.config.passage_attention!r}, so that slots attend to other passages; "
-            "`passages_first` needs independent ones. Set `aligner: {passage_attention: separate}`, or leave "
+            f"`passage_attention` is {model.config.passage_attention!r}, so slots attend to other passages, but "
+            "`passages_first` needs independent passages. Set `aligner: {passage_attention: separate}`, or leave "
             "`passages_first` out."
         )
     if args is not None and args.gradient_checkpointing:
         raise ValueError(
-            "`activation_checkpointing` (formerly `gradient_checkpointing`) stores no keys and values, which the "
-            "second phase of `passages_first` needs. Leave one of them out."
+            "`activation_checkpointing` (formerly `gradient_checkpointing`) and `passages_first` are both set, but the "
+            "first stores no keys and values, which the second needs. Leave one of the two out."
         )
 
 
@@ -240,7 +242,7 @@ def run_passages_first(
     attention_layers: Sequence[int] = (),
     with_logits: bool = False,
 ) -> tuple[ArcAlignerCausalLMOutputWithPast, torch.Tensor | None]:
-    """Both phases of a step.
+    """Run both phases of a step.
 
     Args:
         model ([`ArcAlignerForCausalLM`]): With independent passages (`passage_attention="separate"`).
@@ -256,17 +258,17 @@ def run_passages_first(
         slots; and the attention loss, `None` without `attention_layers` and if no passage can be preferred.
     """
     text_config, cache = model.config.text_config, DynamicCache()
-    read = model.model(
+    passage_outputs = model.model(
         input_ids=batch["passage_ids"],
         attention_mask=batch["passage_mask"],
         use_cache=True,
         **{CACHE: cache},
         **slots,
     )
-    own = batch["turn_ids"]
+    turn_ids = batch["turn_ids"]
     outputs = model.model.backbone(
         input_ids=batch["input_ids"],
-        attention_mask=turns_mask(own, batch["kept"], model.dtype),
+        attention_mask=turns_mask(turn_ids, batch["kept"], model.dtype),
         position_ids=batch["position_ids"],
         use_cache=True,
         output_attentions=bool(attention_layers),
@@ -279,8 +281,8 @@ def run_passages_first(
     logits = None
     if with_logits:
         logits = postprocess_logits(model.lm_head(outputs.last_hidden_state), text_config)
-    found = ArcAlignerCausalLMOutputWithPast(loss=loss, logits=logits, recursion_depth=read.recursion_depth)
-    return found, attention
+    output = ArcAlignerCausalLMOutputWithPast(loss=loss, logits=logits, recursion_depth=passage_outputs.recursion_depth)
+    return output, attention
 
 
 def kept_positions(cache: Cache, kept: torch.LongTensor, num_layers: int) -> DynamicCache:
@@ -289,11 +291,11 @@ def kept_positions(cache: Cache, kept: torch.LongTensor, num_layers: int) -> Dyn
     taken, (batch, num_kept) = DynamicCache(), kept.shape
     flat = kept.clamp(min=0).flatten()
     for number, layer in zip(range(num_layers), cache.layers, strict=True):
-        states = []
-        for each in (layer.keys, layer.values):  # (passages, heads, longest, head_dim)
-            rows = each.transpose(1, 2).flatten(0, 1).index_select(0, flat)  # (batch * num_kept, heads, head_dim)
-            states.append(rows.view(batch, num_kept, *rows.shape[1:]).transpose(1, 2))
-        taken.update(*states, number)
+        selected = []
+        for states in (layer.keys, layer.values):  # (passages, heads, longest, head_dim)
+            rows = states.transpose(1, 2).flatten(0, 1).index_select(0, flat)  # (batch * num_kept, heads, head_dim)
+            selected.append(rows.view(batch, num_kept, *rows.shape[1:]).transpose(1, 2))
+        taken.update(*selected, number)
     return taken
 
 
@@ -303,15 +305,16 @@ def turns_mask(turn_ids: torch.LongTensor, kept: torch.LongTensor, dtype: torch.
     `kept` -1 in padding."""
     (batch, seq_len), index = turn_ids.shape, torch.arange(turn_ids.shape[1], device=turn_ids.device)
     before = (kept >= 0)[:, None, :].expand(batch, seq_len, -1)
-    own = (turn_ids[:, :, None] == turn_ids[:, None, :]) & (index[None, :] <= index[:, None])
-    reads = torch.cat([before, own], dim=2)[:, None]
-    return torch.zeros(reads.shape, dtype=dtype, device=reads.device).masked_fill(~reads, torch.finfo(dtype).min)
+    in_turn = (turn_ids[:, :, None] == turn_ids[:, None, :]) & (index[None, :] <= index[:, None])
+    is_visible = torch.cat([before, in_turn], dim=2)[:, None]
+    mask = torch.zeros(is_visible.shape, dtype=dtype, device=is_visible.device)
+    return mask.masked_fill(~is_visible, torch.finfo(dtype).min)
 
 
 def attention_loss(attentions: Sequence[torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
     """Mean of `-log` of the share of slot attention that goes to passages with the answer. It is the mean over layers,
-    and over positions that predict an answer which some passages contain and others do not. `attentions` are of each
-    layer (batch, heads, seq_len, num_kept + seq_len)."""
+    and over positions that predict an answer which some passages contain and others do not. `attentions` has the
+    attention weights of each layer, (batch, heads, seq_len, num_kept + seq_len)."""
     turns = batch["turn_ids"]  # (batch, seq_len)
     predicts = torch.nn.functional.pad(batch["labels"][:, 1:] >= 0, (0, 1))
     holds = batch["holds_answer"].gather(1, turns.clamp(min=0)[:, :, None].expand(-1, -1, batch["kept"].shape[1]))
@@ -319,8 +322,8 @@ def attention_loss(attentions: Sequence[torch.Tensor], batch: dict[str, torch.Te
     if not is_asked.any():
         return None
     losses = []
-    for each in attentions:
-        read = each[..., : holds.shape[2]].float().sum(dim=1)  # over heads: (batch, seq_len, num_kept)
-        in_slots, held = (read * batch["is_slot"][:, None]).sum(dim=2), (read * holds).sum(dim=2)
+    for weights in attentions:
+        slot_attention = weights[..., : holds.shape[2]].float().sum(dim=1)  # over heads: (batch, seq_len, num_kept)
+        in_slots, held = (slot_attention * batch["is_slot"][:, None]).sum(dim=2), (slot_attention * holds).sum(dim=2)
         losses.append((torch.log(in_slots + NO_SHARE) - torch.log(held + NO_SHARE))[is_asked].mean())
     return torch.stack(losses).mean()

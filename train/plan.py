@@ -1,8 +1,8 @@
-"""Requirements of a recipe without loading anything: `arcaligner train --recipe mistral_7b --dry-run`.
+"""What a recipe needs, estimated without loading a model: `arcaligner train --recipe mistral_7b --dry-run`.
 
-Parameters are counted on the meta device; if neither the model nor the Hub can be reached, `published.yaml` gives the
-sizes. If the data are files, a first block of examples is made and measured. The memory of activations is an estimate,
-within a fifth of the memory measured on one H200 with a 7B backbone.
+Parameters are counted on the meta device. If a model is not on this machine, `published.yaml` or the Hub gives its
+sizes. If the data are files, a first block of examples is made and measured. The memory of activations is an estimate.
+It was within a fifth of the memory measured on one H200 with a 7B backbone.
 """
 
 import logging
@@ -27,16 +27,16 @@ from .stages import Stage
 
 PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
 GIB, GB = 2**30, 1e9
-# Mean tokens of an example, slots included: of Wikipedia's paragraphs in passages of 100 words, and of questions of
-# HotpotQA with the paragraphs that answer them, with Mistral's tokenizer and a slot per sentence.
+# Mean number of positions of an example with Mistral's tokenizer and one slot per sentence. Reconstruction: paragraphs
+# of Wikipedia in passages of 100 words. The other stages: questions of HotpotQA with the paragraphs that answer them.
 TYPICAL_TOKENS = {"reconstruction": 104, "grounding": 54, "gating": 54}
 # Share of a row's positions that are slots: with several tokens per slot, and with one slot per sentence.
 SLOT_SHARE, SENTENCE_SLOT_SHARE = 0.9, 0.2
 TOKENS_OF_A_SENTENCE = 30
-# Activations that stage III keeps for backward, relative to stage II, because it runs layers several times.
+# Activations that stage III keeps for the backward pass, relative to stage II. It runs layers several times.
 GATING_FACTOR = 1.7
 BYTES_OF_A_WORD = 6
-# Settings of a checkpoint that decide the size of its aligner.
+# Settings of a checkpoint that the size of its aligner depends on.
 OF_CHECKPOINTS = ("lora_r", "lora_target_modules", "gate_layers", "gate_hidden_size", "word_parts")
 
 
@@ -88,9 +88,9 @@ class StagePlan:
 
     @property
     def tokens_per_step(self) -> float:
-        """On each GPU."""
-        own = self.per_device * self.examples.mean if self.batch_tokens is None else self.batch_tokens
-        return own * self.accumulated
+        """Tokens of an optimizer step on each GPU."""
+        positions = self.per_device * self.examples.mean if self.batch_tokens is None else self.batch_tokens
+        return positions * self.accumulated
 
     @property
     def bytes_needed(self) -> int:
@@ -98,7 +98,7 @@ class StagePlan:
         return memory.fixed + (memory.with_checkpointing if self.activation_checkpointing else memory.activations)
 
     def hours(self, tokens_per_second: float) -> float | None:
-        """Hours at a speed in tokens per second on each GPU."""
+        """Hours of training with `tokens_per_second` on each GPU; `None` if the number of steps is not known."""
         if self.steps is None:
             return None
         return self.steps * self.tokens_per_step / tokens_per_second / 3600
@@ -113,29 +113,31 @@ def model_config(name: str) -> PreTrainedConfig:
     Raises:
         `ValueError`: a model whose sizes are not known here.
     """
-    found = resolve_model(name)
-    if not Path(found).is_dir() and name in PUBLISHED["models"]:
+    path = resolve_model(name)
+    if not Path(path).is_dir() and name in PUBLISHED["models"]:
         return AutoConfig.for_model(**PUBLISHED["models"][name])
     try:
-        return AutoConfig.from_pretrained(found)
+        return AutoConfig.from_pretrained(path)
     except OSError as error:
         raise ValueError(
             f"The configuration of {name} is neither on this machine nor in train/published.yaml, and the Hub did not "
-            f"return it ({str(error).splitlines()[0]}). A gated model needs its licence accepted and `hf auth login`."
+            f"return it ({str(error).splitlines()[0]}). Check the name. For a gated model, accept its licence on the "
+            "Hub and run `hf auth login`."
         ) from error
 
 
 def num_parameters(config: PreTrainedConfig) -> int:
     """Parameters of a model without a head."""
     with torch.device("meta"):
-        return sum(each.numel() for each in AutoModel.from_config(config).parameters())
+        return sum(parameter.numel() for parameter in AutoModel.from_config(config).parameters())
 
 
 def num_encoder_lora(config: PreTrainedConfig, rank: int) -> int:
     """Parameters of LoRA on all linear layers of an encoder, without its pooler."""
     with torch.device("meta"):
-        linears = [each for each in AutoModel.from_config(config).named_modules() if type(each[1]) is torch.nn.Linear]
-    return sum(rank * (each.in_features + each.out_features) for name, each in linears if "pooler" not in name)
+        modules = [*AutoModel.from_config(config).named_modules()]
+    linears = [module for name, module in modules if type(module) is torch.nn.Linear and "pooler" not in name]
+    return sum(rank * (linear.in_features + linear.out_features) for linear in linears)
 
 
 def empty_aligner(text_config: PreTrainedConfig, stage: str, **settings: Any) -> ArcAlignerForCausalLM:
@@ -163,11 +165,11 @@ def stage_memory(
     encoder: PreTrainedConfig,
     longest: int,
 ) -> tuple[Memory, int]:
-    """Memory of a step at the longest rows, and the number of trained parameters, the encoder's LoRA included."""
+    """Memory of a step with the longest rows, and the number of trained parameters, the encoder's LoRA included."""
     config, itemsize = model.config.text_config, _itemsize(recipe)
-    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    frozen = sum(each.numel() for name, each in model.named_parameters() if not model.is_aligner_key(name))
-    idle = sum(each.numel() for _, each in model.aligner_parameters()) - trained
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    frozen = sum(parameter.numel() for name, parameter in model.named_parameters() if not model.is_aligner_key(name))
+    idle = sum(parameter.numel() for _, parameter in model.aligner_parameters()) - trained
     of_encoder = num_encoder_lora(encoder, recipe.encoder_lora_r) if recipe.encoder_lora_r else 0
     positions = args.batch_tokens or args.per_device_train_batch_size * longest
     finest = min((rate for rate in recipe.tokens_per_slot if rate != "segment"), default=None)
@@ -177,9 +179,10 @@ def stage_memory(
     again = layers * positions * config.hidden_size * itemsize
     again += factor * activation_bytes(config, positions, slots, itemsize, 1)
     if recipe.encoder_lora_r:
-        read = slots * (finest or TOKENS_OF_A_SENTENCE)
-        own = activation_bytes(encoder, read, read, itemsize, encoder.num_hidden_layers)
-        kept, again = kept + own, again + own
+        encoder_positions = slots * (finest or TOKENS_OF_A_SENTENCE)
+        sizes = encoder_positions, encoder_positions, itemsize, encoder.num_hidden_layers
+        encoder_bytes = activation_bytes(encoder, *sizes)
+        kept, again = kept + encoder_bytes, again + encoder_bytes
     memory = Memory(
         backbone=frozen * itemsize,
         encoder=num_parameters(encoder) * itemsize,
@@ -228,18 +231,20 @@ def stage_examples(recipe: RecipeArguments, args: AlignerTrainingConfig, base: s
 
 
 def plan_stages(stages: list[Stage], only: int | None, num_gpus: int) -> list[StagePlan]:
-    """Requirements of the stages of a recipe, or of one of them.
+    """What the stages of a recipe need, or one of them.
 
     Args:
-        stages (`list[Stage]`): All stages of the recipe, of `read_stages`; one has the aligner of those before it.
-        only (`int`, *optional*): Number of the one stage that is wanted.
-        num_gpus (`int`): GPUs that train.
+        stages (`list[Stage]`): All stages of the recipe, from `read_stages`; the size of a stage's aligner may be set
+            by an earlier one.
+        only (`int`, *optional*): Number of the one stage to plan.
+        num_gpus (`int`): Number of GPUs that train.
 
     Raises:
-        `FileNotFoundError`: data that are not there.
-        `ValueError`: a global batch that does not divide; a model whose sizes are not known.
+        `FileNotFoundError`: a data file that does not exist.
+        `ValueError`: a `global_batch_size` that cannot be divided among the GPUs; a model whose sizes are not known.
     """
-    logging.getLogger(parse_recipe.__module__).setLevel(logging.WARNING)  # else it logs this machine's accumulation
+    # Otherwise it would log the accumulation for this machine.
+    logging.getLogger(parse_recipe.__module__).setLevel(logging.WARNING)
     plans, base, settings = [], "", {}
     for stage in stages:
         kinds = (RecipeArguments, AlignerTrainingConfig)
@@ -306,7 +311,7 @@ def _plan(
 
 def _disk(recipe, args, memory: Memory, num_trained: int, examples: Examples, steps: int | None) -> dict[str, float]:
     """Gigabytes of models, of data of the Hub, of examples and of checkpoints."""
-    found = {"base model": memory.backbone / GB, "encoder": memory.encoder / GB}
+    gigabytes = {"base model": memory.backbone / GB, "encoder": memory.encoder / GB}
     downloaded = 0.0
     for source in recipe.sources:
         path, options = parse_source(source)
@@ -318,17 +323,17 @@ def _disk(recipe, args, memory: Memory, num_trained: int, examples: Examples, st
             texts = recipe.max_train_samples * recipe.passage_words * BYTES_OF_A_WORD / GB
         downloaded = max(downloaded, min(sizes["download"], texts))
     if downloaded:
-        found["downloaded data"] = downloaded
+        gigabytes["downloaded data"] = downloaded
     if examples.number is not None:
-        found["examples"] = 16 * examples.number * examples.mean / GB
+        gigabytes["examples"] = 16 * examples.number * examples.mean / GB
     saved = 0 if args.save_strategy == "no" else (args.save_total_limit or 0)
     if not saved and steps is not None and args.save_strategy == "steps":
         saved = max(1, steps // max(1, int(args.save_steps)))
-    found["checkpoints"] = (12 * saved + 4) * num_trained / GB  # weights and Adam's moments; a result: weights
-    return found
+    gigabytes["checkpoints"] = (12 * saved + 4) * num_trained / GB  # weights and Adam's moments; a result: weights
+    return gigabytes
 
 
-# To people
+# Text
 
 
 def lines_of(plans: list[StagePlan], tokens_per_second: float | None = None) -> list[str]:
@@ -336,20 +341,21 @@ def lines_of(plans: list[StagePlan], tokens_per_second: float | None = None) -> 
     lines = []
     for plan in plans:
         memory, examples = plan.memory, plan.examples
-        how = "measured on a first block" if examples.is_measured else "assumed: the data are not on this machine"
+        how = "measured on a sample" if examples.is_measured else "assumed: data or tokenizer are not on this machine"
         number = "all" if examples.number is None else f"{examples.number:,}"
         checkpointed = memory.fixed + memory.with_checkpointing
-        others = "off" if not plan.activation_checkpointing else "on"
+        checkpointing = "on" if plan.activation_checkpointing else "off"
+        activations = memory.with_checkpointing if plan.activation_checkpointing else memory.activations
         disk = ", ".join(f"{name} {size:.1f}" for name, size in plan.gigabytes.items())
         rows = {
             "starts from": plan.start,
             "trained": f"{plan.num_trained / 1e6:.1f} million parameters",
-            "examples": f"{number}, of {examples.mean:.0f} tokens on average ({how}), at most {examples.longest}",
+            "examples": f"{number}; {examples.mean:.0f} tokens on average ({how}), at most {examples.longest}",
             "a step": _step_of(plan),
             "steps": "unknown" if plan.steps is None else f"{plan.steps:,}",
-            "memory per GPU": f"{plan.bytes_needed / GIB:.1f} GiB with activation checkpointing {others}: backbone "
-            f"{memory.backbone / GIB:.1f}, encoder {memory.encoder / GIB:.1f}, aligner with gradients and Adam "
-            f"{memory.aligner / GIB:.1f}, activations of the longest rows {memory.activations / GIB:.1f}",
+            "memory per GPU": f"{plan.bytes_needed / GIB:.1f} GiB with activation checkpointing {checkpointing}: "
+            f"backbone {memory.backbone / GIB:.1f}, encoder {memory.encoder / GIB:.1f}, aligner with gradients and "
+            f"Adam {memory.aligner / GIB:.1f}, activations of the longest rows {activations / GIB:.1f}",
             "with checkpointing": f"{checkpointed / GIB:.1f} GiB, activations {memory.with_checkpointing / GIB:.1f}",
             "disk": f"{sum(plan.gigabytes.values()):.1f} GB: {disk}",
         }
@@ -365,9 +371,10 @@ def lines_of(plans: list[StagePlan], tokens_per_second: float | None = None) -> 
 
 def _step_of(plan: StagePlan) -> str:
     if plan.batch_tokens is not None:
-        return f"as many examples as fit into {plan.batch_tokens:,} tokens x {plan.accumulated} accumulated"
+        batches = f"{plan.accumulated} batch{'es' * (plan.accumulated > 1)}"
+        return f"{batches}, each of as many examples as fit into {plan.batch_tokens:,} tokens"
     gpus = f"{plan.num_gpus} GPU{'s' * (plan.num_gpus > 1)}"
-    return f"{plan.global_batch} examples: {gpus} x {plan.per_device} x {plan.accumulated} accumulated"
+    return f"{plan.global_batch} examples: {gpus} x {plan.accumulated} accumulated batches of {plan.per_device}"
 
 
 def _of_this_machine(plans: list[StagePlan]) -> list[str]:
@@ -381,6 +388,6 @@ def _of_this_machine(plans: list[StagePlan]) -> list[str]:
         return [f"{line}, which is enough."]
     busy = " Another process uses the rest: wait until it ends." if needed <= total else ""
     return [
-        f"{line}, and {needed / GIB:.1f} are needed.{busy} `-- --activation_checkpointing true` and a smaller "
-        "`--per_device_train_batch_size` need less, and train the same."
+        f"{line}, but {needed / GIB:.1f} GiB are needed.{busy} `-- --activation_checkpointing true` or a smaller "
+        "`--per_device_train_batch_size` takes less memory and gives the same aligner."
     ]

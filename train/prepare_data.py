@@ -4,7 +4,7 @@
     python -m arcaligner.train.prepare_data --limit hotpotqa=20000 --limit squad=5000
     python -m arcaligner.train.prepare_data --copies FOLDER         # from copies of the sets: FOLDER/rajpurkar/squad
 
-    train_qa        SQuAD, Natural Questions from QED, HotpotQA with its ten paragraphs, MuSiQue with its twenty
+    train_qa        SQuAD, Natural Questions from QED, HotpotQA (ten paragraphs a question), MuSiQue (twenty)
     train_extra     QAMR: questions about one sentence
     recon_train     one paragraph from each of many articles of Wikipedia
     recon_heldout   the same, of further articles that are not in train_qa
@@ -51,13 +51,13 @@ from ..common.files import markdown_table, read_json_lines, refuse_unknown, run_
 from ..common.rows import Row, own_row
 
 HELD_OUT = 2000  # paragraphs
-HELD_OUT_FILE = "recon_heldout.jsonl.gz"  # made together with the one for training
+HELD_OUT_FILE = "recon_heldout.jsonl.gz"  # made together with recon_train.jsonl.gz
 DESCRIPTION = """\
 # Training data
 
-Made by `python -m arcaligner.train.prepare_data`, in the schema of `docs/training.md`. Changed: selection, field names;
-QED's text has no spaces before punctuation; each article of Wikipedia gives one paragraph. If you share these files, or
-a model trained on them, name the sets and keep their licences.
+Made by `python -m arcaligner.train.prepare_data`, in the schema of `docs/training.md`. Changes: rows were selected, and
+their fields renamed; spaces before punctuation were removed from QED's text; of each article of Wikipedia there is one
+paragraph. If you share these files, or a model trained on them, name the data sets and keep their licences.
 """
 
 
@@ -113,7 +113,7 @@ def _limited(source: Source, stream: datasets.IterableDataset) -> Iterator[Row]:
 
 
 def _converted(source: Source, stream: datasets.IterableDataset) -> Iterator[Row]:
-    """Convert the rows of a stream to our schema."""
+    """Convert the rows of a stream to the schema of `common/rows.py`."""
     stored = iter(stream)
     while True:
         with _reaching(source):
@@ -121,21 +121,21 @@ def _converted(source: Source, stream: datasets.IterableDataset) -> Iterator[Row
         if row is None:
             return
         try:
-            read = source.to_rows(row) or ()
-            rows = [_own(each, source) for each in ([read] if isinstance(read, dict) else read)]
+            converted = source.to_rows(row) or ()
+            rows = [_own(row, source) for row in ([converted] if isinstance(converted, dict) else converted)]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{source.place} has a row in an unexpected format ({type(error).__name__}: {error}), with the fields "
                 f"{sorted(row)}. Leave the set out with `--limit {source.name}=0`, or use another version of it."
             ) from error
-        yield from (each for each in rows if any(passage["text"].strip() for passage in each["passages"]))
+        yield from (row for row in rows if any(passage["text"].strip() for passage in row["passages"]))
 
 
 def _own(row: Row, source: Source) -> Row:
-    """A row as files of our schema have it."""
-    own = own_row(row | {"id": f"{source.name}_{row['id']}"}, 0, where=source.place) | {"dataset": source.place}
-    gold = own.pop("gold")
-    return own | {"meta": {"gold": gold}} if gold else own
+    """A row as it is written to a file."""
+    stored = own_row(row | {"id": f"{source.name}_{row['id']}"}, 0, where=source.place) | {"dataset": source.place}
+    gold = stored.pop("gold")
+    return stored | {"meta": {"gold": gold}} if gold else stored
 
 
 @contextlib.contextmanager
@@ -146,7 +146,7 @@ def _reaching(source: Source) -> Iterator[None]:
     except Exception as error:  # of whichever library reads the files
         raise OSError(
             f"{source.place} cannot be reached ({type(error).__name__}: {error}). Run the command again to continue, "
-            "or put a copy of the set into a folder and pass the folder as `--copies`."
+            f"or put a copy of the data set into FOLDER/{source.place} and pass `--copies FOLDER`."
         ) from error
 
 
@@ -154,7 +154,7 @@ def _reaching(source: Source) -> Iterator[None]:
 
 
 def write_file(path: Path, rows: Iterable[Row]) -> None:
-    """Writes rows to a gzipped file atomically; equal rows give equal bytes."""
+    """Write rows to a gzipped file atomically. Equal rows give equal bytes."""
 
     def write(file: BinaryIO) -> None:
         with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed:
@@ -180,13 +180,13 @@ def prepare(output: Path, sources: Sequence[Source], copies: Path | None = None)
     if not (output / "README.md").exists():
         write_whole(output / "README.md", DESCRIPTION)
     for name in TRAINING_FILES:
-        own = [source for source in sources if source.place in TRAINING_FILES[name]]
-        if name == HELD_OUT_FILE or not own:
+        used = [source for source in sources if source.place in TRAINING_FILES[name]]
+        if name == HELD_OUT_FILE or not used:
             continue
         if (output / name).exists():
-            typer.echo(f"{output / name} exists and was not changed; delete it to make it again.")
+            typer.echo(f"{output / name} exists and was not changed. Delete the file to make it again.")
         else:
-            _make(output, name, own, copies)
+            _make(output, name, used, copies)
 
 
 def _make(output: Path, name: str, sources: list[Source], copies: Path | None) -> None:
@@ -200,15 +200,16 @@ def _make(output: Path, name: str, sources: list[Source], copies: Path | None) -
                 revision = None if copies else source.commit or huggingface_hub.HfApi().dataset_info(source.place).sha
                 stream = source.open(copies, revision)
             revisions[source.place] = revision or "a local copy"
-            for row in tqdm(_limited(source, stream), total=source.limit, desc=source.name):
+            for row in tqdm(_limited(source, stream), total=source.limit, desc=source.name, unit="row"):
                 numbers[source.place] += 1
                 yield row
 
     rows, made = read(), name
     if name == "recon_train.jsonl.gz":
         questions = output / "train_qa.jsonl.gz"
-        asked = read_json_lines(questions) if questions.exists() else ()
-        rows, held_out = split_paragraphs(rows, {each["title"] for row in asked for each in row["passages"]})
+        question_rows = read_json_lines(questions) if questions.exists() else ()
+        titles = {passage["title"] for row in question_rows for passage in row["passages"]}
+        rows, held_out = split_paragraphs(rows, titles)
         write_file(output / HELD_OUT_FILE, held_out)
         made += f", {HELD_OUT_FILE}"
     write_file(output / name, rows)
@@ -221,26 +222,30 @@ def _make(output: Path, name: str, sources: list[Source], copies: Path | None) -
 # The command
 
 
-def read_limits(given: Iterable[str]) -> list[Source]:
+def read_limits(arguments: Iterable[str]) -> list[Source]:
     """The sources with the limits of a command line, `NAME=ROWS`; those of 0 rows are left out."""
-    limits = dict(each.partition("=")[::2] for each in given)
-    refuse_unknown("`--limit`", limits, [source.name for source in SOURCES])
-    if bad := [name for name, number in limits.items() if not number.isdecimal()]:
+    numbers = dict(limit.partition("=")[::2] for limit in arguments)
+    refuse_unknown("`--limit`", numbers, [source.name for source in SOURCES])
+    if bad := [name for name, number in numbers.items() if not number.isdecimal()]:
         raise ValueError(
-            f"`--limit {bad[0]}={limits[bad[0]]}`: expected a whole number of rows, as in `--limit {bad[0]}=1000`."
+            f"`--limit {bad[0]}={numbers[bad[0]]}`: expected a whole number of rows, as in `--limit {bad[0]}=1000`."
         )
-    asked = [replace(source, limit=int(limits[source.name])) if source.name in limits else source for source in SOURCES]
-    return [source for source in asked if source.limit != 0]
+    limits = {name: int(number) for name, number in numbers.items()}
+    limited = [replace(source, limit=limits.get(source.name, source.limit)) for source in SOURCES]
+    return [source for source in limited if source.limit != 0]
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Folder for the result.")] = Path("data"),
+    output: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("data"),
     limit: Annotated[
-        list[str] | None, typer.Option(help="Maximum number of rows of a set, as in squad=5000; can be repeated.")
+        list[str] | None,
+        typer.Option(help="Maximum number of rows of a data set, as in squad=5000; 0 leaves it out. Can be repeated."),
     ] = None,
     copies: Annotated[
         Path | None,
-        typer.Option(help="Folder with a copy of each set under its name, instead of the Hub.", exists=True),
+        typer.Option(
+            help="Folder with copies of the data sets, such as rajpurkar/squad. Default: download.", exists=True
+        ),
     ] = None,
 ) -> None:
     """Make the training and validation files of the recipes from public data sets."""

@@ -14,7 +14,7 @@ from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, ArcAlignerPr
 
 
 def passages_text(row: Row) -> str:
-    """The passages with their titles, as the encoder reads them."""
+    """The passages with their titles, as the encoder gets them."""
     return " ".join(
         f"{passage['title']}: {passage['text']}" if passage["title"] else passage["text"] for passage in row["passages"]
     )
@@ -32,7 +32,7 @@ def full_text(row: Row) -> str:
 
 
 def question_prompt(row: Row) -> str:
-    """The user's turn that asks for a question about the passages, instead of answering one."""
+    """The user's turn that asks the model to write a question about the passages, instead of answering one."""
     request = "Write a short answer from the background, then the question it answers."
     return f"{BACKGROUND_LINE}{passages_text(row)}\n{request}"
 
@@ -43,7 +43,8 @@ def text_inputs(processor: ArcAlignerProcessor, contents: list[str], **slots: An
 
 
 def slot_inputs(processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: int | str | None = None):
-    """Prompts with slots, left-padded, and `context_embeds` (batch, max_slots, encoder_hidden_size)."""
+    """Prompts with slots: `input_ids` and `attention_mask` (batch, seq_len), left-padded, and `context_embeds` (batch,
+    max_slots, encoder_hidden_size)."""
     documents = [row["passages"] for row in rows]
     questions = [row["question"] for row in rows]
     return text_inputs(processor, questions, documents=documents, tokens_per_slot=tokens_per_slot)
@@ -65,7 +66,7 @@ class ApartText(NamedTuple):
 
     @classmethod
     def of(cls, row: Row, before: str, after: str, tokenize: Callable[[str], list[int]]) -> "ApartText":
-        """The passages of `row` between the parts of its prompt, each tokenized separately."""
+        """The passages of `row`, and its prompt `before` and `after` them; all parts are tokenized separately."""
         passages = [tokenize(passages_text({"passages": [passage]})) for passage in row["passages"]]
         return cls(tokenize(before), passages, tokenize(after))
 

@@ -1,4 +1,4 @@
-"""The keys of a recipe: stage, model and data, then TRL's training arguments; and how a script parses them."""
+"""The keys of a recipe (stage, model and data, then TRL's training arguments), and the parser of recipes."""
 
 import contextlib
 import dataclasses
@@ -31,69 +31,70 @@ BASE_MODEL = "base model"
 
 
 def _examples_cache() -> str:
-    """`examples` in `$ARCALIGNER_CACHE`, else in `arcaligner` in the user's cache folder."""
+    """The folder `examples` in `$ARCALIGNER_CACHE`; if that is not set, in `arcaligner` in the user's cache folder."""
     of_user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return str(Path(os.environ.get("ARCALIGNER_CACHE") or Path(of_user, "arcaligner"), "examples"))
 
 
-# The stages that a stage may start from; the same stage means to continue on other data.
+# The stages that a stage may start from. A stage that starts from the same stage continues it, on other data.
 STARTS = {
     "reconstruction": (BASE_MODEL, "reconstruction"),
     "grounding": ("reconstruction", "grounding", BASE_MODEL),
     "gating": ("grounding", "gating"),
 }
-# Fields of `ArcAlignerConfig` that the processor decides.
+# Fields of `ArcAlignerConfig` that are set by the processor.
 FROM_PROCESSOR = {"encoder_name_or_path", "encoder_hidden_size", "context_token", "context_token_id"}
 # Settings of a processor that other keys of the recipe set.
 _FROM_RECIPE = {
     *("tokens_per_slot", "trained_tokens_per_slot", "context_words", "trained_encoder", "chat_template"),
     "passage_attention",
 }
-# Packed turns need a custom mask, which other attention kernels do not take.
+# Packed turns need a custom mask, which other attention kernels do not accept.
 _MASKED_ATTENTION = (None, "eager", "sdpa")
 
 
 @dataclass
 class RecipeArguments:
     """
-    The keys of a recipe that are not [`AlignerTrainingConfig`]'s. Paths are relative to the working directory, those of
-    data files to `data_dir`.
+    The keys of a recipe that are not [`AlignerTrainingConfig`]'s. Paths are relative to the working directory; paths of
+    data files are relative to `data_dir`.
 
     Args:
-        stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`: data, prompt and what is trained.
+        stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`. It decides the data, the prompt and what is
+            trained.
         model_name_or_path (`str`): A base model for the first stage, the previous stage's `output_dir` for the others.
-        train_files (`dict[str, float]`): Sources and their weights in the mixture: JSON Lines or Parquet files, data
-            sets of the Hub; see `common/rows.py`.
+        train_files (`dict[str, float]`): Sources and their weights in the mixture. A source is a JSON Lines or Parquet
+            file or a data set of the Hub; see `common/rows.py`.
         data_dir (`str`): Folder of data files with a relative path.
         dtype (`str`): The dtype of the frozen backbone; the aligner is always float32. `"auto"` takes the faster of
             float32 and bfloat16.
         aligner (`dict`): Fields of `ArcAlignerConfig` to set, such as `lora_r`.
         processor (`dict`): Settings of a new processor, such as `sentences_per_segment`; for a base model only.
-        encoder_lora_r (`int`): Rank of the LoRA that trains the sentence encoder jointly; 0 leaves it frozen.
-        max_train_samples (`int`, *optional*): Examples to train on.
+        encoder_lora_r (`int`): Rank of the LoRA that trains the sentence encoder jointly; 0 leaves the encoder frozen.
+        max_train_samples (`int`, *optional*): Number of examples to train on.
         oversample (`bool`): What happens if a source of `train_files` or `reconstruction_files` has fewer examples than
-            its weight asks for: its rows are used again, each time with other distractors, or (default) the mixture
-            shrinks.
-        eval_files, max_eval_samples: The same for the held-out loss.
+            its weight asks for. If true, its rows are used again, each time with other distractors. If false, the
+            mixture shrinks.
+        eval_files, max_eval_samples: Like `train_files` and `max_train_samples`, for the held-out loss.
         max_segments (`int`): Maximum number of segments of a reconstruction example.
         continues (`bool`): Whether reconstruction examples have a second turn, which continues with the next segment.
         max_tokens (`int`, *optional*): Longer examples are left out, as are those beyond the context of the base model.
             Questions that share their passages become several examples rather than one that is too long.
         passage_words (`int`): Words of a passage that the texts of a corpus are cut into.
         distractors (`float`): Share of question examples that get 1 to `max_distractors` of the passages nearest to
-            their questions (BM25) without the answer, in random order with their own. With `max_questions` above 1, a
-            question about each of these is added.
+            their questions (BM25) without the answer, mixed with their passages in random order. With `max_questions`
+            above 1, a question about each of these distractors is added.
         validation_share (`float`), validation_seed (`int`): Share of articles (titles) that are held out, and the seed
-            that selects them. If a file is also in `eval_files`, these are evaluated.
+            that selects them. If a file is also in `eval_files`, its held-out articles are evaluated.
         max_questions (`int`): Maximum number of questions about the same passages in one example, in addition to those
-            about its distractors. They share the slots, so a passage is computed once for all of them; each attends to
-            the slots and itself.
+            about its distractors. The questions share the slots, so a passage is computed once for all of them; each
+            question attends to the slots and itself.
         reconstruction_files (`dict[str, float]`), reconstruction_share (`float`): Share of reconstruction examples in a
             later stage's training set, and the files they come from.
-        tokens_per_slot (`list`): Rates of slots, whole numbers of tokens or `"segment"`; each batch draws one; a rate
-            that is listed twice is drawn twice as often. They may differ from those of the stage before.
-        attn_implementation (`str`, *optional*): transformers' name of an attention kernel. On CPUs, `"eager"` is two to
-            three times as fast backward as `"sdpa"` for rows of a few hundred tokens.
+        tokens_per_slot (`list`): Numbers of tokens per slot, or `"segment"`. One entry is drawn for each batch; an
+            entry that is listed twice is drawn twice as often. They may differ from those of the stage before.
+        attn_implementation (`str`, *optional*): transformers' name of an attention kernel. On CPUs, the backward pass
+            of `"eager"` is two to three times as fast as that of `"sdpa"` for rows of a few hundred tokens.
         compile_layers (`bool`): Whether the decoder layers are compiled, which takes a minute once and saves time in
             long runs.
         passages_first (`bool`): Whether a step computes the slots of all passages first and then the turns that attend
@@ -135,7 +136,7 @@ class RecipeArguments:
     examples_cache_dir: str = field(default_factory=_examples_cache)
 
     def __post_init__(self):
-        # Values of a command line are text, those of a recipe numbers.
+        # On the command line the entries are texts, in a recipe they may be numbers.
         self.tokens_per_slot = [int(rate) if str(rate).isdecimal() else rate for rate in self.tokens_per_slot]
         if not self.tokens_per_slot:
             raise ValueError('`tokens_per_slot` is empty; expected at least one entry, such as ["segment"].')
@@ -172,13 +173,16 @@ class RecipeArguments:
             )
         if self.reconstruction_share and not self.reconstruction_files:
             raise ValueError(
-                f"`reconstruction_share` is {self.reconstruction_share} but `reconstruction_files` "
-                "names none. Add files of passages, or leave the share out."
+                f"`reconstruction_share` is {self.reconstruction_share}, but `reconstruction_files` is empty. Add "
+                "files of passages to it, or leave `reconstruction_share` out."
             )
 
     def _check_passages_first(self) -> None:
         if self.passages_first and num_processes() > 1:
-            raise ValueError("`passages_first` trains on one device. Start one process, or leave the key out.")
+            raise ValueError(
+                f"{num_processes()} processes were started, but `passages_first` trains in one process only. Start "
+                "one, or leave `passages_first` out."
+            )
         if not self.attention_loss_weight:
             return
         if not self.passages_first:
@@ -193,8 +197,8 @@ class RecipeArguments:
             )
         if self.attn_implementation != "eager":
             raise ValueError(
-                f"`attn_implementation` is {self.attn_implementation!r}, which returns no attention weights. Set "
-                "it to `eager`, or `attention_loss_weight` to 0."
+                f"`attn_implementation` is {self.attn_implementation!r}, but the attention loss needs attention "
+                "weights, which only `eager` returns. Set it to `eager`, or `attention_loss_weight` to 0."
             )
 
     @property
@@ -204,7 +208,7 @@ class RecipeArguments:
 
     @property
     def training_sources(self) -> list[str]:
-        """What the recipe trains on."""
+        """The data that the recipe trains on."""
         return [*self.train_files, *self.reconstruction_files]
 
     @property
@@ -214,11 +218,11 @@ class RecipeArguments:
 
     @property
     def asks_questions(self) -> bool:
-        """Whether the stage's examples are questions; else texts to reconstruct."""
+        """Whether the stage's examples are questions. If not, they are texts to reconstruct."""
         return self.stage in ("grounding", "gating")
 
     def token_limit(self) -> int:
-        """Maximum number of tokens of an example: the recipe's, at most the context of the base model."""
+        """Maximum number of tokens of an example: `max_tokens`, at most the context length of the base model."""
         config = ArcAlignerConfig.from_pretrained(resolve_model(self.model_name_or_path)).text_config
         limits = [config.max_position_embeddings]
         if self.max_tokens is not None:
@@ -234,13 +238,13 @@ def num_processes() -> int:
 
 
 def accumulation_steps(global_batch_size: int, per_device: int, processes: int) -> int:
-    """How many batches of `per_device` examples each process adds up before a step.
+    """How many batches of `per_device` examples each process accumulates before an optimizer step.
 
     >>> accumulation_steps(256, 8, 4)
     8
 
     Raises:
-        `ValueError`: numbers that do not divide `global_batch_size`; the message lists some that do.
+        `ValueError`: `global_batch_size` cannot be divided so; the message lists numbers that are possible.
     """
     if global_batch_size > 0 and per_device > 0 and global_batch_size % (per_device * processes) == 0:
         return global_batch_size // (per_device * processes)
@@ -262,10 +266,10 @@ def _listed(numbers: list[int]) -> str:
 
 
 def check_devices(needs_bfloat16: bool) -> None:
-    """Check that each process has one accelerator of its own, and that it computes in bfloat16 if needed.
+    """Check that each process has an accelerator that no other uses, and that it computes in bfloat16 if needed.
 
     Raises:
-        `ValueError`: with what to do.
+        `ValueError`: otherwise; the message says what to do.
     """
     count, local = torch.accelerator.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if count > 1 and "WORLD_SIZE" not in os.environ:
@@ -286,15 +290,16 @@ def check_bfloat16() -> None:
     """Raises `ValueError` on a GPU that does not compute in bfloat16, such as a V100 or T4."""
     if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(
-            f"{torch.cuda.get_device_name()} does not compute in bfloat16. Train in float32, which takes twice the "
-            "memory: `--bf16 false --dtype float32`, after `--` of `arcaligner train`; or use a GPU that has bfloat16."
+            f"{torch.cuda.get_device_name()} does not compute in bfloat16. Use another GPU, or train in float32, which "
+            "takes twice the memory: `arcaligner train ... -- --bf16 false --dtype float32`."
         )
 
 
 @dataclass
 class TextTrainingConfig(SFTConfig):
-    """`SFTConfig` for the baselines, whose lengths need no activation checkpointing. It is off by default, where TRL
-    switches it on; transformers renamed the key, so a recipe for all versions can contain neither name."""
+    """`SFTConfig` for the baselines, whose examples are too short to need activation checkpointing. It is off by
+    default here; in TRL it is on. transformers renamed the key, so a recipe for all versions can contain neither
+    name."""
 
     gradient_checkpointing: bool | None = None
 
@@ -302,7 +307,7 @@ class TextTrainingConfig(SFTConfig):
 @dataclass
 class AlignerTrainingConfig(SFTConfig):
     """
-    `SFTConfig` with the few values that context slots need.
+    `SFTConfig` with the few values that slots need.
 
     Defaults that differ from [`~trl.SFTConfig`]: `max_length=None` and `remove_unused_columns=False` (truncated rows
     and dropped columns lose slots), `dataset_kwargs={"skip_prepare_dataset": True}` (rows come tokenized),
@@ -317,13 +322,15 @@ class AlignerTrainingConfig(SFTConfig):
         batch_tokens (`int`, *optional*): Maximum number of positions of a batch, padding included: each batch then has
             as many examples as fit at the tokens per slot that are drawn for it, instead of
             `per_device_train_batch_size`. Needs `max_steps` and one process; the whole run counts as one epoch.
-        gate_learning_rate (`float`, *optional*): For the gates, which start untrained in stage III. Default:
+        gate_learning_rate (`float`, *optional*): Learning rate of the gates, which start untrained in stage III.
+            Default: `learning_rate`.
+        encoder_learning_rate (`float`, *optional*): Learning rate of an encoder that is trained jointly. Default:
             `learning_rate`.
-        encoder_learning_rate (`float`, *optional*): For an encoder that is trained jointly. Default: `learning_rate`.
-        average_checkpoints (`int`): The stage ends with the mean of the weights of its last checkpoints, this many
-            (latest weight averaging, https://huggingface.co/papers/2209.14981). After a constant learning rate this
-            replaces a decay, and training can continue. 0: with the weights of the last step.
-        eval_slot_gap (`bool`): Also evaluate with the slots of other rows, for `eval_slot_gap`.
+        average_checkpoints (`int`): The stage ends with the mean of the weights of this many last checkpoints (latest
+            weight averaging, https://huggingface.co/papers/2209.14981). After a constant learning rate this replaces a
+            decay, and training can continue. With 0 it ends with the weights of the last step.
+        eval_slot_gap (`bool`): Also evaluate with the slots of other rows. The log has the difference of the losses as
+            `eval_slot_gap`.
     """
 
     max_length: int | None = None
@@ -346,16 +353,17 @@ class AlignerTrainingConfig(SFTConfig):
             processes = num_processes()
             if self.gradient_accumulation_steps != 1:
                 raise ValueError(
-                    f"`global_batch_size` is {self.global_batch_size} and `gradient_accumulation_steps` "
-                    f"{self.gradient_accumulation_steps}, which follows from it. Leave one of the two out."
+                    f"`global_batch_size` is {self.global_batch_size} and `gradient_accumulation_steps` is "
+                    f"{self.gradient_accumulation_steps}, but the second follows from the first. Leave one of the two "
+                    "out."
                 )
             self.gradient_accumulation_steps = accumulation_steps(
                 self.global_batch_size, self.per_device_train_batch_size, processes
             )
             logger.info(
-                "%d examples per step: %d per process, %d processes, accumulated %d times",
-                *(self.global_batch_size, self.per_device_train_batch_size, processes),
-                self.gradient_accumulation_steps,
+                "%d examples per optimizer step: batches of %d, accumulated %d times in each of %d processes",
+                *(self.global_batch_size, self.per_device_train_batch_size, self.gradient_accumulation_steps),
+                processes,
             )
         self._check_batch_tokens()
         self.dataset_kwargs = {"skip_prepare_dataset": True} | (self.dataset_kwargs or {})
@@ -368,8 +376,8 @@ class AlignerTrainingConfig(SFTConfig):
         wrong = [f"`{name}={value}`" for name, value in refused.items() if value]
         if wrong:
             raise ValueError(
-                f"{', '.join(wrong)} would separate context tokens from their embeddings. Leave "
-                "these settings out; `max_tokens` leaves out rows that are too long."
+                f"{', '.join(wrong)} would separate slots from their embeddings. Leave these settings out. To leave "
+                "out rows that are too long, set `max_tokens`."
             )
         if self.eval_slot_gap and self.per_device_eval_batch_size < 2:
             raise ValueError(
@@ -380,8 +388,8 @@ class AlignerTrainingConfig(SFTConfig):
         if mean < 0 or (mean and self.save_strategy == "no") or (kept is not None and kept < mean):
             raise ValueError(
                 f"`average_checkpoints` is {mean}, `save_strategy` {str(self.save_strategy)!r} and `save_total_limit` "
-                f"{kept}. To average checkpoints, save them and keep at least as many; else set `average_checkpoints` "
-                "to 0."
+                f"{kept}. To average checkpoints, save them and keep at least that many. Otherwise set "
+                "`average_checkpoints` to 0."
             )
         super().__post_init__()
 
@@ -401,7 +409,10 @@ class AlignerTrainingConfig(SFTConfig):
                 "step varies. Leave one of the two out."
             )
         if num_processes() > 1:
-            raise ValueError("`batch_tokens` trains on one device. Start one process, or leave the key out.")
+            raise ValueError(
+                f"{num_processes()} processes were started, but `batch_tokens` trains in one process only. Start one, "
+                "or leave `batch_tokens` out."
+            )
 
 
 class RecipeParser(TrlParser):
@@ -423,8 +434,8 @@ class RecipeParser(TrlParser):
 
 
 def parse_recipe(script: str, kinds: tuple[type, type], arguments: list[str]) -> tuple[Any, Any, str]:
-    """The recipe named by `--config`, overridden by the command line, as two `kinds` of arguments, and the text of
-    [`run_settings`] for `script`."""
+    """The recipe that `--config` names, overridden by the command line, as arguments of the two `kinds`, and the text
+    of [`run_settings`] for `script`."""
     try:
         recipe, args = RecipeParser(kinds).parse_args_and_config(arguments)
     except FileNotFoundError as error:
@@ -457,9 +468,9 @@ def preparation() -> Iterator[None]:
 
 
 def run_script(script: str, kinds: tuple[type, type], main: Callable) -> None:
-    """Runs a training script with the arguments that [`parse_recipe`] reads from the command line. A mistake in the
-    recipe or in the data ends in one clear line before training begins, a missing file before anything is loaded, an
-    error in training in a traceback."""
+    """Run a training script with the arguments that [`parse_recipe`] reads from the command line. A mistake in the
+    recipe or in the data is reported in one line before training begins, and a missing file before anything is loaded.
+    An error in training ends in a traceback."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     with exit_on_user_error():
         recipe, args, settings = parse_recipe(script, kinds, sys.argv[1:])
@@ -470,12 +481,13 @@ def run_script(script: str, kinds: tuple[type, type], main: Callable) -> None:
 
 
 def resolve_dtype(name: str, device: torch.device, checkpoint: str | None = None) -> torch.dtype:
-    """The dtype of a recipe, the same in all processes and, for `"auto"`, that of the checkpoint to resume from."""
+    """The dtype that a recipe names. `"auto"` is the dtype of the checkpoint to resume from or, without one, the
+    fastest; it is the same in all processes."""
     if name == "auto" and checkpoint is not None:
         return ArcAlignerConfig.from_pretrained(checkpoint).dtype
     if name == "auto":
         dtype = broadcast_object_list([fastest_dtype(device.type)])[0]
-        logger.info("dtype auto: %s", dtype)
+        logger.info("`dtype` is auto, which is %s on this machine", dtype)
         return dtype
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -486,14 +498,15 @@ def resolve_dtype(name: str, device: torch.device, checkpoint: str | None = None
 
 
 def check_start(recipe: RecipeArguments, processor: ArcAlignerProcessor, start: ArcAlignerConfig | None) -> None:
-    """Raises for a stage out of order, and for a start (`None` for a base model) with a different encoder or
-    segmentation than the recipe.
+    """Raises `ValueError` for a stage out of order, and for a `start` (`None` for a base model) with another encoder or
+    segmentation than the recipe's.
     """
     name = recipe.model_name_or_path
-    found = BASE_MODEL if start is None else start.training_stage
-    if found is not None and found not in STARTS[recipe.stage]:  # a checkpoint made by hand says no stage
+    start_stage = BASE_MODEL if start is None else start.training_stage
+    if start_stage is not None and start_stage not in STARTS[recipe.stage]:  # a checkpoint made by hand names no stage
+        kind = f"{start_stage} checkpoint" if start else start_stage
         raise ValueError(
-            f"Stage `{recipe.stage}` cannot start from {name}, which is a {found}{' checkpoint' if start else ''}; "
+            f"Stage `{recipe.stage}` cannot start from {name}, which is a {kind}; "
             f"expected one of {', '.join(STARTS[recipe.stage])}. Train `{STARTS[recipe.stage][0]}` first and name its "
             "`output_dir` as `model_name_or_path`."
         )

@@ -57,9 +57,9 @@ def run_settings(script: str, arguments: list[str]) -> str:
     recipe = ""
     if "--config" in arguments:
         recipe = Path(arguments[arguments.index("--config") + 1]).read_text(encoding="utf-8")
-    given = _command_keys(arguments)
-    if given:
-        recipe = yaml.safe_dump((yaml.safe_load(recipe) or {}) | given, sort_keys=False, allow_unicode=True)
+    command_keys = _command_keys(arguments)
+    if command_keys:
+        recipe = yaml.safe_dump((yaml.safe_load(recipe) or {}) | command_keys, sort_keys=False, allow_unicode=True)
     command = printable(shlex.join(arguments)).replace("\n", " ")  # a comment is one line
     return f"# {script} {command}\n{recipe.rstrip()}\n"
 
@@ -75,12 +75,13 @@ def has_begun(folder: Path) -> bool:
 
 
 def check_settings(folder: Path, settings: str) -> None:
-    """Raises if the run was started with different settings than `settings`, except for `MAY_CHANGE_ON_RESUME`."""
+    """Raises `ValueError` if the run was started with settings other than `settings`, except for
+    `MAY_CHANGE_ON_RESUME`."""
     if not has_begun(folder):
         return
     if not (folder / RECIPE_FILE).exists():
         raise ValueError(
-            f"{folder} holds a model or checkpoints without {RECIPE_FILE}, which says how they were trained. Choose "
+            f"{folder} contains a model or checkpoints, but no {RECIPE_FILE}, which says how they were trained. Choose "
             "another folder with `--output` of `arcaligner train` or `output_dir` of the recipe."
         )
     was, now = read_keys((folder / RECIPE_FILE).read_text(encoding="utf-8")), read_keys(settings)
@@ -93,22 +94,22 @@ def check_settings(folder: Path, settings: str) -> None:
     if changed:
         differences = ", ".join(f"`{key}` was {was.get(key)!r} and is now {now.get(key)!r}" for key in changed)
         raise ValueError(
-            f"{folder} was started with different settings: {differences}. Delete that folder to train it again, or "
-            "choose another one with `--output` of `arcaligner train` or `output_dir` of the recipe."
+            f"The run in {folder} was started with different settings: {differences}. Delete the folder to train "
+            "again, or choose another one with `--output` of `arcaligner train` or `output_dir` of the recipe."
         )
 
 
 def _command_keys(arguments: list[str]) -> dict[str, Any]:
     """Keys and values that a command line sets, except the recipe file's name."""
-    given: dict[str, list[str]] = {}
+    flags: dict[str, list[str]] = {}
     for argument in arguments:
         if argument.startswith("--"):
             name, has_value, value = argument.removeprefix("--").partition("=")
-            values = given[name.replace("-", "_")] = [value] if has_value else []
-        elif given:
+            values = flags[name.replace("-", "_")] = [value] if has_value else []
+        elif flags:
             values.append(argument)
     keys: dict[str, Any] = {}
-    for name, values in given.items():
+    for name, values in flags.items():
         if values:
             loaded = [_value(value) for value in values]
             keys[name] = loaded[0] if len(loaded) == 1 else loaded
@@ -138,8 +139,8 @@ def _as_number(value: Any) -> Any:
 
 @contextlib.contextmanager
 def claim_folder(output_dir: str, settings: str, is_main: bool) -> Iterator[None]:
-    """Locks a folder against other trainers, and writes `settings` of [`run_settings`] before anything else. Only the
-    first of a run's processes, `is_main`, does so.
+    """Lock a folder against other trainers, and write the `settings` of [`run_settings`] before anything else. Only the
+    first process of a run, `is_main`, does so.
     """
     if not is_main:
         yield
@@ -162,18 +163,18 @@ def claim_folder(output_dir: str, settings: str, is_main: bool) -> Iterator[None
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
-    """The last complete checkpoint in `output_dir`, or `None`. Broken ones are logged and not removed.
+    """The last complete checkpoint in `output_dir`, or `None`. Incomplete ones are logged and not removed.
 
     A full disk or a killed process leaves a checkpoint with files that are missing or truncated. `trainer_state.json`
-    is written last, when the weights of all processes are there. The states of their random generators may be missing:
-    such a process draws other dropout, and `Trainer` warns.
+    is written last, when the weights of all processes are there. The state of a process's random generator may be
+    missing: then the process draws other dropout, and `Trainer` warns.
     """
     for checkpoint in _checkpoints(output_dir):
         fault = _find_fault(checkpoint)
         if fault is None:
             logger.info("resuming from %s", checkpoint)
             return str(checkpoint)
-        logger.warning("%s is incomplete (%s): resuming from the one before", checkpoint, fault)
+        logger.warning("the checkpoint %s is incomplete (%s) and is skipped", checkpoint, fault)
     return None
 
 
@@ -191,15 +192,15 @@ def _find_fault(checkpoint: Path) -> str | None:
     except FileNotFoundError:
         return f"no {TRAINER_STATE_NAME}, which is written last"
     except ValueError:
-        return f"{TRAINER_STATE_NAME} is cut"
+        return f"{TRAINER_STATE_NAME} is truncated"
     for path in sorted(checkpoint.rglob("*")):
         if path.suffix in ZIP_SUFFIXES and not zipfile.is_zipfile(path):
-            return f"{path.relative_to(checkpoint)} is cut"
+            return f"{path.relative_to(checkpoint)} is truncated"
         if path.suffix == ".safetensors":
             try:
                 safe_open(path, framework="pt")
             except SafetensorError:
-                return f"{path.relative_to(checkpoint)} is cut"
+                return f"{path.relative_to(checkpoint)} is truncated"
     return None
 
 
@@ -208,20 +209,20 @@ def _find_fault(checkpoint: Path) -> str | None:
 
 def last_checkpoints(output_dir: str | Path, number: int) -> list[Path]:
     """The last `number` complete checkpoints of a run, or all if there are fewer, the last one first."""
-    whole = (each for each in _checkpoints(output_dir) if _find_fault(each) is None)
-    folders = [each for each in whole if (each / SAFE_WEIGHTS_NAME).exists()][:number]
+    whole = (checkpoint for checkpoint in _checkpoints(output_dir) if _find_fault(checkpoint) is None)
+    folders = [folder for folder in whole if (folder / SAFE_WEIGHTS_NAME).exists()][:number]
     if not folders:
         raise ValueError(
-            f"{number} checkpoints are to be averaged, but none in {output_dir} has a {SAFE_WEIGHTS_NAME}. Save some "
-            "(`save_steps`), each with all of its weights in one file."
+            f"{number} checkpoints should be averaged, but none in {output_dir} has a {SAFE_WEIGHTS_NAME}. Save some "
+            "with `save_steps`; the weights of a checkpoint must be in one file."
         )
     return folders
 
 
 def mean_of_checkpoints(folders: Sequence[Path], processor: ArcAlignerProcessor) -> dict[str, torch.Tensor]:
-    """The mean of the aligner's weights in some checkpoints. An encoder that was trained jointly becomes its mean in
-    `processor`."""
-    logger.info("the result is the mean of %s", ", ".join(str(each) for each in folders))
+    """The mean of the aligner's weights in some checkpoints. If the encoder was trained jointly, `processor` gets the
+    mean of its weights."""
+    logger.info("the aligner has the mean of the weights in %s", ", ".join(str(folder) for folder in folders))
     adapter = Path(ENCODER_FOLDER, SAFETENSORS_WEIGHTS_NAME)
     if (folders[0] / adapter).exists():
         with tempfile.TemporaryDirectory() as folder:
@@ -235,4 +236,4 @@ def mean_of_checkpoints(folders: Sequence[Path], processor: ArcAlignerProcessor)
 def _mean_weights(folders: Sequence[Path], name: str | Path) -> dict[str, torch.Tensor]:
     weights = [load_file(folder / name) for folder in folders]
     names = (key for key in weights[0] if not AlignerMixin.is_head_key(key))  # fitted to different weights
-    return {key: torch.stack([each[key] for each in weights]).mean(dim=0) for key in names}
+    return {key: torch.stack([tensors[key] for tensors in weights]).mean(dim=0) for key in names}

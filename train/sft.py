@@ -4,12 +4,12 @@
     python -m arcaligner.train.sft --config train/recipes/smollm2_135m/2_grounding.yaml --seed 2
     accelerate launch --num_processes 4 -m arcaligner.train.sft --config ...
 
-Any key of the recipe (`recipe.py`) can be given on the command line. A run resumes from the last checkpoint in its
+Any key of the recipe (`recipe.py`) can be set on the command line. A run resumes from the last checkpoint in its
 `output_dir`, if its settings are unchanged.
 
-The encoder runs inside the training step, so no embeddings need to be stored. The loss is the model's own, of the
-labeled positions only. Without Triton, TRL's fused head also computes logits of the prompt, which on a CPU costs more
-than all decoder layers of a small model.
+The encoder runs inside the training step, so no embeddings need to be stored. The model computes the loss, at the
+labeled positions only. Without Triton, TRL's fused head would also compute logits of the prompt, which on a CPU costs
+more than all decoder layers of a small model.
 """
 
 import logging
@@ -68,9 +68,9 @@ class ContextCollator:
     Args:
         context_token_id (`int`): The id that marks a slot.
         pad_token_id (`int`): Fills `input_ids`.
-        encoder_tokenizer ([`EncoderTokenizer`]): The encoder's; its inputs are tokenized here, in workers.
-        tokens_per_slot (`Sequence`): The rates. The ids of a batch's rows choose its rate, so that a resumed run draws
-            the same ones.
+        encoder_tokenizer ([`EncoderTokenizer`]): Tokenizes the encoder's inputs here, in the data loader's workers.
+        tokens_per_slot (`Sequence`): The numbers of tokens per slot to draw from. The ids of a batch's rows decide
+            which is drawn, so that a resumed run draws the same ones.
         context_words (`bool`): Whether the batch contains the words of the slots.
 
     Returns a dictionary of
@@ -108,8 +108,8 @@ class ContextCollator:
         ids, labels, turns = [], [], []
         for row, row_slots in zip(rows, slots, strict=True):
             before = row["head"] + [self.context_token_id] * len(row_slots)
-            ids.append(before + [each for turn in row["turns"] for each in turn["input_ids"]])
-            labels.append([-100] * len(before) + [each for turn in row["turns"] for each in turn["labels"]])
+            ids.append(before + [token for turn in row["turns"] for token in turn["input_ids"]])
+            labels.append([-100] * len(before) + [token for turn in row["turns"] for token in turn["labels"]])
             turns.append([0] * len(before))
             for number, turn in enumerate(row["turns"], start=1):
                 turns[-1] += [number] * len(turn["input_ids"])
@@ -126,7 +126,7 @@ class ContextCollator:
             "row_ids": row_ids,
         }
         if self.context_words:
-            words = [own for row_slots in slots for _, own in row_slots]
+            words = [slot_words for row_slots in slots for _, slot_words in row_slots]
             batch["context_word_ids"] = placed_words(words, places, passages.shape)
         return batch
 
@@ -134,7 +134,7 @@ class ContextCollator:
 def encode_slots(
     config: ArcAlignerConfig, processor: ArcAlignerProcessor, batch: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Encode the slots of a batch, as keyword arguments of a model of `config`: `context_embeds` (batch or
+    """Encode the slots of a batch. Returns keyword arguments for a model with this `config`: `context_embeds` (batch or
     passage_rows, max_slots, encoder_hidden_size) and, if the model uses them, the words and passages of the slots.
     `context_embeds` have a gradient if the encoder is trained."""
     embeds = processor.encoder.encode_inputs(batch["encoder_inputs"])
@@ -165,9 +165,9 @@ def turn_mask(
     seq_len = turn_ids.shape[1]
     key, query = turn_ids[:, None, :], turn_ids[:, :, None]
     index = torch.arange(seq_len, device=turn_ids.device)
-    reads = (index[None, :] <= index[:, None]) & ((key == 0) | (key == query))
-    mask = torch.zeros(reads.shape, dtype=dtype, device=turn_ids.device)
-    mask = mask.masked_fill(~reads, torch.finfo(dtype).min)[:, None]
+    is_visible = (index[None, :] <= index[:, None]) & ((key == 0) | (key == query))
+    mask = torch.zeros(is_visible.shape, dtype=dtype, device=turn_ids.device)
+    mask = mask.masked_fill(~is_visible, torch.finfo(dtype).min)[:, None]
     in_prompt = passage_positions(passage_ids, turn_ids == 0)
     prompt_length = torch.where(turn_ids == 0, in_prompt + 1, 0).amax(dim=1, keepdim=True)  # (batch, 1)
     # The positions of each turn continue from the longest passage.
@@ -187,18 +187,18 @@ class AlignerTrainer(SFTTrainer):
         model ([`ArcAlignerForCausalLM`]): A loaded model; the stage decides here which of its parameters are trained.
         stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`.
         encoder_weights (`Sequence[nn.Parameter]`): The encoder's trained weights.
-        attention_loss_weight (`float`), attention_loss_layers (`Sequence[int]`): Of the attention loss, for batches of
-            a [`PassagesFirstCollator`]; see `train/passages_first.py`.
+        attention_loss_weight (`float`), attention_loss_layers (`Sequence[int]`): Weight and layers of the attention
+            loss, for batches of a [`PassagesFirstCollator`]; see `train/passages_first.py`.
         **kwargs: Passed to [`~trl.SFTTrainer`]: the `args`, a [`ContextCollator`], data, the processor.
 
     Added to the logs:
 
-    - `num_tokens` of all processes, without padding;
-    - `attention_loss`, its mean, if it has a weight;
-    - in the gating stage `refinement_steps` (mean steps of a slot at a layer) and `open_gates` (share of slots and
-      layers with a step);
-    - at evaluations `eval_perplexity` of the targets; with `eval_slot_gap`, how much the loss grows with the slots of
-    other rows (slots also convey the style of answers; the gap measures their content).
+    - `num_tokens`: tokens seen by all processes so far, without padding;
+    - `attention_loss`: its mean, if it has a weight;
+    - in the gating stage `refinement_steps` (mean number of refinement steps of a slot at a layer) and `open_gates`
+      (share of slots and layers with at least one step);
+    - at evaluations `eval_perplexity` of the targets and, if it is switched on, `eval_slot_gap`: how much the loss
+      grows with the slots of other rows. Slots also convey the style of answers; the gap measures their content.
     """
 
     _tag_names = ["trl", "sft", "arcaligner"]
@@ -215,8 +215,9 @@ class AlignerTrainer(SFTTrainer):
     ):
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError(
-                "This process loaded a model without weights. Set `fsdp_cpu_ram_efficient_loading` to false, as in "
-                "train/accelerate/fsdp2.yaml: no file contains the weights of a new aligner."
+                "This process loaded a model without weights, but the weights of a new aligner are in no file that it "
+                "could get them from later. Set `fsdp_cpu_ram_efficient_loading` to false, as in "
+                "train/accelerate/fsdp2.yaml."
             )
         if isinstance(kwargs.get("data_collator"), PassagesFirstCollator):
             check_passages_first(model, kwargs.get("args"))
@@ -234,8 +235,8 @@ class AlignerTrainer(SFTTrainer):
             raise ValueError("DeepSpeed is not supported. Use `--accelerate fsdp2`, which shards the model as well.")
         if encoder_weights and self.is_fsdp_enabled:
             raise ValueError(
-                "The encoder can be trained jointly on one device or with DDP; FSDP would shard its weights. Leave "
-                "`encoder_lora_r` out, or use DDP."
+                "`encoder_lora_r` trains the encoder jointly, but FSDP would shard its weights. Leave `encoder_lora_r` "
+                "out, or train on one device or with `--accelerate ddp`."
             )
         # A sharded head is gathered during its own call only.
         self.skip_logits = not self.is_fsdp_enabled
@@ -250,7 +251,7 @@ class AlignerTrainer(SFTTrainer):
         self._attention_losses: list[torch.Tensor] = []  # since the last log
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write no card: TRL's names no base model, and `save_stage` writes ours."""
+        """Write no model card: TRL's names no base model, and `save_stage` writes one."""
 
     def get_train_dataloader(self) -> DataLoader:
         """As in the parent class, but in an order that only the seed and the epoch decide: see [`EpochOrder`], or
@@ -268,7 +269,7 @@ class AlignerTrainer(SFTTrainer):
             rates, num_batches = self.data_collator.tokens_per_slot, args.max_steps * args.gradient_accumulation_steps
             batches = TokenBatches(example_lengths(dataset, rates), rates, args.batch_tokens, num_batches, seed)
             return self.accelerator.prepare(DataLoader(RatedExamples(dataset), batch_sampler=batches, **loading))
-        # A list, because reading a value of a column takes up to 1 ms.
+        # The lengths as a list, because reading a single value of a column takes up to 1 ms.
         if args.train_sampling_strategy == "group_by_length":
             sampler = LengthGroupedSampler(
                 args.train_batch_size * args.gradient_accumulation_steps,
@@ -295,10 +296,10 @@ class AlignerTrainer(SFTTrainer):
         for part, rate in rates.items():
             members = {parameter for name, parameter in self.model.named_parameters() if part in name}
             for group in list(optimizer.param_groups) if rate is not None else ():
-                own = [parameter for parameter in group["params"] if parameter in members]
-                if own:
+                chosen = [parameter for parameter in group["params"] if parameter in members]
+                if chosen:
                     group["params"] = [parameter for parameter in group["params"] if parameter not in members]
-                    optimizer.add_param_group(group | {"params": own, "lr": rate})
+                    optimizer.add_param_group(group | {"params": chosen, "lr": rate})
         return optimizer
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -308,7 +309,7 @@ class AlignerTrainer(SFTTrainer):
         else:
             loss, outputs = self._joint_loss(model, inputs, num_items_in_batch)
         self._losses_of_step.append((loss.detach(), inputs["row_ids"]))
-        if not self.model.training:  # in training the check is once a step, with the gradients
+        if not self.model.training:  # in training they are checked once a step, with the gradients
             self.check_finite()
         self._keep_metrics(inputs, outputs)
         return (loss, outputs) if return_outputs else loss
@@ -319,7 +320,7 @@ class AlignerTrainer(SFTTrainer):
         autocast = torch.autocast(device.type, dtype, enabled=has_lora and dtype != torch.float32)  # LoRA is float32
         with torch.set_grad_enabled(self.model.training and has_lora), autocast:
             slots = encode_slots(self.model.config, self.processing_class, inputs)
-        return {name: each.to(device) for name, each in slots.items()}
+        return {name: tensor.to(device) for name, tensor in slots.items()}
 
     def _passages_first_loss(self, inputs: dict[str, Any], num_items_in_batch=None):
         """The loss and the outputs of a batch of a [`PassagesFirstCollator`]."""
@@ -371,27 +372,27 @@ class AlignerTrainer(SFTTrainer):
         """Check gradients before the optimizer's step, so that no checkpoint contains NaN weights."""
         norm = None
         if not self.args.fp16:  # the loss scaling of fp16 skips such steps
-            gradients = [each.grad for each in self.model_wrapped.parameters() if each.grad is not None]
+            gradients = [parameter.grad for parameter in self.model_wrapped.parameters() if parameter.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients)
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of sharded weights
         self.check_finite(norm)
 
     def check_finite(self, norm: torch.Tensor | None = None) -> None:
-        """Stop all processes if a loss since the last check, or the gradients' `norm`, is not finite in one; otherwise
-        the others would wait for it. The host waits for the device once."""
+        """Stop all processes if a loss since the last check, or the gradients' `norm`, is not finite in one of them. If
+        only that one stopped, the others would wait for it. The host waits for the device once."""
         losses, self._losses_of_step = self._losses_of_step, []
         values = [value.float() for value, _ in losses] + ([] if norm is None else [norm.to(self.args.device).float()])
         if self.accelerator.gather(torch.stack(values).isfinite().all().int()[None]).all():
             return
         step, rows = self.state.global_step, [row for _, ids in losses for row in ids]
         # The loss first: if it is not finite in one process, the gradients of all processes are not.
-        for name, found in (("loss", losses), ("gradient norm", [] if norm is None else [(norm, rows)])):
-            values = [(value.item(), ids) for value, ids in found]
-            own = [f"{value} at step {step} for the rows {ids}" for value, ids in values if not math.isfinite(value)]
-            if failed := gather_object(own):
+        for name, checked in (("loss", losses), ("gradient norm", [] if norm is None else [(norm, rows)])):
+            values = [(value.item(), ids) for value, ids in checked]
+            infinite = [(value, ids) for value, ids in values if not math.isfinite(value)]
+            if failed := gather_object([f"{value} at step {step} for the rows {ids}" for value, ids in infinite]):
                 raise ValueError(
-                    f"The {name} is {' and '.join(failed)}. Check the embeddings of these rows, or lower "
-                    f"`learning_rate`; checkpoints are in {self.args.output_dir}."
+                    f"The {name} is {' and '.join(failed)}; expected a finite number. Check the passages of these "
+                    f"rows, or lower `learning_rate`. Earlier checkpoints are in {self.args.output_dir}."
                 )
 
     @torch.no_grad()
@@ -404,7 +405,7 @@ class AlignerTrainer(SFTTrainer):
         # (batch, num_layers, max_slots), -1 where there is no slot
         depths = outputs.recursion_depth if has_gates else inputs["turn_ids"].new_empty(0)
         num_tokens = (inputs["turn_ids"] >= 0).sum()
-        if "passage_mask" in inputs:  # in a row of their own
+        if "passage_mask" in inputs:  # slots and turns are in different rows
             num_tokens = num_tokens + inputs["passage_mask"].sum()
         counts = [num_tokens, depths.clamp(min=0).sum(), (depths > 0).sum(), (depths >= 0).sum()]
         self._counts += torch.stack(counts)
@@ -442,12 +443,13 @@ class AlignerTrainer(SFTTrainer):
         loss = self._mean_eval_loss()
         added = {"perplexity": math.exp(min(loss, 700.0))}
         if self.args.eval_slot_gap:
-            own = self.data_collator
-            self.data_collator = lambda rows: own(swapped_slots(rows))
+            collator = self.data_collator
+            self.data_collator = lambda rows: collator(swapped_slots(rows))
             try:
-                self.evaluation_loop(self.get_eval_dataloader(dataset), "swapped slots", prediction_loss_only=True)
+                batches = self.get_eval_dataloader(dataset)
+                self.evaluation_loop(batches, "Evaluation with slots of other rows", prediction_loss_only=True)
             finally:
-                self.data_collator = own
+                self.data_collator = collator
             added["slot_gap"] = self._mean_eval_loss() - loss
         added = {f"{metric_key_prefix}_{name}": value for name, value in added.items()}
         self.log(added)
@@ -470,12 +472,12 @@ class AlignerTrainer(SFTTrainer):
 
 
 def swapped_slots(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give each row of a batch the passages of the next row that has others. The added loss measures the content of the
-    slots."""
+    """Give each row of a batch the passages of the next row with different ones. How much the loss grows measures the
+    content of the slots."""
     segments = [row["segments"] for row in rows]
     swapped = []
     for number, row in enumerate(rows):
-        others = (each for each in [*segments[number + 1 :], *segments] if each != segments[number])
+        others = (other for other in [*segments[number + 1 :], *segments] if other != segments[number])
         swapped.append(row | {"segments": next(others, segments[number])})
     return swapped
 
@@ -595,7 +597,8 @@ def make_trainer(
         if recipe.attn_implementation is not None:
             encoder.set_attn_implementation(recipe.attn_implementation)
         if recipe.compile_layers:
-            for layer in max((each for each in encoder.modules() if isinstance(each, torch.nn.ModuleList)), key=len):
+            lists = (module for module in encoder.modules() if isinstance(module, torch.nn.ModuleList))
+            for layer in max(lists, key=len):
                 layer.compile(dynamic=True)  # for batches of any length
     processor.encoder.cast(dtype)
     model = ArcAlignerForCausalLM.from_pretrained(
@@ -607,8 +610,8 @@ def make_trainer(
     )
     # A new aligner: initialize the weight of each word by its rarity.
     if model.config.training_stage is None and model.config.word_parts:
-        some = train_dataset.select(range(min(len(train_dataset), RARITY_EXAMPLES)))
-        rarity = torch.from_numpy(word_rarity(some, model.config.text_config.vocab_size)).float()  # (vocab_size,)
+        sample = train_dataset.select(range(min(len(train_dataset), RARITY_EXAMPLES)))
+        rarity = torch.from_numpy(word_rarity(sample, model.config.text_config.vocab_size)).float()  # (vocab_size,)
         set_word_statistics(model.model.projector, model.get_input_embeddings().weight, rarity)
     if recipe.compile_layers:
         for layer in model.model.decoder_layers:
@@ -633,8 +636,8 @@ def make_trainer(
 
 
 def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -> None:
-    """Load data and model, train and save, while holding the lock of the stage's folder; `settings` of `run_settings`
-    are saved there."""
+    """Load data and model, train and save. The stage's folder is locked meanwhile, and the `settings` of `run_settings`
+    are saved in it."""
     with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
         checkpoint = last_checkpoint(args.output_dir)
         dtype = resolve_dtype(recipe.dtype, args.device, checkpoint)
@@ -659,7 +662,7 @@ def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -
                 last = last_checkpoints(args.output_dir, args.average_checkpoints)
                 state_dict |= mean_of_checkpoints(last, processor)
             save_stage(args.output_dir, model, processor, settings, state_dict)
-            logger.info("saved to %s", args.output_dir)
+            logger.info("saved the aligner in %s", args.output_dir)
         trainer.accelerator.wait_for_everyone()
 
 

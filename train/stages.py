@@ -9,8 +9,8 @@
 
 A recipe is a folder of `train/recipes`, or any folder, with a file for each stage: `1_reconstruction.yaml`,
 `2_grounding.yaml`, `3_gating.yaml`. A finished stage is skipped, an interrupted one continues from its last checkpoint,
-and one that was started with different settings is an error. Each stage is a separate process, which ends with this
-one.
+and one that was started with different settings is an error. Each stage runs in a separate process, which ends if this
+process ends.
 """
 
 import logging
@@ -65,8 +65,8 @@ def find_recipe(recipe: str) -> Path:
             return folder
     known = sorted(path.parent.name for path in RECIPES.glob("*/1_*.yaml"))
     raise ValueError(
-        f"There is no recipe {recipe!r}: neither one of {', '.join(known)} nor a folder with files like "
-        "1_reconstruction.yaml. Pass one of these; to make your own, copy the folder of a recipe."
+        f"There is no recipe {recipe!r}; expected one of {', '.join(known)}, or a folder with files like "
+        "1_reconstruction.yaml. To make a new recipe, copy the folder of one of these and change the copy."
     )
 
 
@@ -85,12 +85,12 @@ def read_stages(
             from these results.
         overrides (`list[str]`, *optional*): Keys and values for every stage, such as `["--seed", "2"]`.
         only (`int`, *optional*): Number of the only stage to read.
-        device (`str`, *optional*): `"gpu"` to override the keys of its stages with those of its `gpu.yaml`.
+        device (`str`, *optional*): `"gpu"` to override the keys of the stages with those of the recipe's `gpu.yaml`.
     """
     overrides = overrides or []
-    given = {argument.split("=")[0] for argument in overrides}
+    overridden = {argument.split("=")[0] for argument in overrides}
     for key, remedy in _OF_ALL_STAGES.items():
-        if key in given and not (key == "--model_name_or_path" and only is not None):
+        if key in overridden and not (key == "--model_name_or_path" and only is not None):
             raise ValueError(f"`{key}` cannot be given for the stages of a recipe. {remedy}.")
     of_device = _read_device_keys(folder, device)
     stages: list[Stage] = []
@@ -101,7 +101,7 @@ def read_stages(
             if stages:
                 arguments += ["--model_name_or_path", str(stages[-1].output_dir)]
         for key, value in (of_device.get("every_stage", {}) | of_device.get(path.stem, {})).items():
-            if f"--{key}" not in given:
+            if f"--{key}" not in overridden:
                 arguments += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
         arguments += overrides
         try:
@@ -128,11 +128,11 @@ def _read_device_keys(folder: Path, device: str | None) -> dict[str, dict[str, A
     path = folder / f"{device}.yaml"
     if not path.is_file():
         raise ValueError(
-            f"The recipe {folder.name} has no {path.name}, so `--device {device}` changes nothing: leave it out. A "
-            "recipe's own values are for the device that its comments name."
+            f"The recipe {folder.name} has no {path.name}, so it has no values for `--device {device}`. Leave "
+            "`--device` out. Comments in the recipe name the device that its values are for."
         )
     keys = yaml.safe_load(path.read_text(encoding="utf-8"))
-    refuse_unknown(str(path), keys, ["every_stage", *(each.stem for each in folder.glob(STAGE_FILES))])
+    refuse_unknown(str(path), keys, ["every_stage", *(path.stem for path in folder.glob(STAGE_FILES))])
     return keys
 
 
@@ -148,13 +148,13 @@ def run_stages(stages: list[Stage], accelerate: str | None = None) -> None:
         check_settings(stage.output_dir, run_settings(SCRIPT, stage.arguments))
         if stage.is_finished and before is not None and not before.is_finished:
             raise ValueError(
-                f"{stage.output_dir} is finished, but {before.name}, from which it starts, is not. Delete that folder "
-                "to train it again as well, or run one stage only with `--stage`."
+                f"{stage.output_dir} is finished, but {before.name}, from which it starts, is not. Delete "
+                f"{stage.output_dir} to train both stages, or train only one stage with `--stage`."
             )
         if not stage.is_finished and stage.start not in (None, *stages) and not stage.start.is_finished:
             raise ValueError(
-                f"{stage.name} starts from {stage.start.output_dir}, which is not finished. Train it first: "
-                f"`--stage {stage.start.number}`, or no `--stage` for all."
+                f"{stage.name} starts from {stage.start.output_dir}, which is not finished. Train that stage first "
+                f"with `--stage {stage.start.number}`, or all stages without `--stage`."
             )
     for stage in stages:
         if stage.is_finished:
@@ -165,13 +165,13 @@ def run_stages(stages: list[Stage], accelerate: str | None = None) -> None:
         if code != 0:
             end = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
             raise ChildProcessError(
-                f"{stage.name} {end}; see the message above. The same command continues from its last checkpoint, if "
-                "there is one."
+                f"{stage.name} {end}; see the message above. Run the same command again to continue from the last "
+                "checkpoint of this stage, if there is one."
             )
 
 
 def run_to_end(command: list[str]) -> int:
-    """Run a command, and return its exit code. If this process is stopped, so is the command."""
+    """Run a command, and return its exit code. If this process is stopped, the command is stopped as well."""
     process = subprocess.Popen(command)
     former = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
@@ -192,6 +192,6 @@ def _launcher(accelerate: str | None) -> list[str]:
             f"There is no accelerate config {accelerate!r}; expected one of {', '.join(known)}, or a file."
         )
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
-    if accelerate in known and torch.accelerator.device_count():  # our configs contain the paper's number of GPUs
+    if accelerate in known and torch.accelerator.device_count():  # these configs contain the paper's number of GPUs
         command += ["--num_processes", str(torch.accelerator.device_count())]
     return command

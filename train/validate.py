@@ -3,12 +3,12 @@
     python -m arcaligner.train.validate --recipe train/recipes/smollm2_135m/2_grounding.yaml --runs runs/mine
     python -m arcaligner.train.validate --recipe RECIPE --runs runs/a,runs/b --last 10 --answers 300 --output runs/mean
 
-Decide everything by these numbers (checkpoints to average, rates, learning rates, when to stop); use the test sets for
-a finished aligner only. The held-out rows are the same for each aligner: those rows of the recipe's `train_files` and
-`reconstruction_files` whose articles are held out.
+Make all decisions by these numbers (checkpoints to average, tokens per slot, learning rates, when to stop), and use the
+test sets for a finished aligner only. The held-out rows are the same for each aligner: those rows of the recipe's
+`train_files` and `reconstruction_files` whose articles are held out.
 
-Losses come with their standard errors. With `--output`, the mean of the checkpoints is written there;
-`train/confidence.py` then fits its answerability.
+Losses are printed with their standard errors. With `--output`, the mean of the checkpoints is saved as an aligner;
+`train/confidence.py` then fits its answerability head.
 """
 
 import json
@@ -41,8 +41,8 @@ BATCH = 16
 
 
 def read_recipe(path: Path, data_dir: str | None) -> RecipeArguments:
-    """Our keys of a recipe's file, with the folder of the data if one is given."""
-    names = {each.name for each in fields(RecipeArguments)}
+    """The keys of [`RecipeArguments`] in a recipe's file. `data_dir`, if it is not `None`, replaces the recipe's."""
+    names = {field.name for field in fields(RecipeArguments)}
     keys = {name: value for name, value in read_keys(path.read_text(encoding="utf-8")).items() if name in names}
     return RecipeArguments(**keys | ({} if data_dir is None else {"data_dir": data_dir}))
 
@@ -53,13 +53,13 @@ def kind_of(row: Row) -> str:
 
 
 def _drawn(row: Row) -> int:
-    """Shuffle rows in a fixed random order."""
+    """A sort key that puts rows into a fixed random order."""
     return stable_number(f"validate:{row['id']}", 2**60)
 
 
 def asked_rows(recipe: RecipeArguments, number: int, held_out: bool = True) -> list[Row]:
     """About `number` questions of the held-out articles, or of the others, equally many from each set if there are
-    enough. `source` is the set of each."""
+    enough. The added key `source` is the entry of `train_files` that a row comes from."""
     by_kind: dict[str, list[Row]] = defaultdict(list)
     for source in recipe.train_files:
         for row in open_part(recipe, source, held_out):
@@ -77,7 +77,7 @@ def asked_rows(recipe: RecipeArguments, number: int, held_out: bool = True) -> l
 def target_losses(
     model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, examples: Sequence[dict], rate: int | str
 ) -> np.ndarray:
-    """Summed NLL of each example's target tokens (Eq. 10), from slots of these tokens per slot, and their number:
+    """For each example, the summed NLL of its target tokens (Eq. 10) and their number, with slots of `rate` tokens:
     (num_examples, 2)."""
     collator = ContextCollator(
         processor.context_token_id,
@@ -88,13 +88,13 @@ def target_losses(
     )
     losses = np.zeros((len(examples), 2))
     shortest_first = sorted(range(len(examples)), key=lambda number: examples[number]["length"])
-    for start in tqdm(range(0, len(examples), BATCH), desc=f"losses, rate {rate}", leave=False):
-        some = shortest_first[start : start + BATCH]
-        batch = collator([examples[number] for number in some])
+    for start in tqdm(range(0, len(examples), BATCH), desc=f"losses, tokens_per_slot={rate}", leave=False):
+        numbers = shortest_first[start : start + BATCH]
+        batch = collator([examples[number] for number in numbers])
         slots = encode_slots(model.config, processor, batch)
         labels, mask = batch["labels"][:, 1:], (batch["turn_ids"] >= 0).long()
         hidden = model.model(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False, **slots)
-        for row, number in enumerate(some):
+        for row, number in enumerate(numbers):
             is_target = labels[row] != -100
             states, targets = hidden.last_hidden_state[row, :-1][is_target], labels[row][is_target]
             nll = head_nll(states, targets, model.lm_head, model.config.text_config)
@@ -112,13 +112,13 @@ def means_and_errors(losses: np.ndarray, kinds: list[str], articles: list[str]) 
     sums: dict[str, dict[str, np.ndarray]] = defaultdict(lambda: defaultdict(lambda: np.zeros(2)))
     for loss, kind, article in zip(losses, kinds, articles, strict=True):
         sums[kind][article] += loss
-    found = {}
+    means = {}
     for kind, by_article in sorted(sums.items()):
         nll, tokens = np.array([*by_article.values()]).T
         mean, number = nll.sum() / tokens.sum(), len(tokens)
         spread = np.square(nll - mean * tokens).sum() * number / (number - 1) if number > 1 else math.inf
-        found[kind] = float(mean), math.sqrt(spread) / float(tokens.sum())
-    return found
+        means[kind] = float(mean), math.sqrt(spread) / float(tokens.sum())
+    return means
 
 
 def answers(
@@ -126,15 +126,15 @@ def answers(
 ) -> dict[str, float]:
     """Mean F1 of greedy answers to `rows`, in percent, by kind."""
     scores = defaultdict(list)
-    rows = sorted(rows, key=lambda row: sum(len(each["text"]) for each in row["passages"]))
-    for start in tqdm(range(0, len(rows), BATCH), desc=f"answers, rate {rate}", leave=False):
-        some = rows[start : start + BATCH]
-        inputs = slot_inputs(processor, some, tokens_per_slot=rate)
-        asked = [row["question"] for row in some], [row["passages"] for row in some]
-        texts, _ = greedy_answers(model, processor, inputs, *asked)
-        for row, text in zip(some, texts, strict=True):
+    rows = sorted(rows, key=lambda row: sum(len(passage["text"]) for passage in row["passages"]))
+    for start in tqdm(range(0, len(rows), BATCH), desc=f"answers, tokens_per_slot={rate}", leave=False):
+        batch = rows[start : start + BATCH]
+        inputs = slot_inputs(processor, batch, tokens_per_slot=rate)
+        arguments = [row["question"] for row in batch], [row["passages"] for row in batch]
+        texts, _ = greedy_answers(model, processor, inputs, *arguments)
+        for row, text in zip(batch, texts, strict=True):
             scores[kind_of(row)].append(100 * token_f1(text, row["answers"]))
-    return {kind: sum(each) / len(each) for kind, each in sorted(scores.items())}
+    return {kind: sum(f1) / len(f1) for kind, f1 in sorted(scores.items())}
 
 
 def validate(
@@ -145,7 +145,7 @@ def validate(
     number: int,
     num_answers: int,
 ) -> dict[str, dict]:
-    """Losses and answers, by tokens per slot. A loss is a pair of the mean and its standard error."""
+    """Losses and F1 of answers, by tokens per slot and kind. A loss is a pair of the mean and its standard error."""
     rows = [row | {"passages": own_passages(row)[0]} for row in asked_rows(recipe, number)]
     texts = [row for source in recipe.reconstruction_files for row in open_part(recipe, source, held_out=True)]
     texts = sorted(texts, key=_drawn)[: number // 4]
@@ -175,12 +175,14 @@ def table(results: dict[str, dict]) -> str:
     """The results as Markdown."""
     lines = []
     for measure, shown in (("loss", "{:.3f} ± {:.3f}"), ("f1", "{:.1f}")):
-        measured = {rate: each[measure] for rate, each in results.items() if measure in each}
-        kinds = sorted({kind for each in measured.values() for kind in each})
+        title = {"loss": "loss (nats per token)", "f1": "F1 (%)"}[measure]
+        measured = {rate: measures[measure] for rate, measures in results.items() if measure in measures}
+        kinds = sorted({kind for by_kind in measured.values() for kind in by_kind})
         cells = [
-            [rate, *(shown.format(*np.atleast_1d(each[kind])) for kind in kinds)] for rate, each in measured.items()
+            [rate, *(shown.format(*np.atleast_1d(by_kind[kind])) for kind in kinds)]
+            for rate, by_kind in measured.items()
         ]
-        lines += [*markdown_table([measure, *kinds], cells), ""] if cells else []
+        lines += [*markdown_table([f"{title} by tokens per slot", *kinds], cells), ""] if cells else []
     return "\n".join(lines)
 
 
@@ -198,21 +200,24 @@ def main(
     recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, for its data and held-out articles.")],
     runs: Annotated[str, typer.Option(help="Folders of runs or of aligners, separated by commas.")],
     last: Annotated[
-        int, typer.Option(help="Number of last checkpoints of each run to average; 0 for the final weights.")
+        int, typer.Option(help="Number of last checkpoints of each run to average; 0 uses the final weights.")
     ] = 0,
-    rates: Annotated[str, typer.Option(help="Tokens per slot, separated by commas.")] = "2,4",
+    rates: Annotated[str, typer.Option(help="Numbers of tokens per slot, or segment, with commas.")] = "2,4",
     number: Annotated[
         int, typer.Option("-n", help="Number of held-out questions; a quarter as many texts are reconstructed.")
     ] = 1000,
     num_answers: Annotated[
-        int, typer.Option("--answers", help="Number of questions that are also answered, for F1; 0 for none.")
+        int, typer.Option("--answers", help="Number of questions that are also answered, for the F1; 0 for none.")
     ] = 0,
-    output: Annotated[Path | None, typer.Option(help="Folder for the averaged weights.")] = None,
-    data_dir: Annotated[str | None, typer.Option(help="Folder of the data, instead of the recipe's.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder in which to save the averaged aligner and the results.")
+    ] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of the data. Default: the recipe's.")] = None,
 ) -> None:
-    """Print losses and answers on held-out articles."""
+    """Print the loss and, with --answers, the F1 of an aligner on held-out articles. The weights of several runs or
+    checkpoints are averaged first."""
     data = read_recipe(recipe, data_dir)
-    folders = [Path(each) for each in runs.split(",")]
+    folders = [Path(folder) for folder in runs.split(",")]
     if last:
         folders = [checkpoint for folder in folders for checkpoint in last_checkpoints(folder, last)]
     model, processor = load_mean(folders)

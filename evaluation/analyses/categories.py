@@ -1,4 +1,4 @@
-"""Where compressed passages help: right answers by whether Naive and StandardRAG succeed, the paper's 4-way analysis.
+"""Where compressed passages help: right answers by whether Naive and StandardRAG are right, the paper's 4-way analysis.
 
 TT: both are right; TF: Naive alone; FT: StandardRAG alone; FF: neither. FT shows which evidence survives compression,
 TF how well a method resists misleading passages. The answers come from a run; no model is loaded.
@@ -42,16 +42,16 @@ def categorize(run: Path, tasks: Sequence[str], methods: Sequence[str], right) -
             parts["FT"[naive[key]] + "FT"[text[key]]].append(key)
         if not any(parts.values()):
             continue
-        found = {find_method(name).title: right(AnswerFile(run, task, name)) for name in methods}
+        is_right = {find_method(name).title: right(AnswerFile(run, task, name)) for name in methods}
         sets[TASKS[task].title] = {
-            category: {"questions": len(keys), "methods": _shares(keys, found)} for category, keys in parts.items()
+            category: {"questions": len(keys), "methods": _shares(keys, is_right)} for category, keys in parts.items()
         }
     return sets
 
 
 def _shares(keys: list[str], right: dict[str, dict[str, bool]]) -> dict[str, list[float]]:
-    scores = {title: [float(own[key]) for key in keys if key in own] for title, own in right.items()}
-    return {title: percent_interval(own) for title, own in scores.items() if own}
+    scores = {title: [float(of_method[key]) for key in keys if key in of_method] for title, of_method in right.items()}
+    return {title: percent_interval(method_scores) for title, method_scores in scores.items() if method_scores}
 
 
 def categories_table(sets: dict[str, dict[str, Any]]) -> list[str]:
@@ -60,8 +60,8 @@ def categories_table(sets: dict[str, dict[str, Any]]) -> list[str]:
     for title, parts in sets.items():
         rows.append([f"**{title}**, number of questions", *(parts[category]["questions"] for category in CATEGORIES)])
         for method in dict.fromkeys(method for part in parts.values() for method in part["methods"]):
-            found = (parts[category]["methods"].get(method) for category in CATEGORIES)
-            rows.append([method, *("-" if each is None else f"{each[0]:.1f}" for each in found)])
+            shares = (parts[category]["methods"].get(method) for category in CATEGORIES)
+            rows.append([method, *("-" if share is None else f"{share[0]:.1f}" for share in shares)])
     return markdown_table(["Right answers, %", *CATEGORIES], rows)
 
 
@@ -78,6 +78,6 @@ def draw_categories(sets: dict[str, dict[str, Any]], metric: str) -> Figure:
         axes.set_xticks(range(len(CATEGORIES)), labels)
         axes.set_title(title, fontsize=10)
     panels[0].set_ylabel(f"{metric}, %")
-    found = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
-    figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=3, frameon=False)
+    handles = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=3, frameon=False)
     return figure

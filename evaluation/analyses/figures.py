@@ -1,7 +1,7 @@
 """The figures of the pages: F1 against the compression, and against the time to the first token.
 
-In the first, a point is a method at a rate (`arcaligner_x4`): F1 by tokens of the passages per position of the prompt.
-In the second, a point is a way to read twenty passages, at each of its rates.
+In the first, a point is a method with a number of tokens per slot (`arcaligner_x4`): F1 by tokens of the passages per
+position of the prompt. In the second, a point is a way to give twenty passages to the model.
 """
 
 import io
@@ -42,7 +42,7 @@ PASSAGES = 20  # in the time to the first token
 
 
 def new_figure(width: float, height: float, **subplots: Any):
-    """A figure and its axes, in inches, in the style of both."""
+    """A figure of `width` and `height` inches in the style of all figures, and its axes."""
     with plt.rc_context(STYLE):
         return plt.subplots(figsize=(width, height), layout="constrained", **subplots)
 
@@ -68,9 +68,10 @@ def rate_curves(entry: dict[str, Any]) -> dict[str, list[tuple[float, list[float
 
 
 def draw_rates(sets: dict[str, Any]) -> Figure:
-    """F1 across the compression: a panel for each of the `sets` with methods at several compressions."""
-    curves = {title: found for title, entry in sets.items() if (found := rate_curves(entry))}
-    colors = dict(zip(dict.fromkeys(name for each in curves.values() for name in each), cycle(COLORS), strict=False))
+    """F1 by compression: a panel for each of the `sets` with methods at several compressions."""
+    curves = {title: points for title, entry in sets.items() if (points := rate_curves(entry))}
+    methods = dict.fromkeys(name for by_method in curves.values() for name in by_method)
+    colors = dict(zip(methods, cycle(COLORS), strict=False))
     size = 3.4 * len(curves) + 0.6, 3.5
     figure, (panels,) = new_figure(*size, ncols=len(curves), sharex=True, sharey=True, squeeze=False)
     for axes, (title, of_set) in zip(panels, curves.items(), strict=True):
@@ -88,8 +89,9 @@ def draw_rates(sets: dict[str, Any]) -> Figure:
         axes.xaxis.set_minor_locator(NullLocator())
     panels[0].set_ylabel("F1, %")
     figure.supxlabel("tokens of the passages per position", fontsize=10)
-    found = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=3, frameon=False)
+    legends = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in panels]
+    handles = {label: handle for legend in legends for handle, label in legend}
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=3, frameon=False)
     return figure
 
 
@@ -98,34 +100,35 @@ def draw_bars(bars: dict[tuple[str, str], dict[str, float]], label: str) -> Figu
     set, then by method."""
     backbones = list(dict.fromkeys(backbone for backbone, _ in bars))
     figure, (panels,) = new_figure(4.6 * len(backbones) + 0.6, 3.4, ncols=len(backbones), sharey=True, squeeze=False)
-    methods = list(dict.fromkeys(method for each in bars.values() for method in each))
+    methods = list(dict.fromkeys(method for values in bars.values() for method in values))
     width = 0.8 / len(methods)
     for axes, backbone in zip(panels, backbones, strict=True):
-        sets = {title: each for (name, title), each in bars.items() if name == backbone}
+        sets = {title: values for (name, title), values in bars.items() if name == backbone}
         for number, method in enumerate(methods):
             places = np.arange(len(sets)) - 0.4 + (number + 0.5) * width
-            axes.bar(places, [each.get(method, 0.0) for each in sets.values()], width, label=method)
+            axes.bar(places, [values.get(method, 0.0) for values in sets.values()], width, label=method)
         axes.set_xticks(range(len(sets)), list(sets), fontsize=8)
         axes.set_title(backbone, fontsize=10)
     panels[0].set_ylabel(label)
-    found = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
-    figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=3, frameon=False)
+    handles = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=3, frameon=False)
     return figure
 
 
 def draw_ratios(sets: dict[str, dict[str, dict[str, Any]]]) -> Figure:
-    """EM and F1 across measured tokens per slot: a panel for each set, of its numbers by ratio."""
+    """EM and F1 by measured tokens per slot, a panel for each set; `sets` has the numbers of each set by ratio."""
     figure, (panels,) = new_figure(3.6 * len(sets) + 0.6, 3.2, ncols=len(sets), sharey=True, squeeze=False)
     for axes, (title, numbers) in zip(panels, sets.items(), strict=True):
-        points = sorted(numbers.values(), key=lambda each: each["compression_rate"])
-        rates = [each["compression_rate"] for each in points]
+        points = sorted(numbers.values(), key=lambda point: point["compression_rate"])
+        rates = [point["compression_rate"] for point in points]
         for metric, name in (("em", "EM"), ("f1", "F1")):
-            axes.plot(rates, [each[metric][0] for each in points], marker="o", markersize=4, label=name)
+            axes.plot(rates, [point[metric][0] for point in points], marker="o", markersize=4, label=name)
         axes.set(xscale="log", title=title, xlabel="tokens per slot, measured")
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xticks(rates, [f"{rate:.0f}" for rate in rates])
-    panels[0].set(ylabel="%", ylim=(0, None))  # of all panels: an end that is set before the last one is drawn is final
+    # For all panels, which share the axis. An end that is set before the last panel is drawn would not change any more.
+    panels[0].set(ylabel="%", ylim=(0, None))
     panels[0].legend()
     return figure
 
@@ -133,26 +136,26 @@ def draw_ratios(sets: dict[str, dict[str, dict[str, Any]]]) -> Figure:
 def speed_curves(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[tuple[float, float, int | str]]]:
     """Points of the figure for each way to give `PASSAGES` to the model: milliseconds to the first token, of a latency
     `report`; mean F1 of the `sets`; and tokens per slot. A method that lacks a set has no points."""
-    own = report["own_tokens_per_slot"]
+    default_rate = report["own_tokens_per_slot"]
     curves: dict[str, list[tuple[float, float, int | str]]] = {}
 
     def add(title: str, arm: str, size: dict[str, Any], method: str, rate: int | str) -> None:
-        if all(method in each["methods"] for each in sets.values()):
-            f1 = sum(each["methods"][method]["f1"][0] for each in sets.values()) / len(sets)
+        if all(method in entry["methods"] for entry in sets.values()):
+            f1 = sum(entry["methods"][method]["f1"][0] for entry in sets.values()) / len(sets)
             curves.setdefault(title, []).append((first_token_ms(size, arm), f1, rate))
 
     for rate in dict.fromkeys(size["tokens_per_slot"] for size in report["sizes"]):
-        size, method = find_size(report, PASSAGES, rate), MAIN if rate == own else f"{MAIN}_x{rate}"
+        size, method = find_size(report, PASSAGES, rate), MAIN if rate == default_rate else f"{MAIN}_x{rate}"
         add("slots, encoded beforehand", "off", size, method, rate)
         add("slots, cached", "slots_cached", size, method, rate)
-    size = find_size(report, PASSAGES, own)
+    size = find_size(report, PASSAGES, default_rate)
     add("text, fine-tuned", "standard_rag", size, "full_text_lora", "text")
     add("text, fine-tuned, cached", "standard_rag_cached", size, "full_text_lora", "text")
     return curves
 
 
 def draw_speed(report: dict[str, Any], sets: dict[str, Any]) -> Figure:
-    """F1 across the time to the first token, each point with its tokens per slot."""
+    """F1 by time to the first token, each point with its tokens per slot."""
     figure, axes = new_figure(6.4, 3.8)
     for name, points in speed_curves(report, sets).items():
         axes.plot([ms for ms, *_ in points], [f1 for _, f1, _ in points], marker="o", label=name)

@@ -1,6 +1,7 @@
 """Loops per layer, the paper's analysis of gate behavior, and traces of single questions.
 
-A slot takes one loop, the mandatory pass, and one more for each refinement step: `L0.` is one, `LL` two, `LLL` three.
+At a layer, a slot takes one loop, the mandatory pass, and one more for each refinement step. In traces, `L0.` is one
+loop, `LL` two and `LLL` three.
 """
 
 import textwrap
@@ -26,7 +27,7 @@ TITLE_WIDTH = 100
 
 
 def require_gates(model: ArcAlignerForCausalLM, checkpoint: str) -> None:
-    """Raises `ValueError` if no gate of the checkpoint decides anything."""
+    """Raises `ValueError` if the gates of the checkpoint are off or missing."""
     config = model.config
     if config.gate_mode != "adaptive" or not config.gated_layers:
         raise ValueError(
@@ -45,8 +46,8 @@ def count_loops(
     title: str,
     tokens_per_slot: int | str | None = None,
 ) -> np.ndarray:
-    """How many slots of a row took 1, 2, ... loops at a layer, (num_rows, num_layers, max_loops), in any order of the
-    rows."""
+    """How many slots of a row took 1, 2, ... loops at a layer: (num_rows, num_layers, max_loops). The order of the rows
+    may change."""
     counts: list[torch.Tensor] = []
     steps = range(model.config.max_refinement_steps + 1)
 
@@ -116,7 +117,7 @@ def trace(ask: ArcAlignerPipeline, row: Row, **settings: Any) -> dict[str, Any]:
 
 def draw_trace(case: dict[str, Any], max_loops: int) -> Figure:
     """Draw a row for each slot and a column for each layer: loops as colors and, above one, as the paper's letters."""
-    loops = np.array([[each.count("L") for each in layer] for layer in case["trajectories"]]).T  # (slots, layers)
+    loops = np.array([[passes.count("L") for passes in layer] for layer in case["trajectories"]]).T  # (slots, layers)
     labels = [one_line(segment["text"], TEXT_WIDTH) for segment in case["segments"]] or ["(no passage)"]
     figure, axes = new_figure(11.0, 1.7 + 0.28 * len(labels))
     shades = matplotlib.colormaps["Blues"].resampled(max_loops)
@@ -135,12 +136,12 @@ def draw_trace(case: dict[str, Any], max_loops: int) -> Figure:
 def trace_lines(case: dict[str, Any]) -> list[str]:
     """Markdown lines: the text of each slot, and the `traj` of each layer that loops, as in the paper."""
     lines = [f"**Question.** {one_line(case['question'], TITLE_WIDTH)}", ""]
-    lines += [f"{number}. {one_line(each['text'], 300)}" for number, each in enumerate(case["segments"], start=1)]
+    lines += [f"{number}. {one_line(segment['text'], 300)}" for number, segment in enumerate(case["segments"], start=1)]
     lines += ["", f"**Answer.** {one_line(case['answer'], TITLE_WIDTH)} (gold: {' / '.join(case['gold'])})", ""]
     looping = [
         f"- Layer {layer}: `traj = [{', '.join(passes)}]`"
         for layer, passes in enumerate(case["trajectories"])
-        if any(each.count("L") > 1 for each in passes)
+        if any(slot.count("L") > 1 for slot in passes)
     ]
     return [*lines, *(looping or ["All slots take one pass, `L0.`, at all layers."])]
 

@@ -41,10 +41,10 @@ def slot_losses(
 
 @torch.inference_mode()
 def base_losses(model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row]) -> np.ndarray:
-    """The same for the backbone, given the text itself in place of the slots: (num_passages, 2)."""
+    """Like [`slot_losses`], for the backbone with the text itself in place of the slots: (num_passages, 2)."""
     examples = text_examples(processor, rows)
     losses = np.zeros((len(examples), 2))
-    for number, example in enumerate(track(examples, f"losses, {BASE}", transient=True)):
+    for number, example in enumerate(track(examples, "losses with text in place of slots", transient=True)):
         (turn,) = example["turns"]
         target = [label for label in turn["labels"] if label != -100]
         before = example["head"] + target[:-1]  # the text, without the end of the turn
@@ -63,25 +63,25 @@ def summarize_losses(losses: np.ndarray) -> dict[str, Any]:
     drawn = resample_counts(len(losses))  # (resamples, num_passages)
     ends = np.quantile((drawn @ nll) / (drawn @ tokens), (0.025, 0.975))
     means = [nll.sum() / tokens.sum(), *ends]
-    return {"passages": len(losses), "tokens": int(tokens.sum()), "perplexity": [math.exp(each) for each in means]}
+    return {"passages": len(losses), "tokens": int(tokens.sum()), "perplexity": [math.exp(mean) for mean in means]}
 
 
 def perplexity_table(arms: dict[str, dict[str, Any]]) -> list[str]:
-    """Markdown lines: a row for each arm."""
+    """Markdown lines: a row for each of the things that the text is reconstructed from."""
     rows = [
-        [title, "{:.2f} [{:.2f}, {:.2f}]".format(*each["perplexity"]), each["passages"], f"{each['tokens']:,}"]
-        for title, each in arms.items()
+        [title, "{:.2f} [{:.2f}, {:.2f}]".format(*arm["perplexity"]), arm["passages"], f"{arm['tokens']:,}"]
+        for title, arm in arms.items()
     ]
     return markdown_table(["Reconstructed from", "Perplexity", "Passages", "Tokens"], rows)
 
 
 def draw_perplexity(arms: dict[str, dict[str, Any]]) -> Figure:
-    """One bar for each arm, on a logarithmic scale."""
-    means, lows, highs = np.transpose([each["perplexity"] for each in arms.values()])
+    """One bar for each of the `arms` of [`perplexity_table`], on a logarithmic scale."""
+    means, lows, highs = np.transpose([arm["perplexity"] for arm in arms.values()])
     figure, axes = new_figure(1.5 + 1.3 * len(arms), 3.4)
     colors = list(itertools.islice(itertools.cycle(COLORS), len(arms)))
     bars = axes.bar(list(arms), means, width=0.6, color=colors, yerr=[means - lows, highs - means], capsize=4)
-    axes.bar_label(bars, labels=[f"{each:.2f}" for each in means], padding=3)
+    axes.bar_label(bars, labels=[f"{mean:.2f}" for mean in means], padding=3)
     axes.set(yscale="log", ylim=(1, 2 * highs.max()), ylabel="perplexity")
     axes.yaxis.set_major_formatter("{x:g}")
     return figure

@@ -125,7 +125,7 @@ def test_too_small_card_is_refused():
     message = r"`--shape` is mistral-7b, which needs about 1\d\.\d GiB in bfloat16, but cuda:0 has 6.0 GiB free of 8.0"
     with pytest.raises(ValueError, match=rf"{message}\. Shapes that fit: smollm2-135m, llama-1b\."):
         check_fits("mistral-7b", torch.bfloat16, 3050, "cuda:0", 6 * GIB, 8 * GIB)
-    with pytest.raises(ValueError, match="No shape fits: free the GPU, or take another"):
+    with pytest.raises(ValueError, match="No shape fits: free memory of the GPU, or choose another one"):
         check_fits("smollm2-135m", torch.bfloat16, 3050, "cuda:0", GIB // 8, 8 * GIB)
     check_fits("smollm2-135m", torch.bfloat16, 3050, "cuda:0", 6 * GIB, 8 * GIB)
 
@@ -139,7 +139,7 @@ def test_oversized_arms_are_skipped(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * GIB)
     assert bench.fits(2 * GIB, arm="text") and bench.left_out == []
     assert not bench.fits(3 * GIB, arm="text", batch=32, passages=20)
-    reason = "needs about 3.0 GiB in addition to the weights; 2.0 are free"
+    reason = "needs about 3.0 GiB in addition to the weights, and 2.0 GiB are free"
     assert bench.left_out == [{"arm": "text", "batch": 32, "passages": 20, "reason": reason}]
 
 
@@ -155,7 +155,7 @@ def test_unusable_devices_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    with pytest.raises(ValueError, match="`--device` is 'cuda:1', but there are 1 GPUs"):
+    with pytest.raises(ValueError, match="`--device` is 'cuda:1', but this machine has 1 GPU, counted"):
         find_device("cuda:1", torch.float32)
     with pytest.raises(ValueError, match="Tesla T4 has no bfloat16. Pass `--dtype float16`"):
         find_device("cuda", torch.bfloat16)

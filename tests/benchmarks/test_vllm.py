@@ -63,7 +63,7 @@ def test_first_tokens_of_questions_together(monkeypatch):
     [
         (vllm.parse_batches, "5:0", "`--batches` is '5:0'; expected"),
         (vllm.parse_batches, "5", "`--batches` is '5'; expected"),
-        (vllm.parse_arms, "slots,files", "`--arms` has 'files'; expected some of slots, front, text, own"),
+        (vllm.parse_arms, "slots,files", "`--arms` has 'files'; expected one or more of slots, front, text, own"),
     ],
 )
 def test_wrong_arms_are_named(parse, given, message):

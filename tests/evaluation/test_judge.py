@@ -165,7 +165,7 @@ def test_run_is_judged_once(tmp_path, endpoint, caplog):
         f"| squad | naive | {mean:.1f} [{low:.1f}, {high:.1f}] | 3 | 1 | 0 |",
     ]
     assert "a/judge gave no reply: no reply within 1 seconds" in caplog.text
-    assert "naive.a--judge.verdicts: 1 of 3 replies are neither yes nor no, scored as wrong" in caplog.text
+    assert "naive.a--judge.verdicts.jsonl: 1 of 3 replies begin with neither yes nor no." in caplog.text
     naive, ours = (AnswerFile(tmp_path, "squad", method) for method in ("naive", "arcaligner"))
     assert judged_scores(naive, "a/judge") == {"q0": 1.0, "q1": 0.0, "q2": 0.0}
     assert judged_scores(ours, "a/judge") == {"q0": 1.0} and judged_scores(naive, "other/judge") == {}
@@ -244,7 +244,7 @@ def test_agreement_without_verdicts(people, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "broken, message", [("human", "There is no .*human.tsv. Expected"), ("BEM", "expected 'Gold answers'")]
+    "broken, message", [("human", "There is no .*human.tsv. Expected"), ("BEM", "has no column 'Gold answers'")]
 )
 def test_other_files_are_refused(people, tmp_path, broken, message):
     path = people / f"NQ301_{broken}.tsv"

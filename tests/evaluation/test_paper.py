@@ -194,7 +194,7 @@ def test_perplexity_of_text_and_slots(make, checkpoint_dir):
     found = perplexity.summarize_losses(losses)
     assert json.loads((made.folder / "perplexity_ours.json").read_text())["numbers"] == found
     assert found["passages"] == 3 and found["perplexity"][1] < found["perplexity"][0] < found["perplexity"][2]
-    with pytest.raises(ValueError, match="No checkpoint after stage I is here. Train one"):
+    with pytest.raises(ValueError, match="No checkpoint after stage I is on this machine. Train one"):
         reproduce("perplexity", make(reproduce={"stage_one": {"xRAG": "runs/nowhere"}}))
 
 

@@ -243,7 +243,7 @@ def test_oversampled_rows_are_used_again(select, two_files, caplog):
     few = Counter(name for name in names if name.startswith("few"))
     assert sorted(few.values()) == [4] * 5 + [5] * 2
     assert sorted(set(names) - set(few)) == sorted(name for name in names if name.startswith("many"))
-    assert len(names) == 60 and f"{two_files[1]}: used 5 times for 30 examples" in caplog.text
+    assert len(names) == 60 and f"{two_files[1]}: rows are used 5 times for 30 examples" in caplog.text
 
 
 def test_oversampling_keeps_the_limit(select, two_files):
@@ -272,7 +272,7 @@ def test_row_too_long_a_second_time(selector, two_files, monkeypatch):
         return (examples if self.seed == 0 else examples.select([])), left_out
 
     monkeypatch.setattr(ExampleSelector, "_take", take)
-    with pytest.raises(ValueError, match="becomes an example a second time.*Raise `max_tokens`"):
+    with pytest.raises(ValueError, match="can be used a second time.*Raise `max_tokens`"):
         takes.training_examples()
 
 
@@ -295,7 +295,7 @@ def test_long_examples_are_replaced(select, tmp_path, caplog):
         mixture = select(path, 8, OneExample(max_tokens=1))
     assert list(mixture["length"]) == [1] * 8
     assert f"{path}: 8 examples" in caplog.text
-    assert f"{path}: left out 10 longer than 1 tokens" in caplog.text
+    assert f"{path}: left out 10 examples longer than 1 tokens" in caplog.text
 
 
 def test_incomplete_rows_are_reported(select, tmp_path, caplog):
@@ -309,9 +309,9 @@ def test_incomplete_rows_are_reported(select, tmp_path, caplog):
         examples = select(gaps)
     assert sorted(examples["row_id"]) == ["row-0", "row-4", "row-5", "row-6"]
     assert f"{gaps}: 4 examples" in caplog.text
-    assert f"{gaps}: left out 1 without a question: row-1" in caplog.text
-    assert re.search(f"{gaps}: left out 2 without a passage: row-[23], row-[23]\n", caplog.text)
-    (record,) = [record for record in caplog.records if "left out 9 without an answer" in record.message]
+    assert f"{gaps}: left out 1 example without a question; row ids: row-1" in caplog.text
+    assert re.search(f"{gaps}: left out 2 examples without a passage; row ids: row-[23], row-[23]\n", caplog.text)
+    (record,) = [record for record in caplog.records if "left out 9 examples without an answer" in record.message]
     assert record.levelname == "WARNING" and record.message.endswith(", ...")
     assert record.message.count(r"\x1b[2Jrow-") == 5 and "\x1b" not in caplog.text
     examples = select(gaps, stage="reconstruction")  # needs passages only
@@ -387,7 +387,7 @@ def test_held_out_articles_validate(selector, tmp_path, processor):
     assert trained | validated == {f"Town {number}" for number in range(60)} and not trained & validated
     assert 4 <= len(validated) <= 24
     assert parts() == (trained, validated) != parts(validation_seed=1)
-    with pytest.raises(ValueError, match="no row to train on at a `validation_share` of 0.9999"):
+    with pytest.raises(ValueError, match="no row to train on if `validation_share` is 0.9999"):
         parts(validation_share=0.9999)
     assert selector(path).eval_examples() is None
     assert len(selector("unused", eval_files={path: 1.0}, max_eval_samples=4).eval_examples()) == 4
@@ -503,7 +503,7 @@ def test_cut_cache_is_made_again(select, tmp_path, caplog, part):
     (block,) = cache.glob("*.arrow")
     block.write_bytes(block.read_bytes()[: int(part * block.stat().st_size)])
     assert list(select(path, examples_cache_dir=str(cache))) == expected
-    assert f"{block} is truncated; its examples are made again." in caplog.text
+    assert f"{block}, a file of cached examples, is truncated. Its examples are made again." in caplog.text
 
 
 def test_missing_examples_name_the_reason(select, tmp_path):

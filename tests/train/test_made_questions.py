@@ -124,7 +124,7 @@ def test_question_is_read():
     ("text", "reason"),
     [
         ("London", "no question on a second line"),
-        ("London\nWhere was she born", "a question that does not end"),
+        ("London\nWhere was she born", "a question that does not end with a question mark"),
         ("Paris\nWhere was she born?", "an answer that is not in the paragraph"),
         ("ondon\nWhere was she born?", "an answer that is not in the paragraph"),
         ("the\nWhich word is it?", "an answer that is not in the paragraph"),
@@ -144,7 +144,7 @@ def test_one_question_an_answer():
         ("made_p1_2", "When?", ["1815"]),
     ]
     assert all(row["passages"] == [PASSAGE] for row in made)
-    assert left_out == {"an answer that was asked for already": 1, "an answer that is not in the paragraph": 1}
+    assert left_out == {"an answer that another question has": 1, "an answer that is not in the paragraph": 1}
 
 
 def test_round_trip():
@@ -268,13 +268,13 @@ def test_command(tmp_path, lora_dir, capsys, monkeypatch):
         run_command(made_questions.main)
     assert ended.value.code == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("2 paragraphs\n") and "| of the questions that were made | number |" in printed
+    assert printed.startswith("2 paragraphs\n") and "| questions: kept, or why not | number |" in printed
     assert (tmp_path / "made.jsonl.gz").exists()
     with pytest.raises(SystemExit):
         run_command(made_questions.main)
-    assert "exists. Delete it to make it again" in capsys.readouterr().err
+    assert "exists. Delete the file to make it again" in capsys.readouterr().err
 
 
 def test_unfinished_model_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="has no adapter_config.json. Pass the folder of"):
+    with pytest.raises(ValueError, match="has no adapter_config.json, so it is not the folder of a finished run"):
         TextReader(tmp_path)

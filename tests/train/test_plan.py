@@ -104,7 +104,7 @@ def test_batches_of_tokens_are_planned(write_recipe, tmp_path):
     assert 2 * small.memory.activations == pytest.approx(large.memory.activations, rel=1e-3)
     assert small.memory.activations == pytest.approx(fixed.memory.activations * 4000 / (8 * 512), rel=1e-3)
     assert small.hours(100.0) == pytest.approx(4 * 2 * 4000 / 100 / 3600)
-    assert "as many examples as fit into 4,000 tokens x 2 accumulated" in "\n".join(lines_of([small]))
+    assert "2 batches, each of as many examples as fit into 4,000 tokens" in "\n".join(lines_of([small]))
 
 
 def test_batches_that_do_not_divide(offline):
@@ -154,7 +154,7 @@ def test_lines_and_a_busy_card(offline, monkeypatch):
     """What is not free on the card is told apart from what it does not have."""
     found = plans("mistral_7b", 4, only=1)
     text = "\n".join(lines_of(found, tokens_per_second=5000))
-    assert "256 examples: 4 GPUs x 8 x 8 accumulated" in text and "17 minutes at 5,000 tokens a second" in text
+    assert "256 examples: 4 GPUs x 8 accumulated batches of 8" in text and "17 minutes at 5,000 tokens a second" in text
     assert text.endswith("This machine has no GPU, so nothing is compared with its memory.")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card")
@@ -162,7 +162,7 @@ def test_lines_and_a_busy_card(offline, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: tuple(memory.values()))
     assert lines_of(found)[-1] == "Card: 80.0 of 80.0 GiB are free, which is enough."
     memory["free"] = 10 * GIB
-    assert "are needed. Another process uses the rest: wait until it ends. `--" in lines_of(found)[-1]
+    assert "GiB are needed. Another process uses the rest: wait until it ends. `--" in lines_of(found)[-1]
     memory["total"] = 20 * GIB
     assert "are needed. `-- --activation_checkpointing true`" in lines_of(found)[-1]
 
@@ -171,7 +171,7 @@ def test_dry_run_prints_the_plan(offline, capsys, monkeypatch):
     """`arcaligner train --dry-run` prints the plan and starts nothing."""
     monkeypatch.setattr("arcaligner.train.stages.run_stages", lambda *args: pytest.fail("training began"))
     app(["train", "--recipe", "mistral_7b", "--dry-run", "--gpus", "2", "--stage", "2"], standalone_mode=False)
-    assert "64 examples: 2 GPUs x 8 x 4 accumulated" in capsys.readouterr().out
+    assert "64 examples: 2 GPUs x 4 accumulated batches of 8" in capsys.readouterr().out
     with pytest.raises(ValueError, match="work with `--dry-run`"):
         app(["train", "--recipe", "mistral_7b", "--gpus", "2"], standalone_mode=False)
 
@@ -183,5 +183,5 @@ def test_device_gpu_overrides_keys():
         keys = dict(zip(stage.arguments[::2], stage.arguments[1::2], strict=True))
         assert keys["--use_cpu"] == "false" and keys["--dtype"] == "bfloat16" and keys["--compile_layers"] == "true"
         assert keys["--per_device_train_batch_size"] == str(batch)
-    with pytest.raises(ValueError, match="recipe mistral_7b has no gpu.yaml.*leave it out"):
+    with pytest.raises(ValueError, match="recipe mistral_7b has no gpu.yaml.*Leave `--device` out"):
         read_stages(find_recipe("mistral_7b"), device="gpu")

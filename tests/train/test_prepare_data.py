@@ -175,7 +175,7 @@ def test_licences_and_finished_files(copies, data, capsys, monkeypatch):
     monkeypatch.setattr(prepare_data, "_make", None)
     prepare(data, SOURCES[:1], copies)
     assert {path: path.read_bytes() for path in data.iterdir()} == before
-    assert "train_qa.jsonl.gz exists and was not changed; delete it to make it again" in capsys.readouterr().out
+    assert "train_qa.jsonl.gz exists and was not changed. Delete the file to make it again" in capsys.readouterr().out
 
 
 def test_missing_set_and_unknown_format(copies, data, tmp_path):

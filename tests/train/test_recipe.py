@@ -47,12 +47,12 @@ def test_missing_recipe_is_named(tmp_path):
     [
         ("learning_rat: 1", "Unknown key `learning_rat` in the recipe. Did you mean `learning_rate`?"),
         *(
-            (setting, f"`{setting.split(':')[0]}=.*context tokens from their")
+            (setting, f"`{setting.split(':')[0]}=.*slots from their")
             for setting in ("packing: true", "padding_free: true", "max_length: 64", "remove_unused_columns: true")
         ),
         ("eval_slot_gap: true\nper_device_eval_batch_size: 1", "`per_device_eval_batch_size` is 1"),
         *(
-            (f"average_checkpoints: {setting}", "`average_checkpoints` is .*keep at least as many")
+            (f"average_checkpoints: {setting}", "`average_checkpoints` is .*keep at least that many")
             for setting in ("3\nsave_total_limit: 2", "3\nsave_strategy: 'no'", "-1")
         ),
     ],
@@ -70,7 +70,7 @@ def test_unsafe_settings_are_refused(tmp_path, setting, message):
     [
         ({"validation_share": -0.1}, "`validation_share` is -0.1; .* at least 0 and less than 1"),
         ({"reconstruction_share": 1.0}, "`reconstruction_share` is 1.0; .* at least 0 and less than 1"),
-        ({"reconstruction_share": 0.5}, "`reconstruction_files` names none"),
+        ({"reconstruction_share": 0.5}, "`reconstruction_files` is empty"),
         ({"distractors": -0.1}, "`distractors` is .*; expected a share"),
         ({"distractors": 1.5}, "`distractors` is .*; expected a share"),
         ({"max_distractors": 13}, "`max_distractors` is 13; expected 1 to 12"),
@@ -142,7 +142,7 @@ def test_batches_that_do_not_divide(numbers, message):
 def test_accumulation_is_given_once():
     """What follows from another key is not given beside it."""
     path = RECIPES / "mistral_7b" / "1_reconstruction.yaml"
-    with pytest.raises(ValueError, match="`global_batch_size` is 256 and `gradient_accumulation_steps` 4.*Leave one"):
+    with pytest.raises(ValueError, match="`global_batch_size` is 256 and `gradient_accumulation_steps` is 4.*Leave"):
         parse_shipped(path, "--gradient_accumulation_steps", "4")
 
 

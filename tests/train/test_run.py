@@ -73,7 +73,7 @@ def test_changed_settings_are_listed(begun, config, left):
     with pytest.raises(ValueError, match=message):
         check_settings(begun, other)
     (begun / "recipe.yaml").unlink()
-    with pytest.raises(ValueError, match="run holds a model or checkpoints without recipe.yaml"):
+    with pytest.raises(ValueError, match="run contains a model or checkpoints, but no recipe.yaml"):
         check_settings(begun, other)
     (begun / left).rmdir()
     check_settings(begun, other)
@@ -123,7 +123,7 @@ def test_truncated_checkpoint_is_skipped(tmp_path, caplog, name):
     for kept in (0.99, 0.5, 0.0):
         path.write_bytes(data[: int(kept * len(data))])
         assert last_checkpoint(checkpoints) == str(checkpoints / "checkpoint-8")
-    assert caplog.text.count(f"checkpoint-10 is incomplete ({name} is cut)") == 3
+    assert caplog.text.count(f"checkpoint-10 is incomplete ({name} is truncated)") == 3
     (checkpoints / "checkpoint-8" / "trainer_state.json").unlink()
     assert last_checkpoint(checkpoints) == str(checkpoints / "checkpoint-2")
     assert "no trainer_state.json, which is written last" in caplog.text

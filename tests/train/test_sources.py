@@ -44,7 +44,7 @@ BAD_LINES = {
     '{"answers": "Ada"}': r"""line 2: `answers` is 'Ada' \(str\); expected a list of strings, such as \["...\"]""",
     '{"answers": ["Ada", 7]}': r"line 2: `answers\[1\]` is 7 \(int\); expected a string\.",
     '{"question": 7, "answers": []}': r"line 2: `question` is 7 \(int\); expected a string\.",
-    '{"meta": {"gold": [1]}}': r"line 2: `meta.gold` \[1\] names passages that do not exist; the row has 0 passages",
+    '{"meta": {"gold": [1]}}': r"line 2: `meta.gold` is \[1\]; expected numbers of passages, from 0, and the row has 0",
     '{"meta": 1}': r"line 2: `meta` is 1 \(int\); expected an object such as",
 }
 
@@ -179,7 +179,7 @@ def test_hub_texts_are_streamed(tmp_path, monkeypatch):
     assert [numbers.count(f"n{file}") for file in range(3)] == [3, 3, 4]
     assert len({row["id"] for row in rows}) == len(rows) == 10
     assert streamed and all(streamed)
-    with pytest.raises(ValueError, match=r"org\?text=body has columns \['name', 'text'\], but no \['body'\]"):
+    with pytest.raises(ValueError, match=r"org\?text=body has the columns \['name', 'text'\], but not \['body'\]"):
         open_corpus("org?text=body", at_least=10)
 
 
@@ -194,7 +194,7 @@ def test_hub_questions_are_read_whole(tmp_path, monkeypatch):
 def test_unknown_rows_are_refused(tmp_path):
     """A file without rows of a known kind is refused."""
     body = write_parquet(tmp_path / "letters.parquet", body=["Dear Ada."])
-    with pytest.raises(ValueError, match=r"columns \['body'\], but no \['text'\].*`\?text=body`"):
+    with pytest.raises(ValueError, match=r"columns \['body'\], but not \['text'\].*`\?text=body`"):
         open_corpus(body)
     with pytest.raises(ValueError, match="letters.parquet.* has no questions"):
         open_corpus(f"{body}?text=body", asks=True)
@@ -215,5 +215,5 @@ def test_unknown_rows_are_refused(tmp_path):
 def test_data_folder_is_searched(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", question_rows(2))
     assert list(open_corpus("rows.jsonl", data_dir=str(tmp_path))) == list(open_corpus(path, data_dir="elsewhere"))
-    with pytest.raises(FileNotFoundError, match="no file elsewhere/rows.jsonl.*`data_dir`, which is 'elsewhere': set"):
+    with pytest.raises(FileNotFoundError, match="no file elsewhere/rows.jsonl.*`data_dir`, which is 'elsewhere'. Set"):
         open_corpus("rows.jsonl", data_dir="elsewhere")

@@ -88,7 +88,7 @@ def test_finished_stages_are_skipped(recipe, calls, caplog):
 
 
 def test_single_stage_needs_finished_start(recipe, calls):
-    message = "2_grounding starts from mine/1_reconstruction, which is not finished. .*`--stage 1`"
+    message = "2_grounding starts from mine/1_reconstruction, which is not finished. .* with `--stage 1`"
     Path("mine/1_reconstruction/checkpoint-2").mkdir(parents=True)  # broken
     with pytest.raises(ValueError, match=message):
         run_stages(read_stages(recipe, "mine", only=2))
@@ -135,7 +135,7 @@ def test_mistakes_are_named(recipe):
             with pytest.raises(ValueError, match=f"`{key}` cannot be given.*`--{instead}`"):
                 read_stages(recipe, overrides=given)
     with pytest.raises(
-        ValueError, match="no recipe 'none': neither one of all_positions, llama_3_1_8b, .*tiny, xrag nor"
+        ValueError, match="no recipe 'none'; expected one of all_positions, llama_3_1_8b, .*tiny, xrag, or"
     ):
         find_recipe("none")
     with pytest.raises(ValueError, match="recipe has no stage 4; it has 1, 2, 3"):
