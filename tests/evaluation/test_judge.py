@@ -291,7 +291,7 @@ def test_failed_reply_leaves_others(failure, problem, attempts, endpoint, caplog
 def test_refused_request_is_an_error(status, endpoint, monkeypatch):
     monkeypatch.setattr(chat_endpoint, "CONCURRENCY", 1)
     requests = endpoint(lambda prompt: status)
-    with pytest.raises(ValueError, match=rf"refuses `judge` \(status {status}: .*so it is.*OPENAI_API_KEY"):
+    with pytest.raises(ValueError, match=rf"rejects requests to `judge` \(status {status}: .*so it is.*OPENAI_API_KEY"):
         list(ChatEndpoint("judge", URL)(PROMPTS * 100))
     assert len(requests) < 100  # those that were on their way
 
