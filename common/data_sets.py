@@ -1,6 +1,6 @@
 """Public data sets of questions and texts: their licences, and conversion of their rows to our schema (`rows.py`).
 
-Training and evaluation read the same sets, so both take the rows from here. `train/prepare_data.py` makes the files of
+Training and evaluation use the same sets, so both take the rows from here. `train/prepare_data.py` makes the files of
 `TRAINING_FILES`, which the recipes name. Like `rows.py`, it needs the standard library only.
 """
 
@@ -30,7 +30,7 @@ TRAINING_FILES = {
     "recon_train.jsonl.gz": (WIKIPEDIA,),
     "recon_heldout.jsonl.gz": (WIKIPEDIA,),
 }
-# Words of a paragraph of Wikipedia: neither a heading nor a table.
+# The number of words of a suitable paragraph of Wikipedia: more than a heading, fewer than a table.
 _FEWEST_WORDS, _MOST_WORDS = 20, 220
 # Spaces that tokenization has put around punctuation.
 _SPACE_BEFORE = re.compile(r" +([,.;:?!%)\]}]|'s\b|n't\b|'(?:re|ve|ll|d|m)\b)")
@@ -71,14 +71,14 @@ def musique_row(row: dict) -> Row | None:
         "id": row["id"],
         "question": row["question"],
         "answers": [row["answer"], *row["answer_aliases"]],
-        "passages": [{"title": each["title"], "text": each["paragraph_text"]} for each in row["paragraphs"]],
-        "meta": {"gold": [number for number, each in enumerate(row["paragraphs"]) if each["is_supporting"]]},
+        "passages": [{"title": part["title"], "text": part["paragraph_text"]} for part in row["paragraphs"]],
+        "meta": {"gold": [number for number, part in enumerate(row["paragraphs"]) if part["is_supporting"]]},
     }
 
 
 def qed_row(row: dict) -> Row | None:
-    """A question of Natural Questions about the paragraph with its answer, from a line of QED; `None` where QED's
-    annotators found that the paragraph does not answer it."""
+    """A question of Natural Questions about the paragraph with its answer, from a line of QED; `None` if,
+    according to QED's annotators, the paragraph does not answer it."""
     row = json.loads(row["text"])
     if row["annotation"]["explanation_type"] == "none":
         return None
@@ -106,9 +106,9 @@ def qamr_rows(row: dict) -> Iterator[Row]:
 
 
 def wikipedia_row(row: dict) -> Row | None:
-    """One paragraph of an article, without a question, always the same one; `None` if none is suitable."""
-    paragraphs = [" ".join(each.split()) for each in row["text"].split("\n\n")]
-    fitting = [each for each in paragraphs if _FEWEST_WORDS <= len(each.split()) <= _MOST_WORDS]
+    """One paragraph of an article, always the same one, without a question; `None` if no paragraph is suitable."""
+    paragraphs = [" ".join(paragraph.split()) for paragraph in row["text"].split("\n\n")]
+    fitting = [text for text in paragraphs if _FEWEST_WORDS <= len(text.split()) <= _MOST_WORDS]
     if not fitting:
         return None
     text = fitting[stable_number(f"paragraph:{row['id']}", len(fitting))]

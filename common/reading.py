@@ -1,11 +1,11 @@
 """Convert users' files to text: plain text in any encoding, Markdown, HTML, PDF and DOCX.
 
-    found = read_file("report.pdf")
-    found.title, found.text, found.sections    # "", "Our year\n...", [(0, 1), (5120, 2)]
+    file = read_file("report.pdf")
+    file.title, file.text, file.sections    # "", "Our year\n...", [(0, 1), (5120, 2)]
 
 Files are not trusted. HTML, PDF and DOCX are converted to Markdown in a separate process, within limits of time and
-memory: scripts are dropped, nothing is run or fetched. Text files are not changed, so that character offsets refer to
-the file; converted text is normalized by `readable`.
+memory: scripts are removed, nothing is run or downloaded. Text files are not changed, so that character offsets refer
+to the file; converted text is normalized by `readable`.
 """
 
 import codecs
@@ -33,8 +33,8 @@ MARKDOWN = (".md", ".markdown")
 PLAIN = (".txt", ".text", ".rst", ".tex", ".log", ".adoc", "")  # the last one means no suffix
 CONVERTED = (".html", ".htm", ".pdf", ".docx")
 LARGEST_CONVERTED = 64 * 2**20  # bytes of a file
-LARGEST_UNPACKED = 256 * 2**20  # unpacked size that a DOCX declares
-SECONDS, MEMORY = 120, 2 * 2**30  # of a conversion
+LARGEST_UNPACKED = 256 * 2**20  # bytes of an unpacked DOCX, as the file declares them
+SECONDS, MEMORY = 120, 2 * 2**30  # limits of a conversion, the memory in bytes
 # Of about equally likely encodings, the first one is used.
 PREFERRED = ("cp1252", "cp1251")
 # A title is encoded with each sentence, so a long one would be costly.
@@ -66,11 +66,11 @@ class FileText(NamedTuple):
 
 def read_file(path: str | Path, data: bytes | None = None) -> FileText:
     """
-    A file as text.
+    Read a file as text.
 
     Args:
-        path (`str` or `Path`): Its name, whose suffix decides how it is read; as text, if it is not one of `CONVERTED`.
-        data (`bytes`, *optional*): Its content, if it is not on this machine.
+        path (`str` or `Path`): Its name. Files with the suffixes `CONVERTED` are converted; all others are text files.
+        data (`bytes`, *optional*): Its content, if the file is not on this machine.
 
     Raises:
         `ValueError`: a file that is not text, or is broken, encrypted or too large, or whose library is missing.
@@ -103,7 +103,7 @@ def decode(data: bytes, path: str | Path) -> str:
             from charset_normalizer import from_bytes
         except ImportError:
             what = f"{path} is not UTF-8 text (byte {error.start})"
-            raise ValueError(f"{what}; `pip install 'arcaligner[files]'` reads other encodings") from error
+            raise ValueError(f"{what}. To read other encodings: `pip install 'arcaligner[files]'`") from error
         likely = [] if is_binary else from_bytes(data)
         best = likely.best() if likely else None
         if best is None:
@@ -111,11 +111,11 @@ def decode(data: bytes, path: str | Path) -> str:
                 f"{path} is not text in UTF-8 or in any other known encoding (byte {error.start})"
             ) from error
         for name in PREFERRED:
-            for each in likely:
-                is_as_likely = each.percent_chaos <= best.percent_chaos
-                is_as_likely &= each.percent_coherence >= best.percent_coherence - 5
-                if name in (each.encoding, *each.could_be_from_charset) and is_as_likely:
-                    return str(each)
+            for match in likely:
+                is_as_likely = match.percent_chaos <= best.percent_chaos
+                is_as_likely &= match.percent_coherence >= best.percent_coherence - 5
+                if name in (match.encoding, *match.could_be_from_charset) and is_as_likely:
+                    return str(match)
         return str(best).removeprefix("\ufeff")
 
 
@@ -125,9 +125,9 @@ def encoding_of_mark(data: bytes) -> str | None:
 
 
 def read_markdown(text: str) -> FileText:
-    """Markdown with its headings. The title is that of the front matter, else the first heading at the top; further
-    headings name the sections, nested under the headings above them. Spaces replace front matter and title, so that
-    they are not read twice and offsets remain.
+    """Find the title and the sections of Markdown. The title is that of the front matter, else a heading at the top.
+    Further headings name the sections, with the headings above them. Spaces replace front matter and title, so that
+    they do not occur twice, and offsets do not change.
 
     >>> read_markdown("# Ships\\n\\nOf wood.\\n\\nSails\\n-----\\n\\nOf linen.")[::2]
     ('Ships', [(19, 'Sails')])
@@ -140,22 +140,22 @@ def read_markdown(text: str) -> FileText:
         if is_first and text[end:].strip() and (not title or name == title):
             title, text, is_first = name, _blank(text, start, end), False
         else:
-            above = [each for each in above if each[0] < level] + [(level, name)]
+            above = [heading for heading in above if heading[0] < level] + [(level, name)]
             sections.append((start, " › ".join(name for _, name in above)))
     return FileText(title, text, sections)
 
 
 def _front_matter(text: str) -> tuple[str, int]:
-    """The title that front matter names, or an empty one, and where the text after it begins."""
-    found = _FRONT_MATTER.match(text)
-    if not found or not all(map(_METADATA.match, found[2].splitlines())):
+    """The title that front matter names, or an empty one, and where the text after the front matter begins."""
+    matter = _FRONT_MATTER.match(text)
+    if not matter or not all(map(_METADATA.match, matter[2].splitlines())):
         return "", 0
-    title = named[1] if (named := _META_TITLE.search(found[2])) else ""
+    title = named[1] if (named := _META_TITLE.search(matter[2])) else ""
     if title[:1] in ("'", '"'):
         quote = title[0]
         title = title[1:-1].replace("''", "'") if quote == "'" else re.sub(r"\\(.)", r"\1", title[1:-1])
     title = readable(title).text.strip()
-    return title if len(title) <= LONGEST_TITLE else "", found.end()
+    return title if len(title) <= LONGEST_TITLE else "", matter.end()
 
 
 def _blank(text: str, start: int, end: int) -> str:
@@ -186,19 +186,21 @@ def convert(data: bytes, suffix: str, path: str | Path) -> tuple[str, list[tuple
     Raises:
         `ValueError`: a file that cannot be converted within the limits, or whose library is missing.
     """
-    command = [sys.executable, "-P", __file__, suffix]  # imports nothing of this package
+    command = [sys.executable, "-P", __file__, suffix]  # the process does not import this package
     try:
         done = subprocess.run(command, input=data, capture_output=True, timeout=SECONDS)
         answer = json.loads(done.stdout)
     except subprocess.TimeoutExpired as error:
-        raise ValueError(f"{path} takes longer than {SECONDS} seconds to read") from error
-    except ValueError as error:  # no output: it was killed
-        raise ValueError(f"{path} takes more than {MEMORY // 2**30} GiB to read, or is broken") from error
+        raise ValueError(f"{path} takes longer than {SECONDS} seconds to read. Split it") from error
+    except ValueError as error:  # no output, because the process was killed
+        raise ValueError(
+            f"{path} takes more than {MEMORY // 2**30} GiB of memory to read, or is broken. Split it, or save it again"
+        ) from error
     if "missing" in answer:
         raise ValueError(f"{path} needs {answer['missing']}: `pip install 'arcaligner[files]'`")
     if "error" in answer:
         raise ValueError(f"{path} cannot be read: {answer['error']}")
-    return answer["text"], [tuple(each) for each in answer["pages"]]
+    return answer["text"], [(offset, number) for offset, number in answer["pages"]]
 
 
 # In the converting process
@@ -221,8 +223,8 @@ def html_to_markdown(html: bytes | str) -> str:
 
     soup = BeautifulSoup(html, "html.parser")
     title = soup.title.get_text(" ", strip=True) if soup.title else ""
-    for each in soup(["script", "style", "noscript", "template", "svg", "head", "iframe", "object", "nav", "form"]):
-        each.decompose()
+    for element in soup(["script", "style", "noscript", "template", "svg", "head", "iframe", "object", "nav", "form"]):
+        element.decompose()
     settings = {"heading_style": "ATX", "strip": ["a", "img"], "table_infer_header": True}
     settings |= {"escape_asterisks": False, "escape_underscores": False}
     text = re.sub(r"\n{3,}", "\n\n", readable(MarkdownConverter(**settings).convert_soup(soup)).text).strip()
@@ -234,7 +236,7 @@ def docx_to_markdown(data: bytes) -> str:
     import mammoth
 
     with zipfile.ZipFile(io.BytesIO(data)) as unpacked:
-        size = sum(each.file_size for each in unpacked.infolist())
+        size = sum(entry.file_size for entry in unpacked.infolist())
     if size > LARGEST_UNPACKED:
         raise ValueError(f"it unpacks to {size / 2**20:.0f} MiB; expected at most {LARGEST_UNPACKED // 2**20}")
     without_pictures = mammoth.images.img_element(lambda image: {})
@@ -266,7 +268,7 @@ def _page_text(page: Any) -> str:
     parts = []
     for box in page.textboxhorizontals:
         x, y = (box["x0"] + box["x1"]) / 2, (box["top"] + box["bottom"]) / 2
-        around = [each for each in tables if each[0] <= x <= each[2] and each[1] <= y <= each[3]]
+        around = [area for area in tables if area[0] <= x <= area[2] and area[1] <= y <= area[3]]
         if not around:
             parts.append(" ".join(readable(box["text"]).text.split()))
         elif (table := tables[around[0]]) is not None:
@@ -294,7 +296,7 @@ def main(suffix: str) -> None:
     except ImportError as error:
         answer = {"missing": error.name}
     except MemoryError:
-        answer = {"error": f"it takes more than {MEMORY // 2**30} GiB"}
+        answer = {"error": f"it takes more than {MEMORY // 2**30} GiB of memory"}
     except RecursionError:
         answer = {"error": "its elements are nested too deep; close them (`</p>`, `</li>`, `</div>`)"}
     except Exception as error:  # any error of the libraries on a broken file

@@ -2,19 +2,19 @@
 
     {"id": str, "question": str, "answers": [str], "passages": [{"title": str, "text": str}], "gold": [int]}
 
-`gold` are the numbers of the passages that the answer needs, in files `meta.gold`; if empty, all of them. A source is a
-path or a Hub id, with options after a question mark:
+`gold` are the numbers of the passages that the answer needs, all of them if it is empty; in files it is `meta.gold`. A
+source is a path or a Hub id, with options after a question mark:
 
     questions.jsonl.gz                                               rows in our schema
     letters.parquet?text=body                                        one text per row
     wikimedia/wikipedia?name=20231101.en&split=train&title=title     a text corpus of the Hub
     hotpotqa/hotpot_qa?name=distractor                               HotpotQA
 
-The paper's EM is non-strict: a prediction is right when it contains a gold answer. Both sides are normalized by SQuAD's
+The paper's EM is non-strict: a prediction is right if it contains a gold answer. Both sides are normalized by SQuAD's
 rule first (lower case, no punctuation, no articles, single spaces). A gold answer that normalizes to nothing would be
 contained in everything, so it is dropped.
 
-Like what it imports, it needs the standard library only.
+This file and its imports need the standard library only.
 """
 
 import os
@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 
 def parse_source(source: str) -> tuple[str, dict[str, str | None]]:
-    """A path or Hub id and its options, the missing ones with their defaults.
+    """A path or Hub id, and its options, with defaults for missing ones.
 
     Raises:
         `ValueError`: an unknown option.
@@ -48,35 +48,35 @@ def parse_source(source: str) -> tuple[str, dict[str, str | None]]:
     ('org/corpus', {'name': None, 'split': 'train', 'text': 'body', 'title': None})
     """
     path, _, query = source.partition("?") if not os.path.exists(source) else (source, "", "")  # "What now?.txt"
-    given = dict(pair.partition("=")[::2] for pair in query.split("&") if pair)
-    unknown = sorted(set(given) - set(OPTIONS))
-    if unknown or "" in given.values():
+    options = dict(pair.partition("=")[::2] for pair in query.split("&") if pair)
+    unknown = sorted(set(options) - set(OPTIONS))
+    if unknown or "" in options.values():
         raise ValueError(
             f"The source {source!r} has {f'unknown options {unknown}' if unknown else 'an option without a value'}; "
             f"expected path?key=value&key=value with keys of {sorted(OPTIONS)}."
         )
-    return path, OPTIONS | given
+    return path, OPTIONS | options
 
 
 def find_file(path: str, data_dir: str) -> str:
     """The path of a data file; the id of a data set of the Hub is returned unchanged.
 
     Raises:
-        `FileNotFoundError`: a missing file; the message says where it was looked for.
+        `FileNotFoundError`: a missing file; the message has its whole path.
         `ValueError`: a file with a suffix that is not supported.
     """
     if not path.endswith(FILES):
         if os.path.isfile(os.path.join(data_dir, path)) or path.endswith(OTHER_FILES):
             raise ValueError(f"{path} has an unknown suffix; expected a file that ends with {', '.join(FILES)}.")
         return path
-    found = str(find_path(os.path.join(data_dir, path)))
-    if not os.path.exists(found):
+    file = str(find_path(os.path.join(data_dir, path)))
+    if not os.path.exists(file):
         raise FileNotFoundError(
-            f"There is no file {found}. Data files with a relative path are looked for in `data_dir`, which is "
-            f"{data_dir or '.'!r}: set it in the recipe or on the command line, as in `--data_dir ../data`, or "
-            "choose other files. `python -m arcaligner.train.prepare_data` makes those of the recipes."
+            f"There is no file {file}. Relative paths of data files are relative to `data_dir`, which is "
+            f"{data_dir or '.'!r}. Set `data_dir` in the recipe or on the command line (`--data_dir ../data`), or name "
+            "other files. `python -m arcaligner.train.prepare_data` makes the files of the recipes."
         )
-    return found
+    return file
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -90,7 +90,9 @@ def read_rows(path: str | Path) -> list[Row]:
     for number, row in read_numbered_lines(path):
         missing = [field for field in ROW_FIELDS if field not in row]
         if missing:
-            raise ValueError(f"{path}, line {number} has no {', '.join(missing)}; a row needs {ROW_FIELDS}.")
+            raise ValueError(
+                f"{path}, line {number} has no {', '.join(missing)}; expected a row with {', '.join(ROW_FIELDS)}."
+            )
         rows.append(row | own_row(row, number - 1, where=f"{path}, line {number}"))
     return rows
 
@@ -107,29 +109,27 @@ def own_row(row: dict, index: int, *, where: str) -> Row:
         `ValueError`: a field of a different type; the message names it, its value and what is expected.
     """
 
-    def given(place: str, value: Any, kind: type, expected: str) -> Any:
+    def checked(place: str, value: Any, kind: type, expected: str) -> Any:
         if value is not None and not isinstance(value, kind):
-            found = f"{reprlib.repr(value)} ({type(value).__name__})"
-            raise ValueError(f"{where}: `{place}` is {found}; expected {expected}.")
+            shown = f"{reprlib.repr(value)} ({type(value).__name__})"
+            raise ValueError(f"{where}: `{place}` is {shown}; expected {expected}.")
         return kind() if value is None else value
 
-    def texts(place: str, value: Any) -> list[str]:
-        return [
-            given(f"{place}[{n}]", each, str, "a string") for n, each in enumerate(given(place, value, list, _LIST))
-        ]
-
-    question, passages = given("question", row.get("question"), str, "a string"), []
-    answers = texts("answers", row.get("answers"))
-    for number, passage in enumerate(given("passages", row.get("passages"), list, _PASSAGES)):
+    question, passages = checked("question", row.get("question"), str, "a string"), []
+    answers = checked("answers", row.get("answers"), list, _LIST)
+    answers = [checked(f"answers[{number}]", answer, str, "a string") for number, answer in enumerate(answers)]
+    for number, passage in enumerate(checked("passages", row.get("passages"), list, _PASSAGES)):
         place = f"passages[{number}]"
-        passage = {"text": passage} if isinstance(passage, str) else given(place, passage, dict, _PASSAGE)
-        passages.append({key: given(f"{place}.{key}", passage.get(key), str, "a string") for key in ("title", "text")})
-    meta = given("meta", row.get("meta"), dict, 'an object such as {"gold": [0]}')
-    gold = given("meta.gold", meta.get("gold"), list, "numbers of passages, from 0")
+        passage = {"text": passage} if isinstance(passage, str) else checked(place, passage, dict, _PASSAGE)
+        passages.append(
+            {key: checked(f"{place}.{key}", passage.get(key), str, "a string") for key in ("title", "text")}
+        )
+    meta = checked("meta", row.get("meta"), dict, 'an object such as {"gold": [0]}')
+    gold = checked("meta.gold", meta.get("gold"), list, "numbers of passages, from 0")
     if not all(number in range(len(passages)) for number in gold):
         raise ValueError(
-            f"{where}: `meta.gold` {gold} names passages that do not exist; the row has {len(passages)} passages, "
-            "counted from 0. Correct the row."
+            f"{where}: `meta.gold` is {gold}; expected numbers of passages, from 0, and the row has {len(passages)} "
+            "passages. Correct the row."
         )
     answers = [answer.strip() for answer in answers if answer.strip()]
     return {
@@ -205,11 +205,12 @@ def find_answer(answer: str, text: str) -> dict[str, int] | None:
     if not (words := answer.strip(" \n\t.,;:!?\"'").split()):
         return None
     pattern = r"\s+".join(map(re.escape, words))
-    # Not inside a word or a number, in scripts that have spaces between words.
-    before, after = (each.isdigit() or each.lower() != each.upper() for each in (words[0][0], words[-1][-1]))
+    # Not inside of a word or a number, in scripts that have spaces between words.
+    ends = words[0][0], words[-1][-1]
+    before, after = (character.isdigit() or character.lower() != character.upper() for character in ends)
     pattern = (r"(?<!\w)" if before else "") + pattern + (r"(?!\w)" if after else "")
-    read = readable(text)
-    if (found := re.search(pattern, read.text, re.IGNORECASE)) is None:
+    normalized = readable(text)
+    if (match := re.search(pattern, normalized.text, re.IGNORECASE)) is None:
         return None
-    start, end = read.given(*found.span())
+    start, end = normalized.given(*match.span())
     return {"start": start, "end": end}

@@ -1,16 +1,17 @@
-"""How often a reader changes files: the files that a question, a forward, a request or a training batch enters.
+"""Count how often somebody who follows the code of a question, a forward, a request or a training batch changes files.
 
-    python dev/count_moves.py                       # a table of all ways
-    python dev/count_moves.py "a question" --pairs  # and how often it goes from which file to which
-    python dev/count_moves.py "a question" --walk   # and the walk itself, a function a line
+    python dev/count_moves.py                       # a table with a row for each of these ways through the code
+    python dev/count_moves.py "a question" --pairs  # also the number of moves between each two files
+    python dev/count_moves.py "a question" --walk   # also each move, with the function that is entered
 
-A move is a call into, or a return to, a file of the project other than the last one; calls inside of a file, and files
-of libraries, are none. Repetitions are folded: a loop over layers, passages or tokens counts once, as long as it does
-the same. Each thread has a walk of its own, and their moves are added. What is loaded on first use is loaded before, by
-a question about other passages; "first" is the first question with several passages, whose weights are watched from
-then on, "again" one about the same passages.
+A move is a call into a file of the project, or a return to it, from another file of the project. Calls within a file
+and calls of libraries are not counted. Repetitions are folded: a loop over layers, passages or tokens counts once, as
+long as its iterations do the same. Moves are counted in each thread, and added. What is loaded on first use is loaded
+before counting, by a question about other passages. In the names of the ways, "first" is the first question with
+several
+passages (from then on the model's weights are watched), and "again" is a question about the same passages.
 
-All ways use a checkpoint on the CPU, by default the shipped one, whose gates are off. With gates, in a second:
+All ways use a checkpoint on the CPU, by default the shipped one, whose gates are off. With gates, this takes a second:
 
     ARCALIGNER_MODELS=tests/golden/saved/models python dev/count_moves.py --checkpoint tests/golden/saved/separate
 """
@@ -41,7 +42,7 @@ AFTER_FIRST_SCORES = "_update_model_kwargs_for_generation"
 
 
 class Recorder:
-    """Records, by thread, each function of the project that is entered or returned to, as (file, function)."""
+    """Records each function of the project that is entered or returned to, as (file, function), for each thread."""
 
     def __init__(self, until: str | None = None):
         self.walks: dict[int, list[tuple[str, str]]] = defaultdict(list)
@@ -81,7 +82,7 @@ class Recorder:
 
 
 def changes(files: list[str]) -> list[str]:
-    """A walk without steps inside of a file.
+    """A walk without steps within a file.
 
     >>> changes(["a", "a", "b", "b", "a"])
     ['a', 'b', 'a']
@@ -111,7 +112,7 @@ def folded(walk: list[str]) -> list[str]:
             return walk
 
 
-# The ways
+# The ways through the code
 
 
 def pipeline_of(checkpoint: Path):
@@ -124,7 +125,7 @@ def pipeline_of(checkpoint: Path):
 
 
 def count_question(checkpoint: Path, num_passages: int, before: Sequence[Sequence[str]]) -> Recorder:
-    """From the pipeline's call to the scores of the first token, after questions about other passages."""
+    """From the call of the pipeline to the scores of the first token, after questions about the passages `before`."""
     ask, recorder = pipeline_of(checkpoint), Recorder(AFTER_FIRST_SCORES)
     row = {"question": QUESTION, "documents": PASSAGES[:num_passages]}
     for documents in before:
@@ -135,7 +136,7 @@ def count_question(checkpoint: Path, num_passages: int, before: Sequence[Sequenc
 
 
 def count_answer(checkpoint: Path) -> Recorder:
-    """As a question with one passage, to the end of its answer."""
+    """From the call of the pipeline with one passage to the end of the answer."""
     ask, recorder = pipeline_of(checkpoint), Recorder()
     row = {"question": QUESTION, "documents": PASSAGES[:1]}
     ask(row | {"documents": OTHERS[:1]}, max_new_tokens=NEW_TOKENS)
@@ -145,7 +146,7 @@ def count_answer(checkpoint: Path) -> Recorder:
 
 
 def count_forward(checkpoint: Path) -> Recorder:
-    """`model(...)` of what the processor returns."""
+    """One call of `model` with the inputs that the processor returns."""
     ask, recorder = pipeline_of(checkpoint), Recorder()
     chat = [{"role": "user", "content": QUESTION}]
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
@@ -164,7 +165,7 @@ def count_request(checkpoint: Path, num_passages: int) -> Recorder:
 
     ask, recorder = pipeline_of(checkpoint), Recorder()
     chat = [{"role": "user", "content": QUESTION}]
-    threading.setprofile(recorder)  # of the threads that the engine starts
+    threading.setprofile(recorder)  # for the threads that the engine starts
     try:
         engine = Engine(ask)
     finally:
@@ -250,15 +251,15 @@ def print_counts(name: str, recorder: Recorder, with_pairs: bool, with_walk: boo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ways", nargs="*", help=f"Default: all of {', '.join(WAYS)}.")
-    parser.add_argument("--pairs", action="store_true", help="Print the moves between each two files.")
-    parser.add_argument("--walk", action="store_true", help="Print each change of file, unfolded.")
+    parser.add_argument("--pairs", action="store_true", help="Also print the number of moves between each two files.")
+    parser.add_argument("--walk", action="store_true", help="Also print each move; repetitions are not folded.")
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="A folder with a checkpoint.")
-    given = parser.parse_args()
-    if unknown := set(given.ways) - set(WAYS):
-        parser.error(f"unknown ways {', '.join(map(repr, sorted(unknown)))}; expected some of {', '.join(WAYS)}")
+    args = parser.parse_args()
+    if unknown := set(args.ways) - set(WAYS):
+        parser.error(f"unknown: {', '.join(map(repr, sorted(unknown)))}; expected one or more of {', '.join(WAYS)}")
     logging.disable_progress_bar()
-    for name in given.ways or WAYS:
-        print_counts(name, WAYS[name](given.checkpoint), given.pairs, given.walk)
+    for name in args.ways or WAYS:
+        print_counts(name, WAYS[name](args.checkpoint), args.pairs, args.walk)
 
 
 if __name__ == "__main__":

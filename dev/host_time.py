@@ -1,10 +1,11 @@
-"""The host's time for a prompt of 25 slots compared to the bare model's for as many tokens of text, at batch 1.
+"""Measure the CPU time of a forward with 25 slots, and of the bare model with 25 tokens of text, at batch size 1.
 
     taskset -c 0 env OMP_NUM_THREADS=1 python dev/host_time.py
 
-At batch 1 a GPU waits for the host, so these times say what slots cost there. The model has Mistral's depth and a
-hidden size of 64, so that products take next to no time. The ways take turns, forward by forward; medians of the
-processor's milliseconds, which other work on the machine changes little, and their ratios to the bare model.
+At batch size 1 a GPU waits for the CPU, so these times say what slots cost on a GPU. The model has the number of layers
+of Mistral and a hidden size of 64, so that matrix products take almost no time. The variants take turns, one forward
+each. Printed are medians in milliseconds of CPU time, which other work on the machine changes little, and their ratios
+to the bare model.
 """
 
 import argparse
@@ -22,8 +23,10 @@ LAYERS, BEFORE, SLOTS, AFTER = 32, 10, 25, 25
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=100, help="forwards of each way")
-    parser.add_argument("--modes", nargs="+", default=["off", "adaptive", "always"], help="gate modes")
+    parser.add_argument("--rounds", type=int, default=100, help="Number of forwards per variant. Default: 100.")
+    parser.add_argument(
+        "--modes", nargs="+", default=["off", "adaptive", "always"], help="Gate modes to measure. Default: all."
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -61,8 +64,8 @@ def main() -> None:
                 if number >= 5:
                     times[name].append(1e3 * (time.process_time() - start))
     bare = statistics.median(times["text, the bare model"])
-    for name, found in times.items():
-        print(f"{name:24s} {statistics.median(found):7.2f} ms {statistics.median(found) / bare:6.2f}")
+    for name, milliseconds in times.items():
+        print(f"{name:24s} {statistics.median(milliseconds):7.2f} ms {statistics.median(milliseconds) / bare:6.2f}")
 
 
 if __name__ == "__main__":

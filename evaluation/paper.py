@@ -354,9 +354,9 @@ class Reproduction:
             save_figure(self.folder / f"{name}.svg", gates.draw_trace(case, model.config.max_refinement_steps + 1))
             lines += [f"## Case {number}", "", f"![{case['question']}]({name}.svg)", "", *gates.trace_lines(case), ""]
         about = (
-            f"`L0.` is one pass, `LL` two, `LLL` three. `traj` has an entry for each slot, in order; at layers without "
-            f"a `traj`, every slot takes one pass. Checkpoint: {Path(checkpoint).name}, in the gate mode "
-            f"`{model.config.gate_mode}`."
+            "Passes of a slot: `L0.` is one, `LL` two, `LLL` three. `traj` has an entry for each slot, in order; at "
+            f"layers without a `traj`, every slot takes one pass. Checkpoint: {Path(checkpoint).name}, in the gate "
+            f"mode `{model.config.gate_mode}`."
         )
         return self.write("cases", TITLES["cases"], [about, "", *lines])
 
@@ -583,7 +583,7 @@ def _questions_of(sets: dict[str, Any], intervals: bool) -> list[str]:
         for title, entry in sets.items()
     ]
     few = [title for title, entry in sets.items() if entry["questions"] < FEW_QUESTIONS]
-    brackets = " There, brackets contain 95 % intervals of F1." if intervals else ""
+    brackets = " For these sets, brackets contain 95 % intervals of F1." if intervals else ""
     note = f"Sets with too few questions for a comparison: {', '.join(few)}.{brackets}"
     columns = ["Set", "Questions here", "Questions in the paper", "Passages here"]
     return [*markdown_table(columns, rows), *(["", note] if few else [])]

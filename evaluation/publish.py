@@ -210,18 +210,22 @@ def check_weights(run: Path, checkpoint: Path) -> None:
 def answers_page(run: Path, threshold: float, no_answer: str) -> str:
     """The aligner's answers to the first questions of each set, by id, with their answerability; below the
     threshold the answer would be `no_answer`."""
-    lines = [
+    intro = (
         "# Answers",
         "",
-        f"The shipped aligner's answers to the first {ANSWERS_PER_SET} questions of each set by id. None is left out.",
-        "They were generated greedily at two tokens per slot, in the run of [results.md](results.md).",
+        f"The shipped aligner's answers to the first {ANSWERS_PER_SET} questions of each set, sorted by id. No "
+        "question is left out. They were generated greedily from slots of all passages of a question, at two tokens "
+        "per slot, in the run of [results.md](results.md). The [glossary](glossary.md) explains the terms.",
         "",
-        "- *Expected* is the first gold answer. *F1*, in percent, is the word overlap of the answer with the closest "
-        "gold answer.",
-        "- *Answerability*, from 0 to 1, is how likely the passages contain an answer. It is not the chance that the",
-        "  answer is right.",
-        f'- *Abstains*: with `min_confidence={threshold}` the answer is "{no_answer}"; without it, the one shown.',
-    ]
+        '- *Expected* is the first gold answer. "(not in the passages)" means that the passages do not answer the '
+        "question.",
+        "- *F1*, in percent, is the word overlap of the answer with the closest gold answer.",
+        "- *Answerability*, from 0 to 1, is an estimate of how likely the passages contain an answer. It is not the "
+        "chance that the answer is right.",
+        f'- "abstains" means that the answer would be "{no_answer}" with `min_confidence={threshold}`. The table shows '
+        "the answer without it.",
+    )
+    lines = [line for text in intro for line in _wrapped(text)]
     for file in answer_files(run):
         if file.method == "arcaligner" and file.task in TASKS:
             cells = []
@@ -243,8 +247,8 @@ def comparison_table(results: dict[str, Any]) -> list[str]:
         numbers = entry["methods"][method]
         cells = numbers["context_tokens"], numbers["f1"][0], numbers["em"][0]
         rows.append([description, *(f"{cell:.0f}" for cell in cells)])
-    columns = ["SmolLM2-135M-Instruct is given", "Positions of a passage", "F1, %", "Answers with the gold answer, %"]
-    return markdown_table(columns, rows)
+    scores = "F1, %", "Answers with the gold answer, %"
+    return markdown_table(["SmolLM2-135M-Instruct is given", "Positions of a passage, mean", *scores], rows)
 
 
 def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[str, Any]) -> list[str]:
@@ -295,19 +299,19 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         f"**First token** is the time from the question to the first token of the answer, with {passages} passages "
         f"({new_tokens} tokens of text). It was measured in float32 on {latency['machine']['cores']} CPU cores. Slots "
         "were encoded beforehand. The fine-tuned reader's times are those of its base model.",
-        f"**Cached passages** have {kept['tokens_per_passage']:.0f} tokens each. Their keys and values were computed "
-        f"beforehand as well, and are stored in {kept['dtype']}. For whole text this is an ordinary prefix cache, "
-        "which serves only the same passages in the same order. Slots are cached per passage and combined freely. "
-        "[docs/speed.md](docs/speed.md#cached-passages) also measures text that is cached per passage.",
+        f"**Cached passages** have {kept['tokens_per_passage']:.0f} tokens on average. Their keys and values were "
+        f"computed beforehand as well, and are stored in {kept['dtype']}. For whole text this is an ordinary prefix "
+        "cache, which serves only the same passages in the same order. Slots are cached per passage and combined "
+        "freely. [docs/speed.md](docs/speed.md#cached-passages) also measures text that is cached per passage.",
         "**The default** scores passages and uses the one with the highest score, or the best two if the question "
-        "needs two. Its times include the scoring, and were measured on questions that are answered from one passage. "
+        "needs two. Its times include the scoring, and were measured on questions that were answered from one passage. "
         "They are upper bounds, because all passages were scored in this measurement; now fewer are "
         "([which](docs/extensions.md#selection-of-passages)).",
         "**A dash** means not measured.",
         f"**CPUs.** The two time columns come from different CPUs ({latency['machine']['cpu']}; for cached "
         f"passages {kept['machine']['cpu']}), so compare times within one column only.",
-        "**Copy-biased decoding.** With slots and with shortened text, tokens that continue a span of the passages get "
-        "a bonus (`copy_bonus`) while the answer is generated; with whole text they do not."
+        "**Copy-biased decoding.** With slots, and with only the first part of the text, tokens that continue a span "
+        "of the passages get a bonus (`copy_bonus`) while the answer is generated. With the whole text they do not."
         + (f" With `copy_bonus=0` the F1 of slots is {', and '.join(lost)}." if lost else ""),
     ]
     shown = [

@@ -3,9 +3,9 @@
     python -m arcaligner.share.export --stages runs/smollm2_135m --output checkpoints/arcaligner-smollm2-135m
 
 Training keeps the aligner in float32, because small updates would be lost in bfloat16. A finished aligner does not need
-the precision, and loads as float32 again. The last stage in the folder is exported. The model card is rewritten each
-time, unless it was edited: run this again after an evaluation has put its `results.json` there, and the card has the
-numbers.
+this precision; it is loaded as float32 again. The last stage in the folder is exported. The model card is rewritten
+each time, unless it was edited: if the `results.json` of an evaluation is in the output folder, run this again to put
+its numbers into the card.
 """
 
 import shutil
@@ -31,9 +31,9 @@ def save_stage(
     recipe: str,
     state_dict: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write aligner, processor and the text of the recipe to `output_dir`, a folder that the next stage can load.
-    Checkpoints in it stay, and so do an edited model card and results of the same weights. `state_dict` has the
-    weights of a model that is sharded over processes."""
+    """Write aligner, processor and the text of the recipe to `output_dir`, from which the next stage can load them.
+    Training checkpoints in this folder are kept, and so are an edited model card and results of the same weights.
+    `state_dict` has the weights if the model is sharded over processes."""
     with written_whole(output_dir) as folder:
         if Path(output_dir, "README.md").exists():  # the new card keeps edits of the old one
             shutil.copyfile(Path(output_dir, "README.md"), folder / "README.md")
@@ -42,13 +42,13 @@ def save_stage(
         results = Path(output_dir, RESULTS_FILE)
         if results.exists() and not answers_alike(Path(output_dir), folder):
             results.unlink()  # before the weights change, so that a kill leaves no results of different weights
-            typer.echo(f"removed {results}: it was measured with different weights or settings", err=True)
+            typer.echo(f"Removed {results}, because its numbers were measured with other weights or settings", err=True)
         (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
         write_model_card(model.config, folder)
 
 
 def answers_alike(*folders: Path) -> bool:
-    """Whether the weights, the trained encoder's too, and the processor's settings in two folders are the same."""
+    """Whether two folders have the same weights, also of a trained encoder, and the same settings of the processor."""
     if not all((folder / CONFIG_NAME).exists() for folder in folders):
         return False
     there, new = (ArcAlignerConfig.from_pretrained(folder).digests or {} for folder in folders)
@@ -62,13 +62,13 @@ def main(
         Path,
         typer.Option(help="Folder that `train --output` wrote, with a folder for each stage.", exists=True),
     ],
-    output: Annotated[Path, typer.Option(help="Folder for the result.")],
+    output: Annotated[Path, typer.Option(help="Folder for the exported aligner.")],
 ) -> None:
     """Write the aligner of the last finished stage to a folder that can be pushed."""
     folders = sorted(path.parent for path in stages.glob("*/config.json"))
     if not folders:
         raise typer.BadParameter(
-            f"{stages} contains no finished stage, a folder with a config.json. Pass the folder that `train --output` "
+            f"{stages} contains no finished stage (a folder with a config.json). Pass the folder that `train --output` "
             "wrote."
         )
     model = ArcAlignerForCausalLM.from_pretrained(folders[-1])
@@ -80,8 +80,8 @@ def main(
     recipes = [(folder / RECIPE_FILE).read_text(encoding="utf-8").strip() for folder in folders]
     save_stage(output, model, processor, "\n---\n".join(recipes) + "\n")
     if not write_model_card(model.config, output):
-        typer.echo(f"{output / 'README.md'} was edited and is not replaced. Delete it to get a new one.")
-    typer.echo(f"wrote {folders[-1]} to {output}")
+        typer.echo(f"{output / 'README.md'} was edited and is not replaced. Delete it and run again to get a new one.")
+    typer.echo(f"Wrote the aligner of {folders[-1]} to {output}")
 
 
 if __name__ == "__main__":

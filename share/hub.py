@@ -44,8 +44,8 @@ GENERATED = (
     "<!-- Generated from the other files of this folder whenever they change. Remove this line to edit it yourself. -->"
 )
 
-FEW_QUESTIONS = 50  # fewer say little: such a set is left out of cards and figures that have others
-_MAIN = "arcaligner"  # the method in results that is the aligner at its own rate
+FEW_QUESTIONS = 50  # results of fewer questions say little: such a set is left out of cards and figures with other sets
+_MAIN = "arcaligner"  # the method in results that is the aligner with the checkpoint's `tokens_per_slot`
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".gz", ".csv")
 # Files to upload; others of a training folder, such as optimizer states, are not.
@@ -55,7 +55,7 @@ _CHECKPOINT_FILES = (
     *(RECIPE_FILE, RESULTS_FILE),
     f"{ENCODER_FOLDER}/*",
 )
-# Files of an earlier push that a new one removes if it has no such file.
+# Files of an earlier push that a push without such a file removes.
 _FORMER_FILE = re.compile(
     rf"\w+_arcaligner\.py|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|{ENCODER_FOLDER}/.*|"
     + "|".join(map(re.escape, (RECIPE_FILE, RESULTS_FILE)))
@@ -66,21 +66,22 @@ _FORMER_FILE = re.compile(
 
 
 def write_model_card(config: ArcAlignerConfig, folder: Path) -> bool:
-    """Write `README.md` of [`model_card`], and return whether it was written: an edited card is not replaced."""
+    """Write the [`model_card`] to `README.md`, unless that file was edited. Return whether it was written."""
     if (card := model_card(config, folder)) is not None:
         write_whole(folder / "README.md", card)
     return card is not None
 
 
 def model_card(config: ArcAlignerConfig, folder: Path, name: str = "user/name") -> str | None:
-    """The model card from the configuration and the files in `folder`; `None` if it was edited.
+    """The model card, made from the configuration and the files in `folder`; `None` if the card there was edited.
 
     Args:
-        config ([`ArcAlignerConfig`]), folder (`Path`): The checkpoint's, with its recipe and results if it has them.
-        name (`str`): The Hub id that the quick start loads.
+        config ([`ArcAlignerConfig`]): The configuration of the checkpoint.
+        folder (`Path`): Its folder, with its recipe and the results of an evaluation, if there are any.
+        name (`str`): The Hub id in the card's example.
 
     Raises:
-        `ValueError`: results or a recipe that cannot be read.
+        `ValueError`: the results or the recipe cannot be read.
     """
     card = folder / "README.md"
     if card.exists() and GENERATED not in card.read_text(encoding="utf-8"):
@@ -90,7 +91,7 @@ def model_card(config: ArcAlignerConfig, folder: Path, name: str = "user/name") 
     (stages, data), results = _read_recipes(folder), _read_results(folder, processor)
     rows = []
     for place, names in data.items():
-        title, licence = LICENCES.get(place, (place, "see there" if is_hub_id(place) else "not known"))
+        title, licence = LICENCES.get(place, (place, "see its page on the Hub" if is_hub_id(place) else "unknown"))
         rows.append([title, place, licence, ", ".join(names)])
     base, language = config.base_model_name_or_path, processor.get("spacy_model", "").split("_")[0]
     metadata = ModelCardData(
@@ -103,10 +104,10 @@ def model_card(config: ArcAlignerConfig, folder: Path, name: str = "user/name") 
         base_model_relation="adapter" if is_hub_id(base) else None,
         datasets=sorted({place for place in data if is_hub_id(place)} - {*ON_GITHUB}) or None,
     )
-    given = {"config": config, "results": results, "processor": processor, "needs": REQUIREMENTS}
-    given |= {"rates": processor.get("trained_tokens_per_slot"), "data": rows, "stages": stages}
-    given |= {"name": name, "generated": GENERATED}
-    return f"{ModelCard.from_template(metadata, str(TEMPLATE), **given)}\n"
+    fields = {"config": config, "results": results, "processor": processor, "needs": REQUIREMENTS}
+    fields |= {"rates": processor.get("trained_tokens_per_slot"), "data": rows, "stages": stages}
+    fields |= {"name": name, "generated": GENERATED}
+    return f"{ModelCard.from_template(metadata, str(TEMPLATE), **fields)}\n"
 
 
 def is_hub_id(name: str | None) -> bool:
@@ -116,7 +117,8 @@ def is_hub_id(name: str | None) -> bool:
 
 
 def _read_recipes(folder: Path) -> tuple[Counter[str], dict[str, dict[str, None]]]:
-    """The stages that the checkpoint went through, and each data set, by its id, with the stages that use it."""
+    """The number of recipes of each stage of the checkpoint's training, and for each data set the stages that used
+    it."""
     path, stages, data = folder / RECIPE_FILE, Counter(), {}
     if not path.exists():
         return stages, data
@@ -130,54 +132,55 @@ def _read_recipes(folder: Path) -> tuple[Counter[str], dict[str, dict[str, None]
                     data.setdefault(place, {})[recipe["stage"]] = None
     except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} does not contain recipes of stages ({error!r}). Expected YAML with the keys that each stage was "
-            "trained with, such as `stage: grounding`, and `---` between stages. Correct or remove the file."
+            f"{path} does not contain recipes of stages ({error!r}); expected YAML with the keys with which each stage "
+            "was trained, such as `stage: grounding`, and `---` between stages. Correct or remove the file."
         ) from error
     return stages, data
 
 
 def _read_results(folder: Path, processor: dict[str, Any]) -> dict[str, Any] | None:
-    """Results for the card: F1 of each method on each set, and which passages were used."""
+    """Results for the card: F1 of each method on each question set, and which passages were used; `None` without
+    results."""
     path = folder / RESULTS_FILE
     if not path.exists():
         return None
-    own = processor.get("tokens_per_slot", "-")
-    others = [rate for rate in processor.get("trained_tokens_per_slot") or () if rate != own]
+    default = processor.get("tokens_per_slot", "-")
+    others = [rate for rate in processor.get("trained_tokens_per_slot") or () if rate != default]
     named = [("the whole text, with the base model fine-tuned on text", 1, "full_text_lora")]
-    named += [("**slots**", own, _MAIN), *(("**slots**", rate, f"{_MAIN}_x{rate}") for rate in others)]
+    named += [("**slots**", default, _MAIN), *(("**slots**", rate, f"{_MAIN}_x{rate}") for rate in others)]
     named += [("no passages, with the bare base model", "-", "naive")]
     try:
         sets = json.loads(path.read_text(encoding="utf-8"))["sets"]
-        sets = asked_enough({title: each for title, each in sets.items() if _MAIN in each["methods"]})
+        sets = asked_enough({title: entry for title, entry in sets.items() if _MAIN in entry["methods"]})
         rows = []
         for what, rate, name in named:
-            scores = [_shown_f1(each, name) for each in sets.values()]
+            scores = [_shown_f1(entry, name) for entry in sets.values()]
             if any(score is not None for score in scores):
                 rows.append([what, rate, *("-" if score is None else score for score in scores)])
-        rows.append(["*which passages*", "", *(each.get("passages", "given") for each in sets.values())])
-        recalls = (f"{each['recall'][0]:.0f} %" if "recall" in each else "-" for each in sets.values())
+        rows.append(["*which passages*", "", *(entry.get("passages", "given") for entry in sets.values())])
+        recalls = (f"{entry['recall'][0]:.0f} %" if "recall" in entry else "-" for entry in sets.values())
         rows.append(["*questions whose passages contain a gold answer*", "", *recalls])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} does not contain results of an evaluation ({error!r}). Expected "
-            '{"sets": {set: {"methods": {"arcaligner": {"f1": [value, low, high]}}}}}. Write them again, or remove it.'
+            f"{path} does not contain results of an evaluation ({error!r}); expected "
+            '{"sets": {set: {"methods": {"arcaligner": {"f1": [value, low, high]}}}}}. Write the file again, or '
+            "remove it."
         ) from error
     return {"sets": list(sets), "rows": rows} if sets else None
 
 
 def _shown_f1(entry: dict[str, Any], method: str) -> str | None:
-    """The F1 of a method on a set, with the number of its questions if others were asked more."""
+    """The F1 of a method on a set, with the number of its questions if other methods answered more."""
     if (numbers := entry["methods"].get(method)) is None:
         return None
-    asked = numbers.get("questions")
-    return f"{numbers['f1'][0]:.1f}" + (f" of {asked}" if asked and asked < entry.get("questions", asked) else "")
+    count = numbers.get("questions")
+    return f"{numbers['f1'][0]:.1f}" + (f" of {count}" if count and count < entry.get("questions", count) else "")
 
 
 def asked_enough(sets: dict[str, Any]) -> dict[str, Any]:
-    """The sets of results with at least `FEW_QUESTIONS`; all of them, if none has as many."""
-    return {
-        title: each for title, each in sets.items() if each.get("questions", FEW_QUESTIONS) >= FEW_QUESTIONS
-    } or sets
+    """The sets of results with at least `FEW_QUESTIONS` questions; all sets if none has as many."""
+    large = {title: entry for title, entry in sets.items() if entry.get("questions", FEW_QUESTIONS) >= FEW_QUESTIONS}
+    return large or sets
 
 
 # The upload
@@ -187,30 +190,30 @@ def read_aligner_config(checkpoint: str | Path) -> ArcAlignerConfig:
     """The configuration of an aligner, a folder or a Hub id.
 
     Raises:
-        `ValueError`: a checkpoint of another model type.
-        `OSError`: a checkpoint that is not there.
+        `ValueError`: the checkpoint has another model type.
+        `OSError`: there is no such checkpoint.
     """
     config = ArcAlignerConfig.from_pretrained(checkpoint)
     if config.base_model_name_or_path == str(checkpoint):  # a plain model loads as an untrained aligner around it
         raise ValueError(
-            f"{checkpoint} is a checkpoint of type {config.text_config.model_type!r}; expected 'arcaligner'. Pass a "
-            "folder or a Hub id that an ArcAligner model was saved to."
+            f"{checkpoint} is a checkpoint of type {config.text_config.model_type!r}; expected 'arcaligner'. Pass the "
+            "folder or the Hub id of an aligner."
         )
     return config
 
 
 def check_checkpoint(folder: Path) -> ArcAlignerConfig:
-    """Raise for a folder that no aligner can be loaded from. No weights are loaded, no base model is needed.
+    """Raise for a folder from which no aligner can be loaded. No weights are loaded, and no base model is needed.
 
     Raises:
-        `ValueError`: files that are missing, a trained encoder's among them, or weights that are missing, broken or
-            of a different shape.
+        `ValueError`: files are missing, also those of a trained encoder, or weights are missing, broken or of a
+            different shape.
     """
     names = ("config.json", "processor_config.json", "tokenizer_config.json")
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(
             f"{folder} is not a complete checkpoint: it lacks {', '.join(missing)}. Pass a folder that a training "
-            "stage wrote, or `save_pretrained` of both the model and the processor."
+            "stage wrote, or to which both the model and the processor were saved with `save_pretrained`."
         )
     config = read_aligner_config(folder)
     ArcAlignerProcessor.from_pretrained(folder)
@@ -221,20 +224,20 @@ def check_checkpoint(folder: Path) -> ArcAlignerConfig:
 
 
 def push_checkpoint(repo_id: str, checkpoint: str | Path, *, private: bool = False) -> CommitInfo:
-    """Uploads the checkpoint in a folder to the main branch of `repo_id`, in one commit.
+    """Upload the checkpoint in a folder to the main branch of `repo_id`, in one commit.
 
-    Code is that of this package, and the model card is rewritten unless it was edited.
+    The code is that of this package, and the model card is rewritten unless it was edited.
 
     Args:
-        repo_id (`str`): `user/name`; created if it does not exist. Its other files are kept.
+        repo_id (`str`): `user/name`; created if it does not exist. Other files in it are kept.
         checkpoint (`str` or `Path`): Folder of a complete checkpoint; files in it may be links.
         private (`bool`): Whether only its owner may see the repository.
 
     Raises:
-        `ValueError`: a checkpoint that cannot be loaded, an invalid `repo_id`, or a public repository where a private
-            one was asked for. Nothing is uploaded.
-        `PermissionError`: no token, an unknown one, or one that may not write there.
-        `ConnectionError`: an interrupted push; nothing of it is visible.
+        `ValueError`: the checkpoint cannot be loaded, `repo_id` is invalid, or the repository is public and `private`
+            is true. Nothing is uploaded.
+        `PermissionError`: there is no token, it is invalid, or it may not write there.
+        `ConnectionError`: the push was interrupted; no commit was made.
     """
     validate_repo_id(repo_id)
     folder, api = Path(checkpoint), HfApi()
@@ -252,8 +255,8 @@ def push_checkpoint(repo_id: str, checkpoint: str | Path, *, private: bool = Fal
         files["README.md"] = card.encode()
     if get_token() is None:
         raise PermissionError(
-            f"There is no token for `{repo_id}`. Make one with write permission at {api.endpoint}/settings/tokens, "
-            "then run `hf auth login` or set HF_TOKEN."
+            f"No Hub token was found, so nothing can be pushed to `{repo_id}`. Make a token with write permission at "
+            f"{api.endpoint}/settings/tokens, then run `hf auth login` or set HF_TOKEN."
         )
     with _translate_hub_errors(repo_id, api.endpoint):
         repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
@@ -280,11 +283,11 @@ def _translate_hub_errors(repo_id: str, endpoint: str) -> Iterator[None]:
         status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
         if status in (401, 403, 404):
             raise PermissionError(
-                f"The token may not write to `{repo_id}` ({status}). It needs write permission, and its owner must "
-                f"be `{repo_id.split('/')[0]}` or a member of it: see {endpoint}/settings/tokens, then run `hf auth "
-                "login` or set HF_TOKEN."
+                f"The Hub token may not write to `{repo_id}` (status {status}). It needs write permission, and its "
+                f"owner must be `{repo_id.split('/')[0]}` or a member of this organization: see "
+                f"{endpoint}/settings/tokens. Then run `hf auth login` or set HF_TOKEN."
             ) from error
         raise ConnectionError(
-            f"The push to `{repo_id}` was interrupted ({type(cause).__name__}: {cause}). No commit was made. Run it "
-            "again to finish: files that were already uploaded are not sent again."
+            f"The push to `{repo_id}` was interrupted ({type(cause).__name__}: {cause}). No commit was made. Push "
+            "again: files that were already uploaded are not sent again."
         ) from error

@@ -41,8 +41,8 @@ def assert_refused(model, message, **batch):
 
 # Ids, slots and embeddings that do not fit
 
-NOT_FINITE = r"`context_embeds` holds NaN or values beyond 1e\+06 in 1 of 4 slots, first in slot 2 of row 0"
-FOUR_SLOTS = r"(?s)\[4\] context tokens.*`input_ids`.*`context_embeds` holds "
+NOT_FINITE = r"`context_embeds` has NaN or values beyond 1e\+06 in 1 of 4 slots, first in slot 2 of row 0"
+FOUR_SLOTS = r"(?s)`input_ids`.*\[4\] context tokens.*`context_embeds` has "
 TOO_LONG = r"(?s)prompt has 129 positions.*backbone llama supports at most 128.*(fewer or shorter passages)"
 ONE_SLOT = {"input_ids": torch.tensor([[SLOT]]), "context_embeds": None}
 ONE = torch.zeros_like(EMBEDS, dtype=torch.bool)
@@ -59,7 +59,7 @@ ONE[0, 2, 5] = True
         ({"context_embeds": EMBEDS.expand(2, -1, -1)}, r"(?s)\(2, 4, 10\).*\(1, max_slots, 10\)"),
         ({"context_embeds": EMBEDS.to(torch.float8_e4m3fn)}, "of type torch.float8.*expected a tensor of floats"),
         *(({"context_embeds": EMBEDS.masked_fill(ONE, n)}, NOT_FINITE) for n in (float("nan"), float("inf"), -1e38)),
-        ({"input_ids": IDS.clamp(max=SLOT - 1)}, r"(?s)\[0\] context tokens.*holds 4"),
+        ({"input_ids": IDS.clamp(max=SLOT - 1)}, r"(?s)\[0\] context tokens.*has 4"),
         ({name: torch.cat([each, each]) for name, each in GOOD.items()} | {"context_embeds": None}, r"\b8 context"),
         ({"input_ids": IDS - 99}, "`input_ids` contain the id -.*; expected ids from 0 to 60, or 61"),
         (
@@ -68,7 +68,7 @@ ONE[0, 2, 5] = True
         ),
         (ONE_SLOT | {"past_key_values": DynamicCache()}, r"1 context tokens \(id 61\)"),
         ({"input_ids": torch.cat([IDS, torch.full((1, 121), 5)], dim=1)}, TOO_LONG),
-        (dict.fromkeys(("cache", "past_key_values"), DynamicCache()), "both `past_key_values` and `cache`.*pass one"),
+        (dict.fromkeys(("cache", "past_key_values"), DynamicCache()), "both `past_key_values` and `cache`.*only one"),
         ({"context_word_ids": WORDS}, "`config.word_parts` is 0"),
     ],
 )
@@ -134,7 +134,7 @@ def test_inputs_embeds_exclude_ids(model):
         (WORDS.tolist(), r"is a list; expected a dense tensor of int64 or int32 \(1, 4, max_words\)"),
         (WORDS[0], r"shape \(4, 3\); expected .* \(1, 4, max_words\)"),
         (WORDS[:, :2], r"shape \(1, 2, 3\); expected \(1, 4, max_words\)"),
-        (None, "is missing: with `config.word_parts` 2"),
+        (None, "is missing, but `config.word_parts` is 2"),
     ],
 )
 def test_slot_words_are_checked(words, message):
@@ -150,14 +150,14 @@ def test_late_slots_are_refused(model):
         model(**GOOD, past_key_values=cache, use_cache=True)
         keys = cache.layers[0].keys.clone()
         for call in (model, model.model):
-            with pytest.raises(ValueError, match=r"(?s)slots after 8 cached tokens.*only text"):
+            with pytest.raises(ValueError, match=r"(?s)slots after 8 cached tokens.*only the text"):
                 call(**second, past_key_values=cache, use_cache=True)
         both = {name: torch.cat([GOOD[name], second[name]], dim=1) for name in GOOD}
         for more in (both, both | {"context_embeds": second["context_embeds"]}, {"input_ids": both["input_ids"]}):
             with pytest.raises(ValueError, match="slots after 8 cached tokens|context tokens"):
                 model.generate(**more, past_key_values=cache, max_new_tokens=2)
     assert torch.equal(cache.layers[0].keys, keys)
-    with pytest.raises(ValueError, match=r"(?s)`prefill_chunk_size`.*chunks.*unset"):
+    with pytest.raises(ValueError, match=r"(?s)`prefill_chunk_size`.*chunks.*Leave it out"):
         model.generate(**GOOD, prefill_chunk_size=4, max_new_tokens=2)
 
 

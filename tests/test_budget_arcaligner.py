@@ -132,5 +132,5 @@ def test_budget_is_refused_where_meaningless(monkeypatch):
     with pytest.raises(ValueError, match=r"`refinement_budget` is 0.1 in training.*`model.eval\(\)`"):
         model.train()(**batch, refinement_budget=0.1)
     monkeypatch.setattr(model.config.text_config, "_attn_implementation_internal", "flash_attention_2")
-    with pytest.raises(ValueError, match="attention `flash_attention_2` can only refine .* eager or sdpa"):
+    with pytest.raises(ValueError, match="attention `flash_attention_2` only all slots .* eager or sdpa"):
         model.eval()(**batch, refinement_budget=0.1)

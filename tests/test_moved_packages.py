@@ -11,7 +11,7 @@ pytest.importorskip("lancedb")
 def test_old_name_is_same_module(monkeypatch):
     for name in [each for each in sys.modules if each.startswith("arcaligner.corpus")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.warns(FutureWarning, match=r"arcaligner\.corpus\.sources is now arcaligner\.apps\.corpus\.sources"):
+    with pytest.warns(FutureWarning, match=r"`arcaligner\.corpus\.sources` is now called `arcaligner\.apps\.corpus"):
         old = importlib.import_module("arcaligner.corpus.sources")
     assert old is importlib.import_module("arcaligner.apps.corpus.sources")
     assert old.__spec__.name == old.__name__ == "arcaligner.apps.corpus.sources"

@@ -223,7 +223,7 @@ def test_late_gates_warn(model, processor, caplog):
     answer = model.generate(**inputs, **FIVE_TOKENS, gate_mode="off", max_refinement_steps=0)
     assert torch.equal(answer, plain)
     (message,) = caplog.messages
-    assert message.startswith("`gate_mode`, `max_refinement_steps` of `generate` does not change slots")
+    assert message.startswith("`gate_mode`, `max_refinement_steps` of `generate` cannot change slots")
     fresh = processor(text="Who?", documents=ADA, return_tensors="pt")
     model.generate(**fresh, **FIVE_TOKENS, gate_mode="always")
     assert caplog.messages == [message]
@@ -385,7 +385,7 @@ def test_overwritten_files_change_nothing_read(saved):
 def test_misfit_file_is_refused(saved):
     """A file of another backbone, or longer than its context, is refused."""
     for change in ({"num_hidden_layers": 2}, {"num_key_value_heads": 1}, {"head_dim": 16}):
-        with pytest.raises(ValueError, match="Load it with the backbone it was made for"):
+        with pytest.raises(ValueError, match="Load the file with the backbone that it was made for"):
             load_keys_values(saved, FINGERPRINT, backbone_config(**change))
     with pytest.raises(ValueError, match="has 8 positions but the backbone llama supports at most 7"):
         load_keys_values(saved, FINGERPRINT, backbone_config(max_position_embeddings=7))

@@ -408,8 +408,8 @@ def test_question_pieces_keep_prior(model, store, monkeypatch):
     [
         (torch.zeros(1, 2), "expected floating-point numbers of shape"),
         (torch.zeros(2, 3), "expected floating-point numbers of shape"),
-        (torch.zeros(1, 3, dtype=torch.long), "Tensor; expected floating-point"),
-        (torch.tensor([[0.0, float("nan"), 0.0]]), "inf or NaN"),
+        (torch.zeros(1, 3, dtype=torch.long), r"torch.int64 of shape \(1, 3\); expected floating-point"),
+        (torch.tensor([[0.0, float("nan"), 0.0]]), "infinite numbers or NaN"),
     ],
 )
 def test_mismatched_priors_are_refused(apart, model, prior, message):

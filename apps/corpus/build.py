@@ -29,7 +29,7 @@ from .table import Corpus, passage_checksums
 
 logger = logging.getLogger(__name__)
 
-# Limits of one batch, which is written in one step: some hundred passages. A document is never split.
+# Limits of one batch, which is written in one step: a few hundred passages. A document is never split.
 BATCH_DOCUMENTS = 512
 BATCH_CHARACTERS = 300_000
 # Number of passages that are encoded together.
@@ -113,8 +113,11 @@ def build_corpus(
             report.passages += 0 if rows is None else len(rows)
             on_batch(report)
         if not report.added + report.replaced + report.unchanged:
-            why = f": {report.skipped[0]}" if report.skipped else "."
-            raise ValueError(f"{', '.join(sources)}: found no document that can be read{why}")
+            why = f" ({report.skipped[0]})" if report.skipped else ""
+            raise ValueError(
+                f"Found no document that can be read in {', '.join(sources)}{why}. Pass files or folders with text, or "
+                "a data set of the Hub."
+            )
         if prune and num_hidden:
             logger.warning(
                 "`prune` removed nothing, because %s of the sources could not be read and may contain any document of "
@@ -218,7 +221,7 @@ def summary(report: BuildReport, info: dict[str, Any]) -> str:
     return (
         f"{counted(report.added, 'document')} added, {report.replaced} replaced, {report.removed} removed, "
         f"{report.unchanged} unchanged, {len(report.skipped)} skipped.\n{counted(info['passages'], 'passage')} of "
-        f"{counted(info['documents'], 'document')}, {counted(info['slots'], 'slot')}: {info['bytes']:,} bytes."
+        f"{counted(info['documents'], 'document')}, {counted(info['slots'], 'slot')}: {info['bytes']:,} bytes on disk."
     )
 
 

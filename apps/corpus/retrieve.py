@@ -51,7 +51,7 @@ class SlotPassages:
         return [document for document in self.documents if document.get("read", True)]
 
     def only(self, numbers: Collection[int]) -> "SlotPassages":
-        """These passages only, with their slots; `read` marks their documents as used."""
+        """Only the slots of the passages with these numbers. All documents stay; `read` says whether they are used."""
         segments, embeds, words, ids, dropped = self.encoded
         is_in = torch.isin(ids, torch.tensor(list(numbers), device=ids.device))
         segments, dropped = (

@@ -2,7 +2,7 @@
 
 from arcaligner.apps.engines.llama_cpp import LlamaCppEngine
 
-engine = LlamaCppEngine("exported")  # a folder of `arcaligner export-gguf`
+engine = LlamaCppEngine("exported")  # a folder written by `arcaligner export-gguf`
 print(engine.answer("Who wrote it?", ["It was written by Ada."]))
 """
 

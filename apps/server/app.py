@@ -5,10 +5,10 @@
 /openapi.json                       description of the API
 /health, /metrics                   for monitoring; metrics in the format of Prometheus
 /                                   a page to ask from
-/about, /passages                   for the page: facts about the server; the passages of a file that is dropped into it
+/about, /passages                   for the page: facts about the server; the passages of a file that a user chooses
 
-In addition to OpenAI's fields, a request has `documents`, `num_passages`, `tokens_per_slot`, `min_confidence`,
-`max_passages` and `copy_bonus`; an answer has `arcaligner`, with its sources, answerability, segments, statistics and
+In addition to OpenAI's fields, a request may have `documents`, `num_passages`, `tokens_per_slot`, `min_confidence`,
+`max_passages` and `copy_bonus`. An answer has `arcaligner`, with its sources, answerability, segments, statistics and
 seconds.
 """
 
@@ -43,7 +43,7 @@ from ...common.passages import Document, no_text, passages_of
 from ...common.reading import encoding_of_mark, read_file
 from .chat_request import ChatRequest
 from .engine import Engine
-from .request import Answer, BusyError, RequestCancelledError, UnavailableError
+from .request import Answer, BusyError, RequestCancelledError, UnavailableError, timeout_error
 from .request import Request as EngineRequest
 
 logger = logging.getLogger(__name__)
@@ -54,8 +54,8 @@ PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe
 PAGE_POLICY += "img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MAX_BODY_BYTES, BODY_SECONDS = 2**20, 30.0  # of a request
-# Of a file that is dropped into the page, and of its text: about 1,800 passages of 100 words. Longer files belong in a
-# corpus. So many files are converted at a time, each in a process.
+# Bytes of a file that a user of the page chooses, and characters of its text, which are about 1,800 passages of 100
+# words. Longer files belong in a corpus. Number of files that are converted at a time, each in a process.
 MAX_FILE_BYTES, MAX_CHARACTERS, MAX_FILES = 16 * 2**20, 2**20, 2
 # OpenAI's error codes, by which clients distinguish errors.
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
@@ -66,7 +66,7 @@ STATUSES += ((OSError, 503), (RequestCancelledError, 499))
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How the server is reached: its model's name, where it listens, the key that clients send."""
+    """The name of the model, the address to listen on, and the API key that clients have to send."""
 
     model: str = "arcaligner"
     host: str = "127.0.0.1"
@@ -77,7 +77,7 @@ class ServerSettings:
         if not self.api_key and self.host not in LOOPBACK:
             raise ValueError(
                 f"`--host` is {self.host!r} but no API key is set, so anyone could use the server. Set "
-                "`ARCALIGNER_API_KEY`, or bind to 127.0.0.1."
+                "ARCALIGNER_API_KEY, or listen on 127.0.0.1."
             )
 
 
@@ -85,30 +85,33 @@ class ServerSettings:
 
 
 async def read_body(request: Request, kind: str, most: int) -> bytes:
-    """Read the body of a request. Refuse it early if it is longer than `most` bytes, too slow, or of another content
-    type than `kind`, so that a page of another web site cannot send a form."""
-    if (given := request.headers.get("content-type", "").partition(";")[0].strip().lower()) != kind:
+    """Read the body of a request. Refuse a body early if it is longer than `most` bytes, if it arrives too slowly, or
+    if its content type is not `kind`: so a page of another web site cannot send a form."""
+    if (content_type := request.headers.get("content-type", "").partition(";")[0].strip().lower()) != kind:
         raise HTTPException(
-            415, f"Got a body with `Content-Type: {given or 'none'}`; expected `{kind}`. Set this header."
+            415, f"Got a body with `Content-Type: {content_type or 'none'}`; expected `{kind}`. Set this header."
         )
-    if (packing := request.headers.get("content-encoding", "identity")) != "identity":
-        raise HTTPException(415, f"Got a body with `Content-Encoding: {packing}`; expected one that is not compressed.")
+    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise HTTPException(
+            415,
+            f"Got a body with `Content-Encoding: {encoding}`; expected one that is not compressed. Send it as it is.",
+        )
     body = b""
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 body += part
                 if len(body) > most:
-                    text = f"The body is longer than {most} bytes. Pass fewer or shorter documents."
+                    text = f"The body is longer than {most} bytes, the limit. Send fewer or shorter documents."
                     raise HTTPException(413, text)
     except TimeoutError as error:
-        raise HTTPException(408, f"The body did not arrive within {BODY_SECONDS:g} seconds.") from error
+        raise HTTPException(408, f"The body did not arrive within {BODY_SECONDS:g} seconds. Try again.") from error
     return body
 
 
 def read_passages(name: str, data: bytes, passage_tokens: int, processor) -> dict[str, Any]:
-    """The passages of a file, as a corpus would cut it. They are not stored. `name` is never used as a path; its suffix
-    decides how `data` is converted.
+    """Cut a file into passages, as for a corpus, and store nothing. `name` is never used as a path; its suffix decides
+    how `data` is converted.
 
     Returns:
         `dict`: The `name` without folders, `passages` with `title`, `text` and `page` (or `None`), the number of
@@ -117,12 +120,12 @@ def read_passages(name: str, data: bytes, passage_tokens: int, processor) -> dic
     name = name.replace("\\", "/").rstrip("/").rpartition("/")[2][-255:] or "file"
     title, text, sections = read_file(name, data)
     # Text of a PDF may contain lone surrogates.
-    title, text = (each.encode("utf-8", "replace").decode() for each in (title, text))
+    title, text = (string.encode("utf-8", "replace").decode() for string in (title, text))
     if not text.strip():
         raise ValueError(f"{no_text(name)}. Choose another file.")
     document = Document(name, title, text[:MAX_CHARACTERS], sections)
-    found = passages_of([document], passage_tokens, processor.spacy_model, processor.tokenizer)
-    passages = [{"title": each.title, "text": each.text, "page": each.page} for each in found]
+    cut = passages_of([document], passage_tokens, processor.spacy_model, processor.tokenizer)
+    passages = [{"title": passage.title, "text": passage.text, "page": passage.page} for passage in cut]
     return {"name": name, "passages": passages, "characters": len(text), "read": min(len(text), MAX_CHARACTERS)}
 
 
@@ -130,17 +133,19 @@ def read_passages(name: str, data: bytes, passage_tokens: int, processor) -> dic
 
 
 def describe_answer(answer: Answer, body: ChatRequest) -> dict[str, Any]:
-    """The answer with its usage (a slot counts as one token), sources and statistics. Sources from a request's own
-    documents contain the id and metadata that the client sent."""
-    read, written = answer.prompt_tokens, answer.completion_tokens
+    """The usage of an answer (a slot counts as one token), its sources and its statistics. If the request had
+    documents, the sources contain the ids and metadata that the client sent with them."""
+    num_prompt, num_written = answer.prompt_tokens, answer.completion_tokens
     segments = [] if answer.passages is None else answer.passages.encoded.segments
     names = ("sources", "kept", "answerability", "answer_likelihood", "statistics", "seconds", "batch_size")
     report = {name: getattr(answer, name) for name in names} | {"confidence": answer.answerability}  # its name in 0.2
     if body.documents is not None:
-        report["sources"] = [body.documents[each["number"]].origin | each for each in answer.sources]
+        report["sources"] = [body.documents[source["number"]].origin | source for source in answer.sources]
     report["notes"] = [] if body.note is None else [body.note]
-    report["segments"] = [{"document": each.document, "start": each.start, "end": each.end} for each in segments]
-    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    report["segments"] = [
+        {name: getattr(segment, name) for name in ("document", "start", "end")} for segment in segments
+    ]
+    usage = {"prompt_tokens": num_prompt, "completion_tokens": num_written, "total_tokens": num_prompt + num_written}
     return {"usage": usage, "arcaligner": report}
 
 
@@ -151,19 +156,19 @@ def event(body: dict[str, Any]) -> str:
 
 def describe_error(error: BaseException) -> tuple[int, dict[str, Any]]:
     """Status and body of an error: 4xx for mistakes of the client, 5xx for ours. An unexpected error is logged, and the
-    client gets its type only."""
+    client gets only its type."""
     if isinstance(error, HTTPException):
         status, text = error.status_code, error.detail
     else:
         status, text = next((status for kind, status in STATUSES if isinstance(error, kind)), 500), str(error)
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False)[0]
-        told = first.get("ctx", {}).get("error")  # the error that we raised
+        cause = first.get("ctx", {}).get("error")  # a `ValueError` that a validator of ours raised
         place = ".".join(map(str, first["loc"])) or "The body"
-        text = str(told) if isinstance(told, ValueError) else f"{place}: {first['msg']}"
+        text = str(cause) if isinstance(cause, ValueError) else f"{place}: {first['msg']}"
     if status == 500:
-        logger.error("An answer failed.", exc_info=error)
-        text = type(error).__name__
+        logger.error("A request failed with an unexpected error.", exc_info=error)
+        text = f"The server failed on this request ({type(error).__name__}). Its log has the details."
     kind, code = "invalid_request_error" if status < 500 else "server_error", CODES.get(status)
     if isinstance(error, UnknownModelError):
         code = "model_not_found"
@@ -177,14 +182,14 @@ def refuse(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(body, status, headers)
 
 
-# Addresses
+# Routes
 
 
 class UnknownModelError(HTTPException):
     """The requested model is not the one of this server."""
 
-    def __init__(self, given: str, expected: str):
-        super().__init__(404, f"There is no model {given!r}; expected {expected!r}.")
+    def __init__(self, name: str, expected: str):
+        super().__init__(404, f"There is no model {name!r}; expected {expected!r}.")
 
 
 class Metrics:
@@ -192,20 +197,20 @@ class Metrics:
 
     def __init__(self, engine: Engine):
         self.registry = prometheus_client.CollectorRegistry()
-        own = {"registry": self.registry, "namespace": "arcaligner"}
+        ours = {"registry": self.registry, "namespace": "arcaligner"}
         prometheus_client.ProcessCollector(registry=self.registry)  # memory, open files
-        self.requests = prometheus_client.Counter("requests", "Requests by status.", ["status"], **own)
-        self.tokens = prometheus_client.Counter("tokens", "Tokens read and written.", ["kind"], **own)
-        self.slots = prometheus_client.Counter("slots", "Slots read.", **own)
-        self.seconds = prometheus_client.Histogram("seconds", "Seconds of an answer, by part.", ["part"], **own)
-        self.batch = prometheus_client.Histogram("batch_size", "Requests per batch.", buckets=(1, 2, 4, 8, 16), **own)
+        self.requests = prometheus_client.Counter("requests", "Requests, by status.", ["status"], **ours)
+        self.tokens = prometheus_client.Counter("tokens", "Tokens of prompts and of answers.", ["kind"], **ours)
+        self.slots = prometheus_client.Counter("slots", "Slots of prompts.", **ours)
+        self.seconds = prometheus_client.Histogram("seconds", "Seconds per answer, by part.", ["part"], **ours)
+        self.batch = prometheus_client.Histogram("batch_size", "Requests per batch.", buckets=(1, 2, 4, 8, 16), **ours)
         for name, text, value in (
             ("waiting", "Requests that wait.", lambda: engine.num_waiting),
-            ("prefix_bytes", "Bytes of slot prefixes in memory.", lambda: engine.store.bytes),
-            ("prefix_hits", "Slot prefixes found.", lambda: engine.store.hits),
-            ("prefix_misses", "Slot prefixes read.", lambda: engine.store.misses),
+            ("prefix_bytes", "Bytes of cached slot prefixes in memory.", lambda: engine.store.bytes),
+            ("prefix_hits", "Slot prefixes that were in the cache.", lambda: engine.store.hits),
+            ("prefix_misses", "Slot prefixes that were not in the cache.", lambda: engine.store.misses),
         ):
-            prometheus_client.Gauge(name, text, **own).set_function(value)
+            prometheus_client.Gauge(name, text, **ours).set_function(value)
 
     def count(self, answer: Answer) -> None:
         """Count a completed answer."""
@@ -238,17 +243,19 @@ class Routes:
         self.started, self.files = int(time.time()), asyncio.Semaphore(MAX_FILES)
 
     def check_key(self, request: Request) -> None:
-        """Reject a request without the key, if one is set. Headers are bytes: clients encode non-ASCII letters in UTF-8
-        or in Latin-1."""
+        """Reject a request without the API key, if one is set. Headers are bytes: clients encode letters outside ASCII
+        in UTF-8 or in Latin-1."""
         if not self.settings.api_key:
             return
         header = request.headers.get("authorization", "").strip()
         scheme, _, rest = header.partition(" ")
-        given = (rest.strip() if scheme.lower() == "bearer" else header).encode("latin-1")
+        sent = (rest.strip() if scheme.lower() == "bearer" else header).encode("latin-1")
         key = self.settings.api_key
-        known = [key.encode()] + ([key.encode("latin-1")] if max(key) <= "\xff" else [])
-        if not any([secrets.compare_digest(given, each) for each in known]):
-            raise HTTPException(401, "The API key is missing or wrong; expected `Authorization: Bearer KEY`.")
+        keys = [key.encode()] + ([key.encode("latin-1")] if max(key) <= "\xff" else [])
+        if not any([secrets.compare_digest(sent, encoded) for encoded in keys]):
+            raise HTTPException(
+                401, "The API key is missing or wrong; expected the header `Authorization: Bearer KEY` with the key."
+            )
 
     async def page(self) -> FileResponse:
         return FileResponse(PAGE, media_type="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
@@ -261,7 +268,7 @@ class Routes:
             corpus = {"name": opened.path.name, "documents": len(documents), "passages": len(opened)}
         else:
             studies = read_json_lines(CASE_STUDIES)
-            examples = [{"question": each["question"], "text": each["passages"][0]["text"]} for each in studies]
+            examples = [{"question": row["question"], "text": row["passages"][0]["text"]} for row in studies]
         return {
             "model": self.settings.model,
             "corpus": corpus,
@@ -296,13 +303,13 @@ class Routes:
     async def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [await self.model(self.settings.model)]}
 
-    async def in_time(self, result: Awaitable[Any], asked: EngineRequest) -> Any:
-        """Wait for a result of the engine, at most as long as an answer may take."""
+    async def in_time(self, result: Awaitable[Any], submitted: EngineRequest) -> Any:
+        """Wait for a result of a request of the engine, at most as long as an answer may take."""
         seconds = self.engine.limits.seconds
         try:
-            return await asyncio.wait_for(result, max(0, asked.arrived + seconds - time.monotonic()))
+            return await asyncio.wait_for(result, max(0, submitted.arrived + seconds - time.monotonic()))
         except TimeoutError as error:
-            raise TimeoutError(str(error) or f"The answer was not finished within {seconds:g} seconds.") from error
+            raise TimeoutError(str(error) or str(timeout_error(seconds))) from error
 
     async def chat(self, request: Request) -> Response:
         data = await read_body(request, "application/json", MAX_BODY_BYTES)
@@ -315,34 +322,39 @@ class Routes:
         def put(piece: str | None) -> None:
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        asked = body.engine_request(put, limits)
+        submitted = body.engine_request(put, limits)
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
         try:
-            future = self.engine.submit(asked)
+            future = self.engine.submit(submitted)
             if not body.stream:
-                answer = await while_connected(request, self.in_time(asyncio.wrap_future(future), asked))
+                answer = await while_connected(request, self.in_time(asyncio.wrap_future(future), submitted))
                 self.metrics.count(answer)
                 message = {"role": "assistant", "content": answer.text}
                 choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
                 head |= {"object": "chat.completion", "choices": [choice]}
                 return JSONResponse(head | describe_answer(answer, body))
             future.add_done_callback(lambda future: put(None))
-            first = await while_connected(request, self.in_time(pieces.get(), asked))
+            first = await while_connected(request, self.in_time(pieces.get(), submitted))
             if first is None:
                 future.result()  # raises if the request failed before its answer began
         except BaseException as error:
-            asked.cancel()
+            submitted.cancel()
             if isinstance(error, Exception):
                 return refuse(request, error)
             raise
         head["object"] = "chat.completion.chunk"
-        events = self._events(head, body, asked, first, pieces)
+        events = self._events(head, body, submitted, first, pieces)
         return StreamingResponse(events, media_type="text/event-stream")
 
     async def _events(
-        self, head: dict[str, Any], body: ChatRequest, asked: EngineRequest, piece: str | None, pieces: asyncio.Queue
+        self,
+        head: dict[str, Any],
+        body: ChatRequest,
+        submitted: EngineRequest,
+        piece: str | None,
+        pieces: asyncio.Queue,
     ) -> AsyncIterator[str]:
-        """Events of a stream: the parts of the answer, and at the end the report and, on request, the usage."""
+        """Events of a stream: the pieces of the answer, and at the end the report and, on request, the usage."""
 
         def new(delta: dict[str, str], finish_reason: str | None = None, **report: Any) -> str:
             choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
@@ -352,8 +364,8 @@ class Routes:
             yield new({"role": "assistant", "content": ""})
             while piece is not None:
                 yield new({"content": piece})
-                piece = await self.in_time(pieces.get(), asked)
-            answer = asked.future.result()
+                piece = await self.in_time(pieces.get(), submitted)
+            answer = submitted.future.result()
             self.metrics.count(answer)
             report = describe_answer(answer, body)
             if body.stream_options.get("include_usage"):
@@ -365,25 +377,25 @@ class Routes:
         except Exception as error:
             yield event(describe_error(error)[1])
         finally:
-            asked.cancel()  # the client has disconnected
+            submitted.cancel()  # the client has disconnected
 
 
 async def while_connected(request: Request, result: Awaitable[Any]) -> Any:
-    """Waits for a result as long as the client does."""
+    """Wait for a result as long as the client is connected."""
 
     async def client_leaves() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    waiting = [asyncio.ensure_future(result), asyncio.ensure_future(client_leaves())]
+    tasks = [asyncio.ensure_future(result), asyncio.ensure_future(client_leaves())]
     try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        if not waiting[0].done():
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
             raise ClientDisconnect("The client disconnected.")
-        return waiting[0].result()
+        return tasks[0].result()
     finally:
-        for each in waiting:
-            each.cancel()
+        for task in tasks:
+            task.cancel()
 
 
 def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
@@ -420,9 +432,9 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     app.post("/v1/chat/completions", **keyed, openapi_extra=described)(routes.chat)
 
     def openapi() -> dict[str, Any]:
-        found = FastAPI.openapi(app)
-        found["components"]["schemas"] |= parts
-        return found
+        description = FastAPI.openapi(app)
+        description["components"]["schemas"] |= parts
+        return description
 
     app.openapi = openapi
     return app

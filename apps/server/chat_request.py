@@ -18,11 +18,11 @@ from .request import Request as EngineRequest
 
 # Maximum tokens of an answer, unless the client sets a limit.
 MAX_TOKENS = 256
-# Limits that are checked before any work: turns of a chat, parts of a turn, stop strings.
+# Limits that are checked before any work: messages of a chat, parts of a message, stop strings and their length.
 MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_STOP_CHARACTERS = 1000, 1000, 16, 256
 
-# Fields without effect here: about accounts and caches, reasoning (this model has none) and the server, and parameters
-# of features in NOT_DONE or NOT_DRAWN that are switched off.
+# Fields that have no effect here: those about accounts, caches, the server and reasoning (this model has none), and
+# parameters of features in NOT_DONE or NOT_DRAWN, which are switched off.
 HINTS = frozenset(
     """
     user metadata store service_tier safety_identifier prediction verbosity priority timeout extra_headers extra_query
@@ -104,56 +104,58 @@ NOT_DRAWN: dict[str, tuple] = {
     "mirostat_mode": (0,),
 }
 TOOLS = {"tools": "tool_choice", "functions": "function_call"}
-# Without a temperature, `top_k` once was the number of passages. It is still read so for values that are unusual in
+# Formerly, `top_k` without a temperature was the number of passages. It still is for these values, which are unusual in
 # sampling, where 0, 1, and 20 or more are common.
 PASSAGES_TOP_K = range(2, 20)
 
 
-def without_nulls(given: Any) -> Any:
+def without_nulls(fields: Any) -> Any:
     """Drop fields that are null."""
-    return {name: each for name, each in given.items() if each is not None} if isinstance(given, dict) else given
+    return {name: value for name, value in fields.items() if value is not None} if isinstance(fields, dict) else fields
 
 
-def as_list(given: Any) -> Any:
+def as_list(content: Any) -> Any:
     """Turn a string into a list of one."""
-    return [given] if isinstance(given, str) else given
+    return [content] if isinstance(content, str) else content
 
 
-def without_empty(given: Any) -> Any:
+def without_empty(stops: Any) -> Any:
     """Drop empty strings of a list: an empty stop string stops nothing."""
-    given = as_list(given)
-    return [each for each in given if each != ""] if isinstance(given, list) else given
+    stops = as_list(stops)
+    return [stop for stop in stops if stop != ""] if isinstance(stops, list) else stops
 
 
 # Documents and messages in the forms that libraries send
 
 
-def as_passage(given: Any) -> Any:
-    """A passage as `{"title", "text", "id", "metadata"}`. It may be a string; a document of LangChain, also as its
-    `dumpd` writes it; a node of LlamaIndex, also with its score; a document of Haystack, Cohere or OpenAI's search."""
-    if isinstance(given, str):
-        return {"text": given}
-    given = without_nulls(given)
-    if not isinstance(given, dict):
-        return given
+def as_passage(document: Any) -> Any:
+    """A document as `{"title", "text", "id", "metadata"}`. It may be a string; a document of LangChain, also in the
+    form of `dumpd`; a node of LlamaIndex, also with a score; a document of Haystack or Cohere; a result of OpenAI's
+    search.
+    """
+    if isinstance(document, str):
+        return {"text": document}
+    document = without_nulls(document)
+    if not isinstance(document, dict):
+        return document
     for name in ("kwargs", "node", "data"):  # of LangChain's `dumpd`, of LlamaIndex's NodeWithScore, of Cohere
-        if isinstance(given.get(name), dict) and "text" not in given:
-            given = {**given, **without_nulls(given[name])}
+        if isinstance(document.get(name), dict) and "text" not in document:
+            document = {**document, **without_nulls(document[name])}
     metadata = next(
-        (given[name] for name in ("metadata", "meta", "attributes") if isinstance(given.get(name), dict)), None
+        (document[name] for name in ("metadata", "meta", "attributes") if isinstance(document.get(name), dict)), None
     )
-    id = given.get("id_", given.get("id"))  # in a `dumpd`, `id` is the name of a class
-    found: dict[str, Any] = {"id": id if isinstance(id, str | int) else None, "metadata": metadata}
-    resource = given.get("text_resource")  # of LlamaIndex's Document
-    texts = [given.get(name) for name in ("text", "page_content", "content", "snippet")]
+    id = document.get("id_", document.get("id"))  # in a `dumpd`, `id` is the name of a class
+    passage: dict[str, Any] = {"id": id if isinstance(id, str | int) else None, "metadata": metadata}
+    resource = document.get("text_resource")  # of LlamaIndex's Document
+    texts = [document.get(name) for name in ("text", "page_content", "content", "snippet")]
     texts.append(resource.get("text") if isinstance(resource, dict) else None)
-    if (text := next((each for each in texts if each is not None), None)) is not None:
-        found["text"] = "\n".join(map(text_of_part, text)) if isinstance(text, list) else text
-    title = given.get("title")
+    if (text := next((text for text in texts if text is not None), None)) is not None:
+        passage["text"] = "\n".join(map(text_of_part, text)) if isinstance(text, list) else text
+    title = document.get("title")
     if title is None and metadata is not None:
         title = metadata.get("title")
         title = title[:LONGEST_TITLE] if isinstance(title, str) else None
-    return found if title is None else {**found, "title": title}
+    return passage if title is None else {**passage, "title": title}
 
 
 def text_of_part(part: Any) -> str:
@@ -162,22 +164,22 @@ def text_of_part(part: Any) -> str:
     return text if isinstance(text, str) else ""
 
 
-def as_part(given: Any) -> Any:
-    """A part of a message; a string is a text, and so is a refusal."""
-    if isinstance(given, str):
-        return {"text": given}
-    if isinstance(given, dict) and given.get("type") == "refusal":
-        return {"text": given.get("refusal")}
-    return given
+def as_part(part: Any) -> Any:
+    """A part of a message; strings and refusals become parts with a text."""
+    if isinstance(part, str):
+        return {"text": part}
+    if isinstance(part, dict) and part.get("type") == "refusal":
+        return {"text": part.get("refusal")}
+    return part
 
 
-def as_parts(given: Any) -> Any:
+def as_parts(content: Any) -> Any:
     """The content of a message as a list of its parts, without reasoning."""
-    given = as_list(given)
-    if not isinstance(given, list):
-        return given
+    content = as_list(content)
+    if not isinstance(content, list):
+        return content
     thoughts = ("thinking", "redacted_thinking", "reasoning")
-    return [each for each in given if not (isinstance(each, dict) and each.get("type") in thoughts)]
+    return [part for part in content if not (isinstance(part, dict) and part.get("type") in thoughts)]
 
 
 class Text(BaseModel):
@@ -188,7 +190,7 @@ class Text(BaseModel):
 
 
 class Message(BaseModel):
-    """A turn of the chat, as it was sent or as an answer came back. Further fields (`annotations`, `id`,
+    """A message of the chat; an answer of this server can be sent back as one. Further fields (`annotations`, `id`,
     `reasoning_content`, ...) are ignored; those with content other than text are rejected."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -202,20 +204,21 @@ class Message(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def known_forms(cls, given: Any) -> Any:
-        given = without_nulls(given)
-        if not isinstance(given, dict):
-            return given
+    def known_forms(cls, message: Any) -> Any:
+        message = without_nulls(message)
+        if not isinstance(message, dict):
+            return message
         for name in ("images", "audio", "files", "prefix", "partial"):
-            if given.get(name):
+            if message.get(name):
                 raise ValueError(
-                    f"A message with `{name}` is not supported; expected `role`, and a string as `content`."
+                    f"A message with `{name}` is not supported; expected `role`, and a string as `content`. Leave out "
+                    f"`{name}`."
                 )
-        calls = bool(given.get("tool_calls") or given.get("function_call"))
-        given = {name: given[name] for name in ("role", "content", "refusal") if name in given}
-        if given.get("role") == "assistant" and "content" not in given and (calls or "refusal" in given):
-            given["content"] = given.get("refusal", "")
-        return {**given, "calls": calls}
+        calls = bool(message.get("tool_calls") or message.get("function_call"))
+        message = {name: message[name] for name in ("role", "content", "refusal") if name in message}
+        if message.get("role") == "assistant" and "content" not in message and (calls or "refusal" in message):
+            message["content"] = message.get("refusal", "")
+        return {**message, "calls": calls}
 
     @property
     def text(self) -> str:
@@ -224,10 +227,10 @@ class Message(BaseModel):
 
 def turns_of(messages: list[Message]) -> list[dict[str, str]]:
     """Messages in the form of chat templates. Templates of small models have no tools, so the result of a tool is put
-    before the question that it was called for, and the turn that called it is dropped."""
+    before the question for which the tool was called, and the message that called the tool is dropped."""
     turns: list[dict[str, str]] = []
     results: list[str] = []
-    question = None  # the user turn that tools were called for, and its text
+    question = None  # the user's turn for which tools were called, and its text
 
     for number, message in enumerate(messages):
         if message.role in ("tool", "function"):
@@ -247,8 +250,8 @@ def turns_of(messages: list[Message]) -> list[dict[str, str]]:
 
 
 class Passage(BaseModel):
-    """A passage of the request. `id` and `metadata` are returned with the sources; further fields, such as `score`, are
-    ignored."""
+    """A document of the request. `id` and `metadata` are returned with the sources; further fields, such as `score`,
+    are ignored."""
 
     title: Annotated[str, Field(max_length=LONGEST_TITLE)] = ""
     text: str
@@ -257,14 +260,16 @@ class Passage(BaseModel):
 
     @property
     def origin(self) -> dict[str, Any]:
-        """The id and metadata that the client sent with the passage."""
+        """The id and metadata that the client sent with the document."""
         return without_nulls({"id": self.id, "metadata": self.metadata})
 
 
 class ChatRequest(BaseModel):
-    """The body of `/v1/chat/completions`. The engine checks the rest. If it is validated with the `limits` of an engine
-    as context, too many documents are rejected before any is parsed."""
+    """The body of a request to `/v1/chat/completions`."""
 
+    # /openapi.json shows the docstrings of these classes. What is not checked here is checked by the engine. With
+    # `limits` of an engine in the context of the validation, a request with too many documents is rejected before any
+    # of them is parsed.
     model: str
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     documents: list[Annotated[Passage, BeforeValidator(as_passage)]] | None = None
@@ -287,48 +292,54 @@ class ChatRequest(BaseModel):
         BeforeValidator(without_empty),
     ] = []
     stream: bool = False
-    stream_options: dict[str, Any] = {}  # `include_usage`: whether the last piece of a stream has it
+    stream_options: dict[str, Any] = {}  # `include_usage`: whether the last event of a stream has the usage
 
     @model_validator(mode="before")
     @classmethod
-    def without_what_changes_nothing(cls, given: Any, info: ValidationInfo) -> Any:
-        given = without_nulls(given)
-        if not isinstance(given, dict):
-            return given
-        if isinstance(given.get("extra_body"), dict):  # sent by clients without such an argument
-            given = without_nulls(given.pop("extra_body")) | given
-        unknown = given.keys() - cls.model_fields.keys() - HINTS - NOT_DONE.keys() - NOT_DRAWN.keys()
+    def without_what_changes_nothing(cls, body: Any, info: ValidationInfo) -> Any:
+        body = without_nulls(body)
+        if not isinstance(body, dict):
+            return body
+        if isinstance(body.get("extra_body"), dict):  # sent as a field by clients that do not unpack it
+            body = without_nulls(body.pop("extra_body")) | body
+        unknown = body.keys() - cls.model_fields.keys() - HINTS - NOT_DONE.keys() - NOT_DRAWN.keys()
         refuse_unknown("the request", unknown, cls.model_fields)
-        limits, documents = (info.context or {}).get("limits", Limits()), given.get("documents")
+        limits, documents = (info.context or {}).get("limits", Limits()), body.get("documents")
         if isinstance(documents, list) and len(documents) > limits.max_documents:
-            raise ValueError(f"Got {len(documents)} documents; expected at most {limits.max_documents}.")
-        refuse_what_is_not_done(given)
-        return {name: each for name, each in given.items() if name in cls.model_fields}
+            raise ValueError(f"Got {len(documents)} documents; expected at most {limits.max_documents}. Pass fewer.")
+        refuse_what_is_not_done(body)
+        return {name: value for name, value in body.items() if name in cls.model_fields}
 
     @property
     def note(self) -> str | None:
-        """A note for the client about `top_k`, which once was the number of passages."""
+        """A note for the client about `top_k`, which formerly was the number of passages."""
         if self.top_k is None or self.num_passages is not None or self.temperature:
             return None
         if self.top_k in PASSAGES_TOP_K:
             return (
-                "`top_k` without a temperature was used as `num_passages`; this ends with the next release, because "
-                "elsewhere `top_k` is a setting of sampling. Pass `num_passages`."
+                "`top_k` without a `temperature` was taken as `num_passages`. The next release will not do this, "
+                "because `top_k` is a setting of sampling. Pass `num_passages`."
             )
-        return "`top_k` is a setting of sampling. Pass `num_passages` for the number of passages to retrieve."
+        return (
+            "`top_k` is a setting of sampling and has no effect without a `temperature`. Pass `num_passages` for the "
+            "number of passages to retrieve."
+        )
 
     def num_tokens(self, limits: Limits) -> int:
-        """Maximum tokens of the answer. A client's default may exceed the limit, and -1 means the limit: an answer that
-        ends early is no error."""
-        asked = next((each for each in (self.max_completion_tokens, self.max_tokens) if each is not None), MAX_TOKENS)
-        if asked == 0:
+        """Maximum tokens of the answer. -1 means the limit. A larger number is not an error, as it may be the default
+        of a client: the answer may end earlier."""
+        maxima = (self.max_completion_tokens, self.max_tokens, MAX_TOKENS)
+        maximum = next(number for number in maxima if number is not None)
+        if maximum == 0:
             raise ValueError("`max_tokens` is 0; expected at least 1.")
-        return limits.max_new_tokens if asked == -1 else min(asked, limits.max_new_tokens)
+        return limits.max_new_tokens if maximum == -1 else min(maximum, limits.max_new_tokens)
 
     def engine_request(self, on_text: Callable[[str], Any], limits: Limits) -> EngineRequest:
         """The request for the engine, which has most fields under the same names."""
         one_token = self.top_k == 1 or self.top_p == 0  # sampling from one token is greedy
-        temperature = 0.0 if one_token else round(self.temperature, 4)  # a smaller temperature may make logits overflow
+        temperature = (
+            0.0 if one_token else round(self.temperature, 4)
+        )  # a temperature close to 0 may make logits overflow
         num_passages = self.num_passages
         if self.note is not None:
             warnings.warn(self.note, FutureWarning, stacklevel=2)
@@ -342,24 +353,25 @@ class ChatRequest(BaseModel):
             min_p=self.min_p,
             sampling_top_k=max(0, self.top_k or 0) if temperature else 0,
             top_k=num_passages,
-            seed=None if self.seed == -1 else self.seed,  # for llama.cpp, -1 means a random seed
+            seed=None if self.seed == -1 else self.seed,  # clients of llama.cpp send -1 for a random seed
             on_text=on_text,
             is_streamed=self.stream,
             **self.model_dump(include=same),
         )
 
 
-def refuse_what_is_not_done(given: dict[str, Any]) -> None:
-    """Raises `ValueError` for the first field whose value would change the answer and is not supported."""
+def refuse_what_is_not_done(body: dict[str, Any]) -> None:
+    """Raise `ValueError` for the first field whose value would change the answer and is not supported."""
     for tools, choice in TOOLS.items():
-        if given.get(choice) == "none":  # tools that the model may not call have no effect
-            given.pop(tools, None)
-    draws = bool(given.get("temperature"))
-    for name, value in given.items():
+        if body.get(choice) == "none":  # tools that the model may not call have no effect
+            body.pop(tools, None)
+    draws = bool(body.get("temperature"))
+    for name, value in body.items():
         neutral = NOT_DONE.get(name, NOT_DRAWN.get(name) if draws else None)
         if neutral is not None and value not in neutral:
-            pass_it = f", or pass {json.dumps(neutral[0])}" if neutral else ""
             if name in TOOLS:
-                only_with = f'`{TOOLS[name]}: "none"`'
-                raise ValueError(f"Tools are not supported; `{name}` is accepted only together with {only_with}.")
-            raise ValueError(f"`{name}` is not supported; leave it out{pass_it}.")
+                raise ValueError(
+                    f'Tools are not supported. Leave out `{name}`, or pass it together with `{TOOLS[name]}: "none"`.'
+                )
+            or_neutral = f", or pass {json.dumps(neutral[0])}" if neutral else ""
+            raise ValueError(f"`{name}` is not supported with this value. Leave it out{or_neutral}.")

@@ -1,11 +1,11 @@
 """From requests to answers: concurrent requests share a batch, and each gets its answer as it is generated.
 
-    submit -> passages as slots (given, or of a corpus) -> selected passages -> slot prefixes, cached or computed
-    -> first tokens -> rows of one batch, which new ones join -> pieces of the answer
+    submit -> passages as slots (of the request, or of a corpus) -> selected passages -> slot prefixes, cached or
+    computed -> first tokens -> rows of one batch, which new rows join -> pieces of the answer
 
-Any number of threads may submit. A few prepare requests, and one writes the answers; these compute in turns, which they
-pass on between two calls of model or encoder. So a short question does not wait until a long answer is written, or many
-passages are encoded.
+Any number of threads may submit requests. A few threads of the engine prepare requests, and one writes the answers.
+They compute in turns, which they pass on between two calls of model or encoder. So a short question does not wait until
+a long answer is written, or until many passages are encoded.
 """
 
 import functools
@@ -38,38 +38,40 @@ from .turns import EndedError, GroupTurn, ThreadTurn, Turns
 
 logger = logging.getLogger(__name__)
 
-# Number of passages of requests whose slots are cached; slot prefixes have a budget of their own, in bytes.
+# Number of passages of requests whose slots are cached. The memory of cached slot prefixes is limited by
+# `prefix_bytes`.
 KEPT_PASSAGES = 256
 
-# Batches that are prepared in turns, and batches whose rows there may be at a time: paused ones need their memory.
+# Number of batches that are prepared at a time, in turns, and of batches that may be prepared or written at a time:
+# also those that are paused need memory.
 PREPARED_AT_ONCE, BATCHES_AT_ONCE = 3, 4
 
-# While others are answered, requests wait so many seconds for more, to be prepared together.
+# While other requests are answered, new ones wait this many seconds for more, to be prepared together.
 GATHER_SECONDS = 0.3
 
-# How long answers of one length are written before those of another.
+# Answers of similar length are written together, for this many seconds before those of another length.
 TURN_SECONDS = 0.5
 
 
 class PassageEncoder:
-    """Encodes each passage once for all requests. So its slots are the same in all of them, and its keys and values are
-    found in the cache."""
+    """Encodes each passage once for all requests, so that its slots are the same in all of them and its keys and values
+    are found in the cache."""
 
     def __init__(self, processor, max_passages: int = KEPT_PASSAGES):
         self.processor, self.max_passages = processor, max_passages
         self._kept: OrderedDict[tuple, EncodedDocuments] = OrderedDict()  # longest unused first
 
     def check_room(self, documents: list[dict], tokens_per_slot: int | str | None, room: int) -> None:
-        """Raises `ValueError` for passages with more slots than there is `room` for, before any of them is encoded."""
+        """Raise `ValueError` for passages with more than `room` slots, before any of them is encoded."""
         known = [self._kept.get(key) for key in self._keys(documents, tokens_per_slot)]
-        if None not in known and sum(len(each.context_embeds) for each in known) <= room:
+        if None not in known and sum(len(encoded.context_embeds) for encoded in known) <= room:
             return
         encode = self.processor.slot_encoder.encode_batch
         encode([documents], tokens_per_slot=tokens_per_slot, room=[room], only_segments=True)
 
     @staticmethod
     def _keys(documents: list[dict], tokens_per_slot: int | str | None) -> list[tuple]:
-        return [(json.dumps(each), tokens_per_slot) for each in documents]
+        return [(json.dumps(document), tokens_per_slot) for document in documents]
 
     def __call__(
         self,
@@ -78,45 +80,48 @@ class PassageEncoder:
         numbers: Sequence[int] | None = None,
         turn: Turn = ALONE,
     ) -> EncodedDocuments:
-        """The slots of passages, whose `numbers` are by default those of their places."""
-        if not any(each["text"].strip() for each in documents):  # nothing but white space is a slot, too
+        """The slots of passages; `numbers` are the numbers of the passages, by default 0, 1, ..."""
+        if not any(document["text"].strip() for document in documents):  # the processor makes a slot of the empty text
             return self.processor.encode_documents(documents, tokens_per_slot=tokens_per_slot)
         keys = self._keys(documents, tokens_per_slot)
-        found = {key: self._kept[key] for key in keys if key in self._kept}
-        new = {key: each for key, each in zip(keys, documents, strict=True) if key not in found}
+        encoded = {key: self._kept[key] for key in keys if key in self._kept}
+        new = {key: document for key, document in zip(keys, documents, strict=True) if key not in encoded}
         if new:
-            found |= zip(new, self._encode(list(new.values()), tokens_per_slot, turn), strict=True)
+            encoded |= zip(new, self._encode(list(new.values()), tokens_per_slot, turn), strict=True)
         for key in keys:
-            self._kept[key] = found[key]
+            self._kept[key] = encoded[key]
             self._kept.move_to_end(key)
         while len(self._kept) > self.max_passages:
             self._kept.popitem(last=False)
-        return self._joined([found[key] for key in keys], range(len(keys)) if numbers is None else numbers)
+        return self._joined([encoded[key] for key in keys], range(len(keys)) if numbers is None else numbers)
 
     def _encode(self, documents: list[dict], tokens_per_slot: int | str | None, turn: Turn) -> list[EncodedDocuments]:
-        """Encode each passage by itself, without a slot for white space; many in a call, which is fastest."""
-        pieces = in_pieces(len(documents), self.processor.passage_tokens, turn)
-        return [each for some in pieces for each in self._encode_some(documents[some], tokens_per_slot)]
+        """Encode each passage by itself; passages of white space get no slot. Many are encoded in a call, which is
+        fastest."""
+        encoded = []
+        for piece in in_pieces(len(documents), self.processor.passage_tokens, turn):
+            encoded += self._encode_some(documents[piece], tokens_per_slot)
+        return encoded
 
     def _encode_some(self, documents: list[dict], tokens_per_slot: int | str | None) -> list[EncodedDocuments]:
         segments, *slots, _ = self.processor.encode_documents(documents, tokens_per_slot=tokens_per_slot)
-        apart, nothing = single_passages(GivenSlots(*slots)), GivenSlots(slots[0][:0], None)
+        single, nothing = single_passages(GivenSlots(*slots)), GivenSlots(slots[0][:0], None)
         encoded = []
         for number in range(len(documents)):
-            own = [each for each in segments if each.document == number]
-            embeds, words, _ = apart[number] if own else nothing
-            ids = torch.full((len(own),), number, device=embeds.device)
-            encoded.append(EncodedDocuments(own, embeds, words, ids, []))
+            segments_here = [segment for segment in segments if segment.document == number]
+            embeds, words, _ = single[number] if segments_here else nothing
+            ids = torch.full((len(segments_here),), number, device=embeds.device)
+            encoded.append(EncodedDocuments(segments_here, embeds, words, ids, []))
         return encoded
 
     def _joined(self, passages: list[EncodedDocuments], numbers: Sequence[int]) -> EncodedDocuments:
-        named = zip(numbers, passages, strict=True)
-        segments = [replace(each, document=number) for number, own in named for each in own.segments]
-        words = [each.context_word_ids for each in passages if each.context_word_ids is not None]
-        width = max((own.shape[1] for own in words), default=0)
-        words = [pad(own, (0, width - own.shape[1]), value=-1) for own in words]
-        embeds = torch.cat([each.context_embeds for each in passages])
-        ids = torch.tensor([each.document for each in segments], device=embeds.device)
+        numbered = zip(numbers, passages, strict=True)
+        segments = [replace(segment, document=number) for number, passage in numbered for segment in passage.segments]
+        words = [passage.context_word_ids for passage in passages if passage.context_word_ids is not None]
+        width = max((word_ids.shape[1] for word_ids in words), default=0)
+        words = [pad(word_ids, (0, width - word_ids.shape[1]), value=-1) for word_ids in words]
+        embeds = torch.cat([passage.context_embeds for passage in passages])
+        ids = torch.tensor([segment.document for segment in segments], device=embeds.device)
         return EncodedDocuments(segments, embeds, torch.cat(words) if words else None, ids, [])
 
 
@@ -128,15 +133,18 @@ class Engine:
         ask ([`ArcAlignerPipeline`]): Model and processor.
         retriever ([`Retriever`], *optional*): For requests without documents. Precomputed passages of its corpus are
             not computed again.
-        top_k (`int`), tokens_per_slot (`int` or `"segment"`), min_confidence (`float`), max_passages (`int`): Defaults
-            of requests. By default, as many passages are used as the question needs (`Answerer.select`).
-        max_batch (`int`): Maximum number of requests that are prepared together. Four times as many are written.
+        top_k (`int`), tokens_per_slot (`int` or `"segment"`), min_confidence (`float`), max_passages (`int`): Values
+            for requests that do not set them. By default, as many passages are used as the question needs
+            (`Answerer.select`).
+        max_batch (`int`): Maximum number of requests that are prepared together. Up to four times as many are answered
+            at a time.
         batch_seconds (`float`): Time that the first request of a batch waits for others.
         prefix_bytes (`int`): Memory for slot prefixes that are cached between requests.
-        answer_bytes (`int`): Memory for the keys and values of answers that are written together, for a while twice as
-            much when rows join. Further requests wait; one that needs more by itself is answered alone.
-        folder (`str` or `Path`, *optional*): Folder to write slot prefixes to, and to read them from. Default: those of
-            the corpus are read, if there is one.
+        answer_bytes (`int`): Memory for the keys and values of answers that are generated together. While new answers
+            join, twice as much is used for a short time. Further requests wait; a request that needs more than this is
+            answered alone.
+        folder (`str` or `Path`, *optional*): Folder to write slot prefixes to and to read them from. Default: none is
+            written, and those of the corpus are read, if there is a corpus.
         limits ([`Limits`]): What a request may ask for.
 
     Raises:
@@ -170,9 +178,9 @@ class Engine:
         for name in ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size"):
             if (value := getattr(ask.model.generation_config, name)) not in (None, 0, 1.0):
                 raise ValueError(
-                    f"`generation_config.{name}` is {value!r}; expected none, because a server computes the "
-                    "beginning of an answer again, with its prompt, when another answer joins the batch. Remove the "
-                    "field from generation_config.json."
+                    f"`generation_config.{name}` is {value!r}; expected none, because a server continues an answer in "
+                    "a new call of `generate`, in which the answer so far would count as prompt. Remove the field from "
+                    "generation_config.json."
                 )
         self.model, self.processor, self.retriever = ask.model, ask.processor, retriever
         kept = None if retriever is None else retriever.corpus.kept_folder
@@ -184,7 +192,7 @@ class Engine:
         self.max_batch, self.batch_seconds, self.limits = max_batch, batch_seconds, limits or Limits()
         self.store = self.answerer.cache
         self._encode = PassageEncoder(self.processor)
-        # With LongRoPE, rows are no longer prepared together, as a long one would change the others.
+        # With LongRoPE, requests are prepared one by one, because a long one would change the others of its batch.
         self._most_prepared = max_batch if frequencies_change_at(ask.model.config.text_config) is None else 1
         self.answer_bytes = answer_bytes
         self._bytes_per_position = ask.model.dtype.itemsize * math.prod(entry_shape(ask.model.config.text_config, 1))
@@ -193,9 +201,9 @@ class Engine:
         self._joining: list[LiveBatch] = []
         self._num_prepared = self._num_written = 0  # requests
         self._held: dict[Request, int] = {}  # bytes of the keys and values of live answers
-        self._change = threading.Condition()  # of these
         self._closed = self._all_prepared = False
-        self._door = threading.Lock()  # for the thread that takes the next requests
+        self._change = threading.Condition()  # notified when one of these changes
+        self._door = threading.Lock()  # held by the thread that takes the next requests
         self._threads = [
             threading.Thread(target=self._work, name=f"arcaligner-prepare-{number}", daemon=True)
             for number in range(PREPARED_AT_ONCE)
@@ -206,7 +214,7 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """Whether one of its threads is alive."""
+        """Whether a thread of the engine is alive."""
         return any(thread.is_alive() for thread in (*self._threads, self._writer))
 
     @property
@@ -214,15 +222,18 @@ class Engine:
         return len(self._waiting)
 
     def submit(self, request: Request) -> "Future[Answer]":
-        """Queues a request.
+        """Queue a request.
 
         Raises:
             `BusyError`: too many requests are waiting, or the engine is closing.
-            `ValueError`: more documents or tokens than the limits allow.
+            `ValueError`: the request has more documents than the limits allow, asks for more tokens, or has an invalid
+                setting.
         """
         documents = request.documents or ()
         if len(documents) > self.limits.max_documents:
-            raise ValueError(f"Got {len(documents)} documents; expected at most {self.limits.max_documents}.")
+            raise ValueError(
+                f"Got {len(documents)} documents; expected at most {self.limits.max_documents}. Pass fewer."
+            )
         if not 1 <= request.max_new_tokens <= self.limits.max_new_tokens:
             raise ValueError(f"`max_tokens` is {request.max_new_tokens}; expected 1 to {self.limits.max_new_tokens}.")
         self._check(request.tokens_per_slot, request.min_confidence, request.max_passages, request.copy_bonus)
@@ -233,7 +244,7 @@ class Engine:
         request.on_cancel = self._wake
         with self._change:
             if self._closed:
-                raise BusyError("The server is closing.")
+                raise BusyError("The server is shutting down. Try again later.")
             if self.num_waiting >= self.limits.waiting:
                 raise BusyError("Too many requests are waiting. Try again later.")
             self._waiting.append(request)
@@ -261,7 +272,7 @@ class Engine:
         self.submit(request).result()
 
     def close(self) -> None:
-        """Accept no more requests, answer the waiting ones, and return."""
+        """Stop accepting requests, answer those that wait, and end the threads."""
         with self._change:
             self._closed = True
             self._change.notify_all()
@@ -283,7 +294,7 @@ class Engine:
                 batch = self._take()
             try:
                 self._prepare(batch, turn)
-            except Exception as error:  # a fault of ours ends no thread, and no request waits for ever
+            except Exception as error:  # an error must not end the thread, and each request has to end
                 for request in batch:
                     if not request.future.done() and request not in self._held:
                         request.future.set_exception(error)
@@ -294,7 +305,8 @@ class Engine:
                     self._change.notify_all()
 
     def _wait_for_requests(self) -> bool:
-        """Wait until requests should be taken. Do not wait if the engine is closed and has none."""
+        """Wait until the next requests should be taken. Return whether there are any: there are none if the engine is
+        closed."""
 
         def is_full() -> bool:
             return self._closed or len(self._waiting) >= self._most_prepared
@@ -324,17 +336,17 @@ class Engine:
 
     def _prepare(self, batch: list[Request], turn: ThreadTurn) -> None:
         """Prepare a batch of requests up to their first tokens, and hand the answers over to be continued."""
-        wanted = [request for request in batch if request.future.set_running_or_notify_cancel()]
-        read, choose = (functools.partial(each, turn) for each in (self._read, self._choose))
-        found = [request for one in wanted for (request,), _ in each_fails_alone([one], read)]
-        chosen = [request for part, _ in each_fails_alone(found, choose) for request in part]
+        running = [request for request in batch if request.future.set_running_or_notify_cancel()]
+        fetch, choose = functools.partial(self._read, turn), functools.partial(self._choose, turn)
+        with_passages = [request for one in running for (request,), _ in each_fails_alone([one], fetch)]
+        chosen = [request for part, _ in each_fails_alone(with_passages, choose) for request in part]
         for has_slots in (False, True):
             if group := [request for request in chosen if (request.passages is not None) == has_slots]:
                 self._answer(turn, group)
 
     def _read(self, turn: ThreadTurn, group: list[Request]) -> None:
-        """Give a request its passages as slots: its own, or those of the corpus, if there is one and the request uses
-        it."""
+        """Set the passages of one request, as slots: those of its documents, or those that the corpus has for its
+        question. A request without documents has none if there is no corpus, or if its `top_k` is 0."""
         (request,), own_turn = group, GroupTurn(turn, group)
         rate = request.tokens_per_slot
         if request.documents is not None:
@@ -342,11 +354,11 @@ class Engine:
             return
         if self.retriever is None or request.top_k == 0:
             return
-        questions = [each["content"] for each in request.messages if each["role"] == "user"]
+        questions = [message["content"] for message in request.messages if message["role"] == "user"]
         passages = self.retriever(questions[-1] if questions else "", request.top_k)
         if rate not in (None, self.retriever.corpus.settings["tokens_per_slot"]):
             began = time.perf_counter()
-            texts = [{name: each[name] for name in ("title", "text")} for each in passages.documents]
+            texts = [{name: document[name] for name in ("title", "text")} for document in passages.documents]
             self._encode.check_room(texts, rate, self._room(request, len(texts)))
             passages.encoded = self._encode(texts, rate, turn=own_turn)
             passages.seconds["slots"] += time.perf_counter() - began
@@ -358,17 +370,20 @@ class Engine:
         request.passages = passages
 
     def _read_documents(self, request: Request, turn: GroupTurn) -> None:
-        """Cuts a request's own documents into passages and, if all of these are used, encodes them."""
+        """Cut the documents of a request into passages and, if all of these are used, encode them."""
         began, rate, passages = time.perf_counter(), request.tokens_per_slot, []
-        documents = [each if isinstance(each, dict) else {"title": "", "text": each} for each in request.documents]
+        documents = [
+            document if isinstance(document, dict) else {"title": "", "text": document}
+            for document in request.documents
+        ]
         self._check_size(documents, rate)
         for number, document in enumerate(documents):
             pieces, _ = self.answerer.cut([document])
-            passages += [each | {"number": number} for each in pieces]
+            passages += [piece | {"number": number} for piece in pieces]
             turn.pass_on()
-        texts = [_without_number(each) for each in passages]
+        texts = [_without_number(passage) for passage in passages]
         if not passages:
-            encoded = self.processor.encode_documents([], tokens_per_slot=rate)  # nothing was found: an empty slot
+            encoded = self.processor.encode_documents([], tokens_per_slot=rate)  # one slot, of the empty text
         else:
             self._encode.check_room(texts, rate, self._room(request, len(texts)))
             turn.pass_on()
@@ -377,28 +392,31 @@ class Engine:
         request.passages = SlotPassages(passages, encoded, seconds)
 
     def _check_size(self, documents: list[dict], rate: int | str | None) -> None:
-        """Refuse documents that have too many slots however they are cut. Cutting them first could take seconds."""
+        """Raise `ValueError` for documents that have too many slots in any case, before they are cut, which may take
+        seconds."""
         rate = self.processor.tokens_per_slot if rate is None else rate
         if rate == "segment":
             return
-        # A word is at least a token; twice as many as there is room for are surely too many.
-        num_words = sum(len(given_text(each, number).split()) for number, each in enumerate(documents))
+        # A word has at least one token, so there are at least twice as many slots as this number.
+        num_words = sum(len(given_text(document, number).split()) for number, document in enumerate(documents))
         num_slots = num_words // (2 * rate)
         if num_slots > self.limits.max_slots_asked:
             raise ValueError(
                 f"The passages have more than {num_slots} slots; expected at most {self.limits.max_slots_asked}. Pass "
-                "fewer or shorter documents, or put more text into a slot (`tokens_per_slot`)."
+                "fewer or shorter documents, or a larger `tokens_per_slot`."
             )
 
     def _room(self, request: Request, num_passages: int) -> int:
-        """Slot limit of a request with this many passages: higher if they are scored one by one than if all are
-        used."""
+        """Maximum number of slots of a request with this many passages: larger if they are scored one by one than if
+        all of them are used."""
         return self.limits.max_slots_asked if self._selects(request, num_passages) else self.limits.max_slots
 
     def _choose(self, turn: ThreadTurn, group: list[Request]) -> None:
-        """Reduce the passages of each request to those that its question needs, or to its maximum: score each passage
-        separately, and keep the top-ranked ones."""
-        group = [each for each in group if each.passages and self._selects(each, len(each.passages.documents))]
+        """Reduce the passages of each request to those that its question needs, or to `max_passages`: score each
+        passage separately, and keep the top-ranked ones."""
+        group = [
+            request for request in group if request.passages and self._selects(request, len(request.passages.documents))
+        ]
         if not group:
             return
         own_turn = GroupTurn(turn, group)
@@ -416,35 +434,35 @@ class Engine:
         most = [request.max_passages for request in group]
         selected = self.answerer.select(chats, documents, most, similar, slots_of, turn=own_turn)
         seconds = time.perf_counter() - began - encoding
-        for request, (numbers, own, asked) in zip(group, selected, strict=True):
-            request.asked, request.kept = asked, sum(own[number].is_cached for number in numbers)
+        for request, (numbers, scores, question) in zip(group, selected, strict=True):
+            request.asked, request.kept = question, sum(scores[number].is_cached for number in numbers)
             if request.passages.encoded is None:
                 request.passages.encoded = self._encoded(request, numbers, own_turn)
                 request.passages.seconds["slots"] += encoding
             request.passages = request.passages.only(numbers)
             request.passages.seconds["choosing"] = seconds
             for number, document in enumerate(request.passages.documents):  # `None` if it was not scored
-                sure = own[number].answerability if number in own else None
-                document |= dict.fromkeys(("answerability", "confidence"), sure)  # the second is its name in 0.2
+                answerability = scores[number].answerability if number in scores else None
+                document |= {"answerability": answerability, "confidence": answerability}  # the latter as in 0.2
 
     def _selects(self, request: Request, num_passages: int) -> bool:
-        """Whether so many passages are scored, because a request may not use all of them."""
+        """Whether passages are scored if a request has this many, because it uses only some of them."""
         most = request.max_passages or self._least_scored
         return most is not None and num_passages > most
 
     def _similarities(self, request: Request, turn: GroupTurn) -> list[float]:
         """The cosine of the question and each of a request's passages."""
         documents = request.passages.documents
-        if request.documents is None:  # the search has them
-            return [each["similarity"] for each in documents]
-        encoder, chat, found = self.processor.encoder, self._chat(request), []
-        for some in in_pieces(len(documents), self.processor.passage_tokens, turn):
-            found += similarities_of(encoder, chat, documents[some])
-        return found
+        if request.documents is None:  # the search has computed them
+            return [document["similarity"] for document in documents]
+        encoder, chat, cosines = self.processor.encoder, self._chat(request), []
+        for piece in in_pieces(len(documents), self.processor.passage_tokens, turn):
+            cosines += similarities_of(encoder, chat, documents[piece])
+        return cosines
 
     def _slots_of(self, request: Request, numbers: list[int], turn: GroupTurn) -> GivenSlots | None:
-        """The slots of these passages of a request, and maybe of others. Passages that are not known yet are
-        encoded."""
+        """The slots of the passages of a request with these `numbers`, or of all its passages, if they are encoded
+        already."""
         if not numbers:
             return None
         encoded = request.passages.encoded or self._encoded(request, numbers, turn)
@@ -468,37 +486,37 @@ class Engine:
         """The inputs of `generate` for a batch, with everything except for the end of the prompts in the cache."""
         own_turn = GroupTurn(turn, group)
         if group[0].passages is not None:
-            asked = self._questions(group, own_turn)
-            self._wait_for_room(group, asked.num_positions, own_turn)
-            inputs = self.store.prepare_asked(asked)
-            for request, kept, parts in zip(group, inputs.num_cached, inputs.num_passages, strict=True):
-                if request.kept is None:  # else known from before they were scored
-                    request.kept = len(request.passages.documents) * kept // parts
+            questions = self._questions(group, own_turn)
+            self._wait_for_room(group, questions.num_positions, own_turn)
+            inputs = self.store.prepare_asked(questions)
+            for request, num_cached, num_parts in zip(group, inputs.num_cached, inputs.num_passages, strict=True):
+                if request.kept is None:  # else `_choose` has counted them
+                    request.kept = len(request.passages.documents) * num_cached // num_parts
         else:
-            # Text of a client must never end a turn.
-            slots = {} if self.processor.chat_template is None else {"sanitize_control_tokens": True}
-            inputs = dict(chat_inputs(self.processor, [self._chat(each) for each in group], **slots))
-            inputs = {name: each.to(self.model.device) for name, each in inputs.items()}
+            # Control tokens in the text of a client must not end a turn of the chat.
+            options = {} if self.processor.chat_template is None else {"sanitize_control_tokens": True}
+            inputs = dict(chat_inputs(self.processor, [self._chat(request) for request in group], **options))
+            inputs = {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
             check_length(inputs["input_ids"].shape[1], "The prompt", self.model.config.text_config)
             self._wait_for_room(group, inputs["attention_mask"].sum(dim=1).tolist(), own_turn)
             inputs["past_key_values"] = DynamicCache(config=self.model.config.text_config)
         return prefill_beginning(self.model, inputs, own_turn)
 
     def _questions(self, group: list[Request], turn: Turn) -> AskedQuestions:
-        """The questions of requests, each with the slots of the passages that it uses."""
-        asked = []
+        """The questions of requests, each with the slots of the passages that are used for it."""
+        questions = []
         for request in group:
             _, embeds, words, ids, _ = request.passages.encoded
             if (num_slots := len(embeds)) > self.limits.max_slots:
                 raise ValueError(
                     f"The passages have {num_slots} slots; expected at most {self.limits.max_slots}. Pass fewer "
-                    "passages, a lower `max_passages`, or put more text into a slot (`tokens_per_slot`)."
+                    "passages, a lower `max_passages`, or a larger `tokens_per_slot`."
                 )
-            if (known := request.asked) is None:  # else its passages were scored
+            if (known := request.asked) is None:  # if its passages were not scored
                 words = None if words is None else [words]
                 known = self.store.ask([self._chat(request)], None, [embeds], words, [ids])
-            asked += known.questions
-        return known._replace(questions=asked, turn=turn)
+            questions += known.questions
+        return known._replace(questions=questions, turn=turn)
 
     def _chat(self, request: Request) -> list[dict[str, str]] | str:
         """The question or chat, in the form of the processor."""
@@ -512,7 +530,7 @@ class Engine:
         return request.messages[0]["content"]
 
     def _generate(self, group: list[Request], inputs: dict[str, Any], began: float) -> None:
-        """Generate the first token of each request, and hand the answers over to be continued."""
+        """Generate the first token of each request, and hand the answers over to the thread that writes."""
         ids, mask, cache = (inputs[name] for name in ("input_ids", "attention_mask", "past_key_values"))
         rows = [
             LiveRow(
@@ -528,14 +546,14 @@ class Engine:
         positions = self.model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
         batch = LiveBatch(self.answerer, rows, ids, mask, positions, cache)
         batch.begin()
-        left = [row.request.future for row in rows if not row.is_done]
-        if not left:
+        unfinished = [row.request.future for row in rows if not row.is_done]
+        if not unfinished:
             return
         with self._change:
             self._joining.append(batch)
-            self._num_written += len(left)
+            self._num_written += len(unfinished)
             self._change.notify_all()
-        for future in left:
+        for future in unfinished:
             future.add_done_callback(self._count_written)
 
     def _count_written(self, future: Future) -> None:
@@ -545,12 +563,13 @@ class Engine:
 
     def _wait_for_room(self, group: list[Request], num_positions: list[int], turn: GroupTurn) -> None:
         """Wait until there is memory for the keys and values of a batch in addition to those of live answers. A batch
-        does not wait if there are no others, nor a second time if it begins again because one of its requests ended."""
+        does not wait if there are no live answers, nor a second time if it is computed again because one of its
+        requests ended."""
         longest = max(num_positions)  # prompts are padded to it
-        bytes_of = {each: (longest + each.max_new_tokens) * self._bytes_per_position for each in group}
+        bytes_of = {request: (longest + request.max_new_tokens) * self._bytes_per_position for request in group}
 
         def hold() -> bool:
-            new = {each: size for each, size in bytes_of.items() if each not in self._held}
+            new = {request: size for request, size in bytes_of.items() if request not in self._held}
             used = sum(self._held.values())
             if new and used and used + sum(new.values()) > self.answer_bytes:
                 return False
@@ -562,9 +581,11 @@ class Engine:
         with self._change:
             is_held = hold()
         while not is_held:
-            seconds = min(min(each.until for each in group) - time.monotonic(), threading.TIMEOUT_MAX)
+            seconds = min(min(request.until for request in group) - time.monotonic(), threading.TIMEOUT_MAX)
             with turn.away(), self._change:
-                is_held = self._change.wait_for(lambda: hold() or any(each.is_cancelled for each in group), seconds)
+                is_held = self._change.wait_for(
+                    lambda: hold() or any(request.is_cancelled for request in group), seconds
+                )
             turn.check()
 
     def _free(self, request: Request) -> None:
@@ -595,14 +616,16 @@ class Engine:
                 batches = [batch for batch in (*live, *joining) if batch.num_left]
             if not batches:
                 return
-            if joining or any(each.is_sparse for each in batches):
+            if joining or any(batch.is_sparse for batch in batches):
                 try:
                     batches = LiveBatch.packed(batches)
                 except (RuntimeError, MemoryError) as error:  # no memory for a copy: continue without one
                     logger.warning(
-                        "no memory to generate answers in one batch (%s); they are generated in separate batches", error
+                        "There is no memory to generate answers in one batch (%s); they are generated in separate "
+                        "batches, which is slower.",
+                        error,
                     )
-                joining.clear()  # their memory
+                joining.clear()  # frees the memory of batches that were joined
             live = batches
             for batch in live:
                 try:
@@ -621,8 +644,8 @@ class Engine:
 
 
 def each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) -> Iterator[tuple[list[Request], Any]]:
-    """Run a group of requests and, if that fails, its halves, so that an invalid request fails alone. Yield the parts
-    that could be run, each with its result. Requests that have ended meanwhile are left out."""
+    """Call `run` with a group of requests and, if that fails, with its halves, so that an invalid request fails alone.
+    Yield the parts that could be run, each with its result. Requests that have ended meanwhile are left out."""
     try:
         result = run(group)
     except EndedError:
@@ -639,4 +662,4 @@ def each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) 
 
 
 def _without_number(document: dict[str, Any]) -> dict[str, Any]:
-    return {name: each for name, each in document.items() if name != "number"}
+    return {name: value for name, value in document.items() if name != "number"}

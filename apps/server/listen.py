@@ -1,5 +1,5 @@
-"""Listen for connections: idle ones, and those that do not read their answer, are closed; running requests are finished
-before the server stops."""
+"""Listen for connections. A connection that is idle, or whose client does not read its answer, is closed. Running
+requests are finished before the server stops."""
 
 import asyncio
 import socket
@@ -19,13 +19,14 @@ class TimedConnection(H11Protocol):
 
     seconds = 10.0
     unread_seconds = 120.0
-    most = 512  # each is an open file, of which a process often has 1,024
-    send_bytes = 2**17  # send buffer of the system, which by default grows to 4 MiB
+    most = 512  # each is an open file, of which a process may often have 1,024
+    send_bytes = 2**17  # size of the system's send buffer, which by default grows to 4 MiB
 
     deadline: asyncio.TimerHandle | None = None
     since = 0.0
     is_ended = False
-    # Of the answer: unsent bytes, since when there are any, and whether many were sent since the last check.
+    # Bytes of the answer that wait to be sent, since when there are any, and whether many were sent since the last
+    # check.
     unread, unread_since, has_moved = 0, 0.0, False
     next_look: asyncio.TimerHandle | None = None
 
@@ -36,17 +37,18 @@ class TimedConnection(H11Protocol):
 
     @property
     def keeps_waiting(self) -> bool:
-        """Whether the server waits for this connection: for the rest of a body, or until an answer is read. Also true
-        if it has sent further requests before it got its answer, which common clients never do."""
+        """Whether the server waits for the client: for the rest of a body, or until an answer is read. Also true if the
+        client has sent further requests before it got its answer, which common clients never do."""
         is_behind = self.cycle.more_body or self.transport.get_write_buffer_size() > 0
         return is_behind or bool(self.conn.trailing_data[0])
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self.since = self.loop.time()
         if len(self.connections) >= self.most:
-            there = [each for each in self.connections if not each.is_ended]
-            silent = [each for each in there if not each.asks] or [each for each in there if each.keeps_waiting]
-            oldest = min(silent, key=lambda each: each.since, default=None)
+            live = [connection for connection in self.connections if not connection.is_ended]
+            idle = [connection for connection in live if not connection.asks]
+            idle = idle or [connection for connection in live if connection.keeps_waiting]
+            oldest = min(idle, key=lambda connection: connection.since, default=None)
             transport.abort() if oldest is None else oldest._end()
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.send_bytes)
         super().connection_made(transport)
@@ -72,8 +74,8 @@ class TimedConnection(H11Protocol):
         self.transport.abort()
 
     def _look(self) -> None:
-        """Abort the connection if its answer is not read, also after uvicorn has closed it: closing waits for the
-        reader."""
+        """Abort the connection if the client does not read its answer. This is needed even after uvicorn has closed the
+        connection, because closing waits until everything is read."""
         before, self.unread = self.unread, self.transport.get_write_buffer_size()
         if not before or not self.unread:
             self.unread_since = self.loop.time()
@@ -97,15 +99,18 @@ class TimedConnection(H11Protocol):
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises `OSError` if the address cannot be listened on, before models are loaded."""
+    """Raise `OSError` if the server cannot listen on this address, before models are loaded."""
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
-        raise OSError(f"Cannot listen on {host}, port {port} ({error}). Choose another port with `--port`.") from error
+        raise OSError(
+            f"Cannot listen on {host}, port {port} ({error}). Choose another `--port` or `--host`."
+        ) from error
 
 
 def serve(engine: Engine, settings: ServerSettings) -> None:
-    """Serve until a signal to stop; running requests are answered first. uvicorn logs the address."""
+    """Serve until the process gets a signal to stop, and answer running requests before it ends. uvicorn logs the
+    address."""
     app, timeout = create_app(engine, settings), int(engine.limits.seconds)
     limits = {"http": TimedConnection, "ws": "none", "timeout_graceful_shutdown": timeout}
     uvicorn.run(app, host=settings.host, port=settings.port, access_log=False, **limits)

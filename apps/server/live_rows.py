@@ -1,11 +1,11 @@
 """Rows of a batch while their answers are generated: new ones join, and those that are done leave.
 
     inputs of `generate` -> a `LiveBatch` -> `write` -> pieces of each answer, until another batch waits to join
-    batches -> `LiveBatch.packed` -> batches of those rows that are not done, mostly one -> `write`
+    batches -> `LiveBatch.packed` -> batches of the rows that are not done, mostly one batch -> `write`
 
-Everything of a row except for keys and values is separate: tokens, seed, stop, what it may copy. So its answer does not
-depend on the other rows of its batch, nor on when they join. Rows whose answer would (`frequencies_change_at`) have a
-batch of their own.
+A row is one request. Rows share only the tensors of keys and values; tokens, seed, stop strings and texts to copy from
+are separate. So an answer does not depend on the other rows of its batch, nor on when they join. Rows whose answer
+would depend on others (`frequencies_change_at`) have a batch of their own.
 """
 
 import sys
@@ -66,12 +66,12 @@ class LiveRow:
     The answer to a request, token by token.
 
     Args:
-        answerer ([`Answerer`]): Of the engine.
-        request ([`Request`]): Whose passages are chosen.
-        chat (`list[dict]` or `str`): Its question, in the form of the processor.
-        prompt_tokens (`int`): Tokens and slots of its prompt.
-        batch_size (`int`): Requests that were prepared together.
-        began (`float`): When the model began to read it, in the seconds of `time.monotonic`.
+        answerer ([`Answerer`]): That of the engine.
+        request ([`Request`]): A request whose passages are selected.
+        chat (`list[dict]` or `str`): Its question or chat, in the form of the processor.
+        prompt_tokens (`int`): Number of tokens and slots of its prompt.
+        batch_size (`int`): Number of requests that were prepared together.
+        began (`float`): When the model began to compute the prompt, in the seconds of `time.monotonic`.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class LiveRow:
         self.is_alone = changes_at is not None and prompt_tokens + self.max_new_tokens > changes_at
         self.ids: list[int] = []
         self.num_taken, self.said, self.reason, self.first_token = 0, "", None, 0.0
-        read = [] if request.passages is None else request.passages.read
+        passages = [] if request.passages is None else request.passages.read
         self.call = answerer.answer(
-            [chat], [read], copy_bonus=[request.copy_bonus], scores=request.passages is not None
+            [chat], [passages], copy_bonus=[request.copy_bonus], scores=request.passages is not None
         )
         counting = self._counting_processors(model.generation_config)
         options = {"generation_config": greedy(answerer, 1), "logits_processor": counting}
@@ -105,8 +105,8 @@ class LiveRow:
         self.prefill: PrefillOutputs | None = options.get("prefill")
 
     def _counting_processors(self, config: GenerationConfig) -> list[LogitsProcessor]:
-        """Logits processors that depend on the length of the answer. Those of `generate` would count from the last time
-        that rows joined."""
+        """Logits processors that depend on the length of the answer. Those of `generate` would count only tokens since
+        rows joined last."""
         processors: list[LogitsProcessor] = []
         least = max(config.min_new_tokens or 0, (config.min_length or 0) - self.prompt_tokens)
         if least > 0 and self.end_ids:
@@ -126,11 +126,11 @@ class LiveRow:
 
     @property
     def num_left(self) -> int:
-        """Tokens that may still be written."""
+        """Number of tokens that may still be generated."""
         return self.max_new_tokens - len(self.ids)
 
     def put(self, token: int) -> None:
-        """Add the next token."""
+        """Add the next token of the answer, and end the answer if it is the last one."""
         self.num_taken += 1
         self.first_token = self.first_token or time.monotonic()
         least, sure = self.request.min_confidence, self.call.answerability
@@ -151,23 +151,23 @@ class LiveRow:
             self._finish()
 
     def _say(self) -> None:
-        """Report new text, except for an incomplete character and a possible beginning of a `stop`."""
+        """Report new text, except for an incomplete character and a possible beginning of a stop string."""
         text, stops = self.processor.tokenizer.decode(self.ids, skip_special_tokens=True).lstrip(), self.request.stop
-        if ends := [end for each in stops if (end := text.find(each)) >= 0]:
+        if ends := [end for stop in stops if (end := text.find(stop)) >= 0]:
             self.reason, text = "stop", text[: min(ends)]
         elif self.reason is None:
             if text.endswith("\ufffd"):
                 return
-            text = text[: len(text) - max((_overlap(text, each) for each in stops), default=0)]
+            text = text[: len(text) - max((_overlap(text, stop) for stop in stops), default=0)]
         new, self.said = text[len(self.said) :], text
         if new:
             self.request.on_text(new)
 
     def _likelihood(self) -> float | None:
         """How likely the answer is right; `None` for sampled answers and abstentions."""
-        if self.request.temperature or not self.ids or (found := self.call.answer_likelihood) is None:
+        if self.request.temperature or not self.ids or (likelihood := self.call.answer_likelihood) is None:
             return None
-        return found.item()
+        return likelihood.item()
 
     def _finish(self) -> None:
         request = self.request
@@ -197,16 +197,16 @@ class LiveRow:
 
 
 def greedy(answerer: Answerer, max_new_tokens: int) -> GenerationConfig:
-    """Greedy settings of `generate`: the rows themselves sample tokens, and apply the rules for the beginning of an
-    answer."""
+    """Greedy settings of `generate`: sampling, and rules that depend on the length of an answer, are left to the logits
+    processors of each row."""
     config = answerer.model.generation_config
-    # Values without effect where the model's own configuration would apply to `None`. Of `min_length` and
-    # `min_new_tokens` transformers takes the first and warns.
+    # Values that have no effect; with `None`, those of the model's configuration would apply. If both `min_length` and
+    # `min_new_tokens` are set, transformers warns.
     least = {"min_length": 0} if config.min_new_tokens is None else {"min_new_tokens": 0}
     if config.exponential_decay_length_penalty is not None:
         least["exponential_decay_length_penalty"] = (sys.maxsize, 1.0)
     return GenerationConfig(
-        # One more than is written: a `forced_eos_token_id` of the model applies to the last one.
+        # One more than are generated: a `forced_eos_token_id` of the model applies to the last one.
         max_new_tokens=max_new_tokens + 1,
         begin_suppress_tokens=[],
         eos_token_id=config.eos_token_id,
@@ -219,9 +219,9 @@ def greedy(answerer: Answerer, max_new_tokens: int) -> GenerationConfig:
 def frequencies_change_at(config: PreTrainedConfig) -> int | None:
     """Number of positions above which LongRoPE uses other frequencies for all rows of a batch, also for shorter ones;
     `None` for other backbones."""
-    ropes = config.to_dict().get("rope_parameters") or {}
-    ropes = [ropes, *(each for each in ropes.values() if isinstance(each, dict))]  # one, or one for each kind of layer
-    lengths = [each["original_max_position_embeddings"] for each in ropes if each.get("rope_type") == "longrope"]
+    rope = config.to_dict().get("rope_parameters") or {}
+    ropes = [rope, *(values for values in rope.values() if isinstance(values, dict))]  # or one for each kind of layer
+    lengths = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]
     return min(lengths, default=None)
 
 
@@ -230,11 +230,11 @@ class LiveBatch:
     Rows that are generated together, left-padded.
 
     Args:
-        answerer ([`Answerer`]): Of the engine.
-        rows (`list[LiveRow]`): Of each row of the tensors.
-        input_ids, attention_mask, position_ids (`torch.LongTensor` of shape `(batch, seq_len)`): Prompts, and what was
-            written.
-        cache ([`Cache`]): Keys and values of the beginning of these.
+        answerer ([`Answerer`]): That of the engine.
+        rows (`list[LiveRow]`): One for each row of the tensors.
+        input_ids, attention_mask, position_ids (`torch.LongTensor` of shape `(batch, seq_len)`): Prompts, and the
+            answers so far.
+        cache ([`Cache`]): Keys and values of the first positions, or of all.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class LiveBatch:
 
     @classmethod
     def packed(cls, batches: Sequence["LiveBatch"]) -> list["LiveBatch"]:
-        """Join the unfinished rows of some batches into batches of similar length, each with at most half of it
+        """Join the unfinished rows of batches into batches of rows of similar length. At most half of each batch is
         padding."""
         rows = [(batch, number) for batch in batches for number, row in enumerate(batch.rows) if not row.is_done]
         lengths = [int(batch.attention_mask[number].sum()) for batch, number in rows]
@@ -281,24 +281,24 @@ class LiveBatch:
             length, is_real = batch.cache.get_seq_length(), batch.attention_mask[number].bool()
             first = int(is_real.long().argmax())
             entry = keys_values_of(batch.cache, number, first, length)
-            if not (is_within := is_real[first:length]).all():  # slots and question are padded each by itself
+            if not (is_within := is_real[first:length]).all():  # slots and question are padded separately
                 entry = entry[:, :, :, is_within]
             entries.append([entry])
-            columns.append([each[number][is_real] for each in (batch.input_ids, batch.position_ids)])
+            columns.append([tensor[number][is_real] for tensor in (batch.input_ids, batch.position_ids)])
         padding = {"batch_first": True, "padding_side": "left"}
-        ids, positions = (pad_sequence(list(each), **padding) for each in zip(*columns, strict=True))
-        mask = pad_sequence([torch.ones_like(each) for each, _ in columns], **padding)
+        ids, positions = (pad_sequence(list(rows), **padding) for rows in zip(*columns, strict=True))
+        mask = pad_sequence([torch.ones_like(row_ids) for row_ids, _ in columns], **padding)
         cache = join_keys_values(entries, answerer.model.config.text_config)
         return cls(answerer, [batch.rows[number] for batch, number in pack], ids, mask, positions, cache)
 
     @property
     def is_sparse(self) -> bool:
-        """Whether half of the rows are done, so that it pays to continue without them."""
+        """Whether at least half of the rows are done, so that it is faster to continue in a batch without them."""
         return 2 * self.num_left <= len(self.rows)
 
     @property
     def num_left(self) -> int:
-        """Rows that are not done."""
+        """Number of rows that are not done."""
         return sum(not row.is_done for row in self.rows)
 
     def fail(self, error: Exception) -> None:
@@ -314,7 +314,8 @@ class LiveBatch:
         self._generate(lambda: True, prefill)
 
     def write(self, pause: Callable[[], bool]) -> None:
-        """Generate until half of the rows are done, or until `pause`, called after each token, returns true."""
+        """Generate until at least half of the rows are done, or until `pause` returns true; it is called after each
+        token."""
         self._generate(lambda: pause() or self.is_sparse)
 
     @torch.inference_mode()
@@ -337,13 +338,13 @@ class LiveBatch:
 
 
 class _Rows(StoppingCriteria):
-    """Gives each row its next token. Ends a call of `generate` for all of them if `pause` returns true."""
+    """Gives each row its next token, and ends a call of `generate` for all rows if `pause` returns true."""
 
     def __init__(self, rows: Sequence[LiveRow], pause: Callable[[], bool], prefill: PrefillOutputs | None):
         self.rows, self.pause, self.prefill = rows, pause, prefill
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor, **kwargs) -> torch.BoolTensor:
-        if self.prefill is not None:  # the prompts have been read, by the call of `begin`
+        if self.prefill is not None:  # the call of `begin` has just computed the prompts
             logits = self.prefill.answerability_logits
             for number, row in enumerate(self.rows):
                 row.prefill.answerability_logits = None if logits is None else logits[number : number + 1]
@@ -355,17 +356,17 @@ class _Rows(StoppingCriteria):
 
 
 class _RowProcessors(LogitsProcessor):
-    """Pass the scores and the tokens of each row to its own logits processors."""
+    """Passes the scores and the tokens of each row to the logits processors of this row."""
 
     def __init__(self, rows: Sequence[LiveRow]):
         self.rows = rows
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        chosen = []
-        for number, (row, own) in enumerate(zip(self.rows, scores.float().split(1), strict=True)):
+        processed = []
+        for number, (row, row_scores) in enumerate(zip(self.rows, scores.float().split(1), strict=True)):
             written = input_ids[number : number + 1, input_ids.shape[1] - row.num_taken :]
-            chosen.append(own if row.is_done else row.choose(written, own))
-        return torch.cat(chosen)
+            processed.append(row_scores if row.is_done else row.choose(written, row_scores))
+        return torch.cat(processed)
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -376,10 +377,10 @@ def _overlap(text: str, stop: str) -> int:
     """
     most = min(len(stop) - 1, len(text))
     # Knuth, Morris and Pratt: for each prefix, the length of its longest proper prefix that is also its suffix.
-    read, borders = [*stop[:most], None, *text[len(text) - most :]], [0]
-    for character in read[1:]:
+    characters, borders = [*stop[:most], None, *text[len(text) - most :]], [0]
+    for character in characters[1:]:
         size = borders[-1]
-        while size and read[size] != character:
+        while size and characters[size] != character:
             size = borders[size - 1]
-        borders.append(size + (read[size] == character))
+        borders.append(size + (characters[size] == character))
     return borders[-1]

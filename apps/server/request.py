@@ -18,11 +18,11 @@ class Limits:
     """Limits of a request, and of the queue."""
 
     max_documents: int = 64
-    max_slots: int = 2048  # used together: 20 passages of 160 tokens at two tokens per slot are 1,600
-    max_slots_asked: int = 8192  # of all passages, if they are scored one by one, to use some of them
+    max_slots: int = 2048  # of the passages that are used; 20 passages of 160 tokens, two tokens per slot, have 1,600
+    max_slots_asked: int = 8192  # of all passages, if they are scored one by one and only some of them are used
     max_new_tokens: int = 1024
-    seconds: float = 120.0
-    waiting: int = 256
+    seconds: float = 120.0  # from the arrival of a request to the end of its answer
+    waiting: int = 256  # requests
 
 
 @dataclass(eq=False)
@@ -34,19 +34,19 @@ class Request:
         messages (`list[dict]`): With `role` and `content`.
         documents (`list`, *optional*): Passages; `None` uses the corpus, if there is one.
         top_k (`int`, *optional*): Number of passages to retrieve from the corpus; 0 uses none. Default: the engine's.
-        tokens_per_slot (`int` or `"segment"`, *optional*): Default: the engine's, or the rate of the corpus, whose
-            stored slots are used. At another rate its passages are encoded again.
-        max_new_tokens, temperature, top_p, min_p: Settings of sampling; temperature 0 is greedy decoding.
+        tokens_per_slot (`int` or `"segment"`, *optional*): Default: the engine's, else the corpus's, whose stored slots
+            are then used. With another value, passages of the corpus are encoded again for this request.
+        max_new_tokens, temperature, top_p, min_p: Settings of generation; temperature 0 is greedy decoding.
         sampling_top_k (`int`): With a temperature, the number of most likely tokens to sample from; 0 means all.
         seed (`int`, *optional*): With a temperature, makes sampling reproducible.
-        stop (`list[str]`): Texts that end the answer, and are not part of it.
+        stop (`list[str]`): Texts that end the answer and are not part of it.
         min_confidence (`float`, *optional*): If the answerability is lower, the answer is the processor's `no_answer`.
             Default: the engine's.
-        max_passages (`int`, *optional*): Maximum number of passages to use, those most likely to contain the answer.
-            Default: the engine's, or, if it has none, as many as `Answerer.select` finds the question to need.
+        max_passages (`int`, *optional*): Maximum number of passages to use: those that most likely contain the answer.
+            Default: the engine's, or, if it has none, as many as the question needs according to `Answerer.select`.
         copy_bonus (`float`, *optional*): Bias of copy-biased decoding, in log-odds. Default: the processor's.
-        on_text (`Callable`, *optional*): Called with each new piece of the answer, in the engine's thread.
-        is_streamed (`bool`): Whether the client gets the pieces as they are written; if not, they may be larger.
+        on_text (`Callable`, *optional*): Called with each new piece of the answer, in a thread of the engine.
+        is_streamed (`bool`): Whether the client gets each piece when it is generated; if not, pieces may be larger.
     """
 
     messages: list[dict[str, str]]
@@ -67,12 +67,12 @@ class Request:
     is_streamed: bool = False
     future: "Future[Answer]" = field(default_factory=Future)
     arrived: float = field(default_factory=time.monotonic)
-    seconds: float = math.inf  # that it has since then
-    until: float = math.inf  # when it ends, in the seconds of `time.monotonic`; it is 0 after `cancel`
+    seconds: float = math.inf  # how long after `arrived` the answer has to be finished
+    until: float = math.inf  # the end of this time, in the seconds of `time.monotonic`; 0 after `cancel`
     on_cancel: Callable[[], Any] = lambda: None
     passages: SlotPassages | None = None
-    asked: AskedQuestions | None = None  # its question with the passages that it uses, if these were scored
-    kept: int | None = None  # number of cached passages, once it is known
+    asked: AskedQuestions | None = None  # the question with the passages that are used, if these were scored
+    kept: int | None = None  # number of passages that were cached; `None` until it is known
 
     def cancel(self) -> None:
         """Cancel the request, because no client waits for it any more."""
@@ -88,17 +88,25 @@ class Request:
         if self.is_cancelled:
             error: Exception = RequestCancelledError("The request was cancelled.")
         else:
-            error = TimeoutError(f"The answer was not done within {self.seconds:g} seconds.")
+            error = timeout_error(self.seconds)
         self.future.set_exception(error)
+
+
+def timeout_error(seconds: float) -> TimeoutError:
+    """The error of a request whose answer takes too long."""
+    return TimeoutError(
+        f"The answer was not finished within {seconds:g} seconds. Try again later, or lower `max_tokens`."
+    )
 
 
 @dataclass
 class Answer:
-    """The result of a request. `seconds` since it arrived: `waiting`, `retrieval`, `slots`, `choosing` (each passage is
-    scored), `model` add up to `first_token`. `kept` is the number of passages of the answer that were cached,
-    precomputed or from an earlier question. `answerability` is how likely the passages contain an answer,
-    `answer_likelihood` how likely the answer is right, if these were fitted; the latter is only for answers that are
-    neither sampled nor refused."""
+    """The result of a request. In `seconds`, `waiting`, `retrieval`, `slots`, `choosing` (scoring of passages) and
+    `model` add up to `first_token`, the time from the arrival of the request to the first token; `total` is the time to
+    the end of the answer. `kept` is the number of passages that were cached, either precomputed or from an earlier
+    question. `answerability` is how likely the passages contain an answer, and `answer_likelihood` how likely the
+    answer is right; they are `None` if the aligner does not estimate them, the latter also for sampled answers and
+    abstentions."""
 
     text: str
     finish_reason: str
@@ -116,7 +124,8 @@ class Answer:
     def confidence(self) -> float | None:
         """The name of `answerability` in version 0.2."""
         warnings.warn(
-            "`confidence` is now called `answerability`; the old name will be removed in the next release.",
+            "`confidence` is now called `answerability`; the old name will be removed in the next release. Use the new "
+            "name.",
             FutureWarning,
             stacklevel=2,
         )
@@ -124,10 +133,12 @@ class Answer:
 
     @property
     def sources(self) -> list[dict[str, Any]]:
-        """The passages, each with `read`, whether it was used, and `answer`: the first occurrence of the answer in its
-        text, in characters, or `None`."""
+        """The passages. Each has `read`, whether it was used, and `answer`: the characters of the first occurrence of
+        the answer in its text, or `None`."""
         documents = [] if self.passages is None else self.passages.documents
-        return [{"read": True, **each, "answer": find_answer(self.text, each["text"])} for each in documents]
+        return [
+            {"read": True, **document, "answer": find_answer(self.text, document["text"])} for document in documents
+        ]
 
 
 class BusyError(RuntimeError):
@@ -145,7 +156,7 @@ class RequestCancelledError(RuntimeError):
 
 
 def read_statistics(processor, passages: SlotPassages | None) -> dict[str, Any]:
-    """The number of tokens, and of the slots that represent them."""
+    """The number of tokens of the passages that are used, of their slots, and the ratio of both."""
     if passages is None:
         return {"tokens": 0, "slots": 0, "compression_rate": None}
     return processor.slot_encoder.statistics(passages.read, passages.encoded, has_budget=False)

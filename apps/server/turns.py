@@ -1,7 +1,7 @@
 """Threads that compute in turns, so that long work of one does not delay the others.
 
-Who computes has a turn, which goes as an argument to what it calls. Only one thread computes between two calls of
-`pass_on`, so that nothing else has to be safe for threads.
+A thread computes while it has a turn, and passes the turn as an argument to the functions that it calls. Only one
+thread computes between two calls of `pass_on`, so nothing else has to be safe for threads.
 """
 
 import contextlib
@@ -14,18 +14,18 @@ from .request import Request
 
 
 class EndedError(Exception):
-    """Some requests of a group have ended during a computation for all of them; their futures say how."""
+    """Some requests of a group have ended while all of them were computed together; their futures have the reason."""
 
 
 class Turns:
     """
-    Lets one thread compute at a time. It passes the turn on at its next `pass_on` when it has computed long enough. The
-    turn goes alternately to the thread that has computed least, so that new work begins soon, and to the one that has
+    Lets one thread compute at a time. When a thread has computed long enough, its next call of `pass_on` passes the
+    turn on: alternately to the thread that has computed least, so that new work begins soon, and to the thread that has
     waited longest, so that long work continues.
 
     Args:
         seconds (`float`): How long a turn takes while others wait.
-        first_seconds (`float`): How long new work has the turn at first: short work is done then.
+        first_seconds (`float`): How long the first turn of new work takes, so that short work is done in one turn.
     """
 
     def __init__(self, seconds: float = 0.1, first_seconds: float = 0.5):
@@ -81,8 +81,8 @@ class Turns:
 
 
 class ThreadTurn(Turn):
-    """The turn of one thread, taken from `Turns`. Attributes: `used`, the seconds that it has computed, and since when
-    it computes or waits."""
+    """The turn of one thread, taken from `Turns`. Attributes: `used`, the seconds for which the thread has computed,
+    and `since`, when it began to compute or to wait."""
 
     def __init__(self, turns: Turns):
         self.turns, self.used, self.since = turns, 0.0, 0.0
@@ -93,7 +93,7 @@ class ThreadTurn(Turn):
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """Inside, others compute."""
+        """Let others compute inside the `with` block."""
         self.turns.leave(self)
         try:
             yield
@@ -106,15 +106,15 @@ class ThreadTurn(Turn):
 
 
 class GroupTurn(Turn):
-    """A thread's turn while it computes for several requests. If one of them ends, the computation ends as well, and
-    its caller computes again for the rest. So nothing is computed for a request without a client."""
+    """A thread's turn while it computes for several requests. If one of the requests ends, the computation ends as
+    well, and its caller computes again for the others. So nothing is computed for a request without a client."""
 
     def __init__(self, turn: ThreadTurn, requests: Sequence[Request]):
         self.turn, self.requests = turn, requests
         self.check()
 
     def pass_on(self) -> None:
-        """As of the thread's turn.
+        """As [`ThreadTurn.pass_on`].
 
         Raises:
             `EndedError`: some of the requests have ended.
@@ -123,11 +123,11 @@ class GroupTurn(Turn):
         self.check()
 
     def away(self) -> contextlib.AbstractContextManager:
-        """As of the thread's turn."""
+        """As [`ThreadTurn.away`]."""
         return self.turn.away()
 
     def check(self) -> None:
-        """Raises `EndedError` if some of the requests have ended."""
+        """Raise `EndedError` if some of the requests have ended."""
         now = time.monotonic()
         if ended := [request for request in self.requests if now > request.until]:
             for request in ended:

@@ -6,9 +6,9 @@
     submit -> passages -> selected passages -> files of their keys and values, written here if they are new
     -> ids and names of files to vLLM; meanwhile answerability, from the aligner's layers -> pieces of the answer
 
-vLLM is unmodified: `apps/engines/in_vllm/arcaligner_slots.py` is loaded by its options ([`vllm_command`]). If it cannot
-be reached, a request ends with `UnavailableError`, status 503. Before the next request this engine checks again that
-vLLM reads the files, because without them it would answer without passages.
+vLLM is unmodified: options of its server load `apps/engines/in_vllm/arcaligner_slots.py` ([`vllm_command`]). If vLLM
+cannot be reached, a request ends with `UnavailableError`, status 503. Before the next request this engine checks again
+that vLLM reads the files, because a vLLM that ignores them would answer without passages.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from ...kv_cache_arcaligner import PrefixFiles, json_digest
 from ...pipeline_arcaligner import ArcAlignerPipeline
 from ..corpus.retrieve import Retriever
 from .engine import Engine, each_fails_alone
-from .request import Answer, Request, UnavailableError, read_statistics
+from .request import Answer, Request, UnavailableError, read_statistics, timeout_error
 from .turns import GroupTurn, ThreadTurn
 
 logger = logging.getLogger(__name__)
@@ -44,27 +44,28 @@ logger = logging.getLogger(__name__)
 IN_VLLM = ROOT / "apps" / "engines" / "in_vllm"
 CONNECTOR = {"kv_connector": "SlotsConnector", "kv_connector_module_path": "arcaligner_slots"}
 CONNECTOR |= {"kv_role": "kv_consumer", "kv_load_failure_policy": "fail"}
-START_SECONDS = 900.0  # that a vLLM may take to load its model
-# How far log-probabilities of a first token may be from those of this process, whatever the precision of each.
+START_SECONDS = 900.0  # how long a vLLM may take to load its model
+# Maximum difference of vLLM's log-probabilities of a first token from those of this process, in any precision.
 CLOSE = 0.5
-# Tokens that vLLM sends together after the first one where only the whole answer is wanted: each piece costs both
-# processes time, and a request without a client ends at the next one.
+# Number of tokens that vLLM sends together, after the first one, if the client does not stream. Each message costs both
+# processes time; but a request whose client has left ends only at the next message.
 UNREAD_TOKENS = 16
-NO_FILE = "0" * 64  # names a file that is nowhere
+NO_FILE = "0" * 64  # the name of a file that does not exist
 
 
 def find_vllm() -> str | None:
-    """The Python of vLLM's environment: `ARCALIGNER_VLLM`, or that of `make vllm`."""
+    """The Python of vLLM's environment: `ARCALIGNER_VLLM`, or that of `make vllm`; `None` if there is neither."""
     if named := os.environ.get("ARCALIGNER_VLLM"):
         return named
-    made = ROOT / ".vllm" / "bin" / "python"
-    return str(made) if made.exists() else None
+    python = ROOT / ".vllm" / "bin" / "python"
+    return str(python) if python.exists() else None
 
 
 def vllm_command(
     python: str, base_model: str, host: str, port: int, options: Sequence[str] = ()
 ) -> tuple[list[str], dict[str, str]]:
-    """The command that serves a base model from slots, and its variables other than `ARCALIGNER_PASSAGES`."""
+    """The command that starts a vLLM that answers from slots, and its environment variables, except for
+    `ARCALIGNER_PASSAGES`."""
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", base_model, "--host", host]
     command += ["--port", str(port), "--kv-transfer-config", json.dumps(CONNECTOR)]
     command += ["--logits-processors", "arcaligner_slots:SlotsLogitsProcessor", *options]
@@ -72,8 +73,8 @@ def vllm_command(
 
 
 def slots_request(files: PrefixFiles) -> dict[str, Any]:
-    """Fields of a request to vLLM for a prompt of ids. The first ids, those of the slots and of the text before them,
-    are already in the cache."""
+    """Fields of a request to vLLM for a prompt of ids. The keys and values of the first ids, those of the text before
+    the slots and of the slots, are in `files`."""
     slots = [[path.stem, count] for path, count in zip(files.paths, files.num_slots, strict=True)]
     return {
         "prompt": [*files.head, *[0] * sum(files.num_slots[1:]), *files.tail],  # any id represents a slot
@@ -83,32 +84,33 @@ def slots_request(files: PrefixFiles) -> dict[str, Any]:
 
 
 def copying(processor, documents: list, bonus: float | None, end_ids: list[int]) -> dict[str, Any] | None:
-    """The data for copy-biased decoding in vLLM; `None` without a bias."""
+    """The field `copy` of a request to vLLM, for copy-biased decoding; `None` without a bias."""
     bonus = processor.copy_bonus if bonus is None else bonus
     texts = copied_texts(processor.tokenizer, documents, processor.no_answer) if bonus else []
     if not texts:
         return None
-    packed = [[each.ids, each.ends_word, [word for own in each.words.values() for word in own]] for each in texts]
+    packed = [[text.ids, text.ends_word, [word for words in text.words.values() for word in words]] for text in texts]
     return {"bonus": bonus, "texts": packed, "end_ids": end_ids}
 
 
 def check_lora_positions(config: ArcAlignerConfig) -> None:
-    """Raises `ValueError` for an aligner whose LoRA is on text, too. Gates act on slots only, and the precomputed keys
-    and values include their passes."""
+    """Raise `ValueError` for an aligner whose LoRA also applies to text. Gates are no problem: they act on slots only,
+    and the precomputed keys and values include the passes that they add."""
     if config.lora_positions != "slots":
         raise ValueError(
-            f"This checkpoint has `lora_positions` {config.lora_positions!r}, but vLLM processes text with the base "
-            "model alone. Use an aligner whose LoRA is on its slots, or leave out `--engine vllm`."
+            f"This checkpoint has `lora_positions` {config.lora_positions!r}; expected 'slots', because vLLM processes "
+            "text with the base model alone. Use an aligner whose LoRA applies to slots only, or leave out `--engine "
+            "vllm`."
         )
 
 
-# A shell that ends a group of processes as soon as its input is closed, which happens even if this process is killed.
+# A shell that ends a group of processes when its input is closed, which also happens if this process is killed.
 END_WITH_US = 'read -r line; kill -s TERM -- "-$1"; sleep "$2"; kill -s KILL -- "-$1"'
-END_SECONDS = 10  # that a vLLM may take to end
+END_SECONDS = 10  # how long a vLLM may take to end
 
 
 class VllmServer:
-    """A vLLM that was started separately, with the options of [`vllm_command`] and the same folder of passages."""
+    """A vLLM that was started separately, with the options of [`vllm_command`] and the engine's folder of passages."""
 
     def __init__(self, url: str, api_key: str | None = None):
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -119,19 +121,23 @@ class VllmServer:
         return False
 
     def close(self) -> None:
-        """Leave a vLLM running that another process started."""
+        """Do nothing: a vLLM that was started separately keeps running."""
 
 
 class VllmProcess(VllmServer):
     """
-    A vLLM that is started, and started again if it ends. It ends with this process, even if that is killed.
+    A vLLM that this process starts, and starts again if it ends. It ends with this process, even if this process is
+    killed.
 
     Args:
-        python (`str`): Of its environment.
+        python (`str`): The Python of vLLM's environment.
         base_model (`str`): A folder, or a Hub id in the cache.
-        folder (`Path`): Of the passages.
+        folder (`Path`): The folder of the passages.
         options (`Sequence[str]`): Further options of vLLM's server.
-        port (`int`, *optional*): Of the loopback interface. Default: a free one.
+        port (`int`, *optional*): A port of the loopback interface. Default: a free one.
+
+    Raises:
+        `OSError`: vLLM cannot be started.
     """
 
     def __init__(self, python: str, base_model: str, folder: Path, options: Sequence[str] = (), port: int = 0):
@@ -147,7 +153,7 @@ class VllmProcess(VllmServer):
         self._watch.start()
 
     def _start(self) -> tuple[subprocess.Popen, subprocess.Popen]:
-        try:  # in a group of its own: vLLM has processes of its own, and all of them end together
+        try:  # in its own process group, so that all processes of vLLM end together
             process = subprocess.Popen(self._command, env=self._variables, start_new_session=True)
         except OSError as error:
             raise OSError(f"vLLM cannot be started with {self._command[0]} ({error}). Run `make vllm`.") from error
@@ -165,9 +171,9 @@ class VllmProcess(VllmServer):
                 waited = 1.0
             if self._closed.wait(waited):
                 return
-            waited = min(60.0, waited * 2)  # one that cannot start is tried less and less often
-            logger.warning("vLLM exited with %s. Starting it again.", self.process.returncode)
-            with self._starting:  # so that `close` ends the new one
+            waited = min(60.0, waited * 2)  # if vLLM cannot start, wait longer and longer before the next try
+            logger.warning("vLLM ended with exit code %s. Starting it again.", self.process.returncode)
+            with self._starting:  # so that `close` ends the new process
                 if self._closed.is_set():
                     return
                 self.process, self._guard = self._start()
@@ -177,7 +183,7 @@ class VllmProcess(VllmServer):
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-        self._guard.kill()  # before its input is closed: the number of the group may soon be that of another
+        self._guard.kill()  # before its input is closed: the number of the process group may soon be used again
         self._guard.wait()
         self._guard.stdin.close()
 
@@ -186,7 +192,7 @@ class VllmProcess(VllmServer):
         return self.process.poll() is None
 
     def close(self) -> None:
-        """End the vLLM that was started."""
+        """End the vLLM that this process has started."""
         with self._starting:
             self._closed.set()
         self.process.terminate()
@@ -200,14 +206,14 @@ class VllmProcess(VllmServer):
 
 class VllmEngine(Engine):
     """
-    Answers requests by vLLM. Arguments and errors as of [`Engine`], and
+    Answers requests with vLLM. In addition to the arguments and errors of [`Engine`]:
 
     Args:
-        vllm ([`VllmServer`]): Where it is.
-        folder (`str` or `Path`): Of the passages, which vLLM reads. With a corpus, that of its passages by default.
+        vllm ([`VllmServer`]): The vLLM to use.
+        folder (`str` or `Path`): The folder of passages that vLLM reads.
 
     Raises:
-        `ValueError`: an aligner whose LoRA is on text, too.
+        `ValueError`: the LoRA of the aligner also applies to text.
     """
 
     def __init__(
@@ -220,7 +226,7 @@ class VllmEngine(Engine):
         **settings: Any,
     ):
         self.vllm, self._is_checked = vllm, False
-        self._pending: set[Future] = set()  # answers that vLLM writes
+        self._pending: set[Future] = set()  # answers that vLLM generates
         self.model_name, self.max_model_len = "", 0
         self._loop = asyncio.new_event_loop()
         self._answering = threading.Thread(target=self._loop.run_forever, name="arcaligner-answers", daemon=True)
@@ -236,7 +242,7 @@ class VllmEngine(Engine):
             self._loop.call_soon_threadsafe(self._loop.stop)
             vllm.close()
             raise
-        # By a thread that ends: each that has computed keeps a team of threads.
+        # In a thread that ends, because PyTorch keeps a pool of threads for each thread that has computed.
         with ThreadPoolExecutor(1) as probing:
             self._probe, self._expected = probing.submit(self._make_probe).result()
         self._end_ids = torch.as_tensor(self.model.generation_config.eos_token_id, device="cpu").reshape(-1).tolist()
@@ -249,8 +255,8 @@ class VllmEngine(Engine):
         """Wait until vLLM is ready, and answer a first request.
 
         Raises:
-            `OSError`: a vLLM that is not there, or does not start.
-            `ValueError`: one that does not read this aligner's passages.
+            `OSError`: vLLM cannot be reached, or does not start.
+            `ValueError`: vLLM does not read this aligner's passages.
         """
         end = time.monotonic() + START_SECONDS
         while True:
@@ -264,7 +270,7 @@ class VllmEngine(Engine):
         super().warm_up()
 
     def close(self) -> None:
-        """Takes no more requests, answers those that wait, ends a vLLM that was started, and returns."""
+        """Stop accepting requests, answer those that wait, and end a vLLM that this process has started."""
         super().close()
         wait(set(self._pending))
         if self._answering.is_alive():
@@ -276,7 +282,7 @@ class VllmEngine(Engine):
     def _wait(self, work: Coroutine) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    # The engine's thread: what is asked of vLLM
+    # The threads that prepare requests
 
     def _answer(self, turn: ThreadTurn, group: list[Request]) -> None:
         began = time.monotonic()
@@ -287,29 +293,29 @@ class VllmEngine(Engine):
                 if request.min_confidence is None:
                     self._send(request, body, score, len(part), began)
             try:
-                found = self._answerability(turn, part)
+                answerabilities = self._answerability(turn, part)
             except Exception as error:
                 for request, body, score in zip(part, bodies, scores, strict=True):
                     score.set_exception(error)
                     if request.min_confidence is not None:
                         self._send(request, body, score, len(part), began)
                 continue
-            for request, body, score, sure in zip(part, bodies, scores, found, strict=True):
-                score.set_result(sure)
+            for request, body, score, answerability in zip(part, bodies, scores, answerabilities, strict=True):
+                score.set_result(answerability)
                 if request.min_confidence is None:
                     continue
-                if sure is None or sure >= request.min_confidence:
+                if answerability is None or answerability >= request.min_confidence:
                     self._send(request, body, score, len(part), began)
                     continue
-                text = self.processor.no_answer
+                text, num_prompt = self.processor.no_answer, len(body["prompt"])
                 request.on_text(text)
-                self._finish(request, text, "stop", len(body["prompt"]), 0, sure, len(part), began, time.monotonic())
+                self._finish(request, text, "stop", num_prompt, 0, answerability, len(part), began, time.monotonic())
 
     def _send(self, request: Request, body: dict, score: Future, batch_size: int, began: float) -> None:
-        """Let the thread that collects answers send a request to vLLM; `score` is the answerability if it is known."""
+        """Let the thread that collects answers send a request to vLLM; `score` will have its answerability."""
         work = self._ask_vllm(request, body, score, batch_size, began)
-        self._pending.add(asked := asyncio.run_coroutine_threadsafe(work, self._loop))
-        asked.add_done_callback(self._pending.discard)
+        self._pending.add(answering := asyncio.run_coroutine_threadsafe(work, self._loop))
+        answering.add_done_callback(self._pending.discard)
 
     def _bodies(self, turn: ThreadTurn, group: list[Request]) -> list[dict[str, Any]]:
         """Bodies of the requests to vLLM: prompts with files of passages, or of text alone."""
@@ -321,9 +327,9 @@ class VllmEngine(Engine):
                 check_length(len(ids), "The prompt", self.model.config.text_config)
                 bodies.append({"prompt": ids})
         else:
-            found = self.store.prefix_files_asked(self._questions(group, GroupTurn(turn, group)))
-            bodies = [slots_request(files) for files in found]
-            for request, body, files in zip(group, bodies, found, strict=True):
+            files_of = self.store.prefix_files_asked(self._questions(group, GroupTurn(turn, group)))
+            bodies = [slots_request(files) for files in files_of]
+            for request, body, files in zip(group, bodies, files_of, strict=True):
                 if request.kept is None:
                     request.kept = len(request.passages.documents) * files.num_cached // files.num_passages
                 documents = request.passages.read
@@ -344,24 +350,25 @@ class VllmEngine(Engine):
 
     @torch.inference_mode()
     def _answerability(self, turn: ThreadTurn, group: list[Request]) -> list[float | None]:
-        """How likely the passages of each request contain the answer, from the aligner's layers; already known for a
-        passage that was scored by itself."""
+        """How likely the passages of each request contain the answer, from the aligner's layers. If a request uses one
+        passage and this passage was scored, the score is the answerability."""
         if group[0].passages is None or self.model.answerability_head is None:
             return [None] * len(group)
         logits, chats = torch.zeros(len(group), device="cpu"), [self._chat(request) for request in group]
-        scored = [
-            [each["answerability"] for each in request.passages.read if "answerability" in each] for request in group
-        ]
-        known = [number for number, own in enumerate(scored) if len(own) == len(group[number].passages.read) == 1]
-        for number in known:
-            logits[number] = torch.tensor(scored[number][0], dtype=torch.float64, device="cpu").logit(eps=1e-12)
+        known = {}
+        for number, request in enumerate(group):
+            passages = request.passages.read
+            if len(passages) == 1 and "answerability" in passages[0]:
+                known[number] = passages[0]["answerability"]
+        for number, score in known.items():
+            logits[number] = torch.tensor(score, dtype=torch.float64, device="cpu").logit(eps=1e-12)
         if rest := [number for number in range(len(group)) if number not in known]:
             inputs = self.store.prepare_asked(self._questions([group[number] for number in rest], turn))
             logits[rest] = self.store.read_question(inputs, True, turn).answerability_logits.float().cpu()
         call = self.answerer.answer(chats, [request.passages.read for request in group])
         return call.answerability_of(logits).tolist()
 
-    # The thread of answers
+    # The thread that collects answers
 
     async def _ask_vllm(self, request: Request, body: dict, score: Future, batch_size: int, began: float) -> None:
         try:
@@ -376,8 +383,7 @@ class VllmEngine(Engine):
                 body["max_tokens"] = min(request.max_new_tokens, room)
                 await self._stream(request, body, score, batch_size, began)
         except TimeoutError:
-            error = TimeoutError(f"The answer was not done within {self.limits.seconds:g} seconds.")
-            request.future.set_exception(error)
+            request.future.set_exception(timeout_error(self.limits.seconds))
         except Exception as error:
             request.future.set_exception(error)
 
@@ -396,7 +402,9 @@ class VllmEngine(Engine):
                         raise TimeoutError
                     part = json.loads(line.removeprefix("data: "))
                     if "error" in part:
-                        raise UnavailableError(f"vLLM failed on this answer: {part['error'].get('message')}")
+                        raise UnavailableError(
+                            f"vLLM failed on this answer ({part['error'].get('message')}). Try again later."
+                        )
                     usage = part.get("usage") or usage
                     for choice in part["choices"]:
                         first_token = first_token or time.monotonic()
@@ -409,28 +417,31 @@ class VllmEngine(Engine):
             raise self._gone(error) from error
         if reason not in ("stop", "length"):
             self._is_checked = False
-            raise UnavailableError(f"vLLM ended this answer with {reason!r}; see its log.")
-        sure = await asyncio.wrap_future(score)
-        read, written = len(body["prompt"]), usage.get("completion_tokens", 0)
-        self._finish(request, text, reason, read, written, sure, batch_size, began, first_token)
+            raise UnavailableError(
+                f"vLLM ended this answer with {reason!r}; expected 'stop' or 'length'. The log of vLLM has the reason."
+            )
+        answerability = await asyncio.wrap_future(score)
+        num_prompt, num_written = len(body["prompt"]), usage.get("completion_tokens", 0)
+        self._finish(request, text, reason, num_prompt, num_written, answerability, batch_size, began, first_token)
 
     def _gone(self, error: Exception) -> UnavailableError:
         state = "is being started" if self.vllm.is_starting else "cannot be reached"
         return UnavailableError(f"vLLM at {self.vllm.url} {state} ({type(error).__name__}). Try again later.")
 
     def _error_of(self, response: httpx.Response) -> Exception:
-        """Turn an error of vLLM into ours: what it refuses is the client's mistake, what fails in it is not."""
+        """Turn an error of vLLM into ours: a request that vLLM refuses is a mistake of the client, a failure is not."""
         try:
             message = response.json()["error"]["message"]
         except (ValueError, KeyError, TypeError):
             message = response.text[:200]
         if response.status_code < 500 and response.status_code != 404:
-            return ValueError(f"vLLM: {message}")
+            return ValueError(f"vLLM refuses this request: {message}")
         self._is_checked = False
-        return UnavailableError(f"vLLM failed ({response.status_code}): {message}")
+        return UnavailableError(f"vLLM failed with status {response.status_code}: {message}. Try again later.")
 
     async def _check_vllm(self) -> None:
-        """Check that a new vLLM reads this aligner's files, and answers from them as this process does."""
+        """Check that vLLM reads this aligner's files, and answers from them as this process does. This is done once,
+        and again after vLLM could not be reached."""
         async with self._checking:
             if self._is_checked:
                 return
@@ -445,7 +456,7 @@ class VllmEngine(Engine):
                 if refused.status_code != 400 or "precomputed passage" not in refused.text:
                     raise ValueError(
                         f"vLLM at {self.vllm.url} does not read precomputed passages, so it would answer without them. "
-                        "Start it with the options of docs/engines.md, or leave out `--vllm-url`."
+                        "Start it with the options in docs/engines.md, or leave out `--vllm-url`."
                     )
                 await self._compare()
             except (httpx.TransportError, json.JSONDecodeError) as error:
@@ -453,34 +464,36 @@ class VllmEngine(Engine):
             self._is_checked = True
 
     async def _asked(self, method: str, path: str, **body: Any) -> httpx.Response:
-        """The response to a request of the check. A vLLM that fails on it is ending, or not ready yet."""
+        """The response to a request of [`_check_vllm`]. If vLLM fails on it, vLLM is ending or not ready yet."""
         response = await self._client.request(method, path, **body)
         if response.status_code >= 500:
             raise self._error_of(response)
         return response
 
     async def _compare(self) -> None:
-        """Compare this process's most likely first tokens of a question about two passages with those of vLLM."""
-        asked = self._probe | {
+        """Compare vLLM's log-probabilities of the first token, for a question about two passages, with those of this
+        process."""
+        body = self._probe | {
             "model": self.model_name,
             "max_tokens": 1,
             "logprobs": 5,
             "return_tokens_as_token_ids": True,
         }
-        response = await self._asked("POST", "/v1/completions", json=asked)
+        response = await self._asked("POST", "/v1/completions", json=body)
         if response.status_code != 200:
             raise ValueError(
-                f"vLLM at {self.vllm.url} cannot use this aligner's passages in {self.store.folder}: "
-                f"{self._error_of(response)} Start it with the base model of the checkpoint and the same folder."
+                f"vLLM at {self.vllm.url} cannot use this aligner's passages in {self.store.folder} "
+                f"({self._error_of(response)}). Start it with the base model of the checkpoint and the same folder."
             )
-        found = response.json()["choices"][0]["logprobs"]["top_logprobs"][0]
-        far = max(
-            abs(self._expected[int(name.removeprefix("token_id:"))].item() - value) for name, value in found.items()
+        logprobs = response.json()["choices"][0]["logprobs"]["top_logprobs"][0]
+        difference = max(
+            abs(self._expected[int(name.removeprefix("token_id:"))].item() - value) for name, value in logprobs.items()
         )
-        if not far < CLOSE:
+        if not difference < CLOSE:
             raise ValueError(
-                f"vLLM at {self.vllm.url} gives log-probabilities that differ from ours by {far:.2f}; "
-                f"expected less than {CLOSE}. Start it with the base model of the checkpoint, without quantization."
+                f"vLLM at {self.vllm.url} gives log-probabilities that differ by {difference:.2f} from those of this "
+                f"server; expected less than {CLOSE}. Start it with the base model of the checkpoint, without "
+                "quantization."
             )
 
     @torch.inference_mode()
@@ -495,9 +508,9 @@ class VllmEngine(Engine):
         request: Request,
         text: str,
         reason: str,
-        read: int,
-        written: int,
-        sure: float | None,
+        num_prompt: int,
+        num_written: int,
+        answerability: float | None,
         batch_size: int,
         began: float,
         first: float,
@@ -512,13 +525,13 @@ class VllmEngine(Engine):
             Answer(
                 text=text,
                 finish_reason=reason,
-                prompt_tokens=read,
-                completion_tokens=written,
+                prompt_tokens=num_prompt,
+                completion_tokens=num_written,
                 batch_size=batch_size,
                 seconds={**parts, "first_token": first_token, "total": time.monotonic() - request.arrived},
                 passages=passages,
                 kept=request.kept or 0,
-                answerability=sure,
+                answerability=answerability,
                 answer_likelihood=None,  # vLLM does not report the likelihood of each token
                 statistics=read_statistics(self.processor, passages),
             )

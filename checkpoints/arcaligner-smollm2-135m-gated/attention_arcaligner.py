@@ -1,8 +1,8 @@
 """Positions and attention masks of slots, for joint and independent passages.
 
 Beyond the paper, passages may be independent: a slot attends to the text before the slots and to the slots of its own
-passage. What is computed for a passage then depends on nothing else of the prompt, so it can be cached and joined with
-any other:
+passage. The keys and values of a passage then depend on no other passage and not on the question, so they can be cached
+and joined with those of any other passages:
 
     prefix        passage 0      passage 1          question
     0 1 2 3 4     5 6 7 8        5 6 7 8 9 10       11 12 13 ...      positions
@@ -22,11 +22,12 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-# The name of the cache in models and layers of the installed transformers: `cache` since 5.24. Users may pass either.
+# The name of the argument for the cache in models and layers of the installed transformers: `cache` since 5.24. Users
+# may pass either name.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
-# Attention kernels that take a mask of rows by columns, so that some slots can be computed without the others.
+# Attention kernels that take a mask of queries by keys, so that some slots can be computed without the others.
 ROW_KERNELS = ("eager", "sdpa")
 
 
@@ -39,8 +40,8 @@ class SlotRows(NamedTuple):
     slot_cells: torch.Tensor  # (num_slots,), flat indices into (batch * max_slots)
     is_slot: torch.Tensor  # (batch, max_slots), False where a row has fewer slots
     slot_span: tuple[int, int] | None  # first and end of `slot_rows` if all are adjacent, as in one prompt
-    ends_in_slot: torch.Tensor | None  # (batch,), rows whose last slot decides a token; None where there is none
-    prefix_length: int | None  # positions up to the last slot of all rows; None where code is compiled for any
+    ends_in_slot: torch.Tensor | None  # (batch,), rows whose last position is a slot; None if there are none
+    prefix_length: int | None  # positions up to the last slot of all rows; None in code that is compiled for any length
 
     def for_any_length(self) -> "SlotRows":
         """The same rows without Python numbers, so that compiled code serves any place of the slots."""
@@ -51,26 +52,26 @@ class SlotRows(NamedTuple):
 def find_slots(
     slot_mask: torch.Tensor, attention_mask: torch.Tensor | None, context_embeds: torch.FloatTensor
 ) -> SlotRows:
-    """Where the slots of a batch are.
+    """Find the slots of a batch.
 
     Args:
         slot_mask (`torch.BoolTensor` of shape `(batch, seq_len)`): The paper's `M_r`.
-        attention_mask (`torch.Tensor`, *optional*): As a layer gets it; of (batch, kv_len), 0 is padding.
-        context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`): Of the slots.
+        attention_mask (`torch.Tensor`, *optional*): The mask of a layer; if it is (batch, kv_len), 0 is padding.
+        context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`): The slots' embeddings.
 
     Raises:
-        `ValueError`: a slot without an embedding, or one that is not finite.
+        `ValueError`: a slot without an embedding, or with one that is not finite.
     """
-    is_text = ~slot_mask  # without a 2-D mask padding counts as text; the layers' own masks hide it then
+    is_text = ~slot_mask  # without a 2-D mask padding counts as text; then the masks of the layers hide it
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-        is_text = is_text & attention_mask[:, -slot_mask.shape[1] :].bool()  # a cache has columns before
-    is_slot, is_text, *found = _to_numpy_in_one_sync(
+        is_text = is_text & attention_mask[:, -slot_mask.shape[1] :].bool()  # columns of a cache come before
+    is_slot, is_text, is_finite, is_nonzero = _to_numpy_in_one_sync(
         slot_mask,
         is_text,
         (context_embeds.abs() < LARGEST_VALUE).all(dim=2),  # (batch, max_slots), False for NaN
         context_embeds.ne(0).any(dim=2),  # (batch, max_slots)
     )
-    _check_slots(is_slot, *found)
+    _check_slots(is_slot, is_finite, is_nonzero)
     return _slot_rows(is_slot, is_text, context_embeds.shape[1], slot_mask.device)
 
 
@@ -81,26 +82,26 @@ def _to_numpy_in_one_sync(*flags: torch.Tensor) -> list[np.ndarray]:
     return [part.reshape(flag.shape) for part, flag in zip(parts, flags, strict=True)]
 
 
-# What a context embedding may hold at most. Its norm is 1; a much larger one would give logits that are not finite.
+# The largest value in a context embedding. Its norm is 1; a much larger value would give logits that are not finite.
 LARGEST_VALUE = 1e6
 
 
-def _check_slots(is_slot: np.ndarray, is_finite: np.ndarray, is_given: np.ndarray) -> None:
-    """Raises `ValueError` unless each slot of `is_slot` (batch, seq_len) has a finite embedding. `is_finite` and
-    `is_given` (batch, max_slots) say which embeddings are finite, and which are not padding."""
-    counts, given = is_slot.sum(axis=1), is_given.shape[1]  # (batch,)
+def _check_slots(is_slot: np.ndarray, is_finite: np.ndarray, is_nonzero: np.ndarray) -> None:
+    """Raise `ValueError` unless each slot of `is_slot` (batch, seq_len) has a finite embedding. `is_finite` and
+    `is_nonzero` (batch, max_slots) are those of the embeddings, of which padding is zero."""
+    counts, num_embeds = is_slot.sum(axis=1), is_nonzero.shape[1]  # (batch,)
     most = counts.max(initial=0)
-    if most > given or is_given[:, most:].any():
+    if most > num_embeds or is_nonzero[:, most:].any():
         raise ValueError(
-            f"Found {counts.tolist()} context tokens in the rows of `input_ids` but `context_embeds` holds {given} "
-            "embeddings per row. Each context token needs one embedding; rows with fewer are padded at the end."
+            f"The rows of `input_ids` have {counts.tolist()} context tokens, but `context_embeds` has {num_embeds} "
+            "embeddings per row; expected one for each context token, and rows with fewer padded with 0 at the end."
         )
-    is_broken = ~is_finite & (np.arange(given) < counts[:, None])  # (batch, max_slots)
+    is_broken = ~is_finite & (np.arange(num_embeds) < counts[:, None])  # (batch, max_slots)
     if is_broken.any():
         row, slot = np.argwhere(is_broken)[0]
         raise ValueError(
-            f"`context_embeds` holds NaN or values beyond {LARGEST_VALUE:g} in {is_broken.sum()} of "
-            f"{counts.sum()} slots, first in slot {slot} of row {row}. Check the encoder's output."
+            f"`context_embeds` has NaN or values beyond {LARGEST_VALUE:g} in {is_broken.sum()} of {counts.sum()} "
+            f"slots, first in slot {slot} of row {row}; expected finite values. Check the encoder's output."
         )
 
 
@@ -118,13 +119,13 @@ def _packed_positions(mask: np.ndarray) -> np.ndarray:
 
 
 def _slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, device: torch.device) -> SlotRows:
-    """Row indices of a batch, computed on the CPU and sent to `device`.
+    """Compute the indices of a batch on the CPU, and copy them to `device`.
 
     Args:
         is_slot (`np.ndarray` of shape `(batch, seq_len)`): The paper's `M_r`.
         is_text (`np.ndarray` of shape `(batch, seq_len)`): Real text, neither slot nor padding.
         max_slots (`int`): Width of `context_embeds`; rows of positions are padded to it.
-        device (`torch.device`): Where the model's input is.
+        device (`torch.device`): The device of the model's inputs.
     """
     slots = _packed_positions(is_slot)  # (batch, slots of the fullest row)
     slots = np.pad(slots, ((0, 0), (0, max_slots - slots.shape[1])), constant_values=-1)  # (batch, max_slots)
@@ -132,21 +133,22 @@ def _slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, device:
     texts = _packed_positions(is_text & (np.arange(is_slot.shape[1]) < last_slot))  # no slot attends to later text
     rows = is_slot.ravel().nonzero()[0]  # (num_slots,)
     last_real = np.where(is_slot | is_text, np.arange(is_slot.shape[1]), -1).max(axis=1, initial=-1)  # (batch,)
-    stand_together = len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows)
+    are_adjacent = len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows)
     indices = (slots, texts, rows, (slots >= 0).ravel().nonzero()[0])  # in the order of the fields of `SlotRows`
     ends_in_slot = (last_slot[:, 0] >= 0) & (last_slot[:, 0] == last_real)  # (batch,)
-    at_once = device.type == "cuda"  # copies before it returns; other devices might read memory that is freed
+    # CUDA copies before the call returns; other devices might read memory that is freed.
+    non_blocking = device.type == "cuda"
     return SlotRows(
-        *(torch.from_numpy(each).to(device, non_blocking=at_once) for each in indices),
-        is_slot=torch.from_numpy(slots >= 0).to(device, non_blocking=at_once),
-        slot_span=(int(rows[0]), int(rows[-1]) + 1) if stand_together else None,
+        *(torch.from_numpy(index).to(device, non_blocking=non_blocking) for index in indices),
+        is_slot=torch.from_numpy(slots >= 0).to(device, non_blocking=non_blocking),
+        slot_span=(int(rows[0]), int(rows[-1]) + 1) if are_adjacent else None,
         ends_in_slot=torch.from_numpy(ends_in_slot).to(device) if ends_in_slot.any() else None,
         prefix_length=int(last_slot.max(initial=-1)) + 1,
     )
 
 
 def check_can_separate(config: PreTrainedConfig, in_one_row: bool = True) -> None:
-    """Raises `ValueError` for a backbone that cannot have independent passages, or for an attention kernel that cannot
+    """Raise `ValueError` for a backbone that cannot have independent passages, or for an attention kernel that cannot
     have them `in_one_row`. Cached passages are joined without a mask, so they work with any kernel."""
     if in_one_row and (kernel := config._attn_implementation) not in ROW_KERNELS:
         raise ValueError(
@@ -156,7 +158,7 @@ def check_can_separate(config: PreTrainedConfig, in_one_row: bool = True) -> Non
     if any(DynamicCache(config=config).is_sliding):
         raise ValueError(
             f"`passage_attention` is 'separate', but layers of the backbone {config.model_type} have a sliding window, "
-            "which counts the slots of all passages. Use 'joint', or pass one passage."
+            "which would count the slots of all passages. Use 'joint', or pass one passage."
         )
 
 
@@ -166,11 +168,11 @@ def can_separate(config: PreTrainedConfig) -> bool:
 
 
 def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torch.Tensor) -> None:
-    """Raises `ValueError` unless `passage_ids` number the passages of a row's slots in order, each in one span.
+    """Raise `ValueError` unless `passage_ids` number the passages of a row's slots in order, each in one span.
 
     Args:
-        passage_ids: The argument, which has to be (batch, max_slots).
-        context_embeds (`torch.Tensor` of shape `(batch, max_slots, encoder_hidden_size)`): What it has to fit.
+        passage_ids: The argument of the call, which has to be (batch, max_slots).
+        context_embeds (`torch.Tensor` of shape `(batch, max_slots, encoder_hidden_size)`): The slots' embeddings.
         slot_mask (`torch.Tensor` of shape `(batch, seq_len)`): Where the slots are.
     """
     expected = tuple(context_embeds.shape[:2])
@@ -183,7 +185,8 @@ def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torc
     if bool(((slot_mask[:, 1:] & ~slot_mask[:, :-1]).sum(dim=1) + slot_mask[:, 0] > 1).any()):
         raise ValueError(
             "There is text between the slots of a row, but independent passages all start at the same position. Put "
-            "all passages before the question, or load the model with `passage_attention='joint'`."
+            "the slots of all passages in one span before the question, or load the model with "
+            "`passage_attention='joint'`."
         )
     is_real = (
         torch.arange(expected[1], device=slot_mask.device) < slot_mask.sum(dim=1)[:, None]
@@ -220,7 +223,7 @@ def passage_positions(passage_ids: torch.Tensor, is_real: torch.Tensor) -> torch
     tensor([[0, 1, 2, 3, 2, 3, 4, 5]])
     """
     index = torch.arange(passage_ids.shape[1], device=passage_ids.device)  # (seq_len,)
-    # The last begin up to a position is that of its own passage, so a running maximum finds it without a loop.
+    # The last beginning of a passage up to a slot is that of the slot's passage: a running maximum finds it.
     begins = pad(passage_ids[:, 1:] != passage_ids[:, :-1], (1, 0), value=True)  # (batch, seq_len)
     in_passage = index - torch.where(begins, index, 0).cummax(dim=1).values  # of a slot: its place in its passage
     is_slot = passage_ids >= 0
@@ -240,11 +243,11 @@ def separate_passages(
         attention_mask: (batch, seq_len), 0 on padding; or (batch, 1, seq_len, num_keys), boolean or additive, for a
             prompt with further hidden positions; `None` hides nothing.
         passage_ids (`torch.Tensor` of shape `(batch, seq_len)`): From [`place_passage_ids`].
-        dtype (`torch.dtype`): Of the hidden states.
+        dtype (`torch.dtype`): The dtype of the hidden states.
         num_keys (`int`, *optional*): Columns, more than `seq_len` if a static cache has unused room.
 
     Returns:
-        `torch.Tensor` of shape `(batch, 1, seq_len, num_keys)`, boolean or additive as given; additive for a 2-D mask.
+        `torch.Tensor` of shape `(batch, 1, seq_len, num_keys)`, boolean if `attention_mask` is, else additive.
     """
     seq_len = passage_ids.shape[1]
     query, key = passage_ids[:, :, None], passage_ids[:, None, :]  # (batch, seq_len, 1), (batch, 1, seq_len)
@@ -304,24 +307,27 @@ def prior_of_positions(passage_ids: torch.Tensor, passage_prior: torch.Tensor) -
 
 
 def check_passage_prior(passage_prior, passage_ids: torch.Tensor | None, config: PreTrainedConfig) -> None:
-    """Raises `ValueError` unless there is a finite number for each passage of `passage_ids` (batch, max_slots), and
-    attention that takes it."""
+    """Raise `ValueError` unless `passage_prior` has a finite number for each passage of `passage_ids` (batch,
+    max_slots), and attention takes it."""
     if (kernel := config._attn_implementation) not in ROW_KERNELS:
         raise ValueError(
-            f"`passage_prior` is set, but attention `{kernel}` takes no bias per key. Load the model with "
-            f"`attn_implementation` {' or '.join(ROW_KERNELS)}, or leave `passage_prior` out."
+            f"`passage_prior` is set, but attention `{kernel}` takes no bias for each key. Load the model with "
+            f"`attn_implementation` {' or '.join(ROW_KERNELS)}, or leave out `passage_prior`."
         )
     check_can_separate(config)
     if passage_ids is None:
         raise ValueError("`passage_prior` needs `context_passage_ids`, which say where each passage is. Pass both.")
-    is_numbers = isinstance(passage_prior, torch.Tensor) and passage_prior.is_floating_point()
+    is_tensor = isinstance(passage_prior, torch.Tensor)
+    is_numbers = is_tensor and passage_prior.is_floating_point()
     least = (len(passage_ids), int(passage_ids.max()) + 1 if passage_ids.numel() else 0)
-    shape = tuple(passage_prior.shape) if is_numbers else type(passage_prior).__name__
+    shape = tuple(passage_prior.shape) if is_tensor else None
     if not is_numbers or len(shape) != 2 or shape[0] != least[0] or shape[1] < least[1]:
-        raise ValueError(f"`passage_prior` is {shape}; expected floating-point numbers of shape {least}.")
+        kind = f"{passage_prior.dtype} of shape {shape}" if is_tensor else type(passage_prior).__name__
+        raise ValueError(f"`passage_prior` is {kind}; expected floating-point numbers of shape {least}.")
     if not bool(passage_prior.isfinite().all()):
         raise ValueError(
-            "`passage_prior` contains inf or NaN; expected finite numbers. To hide a passage, use a large negative one."
+            "`passage_prior` contains infinite numbers or NaN; expected finite numbers. To hide a passage, use a large "
+            "negative number."
         )
 
 
@@ -346,15 +352,15 @@ def with_slot_bias(
     cache: Cache | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """A mask with a bias on slots, for text that attends to them; slots attend to each other as without it.
+    """A mask with a bias on slots, for text that attends to them. Slots attend to each other without the bias.
 
     Args:
         attention_mask: (batch, num_keys) or (batch, 1, num_queries, num_keys), boolean or additive; or `None`.
-        slot_bias (`torch.Tensor` of shape `(batch, prompt_len)`): From [`prior_of_positions`]; columns that the cache
-            has after these have none.
+        slot_bias (`torch.Tensor` of shape `(batch, prompt_len)`): From [`prior_of_positions`]. Later columns of the
+            cache have no bias.
         slot_mask (`torch.Tensor` of shape `(batch, num_queries)`, *optional*): Queries that are slots.
-        num_queries (`int`), cache: Queries come after the cached positions.
-        dtype (`torch.dtype`): Of the hidden states.
+        num_queries (`int`), cache: The number of queries, which come after the positions of the cache.
+        dtype (`torch.dtype`): The dtype of the hidden states.
 
     Returns:
         `torch.Tensor` of shape `(batch, 1, num_queries, num_keys)`, additive.
@@ -363,11 +369,11 @@ def with_slot_bias(
     num_keys = num_queries if cache is None else cache.get_mask_sizes(num_queries, 0)[0]
     if attention_mask is None or attention_mask.dim() == 2:
         keys = torch.arange(num_keys, device=slot_bias.device)
-        is_read = (keys <= torch.arange(num_cached, num_cached + num_queries, device=keys.device)[:, None])[None]
+        is_visible = (keys <= torch.arange(num_cached, num_cached + num_queries, device=keys.device)[:, None])[None]
         if attention_mask is not None:
-            seen = attention_mask[:, :num_keys].bool()  # (batch, keys so far)
-            is_read = is_read & pad(seen, (0, num_keys - seen.shape[1]))[:, None]
-        attention_mask = is_read[:, None]  # (batch or 1, 1, num_queries, num_keys)
+            is_real = attention_mask[:, :num_keys].bool()  # (batch, keys so far)
+            is_visible = is_visible & pad(is_real, (0, num_keys - is_real.shape[1]))[:, None]
+        attention_mask = is_visible[:, None]  # (batch or 1, 1, num_queries, num_keys)
     if attention_mask.dtype == torch.bool:
         hidden = torch.zeros(attention_mask.shape, dtype=dtype, device=attention_mask.device)
         attention_mask = hidden.masked_fill(~attention_mask, torch.finfo(dtype).min)

@@ -1,7 +1,7 @@
 """ArcAligner on a decoder-only backbone (huggingface.co/papers/2601.05038), bottom-up, in the order of the data flow:
 
     context_embeds -> ContextProjector (Eq. 1) -> rows of the prompt's slots (Eq. 2) -> decoder layers, each with
-    LoRA on slot rows (Eq. 3-4) and, where gated, refinement of the slots its gate opens (Eq. 5-9) -> logits
+    LoRA on slot rows (Eq. 3-4) and, if it has a gate, refinement of the slots whose gate is open (Eq. 5-9) -> logits
 
 Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
 """
@@ -83,7 +83,7 @@ from .refinement_arcaligner import (
 
 logger = logging.get_logger(__name__)
 
-# Below zero: the gates of a model that was not trained in stage III are closed, so it equals the model of stage II.
+# Below zero: without training in stage III, all gates are closed, so the model equals that of stage II.
 FRESH_GATE_BIAS = -0.5
 
 
@@ -92,7 +92,7 @@ class ArcAlignerModelOutputWithPast(BaseModelOutputWithPast):
     """Adds to `BaseModelOutputWithPast`:
 
     recursion_depth (`torch.LongTensor` of shape `(batch, num_layers, max_slots)`, *optional*):
-        Refinement steps taken per layer and slot, -1 where there is no slot. Only when the input has slots.
+        Refinement steps taken per layer and slot, -1 where there is no slot. Only if the input has slots.
     """
 
     recursion_depth: torch.LongTensor | None = None
@@ -104,7 +104,7 @@ class ArcAlignerCausalLMOutputWithPast(CausalLMOutputWithPast):
 
     answerability_logits (`torch.FloatTensor` of shape `(batch,)`, *optional*):
         Log-odds that the passages contain an answer, computed from the last token, so the prompt has to be padded on
-        the left. Of a model with an [`AnswerabilityHead`], except in training and for generated tokens.
+        the left. Only with an [`AnswerabilityHead`], and not in training or for generated tokens.
     """
 
     recursion_depth: torch.LongTensor | None = None
@@ -114,7 +114,7 @@ class ArcAlignerCausalLMOutputWithPast(CausalLMOutputWithPast):
 @dataclass
 class PrefillOutputs:
     """Outputs of the prompt's prefill other than the scores of the first token. `generate(...,
-    prefill=PrefillOutputs())` fills it before logits processors and streamers see the first token; rows are repeated
+    prefill=PrefillOutputs())` sets them before logits processors and streamers get the first token. Rows are repeated
     for beams and samples.
 
     Args:
@@ -132,9 +132,10 @@ class ContextProjector(nn.Module):
     """`W_psi` (Eq. 1): context embeddings (..., encoder_hidden_size) to slot embeddings (..., hidden).
 
     With `word_parts`, beyond the paper, the slot's words are added: their embeddings in the backbone's frozen table,
-    less the table's mean, are averaged within each part of the slot and passed through the part's own map, which starts
-    as the identity. How much a word counts starts as its rarity and is learned. The sum is brought to the norm of a
-    word's embedding: a frozen layer repeats a slot that is much larger, and ignores one that is much smaller.
+    minus the table's mean, are averaged within each part of the slot and passed through a linear map of this part,
+    which is the identity at first. The weight of a word in the average depends on its rarity at first, and is learned.
+    The sum is scaled to the norm of a word's embedding: the frozen layers copy a slot that is much larger, and ignore
+    one that is much smaller.
     """
 
     def __init__(self, encoder_hidden_size: int, hidden_size: int, word_parts: int = 0, vocab_size: int = 0):
@@ -151,8 +152,8 @@ class ContextProjector(nn.Module):
             self.word_weights = nn.Parameter(torch.empty(vocab_size))
 
     def forward(self, context_embeds: torch.Tensor, part_embeds: torch.Tensor | None = None) -> torch.Tensor:
-        """`context_embeds` (..., encoder_hidden_size) and `part_embeds` (..., word_parts, hidden), of `average_words`,
-        to slots (..., hidden)."""
+        """`context_embeds` (..., encoder_hidden_size) and `part_embeds` (..., word_parts, hidden), from
+        `average_words`, to slots (..., hidden)."""
         slots = self.out(self.act(self.up(context_embeds.to(self.up.weight.dtype))))  # (..., hidden)
         if part_embeds is None:
             return slots
@@ -160,14 +161,14 @@ class ContextProjector(nn.Module):
         return nn.functional.normalize(slots, dim=-1) * self.slot_norm + self.slot_mean
 
     def average_words(self, word_ids: torch.LongTensor, table: torch.Tensor) -> torch.Tensor:
-        """The words of each part of a slot, averaged by their weights over the whole slot.
+        """The words of each part of a slot, weighted relative to all words of the slot.
 
         Args:
             word_ids (`torch.LongTensor` of shape `(..., max_words)`): Ids of a slot's tokens in order, -1 after them.
             table (`torch.Tensor` of shape `(vocab_size, hidden)`): The backbone's embeddings.
 
         Returns:
-            `torch.Tensor` of shape `(..., word_parts, hidden)`; their sum over the parts is the slot's weighted mean.
+            `torch.Tensor` of shape `(..., word_parts, hidden)`; the sum over the parts is the slot's weighted mean.
         """
         is_word = word_ids >= 0
         ids = word_ids.clamp(min=0)  # padding gets any word, with the weight 0
@@ -190,9 +191,9 @@ RowIndex = torch.Tensor | slice | EllipsisType
 
 
 class _SlotScope(threading.local):
-    def __init__(self):  # runs in each thread; defaults of the class would be another thing to compiled code
+    def __init__(self):  # runs in each thread; compiled code would treat defaults of the class in another way
         self.rows: RowIndex | None = None  # None: LoRA off. ALL_ROWS: each row is a slot.
-        # What the last linear was given and its slot rows: query, key and value, or gate and up, have one input.
+        # The input of the last linear, and its slot rows: query, key and value have the same input, and gate and up.
         self.input: torch.Tensor | None = None
         self.slots: torch.Tensor | None = None
 
@@ -202,8 +203,8 @@ _scope = _SlotScope()
 
 @contextlib.contextmanager
 def lora_on(rows: RowIndex | None):
-    """Context in which LoRA is applied to `rows`. They are no argument, because attention and MLP of the backbone call
-    PEFT's layers without further arguments."""
+    """Context in which LoRA is applied to `rows`. They cannot be an argument, because attention and MLP of the backbone
+    call PEFT's layers without further arguments."""
     before, _scope.rows = _scope.rows, rows
     _scope.input = _scope.slots = None
     try:
@@ -216,13 +217,13 @@ def lora_on(rows: RowIndex | None):
 def _slots_of(x: torch.Tensor, rows: RowIndex) -> torch.Tensor:
     """The slot rows (num_slots, features) of `x` (batch, seq_len, features); a view if they are adjacent."""
     x, width = x.contiguous(), x.shape[-1]
-    if isinstance(rows, slice):  # one operation for a view and a slice: a GPU waits for each
+    if isinstance(rows, slice):  # view and slice in one operation: a GPU waits for each operation of the host
         return x.as_strided((rows.stop - rows.start, width), (width, 1), x.storage_offset() + rows.start * width)
     return x.view(-1, width) if rows is ALL_ROWS else x.view(-1, width).index_select(0, rows)
 
 
 def _shared_slots_of(x: torch.Tensor, rows: RowIndex) -> torch.Tensor:
-    """As `_slots_of`, once for the linears that read the same `x`."""
+    """As `_slots_of`, once for all linears with the same input `x`."""
     if torch.compiler.is_compiling():
         return _slots_of(x, rows)
     if _scope.input is not x:
@@ -233,8 +234,9 @@ def _shared_slots_of(x: torch.Tensor, rows: RowIndex) -> torch.Tensor:
 def _add_residual_(
     result: torch.Tensor, rows: RowIndex, slots: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """Adds `scaling * x A B` of the `slots` x (num_slots, in_features) to their rows of the contiguous `result`
-    (batch, seq_len, out_features), in place. A is (in_features, r), B (r, out_features). Returns `x A`."""
+    """Add `scaling * x A B` to the slots' rows of the contiguous `result` (batch, seq_len, out_features), in place, and
+    return `x A`. x are the `slots` (num_slots, in_features), A is `down` (in_features, r), B is `up` (r,
+    out_features)."""
     hidden = torch.mm(slots, down)  # (num_slots, r)
     if isinstance(rows, torch.Tensor):
         result.view(-1, result.shape[-1]).index_add_(0, rows, torch.mm(hidden, up), alpha=scaling)
@@ -244,16 +246,16 @@ def _add_residual_(
 
 
 class _SlotResidual(torch.autograd.Function):
-    """Eq. 3 with the gradients written out: autograd would fill a tensor of all rows with zeros for each linear.
+    """Eq. 3 with explicit gradients: autograd would fill a tensor of all rows with zeros for each linear.
 
-    The frozen `result` (batch, seq_len, out_features) goes through with its gradient unchanged; `slots`
-    (num_slots, in_features) were taken from the linear's input outside, where their gradients are summed over the
-    linears that share it.
+    The gradient of the frozen `result` (batch, seq_len, out_features) passes unchanged. The caller takes `slots`
+    (num_slots, in_features) from the linear's input, so that their gradients are summed over the linears that share
+    this input.
     """
 
     @staticmethod
     def forward(ctx, result, slots, down, up, scaling, rows):
-        # Not in place, as autograd and hooks may hold the frozen result.
+        # Not in place, because autograd and hooks may hold the frozen result.
         down_t, up_t = down.transpose(0, 1), up.transpose(0, 1)  # (in_features, r), (r, out_features)
         if rows is ALL_ROWS:
             hidden = torch.mm(slots, down_t)  # (num_slots, r)
@@ -271,7 +273,7 @@ class _SlotResidual(torch.autograd.Function):
     def backward(ctx, d_total):
         slots, hidden, down, up, index = ctx.saved_tensors
         d_residual = _slots_of(d_total, ctx.rows if index is None else index)  # (num_slots, out_features)
-        # `beta=0`: a scaled product in one operation; the first argument gives its shape only.
+        # `beta=0`: a scaled product in one operation; of the first argument only the shape is used.
         d_hidden = torch.addmm(hidden, d_residual, up, beta=0, alpha=ctx.scaling)  # (num_slots, r)
         _, for_slots, for_down, for_up, *_ = ctx.needs_input_grad
         d_slots = torch.mm(d_hidden, down) if for_slots else None  # (num_slots, in_features)
@@ -281,7 +283,7 @@ class _SlotResidual(torch.autograd.Function):
 
 
 class SlotLoraVariant(LoraVariant):
-    """PEFT's hook for another LoRA formula in its own layers: here the usual one, on slot rows only."""
+    """PEFT's interface for another LoRA formula in its layers: here the usual formula, on slot rows only."""
 
     def supports_lora_conversion(self) -> bool:
         return False
@@ -293,22 +295,22 @@ class SlotLoraVariant(LoraVariant):
     @staticmethod
     def _refuse_merge(module, active_adapter, orig_weight):
         raise ValueError(
-            f"LoRA adapter `{active_adapter}` cannot be merged: it applies to context slots only, but a merged weight "
-            "would apply it to text as well. Keep it unmerged; text positions already use the frozen weights alone."
+            f"LoRA adapter `{active_adapter}` cannot be merged: it is applied to context slots only, but merged "
+            "weights would apply it to text as well. Leave it unmerged; text is computed with the frozen weights alone."
         )
 
     merge_safe = merge_unsafe = unmerge = _refuse_merge
 
     @staticmethod
     def forward(module, active_adapter, x, result, **kwargs):
-        """Eq. 3: adds the residual to the slot rows of the frozen `result` (batch, seq_len, out_features)."""
+        """Eq. 3: add the residual to the slot rows of the frozen `result` (batch, seq_len, out_features)."""
         rows = _scope.rows
         if rows is None:
             return result
-        # A over slots, B over slots: PEFT would compute both on all rows and a mask would throw most of it away.
+        # A and B are computed for slots only: PEFT would compute them for all rows, and most results would be masked.
         down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
         dropout, scaling = module.lora_dropout[active_adapter], module.scaling[active_adapter]
-        is_patched = "forward" in vars(down) or "forward" in vars(up)  # fetches weights, as offloading does
+        is_patched = "forward" in vars(down) or "forward" in vars(up)  # offloading replaces it, to fetch weights
         if is_patched or result.dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
             slots = down(dropout(_slots_of(x, rows).to(down.weight.dtype)))  # (num_slots, r)
             residual = up(slots * scaling).to(result.dtype)  # (num_slots, out_features)
@@ -328,38 +330,38 @@ class SlotLoraVariant(LoraVariant):
         return result
 
 
-# One class for each pair: code is compiled for classes, and would be compiled again for each layer.
+# One class for each pair of mixin and class: compiled code is for a class, and layers share it if they share a class.
 @functools.cache
 def _subclass(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 def _empty_module(mixin: type, cls: type[nn.Module]) -> nn.Module:
-    """Makes the empty module that `pickle` and `copy` fill: pickle cannot find two classes under one name."""
+    """Make the empty module that `pickle` and `copy` fill: pickle cannot find two classes under one name."""
     subclass = _subclass(mixin, cls)
     return subclass.__new__(subclass)
 
 
 class InPlaceMixin:
-    """Base of the mixins for `mix_in`; they come before the module's own class."""
+    """Base of the mixins for `mix_in`."""
 
     def __reduce_ex__(self, protocol):
         return _empty_module, type(self).__bases__, self.__getstate__()
 
 
 def mix_in(mixin: type[InPlaceMixin], module: nn.Module) -> None:
-    """Puts `mixin` before the class of `module`, in place."""
+    """Give `module` a subclass of its class that inherits from `mixin` first, in place."""
     module.__class__ = _subclass(mixin, type(module))
 
 
-# A product of fewer rows, or with a smaller weight, takes less than the copies to another layout of tensors.
+# A product of fewer rows, or with a smaller weight, takes less time than the copies to another layout of tensors.
 LEAST_ROWS, LEAST_WEIGHT = 16, 2**16
 
 
 @functools.cache
 def has_slow_mkl() -> bool:
-    """Whether PyTorch multiplies float32 with MKL on an x86 CPU with AVX-512 that is not Intel's. There MKL uses half
-    of the width of the vector units, and oneDNN all of it."""
+    """Whether PyTorch multiplies float32 with MKL on an x86 CPU with AVX-512 that is not Intel's. On such a CPU, MKL
+    uses half of the width of the vector units, and oneDNN all of it."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     cpuinfo = Path("/proc/cpuinfo")
@@ -368,18 +370,19 @@ def has_slow_mkl() -> bool:
 
 
 class FrozenLinear(InPlaceMixin):
-    """A linear layer of the base model that multiplies large float32 tensors with oneDNN where MKL is slow. It is up to
-    twice as fast, and sums are rounded in a different order."""
+    """A linear layer of the base model that multiplies large float32 tensors with oneDNN where MKL is slow. This is up
+    to twice as fast as MKL; terms are added in another order, so results differ by rounding."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
-        # What decides most often comes first: a GPU waits for the host, which runs this for each linear.
+        # The condition that decides most often comes first: the host checks it for each linear, and a GPU waits.
         if weight.dtype != torch.float32 or weight.numel() < LEAST_WEIGHT or not self._is_slow(x):
             return nn.functional.linear(x, weight, bias)
         rows = x.reshape(-1, x.shape[-1])  # (num_rows, in_features)
-        # oneDNN keeps code for each number of rows, half a megabyte: of eight numbers up to each power of 2.
+        # oneDNN caches half a megabyte of code for each number of rows, so there are eight numbers between two powers
+        # of 2.
         step = max(LEAST_ROWS, 2 ** (len(rows).bit_length() - 4))
-        padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % step)).to_mkldnn()  # a layout of its own
+        padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % step)).to_mkldnn()  # in the layout of oneDNN
         products = nn.functional.linear(padded, weight, bias).to_dense()  # (num_rows + padding, out_features)
         return products[: len(rows)].view(*x.shape[:-1], -1)
 
@@ -393,11 +396,11 @@ class FrozenLinear(InPlaceMixin):
 
 
 class SlotLoraLayer(InPlaceMixin):
-    """A PEFT layer without PEFT's bookkeeping, if its only adapter is the slots' LoRA. The bookkeeping takes longer
-    than the linears of a small backbone. Without slots, as in decoding, the layer is its frozen linear."""
+    """A PEFT layer without PEFT's checks, if its only adapter is the slots' LoRA. The checks take longer than the
+    linears of a small backbone. Without slots, as in decoding, the layer is its frozen linear."""
 
-    low_rank: tuple[nn.ModuleDict, ...]  # A, B and dropout by adapter, as PEFT's layer has them
-    _factors: tuple | None = None  # the state of the weights, and what `factors` made of them
+    low_rank: tuple[nn.ModuleDict, ...]  # the dictionaries of PEFT's layer for A, B and dropout, by adapter
+    _factors: tuple | None = None  # the state of the weights, and the result of `factors` for it
 
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if args or kwargs or self.active_adapter != [ADAPTER_NAME] or self.merged_adapters:
@@ -417,7 +420,8 @@ class SlotLoraLayer(InPlaceMixin):
         """A (in_features, r) and B (r, out_features) in the backbone's `dtype`, from the weights `down` (r,
         in_features) and `up` (out_features, r); cached as long as these do not change.
 
-        Plain statements, and the dictionaries not looked up: a GPU waits for the host, which runs this for each linear.
+        The host runs this for each linear, and a GPU waits: so the statements are plain, and the dictionaries are not
+        searched as attributes of the module.
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
@@ -430,16 +434,16 @@ class SlotLoraLayer(InPlaceMixin):
             state = x.device, x.dtype, result.dtype, down.data_ptr(), down._version, up.data_ptr(), up._version
         except RuntimeError:  # weights that were made in inference mode have no version
             return None
-        found = self._factors  # by a name: another thread may ask for others
-        if found is None or found[0] != state:
-            if x.dtype != result.dtype or x.device != down.device:  # a replica on another device has its own weights
+        cached = self._factors  # a local reference: another thread may replace the attribute
+        if cached is None or cached[0] != state:
+            if x.dtype != result.dtype or x.device != down.device:  # a replica on another device has other weights
                 return None
-            sources = down.detach(), up.detach()  # kept, so that no other weights come to lie at their addresses
-            self._factors = found = state, x.device.type, [part.to(x.dtype).t() for part in sources], sources
-        return None if torch.is_autocast_enabled(found[1]) else found[2]
+            sources = down.detach(), up.detach()  # referenced, so that no other weights get their addresses
+            self._factors = cached = state, x.device.type, [part.to(x.dtype).t() for part in sources], sources
+        return None if torch.is_autocast_enabled(cached[1]) else cached[2]
 
     def train(self, mode: bool = True):
-        self._factors = None  # training may write weights without a new version, as sharding does
+        self._factors = None  # training, such as sharded training, may write weights without counting a version
         return super().train(mode)
 
     def __getstate__(self):
@@ -447,23 +451,23 @@ class SlotLoraLayer(InPlaceMixin):
 
 
 def slot_lora_layers(module: nn.Module):
-    """The PEFT layers below `module` that carry the slot LoRA."""
+    """The PEFT layers below `module` that have the slot LoRA."""
     return (m for m in module.modules() if isinstance(m, LoraLayer) and ADAPTER_NAME in m.lora_A)
 
 
 def check_adapters(backbone: nn.Module) -> None:
-    """Raises `ValueError` where an adapter other than the slots' LoRA is active or merged."""
+    """Raise `ValueError` if an adapter other than the slots' LoRA is active or merged."""
     layer = next(slot_lora_layers(backbone), None)  # none with `lora_r=0`
     adapters = [ADAPTER_NAME] if layer is None else [*layer.active_adapters, *layer.merged_adapters]
     if adapters != [ADAPTER_NAME]:
         raise ValueError(
-            f"PEFT adapter {adapters} is active or merged, which switches the slots' own LoRA `{ADAPTER_NAME}` off. "
-            "ArcAligner has its own LoRA: train it with `set_stage` and without a `peft_config`."
+            f"PEFT adapter {adapters} is active or merged, which switches off the LoRA `{ADAPTER_NAME}` of the slots; "
+            f"expected only `{ADAPTER_NAME}`. Train it with `set_stage`, and without a `peft_config`."
         )
 
 
 def inject_slot_lora(backbone: nn.Module, layers: nn.ModuleList, config) -> None:
-    """Puts PEFT's LoRA layers (adapter `slot`) into `backbone`, in place; none with `lora_r=0`."""
+    """Put PEFT's LoRA layers (adapter `slot`) into `backbone`, in place; none with `lora_r=0`."""
     if config.lora_r == 0:
         return
     targets = config.lora_target_modules
@@ -480,11 +484,11 @@ def inject_slot_lora(backbone: nn.Module, layers: nn.ModuleList, config) -> None
     inject_adapter_in_model(lora_config, backbone, ADAPTER_NAME)
     for layer in list(slot_lora_layers(backbone)):
         mix_in(SlotLoraLayer, layer)
-        layer.low_rank = layer.lora_A, layer.lora_B, layer.lora_dropout  # a tuple: modules are named once
+        layer.low_rank = layer.lora_A, layer.lora_B, layer.lora_dropout  # a tuple: else modules had a second name
         if type(layer.base_layer) is nn.Linear:
             mix_in(FrozenLinear, layer.base_layer)
         layer.lora_variant[ADAPTER_NAME] = SlotLoraVariant()
-        layer.cast_input_dtype_enabled = False  # the variant casts the slot rows, PEFT would cast all rows
+        layer.cast_input_dtype_enabled = False  # the variant casts the slot rows; PEFT would cast all rows
 
 
 class SlotGate(nn.Module):
@@ -497,7 +501,7 @@ class SlotGate(nn.Module):
         self.out = nn.Linear(gate_hidden_size, 1)
 
     def forward(self, slots: torch.Tensor) -> torch.Tensor:
-        # In float32, as its weights are: next to the threshold rounding would decide.
+        # In float32, the dtype of its weights: near the threshold, rounding would decide.
         with torch.autocast(slots.device.type, enabled=False):
             return torch.sigmoid(self.out(self.act(self.up(slots.to(self.up.weight.dtype)))))
 
@@ -513,8 +517,8 @@ def straight_through_gate(prob: torch.Tensor, is_open: torch.Tensor) -> torch.Te
 
 
 def gated_update(states: torch.Tensor, candidate: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Eq. 8: slots (batch, width, hidden) take the `candidate` where their `gate` (batch, width, 1) is open: a truth
-    value or, in training, a number of [`straight_through_gate`]."""
+    """Eq. 8: slots (batch, width, hidden) take the `candidate` where their `gate` (batch, width, 1) is open: a boolean
+    or, in training, a number from [`straight_through_gate`]."""
     if gate.dtype == torch.bool:
         return torch.where(gate, candidate, states)
     return states + gate.to(states.dtype) * (candidate - states)
@@ -523,7 +527,7 @@ def gated_update(states: torch.Tensor, candidate: torch.Tensor, gate: torch.Tens
 # Recording of outputs
 try:  # a variable that the hooks of `output_attentions=True` write to; transformers has no public name for it
     from transformers.utils.output_capturing import _active_collector
-except ImportError:  # then attentions are recorded for the passes of refinement as well
+except ImportError:  # then attentions of refinement passes are recorded as well
     _active_collector = ContextVar("active_collector", default=None)
 
 
@@ -543,16 +547,17 @@ class not_recording_outputs:  # noqa: N801 - a context manager, used like a func
 
 
 class LayerStates:
-    """States of the input's last token in some layers. Layers return hidden states only, so they write these here.
+    """States of the input's last token in some layers. Layers return hidden states only, so they write these states
+    here.
 
     Args:
         layers (`list[int]`): These layers, in ascending order.
-        are_all (`bool`): Whether nothing else is asked of the forward: the layers above the last of these do nothing.
+        are_all (`bool`): Whether the forward needs no other output. Then layers above the last of `layers` do nothing.
     """
 
     def __init__(self, layers: list[int], are_all: bool = False):
         self.layers, self.are_all = layers, are_all
-        # Not the object itself: hooks that move a layer's inputs to its device would copy a dictionary.
+        # An attribute: if this object were a dictionary, hooks that move a layer's inputs to its device would copy it.
         self.by_layer: dict[int, torch.Tensor] = {}  # each (batch, hidden)
 
     def need(self, layer_idx: int) -> bool:
@@ -560,9 +565,10 @@ class LayerStates:
         return not self.are_all or layer_idx <= self.layers[-1]
 
     def record(self, layer_idx: int, hidden_states: torch.Tensor) -> None:
-        """Record the last of the states (batch, seq_len, hidden) that a layer returns, if it is one of these layers."""
+        """Record the state of the last token of the states (batch, seq_len, hidden) that a layer returns, if it is one
+        of these layers."""
         if layer_idx in self.layers:
-            self.by_layer[layer_idx] = hidden_states[:, -1].clone()  # a view would keep all of them in memory
+            self.by_layer[layer_idx] = hidden_states[:, -1].clone()  # a view would hold all states in memory
 
     def stacked(self) -> torch.Tensor:
         """The recorded states (batch, num_layers, hidden), on the device of the last layer."""
@@ -571,15 +577,15 @@ class LayerStates:
 
 
 class SlotDecoderLayer(InPlaceMixin):
-    """What ArcAligner adds to a decoder layer of the backbone; mixed in place before the layer's own class.
+    """What ArcAligner adds to a decoder layer of the backbone, by `mix_in`.
 
-    The layer keeps its class name, its state-dict keys and its place in checkpointing, sharding and output recording.
+    The layer keeps its class name, its state-dict keys and its role in checkpointing, sharding and output recording.
     """
 
     arcaligner_config: ArcAlignerConfig
     layer_idx: int
     is_last: bool
-    has_lora_on_text: bool  # whether LoRA is an ordinary one, on all rows
+    has_lora_on_text: bool  # whether LoRA is an ordinary one, on all positions
     slot_cost: LayerCost
     _compiled_algorithm: Callable | None = None
 
@@ -590,11 +596,11 @@ class SlotDecoderLayer(InPlaceMixin):
         layer_states: LayerStates | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        """Runs the backbone's layer and, with `slots`, its part of Algorithm 1; all (batch, seq_len, hidden)."""
+        """Run the backbone's layer and, with `slots`, its part of Algorithm 1; states are (batch, seq_len, hidden)."""
         if layer_states is not None and not layer_states.need(self.layer_idx):
             return hidden_states
         if slots is None and self._compiled_algorithm is None and not self.has_lora_on_text:
-            # A generated token: the layer as it was.
+            # A generated token: the unchanged layer.
             hidden_states = super().forward(hidden_states, **kwargs)
         else:
             run = self._algorithm_1 if self._compiled_algorithm is None else self._run_compiled
@@ -610,8 +616,8 @@ class SlotDecoderLayer(InPlaceMixin):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The body of Algorithm 1's loop over layers.
 
-        Returns the layer's output (batch, seq_len, hidden) and, if it refined, the steps of its slots
-        (batch, max_slots).
+        Returns the layer's output (batch, seq_len, hidden) and, if it refined slots, their numbers of steps (batch,
+        max_slots).
         """
         if slots is None:
             with lora_on(ALL_ROWS if self.has_lora_on_text else None):
@@ -620,7 +626,7 @@ class SlotDecoderLayer(InPlaceMixin):
             hidden_states = super().forward(hidden_states, **kwargs)  # Eq. 4: the mandatory pass, LoRA on slots (Eq. 3)
         if not self._may_refine(slots):
             return self._with_unused_gate(hidden_states, slots.settings), None
-        # They differ in the rows that a step computes, not in the result for the slots (`tests/test_algorithm.py`).
+        # Both kinds of steps have the same result for the slots (`tests/test_algorithm.py`), and compute other rows.
         takes_all_slots = self.training or torch.compiler.is_compiling()
         hidden = SlotStates(hidden_states, slots.rows)
         slot_pass = functools.partial(self._slot_pass, hidden, slots, kwargs)
@@ -633,14 +639,14 @@ class SlotDecoderLayer(InPlaceMixin):
             is_open = prob >= slots.settings.gate_threshold
             gate = straight_through_gate(prob, is_open) if self.training else is_open  # Eq. 7
             states, gate = steps.narrow(states, gate, prob)  # (batch, width, ...): only slots that a step computes
-            if gate is None:  # all closed: their input has not changed, so they stay closed
+            if gate is None:  # all are closed: their input has not changed, so they stay closed
                 break
             candidate = steps.reapply(states)  # Eq. 6
             states = gated_update(states, candidate, gate)  # Eq. 8
-        return steps.write_back(states)  # Eq. 9: text rows stay; and the depths
+        return steps.write_back(states)  # Eq. 9: text rows stay; also the depths
 
     def _lora_rows(self, slot_rows: RowIndex | None) -> RowIndex | None:
-        """The rows that LoRA is applied to: those of the slots, unless LoRA is on all positions."""
+        """The rows that LoRA is applied to: `slot_rows`, unless LoRA is on all positions."""
         return ALL_ROWS if self.has_lora_on_text else slot_rows
 
     def _may_refine(self, slots: Slots) -> bool:
@@ -648,11 +654,11 @@ class SlotDecoderLayer(InPlaceMixin):
         settings, rows = slots.settings, slots.rows
         if self.slot_gate is None or settings.gate_mode == "off" or settings.max_refinement_steps == 0:
             return False
-        # The slots of the last layer are used only if a prompt ends in one; training takes all steps.
+        # The last layer's states of slots are used only if a prompt ends in a slot; training takes all steps.
         return rows.slot_rows.shape[0] > 0 and (self.training or not self.is_last or rows.ends_in_slot is not None)
 
     def _with_unused_gate(self, hidden_states: torch.Tensor, settings: RefinementSettings) -> torch.Tensor:
-        """In training, a gate without slots gets a zero gradient instead of none: other processes wait for it."""
+        """In training, a gate without slots gets a gradient of zero instead of none: other processes wait for it."""
         if not self.training or self.slot_gate is None or settings.gate_mode != "adaptive":
             return hidden_states
         return hidden_states + self.slot_gate(hidden_states[:, :0]).sum().to(hidden_states.dtype)
@@ -664,13 +670,13 @@ class SlotDecoderLayer(InPlaceMixin):
         return self.slot_gate(slot_states)
 
     def compile(self, *args, **kwargs) -> None:
-        """As `nn.Module.compile`. The layer's index and its place in the cache stay outside, so that layers share
-        compiled code.
+        """Compile the layer, as `nn.Module.compile`. Compiled code does not contain the layer's index and its place in
+        the cache, so that layers share it.
 
-        Compiled code does the same work for any decision of the gates and the host reads no value, so that it can be
-        captured in a CUDA graph: every slot is computed in each of `max_refinement_steps` steps. Not compiled are a
-        forward with a budget, one that records attentions, and one whose cache is offloaded or has no place for the
-        layer yet (a static cache before `early_initialization`, `DynamicCache` without a configuration).
+        Compiled code does the same work for any decision of the gates, and the host reads no value, so that it can be
+        captured in a CUDA graph: every slot is computed in each of `max_refinement_steps` steps. These run without
+        compiled code: a forward with a budget, one that records attentions, and one whose cache is offloaded or has no
+        place for the layer yet (a static cache before `early_initialization`, `DynamicCache` without a configuration).
         """
         self._compiled_algorithm = torch.compile(self._algorithm_1, *args, **kwargs)
 
@@ -695,13 +701,13 @@ class SlotDecoderLayer(InPlaceMixin):
     def _slot_pass(
         self, hidden: SlotStates, slots: Slots, kwargs: dict[str, Any], step_rows: StepRows | None
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The layer as a function of the states (batch, width, hidden) of all slots or those of `step_rows`; all other
-        rows stay fixed."""
+        """The layer as a function of the states (batch, width, hidden) of all slots, or of those of `step_rows`; all
+        other rows stay fixed."""
         rows, dtype = slots.rows, hidden.hidden_states.dtype
         if self.arcaligner_config.text_config._attn_implementation not in ROW_KERNELS or (
             step_rows is None
             and slots.has_little_text
-            and slots.settings.budget is None  # which pays for keys and values of the text once
+            and slots.settings.budget is None  # a budget pays for keys and values of the text once
             and not torch.compiler.is_compiling()
         ):
             return self._prefix_pass(hidden, slots, kwargs)
@@ -732,7 +738,7 @@ class SlotDecoderLayer(InPlaceMixin):
         try:
             with lora_on(self._lora_rows(inputs.rows.fixed_slots)), not_recording_outputs():
                 super().forward(fixed, **fixed_kwargs)
-        except KeysValuesComplete:  # the only way to leave any backbone's layer once its keys and values are known
+        except KeysValuesComplete:  # only an exception ends the layer of any backbone after its keys and values
             pass
         assert recorder.keys is not None, "the layer's attention wrote no keys and values to the cache it was given"
         return recorder.keys, recorder.values
@@ -740,12 +746,12 @@ class SlotDecoderLayer(InPlaceMixin):
     def _prefix_pass(
         self, hidden: SlotStates, slots: Slots, kwargs: dict[str, Any]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """As `_slot_pass` for all slots, but the layer runs on the whole prefix. Used for attention kernels that take
-        no mask of rows and columns, and if there is so little text that separating it would cost more."""
+        """As `_slot_pass` for all slots, but the layer computes the whole prefix. Used for attention kernels that take
+        no mask of queries by keys, and if there is so little text that separating it would take longer."""
         rows, (batch, seq_len, _) = slots.rows, hidden.hidden_states.shape
         length = seq_len if rows.prefix_length is None else rows.prefix_length
         step_kwargs = kwargs | slots.shared_inputs.get(kwargs, lambda: prefix_inputs(length, kwargs))
-        if batch == 1:  # the same positions of a row that is shorter
+        if batch == 1:  # the slots have the same positions in a prefix that is shorter
             index = slots.row_index()
         else:
             index = rows.slot_rows // seq_len * length + rows.slot_rows % seq_len
@@ -759,7 +765,7 @@ class SlotDecoderLayer(InPlaceMixin):
 
 
 def add_slots_to_layer(layer: nn.Module, layer_idx: int, config: ArcAlignerConfig) -> None:
-    """Turns a decoder layer into a `SlotDecoderLayer`, in place, with a gate if the configuration has one there."""
+    """Make a decoder layer a `SlotDecoderLayer`, in place, with a gate if the configuration has one for this layer."""
     mix_in(SlotDecoderLayer, layer)
     layer.arcaligner_config = config
     layer.layer_idx = layer_idx
@@ -770,13 +776,13 @@ def add_slots_to_layer(layer: nn.Module, layer_idx: int, config: ArcAlignerConfi
     layer.slot_cost = count_layer_cost(layer, config.text_config)
 
 
-# Kinds of attention with which a layer can be re-applied to its slot rows alone.
+# Kinds of attention with which a layer can be applied again to its slot rows alone.
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 # Backbones that are refused for a reason that neither their configuration nor their layers' signatures show.
 _UNSUPPORTED = {
-    "minicpm3": "a linear of its attention reads rows of the cache, where LoRA cannot be limited to slots",
-    "doge": "a linear of its attention reads rows of the cache, where LoRA cannot be limited to slots",
+    "minicpm3": "a linear of its attention has rows of the cache as input, where LoRA cannot be limited to slots",
+    "doge": "a linear of its attention has rows of the cache as input, where LoRA cannot be limited to slots",
     "modernbert-decoder": "its head is more than one linear",
     "gemma3n_text": "its layers exchange more than hidden states",
 }
@@ -784,18 +790,18 @@ _UNSUPPORTED = {
 
 def _refuse(config: PreTrainedConfig, reason: str):
     raise ValueError(
-        f"Backbone `{config.model_type}` is not supported: {reason}. Choose a decoder-only backbone with rotary "
+        f"Backbone `{config.model_type}` is not supported: {reason}. Use a decoder-only backbone with rotary "
         "attention and dense layers, such as Llama, Mistral, Qwen2, Qwen3, Gemma 2 or 3, Phi-3, OLMo-2, SmolLM3, "
         "Granite or Cohere."
     )
 
 
 def check_backbone_config(config: PreTrainedConfig) -> None:
-    """Refuses, before anything is built, a backbone whose configuration shows that it cannot be refined."""
+    """Refuse a backbone whose configuration shows that it cannot be refined, before the model is made."""
     if config.model_type in _UNSUPPORTED:
         _refuse(config, _UNSUPPORTED[config.model_type])
     if config.is_encoder_decoder:
-        _refuse(config, "it is an encoder-decoder model, slots need a causal decoder")
+        _refuse(config, "it is an encoder-decoder model, but slots need a causal decoder")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         _refuse(config, "transformers has no causal language model for it")
     other_types = set(getattr(config, "layer_types", None) or ()) - _SUPPORTED_LAYER_TYPES
@@ -804,10 +810,10 @@ def check_backbone_config(config: PreTrainedConfig) -> None:
 
 
 def find_decoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers of `backbone`: its one list of `num_hidden_layers` checkpointable layers.
+    """The decoder layers of `backbone`: its only list of `num_hidden_layers` checkpointable layers.
 
     Raises:
-        `ValueError`: naming the backbone and what it lacks.
+        `ValueError`: a backbone that is not supported; the message names it and the reason.
     """
     config = backbone.config
     stacks = [
@@ -818,8 +824,8 @@ def find_decoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:
         and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
     ]
     if len(stacks) != 1:
-        _refuse(config, f"found {len(stacks)} stacks of {config.num_hidden_layers} decoder layers, expected 1")
-    # The signature of a layer decides: an argument that it lacks would be dropped, or fail in the first forward.
+        _refuse(config, f"it has {len(stacks)} stacks of {config.num_hidden_layers} decoder layers, expected 1")
+    # The signature of a layer decides: an argument that it lacks would be ignored, or fail in the first forward.
     parameters = inspect.signature(type(stacks[0][0]).forward).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     if inspect.Parameter.VAR_KEYWORD not in kinds:
@@ -833,10 +839,10 @@ def find_decoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:
 
 
 def make_lm_head(config: PreTrainedConfig) -> nn.Linear:
-    """A head like the one of the backbone's own causal language model (some have a bias)."""
+    """A head like the one of the backbone's causal language model in transformers: some have a bias."""
     with torch.device("meta"):
-        own_head = AutoModelForCausalLM.from_config(config).get_output_embeddings()
-    return nn.Linear(config.hidden_size, config.vocab_size, bias=own_head.bias is not None)
+        original = AutoModelForCausalLM.from_config(config).get_output_embeddings()
+    return nn.Linear(config.hidden_size, config.vocab_size, bias=original.bias is not None)
 
 
 class ArcAlignerPreTrainedModel(AlignerMixin, PreTrainedModel):
@@ -852,14 +858,14 @@ class ArcAlignerPreTrainedModel(AlignerMixin, PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values", "cache"]
 
     def initialize_weights(self):
-        """Initializes the aligner first: the backbone would initialize LoRA and gates like any other linear."""
+        """Initialize the aligner first: the backbone would initialize LoRA and gates like any other linear."""
         text_config = self.config.text_config
         for module in self.modules():
             if isinstance(module, ContextProjector):
-                # Embeddings have norm 1; slots start about as large as the backbone's own initial embeddings.
+                # Embeddings have norm 1; slots are at first about as large as the backbone's initial embeddings.
                 init.normal_(module.up.weight, std=1.0)
                 init.normal_(module.out.weight, std=1.5 * text_config.initializer_range / text_config.hidden_size**0.5)
-                if module.word_parts:  # slots start as the mean of their words, unweighted until training begins
+                if module.word_parts:  # slots are at first the mean of their words, unweighted until training begins
                     init.normal_(module.out.weight, std=text_config.initializer_range / text_config.hidden_size**0.5)
                     init.copy_(module.part_maps, torch.eye(text_config.hidden_size).expand_as(module.part_maps))
                     init.ones_(module.slot_norm)
@@ -893,10 +899,10 @@ def one_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | Non
     """The cache, which may be passed under either of its two names.
 
     Raises:
-        `ValueError`: both were given.
+        `ValueError`: a cache under both names.
     """
     if past_key_values is not None and cache is not None:
-        raise ValueError("Found both `past_key_values` and `cache`, two names of one argument; pass one of them.")
+        raise ValueError("Got both `past_key_values` and `cache`, two names of one argument. Pass only one of them.")
     return past_key_values if cache is None else cache
 
 
@@ -904,7 +910,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
     """The backbone's decoder with slots: `input_ids` with context tokens and `context_embeds` to hidden states.
 
     Raises:
-        `ValueError`: a backbone that cannot be refined, by name and with the reason.
+        `ValueError`: a backbone that is not supported; the message names it and the reason.
     """
 
     _keys_to_ignore_on_load_unexpected = [rf"^{head}\." for head in HEADS]
@@ -922,7 +928,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         for layer_idx, layer in enumerate(layers):
             add_slots_to_layer(layer, layer_idx, config)
         self.layer_costs = [layer.slot_cost for layer in layers]
-        self.decoder_layers = tuple(layers)  # not a list of modules, which would name their weights twice
+        self.decoder_layers = tuple(layers)  # not a list of modules, in which their weights would have second names
         self.post_init()
         self.freeze_base_model()
 
@@ -961,16 +967,16 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             context_word_ids (`torch.LongTensor` of shape `(batch, max_slots, max_words)`, *optional*):
                 With `config.word_parts`: the tokens of a slot's text, in order, padded with -1.
             context_passage_ids (`torch.LongTensor` of shape `(batch, max_slots)`, *optional*):
-                With `config.passage_attention` `"separate"`: the number of each slot's passage, never falling along a
-                row. Without it, all slots of a row are of one passage.
-            cache (`Cache`, *optional*): `past_key_values` by the name that it has in transformers since 5.24.
+                With `config.passage_attention` `"separate"`: the number of each slot's passage, which never decreases
+                along a row. Default: all slots of a row are of one passage.
+            cache (`Cache`, *optional*): The name of `past_key_values` in transformers since 5.24.
             gate_mode, gate_threshold, max_refinement_steps (*optional*): Override the configuration for this forward.
             refinement_budget (`float`, *optional*):
-                Maximum number of operations of a row's refinement, as a share of those of the prefill up to its last
+                Maximum number of operations of a row's refinement, relative to those of the prefill up to its last
                 slot; see [`RefinementBudget`]. 0 is no refinement, infinity is no limit.
             slot_bias (`torch.FloatTensor` of shape `(batch, prompt_len)`, *optional*):
-                Beyond the paper: added to the attention logits of text for each position of the prompt; `generate`
-                makes it from `passage_prior`. It does not change how slots attend to each other.
+                Beyond the paper: a number for each position of the prompt, added to the attention logits of text that
+                attends to it. `generate` makes it from `passage_prior`. Slots attend to each other without it.
             is_generated (`bool`, defaults to `False`): Set by `generate` for new tokens, which are never slots.
 
         Raises:
@@ -979,15 +985,15 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         """
         cache = one_cache(past_key_values, cache)
         wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
-        wanted = {name: own for name, own in zip(REFINEMENT_SETTINGS, wanted, strict=True) if own is not None}
+        wanted = {name: value for name, value in zip(REFINEMENT_SETTINGS, wanted, strict=True) if value is not None}
         if not torch.compiler.is_compiling():
             self._check_inputs(input_ids, inputs_embeds, context_embeds, is_generated, wanted)
         has_slots = input_ids is not None and context_embeds is not None
         slot_mask = input_ids == self.config.context_token_id if has_slots else None  # `M_r`, (batch, seq_len)
-        given = inputs_embeds if input_ids is None else input_ids
-        if not has_slots and given is not None and self.training and torch.is_grad_enabled():
-            # Zero gradients instead of none: other processes wait for those of each trained parameter.
-            slot_mask, context_embeds, context_word_ids = self._no_slots(given)
+        text = inputs_embeds if input_ids is None else input_ids
+        if not has_slots and text is not None and self.training and torch.is_grad_enabled():
+            # Gradients of zero instead of none: other processes wait for those of each trained parameter.
+            slot_mask, context_embeds, context_word_ids = self._no_slots(text)
         if slot_mask is not None:
             of_slots = (context_embeds, context_word_ids, context_passage_ids)
             kwargs["slots"], attention_mask, position_ids = self._prepare_slots(
@@ -1015,11 +1021,11 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             recursion_depth=kwargs["slots"].stacked_depths(len(self.decoder_layers)) if has_slots else None,
         )
 
-    def _no_slots(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _no_slots(self, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The slot mask, embeddings and words of an input (batch, seq_len, ...) without slots."""
-        slot_mask = torch.zeros(given.shape[:2], dtype=torch.bool, device=given.device)  # (batch, seq_len)
-        embeds = torch.zeros(len(given), 0, self.config.encoder_hidden_size, device=given.device)
-        return slot_mask, embeds, slot_mask.new_zeros(len(given), 0, 1).long() if self.config.word_parts else None
+        slot_mask = torch.zeros(text.shape[:2], dtype=torch.bool, device=text.device)  # (batch, seq_len)
+        embeds = torch.zeros(len(text), 0, self.config.encoder_hidden_size, device=text.device)
+        return slot_mask, embeds, slot_mask.new_zeros(len(text), 0, 1).long() if self.config.word_parts else None
 
     def _check_inputs(
         self,
@@ -1029,16 +1035,16 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         is_generated: bool,
         wanted: dict[str, Any],
     ) -> None:
-        """Checks the gates' settings of a call, and the tokens of its input before its slots are looked for. Compiled
-        code leaves this out. Of a generated token nothing is read: the host would wait for the device."""
-        if wanted:  # the configuration has checked its own
+        """Check the gates' settings of a call, and the tokens of its input before its slots are searched. Compiled code
+        checks nothing. A generated token is not checked, because the host would wait for the device."""
+        if wanted:  # the settings of the configuration were checked
             check_gates(**wanted)
         slot_id = self.config.context_token_id
         if input_ids is None:
             if context_embeds is not None:
                 raise ValueError(
-                    "Got `context_embeds` without `input_ids`. Slots are found by their context tokens: pass "
-                    f"`input_ids` with `context_token_id` {slot_id} where the slots are."
+                    "Got `context_embeds` without `input_ids`, which say where the slots are. Pass `input_ids` with "
+                    f"the `context_token_id` {slot_id} for each slot."
                 )
             return
         if context_embeds is None and is_generated:
@@ -1047,12 +1053,12 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if context_embeds is None:
             if (is_slot := input_ids == slot_id).any():
                 raise ValueError(
-                    f"Found {int(is_slot.sum())} context tokens (id {slot_id}) in `input_ids` but no `context_embeds`. "
+                    f"Got {int(is_slot.sum())} context tokens (id {slot_id}) in `input_ids`, but no `context_embeds`. "
                     "Pass the embeddings of the slots, as the processor returns them."
                 )
         if inputs_embeds is not None:
             raise ValueError(
-                "Got `inputs_embeds` and `input_ids`. Pass one of them; a prompt with slots needs `input_ids`."
+                "Got both `inputs_embeds` and `input_ids`. Pass one of them; a prompt with slots needs `input_ids`."
             )
 
     def _prepare_slots(
@@ -1067,7 +1073,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         wanted: dict[str, Any],
     ) -> tuple[Slots, torch.Tensor | None, torch.LongTensor | None]:
         """The slots of a forward, with the mask and the positions of its prompt; `wanted` are the
-        `REFINEMENT_SETTINGS` of the call. Compiled code checks nothing, and has no numbers of the host."""
+        `REFINEMENT_SETTINGS` of the call. Compiled code checks nothing, and contains no Python numbers."""
         are_independent = self.config.passage_attention == "separate" and context_passage_ids is not None
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
@@ -1110,7 +1116,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         context_embeds: torch.FloatTensor,
         context_word_ids: torch.LongTensor | None,
     ) -> torch.Tensor:
-        """`H^(0,0)` (Eq. 2): projected embeddings on slots, frozen ones elsewhere, (batch, seq_len, hidden)."""
+        """`H^(0,0)` (Eq. 2): projected embeddings on slots, frozen ones on text, (batch, seq_len, hidden)."""
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids.masked_fill(slot_mask, 0))  # (batch, seq_len, hidden)
         if context_embeds.shape[1] == 0:  # the sum is 0, and gives trained parameters a gradient of 0
@@ -1127,13 +1133,13 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if not self.config.word_parts:
             return self.projector(context_embeds)
         embeddings, projector = self.get_input_embeddings(), self.projector
-        with _fetched(embeddings), _fetched(projector):  # this reads weights without a call of their modules
+        with _fetched(embeddings), _fetched(projector):  # weights are used without a call of their modules
             part_embeds = projector.average_words(context_word_ids, embeddings.weight)
         return projector(context_embeds, part_embeds)
 
 
 def _fetched(module: nn.Module) -> contextlib.AbstractContextManager:
-    """Context in which the weights of a module that may be offloaded are on the device where it computes."""
+    """Context in which the weights of a module, which may be offloaded, are on the device where it computes."""
     if all(not weight.is_meta for weight in module.parameters(recurse=False)):
         return contextlib.nullcontext()
     from accelerate.utils import align_module_device
@@ -1147,16 +1153,16 @@ NO_MATCH = (1.0, 0.0, 0.0)
 
 class AnswerabilityHead(nn.Module):
     """Logistic regression on states of a prompt's last token, for how likely its passages contain an answer: the
-    middle layers of a frozen model show whether it has found one. `train/confidence.py` fits it; it is not trained with
-    the aligner, and is in float32 like it.
+    states of the middle layers of a frozen model show whether it has found an answer. `train/confidence.py` fits the
+    head; it is not trained with the aligner, and is in float32 like the aligner.
 
-    `match` are the weights of these log-odds, of the score of how well the passages match the question's words
-    (MaxSim), and of 1; (1, 0, 0) before it is fitted.
+    `match` are three numbers that combine the log-odds of the regression with the late-interaction (MaxSim) score of
+    question and passages: the weights of both, and an offset; (1, 0, 0) before they are fitted.
     """
 
     def __init__(self, num_layers: int, hidden_size: int):
         super().__init__()
-        # Buffers, not parameters: no optimizer, stage, sharding or quantizer may take them. Loading keeps their type.
+        # Buffers, not parameters: no optimizer, stage, sharding or quantizer may change them. Loading keeps their type.
         self.register_buffer("weight", torch.zeros(num_layers, hidden_size, dtype=torch.float32))
         self.register_buffer("bias", torch.zeros((), dtype=torch.float32))
         self.register_buffer("match", torch.tensor(NO_MATCH, dtype=torch.float32))
@@ -1167,8 +1173,8 @@ class AnswerabilityHead(nn.Module):
             return states.to(self.weight).flatten(1) @ self.weight.flatten() + self.bias
 
     def with_match(self, logits: torch.Tensor, match_scores: Sequence[float] | torch.Tensor) -> torch.Tensor:
-        """Log-odds (batch,) from the head's logits and the `match_scores` (rows,). With beams and samples one score
-        serves several logits in a row. A NaN score, for texts without words, changes nothing."""
+        """Log-odds (batch,) from the head's `logits` (batch,) and the `match_scores` (rows,). With beams and samples,
+        successive logits share a score. A NaN score, for texts without words, changes nothing."""
         scores = torch.as_tensor(match_scores, dtype=logits.dtype, device=logits.device)
         if scores.numel() == 0:
             return logits
@@ -1177,7 +1183,7 @@ class AnswerabilityHead(nn.Module):
         return torch.where(scores.isnan(), logits, scale * logits + weight * scores + bias)
 
 
-NEUTRAL_PAIR = (1.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # the weight of the log-odds, and those of what texts have in common
+NEUTRAL_PAIR = (1.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # the weights of `pair_features` before they are fitted
 
 
 class MultihopHead(nn.Module):
@@ -1190,15 +1196,17 @@ class MultihopHead(nn.Module):
 
     def __init__(self, encoder_hidden_size: int):
         super().__init__()
-        # Buffers for the reasons of the answerability head.
+        # Buffers for the same reasons as in the answerability head.
         self.register_buffer("weight", torch.zeros(encoder_hidden_size + 2, dtype=torch.float32))
         self.register_buffer("bias", torch.zeros((), dtype=torch.float32))
         self.register_buffer("pair", torch.tensor(NEUTRAL_PAIR, dtype=torch.float32))
 
-    def forward(self, question_embeds: torch.Tensor, num_words: torch.Tensor, odds: torch.Tensor) -> torch.Tensor:
-        """Embeddings of questions from the search encoder (batch, d_r), their numbers of words (batch,) and the `odds`
-        of their top-ranked passages (batch,), by `top_odds`, to log-odds (batch,)."""
-        features = torch.cat([self.wording(question_embeds, num_words), odds[:, None]], dim=1)  # (batch, d_r + 2)
+    def forward(
+        self, question_embeds: torch.Tensor, num_words: torch.Tensor, answerability_logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Embeddings of questions from the search encoder (batch, d_r), their numbers of words (batch,) and the
+        answerability of their top-ranked passages, by `top_odds` (batch,), to log-odds (batch,)."""
+        features = torch.cat([self.wording(question_embeds, num_words), answerability_logits[:, None]], dim=1)
         with torch.autocast(features.device.type, enabled=False):
             return features.to(self.weight) @ self.weight + self.bias
 
@@ -1208,15 +1216,16 @@ class MultihopHead(nn.Module):
         return torch.cat([question_embeds, num_words.clamp(min=1).log()[:, None]], dim=1)
 
     def pair_logits(self, features: torch.Tensor) -> torch.Tensor:
-        """Features of pairs (pairs, 6), by `pair_features`, to log-odds (pairs,), up to a constant, in their type."""
+        """Features of pairs (pairs, 6), by `pair_features`, to log-odds (pairs,), up to a constant, in the dtype of the
+        features."""
         with torch.autocast(features.device.type, enabled=False):
             return features @ self.pair.to(features)
 
 
 # The frozen head and the loss (Eq. 10)
 def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    """Positions of `hidden_states` (batch, seq_len, hidden) to compute logits for: a number of last ones (0: all), or a
-    tensor of positions, (positions,) for all rows or (batch, positions)."""
+    """The positions of `hidden_states` (batch, seq_len, hidden) for which logits are computed. `logits_to_keep` is a
+    number of last positions (0: all), or a tensor of positions, (positions,) for all rows or (batch, positions)."""
     if isinstance(logits_to_keep, int):
         return hidden_states[:, -logits_to_keep:]
     if logits_to_keep.dim() == 2:
@@ -1225,8 +1234,8 @@ def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tens
 
 
 def postprocess_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
-    """Apply the backbone's function of logits after the head: Cohere scales, Granite divides, HyperCLOVA X multiplies,
-    Gemma 2 and 3 cap softly."""
+    """Change the logits after the head as the backbone does: Cohere and HyperCLOVA X multiply, Granite divides, Gemma 2
+    and 3 limit them by tanh."""
     if (scale := getattr(config, "logit_scale", None)) is not None:
         logits = logits * scale
     if (scaling := getattr(config, "logits_scaling", None)) is not None:
@@ -1236,14 +1245,14 @@ def postprocess_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.
     return logits
 
 
-# Rows of logits that are in memory at a time: 50 MB for a vocabulary of 49,152.
+# Rows of logits that are in memory together: 50 MB in float32 for a vocabulary of 49,152.
 HEAD_ROWS = 256
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Loss through the frozen head that computes the gradient for the hidden states in the forward pass, a few rows at
-    a time. So the logits of all rows are never in memory together. On CPUs logits and softmax cost more than all
-    decoder layers of a small backbone; on GPUs they take most of the memory."""
+    """Loss through the frozen head that computes the gradient for the hidden states in the forward pass, `HEAD_ROWS`
+    rows at a time, so that the logits of all rows are never in memory together. On CPUs, logits and softmax take longer
+    than all decoder layers of a small backbone; on GPUs, they take most of the memory."""
 
     @staticmethod
     def forward(ctx, hidden_states, targets, head, text_config):
@@ -1264,7 +1273,7 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_total):
         (gradient,) = ctx.saved_tensors
-        # In float32 at least: a scaler's factor may be more than float16 holds.
+        # In float32 at least: the factor of a gradient scaler may be too large for float16.
         return (gradient.to(d_total.dtype) * d_total).to(gradient.dtype), None, None, None
 
 
@@ -1275,12 +1284,12 @@ def head_nll(
     (rows, hidden). It cannot be differentiated twice.
 
     Raises:
-        `ValueError`: a head that is trained: it gets no gradient here.
+        `ValueError`: a head that is trained, because this function gives it no gradient.
     """
     if any(parameter.requires_grad for parameter in head.parameters()):
         raise ValueError(
-            "`skip_logits=True` computes no gradient for the head, but the head is to be trained. Freeze the head, or "
-            "leave `skip_logits` out."
+            "`skip_logits=True` computes no gradient for the head, but the head requires one. Freeze the head, or "
+            "leave out `skip_logits`."
         )
     return _HeadLoss.apply(hidden_states, targets, head, text_config)
 
@@ -1305,19 +1314,19 @@ def check_slots_after_cache(
     context_passage_ids: torch.LongTensor | None,
     wanted: dict[str, Any],
 ) -> None:
-    """Raises `ValueError` for slots after cached text if that differs from one prefill of both; `wanted` are
+    """Raise `ValueError` for slots after cached text, if the result would differ from one prefill of both. `wanted` are
     the `REFINEMENT_SETTINGS` of the call."""
     if rows.slot_rows.shape[0] == 0 or cache is None or cache.get_seq_length() == 0:
         return
     if config.refines(**wanted):
-        reason = "refinement needs the deeper states of earlier tokens, which a cache does not hold"
+        reason = "refinement needs the deeper states of earlier tokens, which are not in a cache"
     elif config.passage_attention == "separate" and context_passage_ids is not None:
         reason = "the slots of several passages need the positions of the whole prompt"
     else:
         return
     raise ValueError(
-        f"Found slots after {cache.get_seq_length()} cached tokens, but {reason}. Start with an empty cache, or pass "
-        "only text after slots that are cached already."
+        f"The input has slots after {cache.get_seq_length()} cached tokens, but {reason}. Start with an empty cache, "
+        "or pass only the text after slots that are in the cache."
     )
 
 
@@ -1345,7 +1354,7 @@ class SlotGenerationMixin(GenerationMixin):
         passage_prior: torch.FloatTensor | None,
     ) -> torch.FloatTensor | None:
         """The `slot_bias` (batch, seq_len) of `forward` for a prompt whose passages have the `passage_prior` (batch,
-        num_passages) of `generate`; `None` without one."""
+        num_passages) of `generate`; `None` without a prior."""
         if passage_prior is None:
             return None
         is_slot = input_ids == self.config.context_token_id
@@ -1353,7 +1362,7 @@ class SlotGenerationMixin(GenerationMixin):
 
     def passage_cache(self, processor, **options):
         """A cache of per-passage keys and values, shared across questions: a [`PassageCache`], with its options."""
-        return processor.passage_cache(self, **options)  # the processor's code: only it reads passages
+        return processor.passage_cache(self, **options)  # through the processor, whose code encodes passages
 
     def slot_prefix_store(self, processor, **options):
         """The name of `passage_cache` in version 0.2."""
@@ -1389,7 +1398,8 @@ class SlotGenerationMixin(GenerationMixin):
             **{CACHE: cache},
             **kwargs,
         )
-        # Slots are computed once, with the prompt. A generated token is not searched for slots: the host would wait.
+        # Slots are computed once, with the prompt. A generated token is never a slot, which the host knows without
+        # waiting for the device.
         new_ids = model_inputs.get("input_ids")
         if slot_bias is not None:
             model_inputs["slot_bias"] = slot_bias
@@ -1415,18 +1425,19 @@ class SlotGenerationMixin(GenerationMixin):
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
     def generate(self, inputs=None, *args, **kwargs):
-        """`GenerationMixin.generate`. The context token is never generated and no logits processor sees it. Pass
-        `prefill=`, a [`PrefillOutputs`], to get refinement steps and answerability before the first token.
+        """Generate text as `GenerationMixin.generate`. The context token is never generated, and logits processors do
+        not get it. Pass `prefill=`, a [`PrefillOutputs`], to get refinement steps and answerability before the first
+        token.
 
-        How slots are refined can be set for a call: `gate_mode`, `gate_threshold`, `max_refinement_steps` instead of
-        the configuration's, and `refinement_budget`, the maximum number of operations as a share of the prefill up to
-        the last slot. Slots that are already in the cache are not changed; a warning says so.
+        The refinement of slots can be set for a call: `gate_mode`, `gate_threshold`, `max_refinement_steps` instead of
+        the configuration's, and `refinement_budget`, the maximum number of operations relative to the prefill up to the
+        last slot. Slots that are already in the cache are not changed; a warning says so.
 
-        Several independent passages can be weighed: `passage_prior` (batch, num_passages) is added to the attention
+        Several independent passages can be weighted: `passage_prior` (batch, num_passages) is added to the attention
         logits of the text after the slots for the slots of each passage.
 
         Raises:
-            `ValueError`: `prefill_chunk_size`, since slots are refined together with all text before them; an invalid
+            `ValueError`: `prefill_chunk_size`, because slots are refined together with all text before them; an invalid
                 setting of the gates or budget; a `passage_prior` that does not fit the passages or the attention.
         """
         input_ids, mask = kwargs.get("input_ids", inputs), kwargs.get("attention_mask")
@@ -1442,20 +1453,22 @@ class SlotGenerationMixin(GenerationMixin):
             if kwargs.get("context_embeds") is None and cache is None:  # text alone
                 check_length(input_ids.shape[1], "The prompt", self.config.text_config)
         if not (mask is None or isinstance(mask, dict) or isinstance(mask, torch.Tensor) and mask.dim() > 1):
-            found = f" of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else ""
-            raise ValueError(f"`attention_mask` is a {type(mask).__name__}{found}; expected a tensor (batch, seq_len).")
+            shape = f" of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else ""
+            raise ValueError(
+                f"`attention_mask` is a {type(mask).__name__}{shape}; expected a tensor of shape (batch, seq_len)."
+            )
         if settings := {name: kwargs[name] for name in REFINEMENT_SETTINGS if kwargs.get(name) is not None}:
             check_gates(**settings)
             if self._has_read_slots(input_ids, cache):
                 logger.warning_once(
-                    f"{', '.join(f'`{name}`' for name in settings)} of `generate` does not change slots that are "
-                    "already in `past_key_values`. Pass gate settings to `prepare` of the passage cache instead."
+                    f"{', '.join(f'`{name}`' for name in settings)} of `generate` cannot change slots that are already "
+                    "in `past_key_values`. Pass these settings to `prepare` of the passage cache instead."
                 )
         generation_config = kwargs.get("generation_config") or self.generation_config
         if kwargs.get("prefill_chunk_size", generation_config.prefill_chunk_size) is not None:
             raise ValueError(
                 "`prefill_chunk_size` is set, but a prompt with slots cannot be prefilled in chunks: slots are refined "
-                "together with all text before them. Leave it unset; a compressed prompt is short."
+                "together with all text before them. Leave it out; a compressed prompt is short."
             )
         if (passage_prior := kwargs.pop("passage_prior", None)) is not None:
             kwargs["slot_bias"] = self.slot_bias(input_ids, kwargs.get("context_passage_ids"), passage_prior)
@@ -1486,7 +1499,7 @@ class SlotGenerationMixin(GenerationMixin):
 
 
 class _BlindToSlots(LogitsProcessorList):
-    """Shows processors a prompt whose slots repeat the first text token of the row, so that no slot is penalized."""
+    """Gives processors a prompt whose slots repeat the first text token of the row, so that no slot is penalized."""
 
     def __init__(self, processors: LogitsProcessorList, context_token_id: int):
         super().__init__(processors)
@@ -1497,7 +1510,7 @@ class _BlindToSlots(LogitsProcessorList):
 
 
 class _CandidatesBlindToSlots(CandidateGenerator):
-    """Look up candidates in a prompt whose slots repeat the row's first text token, so that none is a slot."""
+    """Searches candidates in a prompt whose slots repeat the row's first text token, so that none is a slot."""
 
     def __init__(self, candidates: CandidateGenerator, context_token_id: int):
         self.candidates = candidates
@@ -1505,19 +1518,19 @@ class _CandidatesBlindToSlots(CandidateGenerator):
 
     def get_candidates(self, input_ids: torch.LongTensor):
         text_ids = text_for_slots(input_ids, self.context_token_id)
-        found, scores = self.candidates.get_candidates(text_ids)
-        return torch.cat([input_ids, found[:, input_ids.shape[1] :]], dim=1), scores
+        candidates, scores = self.candidates.get_candidates(text_ids)
+        return torch.cat([input_ids, candidates[:, input_ids.shape[1] :]], dim=1), scores
 
     def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
         self.candidates.update_candidate_strategy(input_ids, scores, num_matches)
 
 
 def check_finite(logits: torch.Tensor) -> None:
-    """Refuses `logits` (batch, kept, vocab_size) of a prompt whose last ones are not finite."""
+    """Refuse `logits` (batch, kept, vocab_size) of a prompt that are not finite at the last position."""
     if not torch.isfinite(logits[:, -1]).all():
         raise ValueError(
-            "The logits contain NaN or infinite values; expected finite ones. In float16, values above 65,504 "
-            "overflow: load the model with `dtype=torch.bfloat16` or `torch.float32`. Otherwise check "
+            "The logits contain NaN or infinite values; expected finite ones. Values above 65,504 overflow in float16. "
+            "Load the model with `dtype=torch.bfloat16` or `torch.float32`; if that does not help, check "
             "`context_embeds`."
         )
 
@@ -1555,20 +1568,21 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
 
     @property
     def device(self) -> torch.device:
-        """As of any model; of an offloaded one the device where it computes, because its weights are on "meta"."""
-        if (found := super().device).type != "meta":
-            return found
+        """The device of the weights; of an offloaded model, whose weights are on "meta", the device where it
+        computes."""
+        if (device := super().device).type != "meta":
+            return device
         first = self.model.projector.up
         with _fetched(first):
             return first.weight.device
 
     def set_answerability_layers(self, layers: list[int] | None) -> None:
-        """Give the model a new answerability head, which is neutral until it is fitted, for the states of these layers,
-        or remove it (`None`). Call it after training, because different weights have different states. The multi-hop
-        head is removed, because it was fitted to the former one.
+        """Give the model a new answerability head for the states of these layers, which is neutral until it is fitted,
+        or remove the head (`None`). Call this after training, because training changes the states. The multi-hop head
+        is removed, because it was fitted to the former answerability head.
 
         Raises:
-            `ValueError`: layers that the backbone does not have, or not in ascending order.
+            `ValueError`: layers that the backbone does not have, or that are not in ascending order.
         """
         config = self.config
         check_answerability_layers(layers, config.text_config.num_hidden_layers)
@@ -1582,7 +1596,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             self.answerability_head = head.to(self.lm_head.weight.device)
 
     def set_multihop_head(self, is_used: bool) -> None:
-        """Give the model a new multi-hop head, which is neutral until it is fitted, or remove it.
+        """Give the model a new multi-hop head, which is neutral until it is fitted, or remove the head.
 
         Raises:
             `ValueError`: a model without an answerability head, which the multi-hop head needs.
@@ -1615,20 +1629,21 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         Args:
             input_ids, context_embeds, context_word_ids, context_passage_ids: As for [`ArcAlignerModel`].
             labels (`torch.LongTensor` of shape `(batch, seq_len)`, *optional*):
-                Targets of the NLL (Eq. 10) of all three stages; -100 is ignored, and so is a context token.
-            logits_to_keep (`int` or `torch.Tensor`, defaults to 0): Last positions to compute logits for, 0 for all.
+                Targets of the NLL (Eq. 10) of all three stages; -100 and context tokens are ignored.
+            logits_to_keep (`int` or `torch.Tensor`, defaults to 0):
+                The number of last positions that get logits, 0 for all; or a tensor of positions.
             skip_logits (`bool`, defaults to `False`):
-                With `labels`, compute only the loss: the frozen head computes some labeled positions at a time, and the
-                output has no logits. For training.
+                With `labels`, compute only the loss: the frozen head computes `HEAD_ROWS` labeled positions at a time,
+                and the output has no logits. For training.
             only_answerability (`bool`, defaults to `False`):
-                Compute `answerability_logits` only: the layers above the last one that they need are skipped, and a
-                cache that is passed cannot be continued.
+                Compute `answerability_logits` only: the layers above the last one that they need are skipped, so the
+                cache of this call cannot be continued.
             kwargs: `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget` and `cache` of
-                [`ArcAlignerModel`], and what the backbone takes.
+                [`ArcAlignerModel`], and arguments of the backbone.
 
         Raises:
-            `ValueError`: `only_answerability` of a model without an answerability head; a prompt that float16 cannot
-                hold.
+            `ValueError`: `only_answerability` with a model without an answerability head; a prompt whose states or
+                logits overflow in float16.
         """
         is_prefill = not (self.training or skip_logits or kwargs.get("is_generated"))
         layer_states = None
@@ -1681,8 +1696,8 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
     def _new_layer_states(self, only_answerability: bool) -> LayerStates:
         if self.answerability_head is None:
             raise ValueError(
-                "`only_answerability` needs an aligner with an answerability head, but this one's "
-                "`config.answerability_layers` is None. Fit it with `python -m arcaligner.train.confidence`."
+                "`only_answerability` needs an aligner with an answerability head, but `config.answerability_layers` "
+                "of this one is None. Fit the head with `python -m arcaligner.train.confidence`."
             )
         return LayerStates(self.config.answerability_layers, only_answerability)
 
@@ -1695,7 +1710,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         """The mean NLL (Eq. 10) of the labeled positions; `hidden_states` (batch, seq_len, hidden)."""
         targets = labels[:, 1:].flatten()  # (batch * (seq_len - 1),)
         is_target = (targets != -100) & (targets != self.config.context_token_id)
-        places = is_target.nonzero()[:, 0]  # (num_targets,), found once: the host waits for the device
+        places = is_target.nonzero()[:, 0]  # (num_targets,), computed once, because the host waits for the device
         predicting = hidden_states[:, :-1].flatten(0, 1).index_select(0, places)  # (num_targets, hidden)
         nll = head_nll(predicting, targets.index_select(0, places), self.lm_head, self.config.text_config)
         return nll / (is_target.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
@@ -1711,16 +1726,16 @@ def check_ids(
     others: tuple[int, ...] = (),
     shape: str = "(batch, seq_len)",
 ) -> None:
-    """Raises `ValueError` unless `ids` are whole numbers of as many dimensions as `shape` and, with `vocab_size`, ids
-    below it or among `others`. Values are not checked on an accelerator: reading them would make the host wait."""
+    """Raise `ValueError` unless `ids` are whole numbers with as many dimensions as `shape` and, with `vocab_size`, ids
+    below it or among `others`. On an accelerator values are not checked, because the host would wait for them."""
     is_tensor = isinstance(ids, torch.Tensor) and ids.layout == torch.strided and not ids.is_meta
     is_whole = is_tensor and not ids.is_floating_point() and not ids.is_complex()
-    if vocab_size is not None:  # of the types that a table can be read with
+    if vocab_size is not None:  # an embedding table takes two dtypes
         is_whole = is_whole and ids.dtype in (torch.int32, torch.int64)
     if not is_whole or ids.dim() != shape.count(",") + 1:
-        found = f" {ids.dtype}, {ids.layout}, of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else ""
+        kind = f" {ids.dtype}, {ids.layout}, of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else ""
         whole = "whole numbers" if vocab_size is None else "int64 or int32"
-        raise ValueError(f"{name} is a {type(ids).__name__}{found}; expected a dense tensor of {whole} {shape}.")
+        raise ValueError(f"{name} is a {type(ids).__name__}{kind}; expected a dense tensor of {whole} {shape}.")
     if vocab_size is None or ids.device.type != "cpu" or torch.compiler.is_compiling():
         return
     is_unknown = (ids < 0) | (ids >= vocab_size)
@@ -1734,7 +1749,7 @@ def check_ids(
 
 
 def check_context_embeds(config: ArcAlignerConfig, slot_mask: torch.Tensor, context_embeds) -> None:
-    """Raises `ValueError` unless `context_embeds` is (batch, max_slots, encoder_hidden_size), for the rows of
+    """Raise `ValueError` unless `context_embeds` is (batch, max_slots, encoder_hidden_size), for the rows of
     `slot_mask` (batch, seq_len)."""
     width = config.encoder_hidden_size
     kind = context_embeds.dtype if isinstance(context_embeds, torch.Tensor) else type(context_embeds).__name__
@@ -1747,24 +1762,24 @@ def check_context_embeds(config: ArcAlignerConfig, slot_mask: torch.Tensor, cont
         )
     if context_embeds.shape[2] != width:
         raise ValueError(
-            f"`context_embeds` is {context_embeds.shape[2]} wide but the projector takes `encoder_hidden_size` "
-            f"{width}. Use the encoder the aligner was trained with: {config.encoder_name_or_path}."
+            f"`context_embeds` is {context_embeds.shape[2]} wide; expected the `encoder_hidden_size` {width} of the "
+            f"aligner. Use the encoder that the aligner was trained with: {config.encoder_name_or_path}."
         )
 
 
 def check_word_ids(config: ArcAlignerConfig, context_embeds: torch.Tensor, context_word_ids) -> None:
-    """Raises `ValueError` unless `context_word_ids` is (batch, max_slots, max_words), if the aligner uses them."""
+    """Raise `ValueError` unless `context_word_ids` is (batch, max_slots, max_words), if the aligner uses them."""
     if not config.word_parts:
         if context_word_ids is not None:
             raise ValueError(
-                "Got `context_word_ids`, but `config.word_parts` is 0: this aligner uses no token ids. Leave them "
-                "out, or use the processor of its checkpoint."
+                "Got `context_word_ids`, but this aligner uses no token ids: `config.word_parts` is 0. Leave out "
+                "`context_word_ids`, or use the processor of this checkpoint."
             )
         return
     if context_word_ids is None:
         raise ValueError(
-            f"`context_word_ids` is missing: with `config.word_parts` {config.word_parts} a slot also needs the token "
-            "ids of its text. Pass what the processor of this checkpoint returns."
+            f"`context_word_ids` is missing, but `config.word_parts` is {config.word_parts}: a slot also needs the "
+            "token ids of its text. Pass those that the processor of this checkpoint returns."
         )
     expected = f"({context_embeds.shape[0]}, {context_embeds.shape[1]}, max_words)"
     check_ids(context_word_ids, "`context_word_ids`", config.text_config.vocab_size, (-1,), expected)

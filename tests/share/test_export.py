@@ -97,11 +97,11 @@ def copy_more(stage):
 )
 def test_results_follow_the_weights(stages, measured, change):
     """Results enter the card, and are removed when the weights change."""
-    assert "removed" not in export_to(measured, stages).output
+    assert "Removed" not in export_to(measured, stages).output
     assert json.loads((measured / "results.json").read_text()) == RESULTS
     assert "| **slots** | segment | 9.7 |" in (measured / "README.md").read_text()
     change(stages / "3_gating")
-    assert "removed" in export_to(measured, stages).output
+    assert "Removed" in export_to(measured, stages).output
     assert not (measured / "results.json").exists() and "9.7" not in (measured / "README.md").read_text()
 
 

@@ -161,8 +161,8 @@ def refusal(status: int) -> HfHubHTTPError:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        ("create_repo", refusal(401), "may not write to `someone/aligner` (401)"),
-        ("create_commit", refusal(404), "may not write to `someone/aligner` (404)"),
+        ("create_repo", refusal(401), "may not write to `someone/aligner` (status 401)"),
+        ("create_commit", refusal(404), "may not write to `someone/aligner` (status 404)"),
         ("create_commit", refusal(500), "was interrupted (HfHubHTTPError"),
         ("create_commit", HTTPError("no route"), "was interrupted (HTTPError: no route)"),
         ("create_commit", RuntimeError("upload"), "was interrupted (RuntimeError: upload)"),
@@ -218,4 +218,4 @@ def test_invalid_push_is_refused_early(fake_hub, push, repo_id, monkeypatch):
     monkeypatch.setattr(hub, "get_token", lambda: None)
     code, _, err = push(repo_id=repo_id)
     assert code == 1 and repo_id in err and fake_hub.calls == []
-    assert ("There is no token for" in err and "/settings/tokens" in err) == (repo_id == REPO)
+    assert ("No Hub token was found" in err and "/settings/tokens" in err) == (repo_id == REPO)

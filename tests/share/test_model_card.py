@@ -42,8 +42,8 @@ RESULT_TABLE = """\
 TRAINING = """\
 | paragraphs of Wikipedia | wikimedia/wikipedia | CC BY-SA 3.0 and GFDL | reconstruction |
 | HotpotQA | hotpotqa/hotpot_qa | CC BY-SA 4.0 | grounding |
-| mine.parquet | mine.parquet | not known | grounding |
-| someone/questions | someone/questions | see there | grounding |
+| mine.parquet | mine.parquet | unknown | grounding |
+| someone/questions | someone/questions | see its page on the Hub | grounding |
 
 Stages: reconstruction, grounding. All settings are in `recipe.yaml`.
 """
@@ -105,7 +105,7 @@ def test_card_installs_the_requirements():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("results.json", "{", "results.json does not contain results of an evaluation .* Expected .*Write them"),
+        ("results.json", "{", "results.json does not contain results of an evaluation .*; expected .*Write the file"),
         ("results.json", '{"sets": {"NQ": {"methods": {"arcaligner": {"f1": 3.0}}}}}', "does not contain results"),
         ("results.json", '{"sets": []}', "does not contain results"),
         ("recipe.yaml", "stage: a\n---\nstage: [", "(?s)recipe.yaml does not contain recipes.*Correct or remove"),

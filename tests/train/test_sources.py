@@ -44,7 +44,7 @@ BAD_LINES = {
     '{"answers": "Ada"}': r"""line 2: `answers` is 'Ada' \(str\); expected a list of strings, such as \["...\"]""",
     '{"answers": ["Ada", 7]}': r"line 2: `answers\[1\]` is 7 \(int\); expected a string\.",
     '{"question": 7, "answers": []}': r"line 2: `question` is 7 \(int\); expected a string\.",
-    '{"meta": {"gold": [1]}}': r"line 2: `meta.gold` \[1\] names passages that do not exist; the row has 0 passages",
+    '{"meta": {"gold": [1]}}': r"line 2: `meta.gold` is \[1\]; expected numbers of passages, from 0, and the row has 0",
     '{"meta": 1}': r"line 2: `meta` is 1 \(int\); expected an object such as",
 }
 
@@ -215,5 +215,5 @@ def test_unknown_rows_are_refused(tmp_path):
 def test_data_folder_is_searched(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", question_rows(2))
     assert list(open_corpus("rows.jsonl", data_dir=str(tmp_path))) == list(open_corpus(path, data_dir="elsewhere"))
-    with pytest.raises(FileNotFoundError, match="no file elsewhere/rows.jsonl.*`data_dir`, which is 'elsewhere': set"):
+    with pytest.raises(FileNotFoundError, match="no file elsewhere/rows.jsonl.*`data_dir`, which is 'elsewhere'. Set"):
         open_corpus("rows.jsonl", data_dir="elsewhere")

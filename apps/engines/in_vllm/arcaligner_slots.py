@@ -1,24 +1,27 @@
-"""Precomputed passages of ArcAligner in an unmodified vLLM: requests begin with slots, whose keys and values are files.
+"""Precomputed passages of ArcAligner in an unmodified vLLM: prompts begin with slots, whose keys and values are in
+files.
 
     ARCALIGNER_PASSAGES=FOLDER PYTHONPATH=apps/engines/in_vllm python -m vllm.entrypoints.openai.api_server \
         --model BASE_MODEL --logits-processors arcaligner_slots:SlotsLogitsProcessor --kv-transfer-config \
         '{"kv_connector": "SlotsConnector", "kv_connector_module_path": "arcaligner_slots",
           "kv_role": "kv_consumer", "kv_load_failure_policy": "fail"}'
 
-Each worker keeps up to 1 GiB of the passages that it read in memory; a different number of bytes is
-`"kv_connector_extra_config": {"passage_bytes": 0}`.
+Each worker keeps up to 1 GiB of the passages that it has read in memory. To set another number of bytes, add
+`"kv_connector_extra_config": {"passage_bytes": 0}` to `--kv-transfer-config`.
 
-This file needs only vLLM, torch and safetensors, and no other file of ArcAligner. A request of `/v1/completions` has as
-ids the text before the slots, any id for each slot, and the text after them, and in addition
+This file needs only vLLM, torch and safetensors, and no other file of ArcAligner. The prompt of a request of
+`/v1/completions` is a list of ids: those of the text before the slots, any id for each slot, and those of the text
+after the slots. In addition, the request has
 
     "kv_transfer_params": {"slots": [[KEY, number of slots], ...], "copy": ...}, "cache_salt": salt_of(slots)
 
-KEY.safetensors in FOLDER are the text before the slots, then each passage in order, repeated ones too; their layout is
-in docs/formats.md. `copy`, which is optional, is for copy-biased decoding.
+Each KEY names a file KEY.safetensors in FOLDER: first that of the text before the slots, then that of each passage, in
+order; a passage that occurs twice is named twice. docs/formats.md describes the files. `copy`, which is optional, is
+for copy-biased decoding.
 
-A request that does not fit fails; it is never answered without its passages. Faults that the files alone show are
-refused by [`SlotsLogitsProcessor`], status 400, before the engine has the request. Faults that also depend on the
-prompt and the base model fail in the engine, which logs the reason.
+A request that does not fit fails; it is never answered without its passages. If the files are faulty or do not belong
+together, [`SlotsLogitsProcessor`] refuses the request with status 400, before it reaches the engine. If they do not fit
+the prompt or the base model, the request fails in the engine, and vLLM's log has the reason.
 
 Shapes: a file's `keys_values` is (num_layers, 2, key_value_heads, num_slots, head_dim).
 """
@@ -38,7 +41,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load
+from safetensors.torch import load as load_tensors
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -52,12 +55,12 @@ from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 logger = logging.getLogger("vllm.arcaligner")
 
-FOLDER = "ARCALIGNER_PASSAGES"  # the variable that names the folder of the files
+FOLDER = "ARCALIGNER_PASSAGES"  # the environment variable that names the folder of the files
 FORMAT, NAME = "arcaligner-passage-3", "keys_values"
-PASSAGE_BYTES = 2**30  # of each worker, for cached passages; `passage_bytes` of `kv_connector_extra_config`
+PASSAGE_BYTES = 2**30  # memory of each worker for cached passages, unless `passage_bytes` is set
 READERS = 4  # threads that read files
-# Backbones whose keys can be rotated further, as several independent passages need; others may have interleaved halves,
-# or layers without positions.
+# Types of base models whose keys can be moved to later positions by a rotation, which several independent passages
+# need. Other types may rotate other pairs of values, or have layers without positions.
 ROTATED = ("llama", "mistral", "qwen2", "qwen3")
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # scalings of RoPE with which keys of a prompt depend on its length
 
@@ -72,7 +75,7 @@ def json_digest(value: Any) -> str:
 def salt_of(slots: Sequence[Sequence]) -> str:
     """The `cache_salt` of a request. The ids of slots are arbitrary, so vLLM may share a cached prefix only between
     requests with the same salt."""
-    return json_digest([list(each) for each in slots])
+    return json_digest([list(key_and_count) for key_and_count in slots])
 
 
 class Header(NamedTuple):
@@ -97,18 +100,20 @@ def read_header(key: str) -> Header:
     """The header of the file KEY.safetensors.
 
     Raises:
-        `ValueError`: a file that is not there, broken, of a different format, or not the one that it is named after.
+        `ValueError`: the file is missing, broken, of a different format, or renamed.
     """
     if not isinstance(key, str) or not re.fullmatch("[0-9a-f]{64}", key):
-        raise ValueError(f"{key!r} is not the key of a precomputed passage; expected the 64 digits of a SHA-256.")
+        raise ValueError(
+            f"{key!r} is not the key of a precomputed passage; expected the 64 hexadecimal digits of a SHA-256."
+        )
     return _read_header(path_of(key), *stamp_of(key))
 
 
 def stamp_of(key: str) -> tuple[int, int]:
-    """Time of the last write and size of a file; they change if it is written again.
+    """The time of the last write and the size of a file, which show whether it was written again.
 
     Raises:
-        `ValueError`: a file that is not there.
+        `ValueError`: the file is missing.
     """
     path = path_of(key)
     try:
@@ -123,7 +128,10 @@ def stamp_of(key: str) -> tuple[int, int]:
 
 def path_of(key: str) -> Path:
     if not (folder := os.environ.get(FOLDER)):
-        raise ValueError(f"The variable {FOLDER} is not set. Set it to the folder of precomputed passages.")
+        raise ValueError(
+            f"The environment variable {FOLDER} is not set. Start vLLM with {FOLDER} set to the folder of precomputed "
+            "passages."
+        )
     return _path(folder, key)
 
 
@@ -139,21 +147,23 @@ def _read_header(path: Path, modified: int, size: int) -> Header:
         with safe_open(path, framework="pt") as file:
             metadata, names = file.metadata() or {}, list(file.keys())
             if metadata.get("format") != FORMAT or names != [NAME]:
-                found = metadata.get("format")
-                raise ValueError(f"its format is {found!r} with tensors {names}; expected {FORMAT!r} with {[NAME]}")
+                raise ValueError(
+                    f"its format is {metadata.get('format')!r} with the tensors {names}; expected {FORMAT!r} with "
+                    f"{[NAME]}"
+                )
             tensor = file.get_slice(NAME)
             shape, is_int8 = tuple(tensor.get_shape()), tensor.get_dtype() == "I8"
         if len(shape) != 5:
             raise ValueError(f"its tensor has the shape {shape}; expected (layers, 2, heads, slots, head_dim)")
         if "base_model" not in metadata:
             raise ValueError(
-                "it does not name its base model, as files of version 0.2 do not; expected a file of this version"
+                "it does not name its base model, like files of version 0.2; expected a file of this version"
             )
         fingerprint, base_model = json.loads(metadata["fingerprint"]), json.loads(metadata["base_model"])
         # The name is the digest of everything that the keys and values depend on.
-        own = {name: fingerprint[name] for name in ("prompt", "passages", "has_slots")}
-        shared = {name: value for name, value in fingerprint.items() if name not in own}
-        if json_digest([json_digest(shared), own]) != path.stem:
+        of_passage = {name: fingerprint[name] for name in ("prompt", "passages", "has_slots")}
+        shared = {name: value for name, value in fingerprint.items() if name not in of_passage}
+        if json_digest([json_digest(shared), of_passage]) != path.stem:
             raise ValueError("its name is not the digest of its fingerprint; it may have been renamed")
         return Header(shape, is_int8, fingerprint, base_model, metadata["payload"])
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
@@ -164,9 +174,9 @@ def check_slots(slots: Any) -> list[Header]:
     """The headers of the files of a request.
 
     Raises:
-        `ValueError`: not a list of files with their numbers of slots, or files that do not belong together.
+        `ValueError`: `slots` is not a list of files with their numbers of slots, or the files do not belong together.
     """
-    is_list = isinstance(slots, list) and slots and all(isinstance(each, list) and len(each) == 2 for each in slots)
+    is_list = isinstance(slots, list) and slots and all(isinstance(pair, list) and len(pair) == 2 for pair in slots)
     if not is_list or not all(type(count) is int and count >= 0 for _, count in slots):
         raise ValueError(
             "`slots` is not a list of files; expected [[KEY, number of slots], ...], with the file of the text before "
@@ -182,7 +192,8 @@ def check_slots(slots: Any) -> list[Header]:
     for number, ((key, count), header) in enumerate(zip(slots, headers, strict=True)):
         if count > header.num_slots:
             raise ValueError(
-                f"`slots` asks for {count} slots of the passage {key}; it has {header.num_slots}. Ask for fewer."
+                f"`slots` asks for {count} slots of the passage {key}; expected at most {header.num_slots}, the number "
+                "in its file."
             )
         for name in (
             "prompt",
@@ -194,13 +205,13 @@ def check_slots(slots: Any) -> list[Header]:
         ):
             if header.fingerprint.get(name) != first.fingerprint.get(name):
                 raise ValueError(
-                    f"The passages {slots[0][0]} and {key} do not belong together: their `{name}` differs. Precompute "
-                    "both with one checkpoint and the same settings."
+                    f"The passages {slots[0][0]} and {key} do not belong together: they differ in `{name}`. Precompute "
+                    "both with the same checkpoint and settings."
                 )
         if header.base_model != first.base_model:
             raise ValueError(
                 f"The passages {slots[0][0]} and {key} were computed with different base models. Precompute both with "
-                "one checkpoint."
+                "the same checkpoint."
             )
         if header.fingerprint["has_slots"] != bool(number):
             raise ValueError(
@@ -209,8 +220,8 @@ def check_slots(slots: Any) -> list[Header]:
             )
     if slots[0][1] != first.num_slots:
         raise ValueError(
-            f"`slots` asks for {slots[0][1]} tokens of the text before the passages; expected all {first.num_slots} in "
-            f"its file. Pass {first.num_slots}."
+            f"`slots` asks for {slots[0][1]} tokens of the text before the passages; expected {first.num_slots}, all "
+            "that are in its file."
         )
     if first.fingerprint.get("passage_attention") != "separate" and len(slots) > 2:
         raise ValueError(
@@ -225,8 +236,8 @@ class Passages:
     """
     Keys and values of files. The most recently used ones stay in memory.
 
-    Each use checks the file, so that a lost or replaced one is noticed; its values are compared with their digest when
-    they are read.
+    Each use checks the time and the size of the file, so that a file that was lost or replaced is noticed. Values are
+    compared with their digest when they are read.
 
     Args:
         max_bytes (`int`): Memory for keys and values; 0 caches none.
@@ -239,33 +250,34 @@ class Passages:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="arcaligner-passages")
 
     def read(self, keys: Iterable[str]) -> dict[str, torch.Tensor | ValueError]:
-        """The keys and values of files, each (num_layers, 2, num_slots, heads, head_dim), or the reason why one cannot
-        be used."""
-        found, new = {}, {}
+        """The keys and values of files, each (num_layers, 2, num_slots, heads, head_dim), or the reason why a file
+        cannot be used."""
+        passages, new = {}, {}
         for key in dict.fromkeys(keys):
             try:
                 header, stamp = read_header(key), stamp_of(key)
             except ValueError as error:
-                found[key] = error
+                passages[key] = error
                 continue
             if key in self._kept and self._kept[key][0] == stamp:
                 self._kept.move_to_end(key)
-                found[key] = self._kept[key][1]
+                passages[key] = self._kept[key][1]
             else:
                 new[key] = header, stamp
-        # These threads wait for the disk and compute digests. PyTorch computes elsewhere: it would start more threads.
-        read = self._readers.map(_read_values, new, [header for header, _ in new.values()])
-        for (key, (header, stamp)), values in zip(new.items(), read, strict=True):
-            found[key] = values
+        # The readers wait for the disk and compute digests. They call no operation of PyTorch that computes, because it
+        # would start further threads.
+        values_of_files = self._readers.map(_read_values, new, [header for header, _ in new.values()])
+        for (key, (header, stamp)), values in zip(new.items(), values_of_files, strict=True):
+            passages[key] = values
             if isinstance(values, torch.Tensor):
-                found[key] = self._arranged(values, header)
-                self._keep(key, stamp, found[key])
-        return found
+                passages[key] = self._arranged(values, header)
+                self._keep(key, stamp, passages[key])
+        return passages
 
     def _arranged(self, values: torch.Tensor, header: Header) -> torch.Tensor:
         """The values of a file in the form that an engine's layers take."""
         values = values[:, :, self.heads]
-        if header.is_int8:  # steps, and in the last four bytes the float32 that a step is
+        if header.is_int8:  # the last four bytes of each vector are a float32, the scale of its other numbers
             values = values[..., :-4].float() * values[..., -4:].contiguous().view(torch.float32)
         return values.transpose(2, 3).contiguous()
 
@@ -284,8 +296,8 @@ def _read_values(key: str, header: Header) -> torch.Tensor | ValueError:
     """The tensor of a file, or the reason why it cannot be used."""
     path = path_of(key)
     try:
-        # Read, not mapped: a process that reads a map of a file that another one cuts is killed.
-        values = load(path.read_bytes())[NAME]
+        # Read, not mapped into memory: if another process truncates a mapped file, this process is killed.
+        values = load_tensors(path.read_bytes())[NAME]
         digest = hashlib.sha256(f"{NAME} {values.dtype} {tuple(values.shape)}".encode())
         digest.update(values.contiguous().flatten().view(torch.uint8).numpy())
         if digest.hexdigest() != header.payload:
@@ -305,23 +317,24 @@ def _unusable(path: Path, error: Exception) -> ValueError:
 
 
 def base_model_digest(folder: str | Path) -> str:
-    """The SHA-256 of the decoder in safetensors files, as a passage's `base_model` has it."""
+    """The SHA-256 of the weights of a decoder in safetensors files, as in the `base_model` of a passage's file."""
     names: dict[str, Path] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             names |= dict.fromkeys(file.keys(), path)
-    own = {name.removeprefix("model."): name for name in names if "rotary_emb." not in name}
-    found = hashlib.sha256()
-    for short in sorted(name for name in own if name.startswith(("embed_tokens.", "layers.", "norm."))):
-        with safe_open(names[own[short]], framework="pt") as file:
-            weight = file.get_tensor(own[short])
-        found.update(f"{short} {tuple(weight.shape)}".encode())
-        found.update(weight.to(torch.bfloat16).contiguous().flatten().view(torch.uint8).numpy())
-    return found.hexdigest()
+    full_names = {name.removeprefix("model."): name for name in names if "rotary_emb." not in name}
+    digest = hashlib.sha256()
+    for short in sorted(name for name in full_names if name.startswith(("embed_tokens.", "layers.", "norm."))):
+        name = full_names[short]
+        with safe_open(names[name], framework="pt") as file:
+            weight = file.get_tensor(name)
+        digest.update(f"{short} {tuple(weight.shape)}".encode())
+        digest.update(weight.to(torch.bfloat16).contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def folder_of(model: str, revision: str | None) -> str:
-    """Where the weights of a base model are on this machine."""
+    """The folder with the weights of a base model on this machine."""
     if Path(model).is_dir():
         return model
     from huggingface_hub import snapshot_download
@@ -330,7 +343,7 @@ def folder_of(model: str, revision: str | None) -> str:
 
 
 def inverse_frequencies(config: Any) -> torch.Tensor:
-    """Angle by which RoPE rotates each pair of a key per position, (head_dim / 2,), in float64."""
+    """Angle by which RoPE rotates each pair of values of a key per position, (head_dim / 2,), in float64."""
     rope = config.rope_parameters
     if rope.get("rope_type", "default") != "default":
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -341,17 +354,17 @@ def inverse_frequencies(config: Any) -> torch.Tensor:
 
 
 def turns(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors that move the keys of each slot by its number of `positions`: cosines for the key, and signed sines for
-    the key with its halves swapped, each (num_slots, 1, head_dim)."""
+    """Factors that move the key of each slot by its number of `positions`: cosines, by which the key is multiplied, and
+    signed sines, by which the key with its halves swapped is multiplied; both (num_slots, 1, head_dim)."""
     angles = positions.double()[:, None] * frequencies
     cos, sin = angles.cos().float(), angles.sin().float()
     return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
 
 
-def rotated(keys: torch.Tensor, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Keys (num_slots, heads, head_dim) moved to later positions, by [`turns`]."""
+def rotated(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Keys (num_slots, heads, head_dim) moved to later positions, with the factors of [`turns`]."""
     keys = keys.float()
-    return (keys * own).addcmul_(keys.roll(keys.shape[-1] // 2, dims=-1), other)
+    return (keys * cos).addcmul_(keys.roll(keys.shape[-1] // 2, dims=-1), sin)
 
 
 # The connector
@@ -359,7 +372,8 @@ def rotated(keys: torch.Tensor, own: torch.Tensor, other: torch.Tensor) -> torch
 
 @dataclass
 class Load:
-    """Keys and values to write to the blocks of a request; the first `start` positions are already there."""
+    """Keys and values to write to the blocks of vLLM's cache for a request; the first `start` positions are already
+    there."""
 
     slots: list[list]
     start: int
@@ -369,7 +383,7 @@ class Load:
 @dataclass
 class SlotsMetadata(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
-    refused: set[str] = field(default_factory=set)  # requests that fail
+    refused: set[str] = field(default_factory=set)  # ids of requests that fail
 
 
 class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
@@ -395,10 +409,11 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
                 f"`kv_load_failure_policy` is {policy!r}; expected 'fail', because a request without its passages must "
                 "not be answered. Set it in `--kv-transfer-config`."
             )
-        if not any("SlotsLogitsProcessor" in str(each) for each in vllm_config.model_config.logits_processors or []):
+        processors = vllm_config.model_config.logits_processors or []
+        if not any("SlotsLogitsProcessor" in str(processor) for processor in processors):
             raise ValueError(
-                "vLLM was started without the logits processor that checks requests. Pass `--logits-processors "
-                "arcaligner_slots:SlotsLogitsProcessor`."
+                "vLLM was started without the logits processor that checks requests. Start it with "
+                "`--logits-processors arcaligner_slots:SlotsLogitsProcessor`."
             )
         self._block_size, self._dtype = specs[0].block_size, vllm_config.model_config.dtype
         self._heads = config.num_key_value_heads
@@ -407,14 +422,16 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             model = vllm_config.model_config
             self._base_model = {"weights": base_model_digest(folder_of(model.model, model.revision)), "rope": rope}
-        self._planned: dict[str, int] = {}  # of requests that wait: slots that their files have
         self._refused: dict[str, str] = {}
         self._wanted: dict[str, tuple[list[list], int]] = {}
         self._broken: set[int] = set()
         self._failed: set[str] = set()
-        self._passage_bytes = given = self._kv_transfer_config.get_from_extra_config("passage_bytes", PASSAGE_BYTES)
-        if type(given) is not int or given < 0:
-            raise ValueError(f"`passage_bytes` is {given!r}; expected 0 (keep no passage in memory) or more.")
+        self._passage_bytes = self._kv_transfer_config.get_from_extra_config("passage_bytes", PASSAGE_BYTES)
+        if type(self._passage_bytes) is not int or self._passage_bytes < 0:
+            raise ValueError(
+                f"`passage_bytes` is {self._passage_bytes!r}; expected a whole number, 0 (keep no passage in memory) "
+                "or more."
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -431,43 +448,44 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         except ValueError as error:
             if request.request_id not in self._refused:
                 logger.error("Request %s failed: %s", request.request_id, error)
-            # As if its whole prompt were being loaded, so that none of it is computed; then the worker reports it lost.
+            # Say that the whole prompt will be loaded, so that vLLM computes none of it; then the worker reports that
+            # loading has failed.
             self._refused[request.request_id] = str(error)
             return max(1, request.num_tokens - num_computed_tokens), True
         return max(0, sum(count for _, count in slots) - num_computed_tokens), False
 
     def _check(self, request, slots: Any) -> None:
-        """Raises `ValueError` for slots that do not belong to a request's prompt, or to the engine's base model."""
+        """Raise `ValueError` for slots that do not belong to the prompt of a request, or to vLLM's base model."""
         headers, ids = check_slots(slots), list(request.prompt_token_ids or ())
         num_before, num_slots = slots[0][1], sum(count for _, count in slots)
         if num_slots >= len(ids):
             raise ValueError(
-                f"The prompt has {len(ids)} ids; expected more than the {num_slots} of its slots and of the text "
-                "before them."
+                f"The prompt has {len(ids)} ids; expected more than {num_slots}, the number of its slots and of the "
+                "tokens before them. Append the text of the question."
             )
         if json_digest(ids[:num_before]) != headers[0].fingerprint["prompt"]:
             raise ValueError(
-                "The prompt does not begin with the text that its passages were precomputed with. Write the prompt "
+                "The prompt does not begin with the text with which its passages were precomputed. Make the prompt "
                 "with the chat template of the aligner's processor."
             )
         if request.cache_salt != salt_of(slots):
             raise ValueError(
-                "The `cache_salt` does not match the slots, so another request's prefix could be used. Pass "
+                "`cache_salt` does not belong to `slots`, so vLLM could use the prefix of another request. Pass "
                 "`salt_of(slots)`."
             )
         for (key, _), header in zip(slots, headers, strict=True):
-            found = (header.shape[0], header.shape[1], header.shape[2], header.head_dim)
+            shape = (header.shape[0], header.shape[1], header.shape[2], header.head_dim)
             expected = (self._config.num_hidden_layers, 2, self._heads, self._head_dim)
-            if found != expected:
+            if shape != expected:
                 raise ValueError(
-                    f"The passage {key} has (layers, 2, heads, head_dim) {found}; expected {expected}. Start vLLM with "
+                    f"The passage {key} has (layers, 2, heads, head_dim) {shape}; expected {expected}. Start vLLM with "
                     "the base model of the aligner."
                 )
             for name in ("rope", "weights"):
-                if header.base_model.get(name) != self._base_model[name]:
-                    found, expected = header.base_model.get(name), self._base_model[name]
+                value, expected = header.base_model.get(name), self._base_model[name]
+                if value != expected:
                     raise ValueError(
-                        f"The passage {key} was computed with a different base model: its `{name}` is {found!r}; "
+                        f"The passage {key} was computed with a different base model: its `{name}` is {value!r}; "
                         f"expected {expected!r}. Start vLLM with the base model of the aligner."
                     )
         if len(slots) > 2 and self._config.model_type not in ROTATED:
@@ -487,9 +505,9 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output) -> SlotsMetadata:
         meta = SlotsMetadata(refused=self._failed)
-        new = [(each.req_id, each.block_ids) for each in scheduler_output.scheduled_new_reqs]
+        new = [(request.req_id, request.block_ids) for request in scheduler_output.scheduled_new_reqs]
         cached = scheduler_output.scheduled_cached_reqs
-        new += [  # after a preemption, when all blocks are new
+        new += [  # requests that continue after a preemption: all their blocks are new
             (name, blocks)
             for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
             if name in cached.resumed_req_ids
@@ -513,31 +531,32 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context, **kwargs: Any) -> None:
         meta = self._get_connector_metadata()
         self._failed |= meta.refused
-        found = self._passages.read(key for load in meta.loads for key, _ in load.slots)
+        passages = self._passages.read(key for load in meta.loads for key, _ in load.slots)
         loads = []
-        for each in meta.loads:
-            broken = [found[key] for key, _ in each.slots if isinstance(found[key], ValueError)]
-            if not broken:
-                loads.append(each)
+        for load in meta.loads:
+            errors = [passages[key] for key, _ in load.slots if isinstance(passages[key], ValueError)]
+            if not errors:
+                loads.append(load)
                 continue
-            # A file was lost or damaged since the request was admitted.
-            logger.error("A request failed: %s", broken[0])
-            end = sum(count for _, count in each.slots)
-            self._broken |= set(each.blocks[each.start // self._block_size : -(-end // self._block_size)])
+            # A file was lost or damaged after the request was accepted.
+            logger.error("A request failed: %s", errors[0])
+            end = sum(count for _, count in load.slots)
+            self._broken |= set(load.blocks[load.start // self._block_size : -(-end // self._block_size)])
         if loads:
-            self._write(loads, found, forward_context.no_compile_layers)
+            self._write(loads, passages, forward_context.no_compile_layers)
 
-    def _write(self, loads: list[Load], found: dict[str, torch.Tensor], layers: dict[str, Any]) -> None:
-        """Writes keys and values of all requests to their blocks, in this worker's layers: few large operations instead
-        of many small ones."""
+    def _write(self, loads: list[Load], passages: dict[str, torch.Tensor], layers: dict[str, Any]) -> None:
+        """Write the keys and values of all requests to their blocks, in this worker's layers, in a few large operations
+        instead of many small ones."""
         parts, shifts, places = [], [], []
-        for each in loads:
-            lengths = [count for _, count in each.slots]
-            parts += self._rows_of(each, found)
-            # Independent passages share their positions, but vLLM counts all slots, so keys are moved to the end.
-            at = torch.arange(each.start, sum(lengths))
+        for load in loads:
+            lengths = [count for _, count in load.slots]
+            parts += self._rows_of(load, passages)
+            # Independent passages share their positions, but vLLM counts the slots of all passages. So that the
+            # question follows them, all keys are moved by the difference.
+            at = torch.arange(load.start, sum(lengths))
             shifts.append(torch.full((len(at),), sum(lengths[1:]) - max(lengths[1:], default=0)))
-            places.append(torch.tensor(each.blocks)[at // self._block_size] * self._block_size + at % self._block_size)
+            places.append(torch.tensor(load.blocks)[at // self._block_size] * self._block_size + at % self._block_size)
         shift, place = torch.cat(shifts), torch.cat(places)  # (slots of all requests,)
         moved = turns(shift, self._frequencies) if shift.any() else None
         for name, layer in layers.items():
@@ -548,22 +567,23 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
             keys, values = (torch.cat([rows[row] for rows in parts]) for row in (first, first + 1))
             if moved is not None:
                 keys = rotated(keys, *moved)
-            own = (each.to(cache.device, self._dtype) for each in (keys, values))  # (slots, own heads, head_dim)
-            layer.impl.do_kv_cache_update(layer, *own, cache, place.to(cache.device))
+            # (slots, heads of this worker, head_dim)
+            keys, values = keys.to(cache.device, self._dtype), values.to(cache.device, self._dtype)
+            layer.impl.do_kv_cache_update(layer, keys, values, cache, place.to(cache.device))
 
     @cached_property
     def _passages(self) -> Passages:
         """The passages, with the key-value heads of this worker only."""
         world, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
-        first = rank * self._heads // world  # where workers are more than heads, several have the same
+        first = rank * self._heads // world  # if there are more workers than heads, several have the same head
         return Passages(self._passage_bytes, slice(first, first + max(1, self._heads // world)))
 
-    def _rows_of(self, load: Load, found: dict[str, torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+    def _rows_of(self, load: Load, passages: dict[str, torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         """Tensors to write for each file: of each layer keys, then values, (slots, heads of this worker, head_dim)."""
         rows, start = [], load.start
         for key, count in load.slots:
             if start < count:
-                rows.append(found[key][:, :, start:count].flatten(0, 1).unbind())
+                rows.append(passages[key][:, :, start:count].flatten(0, 1).unbind())
             start = max(0, start - count)
         return rows
 
@@ -589,48 +609,50 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: vLLM saves no passages."""
 
 
-# Requests are checked, and answers may copy
+# Checks of requests, and copy-biased decoding
 
 
 def copied_next(texts: Sequence[Sequence], written: Sequence[int], end_ids: Sequence[int]) -> list[int]:
     """Ids that may follow an answer that was copied from `texts`: those that continue the copy and, at the end of a
     word, those that end the answer.
 
-    Each text is `[ids, ends, words]`: its ids; whether a word ends with each; and for each of its words the ids without
-    a space before it, whether a word ends with each, and where the text's own ids continue, as in `CopiedText`.
+    Each text is `[ids, ends, words]`: the ids of the text, whether a word ends with each of them, and a list of its
+    words. Each word is `[word_ids, word_ends, after]`: its ids if no space is before it, whether a word ends with each
+    of them, and the index in `ids` at which the text continues after the word, as in `CopiedText`.
     """
-    found, length = set(), len(written)
+    following, length = set(), len(written)
     for ids, ends, words in texts:
-        for own, own_ends, after in words:
-            chain = own[: length + 1]
+        for word_ids, word_ends, after in words:
+            chain = word_ids[: length + 1]
             chain = chain + ids[after : after + length + 1 - len(chain)]
             if chain[:length] != written:
                 continue
-            found.update(chain[length:])
-            if length and (own_ends[length - 1] if length <= len(own) else ends[after + length - len(own) - 1]):
-                found.update(end_ids)
-    return sorted(found)
+            following.update(chain[length:])
+            is_in_word = length <= len(word_ids)
+            if length and (word_ends[length - 1] if is_in_word else ends[after + length - len(word_ids) - 1]):
+                following.update(end_ids)
+    return sorted(following)
 
 
 class SlotsLogitsProcessor(AdapterLogitsProcessor):
-    """Refuses requests whose passages cannot be used, before the engine has them. Biases decoding towards the words of
-    the passages if a request asks for it (`copy`: `bonus` in log-odds, `texts` and `end_ids` of [`copied_next`])."""
+    """Refuses requests whose passages cannot be used, before they reach the engine. If a request has `copy` (`bonus` in
+    log-odds, and `texts` and `end_ids` of [`copied_next`]), biases decoding towards the words of the passages."""
 
     @classmethod
     def validate_params(cls, sampling_params) -> None:
-        given = (sampling_params.extra_args or {}).get("kv_transfer_params") or {}
-        if unknown := given.keys() - {"slots", "copy"}:
+        params = (sampling_params.extra_args or {}).get("kv_transfer_params") or {}
+        if unknown := params.keys() - {"slots", "copy"}:
             raise ValueError(
                 f"`kv_transfer_params` has the unknown keys {sorted(unknown)}; expected only `slots` and `copy`."
             )
-        if "slots" in given:
-            check_slots(given["slots"])
+        if "slots" in params:
+            check_slots(params["slots"])
             if sampling_params.prompt_logprobs is not None or sampling_params.skip_reading_prefix_cache:
                 raise ValueError(
                     "Slots are a cached prefix, so `prompt_logprobs` and `skip_reading_prefix_cache` do not work. "
                     "Leave both out."
                 )
-        if (copy := given.get("copy")) is not None:
+        if (copy := params.get("copy")) is not None:
             try:
                 copied_next(copy["texts"], [], copy["end_ids"])
                 copied_next(copy["texts"], [0], copy["end_ids"])

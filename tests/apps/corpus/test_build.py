@@ -178,7 +178,7 @@ def test_prune_keeps_what_is_unknown(corpus, letters, processor, prune, monkeypa
     assert corpus.documents() == (known if prune else known | {"letters/old/ski.md"}) and not caplog.text
     for path in letters.glob("*.txt"):
         path.unlink()
-    with pytest.raises(ValueError, match="found no document"):
+    with pytest.raises(ValueError, match="Found no document"):
         build_corpus([str(letters)], corpus, processor, prune=prune)
     (more := tmp_path / "more.txt").write_text("More.")
     (letters / "rows.jsonl").write_text("{")  # nobody knows the ids of its rows
@@ -339,7 +339,7 @@ def test_sources_without_documents_are_refused(tmp_path, make_corpus, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     for source, error, message in (
-        ("empty", ValueError, "empty: found no document that can be read: empty is an empty folder"),
+        ("empty", ValueError, "Found no document that can be read in empty .empty is an empty folder"),
         (" ", ValueError, "A source is ' '; expected"),  # not this folder
         *((name, FileNotFoundError, "There is no file or folder") for name in ("none", "none.txt", "empty/none")),
     ):

@@ -22,7 +22,7 @@ def test_folder_becomes_answer(run_cli, letters, checkpoint_dir, tmp_path, model
     assert "binary.txt is not text in UTF-8" in err and "Loading weights" not in err
     info = (corpus := Corpus(folder)).info()
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    said = f"{info['passages']} passages of 2 documents, {info['slots']} slots: {num_bytes:,} bytes."
+    said = f"{info['passages']} passages of 2 documents, {info['slots']} slots: {num_bytes:,} bytes on disk."
     assert said in out and (info["bytes"], info["kept_bytes"]) == (num_bytes, 0)
     (letters / "new\nline.txt").write_text("Ada wrote it.")
     for number in range(4):
@@ -98,7 +98,7 @@ def test_user_errors_print_one_line(run_cli, letters, corpus, checkpoint_dir, tm
             "`passage_tokens` 36; the checkpoint or the command asks for 13",
         ),
         (("corpus", "build", letters, "typo/", *existing), "There is no file or folder typo/. Correct the path"),
-        (("corpus", "build", empty, *new), "found no document that can be read"),
+        (("corpus", "build", empty, *new), "Found no document that can be read"),
         (("corpus", "build", "no/where", *new), "reach 'no/where' on the Hub"),
         (("ask", " ", "--corpus", corpus.path, *aligner), "The question is empty"),
     ):

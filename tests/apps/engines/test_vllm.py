@@ -126,7 +126,7 @@ def test_invalid_requests_are_never_answered(reference, run_vllm):
         "maximum": slots_request(long) | {"prompt": [0] * LENGTH, "max_tokens": 4},
         "cache_salt": good | {"cache_salt": "mine"},
         "does not begin with the text": good | {"prompt": [0, *good["prompt"][1:]]},
-        "of its slots and of the text before them": good | {"prompt": good["prompt"][:1]},
+        "of its slots and of the tokens before them": good | {"prompt": good["prompt"][:1]},
     }
     answers, again = run_vllm([[*bad.values(), good], [good]])
     assert answers[-1]["ids"] == again[0]["ids"] == ids

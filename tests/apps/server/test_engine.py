@@ -75,7 +75,7 @@ def test_slow_request_ends(engine_of):
     late.append(engine.submit(asked()).exception())
     assert [describe_error(error)[0] for error in late] == [408, 408] and len(written) == 2
     for error, seconds in zip(late, (99, 0), strict=True):
-        assert f"was not done within {seconds} seconds" in str(error)
+        assert f"was not finished within {seconds} seconds" in str(error)
     engine.limits = Limits()
     assert answer(engine, None, max_new_tokens=2).completion_tokens <= 2
 
@@ -93,7 +93,7 @@ def test_full_queue_and_closing_engine(engine_of):
     closing.start()
     while not engine._closed:
         pass
-    with pytest.raises(BusyError, match="is closing"):
+    with pytest.raises(BusyError, match="is shutting down"):
         engine.submit(asked(None))
     go_on.set()
     closing.join()

@@ -243,4 +243,4 @@ def test_command_stops_and_reports_ports(run_cli, monkeypatch, checkpoint_dir):
     assert code == 0 and f"http://127.0.0.1:{ports[0]} " in err and checkpoint_dir.name in err
     with socket.create_server(("127.0.0.1", 0)) as other:
         code, _, err = run_cli(*command, other.getsockname()[1])  # before anything is loaded
-        assert code != 0 and "Choose another port with `--port`" in err and "Loading" not in err and len(ports) == 1
+        assert code != 0 and "Choose another `--port`" in err and "Loading" not in err and len(ports) == 1

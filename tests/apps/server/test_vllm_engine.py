@@ -104,7 +104,7 @@ def test_abstentions_skip_vllm(front, vllm):
     ("change", "message"),
     [
         ({"reads_files": False}, "does not read precomputed passages, so it would answer without them"),
-        ({"apart": 1.0}, "that differ from ours by 1.00"),
+        ({"apart": 1.0}, "that differ by 1.00 from those"),
     ],
 )
 def test_differing_vllm_is_refused(front, vllm, change, message):
@@ -184,7 +184,7 @@ def test_lora_on_text_is_refused(processor, vllm, tmp_path):
     model = aligner_for(processor, passage_attention="separate", lora_positions="all")
     apart = processor_with(processor, passage_attention="separate")
     with pytest.raises(
-        ValueError, match="has `lora_positions` 'all', but vLLM processes text with the base model alone"
+        ValueError, match="has `lora_positions` 'all'; .* because vLLM processes text with the base model alone"
     ):
         VllmEngine(pipeline_of(model.eval(), apart), vllm=VllmServer(vllm.url), folder=tmp_path)
 
