@@ -1,4 +1,4 @@
-"""Bad input to the model: each is refused by an error that names both sides and the remedy, and changes nothing."""
+"""Bad input to the model is refused with an error that names both sides and the remedy, and changes nothing."""
 
 import copy
 import re
@@ -224,7 +224,7 @@ def load_another_way(*args, **kwargs):
 
 
 def test_misfit_checkpoints_are_refused(checkpoint):
-    """A checkpoint for another encoder or backbone is refused, and so is one that is nowhere."""
+    """A checkpoint for another encoder or backbone is refused, and so is one that does not exist."""
     load = partial(ArcAlignerForCausalLM.from_pretrained, checkpoint / "aligner")
     with pytest.raises(ValueError, match=r"(?s)width 12.*projector\.up\.weight.*\[24, 10\].*\[24, 12\]"):
         load(encoder_hidden_size=12)

@@ -1,4 +1,4 @@
-"""Faults: a process that is killed, a full disk, a folder that cannot be written to. What was there stays whole."""
+"""Existing files survive a killed process, a full disk and a folder that cannot be written to."""
 
 import contextlib
 import errno
@@ -28,7 +28,7 @@ tqdm.tqdm.set_lock(threading.RLock())
 
 
 def kill_while(action: Callable[[], object], seconds: float) -> None:
-    """Repeats an action in another process, which ends without a chance to clean up."""
+    """Repeats an action in another process, and kills the process."""
     if (child := os.fork()) == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, seconds)

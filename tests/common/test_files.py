@@ -1,4 +1,4 @@
-"""JSON Lines as machines write them: empty lines and byte order marks hold nothing, a broken line costs itself."""
+"""Reading JSON Lines: empty lines and byte order marks are ignored, and only a broken line itself is lost."""
 
 import gzip
 import io

@@ -1,4 +1,4 @@
-"""A checkpoint goes to the Hub whole, in one commit, or not at all; what stands in the way is said in one line."""
+"""A checkpoint is pushed to the Hub completely, in one commit, or not at all; an error of one line says why."""
 
 import json
 import re
