@@ -37,7 +37,7 @@ def test_passages_hold_all_and_fit(tokenizer, text, most, sections):
     spans = cut_text(text, tokenizer, most, sections=sections)
     assert [start for start, _ in spans] == [0, *(end for _, end in spans[:-1])] and spans[-1][1] == len(text)
     for start, end in (stripped(text, *span) for span in spans):
-        is_one = end - start == 1 or text[start:end] == "<|im_end|>"  # a character, or what is read as text
+        is_one = end - start == 1 or text[start:end] == "<|im_end|>"  # one character or one mark
         assert num_tokens(tokenizer, text, start, end) <= most or is_one
         assert start < end or len(spans) == 1
 
