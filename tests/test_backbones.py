@@ -1,4 +1,4 @@
-"""Every supported backbone family, as a tiny random model: what must hold on each of them.
+"""Properties of every supported backbone family, tested on a tiny random model of each.
 
 Text alone is the base model bit for bit; slots follow Algorithm 1; padding, batching, caches, attention kernels and
 gradient checkpointing change nothing. Unsupported families are refused by name.
@@ -41,7 +41,7 @@ def test_text_equals_the_base_model(backbone, dtype, attention):
 
 
 def test_backbone_with_scaled_logits():
-    """Logits of a backbone that multiplies them by a scale are its own."""
+    """A backbone that multiplies its logits by a scale still does so."""
     pytest.importorskip("transformers.models.hyperclovax")
     settings = COMMON | {"logits_scaling": 3.0, "embedding_multiplier": 1.0, "residual_multiplier": 1.0}
     model = tiny_aligner(AutoConfig.for_model("hyperclovax", **settings), dtype=torch.float32)
@@ -72,7 +72,7 @@ def test_kernels_follow_algorithm_1(backbone, padding_side, attention):
 @in_float64
 @every_backbone
 def test_generate_equals_teacher_forcing(backbone):
-    """Left-padded rows with different numbers of slots; each generated token is the argmax of one plain forward."""
+    """Each generated token is the argmax of one plain forward, for left-padded rows with any number of slots."""
     model = tiny_aligner(backbone)
     rows = random_rows(model, [3, 6, 0], seed=3, contiguous=True, num_text=9)
     batch = for_generate(collate(rows, "left"))
@@ -90,7 +90,7 @@ def test_generate_equals_teacher_forcing(backbone):
 
 @pytest.mark.parametrize("context_token_id", [VOCAB_SIZE, VOCAB_SIZE - 1])
 def test_context_token_is_never_generated(context_token_id):
-    """Also when its id lies inside the vocabulary and the head prefers it above all else."""
+    """The context token is not generated, even if its id is in the vocabulary and has the highest logit."""
     model = tiny_aligner("llama", context_token_id=context_token_id)
     with torch.no_grad():
         model.lm_head.weight[-1] = 50 * model.lm_head.weight[3]
@@ -106,7 +106,7 @@ def test_context_token_is_never_generated(context_token_id):
 @pytest.mark.parametrize("backbone", ["llama", "gemma3_text", "phi3_window", "cohere"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_changes_no_gradient(backbone, reentrant):
-    """With dropout 0.3, whose masks must be drawn alike when a layer is computed again, and with gates of the call."""
+    """Gradients are equal with dropout, whose masks have to be the same in the second run, and with gates of a call."""
     model = tiny_aligner(backbone, lora_dropout=0.3, dtype=torch.float32).train()
     model.set_stage("gating")
     batch = collate(random_rows(model, SLOT_COUNTS), "left")
@@ -149,7 +149,7 @@ def test_bf16_backbone_with_fp32_aligner(backbone, tmp_path):
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 50}
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
-REFUSED = {  # model_type -> (settings, what the reason must speak of)
+REFUSED = {  # model_type -> (settings, a word of the reason)
     "mamba": ({"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 50}, "layers"),
     "gpt2": ({"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50}, "layers"),
     "t5": ({"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}, "encoder-decoder"),

@@ -21,7 +21,7 @@ CALLS = [([4, 0, 9, 1], {}), ([9, 3, 0], {}), ([2, 7], {"gate_threshold": 0.3}),
 
 @pytest.fixture
 def traced():
-    """A backend that runs what was traced as it is, and the list that fills with it."""
+    """A backend that runs each traced graph as it is, and the list of these graphs."""
     torch._dynamo.reset()
     graphs = []
     return lambda graph, _: graphs.append(graph) or graph.forward, graphs
@@ -39,13 +39,13 @@ def compile_layers(model, backend):
 def assert_same(output, expected, **tolerance):
     assert torch.equal(output.recursion_depth, expected.recursion_depth)
     torch.testing.assert_close((output.logits, output.attentions), (expected.logits, expected.attentions), **tolerance)
-    found, keys = ([layer.keys for layer in each.past_key_values.layers] for each in (output, expected))
-    torch.testing.assert_close(found, keys, **tolerance)
+    keys, expected_keys = ([layer.keys for layer in one.past_key_values.layers] for one in (output, expected))
+    torch.testing.assert_close(keys, expected_keys, **tolerance)
 
 
 @pytest.mark.parametrize(("backbone", "dtype", "tolerance"), FAMILIES)
 def test_decoding_is_traced_once(backbone, dtype, tolerance, traced):
-    """Decoding is traced whole and once, and gives the same logits as without compilation."""
+    """Decoding is traced once, as one graph, and gives the same logits as without compilation."""
     model = tiny_aligner(backbone, dtype=dtype)
     batch = batch_of(model, [4, 0, 9, 1])
     settings = {"do_sample": False, "max_new_tokens": 10, "return_dict_in_generate": True, "output_logits": True}
@@ -66,13 +66,13 @@ def test_compiled_layers_match_plain(backbone, dtype, tolerance, traced):
     model, plain = (tiny_aligner(backbone, dtype=dtype) for _ in range(2))
     compile_layers(model, traced[0])
     counts = []
-    with ThreadPoolExecutor(1) as pool:  # which rows are slots is kept by thread, and none has run here yet
+    with ThreadPoolExecutor(1) as pool:  # each thread stores which rows are slots, and this thread has not run yet
         for slot_counts, gates in CALLS:
             batch = batch_of(model, slot_counts)
             output = pool.submit(torch.no_grad()(model), **batch, **gates).result()
             assert_same(output, plain(**batch, **gates), **tolerance)
             counts.append(len(traced[1]))
-    assert 2 <= counts[0] == counts[1] == counts[2] < counts[3]  # another mode is other code
+    assert 2 <= counts[0] == counts[1] == counts[2] < counts[3]  # another gate mode is compiled separately
 
 
 @torch.no_grad()
@@ -81,17 +81,17 @@ def test_unsupported_cases_run_uncompiled(traced):
     compile_layers(compiled, traced[0])
     batch = batch_of(model, [4, 0, 9, 1])
     static = functools.partial(StaticCache, model.config.text_config, max_cache_len=30)
-    for each in ({"refinement_budget": 0.5}, {"output_attentions": True}):
-        assert_same(compiled(**batch, **each), model(**batch, **each), **EXACT)
-    for new_cache in (DynamicCache, static):  # without layers yet
-        found, expected = (each(**batch, past_key_values=new_cache()) for each in (compiled, model))
-        assert_same(found, expected, **EXACT)
+    for options in ({"refinement_budget": 0.5}, {"output_attentions": True}):
+        assert_same(compiled(**batch, **options), model(**batch, **options), **EXACT)
+    for new_cache in (DynamicCache, static):  # caches that have no layers yet
+        actual, expected = (aligner(**batch, past_key_values=new_cache()) for aligner in (compiled, model))
+        assert_same(actual, expected, **EXACT)
     assert not traced[1]
 
 
 @torch.no_grad()
 def test_compiled_copies_and_models(traced):
-    """A copy of a compiled model runs its own weights, and a whole model may be compiled."""
+    """A copy of a compiled model uses its own weights, and a whole model may be compiled."""
     model, other = tiny_aligner("llama", seed=1), tiny_aligner("llama", seed=2)
     batch = batch_of(model, [4, 0, 9, 1])
     compile_layers(model, traced[0])

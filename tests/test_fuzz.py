@@ -1,4 +1,4 @@
-"""Whatever is given: it works, or a `ValueError` or `TypeError` says what was wrong; a command says it in one line."""
+"""Any input works, or gets a `ValueError` or `TypeError` that says what was wrong; a command says so in one line."""
 
 import itertools
 import re
@@ -21,8 +21,9 @@ SAYS = re.compile(r"expected|must|needs|is empty|not valid|has no|[Pp]ass |[Gg]o
 
 
 def assert_works_or_says_why(call, *args, **kwargs):
-    """Returns the result, or `None` for a mistake of the caller, refused in a sentence that says what was given or
-    expected. Any other error fails the test."""
+    """Returns the result, or `None` if the call is refused in a sentence that says what was given or expected.
+
+    Any other error fails the test."""
     try:
         return call(*args, **kwargs)
     except (ValueError, TypeError) as error:
@@ -111,10 +112,10 @@ VALUES = ["", " ", "-1", "0", "1e999", ".", "letter.txt", "[{", "nan", "caf\udce
 
 
 def commands_of(command, name=""):
-    """All commands that can be typed, with their names."""
+    """All commands of the command line, with their names."""
     if not hasattr(command, "commands"):
         return [(name, command)]
-    return [pair for key, each in command.commands.items() for pair in commands_of(each, f"{name} {key}".strip())]
+    return [pair for key, part in command.commands.items() for pair in commands_of(part, f"{name} {key}".strip())]
 
 
 COMMANDS = dict(commands_of(typer.main.get_command(cli.app)))
@@ -122,14 +123,15 @@ COMMANDS = dict(commands_of(typer.main.get_command(cli.app)))
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_command_line(name, run_cli, tmp_path, monkeypatch):
-    """Any value of any option, for a command whose checkpoint is nowhere: one line says what is wrong."""
+    """A command whose checkpoint does not exist ends with one line of error for any value of any option."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "letter.txt").write_text("It was written by Ada. So it is.")
-    options = {each.opts[0]: each for each in COMMANDS[name].params if each.name != "help"}
-    given = {key: "nobody/nothing" for key, each in options.items() if each.required or each.name == "checkpoint"}
+    options = {option.opts[0]: option for option in COMMANDS[name].params if option.name != "help"}
+    needed = [key for key, option in options.items() if option.required or option.name == "checkpoint"]
+    required = dict.fromkeys(needed, "nobody/nothing")
     for option, value in itertools.product(options, VALUES):
-        pairs = (given | {option: value}).items()
-        arguments = [each for key, text in pairs for each in ([key, text] if key[0] == "-" else [text])]
+        pairs = (required | {option: value}).items()
+        arguments = [argument for key, text in pairs for argument in ([key, text] if key[0] == "-" else [text])]
         code, output, errors = run_cli(*name.split(), *arguments)
         assert code in (1, 2) and "Traceback" not in errors and "\x1b" not in output + errors
         assert (code == 1) == (len(re.findall(r"^Error:", errors, re.M)) == 1), errors

@@ -26,8 +26,8 @@ DOCUMENTS = ["It was written by Ada. Nobody else knew.", {"title": "T", "text": 
 ROW = {"question": QUESTION, "documents": DOCUMENTS}
 ROOT = Path(__file__).parents[1]
 
-# What the fresh process does: make a model from a configuration and save it, before any code but the model's is loaded;
-# then load and answer, save, load what it saved and answer.
+# The fresh process makes a model from a configuration and saves it, before any code but the model's is loaded; then it
+# loads the checkpoint and answers, saves it, loads the copy and answers again.
 SCRIPT = """
 import json, sys
 
@@ -71,15 +71,15 @@ json.dump([result, answers(second)[0]], sys.stdout)
 
 @pytest.fixture(scope="module")
 def fresh_process(checkpoint_dir, tmp_path_factory) -> tuple[list[dict], list[Path]]:
-    """What the script answered from the checkpoint and from what it saved of it, and the folders."""
+    """Answers of the script from the checkpoint and from its saved copy, and the folders of both."""
     folder = tmp_path_factory.mktemp("fresh")
     shutil.copytree(checkpoint_dir, folder / "first")
     processor = ArcAlignerProcessor.from_pretrained(folder / "first")
     model = ArcAlignerForCausalLM.from_pretrained(checkpoint_dir)
     random_head(model)
     processor.no_answer = "not in the text"
-    for each in (model, processor):
-        each.save_pretrained(folder / "first")
+    for part in (model, processor):
+        part.save_pretrained(folder / "first")
     folders = [folder / name for name in ("first", "second", "made")]
     command = [sys.executable, "-c", SCRIPT, *map(str, folders), json.dumps(ROW)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(folder / "modules")}
@@ -89,7 +89,7 @@ def fresh_process(checkpoint_dir, tmp_path_factory) -> tuple[list[dict], list[Pa
 
 
 def test_fresh_process_answers_the_same(fresh_process, model):
-    """A fresh process answers as this one, also from a checkpoint that this one saved."""
+    """A fresh process gives the answers of this process, also from a checkpoint that this process saved."""
     results, (first, _) = fresh_process
     processor = ArcAlignerProcessor.from_pretrained(first)
     random_head(model)
@@ -100,10 +100,10 @@ def test_fresh_process_answers_the_same(fresh_process, model):
     for result in results:
         assert result["model_type"] == "arcaligner"
         for (record,) in result["records"]:
-            found = [record["statistics"].pop(name) for name in ("answerability", "confidence")]
-            assert found == pytest.approx(sure, abs=1e-5) and [record] == expected
-        for found in result["logits"]:
-            torch.testing.assert_close(torch.tensor(found), logits, rtol=0, atol=1e-6)
+            probabilities = [record["statistics"].pop(name) for name in ("answerability", "confidence")]
+            assert probabilities == pytest.approx(sure, abs=1e-5) and [record] == expected
+        for values in result["logits"]:
+            torch.testing.assert_close(torch.tensor(values), logits, rtol=0, atol=1e-6)
 
 
 def test_save_keeps_weights_and_code(fresh_process):
@@ -149,7 +149,7 @@ def test_checkpoints_contain_current_code():
 
 
 def test_copied_checkpoint_loads(tmp_path):
-    """A folder that was copied alone brings all that its code imports."""
+    """A copied checkpoint folder contains everything that its code imports."""
     shipped = ROOT / "checkpoints" / "arcaligner-smollm2-135m"
     copy = shutil.copytree(shipped, tmp_path / "copy", symlinks=True)
     script = f"from transformers import AutoConfig; AutoConfig.from_pretrained({str(copy)!r}, trust_remote_code=True)"
