@@ -1,9 +1,9 @@
-"""Tries the shipped checkpoint with the newest and the oldest versions of what it stands on, a line for each.
+"""Tries the shipped checkpoint with the newest and the oldest versions of its dependencies, a line for each.
 
     python tests/matrix.py
     python tests/matrix.py "--python 3.12 --with transformers==5.15.*"    # options of `uv run`; the rest is the newest
 
-In an environment of its own the checkpoint is loaded as remote code, without this package, answers, keeps what it read
+In an environment of its own the checkpoint is loaded as remote code, without this package, answers, caches a passage
 and is saved; then the package trains for one step, plans a training, and parses the baselines' recipes. It needs `uv`,
 and the default models where `python -m arcaligner default-models` puts them. `UV_TORCH_BACKEND=cpu` takes torch without
 CUDA.
@@ -31,14 +31,14 @@ QUESTIONS = {"When is the meeting now?": "Thursday", "Who brings the cake?": "An
 
 def probe(checkpoint: str) -> None:
     """Runs in the environment: prints its versions and some logits as JSON, or ends in an error."""
-    sys.modules["arcaligner"] = None  # until training, importing the package is an error
+    sys.modules["arcaligner"] = None  # importing the package is an error until the training
     from transformers import AutoModelForCausalLM, AutoProcessor, pipeline
 
     trust, answers = {"trust_remote_code": True}, list(QUESTIONS.values())
     ask = pipeline("text-generation", model=checkpoint, device="cpu", **trust)
-    found = ask([{"question": question, "documents": DOCUMENTS} for question in QUESTIONS])
-    assert [record[0]["generated_text"].strip() for record in found] == answers, found
-    model, processor = (each.from_pretrained(checkpoint, **trust) for each in (AutoModelForCausalLM, AutoProcessor))
+    records = ask([{"question": question, "documents": DOCUMENTS} for question in QUESTIONS])
+    assert [record[0]["generated_text"].strip() for record in records] == answers, records
+    model, processor = (auto.from_pretrained(checkpoint, **trust) for auto in (AutoModelForCausalLM, AutoProcessor))
     inputs = processor(text="When is the meeting now?", documents=DOCUMENTS, return_tensors="pt")
     logits = model(**inputs).logits
     with tempfile.TemporaryDirectory() as folder:
@@ -56,7 +56,7 @@ def probe(checkpoint: str) -> None:
         subprocess.run([sys.executable, "-m", "arcaligner.train.sft", *options], check=True, stdout=sys.stderr)
         options = ["train", "--recipe", "tiny", "--dry-run"]
         subprocess.run([sys.executable, "-m", "arcaligner", *options], check=True, stdout=sys.stderr)
-    for name, files in BASELINES.items():  # versions differ in the keys that they know
+    for name, files in BASELINES.items():  # versions differ in which keys they know
         script = importlib.import_module(f"arcaligner.train.{name}")
         for file in files:
             path = stages.RECIPES / "smollm2_135m" / f"{file}.yaml"
@@ -70,16 +70,16 @@ def attempt(combination: str) -> subprocess.CompletedProcess:
     command = ["uv", "run", "--quiet", "--no-project", "--isolated", "--refresh-package=arcaligner"]
     command += [f"--with={ROOT}[train]", *combination.split()]
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = shutil.copytree(CHECKPOINT, Path(folder, "checkpoint"))  # with files in place of links
-        setup = Path(folder, "setup.cfg")  # or setuptools would leave files in the tree
+        checkpoint = shutil.copytree(CHECKPOINT, Path(folder, "checkpoint"))  # copied files instead of links
+        setup = Path(folder, "setup.cfg")  # else setuptools leaves files in the tree
         setup.write_text(f"[build]\nbuild_base={folder}/build\n[egg_info]\negg_base={folder}\n")
-        own = {"HF_HUB_OFFLINE": "1", "HF_HOME": f"{folder}/hf", "DIST_EXTRA_CONFIG": str(setup), "PYTHONPATH": ""}
+        offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": f"{folder}/hf", "DIST_EXTRA_CONFIG": str(setup), "PYTHONPATH": ""}
         command += ["python", __file__, "--probe", checkpoint]
-        return subprocess.run(command, cwd=folder, env=os.environ | own, capture_output=True, text=True)
+        return subprocess.run(command, cwd=folder, env=os.environ | offline, capture_output=True, text=True)
 
 
 def main(combinations: list[str]) -> None:
-    """Prints a line for each; fails when one does."""
+    """Prints a line for each combination; exits with an error if one fails."""
     first, has_failed = None, False
     for combination in combinations:
         if (run := attempt(combination)).returncode == 0:

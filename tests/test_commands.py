@@ -1,4 +1,4 @@
-"""The commands of the documents, run one after the other as they stand there, from a wheel, in a folder that has only
+"""The commands of the documents run one after the other, unchanged, from a wheel, in a folder that has only
 a reader's own files.
 
 All of them take ten minutes: `pytest -m load tests/test_commands.py`.
@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# In an order in which each finds what those before have made.
+# The order matters: a command uses files that earlier ones wrote.
 PAGES = ("docs/training.md", "README.md", "docs/corpus.md", "docs/evaluation.md", "docs/speed.md", "docs/server.md")
 PAGES += ("docs/engines.md", "docs/gpu.md", "docs/gpu_training.md", "docs/paper.md", "docs/versions.md")
-# What is added to a command, by its beginning, so that it ends within a minute.
+# Options that are added to a command, by its beginning, so that it ends within a minute.
 SHORTER = {
     "python -m arcaligner train --recipe tiny --output": "--max_train_samples 4",
     "python -m arcaligner train --recipe tiny": "-- --max_train_samples 4",
@@ -36,7 +36,7 @@ SHORTER = {
     "arcaligner compare": "--tokens-per-slot 2 -n 2",
     "python -m arcaligner.benchmarks.serving": "--requests 4 --clients 2",
 }
-# Commands that are not run here, by what stands in them.
+# Commands that are not run here, by a part of their text, with the reason.
 NOT_HERE = {
     "prepare_data": "the Hub; tested on copies in tests/train/test_prepare_data.py",
     "train --recipe smollm2_135m": "tens of hours",
@@ -61,14 +61,15 @@ NOT_HERE = {
 
 def documented_commands() -> list[str]:
     """Commands of the package in the documents, each once; `echo` and `curl` with them."""
-    found = []
+    commands = []
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL):
             lines = re.sub(
                 r"'[^']*'", lambda quoted: quoted[0].replace("\n", " "), block.replace("\\\n", " ")
             ).splitlines()
-            found += [re.sub(r"(^|\s+)# .*", "", line.strip()) for line in lines]
-    return list(dict.fromkeys(each for each in found if each and not each.startswith(("make", "pip", "source"))))
+            commands += [re.sub(r"(^|\s+)# .*", "", line.strip()) for line in lines]
+    left_out = ("make", "pip", "source")
+    return list(dict.fromkeys(command for command in commands if command and not command.startswith(left_out)))
 
 
 DOCUMENTED = documented_commands()
@@ -113,7 +114,7 @@ def start(place, installed):
 
 
 def end_of(process: subprocess.Popen) -> tuple[int, str]:
-    """With which code a command ended, and what it said."""
+    """The exit code and the output of a command."""
     said, _ = process.communicate()
     return process.returncode, said
 
@@ -127,7 +128,7 @@ def test_lists_of_commands_are_current():
 
 @pytest.mark.load
 @pytest.mark.default_backbone
-@pytest.mark.parametrize("command", [each for each in COMMANDS if "serv" not in each and "curl" not in each])
+@pytest.mark.parametrize("command", [typed for typed in COMMANDS if "serv" not in typed and "curl" not in typed])
 def test_documented_command_runs(command, start):
     added = next((short for beginning, short in SHORTER.items() if command.startswith(beginning)), "")
     code, said = end_of(start(f"{command} {added}"))
@@ -142,7 +143,7 @@ def test_documented_server_answers(start):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     parts = ("curl", "arcaligner serve", "benchmarks.serving")
-    (curl,), serve, loads = ([each for each in COMMANDS if part in each] for part in parts)
+    (curl,), serve, loads = ([command for command in COMMANDS if part in command] for part in parts)
     assert len(serve) == len(loads) == 2
     for command in serve:
         server = start(f"exec {command} --port {port}")

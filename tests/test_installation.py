@@ -1,4 +1,4 @@
-"""What `pip install .` leaves behind is whole, and each command says which extra it lacks."""
+"""`pip install .` installs all files, and a command whose extra is missing says which one."""
 
 import os
 import subprocess
@@ -18,8 +18,8 @@ from arcaligner.train.stages import ACCELERATE_CONFIGS, RECIPES
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-OF_CLI = ("typer", "rich")  # which spaCy and transformers bring too
-# What only extras bring.
+OF_CLI = ("typer", "rich")  # spaCy and transformers install it too
+# Packages that only extras install.
 OF_EXTRAS = ("lancedb", "datasets", "trl", "matplotlib", "fastapi", "uvicorn", "prometheus_client", "gguf")
 FOLDERS = {"common", "share", "train", "evaluation", "benchmarks", "apps"}
 OF_WHEEL = (*FOLDERS, "checkpoints/arcaligner-smollm2-135m", "tests/data")
@@ -53,19 +53,19 @@ def test_wheel_contains_the_package(installed):
 def test_wheel_contains_named_files(tmp_path, monkeypatch):
     """Every file that modules and recipes name is in the wheel and found from any folder."""
     monkeypatch.chdir(tmp_path)
-    found = [files.DEFAULT_CHECKPOINT, files.CASE_STUDIES, files.SQUAD_SAMPLE, hub.TEMPLATE, settings.RECIPES, PAGE]
-    found += [ACCELERATE_CONFIGS, RECIPES, lm_eval_tasks, settings.read_settings("smollm2_135m", {}, {}).checkpoint]
+    paths = [files.DEFAULT_CHECKPOINT, files.CASE_STUDIES, files.SQUAD_SAMPLE, hub.TEMPLATE, settings.RECIPES, PAGE]
+    paths += [ACCELERATE_CONFIGS, RECIPES, lm_eval_tasks, settings.read_settings("smollm2_135m", {}, {}).checkpoint]
     recipes = [yaml.safe_load(path.read_text("utf-8")) for path in RECIPES.glob("*/*.yaml")]
     named = {recipe["chat_template_path"] for recipe in recipes if "chat_template_path" in recipe}
     of_samples = [recipe["train_files"] for recipe in recipes if recipe.get("data_dir") == "tests/data"]
     named |= {f"tests/data/{name}" for names in of_samples for name in names}
     assert len(named) >= 2
-    for path in map(Path, (*found, *map(files.find_path, named))):
+    for path in map(Path, (*paths, *map(files.find_path, named))):
         assert path.exists() and any(path.is_relative_to(files.ROOT / folder) for folder in OF_WHEEL), path
     sample = Path("tests/data/squad_dev_sample.jsonl")
     sample.parent.mkdir(parents=True)
     sample.touch()
-    assert files.find_path(str(sample)) == sample  # one's own first
+    assert files.find_path(str(sample)) == sample  # a file in the working folder comes first
 
 
 # Without extras
@@ -117,5 +117,5 @@ ask = ArcAlignerPipeline(model=model, processor=processor, task="text-generation
 print(ask({{"question": "Who?", "documents": ["It was Ada."]}}, max_new_tokens=4, return_slots=True)[0]["statistics"])
 """
     # sentence-transformers imports `datasets` where it is installed, so importing it must be no error.
-    ran = run_without(tuple(each for each in OF_EXTRAS if each != "datasets"), "-c", code)
+    ran = run_without(tuple(package for package in OF_EXTRAS if package != "datasets"), "-c", code)
     assert ran.returncode == 0 and "'slots': " in ran.stdout, ran.stderr[-2000:]
