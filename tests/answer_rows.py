@@ -1,4 +1,4 @@
-"""Answers of an evaluation, as a run writes them."""
+"""Answers of an evaluation, in the format that a run writes."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,8 +12,8 @@ _ANSWER |= {"context_tokens": 2, "passage_tokens": 60, "prompt_tokens": 30}
 
 
 def write_answers(run: Path, task: str, method: str, answers: Iterable[dict[str, Any]], **settings: Any) -> None:
-    """Writes a method's answers to the questions of a task; where an answer names none, to 0, 1, ..."""
+    """Writes the answers of a method to a task; answers without an `id` get the ids 0, 1, ..."""
     file = AnswerFile(run, task, method)
     file.open({"machine": "here"} | settings, [{"id": "new"}])
-    numbered = ({"id": str(number), "question": f"Question {number}?"} | each for number, each in enumerate(answers))
-    file.append(_ANSWER | each for each in numbered)
+    rows = ({"id": str(number), "question": f"Question {number}?"} | answer for number, answer in enumerate(answers))
+    file.append(_ANSWER | row for row in rows)

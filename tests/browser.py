@@ -47,12 +47,12 @@ class Browser:
                 return answer["result"]
 
     def evaluate(self, expression):
-        found = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        reply = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in reply, reply
+        return reply["result"].get("value")
 
     def wait_for(self, condition, seconds=60):
-        """Until an expression holds."""
+        """Waits until a JavaScript expression is true."""
         look = f"const look = () => {condition} ? done(true) : setTimeout(look, 20); "
         look += f"setTimeout(done, {1000 * seconds}); look();"
         assert self.evaluate(f"new Promise(done => {{ {look} }})"), (condition, self.seen("body"))
@@ -67,11 +67,11 @@ class Browser:
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, **codes[key], **more)
 
     def seen(self, selector):
-        """The text that is shown of an element: nothing of what is hidden."""
+        """The visible text of an element."""
         return self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")
 
     def picture(self, selector=None) -> Image.Image:
-        """What the screen shows, or the part of it that an element has."""
+        """A screenshot of the page, or of one element."""
         clip = {}
         if selector is not None:
             box = self.evaluate(

@@ -1,5 +1,6 @@
-"""Asks a server through a client that people have: `python call_clients.py CLIENT URL KEY`, in whatever environment has
-it. Prints a line of JSON: the answers from documents and from the corpus, each whole and streamed."""
+"""Asks a server through a common client: `python call_clients.py CLIENT URL KEY`, in an environment that has it.
+
+Prints a line of JSON: the answers from documents and from the corpus, each whole and streamed."""
 
 import json
 import os
@@ -37,10 +38,10 @@ def litellm(url: str, key: str) -> list[str]:
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it is downloaded
     import litellm
 
-    asked = {"model": "openai/tiny", "api_base": url, "api_key": key, "max_tokens": MAX_TOKENS, "n": 1, "user": "me"}
-    asked["messages"] = [{"role": "user", "content": QUESTION}]
-    whole = [litellm.completion(**asked, extra_body=extra).choices[0].message.content for extra in EXTRAS]
-    streams = [litellm.completion(**asked, extra_body=extra, stream=True) for extra in EXTRAS]
+    options = {"model": "openai/tiny", "api_base": url, "api_key": key, "max_tokens": MAX_TOKENS, "n": 1, "user": "me"}
+    options["messages"] = [{"role": "user", "content": QUESTION}]
+    whole = [litellm.completion(**options, extra_body=extra).choices[0].message.content for extra in EXTRAS]
+    streams = [litellm.completion(**options, extra_body=extra, stream=True) for extra in EXTRAS]
     return whole + ["".join(piece.choices[0].delta.content or "" for piece in stream) for stream in streams]
 
 

@@ -1,4 +1,4 @@
-"""A base model as a GGUF file, for tests: `convert_hf_to_gguf.py` of llama.cpp writes complete ones."""
+"""Writes a base model as a GGUF file for tests; `convert_hf_to_gguf.py` of llama.cpp writes complete files."""
 
 from pathlib import Path
 

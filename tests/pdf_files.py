@@ -11,9 +11,9 @@ def pdf(*pages: str, encrypted: str = "") -> bytes:
         objects += [f"<</Type/Page/Parent 2 0 R{resources}/Contents {5 + 2 * number} 0 R>>"]
         objects += [f"<</Length {len(page)}>>stream\n{page}\nendstream"]
     body, places = "%PDF-1.4\n", []
-    for number, each in enumerate(objects, start=1):
+    for number, content in enumerate(objects, start=1):
         places.append(len(body))
-        body += f"{number} 0 obj\n{each}\nendobj\n"
+        body += f"{number} 0 obj\n{content}\nendobj\n"
     table = "".join(f"{place:010} 00000 n \n" for place in places)
     size = len(objects) + 1
     trailer = f"trailer<</Size {size}/Root 1 0 R{encrypted}>>\nstartxref\n{len(body)}\n%%EOF"

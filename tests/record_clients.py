@@ -1,6 +1,6 @@
-"""Records what clients send: `python record_clients.py CLIENT FOLDER`, in whatever environment has the client.
+"""Records the requests of clients: `python record_clients.py CLIENT FOLDER`, in an environment that has the client.
 
-Each writes `CLIENT.json`: its version, the headers that it sends, and the bodies of its requests. Those of
+Each run writes `CLIENT.json`: the client's version, its headers, and the bodies of its requests. The files for
 `openai`, `langchain`, `llama_index` and `litellm` come from here; the others are written down from the sources that the
 file names. `apps/server/test_clients.py` sends all of them to the server.
 """
@@ -24,7 +24,7 @@ KEPT_HEADERS = ("accept", "content-type", "authorization")
 
 
 class Recorder(BaseHTTPRequestHandler):
-    """Answers as OpenAI does, and keeps what it was asked."""
+    """A server that answers as OpenAI does, and stores the requests."""
 
     protocol_version = "HTTP/1.1"
     recorded: dict = {}
@@ -61,7 +61,7 @@ def openai(url: str) -> None:
     answer = create(model=MODEL, messages=turns, max_completion_tokens=8)
     turns += [answer.choices[0].message, {"role": "user", "content": [{"type": "text", "text": "Since when?"}]}]
     create(model=MODEL, messages=turns, max_tokens=8, extra_body={"documents": [TEXT], "num_passages": 2})
-    turns[2] = answer.choices[0].message.model_dump()  # with its fields that are null
+    turns[2] = answer.choices[0].message.model_dump()  # including the fields that are null
     called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     turns += [called, {"role": "tool", "tool_call_id": "call_1", "content": "since 2003"}]
     neutral = {"logit_bias": {}, "modalities": ["text"], "reasoning_effort": "low", "verbosity": "low", "n": 1}
@@ -115,9 +115,9 @@ def litellm(url: str) -> None:
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it is downloaded
     import litellm
 
-    asked = {"model": f"openai/{MODEL}", "api_base": url, "api_key": "a key", "max_retries": 0}
+    arguments = {"model": f"openai/{MODEL}", "api_base": url, "api_key": "a key", "max_retries": 0}
     turns = [{"role": "user", "content": QUESTION}]
-    answer = litellm.completion(messages=turns, **asked)
+    answer = litellm.completion(messages=turns, **arguments)
     turns += [answer.choices[0].message.model_dump(), {"role": "user", "content": "Since when?"}]
     turns[1] |= {"reasoning_content": "He jumps.", "provider_specific_fields": {"refusal": None}}
     neutral = {
@@ -132,7 +132,7 @@ def litellm(url: str) -> None:
     neutral |= {"logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0, "parallel_tool_calls": False}
     neutral |= {"metadata": {"a": "b"}, "top_k": 40, "repetition_penalty": 1.0, "caching": True}
     document = {"id": "7", "title": "Radik", "text": TEXT, "score": 0.7, "metadata": ORIGIN}
-    list(litellm.completion(messages=turns, stream=True, extra_body={"documents": [document]}, **asked, **neutral))
+    list(litellm.completion(messages=turns, stream=True, extra_body={"documents": [document]}, **arguments, **neutral))
 
 
 CLIENTS: dict[str, tuple[Callable[[str], None], tuple[str, ...]]] = {

@@ -1,4 +1,4 @@
-"""A small vLLM: it reads precomputed passages and answers by an aligner's own base model."""
+"""A small vLLM: it loads precomputed passages and answers with the base model of an aligner."""
 
 import json
 import threading
@@ -54,7 +54,7 @@ class SmallVllm:
         self.thread.join()
 
     def kill(self):
-        """Ends without an end to the answers that it writes."""
+        """Stops the server in the middle of the answers that it writes."""
         self.server.force_exit = True
         self.stop()
 
@@ -91,7 +91,7 @@ class SmallVllm:
             extra["context_passage_ids"] = numbers[None]
             extra["past_key_values"] = join_keys_values([parts], self.model.config.text_config)
         ids, copy = torch.tensor([ids]), (body.get("kv_transfer_params") or {}).get("copy")
-        found = self.model.generate(
+        output = self.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             **extra,
@@ -102,7 +102,7 @@ class SmallVllm:
             output_logits=True,
             return_dict_in_generate=True,
         )
-        return found.sequences[0, ids.shape[1] :].tolist(), found.logits[0][0].log_softmax(-1)
+        return output.sequences[0, ids.shape[1] :].tolist(), output.logits[0][0].log_softmax(-1)
 
     async def events(self, body, ids):
         ends = ids[-1] in body["stop_token_ids"]

@@ -38,7 +38,7 @@ class Spec:
 
 
 def load_slots_module() -> ModuleType:
-    """`arcaligner_slots`, over a vLLM of which only these names are there."""
+    """`arcaligner_slots`, imported with a stand-in for vLLM that has only these names."""
     parallel = SimpleNamespace(world=1, rank=0)
     modules = {
         "vllm.distributed": {
@@ -60,14 +60,14 @@ def load_slots_module() -> ModuleType:
         stubs[name] = ModuleType(name)
         vars(stubs[name]).update(names)
     spec = importlib.util.spec_from_file_location("arcaligner_slots_over_stubs", IN_VLLM / "arcaligner_slots.py")
-    found = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
     before = {name: sys.modules.get(name) for name in stubs}
     sys.modules |= stubs
     try:
-        sys.modules[spec.name] = found  # dataclasses look there
-        spec.loader.exec_module(found)
+        sys.modules[spec.name] = module  # dataclasses look up their module there
+        spec.loader.exec_module(module)
     finally:
         for name, former in before.items():
             sys.modules.pop(name) if former is None else sys.modules.update({name: former})
-    found.parallel = parallel
-    return found
+    module.parallel = parallel
+    return module

@@ -1,4 +1,4 @@
-"""Recipes on tiny models for the tests, and what a run of one leaves."""
+"""Recipes on tiny models for the tests, and the results of a run."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from arcaligner.train.recipe import parse_recipe
 from arcaligner.train.sft import AlignerTrainer
 from arcaligner.train.stages import SCRIPT
 
-# For runs that are compared. Plain gradient descent: what Adam makes of a gradient near zero is rounding.
+# For runs that are compared: plain gradient descent, as Adam turns gradients near zero into rounding errors.
 COMPARED = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 100.0, "train_sampling_strategy": "random"}
 COMPARED |= {"tokens_per_slot": [4], "aligner": {"lora_r": 4, "gate_hidden_size": 8, "lora_dropout": 0.0}}
 
@@ -44,7 +44,7 @@ class RecipeWriter:
 
 
 def parse(arguments: list[str]) -> tuple:
-    """What `sft.train` takes."""
+    """The arguments of `sft.train`."""
     return parse_recipe(SCRIPT, sft.KINDS, arguments)
 
 
@@ -54,7 +54,7 @@ def run(arguments: list[str]) -> None:
 
 
 def run_until(step: int, arguments: list[str], run: Callable = run, trainer: type = AlignerTrainer) -> None:
-    """Trains in this process, which breaks off before the step after `step` steps."""
+    """Trains in this process and stops after `step` steps."""
     original = trainer.training_step
 
     def training_step(self, *args, **kwargs):
@@ -68,7 +68,7 @@ def run_until(step: int, arguments: list[str], run: Callable = run, trainer: typ
 
 
 def logs(folder: Path, key: str) -> list[dict]:
-    """What the run in `folder` logged, where it has `key`."""
+    """Log entries of the run in `folder` that have `key`."""
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return [entry for entry in history if key in entry]
 

@@ -11,7 +11,7 @@ PASSAGES = (
 )
 
 
-# A row of some data sets, as the Hub has it.
+# One row of each of a few data sets, in the format of the Hub.
 SQUAD = {"id": "s1", "title": "Ada_L", "context": "Ada.", "question": "Who?", "answers": {"text": ["Ada", "Ada"]}}
 _PARAGRAPHS = {"title": ["Cy", "Ada", "Ben"], "sentences": [["No."], ["Ada was born. ", "In 1815."], ["Ben. "]]}
 HOTPOTQA = {"id": "h1", "question": "Was Ada born before Ben?", "answer": "yes", "context": _PARAGRAPHS}
@@ -24,7 +24,7 @@ MUSIQUE["paragraphs"] = [
 
 
 def question_rows(count: int) -> list[dict]:
-    """`count` rows; row n asks about passage n modulo 3."""
+    """`count` rows; the question of row n is about passage n modulo 3."""
     rows = []
     for number in range(count):
         title, text = PASSAGES[number % len(PASSAGES)]
@@ -52,10 +52,10 @@ def article_rows(count, questions=4):
     rows = []
     for number in range(count):
         text = f"The mill of town {number} ground corn until {1800 + number}, by the river."
-        told = {"answers": [str(1800 + number)], "passages": [{"title": f"Town {number}", "text": text}]}
-        for each in range(questions):
-            question = f"Until when, question {each}, did the mill of town {number} grind?"
-            rows.append({"id": f"{number}-{each}", "question": question} | told)
+        fields = {"answers": [str(1800 + number)], "passages": [{"title": f"Town {number}", "text": text}]}
+        for index in range(questions):
+            question = f"Until when, question {index}, did the mill of town {number} grind?"
+            rows.append({"id": f"{number}-{index}", "question": question} | fields)
     return rows
 
 
@@ -68,6 +68,6 @@ def city_rows(cities) -> list[dict]:
     for number, city in enumerate(cities):
         text = f"It lies by a river, as {CITIES[0]} does. This is {city}."
         second = {"title": "", "text": f"A second passage, number {number}."}
-        told = {"answers": [city], "passages": [{"title": f"About {city}", "text": text}, second]}
-        rows.append({"id": city, "question": "Which city is it?"} | told)
+        fields = {"answers": [city], "passages": [{"title": f"About {city}", "text": text}, second]}
+        rows.append({"id": city, "question": "Which city is it?"} | fields)
     return rows
