@@ -240,8 +240,8 @@ def _is_own(path: str) -> bool:
 
 
 def _rows_of_file(path: str, version: tuple) -> Iterator[Row]:
-    """Rows of a file with the schema of `common/rows.py`. With another `version`, 🤗 Datasets does not use what it cached
-    of the file."""
+    """Rows of a file with the schema of `common/rows.py`. With another `version`, 🤗 Datasets does not use what it
+    cached of the file."""
     for line, row in read_numbered_lines(path):
         yield own_row(row, line - 1, where=f"{path}, line {line}")
 

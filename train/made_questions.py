@@ -201,9 +201,9 @@ def main(
     reader: Annotated[Path, typer.Option(help="Folder of the LoRA that answers from text (full_text.yaml).")],
     data: Annotated[str, typer.Option(help="Folder of the data files.")] = "data",
     paragraphs: Annotated[str, typer.Option(help="File of the paragraphs in `--data`.")] = "recon_train.jsonl.gz",
-    asked: Annotated[
+    question_files: Annotated[
         list[str],
-        typer.Option(help="File with questions in `--data`; its paragraphs are left out. Can be repeated."),
+        typer.Option("--asked", help="File with questions in `--data`; its paragraphs are left out. Can be repeated."),
     ] = ["train_qa.jsonl.gz", "train_extra.jsonl.gz"],  # noqa: B006
     output: Annotated[Path, typer.Option(help="File for the questions.")] = Path("data/made_qa.jsonl.gz"),
     limit: Annotated[int | None, typer.Option("-n", help="Number of paragraphs. Default: all.", min=1)] = None,
@@ -216,7 +216,7 @@ def main(
     same answer."""
     if output.exists():
         raise ValueError(f"{output} exists. Delete the file to make it again, or choose another `--output`.")
-    known = (row for file in asked for row in read_rows(find_file(file, data)))
+    known = (row for file in question_files for row in read_rows(find_file(file, data)))
     chosen = unasked(read_rows(find_file(paragraphs, data)), known)[:limit]
     models = (TextReader(folder, device, batch_tokens) for folder in (maker, reader))
     counts = make_file(output, chosen, *models, questions, seed)

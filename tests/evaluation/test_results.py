@@ -138,5 +138,5 @@ def test_refusals_below_the_threshold(model, processor, tmp_path, capsys):
     assert refused == "66.7 [0.0, 100.0]" and wrongly.startswith("25.0 [0.0, ")
     assert others == ["43.8", "6.2", "0.583"]  # in five of 4 x 3 pairs the unanswerable one is surer
     write_answers(tmp_path, TASKS[0], "naive", [{}])
-    with pytest.raises(ValueError, match="no answers with an answerability. .*`python -m"):
+    with pytest.raises(ValueError, match="is missing, or its answers have no answerability. .*`python -m"):
         refusals(tmp_path, "naive")
