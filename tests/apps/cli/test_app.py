@@ -45,8 +45,8 @@ def answer(run_cli, checkpoint_dir):
     """Asks about files; code, output and errors."""
 
     def run(*documents, question=QUESTION, checkpoint=checkpoint_dir, options=()):
-        given = [each for document in documents for each in ("--document", document)]
-        return run_cli("answer", question, *given, "--checkpoint", checkpoint, *options)
+        arguments = [part for document in documents for part in ("--document", document)]
+        return run_cli("answer", question, *arguments, "--checkpoint", checkpoint, *options)
 
     return run
 
@@ -89,21 +89,23 @@ def test_show_slots_lists_sentences(answer, document, tmp_path):
 
 @pytest.mark.parametrize("rate", ["segment", 3])
 def test_answer_options_reach_pipeline(answer, monkeypatch, document, rate):
-    asked, ask = [], ArcAlignerPipeline.__call__
-    monkeypatch.setattr(ArcAlignerPipeline, "__call__", lambda *own, **given: asked.append(given) or ask(*own, **given))
+    calls, ask = [], ArcAlignerPipeline.__call__
+    monkeypatch.setattr(
+        ArcAlignerPipeline, "__call__", lambda *args, **kwargs: calls.append(kwargs) or ask(*args, **kwargs)
+    )
     options = ["--max-new-tokens", 3, "--gate-mode", "always", "--tokens-per-slot", rate, "--max-slots", 2]
     assert answer(document, options=options)[0] == 0
     settings = {"return_slots": True, "max_new_tokens": 3, "gate_mode": "always", "max_slots": 2}
-    assert asked == [settings | {"tokens_per_slot": rate}]
+    assert calls == [settings | {"tokens_per_slot": rate}]
     for name, value in (("--tokens-per-slot", "many"), ("--gate-mode", "never"), ("--max-new-tokens", 0)):
         code, _, err = answer(document, options=[name, value])
-        assert code == 2 and name in err and len(asked) == 1
+        assert code == 2 and name in err and len(calls) == 1
 
 
 def test_question_is_given_once(run_cli, document):
     """In its place, or by the option of 0.2."""
-    for given in ((), ("Who?", "--question", "Who?")):
-        code, _, err = run_cli("answer", *given, "--document", document)
+    for arguments in ((), ("Who?", "--question", "Who?")):
+        code, _, err = run_cli("answer", *arguments, "--document", document)
         assert code == 2 and "expected exactly one question" in err
 
 
@@ -116,16 +118,16 @@ def test_long_file_is_cut(answer, chooser, tmp_path, number):
     (path := tmp_path / "long.md").write_text(f"# Numbers\n\n{12 * LONG}\n\n## Letters\n\n{15 * LONG}")
     code, out, err = answer(path, options=[] if number == 1 else ["--max-passages", number])  # one is the default
     passages, documents = cli.cut([cli.read_document(path)], chooser.processor)
-    assert [each.title for each in passages] == ["Numbers"] * 2 + ["Numbers › Letters"] * 3
+    assert [passage.title for passage in passages] == ["Numbers"] * 2 + ["Numbers › Letters"] * 3
     record = chooser({"question": QUESTION, "documents": documents}, return_slots=True, max_passages=number)[0]
-    read = sorted({each["document"] for each in record["segments"]})
-    assert code == 0 and out == printable(record["generated_text"].strip()) + "\n" and len(read) == number
-    told = [line for line in err.splitlines() if line.startswith(str(path))]
-    spans = [(passages[place].start, passages[place].end, passages[place].title) for place in read]
-    assert told == [f"{path}:{start}-{end} {title}" for start, end, title in spans]
+    used = sorted({segment["document"] for segment in record["segments"]})
+    assert code == 0 and out == printable(record["generated_text"].strip()) + "\n" and len(used) == number
+    lines = [line for line in err.splitlines() if line.startswith(str(path))]
+    spans = [(passages[place].start, passages[place].end, passages[place].title) for place in used]
+    assert lines == [f"{path}:{start}-{end} {title}" for start, end, title in spans]
     unused = f"{counted(5 - number, 'passage')} not used: less likely to contain the answer"
     assert f"{unused} (to use more, raise --max-passages)" in " ".join(err.split())
-    assert path.read_text("utf-8")[slice(*spans[0][:2])] == documents[read[0]]["text"]
+    assert path.read_text("utf-8")[slice(*spans[0][:2])] == documents[used[0]]["text"]
 
 
 def test_version_equals_package_version(run_cli):
@@ -153,7 +155,7 @@ def test_user_errors_print_one_line(answer, base_model_dir, document, tmp_path, 
     paths = {name: tmp_path / f"{name}.txt" for name in texts}
     for name, path in paths.items():
         path.write_bytes(texts[name])
-    for path, given, message in (
+    for path, arguments, message in (
         (paths["binary"], {}, "binary.txt is not text in UTF-8 or in any other known encoding (byte 0)"),
         (paths["empty"], {}, "empty.txt contains no text"),
         (paths["long"], {}, "long.txt has 5 passages; `answer` accepts at most 4. Build a corpus with"),
@@ -167,7 +169,7 @@ def test_user_errors_print_one_line(answer, base_model_dir, document, tmp_path, 
         (document, {"options": ["--base-model", document]}, "`--base-model` works with `--engine llama.cpp`"),
         (document, {"options": ["--engine", "llama.cpp", "--show-slots"]}, "work with PyTorch only"),
     ):
-        code, out, err = answer(path, **given)
+        code, out, err = answer(path, **arguments)
         assert code == 1 and out == ""
         assert err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]
         assert "Traceback" not in err
@@ -235,7 +237,7 @@ def test_control_characters_are_escaped(answer, monkeypatch, document):
     document.write_text(f"It was {STEERING} written.", encoding="utf-8")
     record = {"generated_text": STEERING, "segments": [], "statistics": STATISTICS}
     with monkeypatch.context() as patch:
-        patch.setattr(ArcAlignerPipeline, "__call__", lambda *own, **given: [record])
+        patch.setattr(ArcAlignerPipeline, "__call__", lambda *args, **kwargs: [record])
         assert answer(document)[:2] == (0, f"{SHOWN}\n")
     monkeypatch.setattr(cli, "output", Console(width=160))  # a table would break lines where the escapes are
     code, out, _ = answer(document, question=f"Who {STEERING}?", options=["--show-slots"])
@@ -251,14 +253,14 @@ def test_control_characters_are_escaped(answer, monkeypatch, document):
 
 
 def test_train_runs_recipe_stages(run_cli, monkeypatch):
-    asked = []
-    monkeypatch.setattr(stages, "run_stages", lambda *arguments: asked.append(arguments))
+    calls = []
+    monkeypatch.setattr(stages, "run_stages", lambda *arguments: calls.append(arguments))
     code, out, err = run_cli("train", "--recipe", "tiny", "--output", "mine", "--", "--seed", "2", "--max_steps=3")
     assert (code, out, err) == (0, "", "")
     folder = stages.RECIPES / "tiny"
-    assert asked == [(stages.read_stages(folder, "mine", ["--seed", "2", "--max_steps=3"]), None)]
+    assert calls == [(stages.read_stages(folder, "mine", ["--seed", "2", "--max_steps=3"]), None)]
     assert run_cli("train", "--recipe", folder, "--stage", "2", "--accelerate", "cpu")[0] == 0
-    assert asked[1] == (stages.read_stages(folder, only=2), "cpu")
+    assert calls[1] == (stages.read_stages(folder, only=2), "cpu")
 
 
 def test_train_errors_print_one_line(run_cli, monkeypatch):
@@ -294,10 +296,10 @@ def test_demo_prints_answers_immediately(chooser, monkeypatch):
     many, (refused,), cases = demo.demo_questions("unanswerable").values()
     assert cases == CASES and [len(row["passages"]) for row in many] == [10] * 10
     assert refused["question"] == many[0]["question"] and refused["answers"] == ["unanswerable"]
-    others = [each["text"] for each in refused["passages"]]
+    others = [passage["text"] for passage in refused["passages"]]
     assert len(others) == 4 and not any(gold in text for gold in many[0]["answers"] for text in others)
-    for row, read in zip([*many, refused, *cases], texts[1:], strict=True):
-        assert row["question"] in page and len(read["passages"]) == 1 and read["passages"][0] in row["passages"]
+    for row, text_row in zip([*many, refused, *cases], texts[1:], strict=True):
+        assert row["question"] in page and len(text_row["passages"]) == 1 and text_row["passages"][0] in row["passages"]
         assert (f"gold answer: {row['answers'][0]}" in page) == (row != CASES[0])  # unless all are right
     assert page.count(", answerability ") == 14 and page.count(" unanswerable ") == 15  # one gold answer is that
     assert "Result: 1 of 14 answers from slots and 1 from text are right" in page

@@ -66,10 +66,10 @@ def test_environment_variable_locates_models(models, checkpoint_dir, base_model_
 def test_missing_model_names_remedy(models, monkeypatch, error, message):
     """A missing model is looked up once, and two lines say how to get it."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", asked := Mock(side_effect=error))
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info := Mock(side_effect=error))
     with pytest.raises(OSError, match=message):
         find_model("base model", "org/base", BASE_MODEL_FILES)
-    assert asked.call_count == 1
+    assert repo_info.call_count == 1
     for name in ("no id at all", "/no/such/folder"):
         with pytest.raises(OSError, match=f"The encoder `{name}` is not on this machine"):
             find_model("encoder", name, BASE_MODEL_FILES)
