@@ -33,11 +33,12 @@ def test_folder_becomes_answer(run_cli, letters, checkpoint_dir, tmp_path, model
 
     question = "Who wrote it?"
     code, out, err = run_cli("ask", question, "--corpus", folder, "--top-k", 2, "--max-new-tokens", 5, *aligner)
-    found = Retriever(corpus, processor)(question, top_k=2)
-    row = {"question": question, "documents": found.documents}
+    retrieved = Retriever(corpus, processor)(question, top_k=2)
+    row = {"question": question, "documents": retrieved.documents}
     record = pipeline_of(model, processor)(row, return_slots=True, max_new_tokens=5)[0]
     assert code == 0 and out.startswith(printable(record["generated_text"].strip()))
-    places = [f"{each['document']}:{each['start']}-{each['end']}".replace("\n", "\\n") for each in found.documents]
+    places = [f"{passage['document']}:{passage['start']}-{passage['end']}" for passage in retrieved.documents]
+    places = [place.replace("\n", "\\n") for place in places]
     assert any("new\\nline.txt" in place for place in places)
     assert [line.split(" ")[0] for line in out.splitlines()[-2:]] == places
     assert cli.compression_summary(record["statistics"]) in err
