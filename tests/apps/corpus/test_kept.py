@@ -46,7 +46,7 @@ def files(corpus):
 def test_corpus_uses_precomputed_passages(corpus, apart, monkeypatch):
     """A question computes no passage of a corpus that was precomputed."""
     model, reader = apart
-    ask, found = pipeline_of(model, reader), []
+    ask, answers = pipeline_of(model, reader), []
     for is_ahead in (False, True):
         if is_ahead:
             assert (
@@ -58,15 +58,15 @@ def test_corpus_uses_precomputed_passages(corpus, apart, monkeypatch):
         for question, top_k in (("Who wrote it?", 3), ("Since when?", 2)):
             chat = [{"role": "user", "content": question}]
             answer = engine.submit(Request(chat, top_k=top_k, max_new_tokens=9)).result()
-            found.append((answer.text, [each["text"] for each in answer.sources]))
+            answers.append((answer.text, [source["text"] for source in answer.sources]))
             assert answer.kept == len(answer.sources) or not is_ahead
         if is_ahead:
             assert engine.store.misses == 0
-            own = [{"role": "user", "content": "Who?"}]
-            engine.submit(Request(own, documents=["Nobody has read this."], max_new_tokens=2)).result()
+            other_chat = [{"role": "user", "content": "Who?"}]
+            engine.submit(Request(other_chat, documents=["Nobody has read this."], max_new_tokens=2)).result()
             assert engine.store.misses == 1 and len(files(corpus)) == 5
         engine.close()
-    assert found[:2] == found[2:]
+    assert answers[:2] == answers[2:]
 
 
 def test_killed_precomputation_continues(corpus, letters, apart, monkeypatch):
@@ -80,8 +80,9 @@ def test_killed_precomputation_continues(corpus, letters, apart, monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         read_corpus(corpus, model, reader, stop)
-    first, told = files(corpus), []
-    assert read_corpus(corpus, model, reader, told.append) == told[-1] == "1 passage computed, 3 computed before"
+    first, messages = files(corpus), []
+    report = read_corpus(corpus, model, reader, messages.append)
+    assert report == messages[-1] == "1 passage computed, 3 computed before"
     assert first.items() < (before := files(corpus)).items()
     (letters / "old" / "ski.md").write_text("# Zhaparov\n\nHe jumps no more.", encoding="utf-8")
     build_corpus([str(letters)], corpus, reader)
@@ -102,14 +103,14 @@ def test_commands_use_their_precision(run_cli, corpus, apart_dir, monkeypatch, d
     code, out, err = run_cli("corpus", "read", *aligner, *(("--dtype", dtype) if dtype else ()))
     assert code == 0 and out == "4 passages computed, 0 computed before\n"
     num_bytes = corpus.info()["slots"] * 3 * 2 * 2 * 8 * width  # layers, keys and values, heads, head_dim
-    told = f"{num_bytes / 1e6:.1f} MB on disk: {corpus.info()['slots']} slots of 0.{width} KB"
-    assert told in err.replace("\n", " ")
+    size = f"{num_bytes / 1e6:.1f} MB on disk: {corpus.info()['slots']} slots of 0.{width} KB"
+    assert size in err.replace("\n", " ")
     assert num_bytes < corpus.info()["kept_bytes"] < num_bytes + 24000  # and what it is of
     ask = ("ask", "Who?", *aligner, "--top-k", 2, "--max-passages", 2, "--max-new-tokens", 2)
-    for options, own in ((("--dtype", "bfloat16"), 2), (("--dtype", "float32"), 4), ((), 4)):
+    for options, value_bytes in ((("--dtype", "bfloat16"), 2), (("--dtype", "float32"), 4), ((), 4)):
         code, _, err = run_cli(*ask, *options)
-        found = 2 if own == width else 0
-        assert code == 0 and f"{found} of 2 passages cached" in re.sub(r"\s+", " ", err)
+        num_cached = 2 if value_bytes == width else 0
+        assert code == 0 and f"{num_cached} of 2 passages cached" in re.sub(r"\s+", " ", err)
     assert run_cli(*ask, "--dtype", "int8")[0] != 0
 
 
@@ -117,15 +118,15 @@ def test_command_precomputes_or_refuses(run_cli, corpus, apart_dir):
     """Python aborts when it ends while a thread computes: exit code 134 after the answer."""
     before = set(threading.enumerate())
     ask = ("ask", "Who?", "--corpus", corpus.path, "--checkpoint", apart_dir, "--top-k", 3, "--max-new-tokens", 2)
-    for options, read in (("", 1), ("--max-passages 2", 2), ("--max-passages 9", 3), ("--min-confidence 1", 1)):
+    for options, num_used in (("", 1), ("--max-passages 2", 2), ("--max-passages 9", 3), ("--min-confidence 1", 1)):
         code, out, err = run_cli(*ask, *options.split())
         err = re.sub(r"\s+", " ", err)
-        assert code == 0 and len(re.findall(r":\d+-\d+", out)) == read
-        assert f"0 of {counted(read, 'passage')} cached" in err
-        assert (f"{counted(3 - read, 'more passage')} retrieved but not used" in err) == (read < 3)
+        assert code == 0 and len(re.findall(r":\d+-\d+", out)) == num_used
+        assert f"0 of {counted(num_used, 'passage')} cached" in err
+        assert (f"{counted(3 - num_used, 'more passage')} retrieved but not used" in err) == (num_used < 3)
         is_refused = "--min-confidence" in options
         assert out.startswith("not in the text\n") == is_refused == ("word for word" not in err)
-    assert not [each for each in set(threading.enumerate()) - before if each.name == "arcaligner-engine"]
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "arcaligner-engine"]
 
 
 def test_precompute_errors_are_reported(run_cli, corpus, apart, checkpoint_dir, monkeypatch):

@@ -24,29 +24,31 @@ def test_retrieved_slots_equal_encoding(
     retriever = Retriever(corpus, reader)
     with monkeypatch.context() as patched:
         patched.setattr(SlotEncoder, "encode_batch", lambda *a, **k: pytest.fail("a passage was encoded again"))
-        found = retriever(question, top_k=9)
-    assert sorted(each["title"] for each in found.documents) == ["", "", "", "Zhaparov"]
-    expected = reader.encode_documents(found.documents, tokens_per_slot=rate)
-    embeds, words, ids = found.encoded[1:4]
+        retrieved = retriever(question, top_k=9)
+    assert sorted(document["title"] for document in retrieved.documents) == ["", "", "", "Zhaparov"]
+    expected = reader.encode_documents(retrieved.documents, tokens_per_slot=rate)
+    embeds, words, ids = retrieved.encoded[1:4]
     torch.testing.assert_close(embeds, expected.context_embeds, atol=1e-3, rtol=0)
     torch.testing.assert_close((words, ids), (expected.context_word_ids, expected.context_passage_ids))
-    assert found.encoded.segments == expected.segments
-    given = reader("Who?", **found.inputs, return_tensors="pt")
-    torch.testing.assert_close(given["context_embeds"][0], embeds)
-    assert found.seconds.keys() == {"retrieval", "slots"} and min(found.seconds.values()) > 0
+    assert retrieved.encoded.segments == expected.segments
+    inputs = reader("Who?", **retrieved.inputs, return_tensors="pt")
+    torch.testing.assert_close(inputs["context_embeds"][0], embeds)
+    assert retrieved.seconds.keys() == {"retrieval", "slots"} and min(retrieved.seconds.values()) > 0
     query = reader.encoder.encode([question])[0]
-    for number, each in enumerate(found.documents):
-        assert each["text"] == (corpus.path.parent / each["document"]).read_text("utf-8")[each["start"] : each["end"]]
+    for number, passage in enumerate(retrieved.documents):
+        text = (corpus.path.parent / passage["document"]).read_text("utf-8")
+        assert passage["text"] == text[passage["start"] : passage["end"]]
         vector = torch.nn.functional.normalize(embeds[ids == number].mean(dim=0), dim=0)
-        assert each["similarity"] == pytest.approx(float(vector @ query), abs=2e-3)
+        assert passage["similarity"] == pytest.approx(float(vector @ query), abs=2e-3)
 
 
 def test_full_text_finds_unknown_words(corpus, processor):
     """Full-text search finds a word that the encoder does not know."""
     for word, part in (("Toronto", "district"), ("Zhaparov's", "He jumps")):  # of a text and of a title
-        found = Retriever(corpus, processor)(word, top_k=9).documents
-        assert part in found[0]["text"] and len(found) == len(corpus)
-        assert [each["score"] for each in found] == sorted((each["score"] for each in found), reverse=True)
+        documents = Retriever(corpus, processor)(word, top_k=9).documents
+        assert part in documents[0]["text"] and len(documents) == len(corpus)
+        scores = [document["score"] for document in documents]
+        assert scores == sorted(scores, reverse=True)
 
 
 @pytest.mark.parametrize("question", ["the of", '"(a AND', "?", "\x00", "x" * 5000])
@@ -110,8 +112,8 @@ def test_search_uses_the_base_encoder(tmp_path, letters, processor, make_corpus,
     corpus = make_corpus(letters, by=trained)
     rows = corpus.table.search().select(["title", "text", "vector", "slots"]).to_arrow().to_pylist()
     texts = [f"{row['title']} {row['text']}".strip() for row in rows]
-    found = torch.tensor([row["vector"] for row in rows]).float()
-    torch.testing.assert_close(found, processor.encoder.encode(texts), rtol=0, atol=1e-3)
+    vectors = torch.tensor([row["vector"] for row in rows]).float()
+    torch.testing.assert_close(vectors, processor.encoder.encode(texts), rtol=0, atol=1e-3)
     slot = torch.tensor(rows[0]["slots"][0]).float()
     assert (slot - processor.encoder.encode(texts[:1])[0]).abs().max() > 0.01
     assert Retriever(corpus, trained)(texts[0], 1).documents[0]["text"] == rows[0]["text"]
