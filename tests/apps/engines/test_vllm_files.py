@@ -62,18 +62,18 @@ def engine_config(model, base_model_dir, **changes):
         head_dim=getattr(text, "head_dim", None),
         rope_parameters=dict(text.rope_parameters),
     )
-    given = {"policy": "fail", "guard": ["arcaligner_slots:SlotsLogitsProcessor"], "spec": Spec(BLOCK)}
-    given |= {"dtype": torch.float32, "extra": {}} | changes
-    vars(config).update(given.pop("config", {}))
+    settings = {"policy": "fail", "guard": ["arcaligner_slots:SlotsLogitsProcessor"], "spec": Spec(BLOCK)}
+    settings |= {"dtype": torch.float32, "extra": {}} | changes
+    vars(config).update(settings.pop("config", {}))
     model_config = SimpleNamespace(
         hf_text_config=config,
-        dtype=given["dtype"],
-        logits_processors=given["guard"],
+        dtype=settings["dtype"],
+        logits_processors=settings["guard"],
         model=str(base_model_dir),
         revision=None,
     )
-    transfer = SimpleNamespace(kv_load_failure_policy=given["policy"], get_from_extra_config=given["extra"].get)
-    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=given["spec"])])
+    transfer = SimpleNamespace(kv_load_failure_policy=settings["policy"], get_from_extra_config=settings["extra"].get)
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=settings["spec"])])
     return SimpleNamespace(model_config=model_config, kv_transfer_config=transfer), groups
 
 
@@ -146,8 +146,8 @@ def test_int8_files_are_read(aligner, folder):
     (files,) = aligner[0].passage_cache(aligner[1], folder=folder, dtype="int8").prefix_files(QUESTION, [ADA])
     kept, key = load_file(files.paths[1])["keys_values"], files.paths[1].stem
     assert kept.dtype == torch.int8
-    found = slots.Passages(0, slice(0, 2)).read([key])[key]
-    assert torch.equal(found, from_int8(kept, torch.float32).transpose(2, 3))
+    values = slots.Passages(0, slice(0, 2)).read([key])[key]
+    assert torch.equal(values, from_int8(kept, torch.float32).transpose(2, 3))
 
 
 def cut(path):
@@ -204,21 +204,21 @@ def test_damaged_values_are_refused(max_bytes, files):
 
 def test_passages_stay_in_memory(files, monkeypatch):
     """Up to a number of bytes; those that were not used for longest go first, and a larger one is not kept."""
-    read, keys = [], list(dict.fromkeys(path.stem for path in files.paths))
+    read_keys, keys = [], list(dict.fromkeys(path.stem for path in files.paths))
     monkeypatch.setattr(
-        slots, "_read_values", lambda key, header, real=slots._read_values: read.append(key) or real(key, header)
+        slots, "_read_values", lambda key, header, real=slots._read_values: read_keys.append(key) or real(key, header)
     )
     sizes = {key: slots.Passages(0, slice(0, 2)).read([key])[key].nbytes for key in keys}
     head, ada, radik = keys
     passages = slots.Passages(sizes[head] + sizes[ada], slice(0, 2))
-    for asked, expected in (([head, ada, ada], [head, ada]), ([ada, head], []), ([radik], [radik]), ([head], [])):
-        read.clear()
-        found = passages.read(asked)
-        assert read == expected and found.keys() == set(asked)
+    for requested, expected in (([head, ada, ada], [head, ada]), ([ada, head], []), ([radik], [radik]), ([head], [])):
+        read_keys.clear()
+        loaded = passages.read(requested)
+        assert read_keys == expected and loaded.keys() == set(requested)
     assert sizes[radik] < sizes[ada] and passages.bytes == sizes[head] + sizes[radik]
-    read.clear()
+    read_keys.clear()
     passages.read([ada])
-    assert read == [ada]
+    assert read_keys == [ada]
     small = slots.Passages(sizes[head] - 1, slice(0, 2))
     small.read([head])
     assert small.bytes == 0
@@ -245,7 +245,7 @@ def test_mismatched_requests_are_refused(files, aligner, folder):
             [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]], [DOCUMENTS]
         )
     )
-    for given, message in (
+    for pairs, message in (
         (None, "is not a list of files"),
         ([], "is not a list of files"),
         ([["a" * 64]], "is not a list of files"),
@@ -262,17 +262,17 @@ def test_mismatched_requests_are_refused(files, aligner, folder):
         ([body[0], [other_prompt.paths[1].stem, 1]], "belong together: they differ in `prompt`"),
     ):
         with pytest.raises(ValueError, match=message):
-            slots.check_slots(given)
+            slots.check_slots(pairs)
     for extra, options, message in (
         ({"slot": body}, {}, "expected only `slots` and `copy`"),
         ({"slots": body}, {"prompt_logprobs": 1}, "`prompt_logprobs` and"),
         ({"slots": body}, {"skip_reading_prefix_cache": True}, "`skip_reading_prefix_cache` do not work"),
         ({"copy": {"bonus": 8, "texts": [[1]], "end_ids": []}}, {}, "`copy` is malformed"),
     ):
-        given = {"prompt_logprobs": None, "skip_reading_prefix_cache": None} | options
+        params = {"prompt_logprobs": None, "skip_reading_prefix_cache": None} | options
         with pytest.raises(ValueError, match=message):
             slots.SlotsLogitsProcessor.validate_params(
-                SimpleNamespace(extra_args={"kv_transfer_params": extra}, **given)
+                SimpleNamespace(extra_args={"kv_transfer_params": extra}, **params)
             )
 
 
@@ -447,12 +447,12 @@ def test_workers_write_their_own_heads(connect, files, aligner, monkeypatch):
     heads, blocks = model.config.text_config.num_key_value_heads, list(range(40))
     assert heads == 2
     whole = load(connect(Role.WORKER), model, slots.Load(body, 0, blocks))
-    for world, own in ((2, 1), (4, 1)):
+    for world, local_heads in ((2, 1), (4, 1)):
         for rank in range(world):
             vars(slots.parallel).update(world=world, rank=rank)
-            found = load(connect(Role.WORKER), model, slots.Load(body, 0, blocks), heads=own)
+            local = load(connect(Role.WORKER), model, slots.Load(body, 0, blocks), heads=local_heads)
             first = rank * heads // world
-            assert torch.equal(found, whole[:, :, :, first : first + own])
+            assert torch.equal(local, whole[:, :, :, first : first + local_heads])
     vars(slots.parallel).update(world=1, rank=0)
     half = load(connect(Role.WORKER, dtype=torch.bfloat16), model, slots.Load(body, 0, blocks), dtype=torch.bfloat16)
     assert torch.equal(half, whole.bfloat16())
@@ -460,16 +460,17 @@ def test_workers_write_their_own_heads(connect, files, aligner, monkeypatch):
 
 def test_step_writes_all_requests(connect, cache, aligner):
     """Each as if alone, whatever was loaded before, and whatever the others need."""
-    asked = [DOCUMENTS, [RADIK], [RADIK, ADA]]
-    bodies = [slots_request(cache.prefix_files(QUESTION, each)[0])["kv_transfer_params"]["slots"] for each in asked]
+    document_lists = [DOCUMENTS, [RADIK], [RADIK, ADA]]
+    prefixes = [cache.prefix_files(QUESTION, documents)[0] for documents in document_lists]
+    bodies = [slots_request(prefix)["kv_transfer_params"]["slots"] for prefix in prefixes]
     starts, free = (0, BLOCK, sum(count for _, count in bodies[2][:2]) + 1), iter(range(40))
     loads = []
     for body, start in zip(bodies, starts, strict=True):
         needed = -(-sum(count for _, count in body) // BLOCK)
         loads.append(slots.Load(body, start, [next(free) for _ in range(needed)]))
     together, worker = load(connect(Role.WORKER), aligner[0], *loads), connect(Role.WORKER)
-    alone = [load(worker, aligner[0], each) for each in loads]
-    assert all(each.any() for each in alone) and torch.equal(together, sum(alone))
+    alone = [load(worker, aligner[0], single) for single in loads]
+    assert all(values.any() for values in alone) and torch.equal(together, sum(alone))
 
 
 def test_lost_file_fails_its_blocks(connect, cache, files, aligner, caplog):
