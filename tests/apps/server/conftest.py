@@ -71,9 +71,9 @@ class HeldRequests:
 
 @pytest.fixture
 def held(engine, monkeypatch) -> HeldRequests:
-    found = HeldRequests(engine.submit)
-    monkeypatch.setattr(engine, "submit", found.submit)
-    return found
+    requests = HeldRequests(engine.submit)
+    monkeypatch.setattr(engine, "submit", requests.submit)
+    return requests
 
 
 @pytest.fixture(scope="session")

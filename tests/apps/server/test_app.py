@@ -51,10 +51,10 @@ def test_documents_as_for_the_pipeline(client, ask, rate):
     row = {"question": QUESTION, "documents": DOCUMENTS}
     expected = ask(row, return_slots=True, max_new_tokens=8, **settings)[0]
     assert text_of(answer) == expected["generated_text"].lstrip() and report["statistics"] == expected["statistics"]
-    places = [{key: each[key] for key in ("document", "start", "end")} for each in expected["segments"]]
+    places = [{key: segment[key] for key in ("document", "start", "end")} for segment in expected["segments"]]
     assert report["segments"] == places
     sources = [{"title": "", "text": RADIK, "number": 0}, DOCUMENTS[1] | {"number": 1}]
-    assert report["sources"] == [each | {"answer": None, "read": True} for each in sources]
+    assert report["sources"] == [source | {"answer": None, "read": True} for source in sources]
     assert (text_of(again), again.usage, report_of(again)["kept"]) == (text_of(answer), answer.usage, 2)
     seconds = report["seconds"]
     parts = sum(seconds[name] for name in ("waiting", "retrieval", "slots", "choosing", "model"))
@@ -64,9 +64,10 @@ def test_documents_as_for_the_pipeline(client, ask, rate):
 def test_corpus_serves_requests_without_documents(client, retriever, ask):
     """The corpus is used if a request has no documents."""
     for number, rate in ((1, None), (2, 3)):  # as they are stored, and encoded again
-        answer, found = ask_server(client, num_passages=number, tokens_per_slot=rate), retriever(QUESTION, number)
-        assert report_of(answer)["sources"] == [each | {"answer": None, "read": True} for each in found.documents]
-        row = {"question": QUESTION, "documents": found.documents}
+        answer, retrieved = ask_server(client, num_passages=number, tokens_per_slot=rate), retriever(QUESTION, number)
+        sources = [document | {"answer": None, "read": True} for document in retrieved.documents]
+        assert report_of(answer)["sources"] == sources
+        row = {"question": QUESTION, "documents": retrieved.documents}
         expected = ask(row, return_slots=True, max_new_tokens=8, tokens_per_slot=rate or "segment")[0]
         assert text_of(answer) == expected["generated_text"].lstrip()
         assert report_of(answer)["statistics"] == expected["statistics"]
@@ -145,26 +146,27 @@ def test_number_of_tokens_cut(client, engine, monkeypatch):
 
 def test_draws_are_limited(client, engine, monkeypatch):
     """`top_k` and `min_p` beside a temperature reach the sampler."""
-    asked, submit = [], engine.submit
-    monkeypatch.setattr(engine, "submit", lambda request: (asked.append(request), submit(request))[1])
+    requests, submit = [], engine.submit
+    monkeypatch.setattr(engine, "submit", lambda request: (requests.append(request), submit(request))[1])
     ask_server(client, top_k=40, min_p=0.1, temperature=1)
     ask_server(client, top_k=-1, temperature=1)
     ask_server(client, top_k=40, min_p=0.1)
-    assert [(each.sampling_top_k, each.min_p, each.top_k) for each in asked] == [(40, 0.1, 5), (0, 0, 5), (0, 0.1, 5)]
+    settings = [(request.sampling_top_k, request.min_p, request.top_k) for request in requests]
+    assert settings == [(40, 0.1, 5), (0, 0, 5), (0, 0.1, 5)]
 
 
 def test_sampling_top_k_finds_nothing(client, engine, monkeypatch):
     """A `top_k` of sampling never says how many passages are found; the old name does where it can be no other, with
     a note."""
-    submit, asked = engine.submit, []
-    monkeypatch.setattr(engine, "submit", lambda request: asked.append(request) or submit(request))
-    for given in ({"top_k": 0}, {"top_k": -1}, {"top_k": 1, "temperature": 0.7}, {"top_k": 40, "num_passages": 1}):
-        ask_server(client, **given)
-    assert [(each.top_k, each.temperature) for each in asked] == [(5, 0), (5, 0), (5, 0), (1, 0)]
+    submit, requests = engine.submit, []
+    monkeypatch.setattr(engine, "submit", lambda request: requests.append(request) or submit(request))
+    for settings in ({"top_k": 0}, {"top_k": -1}, {"top_k": 1, "temperature": 0.7}, {"top_k": 40, "num_passages": 1}):
+        ask_server(client, **settings)
+    assert [(request.top_k, request.temperature) for request in requests] == [(5, 0), (5, 0), (5, 0), (1, 0)]
     with pytest.warns(FutureWarning, match="Pass `num_passages`"):
         answer = ask_server(client, top_k=2)
-    assert asked[-1].top_k == 2 and "Pass `num_passages`" in report_of(answer)["notes"][0]
-    assert report_of(ask_server(client, top_k=40))["notes"] and asked[-1].top_k == 5
+    assert requests[-1].top_k == 2 and "Pass `num_passages`" in report_of(answer)["notes"][0]
+    assert report_of(ask_server(client, top_k=40))["notes"] and requests[-1].top_k == 5
     assert report_of(ask_server(client, num_passages=2))["notes"] == []
 
 
@@ -177,8 +179,8 @@ def test_tool_calls_of_a_history():
     turns += [{"role": "assistant", "content": "2003.", "tool_calls": []}, {"role": "user", "content": "Why?"}]
     turns += [{"role": "assistant", "content": "I look.", "function_call": calls[0]["function"]}]
     turns += [{"role": "function", "name": "look_up", "content": "unknown"}]
-    read = ChatRequest.model_validate({"model": "tiny", "messages": turns}).engine_request(print, Limits()).messages
-    assert read == [
+    messages = ChatRequest.model_validate({"model": "tiny", "messages": turns}).engine_request(print, Limits()).messages
+    assert messages == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "since 2003\n\nor 2004\n\nWhen?"},
         {"role": "assistant", "content": "2003."},
@@ -204,8 +206,8 @@ def test_documents_of_libraries(client):
     for pair in ((langchain, dumped), (node, resource), (scored, haystack), (cohere, searched)):
         answer = ask_server(client, documents=pair)
         assert text_of(answer) == text_of(expected)
-        found = [{"id": "7"} | ({} if each is cohere else {"metadata": origin}) for each in pair]
-        assert report_of(answer)["sources"] == [one | two for one, two in zip(found, sources, strict=True)]
+        fields = [{"id": "7"} | ({} if document is cohere else {"metadata": origin}) for document in pair]
+        assert report_of(answer)["sources"] == [one | two for one, two in zip(fields, sources, strict=True)]
     assert text_of(ask_server(client, extra_body={"documents": plain})) == text_of(expected)  # as JavaScript sends it
 
 
@@ -301,14 +303,16 @@ def test_key_in_any_form(engine):
     right = ["Bearer Schlüssel", "bearer  Schlüssel ", "BEARER Schlüssel", "Schlüssel"]
     wrong = ["", "Bearer", "Bearer ", "Bearer Schl", "Basic Schlüssel", "Bearer Schlüssel2"]
     for encoding in ("utf-8", "latin-1"):
-        found = [client.get("/v1/models", headers={b"authorization": each.encode(encoding)}) for each in right + wrong]
-        assert [each.status_code for each in found] == [200] * 4 + [401] * 6
-        assert found[-1].json()["error"]["code"] == "invalid_api_key"
+        responses = [
+            client.get("/v1/models", headers={b"authorization": key.encode(encoding)}) for key in right + wrong
+        ]
+        assert [response.status_code for response in responses] == [200] * 4 + [401] * 6
+        assert responses[-1].json()["error"]["code"] == "invalid_api_key"
     cyrillic = TestClient(create_app(engine, ServerSettings(api_key="ключ")))
-    found = [
-        cyrillic.get("/v1/models", headers={b"authorization": each.encode()}) for each in ("Bearer ключ", "Bearer ")
+    responses = [
+        cyrillic.get("/v1/models", headers={b"authorization": key.encode()}) for key in ("Bearer ключ", "Bearer ")
     ]
-    assert [each.status_code for each in found] == [200, 401]
+    assert [response.status_code for response in responses] == [200, 401]
 
 
 def test_model_by_its_name(url, client):
@@ -394,7 +398,7 @@ def test_health_metrics_and_models(url, client, engine, monkeypatch):
     }
     monkeypatch.setattr(engine, "retriever", None)
     about = httpx.get(f"{url}/about", headers=AUTHORIZED).json()
-    assert about["corpus"] is None and [each["text"] != "" for each in about["examples"]] == [True] * 3
+    assert about["corpus"] is None and [example["text"] != "" for example in about["examples"]] == [True] * 3
 
 
 def test_keyless_server_refuses_foreign_hosts(engine):
