@@ -54,7 +54,7 @@ def asked(documents=("Ada wrote it.",), chat=CHAT, **settings) -> Request:
 
 
 def answers(engine, *requests):
-    return [future.result() for future in [engine.submit(each) for each in requests]]
+    return [future.result() for future in [engine.submit(request) for request in requests]]
 
 
 def answer(engine, *documents, **settings):
@@ -97,7 +97,7 @@ def test_full_queue_and_closing_engine(engine_of):
         engine.submit(asked(None))
     go_on.set()
     closing.join()
-    assert len({each.result().text for each in futures}) == 1
+    assert len({future.result().text for future in futures}) == 1
 
 
 def test_short_answer_returns_early(engine_of):
@@ -110,8 +110,8 @@ def test_short_answer_returns_early(engine_of):
             short.future.result(timeout=10)
 
     long = asked(None, max_new_tokens=16, on_text=wait_for_short)
-    found, _ = answers(engine_of(batch_seconds=30.0, max_batch=2), long, short)
-    assert found.completion_tokens == 16 and found.batch_size == 2 and len(pieces) > 5
+    long_answer, _ = answers(engine_of(batch_seconds=30.0, max_batch=2), long, short)
+    assert long_answer.completion_tokens == 16 and long_answer.batch_size == 2 and len(pieces) > 5
 
 
 def test_long_prompts_in_a_batch(engine_of, ask):
@@ -135,23 +135,23 @@ def test_seed_fixes_the_answer(engine_of):
 
     alone = engine_of(batch_seconds=0.0)
     plain, first, second, unlike = (
-        alone.submit(each).result().text for each in (asked(max_new_tokens=8), drawn(1), drawn(1), drawn(2))
+        alone.submit(request).result().text for request in (asked(max_new_tokens=8), drawn(1), drawn(1), drawn(2))
     )
     assert first == second != unlike
     together = answers(engine_of(batch_seconds=30.0, max_batch=3), drawn(2), asked(max_new_tokens=8), drawn(1))
-    assert [each.text for each in together] == [unlike, plain, first] and together[0].batch_size == 3
+    assert [result.text for result in together] == [unlike, plain, first] and together[0].batch_size == 3
 
 
 def test_sampling_follows_probabilities():
     """Tokens are sampled as often as they are likely."""
     scores, rows = torch.tensor([[2.0, 1.0, 0.5, -3.0]]), 4000
     group = [Request(CHAT, temperature=0.7, top_p=0.95, seed=seed) for seed in range(rows)]
-    drawn = torch.cat([RowSampler(each)(None, scores) for each in (*group, Request(CHAT))])
+    drawn = torch.cat([RowSampler(request)(None, scores) for request in (*group, Request(CHAT))])
     expected = torch.tensor([*(scores[0, :3] / 0.7).softmax(0), 0.0])  # the last is beyond `top_p`
-    found = drawn[:-1].argmax(dim=1).bincount(minlength=4) / rows
-    torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
+    shares = drawn[:-1].argmax(dim=1).bincount(minlength=4) / rows
+    torch.testing.assert_close(shares, expected, atol=0.03, rtol=0)
     assert torch.equal(drawn[-1], scores[0])
-    whole = [RowSampler(Request(CHAT, temperature=each, seed=1))(None, scores) for each in (1, 1.0)]
+    whole = [RowSampler(Request(CHAT, temperature=temperature, seed=1))(None, scores) for temperature in (1, 1.0)]
     assert torch.equal(*whole)
 
 
@@ -160,10 +160,10 @@ def test_top_k_min_p_cut():
     scores, rows = torch.tensor([[2.0, 1.0, 0.5, -3.0]]), 4000
     for settings, left in (({"sampling_top_k": 2}, 2), ({"min_p": 0.3}, 2), ({"min_p": 0.2}, 3)):
         group = [Request(CHAT, temperature=1.0, seed=seed, **settings) for seed in range(rows)]
-        drawn = torch.cat([RowSampler(each)(None, scores) for each in group])
-        found = drawn.argmax(dim=1).bincount(minlength=4) / rows
+        drawn = torch.cat([RowSampler(request)(None, scores) for request in group])
+        shares = drawn.argmax(dim=1).bincount(minlength=4) / rows
         expected = torch.tensor([*scores[0, :left].softmax(0), *[0.0] * (4 - left)])
-        torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
+        torch.testing.assert_close(shares, expected, atol=0.03, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -184,13 +184,13 @@ def test_prompt_pieces_equal_whole(engine_of, apart, monkeypatch):
     """A batch of chats of different lengths, with and without passages."""
     texts = ["Who wrote it? " * 20, "Who?"]
     requests = [(documents, [{"role": "user", "content": text}]) for documents in (PASSAGES, None) for text in texts]
-    whole = answers(engine_of(None, apart), *(asked(*each, max_new_tokens=8) for each in requests))
+    whole = answers(engine_of(None, apart), *(asked(*request, max_new_tokens=8) for request in requests))
     monkeypatch.setattr(kv_cache_arcaligner, "PIECE_POSITIONS", 10)
     monkeypatch.setattr(kv_cache_arcaligner, "PIECE_SECONDS", 0)  # soon each is one position
     engine, forward, calls = engine_of(None, apart, batch_seconds=30.0, max_batch=4), apart.model.model.forward, []
     monkeypatch.setattr(apart.model.model, "forward", lambda **kwargs: (calls.append(1), forward(**kwargs))[1])
-    parts = answers(engine, *(asked(*each, max_new_tokens=8) for each in requests))
-    assert [each.text for each in parts] == [each.text for each in whole] and len(calls) > 100
+    parts = answers(engine, *(asked(*request, max_new_tokens=8) for request in requests))
+    assert [result.text for result in parts] == [result.text for result in whole] and len(calls) > 100
     for part, one in zip(parts[:2], whole[:2], strict=True):
         assert part.answerability == pytest.approx(one.answerability, abs=1e-6)
 
@@ -274,7 +274,7 @@ def test_scored_slots_are_limited(engine_of, apart, processor, monkeypatch):
     """Those that are too many to be asked about are refused before any is encoded."""
     documents = ["Ada wrote it.", "Bob did not.", "Carol read it."]  # three slots
     engine = engine_of(None, apart, limits=Limits(max_slots=1, max_slots_asked=3))
-    assert sum(each["read"] for each in answer(engine, documents, max_passages=1).sources) == 1
+    assert sum(source["read"] for source in answer(engine, documents, max_passages=1).sources) == 1
     for most, message in ((2, "2 slots; expected at most 1. Pass fewer"), (3, "there is only room for 1 with")):
         error = engine.submit(asked(documents, max_passages=most)).exception()
         assert isinstance(error, ValueError) and message in str(error)
@@ -292,33 +292,34 @@ def test_multihop_question_uses_several(engine_of, apart, most, is_multihop, exp
     apart.model.set_multihop_head(True)
     apart.model.multihop_head.bias.fill_(1.0 if is_multihop else -1.0)
     engine = engine_of(None, apart, max_passages=most)
-    found = answer(engine, documents)
-    assert sum(each["read"] for each in found.sources) == expected
-    assert found.text == answer(engine_of(None, apart), documents, max_passages=expected).text
-    assert sum(each["read"] for each in answer(engine, documents, max_passages=1).sources) == 1
+    result = answer(engine, documents)
+    assert sum(source["read"] for source in result.sources) == expected
+    assert result.text == answer(engine_of(None, apart), documents, max_passages=expected).text
+    assert sum(source["read"] for source in answer(engine, documents, max_passages=1).sources) == 1
 
 
 @pytest.mark.parametrize("rate", [2, "segment"])
 def test_passages_are_encoded_once(processor, rate, monkeypatch):
     """Whatever they stand beside; the last ones are kept, and white space has no slot."""
     blank = {"title": "", "text": " "}
-    ada, loom, other = ({"title": "", "text": each} if isinstance(each, str) else each for each in PASSAGES)
+    ada, loom, other = ({"title": "", "text": passage} if isinstance(passage, str) else passage for passage in PASSAGES)
     encode, texts = PassageEncoder(processor, max_passages=2), []
 
     def encode_tokens(self, tokens, rate, real=SlotEncoder.encode_tokens):
-        texts.extend(each.segment.text for each in tokens)
+        texts.extend(part.segment.text for part in tokens)
         return real(self, tokens, rate)
 
-    asked = ([ada, loom], [loom, blank, ada, loom], [other, ada], [loom], [blank])
-    expected = [processor.encode_documents(each, tokens_per_slot=rate) for each in asked]
+    document_lists = ([ada, loom], [loom, blank, ada, loom], [other, ada], [loom], [blank])
+    expected = [processor.encode_documents(documents, tokens_per_slot=rate) for documents in document_lists]
     monkeypatch.setattr(SlotEncoder, "encode_tokens", encode_tokens)
-    for documents, whole in zip(asked, expected, strict=True):
-        found = encode(documents, rate)
-        assert found.segments == whole.segments and torch.equal(found.context_passage_ids, whole.context_passage_ids)
-        torch.testing.assert_close(found.context_embeds, whole.context_embeds)
+    for documents, whole in zip(document_lists, expected, strict=True):
+        encoded = encode(documents, rate)
+        assert encoded.segments == whole.segments
+        assert torch.equal(encoded.context_passage_ids, whole.context_passage_ids)
+        torch.testing.assert_close(encoded.context_embeds, whole.context_embeds)
         if whole.context_word_ids is not None:
-            assert torch.equal(found.context_word_ids, whole.context_word_ids)
-    assert sum("Ada" in each for each in texts) == 1 and sum("wove" in each for each in texts) == 2  # it had gone
+            assert torch.equal(encoded.context_word_ids, whole.context_word_ids)
+    assert sum("Ada" in text for text in texts) == 1 and sum("wove" in text for text in texts) == 2  # it had gone
     texts.clear()
     for documents in ([ada, loom, other], [ada], [{"title": "", "text": "New. Newer."}] * 9):
         room = len(processor.encode_documents(documents, tokens_per_slot=rate).context_embeds) - 1
@@ -327,17 +328,17 @@ def test_passages_are_encoded_once(processor, rate, monkeypatch):
             encode.check_room(documents, rate, room)
         encode.check_room(documents, rate, room + 1)
         assert not texts
-    found, whole = encode([loom, ada], rate, [7, 9]), encode([loom, ada], rate)
+    encoded, whole = encode([loom, ada], rate, [7, 9]), encode([loom, ada], rate)
     with pytest.raises(ValueError, match="room for"):  # of known ones, too
         encode.check_room([loom, ada], rate, len(whole.context_embeds) - 1)
     monkeypatch.delattr(SlotEncoder, "encode_batch")  # which known ones do not need
     encode.check_room([loom, ada], rate, len(whole.context_embeds))
-    assert found.context_passage_ids.tolist() == [[7, 9][number] for number in whole.context_passage_ids]
-    assert [each.document for each in found.segments] == found.context_passage_ids.tolist()
+    assert encoded.context_passage_ids.tolist() == [[7, 9][number] for number in whole.context_passage_ids]
+    assert [segment.document for segment in encoded.segments] == encoded.context_passage_ids.tolist()
 
 
-@pytest.mark.parametrize("share, read", [(0.5, 3), (0.9, 5)])
-def test_few_passages_are_encoded(apart, engine_of, monkeypatch, share, read):
+@pytest.mark.parametrize("share, num_scored", [(0.5, 3), (0.9, 5)])
+def test_few_passages_are_encoded(apart, engine_of, monkeypatch, share, num_scored):
     """Of five, those that are scored; their answers are those of a request whose passages are encoded whole."""
     texts = [f"{name} wrote it in {1800 + number}." for number, name in enumerate(("Ada", "Bob", "Cy", "Di", "Ed"))]
     monkeypatch.setattr(apart.model.config, "scored_share", share)
@@ -347,17 +348,17 @@ def test_few_passages_are_encoded(apart, engine_of, monkeypatch, share, read):
     encode_tokens = SlotEncoder.encode_tokens
 
     def recorded(self, tokens, rate):
-        encoded.extend(each.segment.text for each in tokens)
+        encoded.extend(part.segment.text for part in tokens)
         return encode_tokens(self, tokens, rate)
 
     monkeypatch.setattr(SlotEncoder, "encode_tokens", recorded)
-    found = answer(engine, texts)
-    (used,) = (number for number, each in enumerate(found.sources) if each["read"])
+    result = answer(engine, texts)
+    (used,) = (number for number, source in enumerate(result.sources) if source["read"])
     first = list(encoded)
-    assert len(set(first)) == len(first) == read
-    assert [each.text for each in found.passages.encoded.segments] == [texts[used]]
-    assert {each.document for each in found.passages.encoded.segments} == {used}
-    scored = {number: each["answerability"] for number, each in enumerate(found.sources)}
+    assert len(set(first)) == len(first) == num_scored
+    assert [segment.text for segment in result.passages.encoded.segments] == [texts[used]]
+    assert {segment.document for segment in result.passages.encoded.segments} == {used}
+    scored = {number: source["answerability"] for number, source in enumerate(result.sources)}
     whole = engine.answerer.score([CHAT], [texts])[0]
     for number, sure in scored.items():
         assert sure is None if texts[number] not in first else sure == pytest.approx(whole[number].answerability)
@@ -431,13 +432,13 @@ def test_similarity_selects_passages(apart, engine_of, tmp_path, monkeypatch):
     engine = engine_of(Retriever(corpus, apart.processor), apart, max_passages=1)
     monkeypatch.setattr(apart.model.config, "similarity_weight", 1e6)
     of_corpus = answer(engine, None).sources
-    similar = [each["similarity"] for each in of_corpus]
+    similar = [source["similarity"] for source in of_corpus]
     assert similar[0] != pytest.approx(similar[1])
-    documents = [each["text"] for each in of_corpus]
+    documents = [source["text"] for source in of_corpus]
     assert similarities_of(apart.processor.encoder, CHAT, documents) == pytest.approx(similar, abs=1e-3)
     for sources in (of_corpus, answer(engine, documents).sources):
-        assert [each["read"] for each in sources] == [each == max(similar) for each in similar]
-        assert all(each["answerability"] == each["confidence"] for each in sources)
+        assert [source["read"] for source in sources] == [similarity == max(similar) for similarity in similar]
+        assert all(source["answerability"] == source["confidence"] for source in sources)
 
 
 def test_batch_answers_like_the_pipeline(apart, engine_of):
@@ -453,32 +454,32 @@ def test_batch_answers_like_the_pipeline(apart, engine_of):
     apart.model.config.answer_calibration = [1.5, 0.5, 1.0]
     engine = engine_of(None, apart, batch_seconds=0.5, max_batch=5)
     failing = engine.submit(asked(PASSAGES, LONG))
-    found = answers(engine, *(asked(documents, max_new_tokens=6, **settings) for documents, settings in cases))
+    results = answers(engine, *(asked(documents, max_new_tokens=6, **settings) for documents, settings in cases))
     assert "The prompt has" in str(failing.exception())
-    for each, (documents, settings) in zip(found, cases, strict=True):
+    for result, (documents, settings) in zip(results, cases, strict=True):
         row = {"question": CHAT[0]["content"], "documents": documents}
         (record,) = apart(row, return_slots=True, max_new_tokens=6, **settings)
         sure, statistics = {}, record["statistics"]
-        for source in each.sources:
+        for source in result.sources:
             if source["confidence"] is not None:  # else it was not asked about
                 sure[source["number"]] = max(sure.get(source["number"], 0.0), source["confidence"])
         for name in ("passage_answerabilities", "passage_confidences"):
             assert sure == pytest.approx(statistics.pop(name), abs=1e-4)
         for name in ("answerability", "confidence"):
-            assert each.answerability == pytest.approx(statistics.pop(name), abs=1e-4)
-        assert each.answer_likelihood == pytest.approx(statistics.pop("answer_likelihood"), abs=1e-4)
-        assert each.text.strip() == record["generated_text"].strip() and each.statistics == statistics
-        slots = each.passages.encoded.segments
-        numbers = [each.sources[slot.document]["number"] for slot in slots]
-        read = [(segment["document"], segment["text"]) for segment in record["segments"]]
-        assert list(zip(numbers, [slot.text for slot in slots], strict=True)) == read
-        assert {slot.document for slot in slots} == {n for n, source in enumerate(each.sources) if source["read"]}
-        assert each.batch_size == 4 and each.seconds["choosing"] > 0
-    likeliest, copied, free, cut = found
-    (read,) = (each for each in copied.sources if each["read"])
-    assert copied.text in (read["title"], read["text"]) or copied.text in read["text"]
-    assert copied.text != free.text and [each["number"] for each in cut.sources] == [0] * 12 + [1]
+            assert result.answerability == pytest.approx(statistics.pop(name), abs=1e-4)
+        assert result.answer_likelihood == pytest.approx(statistics.pop("answer_likelihood"), abs=1e-4)
+        assert result.text.strip() == record["generated_text"].strip() and result.statistics == statistics
+        slots = result.passages.encoded.segments
+        numbers = [result.sources[slot.document]["number"] for slot in slots]
+        segments = [(segment["document"], segment["text"]) for segment in record["segments"]]
+        assert list(zip(numbers, [slot.text for slot in slots], strict=True)) == segments
+        assert {slot.document for slot in slots} == {n for n, source in enumerate(result.sources) if source["read"]}
+        assert result.batch_size == 4 and result.seconds["choosing"] > 0
+    likeliest, copied, free, cut = results
+    (used,) = (source for source in copied.sources if source["read"])
+    assert copied.text in (used["title"], used["text"]) or copied.text in used["text"]
+    assert copied.text != free.text and [source["number"] for source in cut.sources] == [0] * 12 + [1]
     alone = engine_of(None, apart)
     new, again = (answer(alone, PASSAGES, max_new_tokens=6, **cases[0][1]) for _ in range(2))
     assert (new.kept, again.kept) == (0, 2) and {new.text, again.text} == {likeliest.text}
-    assert all(each["read"] for each in answer(engine, PASSAGES, max_passages=9).sources)
+    assert all(source["read"] for source in answer(engine, PASSAGES, max_passages=9).sources)
