@@ -51,8 +51,8 @@ def joined_answers(engine, requests, **settings) -> list[str]:
     begun = threading.Event()
     first = engine.submit(asked(**requests[0], on_text=lambda text: begun.set(), **settings))
     assert begun.wait(60)
-    others = [engine.submit(asked(**each, **settings)) for each in requests[1:]]
-    return [each.result().text for each in (first, *others)]
+    others = [engine.submit(asked(**request, **settings)) for request in requests[1:]]
+    return [future.result().text for future in (first, *others)]
 
 
 def until_queued(turns: Turns) -> None:
@@ -138,18 +138,18 @@ def test_turns_change_no_answer(apart, engine_of):
         futures.append(engine.submit(asked(**{"max_new_tokens": 40, "on_text": on_text} | cases[number])))
 
     ask(0)
-    for number, (own, one) in enumerate(zip(expected, pieces, strict=True)):
-        found = futures[number].result()
-        assert (found.text, found.finish_reason, found.completion_tokens) == (
-            own.text,
-            own.finish_reason,
-            own.completion_tokens,
+    for number, (single, streamed) in enumerate(zip(expected, pieces, strict=True)):
+        result = futures[number].result()
+        assert (result.text, result.finish_reason, result.completion_tokens) == (
+            single.text,
+            single.finish_reason,
+            single.completion_tokens,
         )
-        assert "".join(one) == own.text and found.statistics == own.statistics
-        assert found.answerability == pytest.approx(own.answerability, abs=1e-6)
-        assert found.answer_likelihood == pytest.approx(own.answer_likelihood, abs=1e-6)
+        assert "".join(streamed) == single.text and result.statistics == single.statistics
+        assert result.answerability == pytest.approx(single.answerability, abs=1e-6)
+        assert result.answer_likelihood == pytest.approx(single.answer_likelihood, abs=1e-6)
     assert expected[4].text != expected[1].text and expected[6].text == "not in the text"
-    assert max(each.result().completion_tokens for each in futures) == 40
+    assert max(future.result().completion_tokens for future in futures) == 40
 
 
 @pytest.mark.parametrize("backbone", ["llama", "gemma2", "phi3_window", "smollm3"])
@@ -159,7 +159,7 @@ def test_rows_join_behind_windows(processor, engine_of, backbone):
     chats = [[{"role": "user", "content": "Who? " * number}] for number in (9, 1, 4)]
     alone = engine_of(pipeline)
     requests = [{"documents": PASSAGES[number:], "chat": chat} for number, chat in enumerate(chats)]
-    expected = [alone.submit(asked(**each, max_new_tokens=30)).result().text for each in requests]
+    expected = [alone.submit(asked(**request, max_new_tokens=30)).result().text for request in requests]
     assert joined_answers(engine_of(pipeline), requests, max_new_tokens=30) == expected
 
 
@@ -186,7 +186,7 @@ def test_beginning_is_that_of_each_answer(apart, engine_of):
 COUNTED = [{"forced_eos_token_id": 5}, {"exponential_decay_length_penalty": (4, 1.3)}]
 
 
-@pytest.mark.parametrize("settings", COUNTED, ids=lambda each: next(iter(each)))
+@pytest.mark.parametrize("settings", COUNTED, ids=lambda settings: next(iter(settings)))
 def test_end_is_that_of_each_answer(apart, engine_of, settings):
     """What counts to the end of an answer does not count from when others join, nor to the end of theirs."""
     config, processor, lengths = apart.model.generation_config, apart.processor, (30, 12, 21)
@@ -197,11 +197,11 @@ def test_end_is_that_of_each_answer(apart, engine_of, settings):
         ids = apart.model.generate(**inputs, max_new_tokens=length, do_sample=False)
         return ids[0, inputs["input_ids"].shape[1] :].tolist()
 
-    plain = [alone(*each) for each in zip(chats, lengths, strict=True)]
+    plain = [alone(*pair) for pair in zip(chats, lengths, strict=True)]
     config.eos_token_id = [5]
     for name, value in settings.items():
         setattr(config, name, value)
-    whole = [alone(*each) for each in zip(chats, lengths, strict=True)]
+    whole = [alone(*pair) for pair in zip(chats, lengths, strict=True)]
     assert whole != plain
     expected = [processor.decode(ids[: -(ids[-1] in config.eos_token_id) or None]).lstrip() for ids in whole]
     requests = [
@@ -218,11 +218,11 @@ def test_long_rows_change_no_frequencies(processor, engine_of):
     pipeline = pipeline_of(aligner_for(processor, "phi3", text), processor)
     chats = [[{"role": "user", "content": "Who? " * number}] for number in (8, 3, 2)]
     engine, requests = engine_of(pipeline), [{"documents": None, "chat": chat} for chat in chats]
-    alone = [engine.submit(asked(**each, max_new_tokens=30)).result() for each in requests]
+    alone = [engine.submit(asked(**request, max_new_tokens=30)).result() for request in requests]
     assert frequencies_change_at(pipeline.model.config.text_config) == 64
-    lengths = [each.prompt_tokens + 30 for each in alone]
+    lengths = [answer.prompt_tokens + 30 for answer in alone]
     assert lengths[0] > 64 >= max(lengths[1:]) and max(lengths) < 1.5 * min(lengths)  # they would share a batch
-    assert joined_answers(engine, requests, max_new_tokens=30) == [each.text for each in alone]
+    assert joined_answers(engine, requests, max_new_tokens=30) == [answer.text for answer in alone]
 
 
 def test_same_passages_in_two_threads(apart, engine_of, monkeypatch):
@@ -254,7 +254,7 @@ def test_rows_have_a_limit(apart, engine_of):
         most.append(engine._num_prepared + engine._num_written)
 
     futures = [engine.submit(asked(None, max_new_tokens=20, on_text=on_text)) for _ in range(9)]
-    assert len({each.result().text for each in futures}) == 1
+    assert len({future.result().text for future in futures}) == 1
     assert 1 < max(most) <= engine_module.BATCHES_AT_ONCE
 
 
@@ -268,8 +268,8 @@ def test_rows_are_packed_by_length(apart, engine_of, monkeypatch):
     monkeypatch.setattr(engine_module, "TURN_SECONDS", 0.0)
     engine = engine_of(apart, max_batch=4, batch_seconds=30.0)
     futures = [engine.submit(asked(None, chat, max_new_tokens=30)) for chat in chats]
-    assert [each.result().text for each in futures] == expected
-    assert [len(each.rows) for each in packs[0]] == [3, 1]
+    assert [future.result().text for future in futures] == expected
+    assert [len(batch.rows) for batch in packs[0]] == [3, 1]
     for batch in packs[0]:
         assert 2 * batch.attention_mask.sum() >= batch.attention_mask.numel()
 
@@ -283,7 +283,7 @@ def test_long_prompts_wait_for_memory(apart, engine_of):
         used.append(sum(engine._held.values()))
 
     futures = [engine.submit(asked(None, chat, max_new_tokens=20, on_text=on_text)) for _ in range(3)]
-    assert len({each.result().text for each in futures}) == 1
+    assert len({future.result().text for future in futures}) == 1
     assert bytes_of(engine, 200) < max(used) <= bytes_of(engine, 300) and not engine._held
 
 
@@ -330,8 +330,8 @@ def test_turns_alternate_new_and_old():
         news = []
         for name in ("first", "second"):
             news.append(threads.submit(lambda name=name: (started.wait(), work(name, 3))))
-        for each in (long, *news):
-            each.result(timeout=10)
+        for task in (long, *news):
+            task.result(timeout=10)
     assert order[0] == "long" and set(order[1:4]) >= {"first", "second"}
     assert order.count("long") == 6 and order.index("long", 1) <= 4
 
