@@ -40,11 +40,11 @@ def connect(url):
 
 def received(connection: socket.socket) -> bytes:
     """All that comes until the server closes the connection."""
-    found = b""
+    content = b""
     with contextlib.suppress(ConnectionResetError):
         while data := connection.recv(2**16):
-            found += data
-    return found
+            content += data
+    return content
 
 
 def drip(connection: socket.socket) -> None:
@@ -90,7 +90,7 @@ def test_oldest_idle_connection_is_closed(connect, monkeypatch, url):
     monkeypatch.setattr(TimedConnection, "most", 4)
     silent = [connect() for _ in range(6)]
     assert httpx.get(f"{url}/health").status_code == 200
-    assert [received(each) for each in silent[:3]] == [b""] * 3
+    assert [received(connection) for connection in silent[:3]] == [b""] * 3
     silent[-1].sendall(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
     assert received(silent[-1]).startswith(b"HTTP/1.1 200")
 
