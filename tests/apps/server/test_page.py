@@ -151,7 +151,7 @@ def test_page_fits_small_dark_screens(browser):
     browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
     assert max(browser.picture().getpixel((2, 2))) < 40
     text = browser.evaluate("getComputedStyle(document.querySelector('.passage')).color")
-    assert min(int(each) for each in text.removeprefix("rgb(").rstrip(")").split(",")) > 200
+    assert min(int(channel) for channel in text.removeprefix("rgb(").rstrip(")").split(",")) > 200
 
 
 def test_dropped_files_become_passages(browser, monkeypatch):
