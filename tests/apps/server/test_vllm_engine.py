@@ -44,10 +44,10 @@ def pipeline(separate):
 
 @pytest.fixture
 def vllm(pipeline, tmp_path):
-    found = SmallVllm(pipeline.model, pipeline.processor, tmp_path)
-    found.url = found.start()
-    yield found
-    found.stop()
+    server = SmallVllm(pipeline.model, pipeline.processor, tmp_path)
+    server.url = server.start()
+    yield server
+    server.stop()
 
 
 @pytest.fixture
@@ -76,11 +76,11 @@ def test_vllm_answers_equal_own_engine(front, pipeline, vllm):
         ([ADA, RADIK], {"max_passages": 8, "copy_bonus": 0.0, "tokens_per_slot": 3}),
         ([], {}),
     ):
-        (found, request), (expected, _) = (ask(each, *documents, **settings) for each in (front, engine))
-        assert found.text == expected.text == "".join(request.pieces)
+        (answer, request), (expected, _) = (ask(server, *documents, **settings) for server in (front, engine))
+        assert answer.text == expected.text == "".join(request.pieces)
         for name in ("finish_reason", "prompt_tokens", "statistics", "sources"):
-            assert getattr(found, name) == getattr(expected, name)
-        assert found.confidence == pytest.approx(expected.confidence, abs=1e-6)
+            assert getattr(answer, name) == getattr(expected, name)
+        assert answer.confidence == pytest.approx(expected.confidence, abs=1e-6)
     assert ask(front, ADA)[0].kept == 1
     engine.close()
 
@@ -89,7 +89,7 @@ def test_unread_pieces_come_together(front, vllm):
     """Where only the whole answer is wanted, vLLM sends few of them, and the answer is the same."""
     (streamed, _), message = ask(front, ADA, is_streamed=True), {"role": "user", "content": "Who wrote it?"}
     whole = front.submit(Asked([message], [ADA], max_new_tokens=12)).result(60)
-    assert [each["stream_interval"] for each in vllm.asked[-2:]] == [1, UNREAD_TOKENS]
+    assert [body["stream_interval"] for body in vllm.asked[-2:]] == [1, UNREAD_TOKENS]
     assert whole.text == streamed.text and whole.completion_tokens == streamed.completion_tokens
 
 
@@ -288,10 +288,10 @@ time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
         wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2)
-        found = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
-        assert all(each.is_running() for each in found)
+        processes = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+        assert all(process.is_running() for process in processes)
         parent.send_signal(number)
-    wait_for(lambda: all(map(is_gone, found)))
+    wait_for(lambda: all(map(is_gone, processes)))
 
 
 def test_options_of_the_command_line(run_cli, checkpoint_dir, monkeypatch):
@@ -316,7 +316,8 @@ def test_ended_replica_loses_no_answers(pipeline, tmp_path):
     """Two replicas behind the router of `docs/container`, one of which ends and comes back while eight clients ask."""
     replicas = [SmallVllm(pipeline.model, pipeline.processor, tmp_path) for _ in range(2)]
     ports = {
-        str(default): each.start().rpartition(":")[2] for default, each in zip((8001, 8002), replicas, strict=True)
+        str(default): replica.start().rpartition(":")[2]
+        for default, replica in zip((8001, 8002), replicas, strict=True)
     }
     with socket.create_server(("127.0.0.1", 0)) as free:
         ports["9000"] = str(free.getsockname()[1])
@@ -327,7 +328,7 @@ def test_ended_replica_loses_no_answers(pipeline, tmp_path):
     (tmp_path / "haproxy.cfg").write_text(settings)
     router = subprocess.Popen(["haproxy", "-f", str(tmp_path / "haproxy.cfg")])
     engine = VllmEngine(pipeline, vllm=VllmServer(f"http://127.0.0.1:{ports['9000']}"), folder=tmp_path, limits=LIMITS)
-    end, found = time.monotonic() + 120, []
+    end, answers = time.monotonic() + 120, []
 
     def again(work):
         """As clients of a 503 do."""
@@ -342,7 +343,7 @@ def test_ended_replica_loses_no_answers(pipeline, tmp_path):
     def client(number):
         for turn in range(12):
             question = f"Who wrote {number} {turn}?"
-            found.append(again(lambda: ask(engine, ADA, question=question, copy_bonus=0.0))[0].text)  # noqa: B023
+            answers.append(again(lambda: ask(engine, ADA, question=question, copy_bonus=0.0))[0].text)  # noqa: B023
 
     again(engine.warm_up)  # once the router listens
 
@@ -350,8 +351,8 @@ def test_ended_replica_loses_no_answers(pipeline, tmp_path):
     for thread in threads:
         thread.start()
     for change in (replicas[0].stop, replicas[0].start, replicas[1].stop):
-        before = len(found)
-        while len(found) < before + 16 and any(thread.is_alive() for thread in threads):
+        before = len(answers)
+        while len(answers) < before + 16 and any(thread.is_alive() for thread in threads):
             time.sleep(0.01)
         change()
     for thread in threads:
@@ -360,4 +361,4 @@ def test_ended_replica_loses_no_answers(pipeline, tmp_path):
     router.terminate()
     router.wait()
     replicas[0].stop()
-    assert len(found) == 96 and all(len(each.asked) > 8 for each in replicas)
+    assert len(answers) == 96 and all(len(replica.asked) > 8 for replica in replicas)
