@@ -41,7 +41,7 @@ def checkpoints(tmp_path_factory, base_model_dir, encoder_dir):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory, checkpoints):
-    folders = {each: tmp_path_factory.mktemp("exported") for each in checkpoints}
+    folders = {attention: tmp_path_factory.mktemp("exported") for attention in checkpoints}
     for passage_attention, checkpoint in checkpoints.items():
         gguf_files.export_gguf(str(checkpoint), folders[passage_attention])
     return folders
@@ -148,13 +148,13 @@ def test_export_is_a_checkpoint(exported, checkpoints):
     assert files | {"adapter.gguf"} == {path.name for path in folder.iterdir()}
     reader = gguf.GGUFReader(folder / "adapter.gguf")
     model = ArcAlignerForCausalLM.from_pretrained(folder)
-    found = {tensor.name: tensor.data for tensor in reader.tensors}
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
     layer = model.model.backbone.layers[1].self_attn
-    np.testing.assert_array_equal(found["blk.1.attn_q.weight.lora_a"], layer.q_proj.lora_A["slot"].weight.detach())
-    np.testing.assert_array_equal(found["blk.1.attn_v.weight.lora_b"], layer.v_proj.lora_B["slot"].weight.detach())
+    np.testing.assert_array_equal(tensors["blk.1.attn_q.weight.lora_a"], layer.q_proj.lora_A["slot"].weight.detach())
+    np.testing.assert_array_equal(tensors["blk.1.attn_v.weight.lora_b"], layer.v_proj.lora_B["slot"].weight.detach())
     rows = layer.q_proj.lora_B["slot"].weight.detach().view(4, 2, 4, -1).transpose(1, 2).reshape(32, -1)
-    np.testing.assert_array_equal(found["blk.1.attn_q.weight.lora_b"], rows)
-    assert len(found) == 3 * 7 * 2 and reader.get_field("adapter.lora.alpha").contents() == model.config.lora_alpha
+    np.testing.assert_array_equal(tensors["blk.1.attn_q.weight.lora_b"], rows)
+    assert len(tensors) == 3 * 7 * 2 and reader.get_field("adapter.lora.alpha").contents() == model.config.lora_alpha
 
 
 @needs_llama_cpp
