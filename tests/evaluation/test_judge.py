@@ -40,13 +40,13 @@ def at_once(monkeypatch):
     monkeypatch.setattr(openai.OpenAI, "_calculate_retry_timeout", lambda *args: 0.0)
 
 
-def judge_of(says=SAYS.get, asked=None):
-    """A judge that replies by the candidate; `asked` gets the prompts."""
+def judge_of(says=SAYS.get, seen=None):
+    """A judge that replies by the candidate; `seen` gets the prompts."""
 
     def replies(prompts):
         for prompt in prompts:
-            if asked is not None:
-                asked.append(prompt)
+            if seen is not None:
+                seen.append(prompt)
             yield says(candidate(prompt))
 
     return replies
@@ -96,13 +96,13 @@ def test_killed_judge_continues(file):
     with open(file.path, "a", encoding="utf-8") as cut:
         cut.write('{"id": "q2", "prompt": "0')
     assert read_verdicts(file, rows) == {"q0": "yes", "q1": "unreadable", "q2": None, "q3": None}
-    asked = []
-    judge_answers(judge_of({**SAYS, "Lyon": None}.get, asked), rows, file)
-    assert asked == [judge_prompt(rows[2]), judge_prompt(rows[3])]
+    seen = []
+    judge_answers(judge_of({**SAYS, "Lyon": None}.get, seen), rows, file)
+    assert seen == [judge_prompt(rows[2]), judge_prompt(rows[3])]
     judge_answers(judge_of(), rows, file)  # what had no reply is asked again
     said = [("yes", "Yes."), ("unreadable", "Hmm."), ("no", "No, it is Paris."), ("yes", "Yes.")]
     lines = sorted((line["id"], line["verdict"], line["reply"]) for line in file.read())
-    assert lines == [(f"q{number}", *each) for number, each in enumerate(said)]
+    assert lines == [(f"q{number}", *pair) for number, pair in enumerate(said)]
     assert list(read_verdicts(file, rows).values()) == [verdict for verdict, _ in said]
 
 
@@ -112,9 +112,9 @@ def test_changed_answer_is_judged_again(file, change):
     judge_answers(judge_of(), before, file)
     after = [{**before[0], **change}, before[1]]
     assert read_verdicts(file, after) == {"q0": None, "q1": "unreadable"}
-    asked = []
-    judge_answers(judge_of(lambda prediction: "no", asked), after, file)
-    assert asked == [judge_prompt(after[0])]
+    seen = []
+    judge_answers(judge_of(lambda prediction: "no", seen), after, file)
+    assert seen == [judge_prompt(after[0])]
     assert read_verdicts(file, after) == {"q0": "no", "q1": "unreadable"}
 
 
@@ -157,7 +157,7 @@ def test_run_is_judged_once(tmp_path, endpoint, caplog):
     requests = endpoint(lambda prompt: SAYS[candidate(prompt)])
     write_answers(tmp_path, "squad", "naive", answers("Paris", "Lyon", "Rome"))
     write_answers(tmp_path, "squad", "arcaligner", answers("Paris", "Nice"))
-    write_answers(tmp_path, "squad_unanswerable", "naive", [each | {"answers": []} for each in answers("Paris")])
+    write_answers(tmp_path, "squad_unanswerable", "naive", [row | {"answers": []} for row in answers("Paris")])
     lines = judge_run(tmp_path, judge := ChatEndpoint("a/judge", URL, timeout=1.0))
     mean, low, high = percent_interval([1.0, 0.0, 0.0])
     assert lines[2:] == [
@@ -170,8 +170,8 @@ def test_run_is_judged_once(tmp_path, endpoint, caplog):
     assert judged_scores(naive, "a/judge") == {"q0": 1.0, "q1": 0.0, "q2": 0.0}
     assert judged_scores(ours, "a/judge") == {"q0": 1.0} and judged_scores(naive, "other/judge") == {}
     assert right_by("acc")(naive) == {"q0": True, "q1": False, "q2": False}
-    asked = len(requests)
-    assert judge_run(tmp_path, judge) == lines and len(requests) == asked + 1 + RETRIES  # what had no reply
+    num_requests = len(requests)
+    assert judge_run(tmp_path, judge) == lines and len(requests) == num_requests + 1 + RETRIES  # what had no reply
     with pytest.raises(ValueError, match="contains no answers.*evaluate"):
         judge_run(tmp_path / "none", judge)
 
@@ -179,8 +179,8 @@ def test_run_is_judged_once(tmp_path, endpoint, caplog):
 def test_again_asks_unreadable_ones(file):
     rows = answers("Paris", "Rome")
     judge_answers(judge_of(), rows, file)
-    judge_answers(judge_of({"Rome": "No."}.get, asked := []), rows, file, again=True)
-    assert asked == [judge_prompt(rows[1])] and read_verdicts(file, rows) == {"q0": "yes", "q1": "no"}
+    judge_answers(judge_of({"Rome": "No."}.get, seen := []), rows, file, again=True)
+    assert seen == [judge_prompt(rows[1])] and read_verdicts(file, rows) == {"q0": "yes", "q1": "no"}
 
 
 def test_results_have_acc(tmp_path):
@@ -191,9 +191,9 @@ def test_results_have_acc(tmp_path):
     before = results_page(summarize(tmp_path))
     judge_answers(judge_of(), file.read(), verdict_file(file, "org/judge"))
     results = summarize(tmp_path)
-    found = results["sets"]["HotpotQA"]["methods"]
-    assert found["arcaligner"]["acc"] == {"org--judge": percent_interval([1.0, 0.0, 0.0])}
-    assert "acc" not in found["naive"]
+    methods = results["sets"]["HotpotQA"]["methods"]
+    assert methods["arcaligner"]["acc"] == {"org--judge": percent_interval([1.0, 0.0, 0.0])}
+    assert "acc" not in methods["naive"]
     page = results_page(results)
     assert "| Acc, judged by org--judge | HotpotQA |" in page and "| **ArcAligner** | 33.3 [" in page
     assert "Acc, judged" not in before and set(before.splitlines()) <= set(page.splitlines())
@@ -223,14 +223,14 @@ def people(tmp_path):
 
 def test_agreement_with_people(people, tmp_path):
     """The judge, other judges and string metrics agree with people as counted by hand; verdicts are kept."""
-    asked = []
-    lines = judge_people(people, tmp_path / "kept", judge_of(asked=asked), "a/judge")
+    seen = []
+    lines = judge_people(people, tmp_path / "kept", judge_of(seen=seen), "a/judge")
     cells = {line.split(" | ")[0]: line.split(" | ")[1:] for line in lines[2:]}
     share = "{:.1f} [{:.1f}, {:.1f}]".format(*percent_interval([1.0, 1.0, 0.0]))
     assert cells["| a/judge"] == [share, "0.40", "3", "1", "0 |"]  # "Hmm." counts as a no
     assert len(lines) == 7  # no better than EM, no worse
     assert cells["| GPT-4"][0] == share and cells["| BEM"][0] == "100.0 [100.0, 100.0]" and cells["| EM"][0] == share
-    assert judge_people(people, tmp_path / "kept", judge_of(asked=asked), "a/judge") == lines and len(asked) == 3
+    assert judge_people(people, tmp_path / "kept", judge_of(seen=seen), "a/judge") == lines and len(seen) == 3
     says_no = judge_people(people, tmp_path / "no", judge_of(lambda text: "No"), "a/judge")
     assert says_no[-1] == "a/judge agrees less with people than EM does: do not use it as a judge."
     assert (
@@ -264,7 +264,8 @@ def test_endpoint_is_asked_greedily(endpoint, monkeypatch):
     assert list(ChatEndpoint("some/judge", URL)(PROMPTS)) == [f"Yes: {prompt}" for prompt in PROMPTS]
     monkeypatch.setenv("OPENAI_API_KEY", "sk-own")
     list(ChatEndpoint("some/judge", URL, timeout=7.0)(["Is it?"]))
-    assert [each.headers["Authorization"] for each in requests] == ["Bearer none"] * len(PROMPTS) + ["Bearer sk-own"]
+    keys = [request.headers["Authorization"] for request in requests]
+    assert keys == ["Bearer none"] * len(PROMPTS) + ["Bearer sk-own"]
     assert requests[-1].url == f"{URL}/chat/completions" and requests[-1].extensions["timeout"]["read"] == 7.0
     expected = {"model": "some/judge", "temperature": 0.0, "max_tokens": 8}
     assert payload(requests[-1]) == {**expected, "messages": [{"role": "user", "content": "Is it?"}]}
@@ -314,7 +315,7 @@ def test_real_server_judges(tiny_server, tmp_path):
     (line,) = judge_run(tmp_path, ChatEndpoint("base", tiny_server, max_tokens=4))[2:]
     (kept,) = tmp_path.glob("squad/*.verdicts.jsonl")
     replies = [json.loads(line) for line in kept.read_text("utf-8").splitlines()]
-    assert [each["verdict"] for each in replies] == [UNREADABLE] * 2 and all("reply" in each for each in replies)
+    assert [reply["verdict"] for reply in replies] == [UNREADABLE] * 2 and all("reply" in reply for reply in replies)
     assert line == "| squad | naive | 0.0 [0.0, 0.0] | 2 | 2 | 0 |"
 
 
