@@ -1,4 +1,4 @@
-"""The command line answers from files, says what it did, and ends mistakes in one clear line."""
+"""The command line answers from files, reports what it did, and reports a mistake in one clear line."""
 
 import functools
 import io
@@ -42,7 +42,7 @@ def document(tmp_path):
 
 @pytest.fixture
 def answer(run_cli, checkpoint_dir):
-    """Asks about files; code, output and errors."""
+    """Runs `answer` on files; returns exit code, output and errors."""
 
     def run(*documents, question=QUESTION, checkpoint=checkpoint_dir, options=()):
         arguments = [part for document in documents for part in ("--document", document)]
@@ -53,8 +53,7 @@ def answer(run_cli, checkpoint_dir):
 
 @pytest.fixture
 def chooser(checkpoint_dir, monkeypatch, give_head):
-    """The pipeline of an aligner that can tell which passage answers, with room for twenty in as many tokens as a tiny
-    tokenizer makes of them."""
+    """The pipeline of an aligner that ranks passages and can abstain, with a context of 32,768 positions."""
     ask = shared.load_pipeline(str(checkpoint_dir), None, None)
     for owner in (ask.processor, ask.model.config):
         monkeypatch.setattr(owner, "passage_attention", "separate")
@@ -103,7 +102,7 @@ def test_answer_options_reach_pipeline(answer, monkeypatch, document, rate):
 
 
 def test_question_is_given_once(run_cli, document):
-    """In its place, or by the option of 0.2."""
+    """A missing question is refused, and so are two questions, one as an argument and one as an option."""
     for arguments in ((), ("Who?", "--question", "Who?")):
         code, _, err = run_cli("answer", *arguments, "--document", document)
         assert code == 2 and "expected exactly one question" in err
@@ -139,7 +138,7 @@ def test_version_equals_package_version(run_cli):
 
 @pytest.mark.parametrize("command", ["evaluate", "answer --question Q --document x"])
 def test_missing_checkpoint_fails_fast(run_cli, monkeypatch, tmp_path, command):
-    """A checkpoint that is nowhere is looked up once, with a short time limit."""
+    """A checkpoint that does not exist is looked up once, with a short time limit."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x").write_text("Text.")
     monkeypatch.setattr("huggingface_hub.model_info", model_info := Mock(side_effect=ConnectionError))
@@ -279,7 +278,7 @@ def test_train_errors_print_one_line(run_cli, monkeypatch):
 
 
 def test_demo_prints_answers_immediately(chooser, monkeypatch):
-    """Beside that of the bare base model, which reads the same passage's text, and says in the end what was gained."""
+    """Each answer is printed at once, beside that of the base model from text; a summary follows at the end."""
     monkeypatch.setattr(demo, "contains_match", lambda answer, golds: float(golds == CASES[0]["answers"]))
     console, shown, from_text, texts = Console(file=io.StringIO(), width=400), [], demo.from_text, []
 
@@ -291,7 +290,7 @@ def test_demo_prints_answers_immediately(chooser, monkeypatch):
     monkeypatch.setattr(demo, "from_text", read_text)
     monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 2)
     demo.run_demo(chooser, console)
-    assert shown == [0, *range(0, 28, 2)]  # the first one warms up
+    assert shown == [0, *range(0, 28, 2)]  # the first answer warms up
     page = " ".join(console.file.getvalue().split())
     many, (refused,), cases = demo.demo_questions("unanswerable").values()
     assert cases == CASES and [len(row["passages"]) for row in many] == [10] * 10
@@ -300,11 +299,13 @@ def test_demo_prints_answers_immediately(chooser, monkeypatch):
     assert len(others) == 4 and not any(gold in text for gold in many[0]["answers"] for text in others)
     for row, text_row in zip([*many, refused, *cases], texts[1:], strict=True):
         assert row["question"] in page and len(text_row["passages"]) == 1 and text_row["passages"][0] in row["passages"]
-        assert (f"gold answer: {row['answers'][0]}" in page) == (row != CASES[0])  # unless all are right
-    assert page.count(", answerability ") == 14 and page.count(" unanswerable ") == 15  # one gold answer is that
+        # The gold answer is not printed if both answers are right.
+        assert (f"gold answer: {row['answers'][0]}" in page) == (row != CASES[0])
+    # One gold answer is "unanswerable".
+    assert page.count(", answerability ") == 14 and page.count(" unanswerable ") == 15
     assert "Result: 1 of 14 answers from slots and 1 from text are right" in page
     assert console.file.getvalue().splitlines()[-1] == demo.NEXT
-    assert [*map(len, demo.demo_questions().values())] == [10, 3]  # of an aligner that refuses nothing
+    assert [*map(len, demo.demo_questions().values())] == [10, 3]  # of an aligner that never abstains
 
 
 def test_demo_row_shows_the_verdict():
