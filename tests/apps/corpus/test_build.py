@@ -1,4 +1,4 @@
-"""Documents become passages with their slots, once; what is there is left, what has changed is replaced."""
+"""A corpus is built once; a later build keeps unchanged documents and replaces changed ones."""
 
 import gzip
 import json
@@ -58,7 +58,7 @@ def test_killed_build_resumes(tmp_path, monkeypatch, processor, make_corpus):
 
 
 def numbered_rows(tmp_path, monkeypatch):
-    """Rows of a document each, some of several passages, in four batches."""
+    """A file of seven rows, some with several passages, which a build encodes in four batches."""
     monkeypatch.setattr(build, "BATCH_DOCUMENTS", 2)
     texts = [f"Sentence {number} stands here. It ends. " * (1 + number % 3) for number in range(7)]
     return write_rows(tmp_path / "rows.jsonl", [{"id": number, "text": text} for number, text in enumerate(texts)])
@@ -66,7 +66,7 @@ def numbered_rows(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_processes_make_the_same_table(tmp_path, monkeypatch, processor, make_corpus):
-    """Rows, their order and the report: of what is new, what has changed and what is left alone."""
+    """Several processes give the rows, their order and the report of one, for new, changed and unchanged documents."""
     source = Path(numbered_rows(tmp_path, monkeypatch))
     whole, changed = source.read_text(), source.read_text().replace("2 stands", "2 is")
     source.write_text("".join(changed.splitlines(keepends=True)[:3]))
@@ -82,11 +82,11 @@ def test_processes_make_the_same_table(tmp_path, monkeypatch, processor, make_co
 
 
 def test_killed_worker_keeps_written_rows(tmp_path, monkeypatch, processor, make_corpus):
-    """A worker that ends, as for lack of memory, gives an error, and the next build continues."""
+    """If a worker dies, for example for lack of memory, the build ends with an error, and the next one continues."""
     source, corpus, batches = numbered_rows(tmp_path, monkeypatch), make_corpus(), []
 
     class Pool:
-        """One whose second batch ends its process."""
+        """A pool whose second batch ends its process."""
 
         def __init__(self, processes, context, initializer, initargs):
             initializer(*initargs)
@@ -182,14 +182,14 @@ def test_prune_keeps_what_is_unknown(corpus, letters, processor, prune, monkeypa
     with pytest.raises(ValueError, match="Found no document"):
         build_corpus([str(letters)], corpus, processor, prune=prune)
     (more := tmp_path / "more.txt").write_text("More.")
-    (letters / "rows.jsonl").write_text("{")  # nobody knows the ids of its rows
+    (letters / "rows.jsonl").write_text("{")  # the ids of its rows are unknown
     assert build_corpus([str(letters), str(more)], corpus, processor, prune=prune).removed == 0
     assert corpus.documents() >= known | {"more.txt"}
     assert ("`prune` removed nothing, because 1 item of the sources could not be read" in caplog.text) == prune
 
 
 def test_broken_lines_lose_only_themselves(make_corpus, processor, tmp_path):
-    """Rows are identified by their lines: deleted ones are removed, and the row of a line that breaks stays."""
+    """Line numbers identify rows: the row of a deleted line is removed, the row of a broken line stays."""
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(
         b'\xef\xbb\xbf{"text": "Ships sail."}\n\n{"text": "The password is hunter2."}\n{"text": "Oars."}\n'
@@ -200,12 +200,12 @@ def test_broken_lines_lose_only_themselves(make_corpus, processor, tmp_path):
     report = build_corpus([str(rows)], corpus, processor, prune=True)
     assert (report.removed, len(report.skipped)) == (1, 1) and "line 4 is not a JSON object" in report.skipped[0]
     assert corpus.documents() == {f"rows.jsonl#{line}" for line in (1, 4)}
-    rows.write_text('{"text": "Ships sail.", "id": "a"}\n{"text": "Oa\n')  # whose id nobody knows
+    rows.write_text('{"text": "Ships sail.", "id": "a"}\n{"text": "Oa\n')  # the id in the broken line is unknown
     assert build_corpus([str(rows)], corpus, processor, prune=True).removed == 0
 
 
 def test_unseen_characters_change_no_row(make_corpus, tmp_path):
-    """Passages hold what people see, in the places of the file."""
+    """Passages have the text that a reader sees, and its offsets in the file."""
     clean = "The office wrote it.\nAda read it aloud in Oslo. " * 3
     unclean = clean.replace("office", "o\ufb03ce").replace("wrote", "wro\u00adte").replace("aloud", "alo-\nud")
     made = []
@@ -242,7 +242,7 @@ def test_more_text_suffixes_are_read(tmp_path):
 
 
 def test_word_limited_corpus_is_updated(corpus, letters, processor):
-    """A corpus of version 0.2, which limited passages in words, and the old name of the argument."""
+    """A corpus of version 0.2, with a limit in words, still opens, and the old argument works with a warning."""
     settings = {name: value for name, value in corpus.settings.items() if name != "passage_tokens"}
     metadata = {METADATA: json.dumps(settings | {"passage_words": 26}).encode()}
     old = corpus.path.parent / "old"
@@ -254,7 +254,7 @@ def test_word_limited_corpus_is_updated(corpus, letters, processor):
 
 
 def test_splits_have_their_own_ids(make_corpus, processor, monkeypatch):
-    """Splits of a data set are read once, and their rows have different ids."""
+    """Each split of a data set is read once, and the rows of two splits have different ids."""
     opened = []
 
     def load_dataset(path, name, split, streaming):
@@ -270,7 +270,7 @@ def test_splits_have_their_own_ids(make_corpus, processor, monkeypatch):
 
 
 def test_file_has_one_id(letters, corpus, processor, monkeypatch):
-    """A file has the same id however it is named."""
+    """A file has the same id for each path that leads to it."""
     monkeypatch.chdir(letters / "old")
     for source in ("..", "../../letters", str(letters)):
         assert build_corpus([source], corpus, processor).unchanged == 2
@@ -332,7 +332,7 @@ def test_unreadable_sources_are_listed(tmp_path, processor):
     (folder / ".git").mkdir(parents=True)
     for name, (content, *_) in said.items():
         (folder / name).write_bytes(content)
-    corpus = Corpus.create(folder / "corpus", processor)  # beside its texts, of which it is none
+    corpus = Corpus.create(folder / "corpus", processor)  # in the folder of its texts, but not one of them
     report = build_corpus([str(folder)], corpus, processor)
     messages = [message for _, *more in said.values() for message in more]
     assert all(part in reason for part, reason in zip(messages, report.skipped, strict=True))
@@ -381,7 +381,7 @@ def test_corpus_of_another_encoder(corpus, processor, monkeypatch):
 
 
 def test_further_trained_encoder_warns(corpus, processor, monkeypatch):
-    """Weights that moved a little make other slots: the corpus is read, with a warning."""
+    """Slots of slightly older encoder weights are used, with a warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         corpus.check(processor)

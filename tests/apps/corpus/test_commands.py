@@ -1,4 +1,4 @@
-"""A corpus from the command line: built, asked, changed, described."""
+"""A corpus from the command line: built, queried, changed, described."""
 
 import re
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_strict_build_fails_last(run_cli, letters, checkpoint_dir, tmp_path):
 
 
 def test_verbose_names_all_skipped(run_cli, letters, checkpoint_dir, tmp_path):
-    """Of much that is skipped the first are named, and all with `--verbose`; `add` needs a corpus that is there."""
+    """Of many skipped files the first are named, with `--verbose` all; `add` needs an existing corpus."""
     for number in range(22):
         (letters / f"{number}.svg").write_text("<svg/>")
     folder, aligner = tmp_path / "corpus", ("--checkpoint", checkpoint_dir)
@@ -110,7 +110,7 @@ def test_user_errors_print_one_line(run_cli, letters, corpus, checkpoint_dir, tm
 
 
 def test_documented_code_answers(capsys, letters, checkpoint_dir, monkeypatch):
-    """The code of the document answers from a folder."""
+    """The code in the documentation answers from a folder."""
     block, _ = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
     monkeypatch.chdir(letters.parent)
     exec(block.replace("checkpoints/arcaligner-smollm2-135m", str(checkpoint_dir)), {})  # noqa: S102

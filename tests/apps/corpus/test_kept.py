@@ -1,4 +1,4 @@
-"""Passages of a corpus read ahead: no question reads them, whatever else it retrieves, and none is stale."""
+"""Precomputed passages of a corpus: questions use them without computing them, and outdated ones are replaced."""
 
 import re
 import threading
@@ -22,7 +22,7 @@ from arcaligner.common.files import counted
 
 @pytest.fixture(scope="module")
 def apart_dir(tmp_path_factory, base_model_dir, processor):
-    """A checkpoint that reads passages apart, with a confidence and a refusal."""
+    """A checkpoint of independent passages that estimates answerability and can abstain."""
     folder = tmp_path_factory.mktemp("apart")
     model = random_aligner(base_model_dir, processor, seed=2, passage_attention="separate")
     random_head(model)
@@ -95,7 +95,7 @@ def test_killed_precomputation_continues(corpus, letters, apart, monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "width"), [(None, 4), ("bfloat16", 2), ("auto", 2)])
 def test_commands_use_their_precision(run_cli, corpus, apart_dir, monkeypatch, dtype, width):
-    """Precomputed passages serve commands in the precision that they were computed in."""
+    """A command uses precomputed passages only in the precision in which they were computed."""
     device = torch.accelerator.current_accelerator(check_available=True)
     fastest = {"cpu" if device is None else device.type: torch.bfloat16}
     monkeypatch.setattr("arcaligner.encoder_arcaligner.fastest_dtype", fastest.__getitem__)
@@ -105,7 +105,8 @@ def test_commands_use_their_precision(run_cli, corpus, apart_dir, monkeypatch, d
     num_bytes = corpus.info()["slots"] * 3 * 2 * 2 * 8 * width  # layers, keys and values, heads, head_dim
     size = f"{num_bytes / 1e6:.1f} MB on disk: {corpus.info()['slots']} slots of 0.{width} KB"
     assert size in err.replace("\n", " ")
-    assert num_bytes < corpus.info()["kept_bytes"] < num_bytes + 24000  # and what it is of
+    # The rest: headers, and the text before the slots.
+    assert num_bytes < corpus.info()["kept_bytes"] < num_bytes + 24000
     ask = ("ask", "Who?", *aligner, "--top-k", 2, "--max-passages", 2, "--max-new-tokens", 2)
     for options, value_bytes in ((("--dtype", "bfloat16"), 2), (("--dtype", "float32"), 4), ((), 4)):
         code, _, err = run_cli(*ask, *options)
@@ -115,7 +116,7 @@ def test_commands_use_their_precision(run_cli, corpus, apart_dir, monkeypatch, d
 
 
 def test_command_precomputes_or_refuses(run_cli, corpus, apart_dir):
-    """Python aborts when it ends while a thread computes: exit code 134 after the answer."""
+    """The command ends its thread before it exits: Python aborts with code 134 if a thread still computes."""
     before = set(threading.enumerate())
     ask = ("ask", "Who?", "--corpus", corpus.path, "--checkpoint", apart_dir, "--top-k", 3, "--max-new-tokens", 2)
     for options, num_used in (("", 1), ("--max-passages 2", 2), ("--max-passages 9", 3), ("--min-confidence 1", 1)):

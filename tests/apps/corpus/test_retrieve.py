@@ -1,4 +1,4 @@
-"""A question finds its passages, and their stored slots are read without encoding them again."""
+"""A question finds its passages, and their stored slots are used without encoding them again."""
 
 import shutil
 
@@ -20,7 +20,8 @@ def test_retrieved_slots_equal_encoding(
     """Retrieved passages have the slots that encoding them gives."""
     reader = new_processor(base_model_dir, encoder_dir, context_words=has_words)
     corpus, question = make_corpus(letters, by=reader, passage_tokens=36, tokens_per_slot=rate), "Who is a ski jumper?"
-    reader.tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=3)  # how a call pads does not matter
+    # The padding of an earlier call does not matter.
+    reader.tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=3)
     retriever = Retriever(corpus, reader)
     with monkeypatch.context() as patched:
         patched.setattr(SlotEncoder, "encode_batch", lambda *a, **k: pytest.fail("a passage was encoded again"))
@@ -92,7 +93,7 @@ def test_mistakes_are_clear(corpus, processor, make_corpus):
 
 
 def test_index_finds_the_same(tmp_path, processor, make_corpus, monkeypatch):
-    """A corpus of many passages has an index that finds the same passages."""
+    """A large corpus has an index, and a search with it finds the same passages as one without."""
     monkeypatch.setattr("arcaligner.apps.corpus.table.MIN_INDEXED_ROWS", 300)
     words = "Toronto riding Canada Ada letter Kazakh ski jumper Parkdale sport".split()
     rows = [{"text": f"{words[n % 10]} {words[n // 10 % 10]} {words[n // 100]} {n}."} for n in range(400)]
@@ -103,7 +104,7 @@ def test_index_finds_the_same(tmp_path, processor, make_corpus, monkeypatch):
 
 
 def test_search_uses_the_base_encoder(tmp_path, letters, processor, make_corpus, checkpoint_dir):
-    """Passages are found by the encoder as it was before joint training."""
+    """A search uses the encoder as it was before joint training."""
     trained = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
     for weight in trained.train_encoder(lora_r=2):
         torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))
