@@ -1,4 +1,4 @@
-"""The file that runs in vLLM reads passages as PyTorch does, and refuses what does not fit; without vLLM."""
+"""The file that runs in vLLM loads passages as PyTorch does, and refuses what does not fit. Needs no vLLM."""
 
 import json
 import random
@@ -28,7 +28,7 @@ BLOCK = 4
 
 @pytest.fixture(scope="module")
 def aligner(base_model_dir, processor):
-    """An aligner of independent passages around a base model with files of its own."""
+    """An aligner of independent passages around a base model that is saved in a folder."""
     settings = {"encoder_name_or_path": processor.encoder_name_or_path, "encoder_hidden_size": 12}
     settings |= {"context_token_id": processor.context_token_id, "passage_attention": "separate", "lora_r": 4}
     model = ArcAlignerForCausalLM.from_pretrained(str(base_model_dir), **settings).eval()
@@ -131,7 +131,7 @@ def test_full_disk_is_named(cache, monkeypatch):
 
 
 def test_base_model_has_one_digest(aligner, base_model_dir, tmp_path):
-    """Of the aligner in either precision, and of the base model's files in either."""
+    """The digest is the same for the aligner and for files of the base model in float32 and in bfloat16."""
     model, _ = aligner
     expected = base_model_fingerprint(model)["weights"]
     AutoModelForCausalLM.from_pretrained(base_model_dir, dtype=torch.bfloat16).save_pretrained(tmp_path)
@@ -192,7 +192,7 @@ def test_broken_files_are_named(change, message, files):
 
 @pytest.mark.parametrize("max_bytes", [0, 2**30])
 def test_damaged_values_are_refused(max_bytes, files):
-    """After they were read, too."""
+    """A file that was damaged or lost after its first load is refused, whether or not its values are in memory."""
     passages, key = slots.Passages(max_bytes, slice(0, 2)), files.paths[1].stem
     assert isinstance(passages.read([key])[key], torch.Tensor)
     damage(files.paths[1])
@@ -203,7 +203,7 @@ def test_damaged_values_are_refused(max_bytes, files):
 
 
 def test_passages_stay_in_memory(files, monkeypatch):
-    """Up to a number of bytes; those that were not used for longest go first, and a larger one is not kept."""
+    """A number of bytes of passages stays in memory; the least recently used go first, larger ones are not kept."""
     read_keys, keys = [], list(dict.fromkeys(path.stem for path in files.paths))
     monkeypatch.setattr(
         slots, "_read_values", lambda key, header, real=slots._read_values: read_keys.append(key) or real(key, header)
@@ -225,7 +225,7 @@ def test_passages_stay_in_memory(files, monkeypatch):
 
 
 def foreign(files, aligner, folder):
-    """The key of the same passage by an aligner whose LoRA is another."""
+    """The key of the same passage from an aligner with another LoRA."""
     model, processor = aligner
     layer = next(parameter for name, parameter in model.aligner_parameters() if "lora_B" in name)
     layer.data += 0.5
@@ -312,7 +312,7 @@ def test_lora_on_text_is_refused(processor, folder):
         ({"config": {"rope_parameters": None}}, "does not depend on the"),
     ],
 )
-def test_engines_that_cannot_are_refused(connect, changes, message):
+def test_unsuitable_engines_are_refused(connect, changes, message):
     with pytest.raises(ValueError, match=message):
         connect(**changes)
 
@@ -368,7 +368,7 @@ def test_mismatched_requests_fail(connect, files, change, engine, message, caplo
     body = slots_request(files)
     body |= {name: edit(body[name]) for name, edit in change.items()}
     connector, request = connect(config=engine), request_of(body)
-    # All of the prompt is as if it were on the way, so that nothing is computed.
+    # The whole prompt counts as being loaded, so that nothing is computed.
     assert ask(connector, request) == (len(body["prompt"]), True)
     assert message in caplog.text
     connector.update_state_after_alloc(request, None, len(body["prompt"]))
@@ -397,7 +397,7 @@ def test_other_base_weights_are_refused(connect, files, base_model_dir, tmp_path
 
 
 class Layer:
-    """A layer of attention with pages of its own."""
+    """An attention layer with a KV cache of its own."""
 
     def __init__(self, num_blocks, heads, head_dim, dtype):
         self.kv_cache, self.impl = torch.zeros(num_blocks * BLOCK, 2, heads, head_dim, dtype=dtype), self
@@ -408,7 +408,7 @@ class Layer:
 
 
 def load(worker, model, *loads, heads=None, dtype=torch.float32):
-    """What a worker writes of loads in one step: for each layer (num_blocks * BLOCK, 2, heads, head_dim)."""
+    """The KV cache after a worker has loaded in one step, for each layer (num_blocks * BLOCK, 2, heads, head_dim)."""
     text = model.config.text_config
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     layers = {
@@ -423,7 +423,7 @@ def load(worker, model, *loads, heads=None, dtype=torch.float32):
 @pytest.mark.parametrize("start", [0, BLOCK])
 @torch.no_grad()
 def test_base_model_continues_from_files(start, connect, cache, files, base_model_dir, aligner):
-    """Read with one position after the other, as vLLM does, the base model's logits are those of the aligner."""
+    """With consecutive positions, as in vLLM, the logits of the base model after the files are those of the aligner."""
     expected = cache.read_question(cache.prepare(QUESTION, documents=DOCUMENTS)).logits[0, -1]
     total, blocks = sum(files.num_slots), random.Random(1).sample(range(40), -(-sum(files.num_slots) // BLOCK))
     body = slots_request(files)["kv_transfer_params"]["slots"]
@@ -459,7 +459,7 @@ def test_workers_write_their_own_heads(connect, files, aligner, monkeypatch):
 
 
 def test_step_writes_all_requests(connect, cache, aligner):
-    """Each as if alone, whatever was loaded before, and whatever the others need."""
+    """In one step each request is loaded as if it were alone, whatever was loaded before."""
     document_lists = [DOCUMENTS, [RADIK], [RADIK, ADA]]
     prefixes = [cache.prefix_files(QUESTION, documents)[0] for documents in document_lists]
     bodies = [slots_request(prefix)["kv_transfer_params"]["slots"] for prefix in prefixes]
@@ -491,7 +491,7 @@ def test_lost_file_fails_its_blocks(connect, cache, files, aligner, caplog):
 
 
 def test_copying_equals_pytorch(processor):
-    """Walks through texts, some of which leave them."""
+    """The tokens that may be copied equal those of PyTorch after texts that follow or leave the passages."""
     documents, draws = [ADA, RADIK, "No. 7 is long-lived."], random.Random(0)
     texts = copied_texts(processor.tokenizer, documents, "not in the text")
     packed = json.loads(
