@@ -40,7 +40,7 @@ def test_clients_get_answers(name, url, client):
 
 
 def test_documented_langchain_retriever(retriever):
-    """The documented retriever of LangChain finds what ours finds."""
+    """The retriever of LangChain in the documentation finds the passages that `Retriever` finds."""
     pytest.importorskip("langchain_core")
     code = r"```python\n(from typing import Any\n\nfrom langchain.*?)```"
     (block,) = re.findall(code, CORPUS_DOCUMENT.read_text("utf-8"), flags=re.DOTALL)
@@ -56,8 +56,8 @@ def test_documented_langchain_retriever(retriever):
 
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
 def test_recorded_requests_answered(file, url, engine, monkeypatch):
-    """What each client sends, whole, is answered as the same question in the plainest form is; its documents are read,
-    and none of its settings says how many passages of the corpus are."""
+    """The recorded requests of clients are answered; none of their settings changes the number of retrieved
+    passages."""
     recorded, requests, submit = json.loads(file.read_text("utf-8")), [], engine.submit
     monkeypatch.setattr(engine, "limits", dataclasses.replace(engine.limits, max_new_tokens=8))
     monkeypatch.setattr(engine, "submit", lambda request: requests.append(request) or submit(request))

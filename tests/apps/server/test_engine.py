@@ -1,4 +1,4 @@
-"""Limits of time and number, and what is left when the engine closes or the corpus vanishes."""
+"""Limits of time and number, and the state after the engine closes or the corpus disappears."""
 
 import shutil
 import threading
@@ -30,7 +30,7 @@ PASSAGES = ["Ada wrote it.", {"title": "Loom", "text": "The loom wove. It was lo
 
 @pytest.fixture
 def engine_of(ask):
-    """Engines that are closed at the end."""
+    """Makes engines, and closes them at the end."""
     made = []
 
     def make(retriever=None, pipeline=ask, **settings):
@@ -44,11 +44,11 @@ def engine_of(ask):
 
 @pytest.fixture
 def apart(separate):
-    """A pipeline of an aligner that reads passages apart."""
+    """A pipeline of an aligner with independent passages."""
     return pipeline_of(*separate)
 
 
-def asked(documents=("Ada wrote it.",), chat=CHAT, **settings) -> Request:
+def request_of(documents=("Ada wrote it.",), chat=CHAT, **settings) -> Request:
     documents = None if documents is None else list(documents)
     return Request(chat, documents, **{"max_new_tokens": 4} | settings)
 
@@ -58,7 +58,7 @@ def answers(engine, *requests):
 
 
 def answer(engine, *documents, **settings):
-    return engine.submit(asked(*documents, **settings)).result()
+    return engine.submit(request_of(*documents, **settings)).result()
 
 
 def test_slow_request_ends(engine_of):
@@ -69,10 +69,10 @@ def test_slow_request_ends(engine_of):
         written.append(text)
         request.until = time.monotonic()  # from now on, it is too late
 
-    engine.limits, request = Limits(seconds=99), asked(on_text=slow, max_new_tokens=64)
+    engine.limits, request = Limits(seconds=99), request_of(on_text=slow, max_new_tokens=64)
     late = [engine.submit(request).exception()]
     engine.limits = Limits(seconds=0.0)
-    late.append(engine.submit(asked()).exception())
+    late.append(engine.submit(request_of()).exception())
     assert [describe_error(error)[0] for error in late] == [408, 408] and len(written) == 2
     for error, seconds in zip(late, (99, 0), strict=True):
         assert f"was not finished within {seconds} seconds" in str(error)
@@ -84,17 +84,17 @@ def test_full_queue_and_closing_engine(engine_of):
     """Requests beyond the queue are refused, and a closing engine answers those that wait."""
     engine = engine_of(limits=Limits(waiting=2), max_batch=1)
     busy, go_on = threading.Event(), threading.Event()
-    futures = [engine.submit(asked(None, on_text=lambda text: busy.set() or go_on.wait()))]
+    futures = [engine.submit(request_of(None, on_text=lambda text: busy.set() or go_on.wait()))]
     busy.wait()
-    futures += [engine.submit(asked(None)) for _ in range(2)]
+    futures += [engine.submit(request_of(None)) for _ in range(2)]
     with pytest.raises(BusyError, match="Too many requests are waiting"):
-        engine.submit(asked(None))
+        engine.submit(request_of(None))
     closing = threading.Thread(target=engine.close)
     closing.start()
     while not engine._closed:
         pass
     with pytest.raises(BusyError, match="is shutting down"):
-        engine.submit(asked(None))
+        engine.submit(request_of(None))
     go_on.set()
     closing.join()
     assert len({future.result().text for future in futures}) == 1
@@ -102,14 +102,14 @@ def test_full_queue_and_closing_engine(engine_of):
 
 def test_short_answer_returns_early(engine_of):
     """A short answer does not wait for a long one in the same batch."""
-    short, pieces = asked(None, max_new_tokens=2), []
+    short, pieces = request_of(None, max_new_tokens=2), []
 
     def wait_for_short(text):
         pieces.append(text)
         if len(pieces) == 5:
             short.future.result(timeout=10)
 
-    long = asked(None, max_new_tokens=16, on_text=wait_for_short)
+    long = request_of(None, max_new_tokens=16, on_text=wait_for_short)
     long_answer, _ = answers(engine_of(batch_seconds=30.0, max_batch=2), long, short)
     assert long_answer.completion_tokens == 16 and long_answer.batch_size == 2 and len(pieces) > 5
 
@@ -118,10 +118,10 @@ def test_long_prompts_in_a_batch(engine_of, ask):
     """A long prompt does not shorten other answers, and one that is too long fails alone."""
     alone = answer(engine_of(), None, max_new_tokens=64)
     words = ask.tokenizer.decode(ask.tokenizer("aloud " * 500)["input_ids"][:470])
-    long = asked(None, [{"role": "user", "content": words}], max_new_tokens=64)
+    long = request_of(None, [{"role": "user", "content": words}], max_new_tokens=64)
     engine = engine_of(batch_seconds=30.0, max_batch=3)
-    failing = engine.submit(asked(None, LONG))
-    long, beside = answers(engine, long, asked(None, max_new_tokens=64))
+    failing = engine.submit(request_of(None, LONG))
+    long, beside = answers(engine, long, request_of(None, max_new_tokens=64))
     assert "positions but the backbone" in str(failing.exception())
     assert beside.batch_size == 2 and beside.text == alone.text
     assert long.prompt_tokens + long.completion_tokens <= 512 < long.prompt_tokens + alone.completion_tokens
@@ -131,14 +131,14 @@ def test_seed_fixes_the_answer(engine_of):
     """A seed gives the same answer, whatever else is in the batch."""
 
     def drawn(seed):
-        return asked(max_new_tokens=8, temperature=1.5, top_p=0.9, seed=seed)
+        return request_of(max_new_tokens=8, temperature=1.5, top_p=0.9, seed=seed)
 
     alone = engine_of(batch_seconds=0.0)
     plain, first, second, unlike = (
-        alone.submit(request).result().text for request in (asked(max_new_tokens=8), drawn(1), drawn(1), drawn(2))
+        alone.submit(request).result().text for request in (request_of(max_new_tokens=8), drawn(1), drawn(1), drawn(2))
     )
     assert first == second != unlike
-    together = answers(engine_of(batch_seconds=30.0, max_batch=3), drawn(2), asked(max_new_tokens=8), drawn(1))
+    together = answers(engine_of(batch_seconds=30.0, max_batch=3), drawn(2), request_of(max_new_tokens=8), drawn(1))
     assert [result.text for result in together] == [unlike, plain, first] and together[0].batch_size == 3
 
 
@@ -156,7 +156,7 @@ def test_sampling_follows_probabilities():
 
 
 def test_top_k_min_p_cut():
-    """Of 4000 draws none is beyond the two likeliest tokens, or below `min_p` of the likeliest one."""
+    """No draw of 4000 is a token beyond the `sampling_top_k` likeliest, or one below `min_p` of the likeliest."""
     scores, rows = torch.tensor([[2.0, 1.0, 0.5, -3.0]]), 4000
     for settings, left in (({"sampling_top_k": 2}, 2), ({"min_p": 0.3}, 2), ({"min_p": 0.2}, 3)):
         group = [Request(CHAT, temperature=1.0, seed=seed, **settings) for seed in range(rows)]
@@ -181,15 +181,15 @@ def test_a_long_stop_costs_little():
 
 
 def test_prompt_pieces_equal_whole(engine_of, apart, monkeypatch):
-    """A batch of chats of different lengths, with and without passages."""
+    """A prompt that is prefilled in pieces gives the answer of the whole one, with and without passages."""
     texts = ["Who wrote it? " * 20, "Who?"]
     requests = [(documents, [{"role": "user", "content": text}]) for documents in (PASSAGES, None) for text in texts]
-    whole = answers(engine_of(None, apart), *(asked(*request, max_new_tokens=8) for request in requests))
+    whole = answers(engine_of(None, apart), *(request_of(*request, max_new_tokens=8) for request in requests))
     monkeypatch.setattr(kv_cache_arcaligner, "PIECE_POSITIONS", 10)
-    monkeypatch.setattr(kv_cache_arcaligner, "PIECE_SECONDS", 0)  # soon each is one position
+    monkeypatch.setattr(kv_cache_arcaligner, "PIECE_SECONDS", 0)  # after a few, each piece is one position
     engine, forward, calls = engine_of(None, apart, batch_seconds=30.0, max_batch=4), apart.model.model.forward, []
     monkeypatch.setattr(apart.model.model, "forward", lambda **kwargs: (calls.append(1), forward(**kwargs))[1])
-    parts = answers(engine, *(asked(*request, max_new_tokens=8) for request in requests))
+    parts = answers(engine, *(request_of(*request, max_new_tokens=8) for request in requests))
     assert [result.text for result in parts] == [result.text for result in whole] and len(calls) > 100
     for part, one in zip(parts[:2], whole[:2], strict=True):
         assert part.answerability == pytest.approx(one.answerability, abs=1e-6)
@@ -197,10 +197,10 @@ def test_prompt_pieces_equal_whole(engine_of, apart, monkeypatch):
 
 @pytest.mark.parametrize("documents", [None, PASSAGES])
 def test_abandoned_prompt_ends(engine_of, apart, monkeypatch, documents):
-    """It ends at its next piece; the other request of its batch is answered as if alone."""
+    """A cancelled request ends at the next piece of its prompt; the other one of its batch gets its usual answer."""
     alone = answer(engine_of(None, apart), documents, max_new_tokens=8)
     monkeypatch.setattr(kv_cache_arcaligner, "PIECE_POSITIONS", 10)
-    left = asked(documents, [{"role": "user", "content": "Who wrote it? " * 20}])
+    left = request_of(documents, [{"role": "user", "content": "Who wrote it? " * 20}])
     forward, pieces = apart.model.model.forward, []
 
     def leave(**kwargs):
@@ -218,11 +218,11 @@ def test_abandoned_prompt_ends(engine_of, apart, monkeypatch, documents):
 
 
 def test_abandoned_passages_end(engine_of, apart, monkeypatch):
-    """Encoding and reading of passages ends at the next call of encoder and model."""
+    """The passages of a cancelled request are encoded and prefilled only up to the next call of encoder or model."""
     engine = engine_of(None, apart)
     engine.warm_up()
     for owner, name in ((SentenceEncoder, "encode_runs"), (apart.model.model, "forward")):
-        left, calls, compute = asked(PASSAGES), [], getattr(owner, name)
+        left, calls, compute = request_of(PASSAGES), [], getattr(owner, name)
 
         def leave(*args, left=left, calls=calls, compute=compute, **kwargs):
             calls.append(1)
@@ -235,7 +235,7 @@ def test_abandoned_passages_end(engine_of, apart, monkeypatch):
 
 
 def test_place_of_an_answer():
-    """The source of an answer has the characters at which its text says it."""
+    """The place of an answer in a passage is counted in characters of the passage."""
     for said, before, place, after in (
         ("Ski  jumper.", "😀 a ", "ski\njumper", ""),
         ("19", "in 1987, or ", "19", " of them"),
@@ -250,7 +250,7 @@ def test_place_of_an_answer():
 
 
 def corpus_of(folder, processor, *names):
-    """A corpus of a text by each of them."""
+    """A corpus with one text for each name."""
     source = write_rows(folder / "texts.jsonl", [{"text": f"{name} wrote it."} for name in names])
     corpus = Corpus.create(folder / "corpus", processor)
     build_corpus([source], corpus, processor)
@@ -258,36 +258,36 @@ def corpus_of(folder, processor, *names):
 
 
 def test_vanished_corpus_fails_its_questions(tmp_path, engine_of, processor):
-    """A corpus that vanishes fails its questions and no others."""
+    """If the corpus disappears, only the questions about it fail."""
     corpus = corpus_of(tmp_path, processor, "Ada")
     engine = engine_of(search := Mock(wraps=Retriever(corpus, processor), corpus=corpus))
     engine.warm_up()
     search.assert_called_once_with("?", top_k=1)
     assert answer(engine, None).sources[0]["text"] == "Ada wrote it."
     shutil.rmtree(corpus.path)
-    error = engine.submit(asked(None)).exception()
+    error = engine.submit(request_of(None)).exception()
     assert "cannot be searched" in str(error) and describe_error(error)[0] == 503
     assert answer(engine).statistics["slots"] == 1
 
 
 def test_scored_slots_are_limited(engine_of, apart, processor, monkeypatch):
-    """Those that are too many to be asked about are refused before any is encoded."""
+    """A request with more slots than may be scored is refused before any passage is encoded."""
     documents = ["Ada wrote it.", "Bob did not.", "Carol read it."]  # three slots
     engine = engine_of(None, apart, limits=Limits(max_slots=1, max_slots_asked=3))
     assert sum(source["read"] for source in answer(engine, documents, max_passages=1).sources) == 1
     for most, message in ((2, "2 slots; expected at most 1. Pass fewer"), (3, "there is only room for 1 with")):
-        error = engine.submit(asked(documents, max_passages=most)).exception()
+        error = engine.submit(request_of(documents, max_passages=most)).exception()
         assert isinstance(error, ValueError) and message in str(error)
     engine = engine_of(limits=Limits(max_slots=40))
     monkeypatch.setattr(processor, "tokens_per_slot", 1)
     monkeypatch.setattr(SlotEncoder, "encode_tokens", None)
-    error = engine.submit(asked(["one sentence " * 30])).exception()
+    error = engine.submit(request_of(["one sentence " * 30])).exception()
     assert isinstance(error, ValueError) and "slots, but there is only room for 40" in str(error)
 
 
 @pytest.mark.parametrize("most, is_multihop, expected", [(None, True, 2), (None, False, 1), (3, True, 3)])
 def test_multihop_question_uses_several(engine_of, apart, most, is_multihop, expected):
-    """Unless the engine, or the request, has a number of its own."""
+    """A multi-hop question uses two passages, unless the engine or the request sets another number."""
     documents = ["Ada wrote it.", "Bob did not.", "Carol read it."]
     apart.model.set_multihop_head(True)
     apart.model.multihop_head.bias.fill_(1.0 if is_multihop else -1.0)
@@ -300,7 +300,7 @@ def test_multihop_question_uses_several(engine_of, apart, most, is_multihop, exp
 
 @pytest.mark.parametrize("rate", [2, "segment"])
 def test_passages_are_encoded_once(processor, rate, monkeypatch):
-    """Whatever they stand beside; the last ones are kept, and white space has no slot."""
+    """A passage is encoded once in any company; the last ones stay in memory, and white space has no slot."""
     blank = {"title": "", "text": " "}
     ada, loom, other = ({"title": "", "text": passage} if isinstance(passage, str) else passage for passage in PASSAGES)
     encode, texts = PassageEncoder(processor, max_passages=2), []
@@ -319,7 +319,8 @@ def test_passages_are_encoded_once(processor, rate, monkeypatch):
         torch.testing.assert_close(encoded.context_embeds, whole.context_embeds)
         if whole.context_word_ids is not None:
             assert torch.equal(encoded.context_word_ids, whole.context_word_ids)
-    assert sum("Ada" in text for text in texts) == 1 and sum("wove" in text for text in texts) == 2  # it had gone
+    # The passage about the loom is encoded twice: it had been dropped.
+    assert sum("Ada" in text for text in texts) == 1 and sum("wove" in text for text in texts) == 2
     texts.clear()
     for documents in ([ada, loom, other], [ada], [{"title": "", "text": "New. Newer."}] * 9):
         room = len(processor.encode_documents(documents, tokens_per_slot=rate).context_embeds) - 1
@@ -339,7 +340,7 @@ def test_passages_are_encoded_once(processor, rate, monkeypatch):
 
 @pytest.mark.parametrize("share, num_scored", [(0.5, 3), (0.9, 5)])
 def test_few_passages_are_encoded(apart, engine_of, monkeypatch, share, num_scored):
-    """Of five, those that are scored; their answers are those of a request whose passages are encoded whole."""
+    """Of five passages only the scored ones are encoded; their scores are those of an encoding of all five."""
     texts = [f"{name} wrote it in {1800 + number}." for number, name in enumerate(("Ada", "Bob", "Cy", "Di", "Ed"))]
     monkeypatch.setattr(apart.model.config, "scored_share", share)
     monkeypatch.setattr(apart.model.config, "most_answerability", 1.0)
@@ -368,10 +369,10 @@ def test_few_passages_are_encoded(apart, engine_of, monkeypatch, share, num_scor
 
 
 def test_endless_text_is_refused_early(engine_of, apart, monkeypatch):
-    """More words than there may be slots are not even cut."""
+    """A text with more words than the limit of slots is refused before it is cut."""
     engine = engine_of(None, apart, limits=Limits(max_slots=10, max_slots_asked=20))
     monkeypatch.setattr(engine.answerer, "cut", None)
-    error = engine.submit(asked(["word " * 5000], tokens_per_slot=2)).exception()
+    error = engine.submit(request_of(["word " * 5000], tokens_per_slot=2)).exception()
     assert isinstance(error, ValueError) and "more than 1250 slots; expected at most 20" in str(error)
 
 
@@ -383,25 +384,25 @@ def test_prefix_cache_respects_bytes(engine_of):
 
 
 def test_low_answerability_abstains_early(engine_of, ask, monkeypatch, give_head):
-    """An answer with less confidence than requested is the refusal, sent immediately."""
+    """If the answerability is below `min_confidence`, the abstention is sent immediately."""
     monkeypatch.setattr(ask.processor, "no_answer", "not in the text")
     give_head(ask.model)
     engine = engine_of()
 
-    def told(**settings):
+    def ask_with(**settings):
         pieces = []
         return answer(engine, max_new_tokens=12, on_text=pieces.append, **settings), pieces
 
-    plain, pieces = told()
+    plain, pieces = ask_with()
     assert 0 < plain.answerability < 1 and "".join(pieces) == plain.text and len(pieces) > 1
-    kept, pieces = told(min_confidence=plain.answerability - 1e-3)
+    kept, pieces = ask_with(min_confidence=plain.answerability - 1e-3)
     assert kept.text == plain.text and "".join(pieces) == plain.text
-    refused, pieces = told(min_confidence=plain.answerability + 1e-3)
+    refused, pieces = ask_with(min_confidence=plain.answerability + 1e-3)
     assert refused.text == "not in the text" and pieces == ["not in the text"] and refused.finish_reason == "stop"
-    beside = asked(chat=[{"role": "user", "content": "When was that, and why?"}])
-    assert answers(engine, asked(), beside)[0].answerability == pytest.approx(plain.answerability, abs=1e-4)
+    beside = request_of(chat=[{"role": "user", "content": "When was that, and why?"}])
+    assert answers(engine, request_of(), beside)[0].answerability == pytest.approx(plain.answerability, abs=1e-4)
     with pytest.raises(ValueError, match="`min_confidence` is 2; expected a number from 0 to 1"):
-        told(min_confidence=2)
+        ask_with(min_confidence=2)
 
 
 def test_invalid_settings_are_refused(engine_of):
@@ -420,14 +421,14 @@ REFUSED = {"cache_implementation": "static", "encoder_repetition_penalty": 1.2, 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_generation_setting_is_refused(engine_of, ask, monkeypatch, name):
-    """What a batch that others join cannot follow is named."""
+    """A generation setting that does not work in a batch that others join is refused by name."""
     monkeypatch.setattr(ask.model.generation_config, name, REFUSED[name])
     with pytest.raises(ValueError, match=f"`generation_config.{name}` is {REFUSED[name]!r}"):
         engine_of()
 
 
 def test_similarity_selects_passages(apart, engine_of, tmp_path, monkeypatch):
-    """With a `similarity_weight` beside which the answerability does not count."""
+    """With a large `similarity_weight` the similarity alone ranks the passages."""
     corpus = corpus_of(tmp_path, apart.processor, "ada", "bob")
     engine = engine_of(Retriever(corpus, apart.processor), apart, max_passages=1)
     monkeypatch.setattr(apart.model.config, "similarity_weight", 1e6)
@@ -442,7 +443,7 @@ def test_similarity_selects_passages(apart, engine_of, tmp_path, monkeypatch):
 
 
 def test_batch_answers_like_the_pipeline(apart, engine_of):
-    """A batch is answered like the pipeline, and an invalid request fails alone."""
+    """A batch gets the answers of the pipeline, and an invalid request fails alone."""
     text = " ".join(f"Sentence {number} is about word and number {number}." for number in range(100))
     cases = [
         (PASSAGES, {"max_passages": 2, "min_confidence": 0.0}),
@@ -453,15 +454,15 @@ def test_batch_answers_like_the_pipeline(apart, engine_of):
     random_head(apart.model, match=(0.5, 3.0, -1.0))
     apart.model.config.answer_calibration = [1.5, 0.5, 1.0]
     engine = engine_of(None, apart, batch_seconds=0.5, max_batch=5)
-    failing = engine.submit(asked(PASSAGES, LONG))
-    results = answers(engine, *(asked(documents, max_new_tokens=6, **settings) for documents, settings in cases))
+    failing = engine.submit(request_of(PASSAGES, LONG))
+    results = answers(engine, *(request_of(documents, max_new_tokens=6, **settings) for documents, settings in cases))
     assert "The prompt has" in str(failing.exception())
     for result, (documents, settings) in zip(results, cases, strict=True):
         row = {"question": CHAT[0]["content"], "documents": documents}
         (record,) = apart(row, return_slots=True, max_new_tokens=6, **settings)
         sure, statistics = {}, record["statistics"]
         for source in result.sources:
-            if source["confidence"] is not None:  # else it was not asked about
+            if source["confidence"] is not None:  # otherwise it was not scored
                 sure[source["number"]] = max(sure.get(source["number"], 0.0), source["confidence"])
         for name in ("passage_answerabilities", "passage_confidences"):
             assert sure == pytest.approx(statistics.pop(name), abs=1e-4)

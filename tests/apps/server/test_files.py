@@ -1,4 +1,4 @@
-"""Files that are dropped into the page: passages where they can be read, one clear sentence where not."""
+"""Files that are dropped on the page become passages, or give one clear sentence if they cannot be read."""
 
 import httpx
 import pytest

@@ -1,4 +1,4 @@
-"""Many clients at once: all are answered, memory stays, and the load generator tells what it has measured."""
+"""Many clients at once: all get answers, memory stays constant, and the load generator reports its measurements."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The page in a real browser: what is seen, what keys do, what becomes of files, on small and dark screens."""
+"""The page in a real browser: what it shows, keys, dropped files, small and dark screens."""
 
 import json
 
@@ -26,7 +26,7 @@ def chromium(tmp_path_factory):
 
 @pytest.fixture
 def browser(chromium, url, client):
-    """The page, with the key, on a screen of the usual size."""
+    """The page, opened with the key, on a screen of the usual size."""
     chromium.call("Emulation.setDeviceMetricsOverride", width=1000, height=1400, deviceScaleFactor=1, mobile=False)
     chromium.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
     chromium.opened.clear()
@@ -46,8 +46,8 @@ def ask(browser, text=TEXT, question=QUESTION):
 
 
 def shown(browser, selector):
-    """The text of each such element, as it is seen."""
-    return browser.evaluate(f"[...document.querySelectorAll('{selector}')].map(each => each.innerText)")
+    """The text of each element that matches, as a reader sees it."""
+    return browser.evaluate(f"[...document.querySelectorAll('{selector}')].map(element => element.innerText)")
 
 
 def is_seen(browser, selector):
@@ -79,7 +79,7 @@ def test_keyboard_alone_asks(browser, client):
 
 
 def test_text_is_shown_unchanged(browser):
-    """The text is shown as it is written, and marks of slots move no letter."""
+    """The text is shown as written, and the marks of slots do not move a letter."""
     browser.evaluate("$('rate').append(new Option('2')); $('rate').value = '2'")  # slots of parts of words
     ask(browser)
     assert shown(browser, ".passage") == TEXT.split("\n\n")
@@ -97,7 +97,7 @@ def test_page_marks_the_answer(browser, monkeypatch):
     find_answer = "arcaligner.apps.server.request.find_answer"
     monkeypatch.setattr(find_answer, lambda answer, text: place if "Radik" in text else None)
     ask(browser, text)
-    marks = browser.evaluate("[...document.querySelectorAll('mark')].map(each => each.textContent)")
+    marks = browser.evaluate("[...document.querySelectorAll('mark')].map(element => element.textContent)")
     assert marks == ["jumper.", "\n", "He has competed"]
     yellow = [(np.asarray(browser.picture(part)) == (253, 224, 71)).all(-1).mean() for part in ("mark", "#answer")]
     assert yellow[0] > 0.5 and yellow[1] == 0
@@ -123,7 +123,7 @@ def test_progress_and_cancel(browser, held, way):
 
 
 def test_page_with_and_without_corpus(browser, engine, monkeypatch):
-    """The page names the corpus and asks it; without one, an example brings its text."""
+    """The page names the corpus and its questions use it; without a corpus, an example has its own text."""
     assert browser.seen("#corpus") == "Corpus corpus: 2 documents, 2 passages. Model tiny."
     assert not is_seen(browser, "#examples")
     browser.evaluate("$('top-k').value = 1")
