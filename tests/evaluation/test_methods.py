@@ -66,9 +66,9 @@ def test_copy_has_the_same_fingerprint(checkpoint_dir, copied):
         """Whether a file with a byte more makes another checkpoint, and another backbone."""
         before = change.read_bytes()
         change.write_bytes(before + b" ")
-        found = fingerprint(str(copied)), backbone_fingerprint(str(copied))
+        whole, backbone = fingerprint(str(copied)), backbone_fingerprint(str(copied))
         change.write_bytes(before)
-        return found[0] != fingerprint(str(checkpoint_dir)), found[1] != backbone_fingerprint(str(checkpoint_dir))
+        return whole != fingerprint(str(checkpoint_dir)), backbone != backbone_fingerprint(str(checkpoint_dir))
 
     (copied / "README.md").write_text("another card")
     assert changed(copied / "README.md") == (False, False)
@@ -81,11 +81,11 @@ def test_copy_has_the_same_fingerprint(checkpoint_dir, copied):
 
 def test_hub_checkpoint_has_a_commit(monkeypatch):
     """A checkpoint of the Hub is identified by its commit."""
-    asked = []
-    monkeypatch.setattr(ArcAlignerConfig, "from_pretrained", asked.append)
-    found = "hub/models--user--name/snapshots/abc/config.json"
-    monkeypatch.setattr(methods, "try_to_load_from_cache", lambda name, file: f"{name}/{file}" and found)
-    assert fingerprint("user/name") == "user/name@abc" and asked == ["user/name"]
+    names = []
+    monkeypatch.setattr(ArcAlignerConfig, "from_pretrained", names.append)
+    cached = "hub/models--user--name/snapshots/abc/config.json"
+    monkeypatch.setattr(methods, "try_to_load_from_cache", lambda name, file: f"{name}/{file}" and cached)
+    assert fingerprint("user/name") == "user/name@abc" and names == ["user/name"]
 
 
 def test_settings_that_answers_depend_on(checkpoint_dir, copied):
@@ -198,12 +198,12 @@ def test_llmlingua2_keeps_probable_words(checkpoint_dir, classifier, processor):
     with torch.no_grad():  # the package has the names of BERT's ends, which are unknown to this kind of classifier
         probable = model(torch.tensor([ends + ids + ends])).logits.softmax(-1)[0, 1:-1, 1].tolist()
     words: list[tuple[str, list[float]]] = []
-    for token, each in zip(tokenizer.convert_ids_to_tokens(ids), probable, strict=True):
+    for token, probability in zip(tokenizer.convert_ids_to_tokens(ids), probable, strict=True):
         if token.startswith("\u2581") or token in string.punctuation:
-            words.append((token, [each]))
+            words.append((token, [probability]))
         else:
-            words[-1] = words[-1][0] + token, [*words[-1][1], each]
-    means = [float(np.mean(each)) for _, each in words]
+            words[-1] = words[-1][0] + token, [*words[-1][1], probability]
+    means = [float(np.mean(probabilities)) for _, probabilities in words]
     lengths = [len(processor.tokenizer(word)["input_ids"]) for word, _ in words]
     least = np.percentile(np.repeat(means, lengths), int(100 * (1 - RATE) + 1))
     kept = [word for (word, _), mean in zip(words, means, strict=True) if mean > least]

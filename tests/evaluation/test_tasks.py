@@ -63,17 +63,17 @@ def test_sample_is_fixed(hub):
     """A sample of the Hub is random and always the same."""
     hub.return_value = datasets.Dataset.from_list([row(number) for number in range(50)])
     task = Task("t", "T", "org/t", None, "test", dict, num_questions=10)
-    ids = [each["id"] for each in task.load()]
-    assert ids == [each["id"] for each in task.load()] and len(ids) == 10
+    ids = [record["id"] for record in task.load()]
+    assert ids == [record["id"] for record in task.load()] and len(ids) == 10
     assert ids != [str(number) for number in range(10)]
-    assert [each["id"] for each in task.load(num_questions=3)] == ids[:3]
+    assert [record["id"] for record in task.load(num_questions=3)] == ids[:3]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl"])
 def test_local_file_replaces_the_hub(tmp_path, caplog, suffix):
     """A local file replaces the Hub, without rows that cannot be scored."""
     rows = [row(0), row(1, answers=["The", "..."]), row(2, answers=[]), row(3, question=" "), row(4)]
-    rows = [each | {"gold": []} for each in rows]
+    rows = [record | {"gold": []} for record in rows]
     write_rows(tmp_path / f"squad{suffix}", rows)
     with caplog.at_level(logging.WARNING):
         assert TASKS["squad"].load(tmp_path) == [rows[0], rows[4]]
