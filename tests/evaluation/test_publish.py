@@ -75,15 +75,15 @@ def test_opponents_of_before_stay():
     published = {"machine": "a; b", "weights": "old", "sets": {"SQuAD": entry, "MuSiQue": entry}}
     methods = {"arcaligner": {"f1": 5}, "naive": {"f1": 6}}
     run = {"machine": "b; c", "weights": "new", "sets": {"SQuAD": {"questions": 3, "methods": methods}}}
-    found = with_published(run, published)
+    merged = with_published(run, published)
     kept = opponents | {"naive": {"f1": 6}, "arcaligner": {"f1": 5}}
-    assert found == {
+    assert merged == {
         "machine": "a; b; c",
         "questions": 3,
         "weights": "new",
         "sets": {"SQuAD": {"questions": 3, "methods": kept}},
     }
-    assert list(found["sets"]["SQuAD"]["methods"]) == list(kept)
+    assert list(merged["sets"]["SQuAD"]["methods"]) == list(kept)
 
 
 def test_same_weights_are_added():
@@ -92,8 +92,8 @@ def test_same_weights_are_added():
     published = {"machine": "a", "weights": "same", "sets": {"SQuAD": entry}}
     methods = {"naive": 5, "arcaligner_x4": 6, "arcaligner_xsegment": 7}
     sets = {"SQuAD": {"questions": 3, "methods": methods}, "HotpotQA": {"questions": 3, "methods": {"arcaligner": 8}}}
-    found = with_published({"machine": "a", "weights": "same", "sets": sets}, published)
-    assert found["weights"] == "same" and found["sets"] == {
+    merged = with_published({"machine": "a", "weights": "same", "sets": sets}, published)
+    assert merged["weights"] == "same" and merged["sets"] == {
         "HotpotQA": sets["HotpotQA"],
         "SQuAD": {"questions": 4, "methods": {"naive": 5, "arcaligner": 2} | methods},
     }
@@ -108,13 +108,13 @@ def test_new_opponents_are_added():
         "SQuAD": {"questions": 3, "passages": "new", "methods": {"cocom_x4": 4}},
     }
     published = {"machine": "a", "weights": "old", "sets": {"SQuAD": old, "MuSiQue": old}}
-    found = with_published({"machine": "a", "weights": "other", "sets": run}, published)
-    assert found["weights"] == "old" and found["sets"] == {
+    merged = with_published({"machine": "a", "weights": "other", "sets": run}, published)
+    assert merged["weights"] == "old" and merged["sets"] == {
         "Natural Questions": run["Natural Questions"],
         "SQuAD": old | {"methods": {"naive": 2, "cocom_x4": 4, "arcaligner": 1}},
         "MuSiQue": old,
     }
-    assert found["questions"] == 3 and list(found["sets"]) == ["Natural Questions", "SQuAD", "MuSiQue"]
+    assert merged["questions"] == 3 and list(merged["sets"]) == ["Natural Questions", "SQuAD", "MuSiQue"]
 
 
 def test_reproduced_pages_are_copied(tmp_path, monkeypatch):
@@ -194,12 +194,12 @@ def test_f1_and_time_share_rates():
 
     def size(rate, first, k=20):
         seconds = {"standard_rag": 1.0, "standard_rag_cached": 0.1, "off": first, "slots_cached": first / 8}
-        arms = {name: {"first_token": {"median": each}} for name, each in seconds.items()}
+        arms = {name: {"first_token": {"median": median}} for name, median in seconds.items()}
         return {"k": k, "tokens_per_slot": rate, "arms": arms}
 
     report = {"sizes": [size(4, 0.5), size(8, 9.0, k=1), size(8, 0.25)], "own_tokens_per_slot": 4}
     f1 = {"arcaligner": 40.0, "arcaligner_x8": 20.0, "full_text_lora": 60.0}
-    sets = {add: {"methods": {name: {"f1": [each + add]} for name, each in f1.items()}} for add in (0.0, 2.0)}
+    sets = {add: {"methods": {name: {"f1": [score + add]} for name, score in f1.items()}} for add in (0.0, 2.0)}
     assert speed_curves(report, sets) == {
         "slots, encoded beforehand": [(500.0, 41.0, 4), (250.0, 21.0, 8)],
         "slots, cached": [(62.5, 41.0, 4), (31.25, 21.0, 8)],
