@@ -97,8 +97,8 @@ def test_renamed_sets_are_read(tmp_path):
     sets = {"NaturalQA": {"questions": 2}, "SQuAD": {"questions": 1}}
     (path := tmp_path / "results.json").write_text(json.dumps({"questions": 1, "sets": sets}))
     renamed = {"Natural Questions": {"questions": 2}, "SQuAD": {"questions": 1}}
-    found = read_results(path)
-    assert found == {"questions": 1, "sets": renamed} and list(found["sets"]) == list(renamed)
+    results = read_results(path)
+    assert results == {"questions": 1, "sets": renamed} and list(results["sets"]) == list(renamed)
 
 
 def test_results_in_three_forms(run, model):
@@ -125,8 +125,8 @@ def test_results_in_three_forms(run, model):
 def test_refusals_below_the_threshold(model, processor, tmp_path, capsys):
     """The table counts answers below the threshold and those that are the refusal."""
     random_head(model, threshold=0.5)
-    for each in (model, processor_with(processor, no_answer="not in the text")):
-        each.save_pretrained(checkpoint := tmp_path / "aligner")
+    for part in (model, processor_with(processor, no_answer="not in the text")):
+        part.save_pretrained(checkpoint := tmp_path / "aligner")
     known = [{"f1": f1, "answerability": sure} for f1, sure in ((1.0, 0.9), (0.5, 0.8), (0.25, 0.3), (0.0, 0.6))]
     unknown = [{"prediction": "not in the text", "answerability": 0.85}, {"answerability": 0.7}, {"answerability": 0.1}]
     for task, answers in zip(TASKS, (known, unknown), strict=True):

@@ -40,12 +40,12 @@ def test_retrieved_passages_are_ordered(processor, checkpoint_dir, tmp_path, top
     keys = {"checkpoint": str(checkpoint_dir), "output": "run", "data": tmp_path, "corpus": str(corpus.path)}
     keys |= {"tasks": ["nq"], "methods": ["naive"]}
     retriever = retrieve.Retriever(corpus, processor)
-    found = evaluate.load_rows("nq", read_settings(None, keys, {"passages": "retrieved", "top_k": top_k}))
-    for row, before in zip(found, ROWS, strict=True):
+    rows = evaluate.load_rows("nq", read_settings(None, keys, {"passages": "retrieved", "top_k": top_k}))
+    for row, before in zip(rows, ROWS, strict=True):
         best = retriever(before["question"], top_k or 5).documents[: top_k or 1]
-        assert row["passages"] == [{key: each[key] for key in ("title", "text")} for each in best]
+        assert row["passages"] == [{key: passage[key] for key in ("title", "text")} for passage in best]
         assert {**row, "passages": None, "gold": None} == {**before, "passages": None, "gold": None}
-    assert len({row["passages"][0]["text"] for row in found}) > 1
+    assert len({row["passages"][0]["text"] for row in rows}) > 1
 
 
 # A dense retriever and a re-ranker
@@ -63,14 +63,14 @@ def test_pool_is_searched_exactly(pool, encoder_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(retrieval, "SHARD", 4)
     questions = [row["question"] for row in ROWS]
     dense = DensePool(open_pool([pool]), str(encoder_dir), tmp_path / "kept")
-    found = dense.search(questions, 3)
+    places = dense.search(questions, 3)
     encoder = SentenceTransformer(str(encoder_dir), device="cpu")
-    texts = [f"{each['title']} {each['text']}" for each in PASSAGES]
+    texts = [f"{passage['title']} {passage['text']}" for passage in PASSAGES]
     products = encoder.encode(questions) @ encoder.encode(texts).T  # (num_questions, num_passages)
-    assert found == torch.topk(torch.from_numpy(products), 3).indices.tolist()
+    assert places == torch.topk(torch.from_numpy(products), 3).indices.tolist()
     assert len(list((tmp_path / "kept").rglob("*.npy"))) == 3
     monkeypatch.setattr(SentenceTransformer, "encode_document", None)
-    assert DensePool(open_pool([pool]), str(encoder_dir), tmp_path / "kept").search(questions, 3) == found
+    assert DensePool(open_pool([pool]), str(encoder_dir), tmp_path / "kept").search(questions, 3) == places
 
 
 def test_recall_counts_first_passages():
@@ -102,8 +102,8 @@ def test_wrong_lists_are_counted(pool, encoder_dir, tmp_path, monkeypatch, caplo
     monkeypatch.setattr(ChatEndpoint, "__call__", lambda self, prompts: (next(replies) for _ in prompts))
     settings = RetrievalSettings([pool], str(encoder_dir), "listwise:judge", num_found=3)
     with caplog.at_level(logging.WARNING):
-        rows, found = retrieval.retrieve(settings, "nq", ROWS, tmp_path / "out")
-    assert found["wrong_lists"] == {"a passage named twice": 1, "no reply": 1, "no numbers of passages": 1}
+        rows, report = retrieval.retrieve(settings, "nq", ROWS, tmp_path / "out")
+    assert report["wrong_lists"] == {"a passage named twice": 1, "no reply": 1, "no numbers of passages": 1}
     assert "nq: 3 of 4 rankings by listwise:judge" in caplog.text and "a passage named twice: 1" in caplog.text
     unordered = RetrievalSettings([pool], str(encoder_dir), num_found=3)
     plain, _ = retrieval.retrieve(unordered, "nq", ROWS, tmp_path / "plain")
@@ -111,14 +111,14 @@ def test_wrong_lists_are_counted(pool, encoder_dir, tmp_path, monkeypatch, caplo
     assert rows[0]["passages"] == [first[1], first[0], first[2]]
     assert [row["passages"] for row in rows[1:]] == [row["passages"] for row in plain[1:]]
     assert [row["passages"] for row in read_rows(tmp_path / "out" / "nq.jsonl.gz")] == [row["passages"] for row in rows]
-    assert retrieval.retrieve(settings, "nq", ROWS, tmp_path / "out") == (rows, found)  # nobody is asked again
+    assert retrieval.retrieve(settings, "nq", ROWS, tmp_path / "out") == (rows, report)  # nobody is asked again
 
 
 def test_real_server_orders_passages(tiny_server):
     """Our own server is asked for an order; a model that writes anything gives a wrong list for each question."""
     rank = listwise(ChatEndpoint("base", tiny_server))
-    found = list(rank(["Who?", "What?"], [PASSAGES[:2], PASSAGES[2:4]]))
-    assert all(isinstance(each, WrongListError) for each in found) and len(found) == 2
+    orders = list(rank(["Who?", "What?"], [PASSAGES[:2], PASSAGES[2:4]]))
+    assert all(isinstance(order, WrongListError) for order in orders) and len(orders) == 2
 
 
 def test_cross_encoder_orders_passages(encoder_dir, tmp_path):
@@ -128,7 +128,7 @@ def test_cross_encoder_orders_passages(encoder_dir, tmp_path):
     BertTokenizerFast.from_pretrained(encoder_dir).save_pretrained(tmp_path / "reranker")
     (order,) = load_reranker(f"cross_encoder:{tmp_path / 'reranker'}")(["Who wrote it?"], [PASSAGES])
     model = CrossEncoder(str(tmp_path / "reranker"), device="cpu")
-    scores = model.predict([("Who wrote it?", f"{each['title']} {each['text']}") for each in PASSAGES])
+    scores = model.predict([("Who wrote it?", f"{passage['title']} {passage['text']}") for passage in PASSAGES])
     assert [scores[number] for number in order] == sorted(scores, reverse=True)
     for name, message in (("colbert:x", "expected KIND:MODEL"), ("listwise:", "expected KIND:MODEL")):
         with pytest.raises(ValueError, match=message):
@@ -158,10 +158,10 @@ def test_tables_read_first_found(pool, encoder_dir, checkpoint_dir, tmp_path, ca
     (page,) = reproduce("recall", made)
     assert "| Natural Questions | after |" in page.read_text("utf-8")
     reproduce("table1", made)
-    found = {row["id"]: row["passages"] for row in read_rows(tmp_path / "run" / "retrieved" / "nq.jsonl.gz")}
+    retrieved = {row["id"]: row["passages"] for row in read_rows(tmp_path / "run" / "retrieved" / "nq.jsonl.gz")}
     path = tmp_path / "run" / "nq" / "arcaligner.jsonl"
     for line in map(json.loads, path.read_text("utf-8").splitlines()):
-        row = next(each for each in ROWS if each["id"] == line["id"])
-        assert line["row"] == row_digest(row | {"passages": found[line["id"]][:1]})
+        row = next(row for row in ROWS if row["id"] == line["id"])
+        assert line["row"] == row_digest(row | {"passages": retrieved[line["id"]][:1]})
     main(pool, tmp_path / "out", "nq", tmp_path, str(encoder_dir))
     assert "| Natural Questions | before |" in capsys.readouterr().out and (tmp_path / "out" / "recall.md").exists()
