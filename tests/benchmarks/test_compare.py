@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("few_tokens")
 
 @pytest.fixture
 def ask(run_cli, checkpoint_dir, tmp_path):
-    """Compares at two rates; code, output and errors."""
+    """Compares at two rates; returns exit code, output and errors."""
 
     def run(rows, *arguments):
         path = tmp_path / "mine.jsonl"
@@ -47,7 +47,7 @@ def test_every_reader_answers(ask, tmp_path, model, processor, base_model_dir):
     plain, tuned, slots = "text, by the base model", "text, by the fine-tuned base model", "slots, 2 tokens per slot"
     assert tuple(columns) == COLUMNS
     assert [cells[0] for cells in table] == [plain, tuned, slots, "slots, one slot per segment"]
-    assert table[0][1] == table[1][1] and table[0][4] == "100.0"  # the same text; agreement is to the plain reader
+    assert table[0][1] == table[1][1] and table[0][4] == "100.0"  # the same text; agreement is with the plain reader
     assert "2 questions, 1 with answers." in out.splitlines()[-1]
     answers = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
     for row, answer in zip(ROWS, answers, strict=True):

@@ -1,4 +1,4 @@
-"""The benchmark of known passages: every arm reads what it says, a new combination each round, files from the disk."""
+"""The benchmark of cached passages: what each arm reads, new combinations in each round, files from the disk."""
 
 import json
 
@@ -36,7 +36,7 @@ def known(models, apart, tmp_path_factory):
 
 
 def assert_same_reading(outputs, expected):
-    """The first token and the whole cache, but for rounding."""
+    """Asserts that the first token and the whole cache are equal, except for rounding."""
     assert torch.equal(outputs.logits[:, -1].argmax(dim=-1), expected.logits[:, -1].argmax(dim=-1))
     for layer, other in zip(cache_of(outputs).layers, cache_of(expected).layers, strict=True):
         for name in ("keys", "values"):
@@ -91,7 +91,7 @@ def test_cached_bytes_match_the_file(known):
     """The cached bytes of a passage are those of its file."""
     for name, folder in known.folders.items():
         files = sorted(path.stat().st_size for path in folder.glob("*.safetensors"))
-        passages = files[-len(known.rows) :]  # a store has one more, the text before the passages
+        passages = files[-len(known.rows) :]  # a store has one more entry, the text before the passages
         kept = known.kept_bytes[name.removesuffix("_folder")] * len(known.rows)
         assert kept < sum(passages) < kept + 8000 * len(passages)  # with their fingerprints
     assert known.kept_bytes["text_apart"] > known.kept_bytes["slots_x2"] > known.kept_bytes["slots_xsegment"]

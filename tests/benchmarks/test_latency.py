@@ -1,4 +1,4 @@
-"""The latency benchmark: arms read what they must, in turns, ratios are of a round; slots are found with one wait."""
+"""The latency benchmark: what arms read, the order of rounds, ratios within a round; slots wait for the device once."""
 
 import json
 from functools import partial
@@ -65,7 +65,7 @@ def test_arms_share_the_prompts(models, processor):
     assert processor.decode(text.tail["input_ids"][0]).count(row["question"])
     assert (slots.prefix["input_ids"][:, -1] == processor.context_token_id).all()
     made = make_arms(*models, text, slots)
-    for _ in range(2):  # an arm leaves models and prefixes as they were
+    for _ in range(2):  # an arm does not change models or prefixes
         for name, arm in made.items():
             outputs, expected = arm(), whole["standard_rag" if name.startswith("standard_rag") else "off"]
             torch.testing.assert_close(outputs.logits, expected.logits[:, -1:])
@@ -73,8 +73,9 @@ def test_arms_share_the_prompts(models, processor):
 
 
 def test_rows_of_similar_length(processor):
-    """Rows are the passages nearest in length, with the question of the first."""
-    passages = [{"title": "", "text": " " + "?" * size} for size in (1, 140, 400, 151, 170)]  # of about as many tokens
+    """The rows are those with the most similar lengths, with the question of the first one."""
+    # Texts of about `size` tokens.
+    passages = [{"title": "", "text": " " + "?" * size} for size in (1, 140, 400, 151, 170)]
     rows = [{"question": str(number), "passages": [passage]} for number, passage in enumerate(passages)]
     nearest = pick_rows(rows, processor, 3)
     assert nearest == [rows[3], rows[1], rows[4]]
@@ -119,7 +120,7 @@ def test_command_prints_json(tmp_path, checkpoint_dir, capsys):
         assert size["arms"]["standard_rag"]["speed_up"] == {"lower": 1.0, "median": 1.0, "upper": 1.0}
         for name, arm in size["arms"].items():
             length = size["text_tokens" if name.startswith("standard") else "slots"]
-            # layers, keys and values, heads, head_dim, float32, and the question's few
+            # layers, keys and values, heads, head_dim, float32; and up to 100 positions of the question
             assert 0 <= arm["cache_bytes"] - 3 * 2 * 2 * 8 * 4 * length < 3 * 2 * 2 * 8 * 4 * 100
 
 
@@ -159,7 +160,7 @@ class _Methods(TorchFunctionMode):
 
 
 def waits(run) -> int:
-    """How often `run` has to know a value, or a shape that values decide."""
+    """How often `run` waits for a value, or for a shape that depends on values."""
     WAITS.clear()
     with torch.no_grad(), _Methods(), _Operators():
         run()

@@ -1,4 +1,4 @@
-"""The same questions for all arms, and what is made of their answers; without vLLM."""
+"""The vLLM benchmark asks all arms the same questions and summarizes their answers. Needs no vLLM."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ def test_questions_have_their_own_passage():
     for number, row in enumerate(drawn):
         texts = [passage["text"] for passage in row["passages"]]
         assert len(set(texts)) == 5 and f"P{number % 9}." in texts and row == vllm.draw(ROWS, 5, number)
-    assert len({row["passages"][0]["text"] for row in drawn}) > 3  # else text would find its prefix
+    assert len({row["passages"][0]["text"] for row in drawn}) > 3  # otherwise text would find its prefix in the cache
 
 
 def test_arms_answer_in_turns(monkeypatch):
@@ -41,7 +41,7 @@ def test_arms_answer_in_turns(monkeypatch):
 
 
 def test_first_tokens_of_questions_together(monkeypatch):
-    """All questions of a batch at once, the last one counts, and each text has a salt of its own."""
+    """The questions of a batch are sent at once, the last first token counts, and each text has its own salt."""
     calls, used = [], iter(range(1000))
 
     def arm(name, seconds):
