@@ -1,4 +1,4 @@
-"""The prompts differ where they should; answers are the model's own; batches shrink where memory is short."""
+"""Prompts differ only where they should; each method answers with its own model; batches shrink if memory is short."""
 
 import shutil
 
@@ -44,7 +44,7 @@ def test_text_uses_bare_backbone(model, processor, base_model_dir):
 
 
 def test_copies_use_whole_passages(model, processor, monkeypatch):
-    """A reader of cut text copies from the whole passages."""
+    """A reader of truncated text copies from the whole passages."""
     monkeypatch.setattr(processor, "copy_bonus", 100.0)
     passages = [" ".join(passages_text(row).split()) for row in ROWS]
     for copies in (False, True):
@@ -125,7 +125,7 @@ def test_top_ranked_of_more_passages(separate):
 
 @pytest.mark.parametrize("is_multihop, most", [(True, 2), (False, 1)])
 def test_passages_as_needed(separate, is_multihop, most):
-    """A multi-hop question gets as many passages as the head was fitted for, another one gets one."""
+    """A multi-hop question gets as many passages as the head was fitted for, any other question one."""
     model, reader = separate
     model.set_multihop_head(True)
     model.multihop_head.bias.fill_(1.0 if is_multihop else -1.0)

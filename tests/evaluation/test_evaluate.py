@@ -35,7 +35,7 @@ def data(tmp_path):
 
 @pytest.fixture
 def settings(tmp_path, data, checkpoint_dir):
-    """Settings of an evaluation, with changes to the keys."""
+    """Makes settings of an evaluation from some changed keys."""
 
     def make(tasks=("squad",), methods=("naive", "arcaligner"), of_tasks=None, **changes):
         keys = {"checkpoint": str(checkpoint_dir), "data": data, "output": tmp_path / "run", "batch_size": 2}
@@ -109,7 +109,7 @@ def test_given_and_gold_passages(settings, data, of_tasks, expected):
 
 
 def test_second_run_answers_the_rest(settings, monkeypatch):
-    """A second run answers nothing, and one after an interruption only the rest."""
+    """A second run answers nothing; after an interruption it answers what is missing."""
     monkeypatch.setattr(answering, "_generate", generate := Mock(wraps=answering._generate))
     results = evaluate(settings())
     assert generate.call_count == 4  # two methods, two batches each
@@ -123,7 +123,7 @@ def test_second_run_answers_the_rest(settings, monkeypatch):
 
 @pytest.mark.parametrize("place", ["/nowhere/at/all", "runs/not_there", "user/not-there"])
 def test_missing_method_is_skipped(settings, caplog, place, checkpoint_dir):
-    """A method that is missing is skipped by name and never replaced."""
+    """A method whose model is missing is skipped by name, and no other takes its place."""
     methods = ["xrag", "full_text_lora", "projector_only", "naive"]
     with caplog.at_level(logging.WARNING):
         results = evaluate(settings(methods=methods, projector_only=place))

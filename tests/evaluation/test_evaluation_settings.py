@@ -1,4 +1,4 @@
-"""Recipes and the command line say what is evaluated; what they cannot mean is refused, with what is known."""
+"""Recipes and the command line decide what is evaluated; invalid settings are refused, with the valid ones."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Verdicts are those of the judge on the answers as they are, asked for once, and counted where there are none."""
+"""A verdict is that of the judge on an answer as written; each is asked for once, and missing ones are counted."""
 
 import csv
 import json
@@ -36,12 +36,12 @@ SAYS = {"Paris": "Yes.", "Lyon": "No, it is Paris.", "Rome": "Hmm.", "Nice": Non
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    """No pause between attempts."""
+    """Removes the pause between attempts."""
     monkeypatch.setattr(openai.OpenAI, "_calculate_retry_timeout", lambda *args: 0.0)
 
 
 def judge_of(says=SAYS.get, seen=None):
-    """A judge that replies by the candidate; `seen` gets the prompts."""
+    """A judge whose reply depends on the candidate answer; the prompts are appended to `seen`."""
 
     def replies(prompts):
         for prompt in prompts:
@@ -99,7 +99,7 @@ def test_killed_judge_continues(file):
     seen = []
     judge_answers(judge_of({**SAYS, "Lyon": None}.get, seen), rows, file)
     assert seen == [judge_prompt(rows[2]), judge_prompt(rows[3])]
-    judge_answers(judge_of(), rows, file)  # what had no reply is asked again
+    judge_answers(judge_of(), rows, file)  # prompts without a reply are sent again
     said = [("yes", "Yes."), ("unreadable", "Hmm."), ("no", "No, it is Paris."), ("yes", "Yes.")]
     lines = sorted((line["id"], line["verdict"], line["reply"]) for line in file.read())
     assert lines == [(f"q{number}", *pair) for number, pair in enumerate(said)]
@@ -120,8 +120,8 @@ def test_changed_answer_is_judged_again(file, change):
 
 @pytest.fixture
 def endpoint(monkeypatch):
-    """Has `reply`, from the user's turn to the model's, stand for any endpoint, and gives the requests as they come. A
-    reply may be a status, a body (`bytes`), or none in time."""
+    """Replaces every endpoint by the function `reply`, from the user's turn to the model's, and returns the list of
+    requests. A reply is a text, a status, a body (`bytes`), or None for no reply in time."""
 
     def replies_with(reply) -> list[httpx.Request]:
         requests = []
@@ -171,7 +171,8 @@ def test_run_is_judged_once(tmp_path, endpoint, caplog):
     assert judged_scores(ours, "a/judge") == {"q0": 1.0} and judged_scores(naive, "other/judge") == {}
     assert right_by("acc")(naive) == {"q0": True, "q1": False, "q2": False}
     num_requests = len(requests)
-    assert judge_run(tmp_path, judge) == lines and len(requests) == num_requests + 1 + RETRIES  # what had no reply
+    # Prompts without a reply are sent again.
+    assert judge_run(tmp_path, judge) == lines and len(requests) == num_requests + 1 + RETRIES
     with pytest.raises(ValueError, match="contains no answers.*evaluate"):
         judge_run(tmp_path / "none", judge)
 
@@ -184,7 +185,7 @@ def test_again_asks_unreadable_ones(file):
 
 
 def test_results_have_acc(tmp_path):
-    """Accuracy stands among a method's numbers and on the page where answers were judged, and nowhere else."""
+    """Judged answers have an accuracy in the results and on the page; other answers have none."""
     write_answers(tmp_path, "hotpotqa", "arcaligner", answers("Paris", "Lyon", "Rome", "Nice"))
     write_answers(tmp_path, "hotpotqa", "naive", answers("Paris"))
     file = AnswerFile(tmp_path, "hotpotqa", "arcaligner")
@@ -204,7 +205,7 @@ def test_results_have_acc(tmp_path):
 
 @pytest.fixture
 def people(tmp_path):
-    """Three answers that people judged, and what GPT-4 said of them."""
+    """Three answers that people judged, and the verdicts of GPT-4."""
     (folder := tmp_path / "people").mkdir()
     said = [("Paris", "Yes"), ("Lyon", "No"), ("Rome", "Yes")]
 
@@ -222,7 +223,8 @@ def people(tmp_path):
 
 
 def test_agreement_with_people(people, tmp_path):
-    """The judge, other judges and string metrics agree with people as counted by hand; verdicts are kept."""
+    """Agreement with people is as counted by hand, for the judge, other judges and string metrics; verdicts are
+    kept."""
     seen = []
     lines = judge_people(people, tmp_path / "kept", judge_of(seen=seen), "a/judge")
     cells = {line.split(" | ")[0]: line.split(" | ")[1:] for line in lines[2:]}
@@ -294,7 +296,7 @@ def test_refused_request_is_an_error(status, endpoint, monkeypatch):
     requests = endpoint(lambda prompt: status)
     with pytest.raises(ValueError, match=rf"rejects requests to `judge` \(status {status}: .*so it is.*OPENAI_API_KEY"):
         list(ChatEndpoint("judge", URL)(PROMPTS * 100))
-    assert len(requests) < 100  # those that were on their way
+    assert len(requests) < 100  # requests that had been sent
 
 
 def test_unreachable_endpoint_is_an_error():
@@ -310,7 +312,7 @@ def test_unreachable_endpoint_is_an_error():
 
 
 def test_real_server_judges(tiny_server, tmp_path):
-    """Our own server answers the judge's requests; a model that writes anything is unreadable, counted, and kept."""
+    """The project's server answers the judge; the random text of its model is counted as unreadable, and kept."""
     write_answers(tmp_path, "squad", "naive", answers("Paris", "Lyon"))
     (line,) = judge_run(tmp_path, ChatEndpoint("base", tiny_server, max_tokens=4))[2:]
     (kept,) = tmp_path.glob("squad/*.verdicts.jsonl")
@@ -321,7 +323,7 @@ def test_real_server_judges(tiny_server, tmp_path):
 
 @pytest.mark.default_backbone
 def test_base_model_judges(serve, tmp_path, capsys):
-    """The default base model behind our server judges real answers: some verdict for each, none unjudged."""
+    """The default base model behind the project's server gives each real answer a verdict."""
     write_answers(tmp_path, "squad", "naive", answers("Paris", "Lyon", "I do not know."))
     with serve(DEFAULT_CHECKPOINT) as url:
         main(run=tmp_path, model="base", endpoint=url)

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness asks an aligner our questions and scores its answers as we do."""
+"""lm-evaluation-harness asks an aligner the same questions, and scores its answers as the evaluation does."""
 
 import sys
 
