@@ -1,4 +1,4 @@
-"""What readers see comes from a run and from nothing else; lines of figures go through what results and timings say."""
+"""Published pages and figures show exactly the numbers of runs and timings."""
 
 import shutil
 from pathlib import Path
@@ -67,8 +67,8 @@ def test_wrong_marks_are_refused(tmp_path, checkpoint_dir):
         check_weights(tmp_path / "other", checkpoint_dir)
 
 
-def test_opponents_of_before_stay():
-    """After a run of an aligner, rows that do not depend on its weights stay; those that do are the run's alone."""
+def test_other_methods_keep_numbers():
+    """After a run of another aligner, rows that do not depend on its weights stay; the others are those of the run."""
     opponents = {"naive": {"f1": 1}, "full_text_lora": {"f1": 4}, "truncated_x4": {"f1": 7}, "llmlingua_x4": {"f1": 8}}
     old = opponents | {"arcaligner": {"f1": 2}, "arcaligner_x4": {"f1": 3}, "no_copying_x4": {"f1": 9}}
     entry = {"questions": 4, "methods": old}
@@ -87,7 +87,7 @@ def test_opponents_of_before_stay():
 
 
 def test_same_weights_are_added():
-    """A run of the weights that are published adds its methods and sets, and replaces only what it asked."""
+    """A run with the published weights adds its methods and sets, and replaces only what it measured."""
     entry = {"questions": 4, "methods": {"naive": 1, "arcaligner": 2, "arcaligner_x4": 3}}
     published = {"machine": "a", "weights": "same", "sets": {"SQuAD": entry}}
     methods = {"naive": 5, "arcaligner_x4": 6, "arcaligner_xsegment": 7}
@@ -100,7 +100,7 @@ def test_same_weights_are_added():
 
 
 def test_new_opponents_are_added():
-    """A run without an aligner's answers leaves all published numbers, and what a set is of where more were asked."""
+    """A run without answers of an aligner keeps all published numbers and the descriptions of larger sets."""
     differences = {"naive": {"f1": 7}}
     old = {"questions": 5, "passages": "gold", "methods": {"arcaligner": 1, "naive": 2}, "differences": differences}
     run = {
@@ -118,7 +118,7 @@ def test_new_opponents_are_added():
 
 
 def test_reproduced_pages_are_copied(tmp_path, monkeypatch):
-    """A page of `reproduce` without its heading becomes its part of the page, with its pictures; others stay."""
+    """A page of `reproduce` is copied into its part of the page, with its pictures but no heading; other parts stay."""
     monkeypatch.setattr(publish, "DOCS", tmp_path / "docs")
     (folder := tmp_path / "docs" / "figures").mkdir(parents=True)
     parts = ("\n".join(mark.format(name) for mark in MARKS) for name in ("cases", "gates"))
@@ -138,8 +138,8 @@ def test_reproduced_pages_are_copied(tmp_path, monkeypatch):
     assert (folder / "case_1.svg").read_text() == "<svg/>"
 
 
-def test_fewer_questions_are_said():
-    """The README says so where its default row was asked fewer questions of a set."""
+def test_fewer_questions_are_noted():
+    """The README says so if its default row was measured on fewer questions of a set."""
     few = {"questions": 500, "methods": {"arcaligner": {"questions": 500}, "as_needed": {"questions": 250}}}
     all_asked = {"questions": 500, "methods": {"arcaligner": {"questions": 500}}}
     assert (
@@ -150,7 +150,7 @@ def test_fewer_questions_are_said():
 
 
 def test_answers_page_shows_refusals(tmp_path):
-    """The page of answers shows the first ones by id, and which are refused."""
+    """The page of answers shows the first answers by id, and marks abstentions."""
     row = {"question": "Who | what?", "answers": ["an\x1b[1m answer"], "prediction": "a\nb", "f1": 0.5}
     known = (row | {"id": f"q{number:02}", "answerability": 1 - number / 50} for number in reversed(range(20)))
     write_answers(tmp_path, "squad", "arcaligner", known)
@@ -173,7 +173,7 @@ def numbers(f1: float, **more: float) -> dict:
 
 
 def test_lines_connect_rates():
-    """A line connects the points of its method from fine to coarse."""
+    """A line connects the points of one method, from fine to coarse rates."""
     rates = {"arcaligner_x4": 4.0, "arcaligner_x16": 12.0, "arcaligner": 16.0, "arcaligner_xsegment": 24.0}
     others = {"truncated_x4": 4.0, "truncated_x16": 12.0, "llmlingua_x16": 12.0}  # a single one is no line
     methods = {name: numbers(64 - rate, compression_rate=rate) for name, rate in (others | rates).items()}
@@ -190,7 +190,7 @@ def test_lines_connect_rates():
 
 
 def test_f1_and_time_share_rates():
-    """F1 is drawn over the time at the same rate."""
+    """A point of the figure has F1 and time at the same rate."""
 
     def size(rate, first, k=20):
         seconds = {"standard_rag": 1.0, "standard_rag_cached": 0.1, "off": first, "slots_cached": first / 8}

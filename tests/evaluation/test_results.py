@@ -1,5 +1,4 @@
-"""Metrics are the reference's; tables say what the answers say: means, intervals, paired differences, refusals, and the
-paper's numbers beside them."""
+"""Metrics equal the reference; tables have means, intervals, paired differences, refusals, and the paper's numbers."""
 
 import json
 from pathlib import Path
@@ -60,7 +59,7 @@ def run(tmp_path):
 
 
 def test_numbers_match_the_answers(run):
-    """Numbers are those of the answers; differences are over questions that both answered."""
+    """Numbers are computed from the answers; differences are over questions that both methods answered."""
     entry = summarize(run)["sets"]["HotpotQA"]
     numbers, differences = entry["methods"]["arcaligner"], entry["differences"]
     assert numbers["f1"] == percent_interval([1.0, 0.5, 0.0, 0.5])
@@ -123,7 +122,7 @@ def test_results_in_three_forms(run, model):
 
 
 def test_refusals_below_the_threshold(model, processor, tmp_path, capsys):
-    """The table counts answers below the threshold and those that are the refusal."""
+    """The table counts answers below the threshold and answers that are the abstention."""
     random_head(model, threshold=0.5)
     for part in (model, processor_with(processor, no_answer="not in the text")):
         part.save_pretrained(checkpoint := tmp_path / "aligner")
@@ -136,7 +135,8 @@ def test_refusals_below_the_threshold(model, processor, tmp_path, capsys):
     title, refused, wrongly, *others = row.strip("| ").split(" | ")
     assert title == "ArcAligner, 4 tokens per slot"
     assert refused == "66.7 [0.0, 100.0]" and wrongly.startswith("25.0 [0.0, ")
-    assert others == ["43.8", "6.2", "0.583"]  # in five of 4 x 3 pairs the unanswerable one is surer
+    # In five of 4 x 3 pairs the unanswerable question has the higher answerability.
+    assert others == ["43.8", "6.2", "0.583"]
     write_answers(tmp_path, TASKS[0], "naive", [{}])
     with pytest.raises(ValueError, match="is missing, or its answers have no answerability. .*`python -m"):
         refusals(tmp_path, "naive")

@@ -1,4 +1,4 @@
-"""An evaluation reads what a corpus finds for its questions, or a dense retriever in a pool, in a re-ranker's order."""
+"""An evaluation uses the passages that a corpus, or a dense retriever in a pool, finds, in the order of a re-ranker."""
 
 import json
 import logging
@@ -53,13 +53,13 @@ def test_retrieved_passages_are_ordered(processor, checkpoint_dir, tmp_path, top
 
 @pytest.fixture
 def pool(tmp_path):
-    """Ten passages, one of them twice and one empty beside them."""
+    """Ten passages, one of them twice, and an empty one."""
     extra = [PASSAGES[0], {"title": "", "text": " "}]
     return write_rows(tmp_path / "pool.jsonl", [ROWS[0] | {"passages": PASSAGES}, ROWS[1] | {"passages": extra}])
 
 
 def test_pool_is_searched_exactly(pool, encoder_dir, tmp_path, monkeypatch):
-    """Found are the passages of the largest inner products, over several shards, which a second search reads."""
+    """A search over several shards finds the largest inner products; a second search uses the stored vectors."""
     monkeypatch.setattr(retrieval, "SHARD", 4)
     questions = [row["question"] for row in ROWS]
     dense = DensePool(open_pool([pool]), str(encoder_dir), tmp_path / "kept")
@@ -97,7 +97,7 @@ def test_listwise_prompt_has_all_passages():
 
 
 def test_wrong_lists_are_counted(pool, encoder_dir, tmp_path, monkeypatch, caplog):
-    """A wrong list leaves its question in the retriever's order, is named with its reason, and stays counted."""
+    """A wrong list leaves its question in the order of the retriever; its reason is named and counted."""
     replies = iter(["[2] > [1] > [3]", "[1] > [1] > [2]", None, "no"])
     monkeypatch.setattr(ChatEndpoint, "__call__", lambda self, prompts: (next(replies) for _ in prompts))
     settings = RetrievalSettings([pool], str(encoder_dir), "listwise:judge", num_found=3)
@@ -115,7 +115,7 @@ def test_wrong_lists_are_counted(pool, encoder_dir, tmp_path, monkeypatch, caplo
 
 
 def test_real_server_orders_passages(tiny_server):
-    """Our own server is asked for an order; a model that writes anything gives a wrong list for each question."""
+    """The project's server is asked for an order; the random text of its model is a wrong list for each question."""
     rank = listwise(ChatEndpoint("base", tiny_server))
     orders = list(rank(["Who?", "What?"], [PASSAGES[:2], PASSAGES[2:4]]))
     assert all(isinstance(order, WrongListError) for order in orders) and len(orders) == 2
@@ -150,7 +150,7 @@ def test_aligner_orders_passages(separate, monkeypatch):
 
 @pytest.mark.usefixtures("few_tokens")
 def test_tables_read_first_found(pool, encoder_dir, checkpoint_dir, tmp_path, capsys):
-    """A recipe with retrieval has its tables read the first passage that is found; the command prints recall."""
+    """With a `retrieval` recipe the tables use the first passage that is found; the command prints recall."""
     write_rows(tmp_path / "nq.jsonl", ROWS)
     keys = {"checkpoint": str(checkpoint_dir), "output": tmp_path / "run", "data": tmp_path, "batch_size": 2}
     of = {"retrieval": {"pool": [pool], "retriever": str(encoder_dir), "num_found": 3}}
