@@ -37,15 +37,16 @@ def offline(monkeypatch, tmp_path):
 def test_meta_7b_aligner_has_sizes(offline):
     """Its parts have the sizes of Mistral-7B, with LoRA of rank 128 on its 224 linears, and no weights."""
     model = empty_aligner(model_config(MISTRAL), "gating", encoder_hidden_size=4096, lora_r=128)
-    assert all(each.is_meta for each in model.parameters())
+    assert all(parameter.is_meta for parameter in model.parameters())
     sizes = {"lora": 0, "slot_gate": 0, "projector": 0, "backbone": 0}
-    for name, each in model.named_parameters():
-        sizes[next((part for part in sizes if part in name and model.is_aligner_key(name)), "backbone")] += each.numel()
+    for name, parameter in model.named_parameters():
+        part = next((part for part in sizes if part in name and model.is_aligner_key(name)), "backbone")
+        sizes[part] += parameter.numel()
     of_layer = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
     assert sizes["lora"] == 32 * 128 * of_layer
     assert sizes["slot_gate"] == 32 * (4096 * 64 + 64 + 64 + 1)
     assert sizes["backbone"] == 7_241_732_096
-    assert all(each.requires_grad == model.is_aligner_key(name) for name, each in model.named_parameters())
+    assert all(parameter.requires_grad == model.is_aligner_key(name) for name, parameter in model.named_parameters())
     assert num_parameters(model_config("Salesforce/SFR-Embedding-Mistral")) == 7_241_732_096 - 32000 * 4096
 
 
@@ -68,17 +69,17 @@ def test_activations_as_measured(offline, positions, slots, factor, peak):
 
 def test_a_plan_of_the_paper(offline):
     """Steps are those of the paper's tables, and both 7B models are counted."""
-    found = plans("mistral_7b", num_gpus := 4)
-    assert [each.accumulated for each in found] == [8, 2, 2]
-    assert [(each.global_batch, each.steps) for each in found] == [(256, 782), (64, 1414), (64, 1414)]
-    assert [each.examples.number for each in found] == [200_000, 90_447, 90_447]
-    first, _, last = found
+    stage_plans = plans("mistral_7b", num_gpus := 4)
+    assert [plan.accumulated for plan in stage_plans] == [8, 2, 2]
+    assert [(plan.global_batch, plan.steps) for plan in stage_plans] == [(256, 782), (64, 1414), (64, 1414)]
+    assert [plan.examples.number for plan in stage_plans] == [200_000, 90_447, 90_447]
+    first, _, last = stage_plans
     assert 0 < last.num_trained - first.num_trained == 32 * (4096 * 64 + 64 + 64 + 1)
-    for each in found:
-        memory = each.memory
+    for plan in stage_plans:
+        memory = plan.memory
         assert memory.backbone == 2 * 7_241_732_096 and memory.encoder == 2 * (7_241_732_096 - 32000 * 4096)
         assert memory.with_checkpointing < memory.activations / 5
-        assert each.bytes_needed == memory.fixed + memory.activations
+        assert plan.bytes_needed == memory.fixed + memory.activations
     assert last.memory.aligner == 16 * last.num_trained
     assert first.hours(1000.0) * num_gpus == pytest.approx(782 * 256 * 104 / 1000 / 3600)
     assert 0 < first.gigabytes["downloaded data"] < 0.5  # of 12 GB of Wikipedia
@@ -147,24 +148,24 @@ def test_a_stage_from_a_checkpoint(write_recipe, tmp_path, checkpoint_dir):
     (plan,) = plan_stages(read_stages(folder), None, 1)
     model = ArcAlignerForCausalLM.from_pretrained(checkpoint_dir)
     model.set_stage("grounding")
-    assert plan.num_trained == sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert plan.num_trained == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def test_lines_and_a_busy_card(offline, monkeypatch):
     """What is not free on the card is told apart from what it does not have."""
-    found = plans("mistral_7b", 4, only=1)
-    text = "\n".join(lines_of(found, tokens_per_second=5000))
+    stage_plans = plans("mistral_7b", 4, only=1)
+    text = "\n".join(lines_of(stage_plans, tokens_per_second=5000))
     assert "256 examples: 4 GPUs x 8 accumulated batches of 8" in text and "17 minutes at 5,000 tokens a second" in text
     assert text.endswith("This machine has no GPU, so nothing is compared with its memory.")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card")
     memory = {"free": 80 * GIB, "total": 80 * GIB}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: tuple(memory.values()))
-    assert lines_of(found)[-1] == "Card: 80.0 of 80.0 GiB are free, which is enough."
+    assert lines_of(stage_plans)[-1] == "Card: 80.0 of 80.0 GiB are free, which is enough."
     memory["free"] = 10 * GIB
-    assert "GiB are needed. Another process uses the rest: wait until it ends. `--" in lines_of(found)[-1]
+    assert "GiB are needed. Another process uses the rest: wait until it ends. `--" in lines_of(stage_plans)[-1]
     memory["total"] = 20 * GIB
-    assert "are needed. `-- --activation_checkpointing true`" in lines_of(found)[-1]
+    assert "are needed. `-- --activation_checkpointing true`" in lines_of(stage_plans)[-1]
 
 
 def test_dry_run_prints_the_plan(offline, capsys, monkeypatch):
