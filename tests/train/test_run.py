@@ -33,9 +33,9 @@ def test_recipe_is_saved(config):
     """The recipe is saved below the command, with its keys."""
     assert run_settings(SCRIPT, config) == f"# {SCRIPT} --config {config[1]}\n{RECIPE}\n"  # as it is
     Path(config[1]).write_text(RECIPE + "\nweight_decay: 1e-4")  # which YAML takes for text
-    given = ["--stage", "gating", "--learning-rate=3e-4", "--report_to", "wandb", "tensorboard"]
-    given += ["--no_bf16", "--tf32", "--run_name", "it's mine\nand yours"]
-    text = run_settings(SCRIPT, config + given)
+    options = ["--stage", "gating", "--learning-rate=3e-4", "--report_to", "wandb", "tensorboard"]
+    options += ["--no_bf16", "--tf32", "--run_name", "it's mine\nand yours"]
+    text = run_settings(SCRIPT, config + options)
     keys = {"stage": "gating", "seed": 1, "output_dir": "runs/2", "model_name_or_path": "runs/1", "bf16": False}
     keys |= {"learning_rate": 3e-4, "weight_decay": 1e-4, "report_to": ["wandb", "tensorboard"], "tf32": True}
     keys["run_name"] = "it's mine and yours"
@@ -57,7 +57,7 @@ def test_run_resumes_with_its_settings(begun, config):
         check_settings(begun, run_settings(SCRIPT, config))
     start = ["--model_name_or_path", "runs/1", "--output_dir", "runs/2"]
     (begun / "recipe.yaml").write_text(run_settings(SCRIPT, [*config, *start]))
-    elsewhere = [str(Path(each).resolve()) if "/" in each else each for each in start]
+    elsewhere = [str(Path(argument).resolve()) if "/" in argument else argument for argument in start]
     check_settings(begun, run_settings(SCRIPT, [*config, *elsewhere]))
     averaged = [*config, "--average_checkpoints", "2"]  # of which checkpoints, `save_steps` decides
     (begun / "recipe.yaml").write_text(run_settings(SCRIPT, averaged))

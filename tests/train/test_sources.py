@@ -87,9 +87,9 @@ def test_broken_line_costs_one_line(tmp_path, caplog, line):
     assert [row["id"] for row in open_corpus(str(path))] == ["0", "3"] == [row["id"] for row in read_rows(path)]
     assert f"{path}, line 2 is not a JSON object" in caplog.text
     path.write_text(f"{line}\n")
-    for read in (read_rows, lambda path: open_corpus(str(path))):
+    for read_file in (read_rows, lambda path: open_corpus(str(path))):
         with pytest.raises(ValueError, match="line 1 is not a JSON object"):
-            read(path)
+            read_file(path)
 
 
 def test_missing_fields_are_empty(tmp_path):
@@ -115,10 +115,10 @@ def test_null_ids_become_numbers(tmp_path, name):
     path = tmp_path / name
     write_rows(path, rows) if name == "rows.jsonl" else datasets.Dataset.from_list(rows).to_parquet(path)
     suffix = "-0" if name == "texts.parquet" else ""
-    found = open_corpus(str(path))
-    assert [row["id"] for row in found] == [f"{row_id}{suffix}" for row_id in ("a", 1, 2)]
+    corpus = open_corpus(str(path))
+    assert [row["id"] for row in corpus] == [f"{row_id}{suffix}" for row_id in ("a", 1, 2)]
     # Of HotpotQA's paragraphs those that the answer needs: others would decide what is held out.
-    assert found[0]["gold"] == [] and len(found[0]["passages"]) == (2 if name == "hotpotqa.parquet" else 1)
+    assert corpus[0]["gold"] == [] and len(corpus[0]["passages"]) == (2 if name == "hotpotqa.parquet" else 1)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json"])
@@ -174,7 +174,7 @@ def test_hub_texts_are_streamed(tmp_path, monkeypatch):
     )
     rows = list(open_corpus("org?title=name", passage_words=4, at_least=10))
     passages = [("n0", "File 0 text 0."), ("n0", "File 0 text 1."), ("n0", "word")]
-    assert [(each["title"], each["text"]) for row in rows for each in row["passages"]][:3] == passages
+    assert [(passage["title"], passage["text"]) for row in rows for passage in row["passages"]][:3] == passages
     numbers = [row["passages"][0]["title"] for row in rows]
     assert [numbers.count(f"n{file}") for file in range(3)] == [3, 3, 4]
     assert len({row["id"] for row in rows}) == len(rows) == 10
