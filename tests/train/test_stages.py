@@ -121,19 +121,19 @@ def test_accelerate_launches_stages(recipe, calls, tmp_path, monkeypatch, num_de
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
     numbers = ["--num_processes", str(num_devices)] if num_devices else []
     assert calls[0][: 7 + len(numbers)] == [*launch, shipped, *numbers, "-m", "arcaligner.train.sft"]
-    own = tmp_path / "own.yaml"
-    own.touch()
-    run_stages(read_stages(recipe, only=2), accelerate=str(own))
-    assert calls[1][:6] == [*launch, str(own), "-m"]
+    config = tmp_path / "own.yaml"
+    config.touch()
+    run_stages(read_stages(recipe, only=2), accelerate=str(config))
+    assert calls[1][:6] == [*launch, str(config), "-m"]
     with pytest.raises(ValueError, match="no accelerate config 'fsdp3'; expected one of cpu, ddp, fsdp2, or a file"):
         run_stages(read_stages(recipe), accelerate="fsdp3")
 
 
 def test_mistakes_are_named(recipe):
     for key, instead in {"--output_dir": "output", "--config": "recipe", "--model_name_or_path": "stage"}.items():
-        for given in ([key, "x"], [f"{key}=x"]):
+        for arguments in ([key, "x"], [f"{key}=x"]):
             with pytest.raises(ValueError, match=f"`{key}` cannot be given.*`--{instead}`"):
-                read_stages(recipe, overrides=given)
+                read_stages(recipe, overrides=arguments)
     with pytest.raises(
         ValueError, match="no recipe 'none'; expected one of all_positions, llama_3_1_8b, .*tiny, xrag, or"
     ):
@@ -149,9 +149,9 @@ def test_mistakes_are_named(recipe):
 def test_recipes_have_names_or_folders(recipe):
     for name, folder in (("recipe", recipe), ("smollm2_135m", RECIPES / "smollm2_135m")):  # each has a full_text.yaml
         assert find_recipe(name) == folder
-        found = read_stages(folder)
-        assert [(stage.number, stage.name) for stage in found] == list(enumerate(NAMES, start=1))
-    assert [stage.start for stage in found] == [None, *found[:2]]
+        stages = read_stages(folder)
+        assert [(stage.number, stage.name) for stage in stages] == list(enumerate(NAMES, start=1))
+    assert [stage.start for stage in stages] == [None, *stages[:2]]
 
 
 @pytest.fixture
