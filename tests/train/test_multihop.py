@@ -27,7 +27,7 @@ def two_kinds(recipe_file, tmp_path):
     for row, other in zip(one[::4], one[4::4], strict=False):
         passages = [*row["passages"], *other["passages"]]
         question = "Which of the two mills ground longer, the one of {} or the one of {}?"
-        question = question.format(*(each["title"] for each in passages))
+        question = question.format(*(passage["title"] for passage in passages))
         several.append(row | {"id": f"pair_{row['id']}", "question": question, "passages": passages, "gold": [0, 1]})
     files = {write_rows(tmp_path / f"{name}.jsonl", rows): 1.0 for name, rows in (("one", one), ("pairs", several))}
     settings = yaml.safe_load(recipe_file.read_text())
@@ -39,14 +39,14 @@ def test_kinds_are_told_apart(two_kinds, separate):
     """The stored head gives the log-odds of both regressions together."""
     model, processor = separate
     recipe = read_recipe(two_kinds, None)
-    found = fit_multihop(model, processor, recipe, 80, 60)
+    measured = fit_multihop(model, processor, recipe, 80, 60)
     rows = mixed_rows(recipe, 60, FITTED)
     several, features = np.array([row["needs"] == "several" for row in rows]), features_of(processor, rows)
     questions, odds = torch.from_numpy(features).float(), top_odds(score_rows(model, processor, rows)).float()
     logits = model.multihop_head(questions[:, :-1], questions[:, -1].exp(), odds).numpy()
     assert 0 < several.sum() < len(several) and (logits > 0).tolist() == several.tolist()
-    assert found["AUROC"] == found["AUROC of the wording alone"] == 1.0
-    assert found["found, %"] == 100.0 and found["wrongly found, %"] == 0.0
+    assert measured["AUROC"] == measured["AUROC of the wording alone"] == 1.0
+    assert measured["found, %"] == 100.0 and measured["wrongly found, %"] == 0.0
 
 
 def test_needed_pair_is_found(two_kinds, separate):
@@ -59,9 +59,12 @@ def test_needed_pair_is_found(two_kinds, separate):
     assert measured["pairs found, %"] > 90 > 50 > measured["pairs found by log-odds alone, %"]
     head = MultihopHead(4)
     head.pair.copy_(torch.from_numpy(weights))
-    odds = [{number: each.log_odds for number, each in own.items()} for own in scores]
-    found = [best_pair(head, row["question"], row["passages"], own, "en") for row, own in zip(rows, odds, strict=True)]
-    assert sum(pair == row["gold"] for pair, row in zip(found, rows, strict=True)) > 0.9 * len(rows)
+    odds = [{number: score.log_odds for number, score in row_scores.items()} for row_scores in scores]
+    pairs = [
+        best_pair(head, row["question"], row["passages"], row_odds, "en")
+        for row, row_odds in zip(rows, odds, strict=True)
+    ]
+    assert sum(pair == row["gold"] for pair, row in zip(pairs, rows, strict=True)) > 0.9 * len(rows)
 
 
 def test_answerability_is_of_the_top_ranked(two_kinds, separate):
@@ -96,14 +99,14 @@ def test_command_writes_a_fitted_head(two_kinds, separate, tmp_path, capsys):
     processor.save_pretrained(tmp_path / "aligner")
     before = load_file(tmp_path / "aligner" / "model.safetensors")
     main(two_kinds, tmp_path / "aligner", number=80, held_out=40)
-    found = ArcAlignerForCausalLM.from_pretrained(tmp_path / "aligner")
+    fitted = ArcAlignerForCausalLM.from_pretrained(tmp_path / "aligner")
     weights = load_file(tmp_path / "aligner" / "model.safetensors")
-    assert "AUROC: 1" in capsys.readouterr().out and found.config.use_multihop_head
-    assert found.multihop_head.weight.ne(0).all()
-    own = {name: each for name, each in before.items() if "answerability_head" not in name}
-    assert all(torch.equal(weights[name], each) for name, each in own.items())
+    assert "AUROC: 1" in capsys.readouterr().out and fitted.config.use_multihop_head
+    assert fitted.multihop_head.weight.ne(0).all()
+    unchanged = {name: weight for name, weight in before.items() if "answerability_head" not in name}
+    assert all(torch.equal(weights[name], weight) for name, weight in unchanged.items())
     assert {name for name in weights if name not in before} == {
-        f"multihop_head.{each}" for each in ("weight", "bias", "pair")
+        f"multihop_head.{part}" for part in ("weight", "bias", "pair")
     }
 
 
