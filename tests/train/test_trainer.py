@@ -52,7 +52,7 @@ def collate(processor):
 
 def examples_of(processor, count):
     builder = ExampleBuilder(processor)
-    return [example for each in question_rows(count) for example in builder.question_examples([each])]
+    return [example for record in question_rows(count) for example in builder.question_examples([record])]
 
 
 # Batches
@@ -107,14 +107,14 @@ def test_batch_slots_equal_inference(processor, model, monkeypatch):
         batch = ContextCollator(processor.context_token_id, PAD, tokenizer, (rate,), context_words=True)(rows)
         assert len(batch["encoder_inputs"].batches) > 1
         embeds = encode_slots(model.config, processor, batch)["context_embeds"]
-        for number, (own, asked) in enumerate(zip(embeds, question_rows(3), strict=True)):
-            expected = processor.encode_documents(asked["passages"], tokens_per_slot=rate)
+        for number, (row_embeds, question) in enumerate(zip(embeds, question_rows(3), strict=True)):
+            expected = processor.encode_documents(question["passages"], tokens_per_slot=rate)
             count = len(expected.context_embeds)
-            torch.testing.assert_close(own[:count], expected.context_embeds, rtol=1e-5, atol=1e-6)
-            assert not own[count:].any()
+            torch.testing.assert_close(row_embeds[:count], expected.context_embeds, rtol=1e-5, atol=1e-6)
+            assert not row_embeds[count:].any()
             words = [segment["word_ids"] for segment in rows[number]["segments"]]
-            found = batch["context_word_ids"][number]
-            assert found[found >= 0].tolist() == [word for each in words for word in each]
+            word_ids = batch["context_word_ids"][number]
+            assert word_ids[word_ids >= 0].tolist() == [word for segment_words in words for word in segment_words]
 
 
 def test_batch_has_no_nested_lists(collate):
@@ -123,7 +123,7 @@ def test_batch_has_no_nested_lists(collate):
     assert {type(value) for key, value in batch.items() if key != "row_ids"} == {torch.Tensor, int, EncoderInputs}
     moved = send_to_device(batch, "meta")
     inputs = moved.pop("encoder_inputs")
-    tensors = [each for each in (*moved.values(), *vars(inputs).values()) if torch.is_tensor(each)]
+    tensors = [value for value in (*moved.values(), *vars(inputs).values()) if torch.is_tensor(value)]
     assert len(tensors) == 9 and all(tensor.is_meta for tensor in tensors)
     assert moved["row_ids"] == ["x", "y"]
 
@@ -137,8 +137,8 @@ def test_workers_make_equal_batches(processor):
     for start, batch in zip((0, 2), batches, strict=True):
         expected = collator(rows[start : start + 2])
         assert batch.pop("row_ids") == expected.pop("row_ids")
-        found, inputs = (vars(each.pop("encoder_inputs")) for each in (batch, expected))
-        torch.testing.assert_close(batch | found, expected | inputs, rtol=0, atol=0)
+        batch_inputs, inputs = (vars(collated.pop("encoder_inputs")) for collated in (batch, expected))
+        torch.testing.assert_close(batch | batch_inputs, expected | inputs, rtol=0, atol=0)
 
 
 # Turns
@@ -161,31 +161,32 @@ def held_out(tmp_path_factory) -> dict:
 
 def test_perplexity_over_all_targets(tmp_path, write_recipe, held_out):
     """Perplexity and gap are over all targets, whatever the batches."""
-    found = []
+    logged = []
     # Rows are evaluated in their order.
     keys = {"train_sampling_strategy": "random", "max_steps": 2, "eval_slot_gap": True, **held_out}
     for batch_size in (2, 7):
         arguments = write_recipe("grounding", tmp_path / str(batch_size), per_device_eval_batch_size=batch_size, **keys)
         run(arguments)
-        found += logs(tmp_path / str(batch_size), "eval_slot_gap")
-    assert found[0]["eval_perplexity"] == pytest.approx(found[1]["eval_perplexity"], rel=1e-5)
+        logged += logs(tmp_path / str(batch_size), "eval_slot_gap")
+    assert logged[0]["eval_perplexity"] == pytest.approx(logged[1]["eval_perplexity"], rel=1e-5)
     recipe, args, _ = parse(arguments)
     model = ArcAlignerForCausalLM.from_pretrained(tmp_path / "7").eval()
     processor = ArcAlignerProcessor.from_pretrained(tmp_path / "7")
     rows = list(ExampleSelector(recipe, ExampleBuilder(processor), args.seed).eval_examples())
     nll = []
-    for read in (rows, swapped_slots(rows)):
-        loss, tokens = target_losses(model, processor, read, "segment").sum(axis=0)
+    for examples in (rows, swapped_slots(rows)):
+        loss, tokens = target_losses(model, processor, examples, "segment").sum(axis=0)
         nll.append(loss / tokens)
-    assert found[1]["eval_perplexity"] == pytest.approx(math.exp(nll[0]), rel=1e-5)
-    assert found[1]["eval_slot_gap"] == pytest.approx(nll[1] - nll[0], abs=1e-5)
+    assert logged[1]["eval_perplexity"] == pytest.approx(math.exp(nll[0]), rel=1e-5)
+    assert logged[1]["eval_slot_gap"] == pytest.approx(nll[1] - nll[0], abs=1e-5)
     assert abs(nll[1] - nll[0]) > 1e-5
 
 
 def test_swapped_slots():
     """Swapped slots are those of the next row with other passages."""
     rows = [{"row_id": name, "segments": segments} for name, segments in zip("abcd", ["x", "x", "y", "z"], strict=True)]
-    assert [(each["row_id"], each["segments"]) for each in swapped_slots(rows)] == [*zip("abcd", "yyzx", strict=True)]
+    swapped = [(example["row_id"], example["segments"]) for example in swapped_slots(rows)]
+    assert swapped == [*zip("abcd", "yyzx", strict=True)]
     assert swapped_slots(rows[:2]) == rows[:2]
 
 
@@ -224,15 +225,15 @@ def test_predictions_are_logits(trainer):
     """`predict` and `compute_metrics` get logits and labels of all rows, and the loss is that of an evaluation."""
     dataset, seen = trainer.train_dataset, []
     expected = trainer.evaluate(dataset)
-    found = trainer.predict(dataset)
-    logits, labels = torch.tensor(found.predictions)[:, :-1], torch.tensor(found.label_ids)[:, 1:]
+    predicted = trainer.predict(dataset)
+    logits, labels = torch.tensor(predicted.predictions)[:, :-1], torch.tensor(predicted.label_ids)[:, 1:]
     assert len(logits) == len(labels) == len(dataset)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     assert loss.item() == pytest.approx(math.log(expected["eval_perplexity"]), abs=1e-4)
     trainer.compute_metrics = lambda prediction: seen.append(prediction) or {"rows": len(prediction.predictions)}
     metrics = trainer.evaluate(dataset)
     assert metrics["eval_rows"] == len(dataset) and metrics["eval_loss"] == pytest.approx(expected["eval_loss"])
-    assert (seen[0].label_ids == found.label_ids).all()
+    assert (seen[0].label_ids == predicted.label_ids).all()
 
 
 def test_loss_equals_whole_model(trainer):
@@ -262,12 +263,13 @@ class Waits(TorchDispatchMode):
         last = max((number for number, frame in enumerate(frames) if frame.filename in self.OURS), default=0)
         models = [name for frame in frames[last:] if (name := Path(frame.filename).name).startswith("modeling_")]
         self.places.append([*models, frames[last].name][0])
-        project = [each.name for each in frames if Path(each.filename).parent in (self.PROJECT, self.PROJECT / "train")]
+        folders = (self.PROJECT, self.PROJECT / "train")
+        project = [frame.name for frame in frames if Path(frame.filename).parent in folders]
         self.functions.append(project[-1])
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         of_index = func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_)
-        has_mask = of_index and any(each is not None and each.dtype == torch.bool for each in args[1])
+        has_mask = of_index and any(index is not None and index.dtype == torch.bool for index in args[1])
         if func.overloadpacket in self.ASKING or has_mask:
             self.note()
         return func(*args, **(kwargs or {}))
@@ -280,7 +282,7 @@ def test_step_synchronizes_once(trainer, monkeypatch):
     for name in ("tolist", "cpu", "numpy"):  # no operations where the device is the CPU
         plain = getattr(torch.Tensor, name)
         monkeypatch.setattr(
-            torch.Tensor, name, lambda *given, plain=plain, **options: waits.note() or plain(*given, **options)
+            torch.Tensor, name, lambda *args, plain=plain, **kwargs: waits.note() or plain(*args, **kwargs)
         )
     trainer.model.train()
     with waits:
@@ -289,8 +291,8 @@ def test_step_synchronizes_once(trainer, monkeypatch):
     monkeypatch.undo()
     assert [place for place in waits.places if not place.startswith("modeling_")] == ["check_finite"]
     of_libraries = {"encode_inputs", "forward"}  # these call a model of transformers, which may look at its mask
-    found = [name for name in waits.functions if name not in {"check_ids", *of_libraries}]
-    assert found == ["_to_numpy_in_one_sync", "targets_loss", "check_finite"]
+    functions = [name for name in waits.functions if name not in {"check_ids", *of_libraries}]
+    assert functions == ["_to_numpy_in_one_sync", "targets_loss", "check_finite"]
 
 
 def test_untrained_encoder_has_no_lora(tmp_path, trainer, processor, monkeypatch):
@@ -301,7 +303,7 @@ def test_untrained_encoder_has_no_lora(tmp_path, trainer, processor, monkeypatch
         torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))
     trained.save_pretrained(tmp_path / "trained")
     trainer.processing_class = ArcAlignerProcessor.from_pretrained(tmp_path / "trained")
-    layers = [each for each in trainer.processing_class.encoder.model.modules() if isinstance(each, LoraLayer)]
+    layers = [module for module in trainer.processing_class.encoder.model.modules() if isinstance(module, LoraLayer)]
     for layer in layers:
         layer.lora_A["default"].register_forward_hook(lambda *_: pytest.fail("LoRA is computed"))
     seen, encode = [], SentenceEncoder.encode_inputs
@@ -331,7 +333,7 @@ def test_packed_turns_equal_single_ones(trainer, processor, gate_mode, attention
     model = trainer.model.double().eval()
     model.set_attn_implementation(attention)
     model.config.gate_mode, trainer.skip_logits = gate_mode, False
-    rows = [each | {"passages": question_rows(1)[0]["passages"]} for each in question_rows(3)]
+    rows = [record | {"passages": question_rows(1)[0]["passages"]} for record in question_rows(3)]
     (together,) = ExampleBuilder(processor).question_examples(rows)
     apart = [together | {"row_id": f"{number}", "turns": [turn]} for number, turn in enumerate(together["turns"])]
     # The encoder is in float32, so its texts have to be padded alike.
@@ -347,8 +349,8 @@ def test_packed_turns_equal_single_ones(trainer, processor, gate_mode, attention
     (turns, logits, loss), (turns_alone, logits_alone, loss_alone) = forward([together]), forward(apart)
     torch.testing.assert_close(loss, loss_alone, rtol=1e-10, atol=1e-10)
     for number in range(3):
-        own, alone = logits[0][turns[0] == number + 1], logits_alone[number][turns_alone[number] == 1]
-        torch.testing.assert_close(own, alone, rtol=0, atol=1e-9)
+        packed, alone = logits[0][turns[0] == number + 1], logits_alone[number][turns_alone[number] == 1]
+        torch.testing.assert_close(packed, alone, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["loss", "gradient norm"])
