@@ -94,12 +94,12 @@ def test_paper_stages_train_and_answer(place):
         assert "lora_B" in changed
     is_gate = {name: "slot_gate" in name for name in weights[2]}
     assert any(is_gate.values())
-    assert any(not torch.equal(weights[1][name], weights[2][name]) for name, found in is_gate.items() if found)
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name, found in is_gate.items() if found)
+    assert any(not torch.equal(weights[1][name], weights[2][name]) for name, gated in is_gate.items() if gated)
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name, gated in is_gate.items() if gated)
     model = ArcAlignerForCausalLM.from_pretrained(folders[-1]).eval()
     processor = ArcAlignerProcessor.from_pretrained(folders[-1])
     assert model.config.training_stage == "gating" and model.config.gated_layers == (0, 1)
     assert model.config.text_config.hidden_size == 4096 and model.config.lora_r == 128
-    asked = {"question": "Was Ada born before Ben?", "documents": ["Ada was born. In 1815.", "Ben."]}
-    (record,) = pipeline_of(model, processor)(asked, return_slots=True, max_new_tokens=2)
+    row = {"question": "Was Ada born before Ben?", "documents": ["Ada was born. In 1815.", "Ben."]}
+    (record,) = pipeline_of(model, processor)(row, return_slots=True, max_new_tokens=2)
     assert len(record["trajectories"]) == LAYERS and len(record["segments"]) == 3
