@@ -67,7 +67,7 @@ def test_missing_floor_is_named(make, data):
     write_rows(data / "hotpotqa.jsonl", question_rows(1))
     (page,) = reproduce("table1", make(floor=True, methods=["arcaligner"]))
     answers = [AnswerFile(make().settings.output / FLOOR, name, "arcaligner").read() for name in ("hotpotqa", "nq")]
-    assert [len(each) for each in answers] == [0, 4]
+    assert [len(rows) for rows in answers] == [0, 4]
     assert len(AnswerFile(make().settings.output, "hotpotqa", "arcaligner").read()) == 1
     assert "the floor of HotpotQA: HotpotQA: no other of the 1 questions" in page.read_text(encoding="utf-8")
 
@@ -160,8 +160,8 @@ def test_closed_gates_are_refused(make, base_model_dir, processor, tmp_path):
     processor.save_pretrained(tmp_path / "off")
     with pytest.raises(ValueError, match="gates: The gates of .*off have no effect: its `gate_mode` is 'off'"):
         reproduce("gates", make(checkpoint=str(tmp_path / "off")))
-    found = reproduce("gates", make(checkpoint=str(tmp_path / "off"), reproduce={"gated": make().settings.checkpoint}))
-    assert [page.name for page in found] == ["gates.md"]
+    pages = reproduce("gates", make(checkpoint=str(tmp_path / "off"), reproduce={"gated": make().settings.checkpoint}))
+    assert [page.name for page in pages] == ["gates.md"]
 
 
 def test_categories_partition_questions(tmp_path):
@@ -191,9 +191,9 @@ def test_perplexity_of_text_and_slots(make, checkpoint_dir):
     assert "- xRAG: there is no folder runs/nowhere; `python -m arcaligner train --recipe RECIPE --stage 1`" in text
     model, processor = load_aligner(str(checkpoint_dir), "cpu")
     losses = perplexity.slot_losses(model, processor, question_rows(3), "segment")
-    found = perplexity.summarize_losses(losses)
-    assert json.loads((made.folder / "perplexity_ours.json").read_text())["numbers"] == found
-    assert found["passages"] == 3 and found["perplexity"][1] < found["perplexity"][0] < found["perplexity"][2]
+    numbers = perplexity.summarize_losses(losses)
+    assert json.loads((made.folder / "perplexity_ours.json").read_text())["numbers"] == numbers
+    assert numbers["passages"] == 3 and numbers["perplexity"][1] < numbers["perplexity"][0] < numbers["perplexity"][2]
     with pytest.raises(ValueError, match="No checkpoint after stage I is on this machine. Train one"):
         reproduce("perplexity", make(reproduce={"stage_one": {"xRAG": "runs/nowhere"}}))
 
