@@ -47,11 +47,11 @@ def test_bfloat16_encoder_is_evaluated(tmp_path, write_recipe):
 
 def test_search_device_and_encoder(trained, processor):
     """Search uses the base encoder, on the requested device."""
-    found = ArcAlignerProcessor.from_pretrained(trained)
-    found.encoder.device = "cpu"
-    assert torch.equal(found.encoder.untrained.encode(TEXTS), processor.encoder.encode(TEXTS))
-    found.encoder.device = "meta"
-    assert found.encoder.untrained.model.device.type == "meta"
+    loaded = ArcAlignerProcessor.from_pretrained(trained)
+    loaded.encoder.device = "cpu"
+    assert torch.equal(loaded.encoder.untrained.encode(TEXTS), processor.encoder.encode(TEXTS))
+    loaded.encoder.device = "meta"
+    assert loaded.encoder.untrained.model.device.type == "meta"
 
 
 def test_resumed_run_keeps_encoder(tmp_path, write_recipe, trained):
@@ -69,7 +69,8 @@ def test_stage_ends_with_the_mean(tmp_path, write_recipe):
     keys = {"save_steps": 1, "save_total_limit": 3, "average_checkpoints": 2, "max_steps": 4}
     run(write_recipe("grounding", folder, **keys, **RATES))
     for file in ("model.safetensors", "encoder/adapter_model.safetensors"):
-        mean, last, before = (load_file(folder / each / file) for each in ("", "checkpoint-4", "checkpoint-3"))
+        checkpoints = ("", "checkpoint-4", "checkpoint-3")
+        mean, last, before = (load_file(folder / checkpoint / file) for checkpoint in checkpoints)
         torch.testing.assert_close(mean, {name: (last[name] + before[name]) / 2 for name in last})
         assert any(not torch.equal(mean[name], last[name]) for name in mean)
 
