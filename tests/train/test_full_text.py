@@ -51,8 +51,8 @@ def whole_run(tmp_path_factory, base_model_dir) -> Path:
 
 
 def prompt_of(tokenizer, row) -> str:
-    asked = [{"role": "user", "content": full_text(row)}]
-    return tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    messages = [{"role": "user", "content": full_text(row)}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def test_answers_are_learned(tokenizer, monkeypatch):
@@ -61,10 +61,10 @@ def test_answers_are_learned(tokenizer, monkeypatch):
         monkeypatch.setattr(tokenizer, "chat_template", template)
         for row in question_rows(3):
             example = tokenize(row, tokenizer)
-            asked = tokenizer(prompt_of(tokenizer, row), add_special_tokens=False)["input_ids"]
-            target = example["input_ids"][len(asked) :]
-            assert example["input_ids"][: len(asked)] == asked
-            assert example["labels"] == [-100] * len(asked) + target
+            prompt_ids = tokenizer(prompt_of(tokenizer, row), add_special_tokens=False)["input_ids"]
+            target = example["input_ids"][len(prompt_ids) :]
+            assert example["input_ids"][: len(prompt_ids)] == prompt_ids
+            assert example["labels"] == [-100] * len(prompt_ids) + target
             assert tokenizer.decode(target) == row["answers"][0] + "<|im_end|>"
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages | length }}{{ messages[0]['content'] }}")
     with pytest.raises(ValueError, match="Row row-0: the conversation .*chat_template_path"):
@@ -117,8 +117,8 @@ def test_shipped_recipes_match_stage_two():
     assert recipe.train_file in second["train_files"]
     assert recipe.model_name_or_path == first["model_name_or_path"]
     assert args.chat_template_path == first["chat_template_path"]
-    own = {"output_dir", "passage_attention", "distractors", "max_tokens"}
-    assert {key for key in joint | apart if joint.get(key) != apart.get(key)} == own
+    differing = {"output_dir", "passage_attention", "distractors", "max_tokens"}
+    assert {key for key in joint | apart if joint.get(key) != apart.get(key)} == differing
 
 
 # Passages apart
@@ -157,12 +157,12 @@ def test_independent_passages_in_a_batch(base_model_dir, tokenizer):
             whole, longest = DynamicCache(config=model.config), 0
             for number in range(max(numbers) + 1):
                 cache = model(ids[:, :start], use_cache=True).past_key_values
-                own = [place for place, each in enumerate(numbers) if each == number]
-                cache = model(ids[:, own], past_key_values=cache).past_key_values
-                longest = max(longest, len(own))
-                for layer, each in enumerate(cache.layers):
+                places = [place for place, passage_id in enumerate(numbers) if passage_id == number]
+                cache = model(ids[:, places], past_key_values=cache).past_key_values
+                longest = max(longest, len(places))
+                for layer, cached in enumerate(cache.layers):
                     skipped = start if number else 0
-                    whole.update(each.keys[:, :, skipped:], each.values[:, :, skipped:], layer)
+                    whole.update(cached.keys[:, :, skipped:], cached.values[:, :, skipped:], layer)
             positions = torch.arange(len(numbers) - end)[None] + start + longest
             expected = model(ids[:, end:], past_key_values=whole, position_ids=positions).logits
             torch.testing.assert_close(logits[row, end : len(numbers)], expected[0], rtol=0, atol=1e-4)

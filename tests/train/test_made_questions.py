@@ -83,9 +83,9 @@ def test_answer_then_question(tokenizer):
     """The maker reads the passage and learns the answer and its question, on a line each."""
     row = question_rows(1)[0]
     example = tokenize(row, tokenizer, writes="question")
-    asked = [{"role": "user", "content": question_prompt(row)}]
-    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    target = [each for each in example["labels"] if each != -100]
+    messages = [{"role": "user", "content": question_prompt(row)}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    target = [token for token in example["labels"] if token != -100]
     assert tokenizer.decode(target) == f"{row['answers'][0]}\n{row['question']}<|im_end|>"
     assert tokenizer.decode(example["input_ids"]) == prompt + tokenizer.decode(target)
     assert row["question"] not in prompt
@@ -157,11 +157,10 @@ def test_round_trip():
 def test_asked_paragraphs_are_left_out():
     """So are empty ones, those of several passages and those that are there twice."""
     two = paragraph(4) | {"passages": paragraph(5)["passages"] * 2}
-    asked = [{"passages": paragraph(8)["passages"] + paragraph(1)["passages"]}]
-    found = unasked(
-        [paragraph(1), paragraph(2), paragraph(3, " "), two, paragraph(6, paragraph(2)["passages"][0]["text"])], asked
-    )
-    assert found == [paragraph(2)]
+    with_questions = [{"passages": paragraph(8)["passages"] + paragraph(1)["passages"]}]
+    repeated = paragraph(6, paragraph(2)["passages"][0]["text"])
+    rows = unasked([paragraph(1), paragraph(2), paragraph(3, " "), two, repeated], with_questions)
+    assert rows == [paragraph(2)]
 
 
 # Models that write
