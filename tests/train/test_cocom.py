@@ -63,7 +63,7 @@ def test_spans_are_compressed_independently(base_model_dir):
     batch = CocomCollator(0, 4)(rows)
     slots = model.compress(batch["run_ids"], batch["run_mask"])
     assert batch["slot_mask"].sum(dim=1).tolist() == [4, 1] and len(slots) == 5
-    alone = [model.compress(torch.tensor([each]), torch.ones(1, len(each), dtype=torch.bool)) for each in ids]
+    alone = [model.compress(torch.tensor([tokens]), torch.ones(1, len(tokens), dtype=torch.bool)) for tokens in ids]
     torch.testing.assert_close(slots, torch.cat(alone), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(slots.norm(dim=1), model.norm.expand(5))
     base = model.model.get_base_model().base_model

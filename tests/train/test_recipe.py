@@ -193,14 +193,14 @@ def test_cards_without_bfloat16(monkeypatch):
 @pytest.mark.parametrize("stage", STAGES)
 def test_start_of_a_stage(processor, checkpoint_dir, base_model_dir, stage):
     """A stage starts from the one before, or continues from itself."""
-    asked = recipe(stage=stage, model_name_or_path="runs/1")
+    stage_recipe = recipe(stage=stage, model_name_or_path="runs/1")
     for before in STAGES:
         config = ArcAlignerConfig.from_pretrained(checkpoint_dir, training_stage=before)
         if STAGES.index(stage) - STAGES.index(before) in (0, 1):
-            check_start(asked, processor, config)
+            check_start(stage_recipe, processor, config)
         else:
             with pytest.raises(ValueError, match=f"`{stage}` cannot start from runs/1, which is a {before} checkpoint"):
-                check_start(asked, processor, config)
+                check_start(stage_recipe, processor, config)
     base = recipe(stage=stage, model_name_or_path=str(base_model_dir))
     if stage != "gating":
         assert load_processor(base, None)
@@ -247,8 +247,8 @@ def test_shipped_recipes_parse(folder):
         before = args.output_dir
         for source in parsed.sources:
             assert not parse_source(source)[0].endswith(FILES) or "/" not in source, "files are found by `data_dir`"
-        given = {"learning_rate": 0.5, "tokens_per_slot": [4, "segment"], "use_cpu": True}
-        assert yaml.safe_load(text) == yaml.safe_load(path.read_text("utf-8")) | given
+        overrides = {"learning_rate": 0.5, "tokens_per_slot": [4, "segment"], "use_cpu": True}
+        assert yaml.safe_load(text) == yaml.safe_load(path.read_text("utf-8")) | overrides
         assert (args.learning_rate, parsed.tokens_per_slot) == (0.5, [4, "segment"])
 
 
