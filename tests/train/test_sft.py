@@ -130,8 +130,8 @@ def test_resumed_run_equals_uninterrupted(tmp_path, write_recipe, whole_run, cap
     assert f"resuming from {tmp_path / 'run' / checkpoint}" in caplog.text and "missing keys" not in caplog.text
     torch.testing.assert_close(parameters(tmp_path / "run"), parameters(whole_run), rtol=0, atol=0)
     for key in ("num_tokens", "loss"):
-        found = [[entry[key] for entry in logs(folder, key)] for folder in (tmp_path / "run", whole_run)]
-        assert found[0] == found[1]
+        values = [[entry[key] for entry in logs(folder, key)] for folder in (tmp_path / "run", whole_run)]
+        assert values[0] == values[1]
 
 
 def test_trained_run_is_only_saved(tmp_path, write_recipe, monkeypatch):
