@@ -36,7 +36,7 @@ def free_port() -> int:
 
 
 def launch(config: Path, runs: list[dict], folder: Path) -> list[list[dict]]:
-    """Runs `runs` in two processes; the reports of each process on each run."""
+    """Runs `runs` in two processes; returns the reports of each process on each run."""
     (folder / "runs.json").write_text(json.dumps(runs))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--num_processes", "2"]
     command += ["--main_process_port", str(free_port()), str(WORKER), str(folder / "runs.json"), str(folder)]
@@ -118,7 +118,7 @@ def test_first_process_writes(runs, write_recipe):
 
 
 def test_sharded_model_trains(runs, write_recipe, tmp_path):
-    """A sharded model trains, resumes and is saved like any other."""
+    """A sharded model trains, resumes and is saved as any other."""
     arguments = write_recipe("grounding", tmp_path / "run", **LONG)
     plan = [{"arguments": arguments, "interrupt_at": 5}, {"arguments": arguments}]
     interrupted, resumed = launch(CONFIGS / "fsdp2.yaml", plan, tmp_path)

@@ -1,4 +1,4 @@
-"""Fitting the multi-hop head: what it reads, what it finds, and the command."""
+"""Fitting the multi-hop head: its features, its results, and the command."""
 
 import shutil
 
@@ -21,7 +21,7 @@ from arcaligner.train.validate import read_recipe
 
 @pytest.fixture
 def two_kinds(recipe_file, tmp_path):
-    """A recipe with questions that need one passage, and longer ones that need two."""
+    """A recipe with questions that need one passage, and longer questions that need two."""
     one = [row | {"id": f"town_{row['id']}"} for row in article_rows(40)]
     several = []
     for row, other in zip(one[::4], one[4::4], strict=False):
@@ -35,8 +35,8 @@ def two_kinds(recipe_file, tmp_path):
     return recipe_file
 
 
-def test_kinds_are_told_apart(two_kinds, separate):
-    """The stored head gives the log-odds of both regressions together."""
+def test_head_separates_both_kinds(two_kinds, separate):
+    """The stored head separates both kinds of questions, with the log-odds of both regressions together."""
     model, processor = separate
     recipe = read_recipe(two_kinds, None)
     measured = fit_multihop(model, processor, recipe, 80, 60)
@@ -50,7 +50,7 @@ def test_kinds_are_told_apart(two_kinds, separate):
 
 
 def test_needed_pair_is_found(two_kinds, separate):
-    """The pair of towns that the question names, not that of the two passages with the highest log-odds."""
+    """The pair is that of the towns in the question, not the two passages with the highest log-odds."""
     model, processor = separate
     recipe = read_recipe(two_kinds, None)
     rows = [row for row in mixed_rows(recipe, 60, FITTED, (10,)) if len(row["gold"]) == 2]
@@ -77,7 +77,7 @@ def test_answerability_is_of_the_top_ranked(two_kinds, separate):
 
 
 def test_one_kind_is_refused(recipe_file, separate):
-    """And the model stays as it was."""
+    """Questions of one kind only are refused, and the model stays unchanged."""
     model, processor = separate
     with pytest.raises(
         ValueError, match="0 of .* training questions .* need several passages, .*; expected at least 5 of each"
@@ -92,7 +92,7 @@ def test_few_questions_are_refused(two_kinds, separate):
 
 
 def test_command_writes_a_fitted_head(two_kinds, separate, tmp_path, capsys):
-    """Nothing else of the checkpoint changes."""
+    """The command adds the head and changes nothing else in the checkpoint."""
     model, processor = separate
     model.config.base_model_name_or_path = None
     model.save_pretrained(tmp_path / "aligner", save_base_model=True)

@@ -28,7 +28,7 @@ SMALLER |= {"use_cpu": "true", "bf16": "false", "dataset_num_proc": 1, "logging_
 
 
 def hub_data_set(path, config: str, **splits) -> None:
-    """A folder in the layout of a data set of the Hub."""
+    """A folder with the layout of a data set on the Hub."""
     files = []
     for split, rows in splits.items():
         datasets.Dataset.from_list(rows).to_parquet(path / config / f"{split}-00000.parquet")
@@ -39,7 +39,7 @@ def hub_data_set(path, config: str, **splits) -> None:
 
 @pytest.fixture
 def place(tmp_path, monkeypatch, tokenizer):
-    """The working directory, with the data sets, and where the models are."""
+    """The working directory with the data sets and the models."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ARCALIGNER_MODELS", str(tmp_path / "models"))
     hub_data_set(
@@ -79,8 +79,8 @@ def write_encoder(folder) -> None:
 
 @pytest.mark.slow
 def test_paper_stages_train_and_answer(place):
-    """Stages I to III of `mistral_7b` take two steps each from the one before and change what they train; the last
-    checkpoint is loaded and asked, with a gate at each layer. It takes 7 GiB of memory and 3 GB of disk."""
+    """Stages I to III of `mistral_7b` take two steps each and change what they train; the last checkpoint answers, with
+    a gate at each layer. Needs 7 GiB of memory and 3 GB of disk."""
     options = [text for name, value in SMALLER.items() for text in (f"--{name}", str(value))]
     options += ["--examples_cache_dir", str(place / "examples")]
     for stage in STAGES:

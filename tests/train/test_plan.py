@@ -1,4 +1,4 @@
-"""What a recipe takes is said without weights: parameters, memory, steps and disk, on any number of GPUs."""
+"""The plan of a recipe, made without weights: parameters, memory, steps and disk, on any number of GPUs."""
 
 import shutil
 
@@ -30,12 +30,12 @@ def plans(recipe, num_gpus, only=None, overrides=None, device=None):
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
-    """No model is on this machine."""
+    """Makes all models missing on this machine."""
     monkeypatch.setenv("ARCALIGNER_MODELS", str(tmp_path / "models"))
 
 
 def test_meta_7b_aligner_has_sizes(offline):
-    """Its parts have the sizes of Mistral-7B, with LoRA of rank 128 on its 224 linears, and no weights."""
+    """Without weights, the parts have the sizes of Mistral-7B with a LoRA of rank 128 on its 224 linear layers."""
     model = empty_aligner(model_config(MISTRAL), "gating", encoder_hidden_size=4096, lora_r=128)
     assert all(parameter.is_meta for parameter in model.parameters())
     sizes = {"lora": 0, "slot_gate": 0, "projector": 0, "backbone": 0}
@@ -51,7 +51,7 @@ def test_meta_7b_aligner_has_sizes(offline):
 
 
 def test_the_lora_of_an_encoder(offline):
-    """All linears of MiniLM's six layers carry it, the pooler does not."""
+    """The LoRA is on all linear layers of the six layers of MiniLM, and not on the pooler."""
     config = model_config("sentence-transformers/all-MiniLM-L6-v2")
     assert num_encoder_lora(config, 2) == 2 * 6 * (4 * (384 + 384) + 2 * (384 + 1536))
 
@@ -62,7 +62,7 @@ MEASURED = ((8 * 134, 8 * 4, 1.0, 23.3), (8 * 62, 8 * 12, 1.0, 21.2), (8 * 62, 8
 
 @pytest.mark.parametrize("positions, slots, factor, peak", MEASURED)
 def test_activations_as_measured(offline, positions, slots, factor, peak):
-    """The estimate is within a fifth of what a GPU took beyond the weights."""
+    """The estimate is within a fifth of the memory that a GPU used beyond the weights."""
     kept = factor * activation_bytes(model_config(MISTRAL), positions, slots, itemsize=2, layers=32) / GIB
     assert abs(kept - (peak - 19.05)) < 0.2 * (peak - 19.05)
 
@@ -86,14 +86,14 @@ def test_a_plan_of_the_paper(offline):
 
 
 def test_activation_checkpointing_counts(offline):
-    """On one GPU a step has as many examples, and with checkpointing needs less memory."""
+    """On one GPU a step has the same number of examples, and needs less memory with checkpointing."""
     (plan,) = plans("mistral_7b", 1, only=3, overrides=["--activation_checkpointing", "true"])
     assert (plan.global_batch, plan.accumulated) == (64, 8)
     assert plan.bytes_needed == plan.memory.fixed + plan.memory.with_checkpointing
 
 
 def test_batches_of_tokens_are_planned(write_recipe, tmp_path):
-    """They decide memory and time, whatever the number of examples."""
+    """Tokens per batch decide memory and time, whatever the number of examples."""
     plans = []
     for number, keys in enumerate(({"batch_tokens": 4000}, {"batch_tokens": 8000}, {"per_device_train_batch_size": 8})):
         folder = tmp_path / str(number)
@@ -109,26 +109,26 @@ def test_batches_of_tokens_are_planned(write_recipe, tmp_path):
 
 
 def test_batches_that_do_not_divide(offline):
-    """The number of GPUs is refused before anything is counted."""
+    """A number of GPUs that does not divide the batch is refused before anything is counted."""
     with pytest.raises(ValueError, match="256 cannot be divided among 3 processes.*1, 2, 4, 8, 16 or 32 processes"):
         plans("mistral_7b", 3)
 
 
-def test_data_that_are_not_there(offline, tmp_path):
+def test_missing_data_are_named(offline, tmp_path):
     """A missing file is named, as in training."""
     with pytest.raises(FileNotFoundError, match=f"There is no file {tmp_path}/recon_train.jsonl.gz.*prepare_data"):
         plans("smollm2_135m", 1, overrides=["--data_dir", str(tmp_path)])
 
 
 def test_models_of_unknown_size(offline, tmp_path, monkeypatch):
-    """A model that is not published and cannot be reached is named, with what a gated one needs."""
+    """A model that is not published and cannot be reached is named, with what a gated model needs."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match="configuration of org/gated is neither on this machine .*`hf auth login`"):
         model_config("org/gated")
 
 
 def test_examples_are_measured(write_recipe, tmp_path):
-    """Where the data are files and the tokenizer is here, examples are counted and measured."""
+    """If the data are files and the tokenizer is on this machine, examples are counted and measured."""
     folder = tmp_path / "recipe"
     folder.mkdir()
     (_, path) = write_recipe("grounding", tmp_path / "out", per_device_train_batch_size=2, max_steps=-1)
@@ -139,7 +139,7 @@ def test_examples_are_measured(write_recipe, tmp_path):
 
 
 def test_a_stage_from_a_checkpoint(write_recipe, tmp_path, checkpoint_dir):
-    """A stage that goes on from an aligner has the sizes of that one."""
+    """A stage that starts from a checkpoint has the sizes of that checkpoint."""
     folder, start = tmp_path / "recipe", shutil.copytree(checkpoint_dir, tmp_path / "start")
     folder.mkdir()
     edit_json(start / "config.json", digests=None, training_stage="reconstruction")
@@ -152,7 +152,7 @@ def test_a_stage_from_a_checkpoint(write_recipe, tmp_path, checkpoint_dir):
 
 
 def test_lines_and_a_busy_card(offline, monkeypatch):
-    """What is not free on the card is told apart from what it does not have."""
+    """Memory that another process uses and memory that the GPU lacks give different errors."""
     stage_plans = plans("mistral_7b", 4, only=1)
     text = "\n".join(lines_of(stage_plans, tokens_per_second=5000))
     assert "256 examples: 4 GPUs x 8 accumulated batches of 8" in text and "17 minutes at 5,000 tokens a second" in text
@@ -178,7 +178,7 @@ def test_dry_run_prints_the_plan(offline, capsys, monkeypatch):
 
 
 def test_device_gpu_overrides_keys():
-    """`--device gpu` sets keys of all stages and of one; the command line's come last; examples of a step stay."""
+    """`--device gpu` sets keys of all stages and of single ones; the command line overrides them."""
     stages = read_stages(find_recipe("smollm2_135m"), overrides=["--compile_layers", "true"], device="gpu")
     for stage, batch in zip(stages, (32, 12, 24), strict=True):
         keys = dict(zip(stage.arguments[::2], stage.arguments[1::2], strict=True))

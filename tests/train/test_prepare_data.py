@@ -44,7 +44,7 @@ def article(number: int) -> dict:
 
 
 def hub_layout(folder, configs: dict[str, str]) -> None:
-    """The card of a set, which says which files its configurations have."""
+    """The card of a data set, which names the files of its configurations."""
     files = {name: [{"split": "train", "path": path}] for name, path in configs.items()}
     card = {"configs": [{"config_name": name, "data_files": entries} for name, entries in files.items()]}
     (folder / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
@@ -93,7 +93,7 @@ def source_of(name: str, **changes) -> prepare_data.Source:
 
 
 def test_sets_become_rows(copies, data):
-    """Each set becomes rows of the files that recipes name."""
+    """Each data set becomes rows of the files that recipes name."""
     prepare(data, SOURCES, copies)
     rows = {row["id"]: row for name in TRAINING_FILES for row in read_rows(data / name)}
     squad = {"title": "Ada Lovelace", "text": "Ada wrote it in 1843."}
@@ -138,14 +138,14 @@ def test_held_out_articles_differ(copies, data):
 
 
 def test_limit_applies_to_each_file(copies, data):
-    """A limit takes equally many rows from each file of a set."""
+    """A limit takes the same number of rows from each file of a data set."""
     prepare(data, [source_of("wikipedia", limit=4)], copies)
     ids = {row["id"] for part in ("train", "heldout") for row in read_rows(data / f"recon_{part}.jsonl.gz")}
     assert ids == {"wikipedia_0", "wikipedia_1", "wikipedia_4", "wikipedia_5"}
 
 
 def test_interrupted_run_keeps_complete_files(copies, tmp_path, data):
-    """An interrupted run keeps complete files only, and then ends with the same files as a whole one."""
+    """After an interruption only complete files are kept, and the next run ends with the files of a whole run."""
 
     def lose(row):
         raise ConnectionError("lost")

@@ -1,4 +1,4 @@
-"""Recipes: mistakes are refused, starts are checked; those that are shipped load."""
+"""Recipes: mistakes are refused, starts are checked, shipped recipes load."""
 
 import contextlib
 import shutil
@@ -106,7 +106,7 @@ def test_help_lists_the_keys(capsys):
     for option, message in (refused | {"--max_token=7": "`max_token` .*. Did you mean `max_tokens`?"}).items():
         with pytest.raises(ValueError, match=f"Unknown key {message}") as error:
             parse([option, "1"])
-        assert " no_tokens_per_slot" not in str(error.value)  # what argparse makes of keys is none
+        assert " no_tokens_per_slot" not in str(error.value)  # argparse adds such names; they are no keys
 
 
 # Processes and cards
@@ -134,13 +134,13 @@ def test_global_batch_decides_accumulation(monkeypatch, processes, accumulated):
     ],
 )
 def test_batches_that_do_not_divide(numbers, message):
-    """The error says which numbers divide."""
+    """The error names the numbers that divide the batch."""
     with pytest.raises(ValueError, match=message):
         accumulation_steps(*numbers)
 
 
 def test_accumulation_is_given_once():
-    """What follows from another key is not given beside it."""
+    """Accumulation that follows from `global_batch_size` cannot be set as well."""
     path = RECIPES / "mistral_7b" / "1_reconstruction.yaml"
     with pytest.raises(ValueError, match="`global_batch_size` is 256 and `gradient_accumulation_steps` is 4.*Leave"):
         parse_shipped(path, "--gradient_accumulation_steps", "4")
@@ -162,7 +162,7 @@ def test_accumulation_is_given_once():
     ],
 )
 def test_each_process_has_a_card(monkeypatch, count, started, message):
-    """Neither do several cards wait for one process, nor several processes share a card."""
+    """Several GPUs with one process are refused, and so are several processes on one GPU."""
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in started.items():
@@ -176,7 +176,7 @@ def test_each_process_has_a_card(monkeypatch, count, started, message):
 
 
 def test_cards_without_bfloat16(monkeypatch):
-    """A card that does not compute in bfloat16 is named, for the trainer's precision and for the backbone's."""
+    """A GPU without bfloat16 is named, for the precision of the trainer and for that of the backbone."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
@@ -192,7 +192,7 @@ def test_cards_without_bfloat16(monkeypatch):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_start_of_a_stage(processor, checkpoint_dir, base_model_dir, stage):
-    """A stage starts from the one before, or continues from itself."""
+    """A stage starts from the stage before, or continues from a checkpoint of its own."""
     stage_recipe = recipe(stage=stage, model_name_or_path="runs/1")
     for before in STAGES:
         config = ArcAlignerConfig.from_pretrained(checkpoint_dir, training_stage=before)
@@ -210,7 +210,7 @@ def test_start_of_a_stage(processor, checkpoint_dir, base_model_dir, stage):
 
 
 def test_rates_of_a_stage(tmp_path, checkpoint_dir):
-    """A stage has its own rates, and the segmentation of its start."""
+    """A stage has its own rates, and the segmentation of the checkpoint that it starts from."""
     start = shutil.copytree(checkpoint_dir, tmp_path / "start")
     edit_json(start / "config.json", digests=None)
     (template := tmp_path / "template.jinja").write_text("{{ messages }}")
@@ -230,7 +230,7 @@ def test_rates_of_a_stage(tmp_path, checkpoint_dir):
 
 
 def parse_shipped(path, *arguments):
-    """A recipe as on a machine without an accelerator, where bf16 is refused."""
+    """A recipe, parsed as on a machine without an accelerator, where bf16 is refused."""
     return parse(["--config", str(path), "--use_cpu", "true", *arguments])
 
 
@@ -306,7 +306,7 @@ def test_missing_data_fails_early(tmp_path, monkeypatch, capsys):
 
 
 def test_bad_data_print_one_line(tmp_path, monkeypatch, capsys):
-    """Before training begins; an error in training shows where it was raised."""
+    """Bad data give one line before training begins; an error in training shows where it was raised."""
     path, rows = tmp_path / "recipe.yaml", tmp_path / "mine.jsonl"
     keys = yaml.safe_load((RECIPES / "tiny" / "2_grounding.yaml").read_text())
     path.write_text(yaml.safe_dump(keys | {"train_files": {str(rows): 1.0}, "eval_files": {str(rows): 1.0}}))
@@ -329,7 +329,7 @@ def test_bad_data_print_one_line(tmp_path, monkeypatch, capsys):
 
 
 def test_evaluation_needs_files(tmp_path):
-    """A copied recipe without `eval_files` is told before the model is loaded."""
+    """A copied recipe without `eval_files` is refused before the model is loaded."""
     path = RECIPES / "tiny" / "2_grounding.yaml"
     keys = yaml.safe_load(path.read_text())
     copied = tmp_path / path.name

@@ -1,4 +1,4 @@
-"""The folder of a run: what is kept of its settings, one trainer at a time, whole checkpoints."""
+"""The folder of a run: saved settings, one trainer at a time, complete checkpoints."""
 
 import json
 from pathlib import Path
@@ -30,9 +30,9 @@ def begun(tmp_path, config) -> Path:
 
 
 def test_recipe_is_saved(config):
-    """The recipe is saved below the command, with its keys."""
+    """The recipe is saved with its keys, after the command."""
     assert run_settings(SCRIPT, config) == f"# {SCRIPT} --config {config[1]}\n{RECIPE}\n"  # as it is
-    Path(config[1]).write_text(RECIPE + "\nweight_decay: 1e-4")  # which YAML takes for text
+    Path(config[1]).write_text(RECIPE + "\nweight_decay: 1e-4")  # which YAML reads as a string
     options = ["--stage", "gating", "--learning-rate=3e-4", "--report_to", "wandb", "tensorboard"]
     options += ["--no_bf16", "--tf32", "--run_name", "it's mine\nand yours"]
     text = run_settings(SCRIPT, config + options)
@@ -52,7 +52,7 @@ def test_run_resumes_with_its_settings(begun, config):
     old = "\nunanswerable: {}\ntest_files: []\nno_answer: not in the text"  # keys of version 0.2.0
     (begun / "recipe.yaml").write_text(RECIPE + old.format(0.0))
     check_settings(begun, run_settings(SCRIPT, config))
-    (begun / "recipe.yaml").write_text(RECIPE + old.format(0.3))  # other rows than can be made now
+    (begun / "recipe.yaml").write_text(RECIPE + old.format(0.3))  # rows that this version cannot make
     with pytest.raises(ValueError, match="`unanswerable` was 0.3 and is now None"):
         check_settings(begun, run_settings(SCRIPT, config))
     start = ["--model_name_or_path", "runs/1", "--output_dir", "runs/2"]
@@ -80,7 +80,7 @@ def test_changed_settings_are_listed(begun, config, left):
 
 
 def test_trainer_locks_its_folder(tmp_path):
-    """One trainer at a time writes its settings first."""
+    """One trainer at a time uses a folder, and writes its settings first."""
     folder, settings = tmp_path / "runs" / "1", "# arcaligner.train.sft --config a.yaml\nseed: 1\n"
 
     def claim(settings, is_main=True):

@@ -16,7 +16,7 @@ WORDS = [f"word{number}" for number in range(23)]
 
 
 def schema_rows(count):
-    """What `question_rows` hold, without what the schema does not name."""
+    """The rows of `question_rows` with the keys of the schema only."""
     keys = ("id", "question", "answers", "passages")
     return [{key: row[key] for key in keys} | {"gold": []} for row in question_rows(count)]
 
@@ -28,7 +28,7 @@ def write_parquet(path, **columns) -> str:
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
 def test_changed_files_are_read_again(tmp_path, name):
-    """Rows are read, plain and gzipped, and again after a change of the file."""
+    """Plain and gzipped rows are loaded, and loaded again after the file has changed."""
     path = write_rows(tmp_path / name, question_rows(2))
     assert read_rows(path) == [row | {"gold": []} for row in question_rows(2)]
     before = open_corpus(path)
@@ -60,7 +60,7 @@ def test_a_bad_line_is_named(tmp_path, line):
 
 
 def test_passages_may_be_texts(tmp_path):
-    """As everywhere else, a passage is a text or an object."""
+    """A passage is a text or an object."""
     row = question_rows(1)[0] | {"passages": ["Ada wrote it.", {"title": "Loom", "text": "It wove."}]}
     expected = [{"title": "", "text": "Ada wrote it."}, {"title": "Loom", "text": "It wove."}]
     path = write_rows(tmp_path / "rows.jsonl", [row])
@@ -71,7 +71,7 @@ def test_passages_may_be_texts(tmp_path):
 
 @pytest.mark.parametrize("name", ["good.csv", "rows", "rows.jsonl.zst"])
 def test_other_files_are_refused(tmp_path, monkeypatch, name):
-    """At once, by what they are, and not looked for on the Hub."""
+    """Files with another suffix are refused at once, and not looked up on the Hub."""
     (tmp_path / name).write_text("question,answer")
     monkeypatch.setattr(datasets, "load_dataset", None)
     with pytest.raises(ValueError, match=f"{name} has an unknown suffix; expected a file that ends with .jsonl"):
@@ -80,7 +80,7 @@ def test_other_files_are_refused(tmp_path, monkeypatch, name):
 
 @pytest.mark.parametrize("line", ["{", "7", '{"id": "1", "question'])
 def test_broken_line_costs_one_line(tmp_path, caplog, line):
-    """It is named in a warning; empty lines cost nothing, and rows keep the numbers of their lines."""
+    """A broken line is named in a warning; empty lines are skipped, and rows are numbered by their lines."""
     path = tmp_path / "rows.jsonl"
     rows = [row | {"id": None} for row in question_rows(2)]
     path.write_text(f"{json.dumps(rows[0])}\n{line}\n\n{json.dumps(rows[1])}\n\n")
@@ -162,7 +162,7 @@ def test_hub_configuration_and_split(tmp_path, monkeypatch):
 
 
 def test_hub_texts_are_streamed(tmp_path, monkeypatch):
-    """Enough passages come of the first texts of each file, and nothing is read as a whole."""
+    """Enough passages are taken from the first texts of each file, and no file is loaded whole."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     for file in range(3):
@@ -184,7 +184,7 @@ def test_hub_texts_are_streamed(tmp_path, monkeypatch):
 
 
 def test_hub_questions_are_read_whole(tmp_path, monkeypatch):
-    """A limit streams texts alone: questions are taken in random order of all."""
+    """A limit streams texts only: questions are drawn from the whole data set."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     write_rows(tmp_path / "org" / "train.jsonl", question_rows(6))

@@ -1,4 +1,4 @@
-"""All stages by one command: what is finished is skipped, what is broken goes on, what does not fit is refused."""
+"""All stages by one command: finished ones are skipped, interrupted ones continue, and what does not fit is refused."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ NAMES = ["1_reconstruction", "2_grounding", "3_gating"]
 
 @pytest.fixture
 def recipe(tmp_path, monkeypatch) -> Path:
-    """A recipe that is never trained: three files with a key or two."""
+    """A recipe that is never trained: three files with one or two keys."""
     monkeypatch.chdir(tmp_path)
     folder = Path("recipe")
     folder.mkdir()
@@ -31,7 +31,7 @@ def recipe(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[list[str]]:
-    """Commands in place of processes; each leaves a stage that looks finished."""
+    """The commands that would have been run; each leaves the folder of a finished stage."""
     made: list[list[str]] = []
 
     def finish(command):
@@ -63,7 +63,7 @@ def test_stages_run_in_order(recipe, calls):
 
 
 def test_finished_stages_are_skipped(recipe, calls, caplog):
-    """Finished stages are skipped or refused, and one is trained again with its own settings."""
+    """Finished stages are skipped if their settings are the same; a single one can be trained with its own settings."""
     run_stages(read_stages(recipe))
     shutil.rmtree("runs/3_gating")
     with caplog.at_level("INFO"):
@@ -156,7 +156,7 @@ def test_recipes_have_names_or_folders(recipe):
 
 @pytest.fixture
 def interruptible():
-    """As in a terminal; a job in the background is begun with interrupts ignored."""
+    """Handles interrupts as in a terminal; a background job would ignore them."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

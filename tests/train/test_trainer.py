@@ -1,4 +1,4 @@
-"""From examples to the loss: batches at a rate of their own, turns side by side, what is logged, rows in errors."""
+"""From examples to the loss: one rate in each batch, turns side by side, logs, and rows in errors."""
 
 import copy
 import math
@@ -36,7 +36,7 @@ SLOT, PAD = 99, 7
 
 
 def row(row_id, num_words, num_turns=1):
-    """An example as 🤗 Datasets gives it: a segment of one-character words after a title of three characters."""
+    """An example as 🤗 Datasets returns it: a segment of one-character words after a title of three characters."""
     turns = [{"input_ids": [20 + n, 30 + n], "labels": [-100, 30 + n]} for n in range(num_turns)]
     segment = {"document": 0, "encoder_text": "T: " + "w" * num_words, "encoder_start": 3}
     segment |= {"word_ids": list(range(num_words)), "word_ends": list(range(1, num_words + 1))}
@@ -45,7 +45,7 @@ def row(row_id, num_words, num_turns=1):
 
 @pytest.fixture
 def collate(processor):
-    """Makes a batch of rows at one of some rates."""
+    """Makes a batch of rows at one of the rates."""
     tokenizer = processor.encoder.text_tokenizer
     return lambda rows, rates=("segment",), **settings: ContextCollator(SLOT, PAD, tokenizer, rates, **settings)(rows)
 
@@ -59,7 +59,7 @@ def examples_of(processor, count):
 
 
 def test_batch_is_padded_and_numbered(collate):
-    """Padding, and `turn_ids` that number the turns."""
+    """Rows are padded, and `turn_ids` number the turns."""
     batch = collate([row("x", 2, num_turns=2), row("y", 4)], context_words=True)
     expected = {
         "input_ids": torch.tensor([[1, 2, SLOT, 20, 30, 21, 31], [1, 2, SLOT, 20, 30, PAD, PAD]]),
@@ -91,7 +91,7 @@ def test_rate_cuts_segments(collate):
 
 
 def test_ids_decide_the_rate(collate):
-    """The ids of the rows decide the rate, and all rates are drawn."""
+    """The ids of the rows decide the rate, and each rate occurs."""
     rates = (1, 2, "segment")
     once, again, more_turns = (
         [slots_of(collate([row(f"{n}", 4, turns), row("y", 4)], rates))[0] for n in range(40)] for turns in (1, 1, 2)
@@ -100,7 +100,7 @@ def test_ids_decide_the_rate(collate):
 
 
 def test_batch_slots_equal_inference(processor, model, monkeypatch):
-    """The same embeddings and words as `encode_documents` has for each row, however many texts are read at once."""
+    """Embeddings and words are those of `encode_documents`, however many texts are encoded at once."""
     monkeypatch.setattr("arcaligner.encoder_arcaligner.CPU_TOKENS", 40)
     rows, tokenizer = examples_of(processor, 3), processor.encoder.text_tokenizer
     for rate in ("segment", 4):
@@ -118,7 +118,7 @@ def test_batch_slots_equal_inference(processor, model, monkeypatch):
 
 
 def test_batch_has_no_nested_lists(collate):
-    """A tensor, a number, the encoder's inputs, or the few ids of the rows; all tensors get to the device."""
+    """A batch has tensors, numbers, encoder inputs and row ids only, and all tensors are moved to the device."""
     batch = collate([row("x", 6, 2), row("y", 3)], rates=(3,), context_words=True)
     assert {type(value) for key, value in batch.items() if key != "row_ids"} == {torch.Tensor, int, EncoderInputs}
     moved = send_to_device(batch, "meta")
@@ -129,7 +129,7 @@ def test_batch_has_no_nested_lists(collate):
 
 
 def test_workers_make_equal_batches(processor):
-    """Also where it gets the collator as bytes."""
+    """Worker processes make the same batches, also from a pickled collator."""
     rows = examples_of(processor, 4)
     collator = ContextCollator(processor.context_token_id, PAD, processor.encoder.text_tokenizer, (2, 4, "segment"))
     sent = pickle.loads(pickle.dumps(collator))
@@ -160,7 +160,7 @@ def held_out(tmp_path_factory) -> dict:
 
 
 def test_perplexity_over_all_targets(tmp_path, write_recipe, held_out):
-    """Perplexity and gap are over all targets, whatever the batches."""
+    """Perplexity and gap are over all targets, and do not depend on the batch size."""
     logged = []
     # Rows are evaluated in their order.
     keys = {"train_sampling_strategy": "random", "max_steps": 2, "eval_slot_gap": True, **held_out}
@@ -183,7 +183,7 @@ def test_perplexity_over_all_targets(tmp_path, write_recipe, held_out):
 
 
 def test_swapped_slots():
-    """Swapped slots are those of the next row with other passages."""
+    """Swapped slots are those of the next row that has other passages."""
     rows = [{"row_id": name, "segments": segments} for name, segments in zip("abcd", ["x", "x", "y", "z"], strict=True)]
     swapped = [(example["row_id"], example["segments"]) for example in swapped_slots(rows)]
     assert swapped == [*zip("abcd", "yyzx", strict=True)]
@@ -207,7 +207,7 @@ def test_best_checkpoint_is_the_result(tmp_path, write_recipe, held_out, monkeyp
 
 @pytest.fixture
 def trainer(tmp_path, processor, model):
-    """On two batches of questions."""
+    """A trainer with two batches of questions."""
     settings = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 4, "max_steps": 2}
     return AlignerTrainer(
         model,
@@ -222,7 +222,7 @@ def trainer(tmp_path, processor, model):
 
 
 def test_predictions_are_logits(trainer):
-    """`predict` and `compute_metrics` get logits and labels of all rows, and the loss is that of an evaluation."""
+    """`predict` and `compute_metrics` get logits and labels of all rows, and the loss equals that of an evaluation."""
     dataset, seen = trainer.train_dataset, []
     expected = trainer.evaluate(dataset)
     predicted = trainer.predict(dataset)
@@ -248,7 +248,7 @@ def test_loss_equals_whole_model(trainer):
 
 
 class Waits(TorchDispatchMode):
-    """Records where the host waits for a device: a function of ours, or the model that it calls."""
+    """Records where the host waits for a device: in a function of this project, or in the model that it calls."""
 
     ASKING = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select}
     OURS = {module.__file__, encoder_arcaligner.__file__}
@@ -276,8 +276,8 @@ class Waits(TorchDispatchMode):
 
 
 def test_step_synchronizes_once(trainer, monkeypatch):
-    """Outside of the models: for whether loss and gradients are finite. In ours: for where the slots and the targets
-    are; ids are checked on a CPU only."""
+    """The trainer waits once, for whether loss and gradients are finite; the model waits for the places of slots and of
+    targets only. Ids are checked on a CPU only."""
     waits, batch = Waits(), trainer.data_collator(list(trainer.train_dataset)[:2])
     for name in ("tolist", "cpu", "numpy"):  # no operations where the device is the CPU
         plain = getattr(torch.Tensor, name)
@@ -290,13 +290,13 @@ def test_step_synchronizes_once(trainer, monkeypatch):
         trainer.check_gradients()
     monkeypatch.undo()
     assert [place for place in waits.places if not place.startswith("modeling_")] == ["check_finite"]
-    of_libraries = {"encode_inputs", "forward"}  # these call a model of transformers, which may look at its mask
+    of_libraries = {"encode_inputs", "forward"}  # these call a model of transformers, which may inspect its mask
     functions = [name for name in waits.functions if name not in {"check_ids", *of_libraries}]
     assert functions == ["_to_numpy_in_one_sync", "targets_loss", "check_finite"]
 
 
 def test_untrained_encoder_has_no_lora(tmp_path, trainer, processor, monkeypatch):
-    """Nor a gradient: its LoRA, of an earlier stage, is merged."""
+    """An encoder that is not trained has no LoRA and no gradient: the LoRA of an earlier stage is merged."""
     trained = copy.deepcopy(processor)
     trained.encoder = SentenceEncoder(processor.encoder_name_or_path)
     for weight in trained.train_encoder(lora_r=2):
@@ -319,7 +319,7 @@ def test_untrained_encoder_has_no_lora(tmp_path, trainer, processor, monkeypatch
 
 
 def test_accumulated_rows_equal_a_batch(tmp_path, write_recipe):
-    """Also of rows with different numbers of labels and slots."""
+    """Accumulated rows equal a batch, also with different numbers of labels and slots."""
     for size in (1, 4):
         sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
         run(write_recipe("grounding", tmp_path / str(size), **COMPARED, **sizes))
@@ -329,7 +329,7 @@ def test_accumulated_rows_equal_a_batch(tmp_path, write_recipe):
 @pytest.mark.parametrize("gate_mode", ["off", "adaptive"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_packed_turns_equal_single_ones(trainer, processor, gate_mode, attention):
-    """Packed turns give the logits and loss of each alone."""
+    """Packed turns have the logits and the loss of single turns."""
     model = trainer.model.double().eval()
     model.set_attn_implementation(attention)
     model.config.gate_mode, trainer.skip_logits = gate_mode, False

@@ -1,4 +1,4 @@
-"""Validation on held-out articles: which rows, and what is measured."""
+"""Validation on held-out articles: the rows and the measurements."""
 
 import json
 
@@ -35,7 +35,7 @@ def test_loss_error_is_over_articles():
 
 
 def test_loss_matches_the_logits(separate):
-    """A loss is that of the logits of a backbone's own head."""
+    """The loss is computed from the logits of the backbone's own head."""
     model, reader = separate
     row = {"id": "1", "question": "Who?", "answers": ["Ada"], "passages": [{"title": "", "text": "It was Ada."}]}
     (example,) = ExampleBuilder(reader, tokens_per_slot=(2,)).question_examples([row])
