@@ -1,6 +1,7 @@
 """Recipes: mistakes are refused, starts are checked, shipped recipes load."""
 
 import contextlib
+import dataclasses
 import shutil
 import sys
 from pathlib import Path
@@ -13,8 +14,8 @@ from training_recipes import parse
 
 from arcaligner import ArcAlignerConfig
 from arcaligner.common.rows import FILES, parse_source
+from arcaligner.train import cocom, full_text, sft
 from arcaligner.train import recipe as recipe_module
-from arcaligner.train import sft
 from arcaligner.train.recipe import (
     RecipeArguments,
     accumulation_steps,
@@ -24,6 +25,7 @@ from arcaligner.train.recipe import (
     preparation,
     resolve_dtype,
     run_script,
+    with_help,
 )
 from arcaligner.train.sft import load_processor
 from arcaligner.train.stages import RECIPES, SCRIPT
@@ -336,3 +338,55 @@ def test_evaluation_needs_files(tmp_path):
     copied.write_text(yaml.safe_dump({key: value for key, value in keys.items() if key != "eval_files"}))
     with pytest.raises(ValueError, match="`eval_strategy` is 'epoch', but the recipe has no `eval_files`"):
         parse_recipe(SCRIPT, sft.KINDS, ["--config", str(copied)])
+
+
+# Help
+
+
+@pytest.mark.parametrize("script", [sft, cocom, full_text], ids=lambda script: script.__name__.rpartition(".")[2])
+def test_help_describes_each_key(script, capsys):
+    """Those of the recipe and those of TRL whose defaults we change."""
+    with pytest.raises(SystemExit) as stopped:
+        parse_recipe("x", script.KINDS, ["--help"])
+    assert stopped.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for kind in script.KINDS:
+        for field in dataclasses.fields(kind):
+            if field.name in kind.__annotations__:
+                assert field.metadata["help"].replace("%%", "%")[:40] in text
+
+
+def test_help_is_the_docstrings_text():
+    """Each name of an entry for several keys has its text; a key without an entry keeps its parent's."""
+
+    @dataclasses.dataclass
+    class Parent:
+        kept: int = dataclasses.field(default=1, metadata={"help": "Of the parent."})
+        replaced: int = dataclasses.field(default=1, metadata={"help": "Of the parent."})
+
+    @with_help
+    @dataclasses.dataclass
+    class Keys(Parent):
+        """
+        Keys.
+
+        Args:
+            first (`dict[str, int]`), second: Of both,
+                5 % of all: so many.
+            replaced (`int`, *optional*): Of the child.
+
+        More text: none.
+        """
+
+        first: int = 0
+        second: int = 0
+        kept: int = 2
+        replaced: int = 2
+
+    helps = {field.name: field.metadata["help"] for field in dataclasses.fields(Keys)}
+    assert helps == {
+        "first": "Of both, 5 %% of all: so many.",
+        "second": "Of both, 5 %% of all: so many.",
+        "kept": "Of the parent.",
+        "replaced": "Of the child.",
+    }
