@@ -76,17 +76,17 @@ def test_questions_become_turns(processor, builder):
     rows = [row | {"passages": question_rows(1)[0]["passages"]} for row in question_rows(5)]
     (together,) = builder.question_examples(rows)
     alone = [next(builder.question_examples([row])) for row in rows]
-    assert together["turns"] == [each["turns"][0] for each in alone]
-    assert all((each["head"], each["segments"]) == (together["head"], together["segments"]) for each in alone)
+    assert together["turns"] == [example["turns"][0] for example in alone]
+    assert all((example["head"], example["segments"]) == (together["head"], together["segments"]) for example in alone)
     one = together["length"] - sum(len(turn["input_ids"]) for turn in together["turns"][1:])
     assert one == alone[0]["length"]
     for limit, sizes in ((together["length"], [5]), (together["length"] - 1, [4, 1]), (one, [1] * 5), (1, [1] * 5)):
-        found = list(ExampleBuilder(processor, max_segments=2, max_tokens=limit).question_examples(rows))
-        assert [len(example["turns"]) for example in found] == sizes
-        assert [turn for example in found for turn in example["turns"]] == together["turns"]
-        assert len({example["row_id"] for example in found}) == len(found)
-        assert all(example["segments"] == together["segments"] for example in found)
-        assert limit in (1, one) or max(example["length"] for example in found) <= limit
+        examples = list(ExampleBuilder(processor, max_segments=2, max_tokens=limit).question_examples(rows))
+        assert [len(example["turns"]) for example in examples] == sizes
+        assert [turn for example in examples for turn in example["turns"]] == together["turns"]
+        assert len({example["row_id"] for example in examples}) == len(examples)
+        assert all(example["segments"] == together["segments"] for example in examples)
+        assert limit in (1, one) or max(example["length"] for example in examples) <= limit
 
 
 def test_finest_rate_decides_lengths(processor):
@@ -133,11 +133,12 @@ def test_reconstruction_of_each_segment(processor):
             before, after = choose_template(f"{row['id']}:0:{passage['text'].index(text)}")
             assert processor.decode(example["head"]) == f"<|im_start|>user\n{before}"
             turn = f"{after}<|im_end|>\n<|im_start|>assistant\n{text}<|im_end|>"
-            assert [processor.decode(each["input_ids"]) for each in example["turns"]] == [turn]
+            assert [processor.decode(encoded["input_ids"]) for encoded in example["turns"]] == [turn]
             texts.append(text)
         assert " ".join(texts) == passage["text"]
-        read = [segment["encoder_text"] for example in examples for segment in example["segments"]]
-        assert read == encoder_texts(processor.slot_encoder.segment_documents(row["passages"]), row["passages"])
+        segment_texts = [segment["encoder_text"] for example in examples for segment in example["segments"]]
+        segments = processor.slot_encoder.segment_documents(row["passages"])
+        assert segment_texts == encoder_texts(segments, row["passages"])
         sizes |= {len(example["segments"]) for example in examples}
     assert sizes == {1, 2, 3}
 
@@ -145,15 +146,15 @@ def test_reconstruction_of_each_segment(processor):
 def test_second_turn_continues(processor):
     """A second turn continues with the next segment."""
     row = passage_rows(1)[0]
-    builders = (ExampleBuilder(processor, continues=each) for each in (False, True))
+    builders = (ExampleBuilder(processor, continues=continues) for continues in (False, True))
     plain, examples = (list(builder.reconstruction_examples([row])) for builder in builders)
     texts = [segment.text + "<|im_end|>" for segment in processor.slot_encoder.segment_documents(row["passages"])]
-    assert [targets(processor, each) for each in examples] == [texts[:2], texts[1:], texts[2:]]
+    assert [targets(processor, example) for example in examples] == [texts[:2], texts[1:], texts[2:]]
     for example, without in zip(examples, plain, strict=True):
         assert all(example[key] == without[key] for key in ("head", "segments"))
         assert example["turns"][0] == without["turns"][0]
-    asked = processor.decode(examples[0]["turns"][1]["input_ids"])
-    assert asked.startswith(f"{CONTINUATION}<|im_end|>\n<|im_start|>assis")
+    second_turn = processor.decode(examples[0]["turns"][1]["input_ids"])
+    assert second_turn.startswith(f"{CONTINUATION}<|im_end|>\n<|im_start|>assis")
 
 
 # Which rows
@@ -220,8 +221,8 @@ def test_mixture_keeps_shares(select, tmp_path):
     assert counts(16, 3.0, 1.0) == [12, 4]
     for limit in (30, None):  # a short file shrinks the mixture but keeps its shares
         assert counts(limit, 1.0, 1.0) == [6, 6]
-    found = [list(select(files[0], 8, seed=seed)["row_id"]) for seed in (0, 0, 1)]
-    assert found[0] == found[1] != found[2] and found[0] != [f"many-row-{number}" for number in range(8)]
+    id_lists = [list(select(files[0], 8, seed=seed)["row_id"]) for seed in (0, 0, 1)]
+    assert id_lists[0] == id_lists[1] != id_lists[2] and id_lists[0] != [f"many-row-{number}" for number in range(8)]
     with pytest.raises(ValueError, match="No examples"):
         select(files[0], 8, OneExample(max_tokens=1))
     with pytest.raises(ValueError, match="positive weights"):
@@ -259,7 +260,7 @@ def test_oversampled_rows_get_other_distractors(select, two_files, tmp_path):
     for (row,) in builder.drawn:
         if row["id"] in CITIES:
             passages[row["id"]].add(tuple(passage["text"] for passage in row["passages"]))
-    assert passages.keys() == set(CITIES) and all(len(own) > 1 for own in passages.values())
+    assert passages.keys() == set(CITIES) and all(len(choices) > 1 for choices in passages.values())
 
 
 def test_row_too_long_a_second_time(selector, two_files, monkeypatch):
@@ -339,15 +340,15 @@ def test_same_passages_share_example(select, max_questions, sizes):
 
 def test_shared_distractors(select):
     """Questions that share an example share distractors that answer none of them."""
-    own = [{"title": "", "text": "A text of two questions."}]
-    rows = [row | {"passages": own, "question": "Which second passage?"} for row in city_rows(CITIES[:2])]
+    shared_passages = [{"title": "", "text": "A text of two questions."}]
+    rows = [row | {"passages": shared_passages, "question": "Which second passage?"} for row in city_rows(CITIES[:2])]
     builder = OneExample()
     for seed in range(4):  # in some, the question whose answer is Rome comes second
         select([*rows, *city_rows(CITIES[2:])], builder=builder, seed=seed, max_questions=2, distractors=1.0)
     shared = [group for group in builder.drawn if group[0]["id"] in CITIES[:2]]
     for first, second in shared:
-        assert first["passages"] == second["passages"] and own[0] in first["passages"]
-        others = [passage for passage in first["passages"] if passage not in own]
+        assert first["passages"] == second["passages"] and shared_passages[0] in first["passages"]
+        others = [passage for passage in first["passages"] if passage not in shared_passages]
         # The first passages of the other cities name Rome, too.
         assert 1 <= len(others) <= 4 and all(passage["text"].startswith("A second passage") for passage in others)
     assert {group[0]["id"] for group in shared} == set(CITIES[:2])
@@ -364,10 +365,10 @@ def test_questions_about_distractors(select, max_questions, joined):
     select(rows, builder=builder, max_questions=max_questions, distractors=1.0, max_distractors=3)
     assert max(len(group) - 1 for group in builder.drawn) == joined
     for group in builder.drawn:
-        told = {passage["text"] for passage in group[0]["passages"]}
-        assert 2 <= len(told) <= 4 and all(row["passages"] == group[0]["passages"] for row in group)
-        asked = {f"The text has the number {row['answers'][0]}." for row in group}
-        assert asked == told if joined else len(asked) == 1 and asked < told
+        texts = {passage["text"] for passage in group[0]["passages"]}
+        assert 2 <= len(texts) <= 4 and all(row["passages"] == group[0]["passages"] for row in group)
+        questioned = {f"The text has the number {row['answers'][0]}." for row in group}
+        assert questioned == texts if joined else len(questioned) == 1 and questioned < texts
 
 
 def titles(examples):
@@ -407,15 +408,15 @@ def test_examples_are_cached(select, tmp_path, processor, monkeypatch):
     monkeypatch.setattr(module._ExampleMaker, "__call__", refuse)
     path = str(tmp_path / "rows.jsonl")
     assert select(path, builder=ExampleBuilder(copy.deepcopy(processor))).to_dict() == made.to_dict()
-    asked = [(processor, {"distractors": 1.0}), (processor, {"seed": 1})]
+    variants = [(processor, {"distractors": 1.0}), (processor, {"seed": 1})]
     changes = {"sentences_per_segment": 0.5, "spacy_model": "de", "context_token_id": 999}
     changes |= {"encoder_name_or_path": "org/another", "chat_template": "{% for m in messages %}{{ m }}{% endfor %}"}
     for name, value in changes.items():
-        asked.append((copy.deepcopy(processor), {}))
-        setattr(asked[-1][0], name, value)
-    asked.append((copy.deepcopy(processor), {}))
-    asked[-1][0].tokenizer.add_tokens(["sentence"])
-    for other, keys in asked:
+        variants.append((copy.deepcopy(processor), {}))
+        setattr(variants[-1][0], name, value)
+    variants.append((copy.deepcopy(processor), {}))
+    variants[-1][0].tokenizer.add_tokens(["sentence"])
+    for other, keys in variants:
         with pytest.raises(AssertionError, match="made before"):
             select(path, builder=ExampleBuilder(other), **keys)
     with pytest.raises(AssertionError, match="made before"):
@@ -445,7 +446,7 @@ def row_by_row(made: ExampleSelector, source: str) -> list[dict]:
             passages = nearest.mixed(rows, recipe.distractors, made.seed, recipe.max_distractors)
             rows += [corpus[number] for number in nearest.questions_about(passages, rows[0], made.seed)]
             examples += builder.question_examples([row | {"passages": passages} for row in rows])
-    return [each for each in examples if each["length"] <= builder.max_tokens]
+    return [example for example in examples if example["length"] <= builder.max_tokens]
 
 
 def test_blocks_hold_plain_examples(selector, tmp_path, processor, monkeypatch):
@@ -460,7 +461,7 @@ def test_blocks_hold_plain_examples(selector, tmp_path, processor, monkeypatch):
     made = selector(path, builder=builder, **keys)
     examples = made.training_examples().to_list()
     assert examples == row_by_row(made, path) and len(examples) > 2 * 16
-    assert {len(each["turns"]) for each in examples} >= {1, 2, 3}
+    assert {len(example["turns"]) for example in examples} >= {1, 2, 3}
 
 
 def test_processes_make_equal_examples(select, tmp_path, processor):
