@@ -137,7 +137,7 @@ def test_invalid_sizes_are_refused(checkpoint_dir, processor, monkeypatch):
         measure_size(models, processor, question_rows(6), 3, "segment", seconds=0.0)
 
 
-# Waits of the host
+# Where the host waits for the device
 
 aten = torch.ops.aten
 OPERATORS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2}

@@ -101,7 +101,7 @@ def test_settings_that_answers_depend_on(checkpoint_dir, copied):
     assert settings("truncated_lora_x4", copied) == settings("truncated_lora_x4")
     edit_json(copied / "processor_config.json", sentences_per_segment=3)
     assert settings("truncated_lora_x4", copied) != settings("truncated_lora_x4")
-    assert settings("projector_only_x4", copied) == settings("projector_only_x4")  # which reads slots of its own
+    assert settings("projector_only_x4", copied) == settings("projector_only_x4")  # this method has slots of its own
 
 
 def test_missing_requirements_are_named(checkpoint_dir, monkeypatch):

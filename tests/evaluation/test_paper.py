@@ -108,9 +108,9 @@ def test_retention_is_between_bounds():
     numbers = {"naive": 10.0, "standard_rag": 20.0, "full_text_lora": 50.0, "arcaligner": 30.0}
     entry = {"methods": {name: {"f1": [f1, f1, f1]} for name, f1 in numbers.items()}}
     assert retention(entry, "arcaligner") == 50.0 and retention(entry, "standard_rag") is None
-    entry["methods"]["cocom_x4"] = {"f1": [30.0] * 3, "questions": 2}  # of other questions than the bounds
+    entry["methods"]["cocom_x4"] = {"f1": [30.0] * 3, "questions": 2}  # on other questions than the bounds
     assert retention(entry, "cocom_x4") is None
-    entry["methods"]["full_text_lora"]["f1"] = [50.0, 9.0, 90.0]  # perhaps no gain
+    entry["methods"]["full_text_lora"]["f1"] = [50.0, 9.0, 90.0]  # the interval includes no gain
     assert retention(entry, "arcaligner") is None
     del entry["methods"]["full_text_lora"]
     assert retention(entry, "arcaligner") == 200.0

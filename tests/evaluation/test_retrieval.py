@@ -26,7 +26,7 @@ from arcaligner.evaluation.settings import read_settings
 
 WORDS = "parkdale it riding ski zebra 2003 jumper canada x9 nobody".split()
 PASSAGES = [{"title": f"Title {n}", "text": f"Ada wrote {word} aloud; {word} again."} for n, word in enumerate(WORDS)]
-# Each asks for the word of one passage.
+# Each question has a word of one passage.
 ROWS = [row | {"question": f"Who wrote {word}?"} for row, word in zip(question_rows(4), WORDS, strict=False)]
 
 
@@ -111,7 +111,7 @@ def test_wrong_lists_are_counted(pool, encoder_dir, tmp_path, monkeypatch, caplo
     assert rows[0]["passages"] == [first[1], first[0], first[2]]
     assert [row["passages"] for row in rows[1:]] == [row["passages"] for row in plain[1:]]
     assert [row["passages"] for row in read_rows(tmp_path / "out" / "nq.jsonl.gz")] == [row["passages"] for row in rows]
-    assert retrieval.retrieve(settings, "nq", ROWS, tmp_path / "out") == (rows, report)  # nobody is asked again
+    assert retrieval.retrieve(settings, "nq", ROWS, tmp_path / "out") == (rows, report)  # the judge gets no request
 
 
 def test_real_server_orders_passages(tiny_server):

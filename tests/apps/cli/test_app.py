@@ -29,7 +29,7 @@ load_pipeline = functools.cache(shared.load_pipeline)
 def wide_terminal_and_models_loaded_once(monkeypatch):
     monkeypatch.setattr(shared, "load_pipeline", load_pipeline)
     monkeypatch.setenv("COLUMNS", "160")
-    for console in (shared.output, shared.messages):  # made when the module was imported
+    for console in (shared.output, shared.messages):  # both exist since the import
         monkeypatch.setattr(console, "width", 160)
 
 
@@ -217,13 +217,13 @@ def cut_in_half(path) -> None:
 )
 def test_broken_file_prints_one_line(answer, checkpoint_dir, document, tmp_path, name, damage, message):
     broken = shutil.copytree(checkpoint_dir, tmp_path / "broken")
-    edit_json(broken / "config.json", digests=None)  # as of an older one, of which each file is looked at by itself
+    edit_json(broken / "config.json", digests=None)  # like an older checkpoint: each file is checked alone
     damage(broken / name)
     code, out, err = answer(document, checkpoint=broken)
     assert code == 1 and out == ""
     first, *more = [line for line in err.splitlines() if not line.startswith(("Loading", "Reading", "Encoding"))]
     assert first.startswith("Error: ") and message in "".join([first, *more])
-    assert len(more) == ("hf download" in message)  # how to get it is a line of its own
+    assert len(more) == ("hf download" in message)  # the remedy is on a second line
 
 
 STEERING = "\x1b]0;title\x07 \x1b[2J \x9b1m \u202e \x7f"
@@ -238,7 +238,7 @@ def test_control_characters_are_escaped(answer, monkeypatch, document):
     with monkeypatch.context() as patch:
         patch.setattr(ArcAlignerPipeline, "__call__", lambda *args, **kwargs: [record])
         assert answer(document)[:2] == (0, f"{SHOWN}\n")
-    monkeypatch.setattr(cli, "output", Console(width=160))  # a table would break lines where the escapes are
+    monkeypatch.setattr(cli, "output", Console(width=160))  # a table would break lines at the escapes
     code, out, _ = answer(document, question=f"Who {STEERING}?", options=["--show-slots"])
     assert code == 0 and SHOWN in out
     code, _, err = answer(document, checkpoint=f"nobody/{STEERING}")

@@ -42,7 +42,7 @@ def test_environment_variable_locates_models(models, checkpoint_dir, base_model_
     assert all(torch.equal(loaded[name], value) for name, value in saved.state_dict().items())
     again = ArcAlignerProcessor.from_pretrained(tmp_path / "saved")
     assert torch.equal(again.encoder.encode(["A text."]), processor.encoder.encode(["A text."]))
-    # An aligner around a copy names the model as the Hub does.
+    # An aligner whose base model is in the folder keeps the name of the Hub.
     assert again.encoder_name_or_path == "org/encoder"
     model = ArcAlignerForCausalLM.from_pretrained("org/base", lora_r=2)
     assert model.config.base_model_name_or_path == "org/base"
@@ -100,7 +100,7 @@ def test_default_models_are_made_once(models, monkeypatch, tmp_path):
         patch.setattr(default_models, "wheel_directory", lambda package: tmp_path / "wheel")
         with pytest.raises(OSError):  # no GGUF file is there
             default_models.place_models()
-        assert not list(models.rglob("*.json"))  # and nothing half made
+        assert not list(models.rglob("*.json"))  # and no incomplete folder
         patch.setattr(default_models, "convert_base_model", default_models.copy_encoder)
         folders = default_models.place_models()
     monkeypatch.setattr(default_models, "wheel_directory", lambda package: None)

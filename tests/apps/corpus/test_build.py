@@ -296,7 +296,7 @@ def test_every_source_kind_gives_documents(tmp_path):
     nowhere = pa.array([0, 0], pa.timestamp("s", tz="Nowhere"))  # a column that Python cannot read
     table = pa.table({"body": ["Five.", "Six."], "name": ["C", None], "when": nowhere})
     pyarrow.parquet.write_table(table, tmp_path / "c.parquet")
-    (tmp_path / "Who?.txt").write_text("Ada.")  # no option
+    (tmp_path / "Who?.txt").write_text("Ada.")  # the question mark begins no option
     sources = ["a.jsonl.gz", "b.jsonl", "c.parquet?text=body&title=name", "Who?.txt"]
     documents = list(read_documents([str(tmp_path / source) for source in sources], skip=pytest.fail))
     assert [(document.title, document.text) for document in documents] == [

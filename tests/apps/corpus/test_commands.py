@@ -106,7 +106,7 @@ def test_user_errors_print_one_line(run_cli, letters, corpus, checkpoint_dir, tm
         code, out, err = run_cli(*arguments)
         assert code == 1 and out == ""
         assert err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]
-    assert not (tmp_path / "new").exists()  # of a build that found nothing
+    assert not (tmp_path / "new").exists()  # a build without documents creates no folder
 
 
 def test_documented_code_answers(capsys, letters, checkpoint_dir, monkeypatch):

@@ -22,7 +22,7 @@ slots = load_slots_module()
 QUESTION = "Who wrote it?"
 ADA = {"title": "Ada", "text": "Ada wrote the letter in 1843. It was long, and she read it aloud."}
 RADIK = "Radik Zhaparov is a Kazakh ski jumper."
-DOCUMENTS = [ADA, RADIK, ADA]  # one stands twice
+DOCUMENTS = [ADA, RADIK, ADA]  # one of them twice
 BLOCK = 4
 
 
@@ -161,7 +161,7 @@ def damage(path):
 
 
 def lose(path):
-    path.rename(path.with_name(f".{path.name}.tmp"))  # as one that is being written
+    path.rename(path.with_name(f".{path.name}.tmp"))  # like a file that is being written
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_stop_ends_before_its_text(client):
     answer = ask_server(client, documents=DOCUMENTS, stop=["never said", stop])
     assert (text_of(answer), answer.choices[0].finish_reason) == (expected, "stop")
     assert said(ask_server(client, stream=True, documents=DOCUMENTS, stop=stop)) == expected
-    tail = f"{whole[-2:]}?"  # what looked like its beginning is said at the end
+    tail = f"{whole[-2:]}?"  # text that could begin `stop` is sent at the end
     assert text_of(ask_server(client, documents=DOCUMENTS, stop=tail)) == whole
 
 

@@ -67,7 +67,7 @@ def test_slow_request_ends(engine_of):
 
     def slow(text):
         written.append(text)
-        request.until = time.monotonic()  # from now on, it is too late
+        request.until = time.monotonic()  # from now on the request is too late
 
     engine.limits, request = Limits(seconds=99), request_of(on_text=slow, max_new_tokens=64)
     late = [engine.submit(request).exception()]
@@ -330,9 +330,9 @@ def test_passages_are_encoded_once(processor, rate, monkeypatch):
         encode.check_room(documents, rate, room + 1)
         assert not texts
     encoded, whole = encode([loom, ada], rate, [7, 9]), encode([loom, ada], rate)
-    with pytest.raises(ValueError, match="room for"):  # of known ones, too
+    with pytest.raises(ValueError, match="room for"):  # the limit holds for encoded passages, too
         encode.check_room([loom, ada], rate, len(whole.context_embeds) - 1)
-    monkeypatch.delattr(SlotEncoder, "encode_batch")  # which known ones do not need
+    monkeypatch.delattr(SlotEncoder, "encode_batch")  # encoded passages do not need it
     encode.check_room([loom, ada], rate, len(whole.context_embeds))
     assert encoded.context_passage_ids.tolist() == [[7, 9][number] for number in whole.context_passage_ids]
     assert [segment.document for segment in encoded.segments] == encoded.context_passage_ids.tolist()

@@ -44,7 +44,7 @@ def test_file_becomes_titled_passages(drop, monkeypatch):
         (400, "file contains no text.", {"name": "", "data": b""}),
         (413, f"longer than {app.MAX_FILE_BYTES} bytes", {"data": b"x" * (app.MAX_FILE_BYTES + 1)}),
         (401, "The API key is missing or wrong", {"key": "another"}),
-        # A form of another page.
+        # The content type of a form on another page.
         (415, "`Content-Type: text/plain`; expected `application/octet-stream`", {"kind": "text/plain"}),
     ],
     ids=["no text", "binary", "nothing", "large", "key", "form"],

@@ -80,7 +80,7 @@ def test_waiting_client_stays_connected(connect, held, monkeypatch):
     asking = connect()
     asking.sendall(f"{HEADERS}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
     assert held.begun.wait(20)
-    assert received(connect()) == b""  # one that came later has had its time
+    assert received(connect()) == b""  # a later connection has been closed in time
     held.go_on.set()
     assert received(asking).startswith(b"HTTP/1.1 200")
 
@@ -95,7 +95,7 @@ def test_oldest_idle_connection_is_closed(connect, monkeypatch, url):
     assert received(silent[-1]).startswith(b"HTTP/1.1 200")
 
 
-PAGES = HEALTH.replace(b"/health", b"/") * 300  # are answered by some megabytes
+PAGES = HEALTH.replace(b"/health", b"/") * 300  # the answers have some megabytes
 
 
 @pytest.fixture

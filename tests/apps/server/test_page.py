@@ -31,7 +31,7 @@ def browser(chromium, url, client):
     chromium.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
     chromium.opened.clear()
     chromium.call("Page.navigate", url=url)
-    chromium.wait_for("document.activeElement?.id === 'key'")  # it is asked for when the page is opened
+    chromium.wait_for("document.activeElement?.id === 'key'")  # the page asks for the key when it opens
     chromium.type(client.api_key)
     chromium.press("Tab")
     chromium.wait_for("about")
@@ -67,7 +67,7 @@ def test_keyboard_alone_asks(browser, client):
     messages = [{"role": "user", "content": QUESTION}]
     documents = (TEXT + " By hand.").split("\n\n")
     expected = client.chat.completions.create(model="tiny", messages=messages, extra_body={"documents": documents})
-    assert expected.choices[0].finish_reason == "length"  # which is seen
+    assert expected.choices[0].finish_reason == "length"  # the page shows this with an ellipsis
     assert browser.evaluate("$('answer').textContent") == expected.choices[0].message.content + " …"
     assert "The model is small" in browser.seen("#check")
     places = {url.split("/", 3)[2] for url in browser.opened if not url.startswith("data:")}
@@ -85,7 +85,7 @@ def test_text_is_shown_unchanged(browser):
     assert shown(browser, ".passage") == TEXT.split("\n\n")
     with_slots = browser.picture(".passage")
     assert browser.evaluate("document.querySelectorAll('.passage .slot').length") > 8
-    browser.evaluate("for (const each of document.querySelectorAll('.passage')) each.textContent = each.textContent")
+    browser.evaluate("for (const node of document.querySelectorAll('.passage')) node.textContent = node.textContent")
     changed = (np.asarray(with_slots) != np.asarray(browser.picture(".passage"))).any(axis=-1)
     assert 0 < changed.mean() < 0.03  # light lines are seen, and nothing else
 
@@ -118,7 +118,7 @@ def test_progress_and_cancel(browser, held, way):
     browser.evaluate("$('stop').click()") if way == "click" else browser.press(way)
     browser.wait_for("!running")
     assert browser.seen("#error") == "Stopped." and not is_seen(browser, "#stop")
-    assert isinstance(held.end_of_the_first(), RequestCancelledError)  # its place is free
+    assert isinstance(held.end_of_the_first(), RequestCancelledError)  # the next request can start
     ask(browser)
 
 

@@ -221,7 +221,7 @@ def test_long_rows_change_no_frequencies(processor, engine_of):
     alone = [engine.submit(request_of(**request, max_new_tokens=30)).result() for request in requests]
     assert frequencies_change_at(pipeline.model.config.text_config) == 64
     lengths = [answer.prompt_tokens + 30 for answer in alone]
-    assert lengths[0] > 64 >= max(lengths[1:]) and max(lengths) < 1.5 * min(lengths)  # they would share a batch
+    assert lengths[0] > 64 >= max(lengths[1:]) and max(lengths) < 1.5 * min(lengths)  # the lengths would fit one batch
     assert joined_answers(engine, requests, max_new_tokens=30) == [answer.text for answer in alone]
 
 

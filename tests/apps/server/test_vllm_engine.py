@@ -149,7 +149,7 @@ def test_vllm_may_come_back(front, vllm):
 def test_killed_vllm_loses_no_answers(front, vllm):
     """vLLM is killed twice: clients get 503 with `Retry-After`, try again, and all get their answers."""
     app, answers, refused = create_app(front, ServerSettings("tiny")), [], []
-    killed = {2: threading.Event(), 4: threading.Event()}  # turns that wait for it, so that some are left to refuse
+    killed = {2: threading.Event(), 4: threading.Event()}  # these turns wait for the kill, so some are refused
 
     def ask_some(number):
         client = TestClient(app, base_url="http://localhost")
@@ -222,7 +222,7 @@ def test_full_folder_gives_503(front, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("arcaligner.kv_cache_arcaligner.save_keys_values", full)
-    assert ask(front, RADIK)[0].text  # which is there
+    assert ask(front, RADIK)[0].text  # its file exists
     with pytest.raises(OSError, match="could not be written"):
         ask(front, ADA)
 
@@ -267,7 +267,7 @@ def test_ended_process_restarts(tmp_path):
 
 def is_gone(process):
     try:
-        return process.status() == psutil.STATUS_ZOMBIE  # which nobody waits for
+        return process.status() == psutil.STATUS_ZOMBIE  # it has ended, but no parent has reaped it
     except psutil.NoSuchProcess:
         return True
 
