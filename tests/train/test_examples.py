@@ -48,7 +48,7 @@ def builder(processor):
 
 
 def targets(processor, example) -> list[str]:
-    """What the assistant is to say in each turn."""
+    """The text that the assistant should write in each turn."""
     return [processor.decode([label for label in turn["labels"] if label != -100]) for turn in example["turns"]]
 
 
@@ -101,7 +101,7 @@ def test_finest_rate_decides_lengths(processor):
 def test_inconsistent_template_is_refused(builder, processor, monkeypatch):
     """A template that renders the prompt in two ways is refused."""
     plain = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
-    monkeypatch.setattr(processor, "chat_template", plain)  # which ends no turn, so that EOS is added
+    monkeypatch.setattr(processor, "chat_template", plain)  # this template ends no turn, so EOS is added
     (example,) = builder.question_examples(question_rows(1))
     assert processor.decode(example["turns"][0]["input_ids"]).endswith("it?<|im_end|>")
     monkeypatch.setattr(processor, "chat_template", plain + "{% if add_generation_prompt %}?{% endif %}")
@@ -109,11 +109,11 @@ def test_inconsistent_template_is_refused(builder, processor, monkeypatch):
         list(builder.question_examples(question_rows(1)))
 
 
-# Texts to read back
+# Texts to reconstruct
 
 
 def test_templates_are_the_papers():
-    """Templates are the paper's, fixed by the id and used about equally."""
+    """Templates are those of the paper, chosen by the id and used about equally often."""
     assert tuple(f"{before}[B]{after} [T]." for before, after in RECONSTRUCTION_TEMPLATES) == TEMPLATES
     # Written out: another hash would change every training set, and `hash` does so in each process.
     assert stable_number("recon_train_0", 1000) == 200
@@ -157,12 +157,12 @@ def test_second_turn_continues(processor):
     assert second_turn.startswith(f"{CONTINUATION}<|im_end|>\n<|im_start|>assis")
 
 
-# Which rows
+# The choice of rows
 
 
 @dataclass
 class OneExample:
-    """A stand-in for a builder: one example for rows that share their passages, as long as the first question."""
+    """A builder that makes one example from rows with the same passages, with the length of the first question."""
 
     max_tokens: int | None = None
     drawn: list[list[dict]] = field(default_factory=list)  # the rows of each example
@@ -188,7 +188,7 @@ class OneExample:
 
 @pytest.fixture
 def selector(tmp_path):
-    """A selector of sources, a file or rows that become one, by a recipe with other keys."""
+    """Makes a selector from sources (files, or rows that are written to one) and changed keys of the recipe."""
 
     def selector(sources, limit=None, builder=None, seed=0, num_proc=None, **changes):
         keys = {"stage": "grounding", "model_name_or_path": "base", "data_dir": ""}
@@ -238,7 +238,7 @@ def two_files(tmp_path):
 
 
 def test_oversampled_rows_are_used_again(select, two_files, caplog):
-    """All of a source before any of its rows comes again, so that the shares stay."""
+    """All rows of a source are used before one is used again, so that the shares stay."""
     with caplog.at_level(logging.INFO):
         names = select(dict.fromkeys(two_files, 1.0), oversample=True)["row_id"][:]
     few = Counter(name for name in names if name.startswith("few"))
@@ -264,7 +264,7 @@ def test_oversampled_rows_get_other_distractors(select, two_files, tmp_path):
 
 
 def test_row_too_long_a_second_time(selector, two_files, monkeypatch):
-    """Such a source cannot be used again, which is said instead of trying forever."""
+    """A source whose rows cannot be used a second time is an error, not an endless loop."""
     takes = selector(dict.fromkeys(two_files, 1.0), oversample=True)
     original = ExampleSelector._take
 
@@ -300,7 +300,7 @@ def test_long_examples_are_replaced(select, tmp_path, caplog):
 
 
 def test_incomplete_rows_are_reported(select, tmp_path, caplog):
-    """Rows without a part are left out and reported in a line without control characters."""
+    """Incomplete rows are left out, and reported in one line without control characters."""
     rows = question_rows(16)
     rows[1]["question"], rows[2]["passages"], rows[3]["passages"][0]["text"] = " ", [], "\n"
     for row in rows[7:]:
@@ -330,7 +330,7 @@ def test_passage_words_cut_texts(select, tmp_path):
 )
 def test_same_passages_share_example(select, max_questions, sizes):
     rows = question_rows(13)
-    rows[12]["passages"] = [rows[12]["passages"][0] | {"title": "Another"}]  # so they are not the same
+    rows[12]["passages"] = [rows[12]["passages"][0] | {"title": "Another"}]  # so the two differ
     examples = select(rows, max_questions=max_questions)
     groups = [ids.split(",") for ids in examples["row_id"]]
     assert sorted(map(len, groups)) == sizes and ["row-12"] in groups
@@ -356,7 +356,7 @@ def test_shared_distractors(select):
 
 @pytest.mark.parametrize("max_questions, joined", [(1, 0), (2, 3)])
 def test_questions_about_distractors(select, max_questions, joined):
-    """A question about each distractor joins if questions share an example."""
+    """If questions share an example, a question about each distractor is added."""
     rows = question_rows(8)
     for number, row in enumerate(rows):
         row |= {"id": str(number), "question": f"Which text has number {number}?", "answers": [f"n{number}"]}
@@ -432,12 +432,12 @@ def test_stopped_run_continues(select, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         select(path)
     assert len(list((tmp_path / "examples").glob("*.arrow"))) == 2
-    monkeypatch.setenv("STOP_AT", whole["row_id"][2])  # a row of the first block: it must not be asked again
+    monkeypatch.setenv("STOP_AT", whole["row_id"][2])  # a row of the first block, which must not be used again
     assert select(path).to_dict() == whole.to_dict()
 
 
 def row_by_row(made: ExampleSelector, source: str) -> list[dict]:
-    """The examples of a source, of one row after another and nothing remembered."""
+    """The examples of a source, made row by row without a cache."""
     recipe, builder, corpus = made.recipe, made.builder, list(open_part(made.recipe, source, held_out=False))
     nearest, examples = NearestPassages(corpus), []
     for numbers in made._order(open_part(recipe, source, held_out=False)):
@@ -450,7 +450,7 @@ def row_by_row(made: ExampleSelector, source: str) -> list[dict]:
 
 
 def test_blocks_hold_plain_examples(selector, tmp_path, processor, monkeypatch):
-    """Of blocks, with passages and questions remembered, the examples are those of one row after another."""
+    """Blocks, which cache passages and questions, have the examples that are made row by row."""
     monkeypatch.setattr(module, "ROWS_PER_BLOCK", 16)
     rows = [*article_rows(20, questions=3), *question_rows(8), *city_rows(CITIES)]
     rows[5]["answers"], rows[11]["question"] = [], ""
@@ -466,7 +466,7 @@ def test_blocks_hold_plain_examples(selector, tmp_path, processor, monkeypatch):
 
 def test_processes_make_equal_examples(select, tmp_path, processor):
     rows, builder = question_rows(12), ExampleBuilder(processor)
-    rows[3]["answers"] = []  # in its place, too, with no example
+    rows[3]["answers"] = []  # also in its place, without an example
     one = select(rows, builder=builder)
     for number in (2, 16):  # some of which have no rows
         several = select(rows, builder=builder, num_proc=number, examples_cache_dir=str(tmp_path / str(number)))
@@ -482,7 +482,7 @@ def test_makers_can_be_pickled(selector, tmp_path, processor):
 
 
 def test_collector_rests_and_returns(selector, tmp_path, processor, monkeypatch):
-    """Garbage is not collected while a block is made, and again after it, whole or failed."""
+    """Garbage collection is off while a block is made, and on again after it, also after an error."""
     path, seen = write_rows(tmp_path / "rows.jsonl", question_rows(2)), []
     _, maker, order = selector(path, builder=ExampleBuilder(processor))._prepare(path, None, False)
 
@@ -498,7 +498,7 @@ def test_collector_rests_and_returns(selector, tmp_path, processor, monkeypatch)
 
 @pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
 def test_cut_cache_is_made_again(select, tmp_path, caplog, part):
-    """A file of examples that is cut off, as by a full disk, is no error and loses no example."""
+    """A truncated file of examples, as after a full disk, is made again and loses no example."""
     path, cache = write_rows(tmp_path / "rows.jsonl", question_rows(6)), tmp_path / "examples"
     expected = list(select(path, examples_cache_dir=str(cache)))
     (block,) = cache.glob("*.arrow")
@@ -508,7 +508,7 @@ def test_cut_cache_is_made_again(select, tmp_path, caplog, part):
 
 
 def test_missing_examples_name_the_reason(select, tmp_path):
-    """A misspelt key is named, not the limits."""
+    """If there are no examples because of a misspelt key, the error names the key and not the limits."""
     rows = [{key: row[key] for key in ("id", "question", "passages")} | {"answer": "Ada"} for row in question_rows(3)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     with pytest.raises(ValueError, match=rf"No examples in {path}: 3 without an answer\. .* keys \['id', 'question', "):
@@ -523,14 +523,14 @@ def test_unwritable_cache_is_named(select, tmp_path):
 
 
 class NoMaker:
-    """Stands for what makes examples in a process."""
+    """A maker of examples that makes none."""
 
     def remembering(self):
         return self
 
 
 def test_processes_tokenize_alone(monkeypatch):
-    """A forked process that tokenized in several threads would wait for those of its parent."""
+    """A forked process tokenizes in one thread: several would wait for threads of its parent."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     with ProcessPoolExecutor(1, initializer=module._set_maker, initargs=(NoMaker(),)) as process:
         assert process.submit(os.getenv, "TOKENIZERS_PARALLELISM").result() == "false"

@@ -121,7 +121,7 @@ def test_shipped_recipes_match_stage_two():
     assert {key for key in joint | apart if joint.get(key) != apart.get(key)} == differing
 
 
-# Passages apart
+# Independent passages
 
 
 def test_passages_are_tokenized_separately(tokenizer):

@@ -113,7 +113,7 @@ def test_shipped_maker_recipe():
     assert changed == {"writes", "output_dir"}
 
 
-# What is used of what a maker wrote
+# What is kept of the text of a maker
 
 
 def test_question_is_read():

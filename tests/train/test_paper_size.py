@@ -22,7 +22,7 @@ from arcaligner.train.stages import RECIPES
 BASE, ENCODER = "mistralai/Mistral-7B-Instruct-v0.2", "Salesforce/SFR-Embedding-Mistral"
 STAGES = ("1_reconstruction", "2_grounding", "3_gating")
 LAYERS = 2  # of 32
-# What a machine and a test have less of. Everything else is the recipe's.
+# Smaller than in the recipe, to fit a machine and a test; all other keys are the recipe's.
 SMALLER = {"max_steps": 2, "per_device_train_batch_size": 2, "global_batch_size": 2, "max_train_samples": 4}
 SMALLER |= {"use_cpu": "true", "bf16": "false", "dataset_num_proc": 1, "logging_steps": 1}
 

@@ -172,7 +172,7 @@ def test_each_process_has_a_card(monkeypatch, count, started, message):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         check_devices(needs_bfloat16=False)
-    if message:  # also where a recipe is read
+    if message:  # a recipe is refused, too
         with pytest.raises(ValueError, match=message):
             parse(["--config", str(RECIPES / "tiny" / "1_reconstruction.yaml"), "--use_cpu", "false"])
 
@@ -262,7 +262,7 @@ OF_STAGE = {
     2: {"learning_rate": 2e-5, "gradient_accumulation_steps": 2},
     3: {"learning_rate": 2e-5, "gradient_accumulation_steps": 2},
 }
-EXAMPLES = {1: (200_000, 256), 2: (90_447, 64), 3: (90_447, 64)}  # in all, and in a step
+EXAMPLES = {1: (200_000, 256), 2: (90_447, 64), 3: (90_447, 64)}  # examples in total, and in a step
 ALIGNER = {"lora_r": 128, "lora_alpha": 32, "lora_dropout": 0.05, "gate_layers": "all"}
 
 
@@ -287,7 +287,7 @@ def test_paper_recipes_match_tables(name, stage, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.default_backbone
 def test_tiny_recipe_trains_all_stages(tmp_path, monkeypatch):
-    monkeypatch.delenv("ARCALIGNER_MODELS", raising=False)  # it comes back after a training in another test
+    monkeypatch.delenv("ARCALIGNER_MODELS", raising=False)  # a training in another test sets it
     monkeypatch.chdir(RECIPES.parents[1])
     quick = ["--max_steps", "1", "--per_device_train_batch_size", "1", "--eval_strategy", "no"]
     quick += ["--examples_cache_dir", str(tmp_path / "cache")]

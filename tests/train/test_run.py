@@ -59,7 +59,7 @@ def test_run_resumes_with_its_settings(begun, config):
     (begun / "recipe.yaml").write_text(run_settings(SCRIPT, [*config, *start]))
     elsewhere = [str(Path(argument).resolve()) if "/" in argument else argument for argument in start]
     check_settings(begun, run_settings(SCRIPT, [*config, *elsewhere]))
-    averaged = [*config, "--average_checkpoints", "2"]  # of which checkpoints, `save_steps` decides
+    averaged = [*config, "--average_checkpoints", "2"]  # `save_steps` decides which checkpoints
     (begun / "recipe.yaml").write_text(run_settings(SCRIPT, averaged))
     with pytest.raises(ValueError, match="`save_steps` was None and is now 5"):
         check_settings(begun, run_settings(SCRIPT, [*averaged, "--save_steps", "5"]))
@@ -95,7 +95,7 @@ def test_trainer_locks_its_folder(tmp_path):
         with pytest.raises(ValueError, match=f"Another process is training in {folder}"):
             claim(settings).__enter__()
     other = settings.replace("1", "2")
-    with claim(other):  # nothing was left to go on from
+    with claim(other):  # there was no checkpoint to continue from
         assert (folder / "recipe.yaml").read_text() == other
         (folder / "checkpoint-2").mkdir()
     with pytest.raises(ValueError, match="`seed` was 2 and is now 1"):

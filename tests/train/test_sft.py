@@ -116,7 +116,7 @@ def test_projector_without_lora(tmp_path, write_recipe):
     assert ArcAlignerForCausalLM.from_pretrained(tmp_path / "2").config.lora_r == 0
 
 
-# Broken runs
+# Interrupted runs
 
 
 @pytest.mark.parametrize("step, checkpoint", [(3, "checkpoint-2"), (5, "checkpoint-4")])

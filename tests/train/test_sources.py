@@ -55,7 +55,7 @@ def test_a_bad_line_is_named(tmp_path, line):
     path.write_text(f"{json.dumps(question_rows(1)[0])}\n{line}\n")
     with pytest.raises(ValueError, match=BAD_LINES[line]):
         open_corpus(str(path))
-    with pytest.raises(ValueError, match="line 2 has no id, "):  # which needs all fields
+    with pytest.raises(ValueError, match="line 2 has no id, "):  # `read_rows` needs all fields
         read_rows(path)
 
 
@@ -117,7 +117,7 @@ def test_null_ids_become_numbers(tmp_path, name):
     suffix = "-0" if name == "texts.parquet" else ""
     corpus = open_corpus(str(path))
     assert [row["id"] for row in corpus] == [f"{row_id}{suffix}" for row_id in ("a", 1, 2)]
-    # Of HotpotQA's paragraphs those that the answer needs: others would decide what is held out.
+    # Only the paragraphs of HotpotQA that the answer needs: the others would decide what is held out.
     assert corpus[0]["gold"] == [] and len(corpus[0]["passages"]) == (2 if name == "hotpotqa.parquet" else 1)
 
 

@@ -256,7 +256,7 @@ class Waits(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.places, self.functions = [], []  # `functions`: of the project, the models' too
+        self.places, self.functions = [], []  # `functions` has those of the project, the models' too
 
     def note(self) -> None:
         frames = traceback.extract_stack()

@@ -31,7 +31,7 @@ def test_loss_error_is_over_articles():
     means = means_and_errors(losses, ["squad"] * 4 + ["nq"], ["a", "a", "b", "c", "d"])
     residuals = np.array([6 - 2 * 18 / 7, 3 - 2 * 18 / 7, 9 - 3 * 18 / 7])  # of articles, at the mean of 18 / 7
     assert means["squad"] == (18 / 7, pytest.approx(np.sqrt(3 / 2 * (residuals**2).sum()) / 7))
-    assert means["nq"] == (5.0, np.inf)  # one article says nothing of others
+    assert means["nq"] == (5.0, np.inf)  # one article has no standard error
 
 
 def test_loss_matches_the_logits(separate):
