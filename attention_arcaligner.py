@@ -44,7 +44,7 @@ class SlotRows(NamedTuple):
     prefix_length: int | None  # positions up to the last slot of all rows; None in code that is compiled for any length
 
     def for_any_length(self) -> "SlotRows":
-        """The same rows without Python numbers, so that compiled code serves any place of the slots."""
+        """The same rows without their Python numbers, so that compiled code works wherever the slots are."""
         return self._replace(slot_span=None, prefix_length=None)
 
 
@@ -200,8 +200,8 @@ def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torc
 
 
 def place_passage_ids(slot_mask: torch.Tensor, passage_ids: torch.Tensor | None) -> torch.Tensor:
-    """The passage of each position (batch, seq_len), -1 on text; without `passage_ids` (batch, max_slots) all slots of
-    a row are of one passage. `slot_mask` is (batch, seq_len)."""
+    """The index of the passage at each position (batch, seq_len), -1 on text. Without `passage_ids` (batch, max_slots)
+    all slots of a row are of one passage. `slot_mask` is (batch, seq_len)."""
     if passage_ids is None or passage_ids.shape[1] == 0:
         return torch.where(slot_mask, 0, -1)
     which_slot = (slot_mask.long().cumsum(dim=1) - 1).clamp(min=0)  # (batch, seq_len), the last slot so far
@@ -210,7 +210,7 @@ def place_passage_ids(slot_mask: torch.Tensor, passage_ids: torch.Tensor | None)
 
 
 def passage_positions(passage_ids: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
-    """Positions of a prompt whose passages count from the same place.
+    """Positions of a prompt whose passages all start at the same position.
 
     Args:
         passage_ids (`torch.Tensor` of shape `(batch, seq_len)`): From [`place_passage_ids`].
@@ -308,7 +308,7 @@ def prior_of_positions(passage_ids: torch.Tensor, passage_prior: torch.Tensor) -
 
 def check_passage_prior(passage_prior, passage_ids: torch.Tensor | None, config: PreTrainedConfig) -> None:
     """Raise `ValueError` unless `passage_prior` has a finite number for each passage of `passage_ids` (batch,
-    max_slots), and attention takes it."""
+    max_slots), and the attention kernel accepts it."""
     if (kernel := config._attn_implementation) not in ROW_KERNELS:
         raise ValueError(
             f"`passage_prior` is set, but attention `{kernel}` takes no bias for each key. Load the model with "

@@ -302,19 +302,20 @@ class ArcAlignerConfig(PreTrainedConfig):
         max_refinement_steps: int | None = None,
         refinement_budget: float | None = None,
     ) -> GateSettings:
-        """The settings of a forward: the arguments of its call, which are valid, else the configuration's values."""
+        """The settings of a forward: the arguments of its call or, where an argument is `None`, the configuration's
+        value. The arguments are not checked."""
         gate_mode, refinement_budget = normalize_budget(gate_mode or self.gate_mode, refinement_budget)
         steps = self.max_refinement_steps if max_refinement_steps is None else max_refinement_steps
         return GateSettings(gate_mode, gate_threshold or self.gate_threshold, steps, refinement_budget)
 
     def refines(self, **arguments: Any) -> bool:
-        """Whether slots may take extra passes; `arguments` of a call are those of `gate_settings`."""
+        """Whether slots may take extra passes. `arguments` are those of `gate_settings`."""
         settings = self.gate_settings(**arguments)
         return settings.gate_mode != "off" and settings.max_refinement_steps > 0 and bool(self.gated_layers)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        """Load a configuration, as for any configuration.
+        """Load a configuration, as in transformers.
 
         Raises:
             `ValueError`: a field of the wrong type; the message names the field and the file.
@@ -368,8 +369,8 @@ def longest_prompt(config: PreTrainedConfig) -> int | None:
 
 
 def check_length(length: int, what: str, config: PreTrainedConfig, position_ids=None) -> None:
-    """Raise `ValueError` if `what`, such as "The prompt", has more positions than the backbone supports: `length` or,
-    if passages share positions, the number of different ones in `position_ids`."""
+    """Raise `ValueError` if `what`, such as "The prompt", needs more positions than the backbone supports. It needs
+    `length` positions, or fewer if passages share positions: then the largest of `position_ids`, plus one."""
     longest = longest_prompt(config)
     # Independent passages share positions, so a prompt may have more tokens than the backbone has positions.
     if longest is not None and length > longest and position_ids is not None:

@@ -1,4 +1,4 @@
-"""The alternatives that the latency benchmark compares for k passages, from the same prompts.
+"""The alternatives, or *arms*, that the latency benchmark compares for k passages, from the same prompts.
 
 standard_rag           the bare base model of transformers, with the passages' text
 standard_rag_cached    the same, with cached keys and values of everything before the question
@@ -80,14 +80,13 @@ class Prompt(NamedTuple):
 
     @classmethod
     def cut(cls, num_before: int, slots: dict[str, Any], **inputs: torch.Tensor) -> "Prompt":
-        """Cuts `inputs` (1, seq_len) where the question begins. Its `slots` belong to the prefix."""
+        """Cut `inputs` (1, seq_len) where the question begins. Its `slots` belong to the prefix."""
         prefix = {name: tensor[:, :num_before] for name, tensor in inputs.items()}
         return cls(inputs | slots, prefix | slots, {name: tensor[:, num_before:] for name, tensor in inputs.items()})
 
 
 def pick_rows(rows: list[Row], processor: ArcAlignerProcessor, number: int) -> list[Row]:
-    """Rows with `number` different passages, those with a length nearest to `TOKENS_PER_PASSAGE`; one passage per
-    row."""
+    """`number` rows with one passage each, all different: those with a length nearest to `TOKENS_PER_PASSAGE`."""
     pairs = ((row, passage) for row in rows if row["question"] for passage in row["passages"])
     candidates = list({passage["text"]: row | {"passages": [passage]} for row, passage in pairs}.values())
     if len(candidates) < number:
@@ -144,7 +143,7 @@ def read(model: PreTrainedModel, inputs: dict[str, Any], cache: Cache | None = N
 def make_arms(
     aligner: ArcAlignerForCausalLM, base: PreTrainedModel, text: Prompt, slots: Prompt
 ) -> dict[str, Callable[[], ModelOutput]]:
-    """The arms of a question by name."""
+    """The arms of a prompt by name: functions without arguments, which compute the logits of the first token."""
     text_prefix, slot_prefix = cache_of(read(base, text.prefix)), cache_of(read(aligner, slots.prefix))
     return {
         "standard_rag": lambda: read(base, text.whole),

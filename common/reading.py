@@ -13,6 +13,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import math
 import re
 import subprocess
 import sys
@@ -77,7 +78,8 @@ def read_file(path: str | Path, data: bytes | None = None) -> FileText:
     """
     suffix, size = Path(path).suffix.lower(), Path(path).stat().st_size if data is None else len(data)
     if suffix in CONVERTED and size > LARGEST_CONVERTED:
-        raise ValueError(f"{path} has {size / 2**20:.0f} MiB; expected at most {LARGEST_CONVERTED // 2**20}. Split it")
+        most = LARGEST_CONVERTED // 2**20
+        raise ValueError(f"{path} has {math.ceil(size / 2**20)} MiB; expected at most {most} MiB. Split it")
     data = Path(path).read_bytes() if data is None else data
     text, pages = convert(data, suffix, path) if suffix in CONVERTED else (decode(data, path), [])
     is_markdown = suffix in (*MARKDOWN, *CONVERTED) and not pages
@@ -238,7 +240,8 @@ def docx_to_markdown(data: bytes) -> str:
     with zipfile.ZipFile(io.BytesIO(data)) as unpacked:
         size = sum(entry.file_size for entry in unpacked.infolist())
     if size > LARGEST_UNPACKED:
-        raise ValueError(f"it unpacks to {size / 2**20:.0f} MiB; expected at most {LARGEST_UNPACKED // 2**20}")
+        most = LARGEST_UNPACKED // 2**20
+        raise ValueError(f"it unpacks to {math.ceil(size / 2**20)} MiB; expected at most {most} MiB")
     without_pictures = mammoth.images.img_element(lambda image: {})
     options = {"convert_image": without_pictures, "style_map": "p[style-name='Title'] => h1:fresh"}
     return html_to_markdown(mammoth.convert_to_html(io.BytesIO(data), **options).value)
@@ -259,8 +262,8 @@ def pdf_pages(data: bytes) -> list[str]:
             return pages
     except PdfminerException as error:
         if error.args and isinstance(error.args[0], PDFPasswordIncorrect):
-            raise ValueError("it is protected by a password") from error
-        raise ValueError("it is broken, or not a PDF") from error
+            raise ValueError("it is protected by a password; save it without one") from error
+        raise ValueError("it is broken, or not a PDF; save it again as a PDF") from error
 
 
 def _page_text(page: Any) -> str:

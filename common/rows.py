@@ -163,7 +163,7 @@ def normalize_answer(text: str) -> str:
 
 
 def usable_golds(golds: Sequence[str]) -> list[str]:
-    """The gold answers that do not normalize to nothing.
+    """The gold answers that still contain a word after normalization.
 
     >>> usable_golds(["The", "Paris"])
     ['Paris']

@@ -305,8 +305,8 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         "freely. [docs/speed.md](docs/speed.md#cached-passages) also measures text that is cached per passage.",
         "**The default** scores passages and uses the one with the highest score, or the best two if the question "
         "needs two. Its times include the scoring, and were measured on questions that were answered from one passage. "
-        "They are upper bounds, because all passages were scored in this measurement; now fewer are "
-        "([which](docs/extensions.md#selection-of-passages)).",
+        "All passages were scored in this measurement. Now only [some of "
+        "them](docs/extensions.md#selection-of-passages) are scored, so the times are upper bounds.",
         "**A dash** means not measured.",
         f"**CPUs.** The two time columns come from different CPUs ({latency['machine']['cpu']}; for cached "
         f"passages {kept['machine']['cpu']}), so compare times within one column only.",

@@ -40,7 +40,7 @@ from ..modeling_arcaligner import head_nll
 from .batches import padded
 from .examples import choose_template, missing_part, open_corpus
 from .prompts import ApartText, passages_text, text_prompt
-from .recipe import TextTrainingConfig, run_script
+from .recipe import TextTrainingConfig, run_script, with_help
 from .run import claim_folder, last_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ RUN = 128  # tokens of a passage that are compressed together, as in the paper
 SETTINGS, TOKENS = "cocom.json", "compression_tokens.safetensors"  # next to PEFT's files
 
 
+@with_help
 @dataclass
 class CocomArguments:
     """

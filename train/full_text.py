@@ -33,12 +33,13 @@ from .batches import padded
 from .distractors import NearestPassages
 from .examples import missing_part, open_corpus
 from .prompts import ApartText, full_text, question_prompt, text_prompt
-from .recipe import TextTrainingConfig, run_script
+from .recipe import TextTrainingConfig, run_script, with_help
 from .run import claim_folder, last_checkpoint
 
 logger = logging.getLogger(__name__)
 
 
+@with_help
 @dataclass
 class FullTextArguments:
     """

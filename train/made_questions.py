@@ -48,7 +48,7 @@ MIN_P = 0.05
 
 class TextReader:
     """
-    A base model with a LoRA of `train/full_text.py`, which generates texts of the kind that it was trained on.
+    Writes answers, or questions with their answers, with a base model and a LoRA trained by `train/full_text.py`.
 
     Args:
         folder (`str` or `Path`): The `output_dir` of that script.
@@ -70,8 +70,8 @@ class TextReader:
 
     @torch.inference_mode()
     def write(self, contents: Sequence[str], max_new_tokens: int, samples: int = 0, **options) -> list[list[str]]:
-        """Generated answers to each user's turn of `contents`: `samples` different ones, sampled with the `options` of
-        `generate`, or by default the greedy one."""
+        """Generate texts for each user's turn of `contents`: `samples` texts, sampled with the `options` of `generate`,
+        or by default one text, decoded greedily."""
         prompts = [self._prompt(content) for content in contents]
         written: list[list[str]] = [[] for _ in contents]
         drawn = {"do_sample": True, "num_return_sequences": samples, **options} if samples else {"do_sample": False}
@@ -93,8 +93,8 @@ class TextReader:
 
 
 def batches_of(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Numbers of the rows of each batch, the longest first; a batch has at most `most` tokens with padding, or one
-    row.
+    """Split rows of these lengths into batches, longest rows first. Return the indices of the rows of each batch. A
+    batch has at most `most` tokens, padding included; a longer row is a batch by itself.
 
     >>> batches_of([3, 9, 4, 3], 8)
     [[1], [2, 0], [3]]
@@ -134,7 +134,8 @@ def read_made(text: str, passage: dict[str, str]) -> tuple[str, str] | str:
 
 
 def make_questions(maker: TextReader, rows: Sequence[Row], number: int) -> tuple[list[Row], Counter]:
-    """Up to `number` different questions about each row's paragraph, sampled, and how many were left out, by reason."""
+    """Sample `number` questions about each row's paragraph. Return those that can be used, all with different answers,
+    and how many were left out, by reason."""
     prompts = [question_prompt(row) for row in rows]
     texts = maker.write(prompts, max_new_tokens=MAX_TOKENS, samples=number, min_p=MIN_P)
     made, left_out = [], Counter()

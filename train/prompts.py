@@ -66,7 +66,7 @@ class ApartText(NamedTuple):
 
     @classmethod
     def of(cls, row: Row, before: str, after: str, tokenize: Callable[[str], list[int]]) -> "ApartText":
-        """The passages of `row`, and its prompt `before` and `after` them; all parts are tokenized separately."""
+        """From the passages of `row`, and the prompt `before` and `after` them. All parts are tokenized separately."""
         passages = [tokenize(passages_text({"passages": [passage]})) for passage in row["passages"]]
         return cls(tokenize(before), passages, tokenize(after))
 
@@ -77,7 +77,7 @@ class ApartText(NamedTuple):
 
     @property
     def passage_ids(self) -> list[int]:
-        """The number of the passage of each of `ids`, -1 before and after the passages."""
+        """For each of `ids` the index of its passage, or -1 before and after the passages."""
         numbers = (number for number, ids in enumerate(self.passages) for _ in ids)
         return [-1] * len(self.head) + [*numbers] + [-1] * len(self.tail)
 

@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -49,10 +50,30 @@ _FROM_RECIPE = {
     *("tokens_per_slot", "trained_tokens_per_slot", "context_words", "trained_encoder", "chat_template"),
     "passage_attention",
 }
+# In the `Args` of a docstring: the names of an entry, each with its type in brackets, and its text.
+_ARGUMENT = re.compile(r"^ {4}(\w[^:\n]*): ((?:.|\n {8})*)", re.MULTILINE)
+
 # Packed turns need a custom mask, which other attention kernels do not accept.
 _MASKED_ATTENTION = (None, "eager", "sdpa")
 
 
+def with_help(kind: type) -> type:
+    """Class decorator for a dataclass of keys: `--help` describes each key with the text of the docstring's `Args`, or
+    with that of the parent class."""
+    parents = filter(dataclasses.is_dataclass, kind.__bases__)
+    inherited = {field.name: field.metadata for parent in parents for field in dataclasses.fields(parent)}
+    texts = {}
+    for names, text in _ARGUMENT.findall(inspect.cleandoc(kind.__doc__)):
+        for name in re.findall(r"\w+", re.sub(r" \([^)]*\)", "", names)):
+            texts[name] = " ".join(text.split()).replace("%", "%%")  # argparse formats a help text
+    for key in dataclasses.fields(kind):
+        if key.name in kind.__annotations__:
+            described = {"help": texts[key.name]} if key.name in texts else {}
+            key.metadata = {**inherited.get(key.name, {}), **described}
+    return kind
+
+
+@with_help
 @dataclass
 class RecipeArguments:
     """
@@ -75,7 +96,9 @@ class RecipeArguments:
         oversample (`bool`): What happens if a source of `train_files` or `reconstruction_files` has fewer examples than
             its weight asks for. If true, its rows are used again, each time with other distractors. If false, the
             mixture shrinks.
-        eval_files, max_eval_samples: Like `train_files` and `max_train_samples`, for the held-out loss.
+        eval_files (`dict[str, float]`): Sources for the held-out loss, and their weights. Of a file that is also in
+            `train_files`, the held-out articles are used.
+        max_eval_samples (`int`, *optional*): Number of examples for the held-out loss.
         max_segments (`int`): Maximum number of segments of a reconstruction example.
         continues (`bool`): Whether reconstruction examples have a second turn, which continues with the next segment.
         max_tokens (`int`, *optional*): Longer examples are left out, as are those beyond the context of the base model.
@@ -84,13 +107,15 @@ class RecipeArguments:
         distractors (`float`): Share of question examples that get 1 to `max_distractors` of the passages nearest to
             their questions (BM25) without the answer, mixed with their passages in random order. With `max_questions`
             above 1, a question about each of these distractors is added.
-        validation_share (`float`), validation_seed (`int`): Share of articles (titles) that are held out, and the seed
-            that selects them. If a file is also in `eval_files`, its held-out articles are evaluated.
+        max_distractors (`int`): Maximum number of distractors of an example.
+        validation_share (`float`): Share of articles (titles) that are held out from training.
+        validation_seed (`int`): Seed that selects the articles that are held out.
         max_questions (`int`): Maximum number of questions about the same passages in one example, in addition to those
             about its distractors. The questions share the slots, so a passage is computed once for all of them; each
             question attends to the slots and itself.
-        reconstruction_files (`dict[str, float]`), reconstruction_share (`float`): Share of reconstruction examples in a
-            later stage's training set, and the files they come from.
+        reconstruction_files (`dict[str, float]`): Sources of the reconstruction examples in stages II and III, and
+            their weights.
+        reconstruction_share (`float`): Share of reconstruction examples in the training set of stages II and III.
         tokens_per_slot (`list`): Numbers of tokens per slot, or `"segment"`. One entry is drawn for each batch; an
             entry that is listed twice is drawn twice as often. They may differ from those of the stage before.
         attn_implementation (`str`, *optional*): transformers' name of an attention kernel. On CPUs, the backward pass
@@ -99,8 +124,9 @@ class RecipeArguments:
             long runs.
         passages_first (`bool`): Whether a step computes the slots of all passages first and then the turns that attend
             to them: fewer and shorter rows. For independent passages (`passage_attention: separate`) and one process.
-        attention_loss_weight (`float`), attention_loss_layers (`list[int]`): With `passages_first`, the weight of the
-            attention loss, and the layers that it applies to; see `train/passages_first.py`.
+        attention_loss_weight (`float`): With `passages_first`, the weight of the attention loss; see
+            `train/passages_first.py`.
+        attention_loss_layers (`list[int]`): Layers that the attention loss applies to.
         examples_cache_dir (`str`): Folder that caches tokenized examples, for all stages.
     """
 
@@ -295,6 +321,7 @@ def check_bfloat16() -> None:
         )
 
 
+@with_help
 @dataclass
 class TextTrainingConfig(SFTConfig):
     """`SFTConfig` for the baselines, whose examples are too short to need activation checkpointing. It is off by
@@ -304,6 +331,7 @@ class TextTrainingConfig(SFTConfig):
     gradient_checkpointing: bool | None = None
 
 
+@with_help
 @dataclass
 class AlignerTrainingConfig(SFTConfig):
     """

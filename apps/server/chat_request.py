@@ -331,7 +331,8 @@ class ChatRequest(BaseModel):
         maxima = (self.max_completion_tokens, self.max_tokens, MAX_TOKENS)
         maximum = next(number for number in maxima if number is not None)
         if maximum == 0:
-            raise ValueError("`max_tokens` is 0; expected at least 1.")
+            name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+            raise ValueError(f"`{name}` is 0; expected at least 1, or -1 for the server's limit.")
         return limits.max_new_tokens if maximum == -1 else min(maximum, limits.max_new_tokens)
 
     def engine_request(self, on_text: Callable[[str], Any], limits: Limits) -> EngineRequest:

@@ -321,7 +321,7 @@ class RefinementBudget:
         self._is_spent = False  # a copy on the host, so that it does not wait for the device again
 
     def pay_gates(self, cost: LayerCost, num_asked: torch.Tensor) -> bool:
-        """Pay for the gates of `num_asked` slots (batch,). Return whether each row has operations left."""
+        """Pay for the gates of `num_asked` slots (batch,). Return whether any row has operations left."""
         if self._is_spent:
             return False
         remaining = self.remaining.to(num_asked.device)
@@ -333,7 +333,9 @@ class RefinementBudget:
     def take_slots(
         self, gate_prob: torch.Tensor, gate_open: torch.Tensor, cost: LayerCost, rows: SlotRows
     ) -> torch.Tensor:
-        """The open slots (batch, max_slots) that a row can pay a first step for: by probability, then by position."""
+        """Pay for a first step of slots with an open gate, in each row for as many as the budget covers: the most
+        probable first, and equally probable ones from left to right. Return which slots were paid for (batch,
+        max_slots)."""
         once, per_slot = cost.of_keys_values(*_prefix_sizes(rows)), cost.of_slot_pass(*_prefix_sizes(rows))  # (batch,)
         wanted = gate_open.sum(dim=1)
         affordable = torch.div(self.remaining - once, per_slot, rounding_mode="floor").clamp(min=0)
@@ -348,7 +350,8 @@ class RefinementBudget:
     def take_step(
         self, gate_open: torch.Tensor, is_taken: torch.Tensor, cost: LayerCost, rows: SlotRows
     ) -> torch.Tensor:
-        """The slots (batch, width) that are still open, in rows that can pay another step of all taken slots."""
+        """Pay for another step in each row whose budget covers one for all its taken slots. Return which slots take it
+        (batch, width): those with an open gate in these rows."""
         price = torch.where(gate_open.any(dim=1), is_taken.sum(dim=1) * cost.of_slot_pass(*_prefix_sizes(rows)), 0)
         affords = self.remaining >= price  # (batch,)
         self.remaining = torch.where(affords, self.remaining - price, 0)
@@ -433,8 +436,8 @@ class Slots(NamedTuple):
         return MOST_TEXT_PER_SLOT * self.rows.slot_positions.shape[1] >= self.rows.text_positions.shape[1]
 
     def stacked_depths(self, num_layers: int) -> torch.LongTensor:
-        """Depths of all layers, 0 for those that did not refine -> (batch, num_layers, max_slots), -1 without a
-        slot."""
+        """The number of steps of each slot at each layer (batch, num_layers, max_slots): 0 at layers that did not
+        refine, -1 where there is no slot."""
         none = torch.zeros_like(self.rows.slot_positions)  # (batch, max_slots)
         depths = [self.depths.by_layer.get(layer_idx, none).to(none.device) for layer_idx in range(num_layers)]
         return torch.stack(depths, dim=1).masked_fill(self.rows.slot_positions[:, None, :] < 0, -1)
