@@ -1,4 +1,4 @@
-"""Batches of about equally many positions: what is in them, in which order, and runs that use them."""
+"""Batches with about equally many positions: their contents, their order, and runs that use them."""
 
 import json
 from collections import Counter
@@ -22,7 +22,7 @@ STEPS = {"max_steps": 6, "save_steps": 2, "tokens_per_slot": RATES, "max_questio
 
 
 def example(row_id, head, turns, segments):
-    """An example with so many tokens in its head, in each of its turns, and in each of its segments."""
+    """An example with a head, turns and segments of these numbers of tokens."""
     words = [{"document": 0, "encoder_text": "", "encoder_start": 0, "word_ids": [1] * n} for n in segments]
     turns = [{"input_ids": [2] * n, "labels": [2] * n} for n in turns]
     return {
@@ -49,7 +49,7 @@ def test_lengths_count_head_slots_turns(monkeypatch):
 
 
 def test_lengths_of_selected_examples():
-    """A data set that was shuffled and cut has indices, not rows in order."""
+    """After a shuffle and a cut a data set has indices in place of ordered rows; the lengths are those of its rows."""
     rows = [example(str(number), number, [1], [number]) for number in range(9)]
     chosen = Dataset.from_list(rows, features=EXAMPLE_FEATURES).select([7, 2, 5])
     assert example_lengths(chosen, ["segment"])["segment"].tolist() == [9, 4, 7]
@@ -69,7 +69,7 @@ def test_batches_never_exceed_their_tokens(sizes, batch_tokens, num_batches, see
 
 
 def test_batches_are_nearly_full():
-    """At each rate, so that there are more examples where slots are few."""
+    """Batches are nearly full at each rate, so they have more examples where slots are few."""
     lengths, batches = some_batches()
     filled, sizes = {rate: [] for rate in lengths}, {rate: [] for rate in lengths}
     for batch in batches:
@@ -81,7 +81,7 @@ def test_batches_are_nearly_full():
 
 
 def test_examples_take_equal_turns():
-    """Long and short ones: none is used twice more often than another."""
+    """The numbers of times that examples, long or short, are used differ by at most 2."""
     _, batches = some_batches(num_batches=1200)
     counts = Counter(number for batch in batches for number, _ in batch)
     assert len(counts) == 200 and max(counts.values()) - min(counts.values()) <= 2
@@ -90,7 +90,7 @@ def test_examples_take_equal_turns():
 def test_rates_follow_their_shares():
     lengths, batches = some_batches(num_batches=4000)
     counts = Counter(batch[0][1] for batch in batches)
-    # A pool has one rate, and eight batches.
+    # Eight batches of one rate form a pool.
     assert [counts[rate] / 4000 for rate in (2, 4, "segment")] == pytest.approx([0.5, 0.25, 0.25], abs=0.05)
 
 
@@ -112,7 +112,7 @@ def test_examples_carry_their_rate():
 
 
 def test_collated_batches_fit(processor):
-    """The positions that are counted are those of the batch that the model gets."""
+    """The counted positions are those of the batch that the model gets."""
     builder = ExampleBuilder(processor, tokens_per_slot=(2, "segment"))
     examples = [example for row in question_rows(24) for example in builder.question_examples([row])]
     dataset = Dataset.from_list(examples, features=EXAMPLE_FEATURES)

@@ -1,4 +1,4 @@
-"""Fitting the confidence: what is read, the regression and its calibration, and the command."""
+"""Fitting the answerability: the states, the regression and its calibration, and the command."""
 
 import shutil
 
@@ -53,7 +53,7 @@ def test_share_of_unanswerable_questions(recipe_file):
 
 
 def test_command_writes_a_fitted_head(recipe_file, checkpoint_dir, tmp_path, capsys):
-    """And nothing else changes: the aligner's weights stay in the type that they are in."""
+    """The command changes the head only: the weights of the aligner keep their dtype."""
     aligner = shutil.copytree(checkpoint_dir, tmp_path / "aligner")
     weights = {name: weight.to(torch.bfloat16) for name, weight in load_file(aligner / "model.safetensors").items()}
     save_file(weights, aligner / "model.safetensors", {"format": "pt"})

@@ -1,4 +1,4 @@
-"""Passages beside those that answer: the nearest, without an answer, drawn by seed and row alone."""
+"""Distractors: passages that are nearest to the question, without its answer, drawn by seed and row alone."""
 
 import pytest
 from training_rows import CITIES, city_rows
@@ -21,13 +21,13 @@ def texts(passages):
 
 
 def nearest_of(titles):
-    """Passages, titles by texts, that no question is about."""
+    """The index of passages with these texts and titles, and the passages; they belong to no question."""
     passages = [{"title": title, "text": text} for text, title in titles.items()]
     return NearestPassages([{"question": "", "answers": [], "passages": passages, "gold": []}]), passages
 
 
 def test_nearest_without_answer():
-    """The nearest passages come first, contain no answer, and are of the same article if requested."""
+    """The nearest passages come first and contain no answer; on request they are of the same article."""
     sentences = ["The tower of Oslo is tall.", "Oslo has a tower.", "A tower.", "Nothing."]
     index, passages = nearest_of(dict.fromkeys(sentences, ""))
     assert texts(index.without_answer("the tower of oslo", ["tall"], [], 2)) == sentences[1:3]
@@ -67,7 +67,7 @@ def test_distractors_depend_on_seed(corpus, nearest, share, expected):
 
 def test_few_passages_few_distractors(corpus):
     """Few passages without an answer give fewer distractors."""
-    row = corpus[0] | {"question": "second passage by the river"}  # Rome: all first passages name it
+    row = corpus[0] | {"question": "second passage by the river"}  # Rome, which all first passages name
     two = NearestPassages(corpus[:2])
     for seed in range(8):
         expected = sorted([*texts(row["passages"]), texts(corpus[1]["passages"])[1]])
@@ -75,7 +75,7 @@ def test_few_passages_few_distractors(corpus):
 
 
 def test_unneeded_passages_are_distractors(nearest):
-    """If a row says which passages it needs, the others are distractors."""
+    """If a row says which passages it needs, its other passages are distractors."""
     passages = [{"title": "", "text": f"Text {number}."} for number in range(10)]
     row = {"id": "x", "question": "Which?", "answers": ["Text 3"], "passages": passages, "gold": [3, 7]}
     for seed in range(20):

@@ -1,4 +1,4 @@
-"""The losses of training: a frozen head without logits, slots that name their words, compiled layers; the encoder."""
+"""The losses of training: a frozen head without logits, slots that name their words, compiled layers; token spans."""
 
 import copy
 
@@ -60,7 +60,7 @@ def test_scaled_float16_loss():
 
 @pytest.mark.parametrize("backbone", list(BACKBONES))
 def test_loss_without_logits(backbone):
-    """In loss and gradients, whatever a backbone does to its logits, and divided by the same number of items."""
+    """Loss and gradients are the same without logits, for each backbone and each number of items."""
     model = tiny_aligner(backbone, dtype=torch.float32).train()
     model.set_stage("gating")
     batch = collate(random_rows(model, [3, 6, 1, 4]))
@@ -96,7 +96,7 @@ def test_compiled_loss_and_gradients(backend):
 
 
 def test_spans_share_the_tokens(processor):
-    """Spans distribute the tokens of a text, and leave out the title."""
+    """Each span is the normalized mean of the states of its tokens; the title is left out."""
     title, text = "Toronto: ", "Radik Zhaparov is a Kazakh ski jumper who has competed since 2003."
     ends = [len(title) + end for end in (14, 15, 40, len(text))]  # the second run is a space, without a token
     model = processor.encoder.model.eval()
@@ -105,7 +105,7 @@ def test_spans_share_the_tokens(processor):
     offsets = encoded.pop("offset_mapping")[0]
     with torch.no_grad():
         states = model[0](dict(encoded))["token_embeddings"][0]
-    is_own = offsets[:, 1] > offsets[:, 0]  # the token stands for something
+    is_own = offsets[:, 1] > offsets[:, 0]  # the token is not empty
     states, middles = states[is_own], offsets[is_own].float().mean(dim=1)
     for run, start, end in zip(runs, [len(title), *ends], ends, strict=False):
         inside = (middles > start) & (middles <= end)

@@ -1,4 +1,4 @@
-"""How many passages to use: which passages a question gets, and whose answers are counted."""
+"""How many passages to use: the passages of each question, and the answers that are counted."""
 
 import numpy as np
 import pytest
@@ -27,8 +27,7 @@ def test_needed_passages_are_mixed_in(recipe_file, rows):
 
 @pytest.mark.parametrize("is_sure", [True, False])
 def test_each_way_uses_its_passages(rows, separate, monkeypatch, is_sure):
-    """The answers are those from the passages of each way, each computed once; the prior is 0 for the top-ranked one
-    alone."""
+    """Each way answers from its own passages, computed once; the prior is 0 for the top-ranked passage alone."""
     monkeypatch.setattr(num_passages, "UNSURE", 0.0 if is_sure else 1.0)
     model, reader = separate
     model.set_answerability_layers([1])

@@ -1,4 +1,4 @@
-"""A step in two phases is the step in one, and its attention loss asks for the passages that hold the answer."""
+"""A step in two phases equals a step in one, and its attention loss rewards attention to passages with the answer."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def examples(processor, count=4):
 
 @pytest.fixture
 def aligner(base_model_dir, processor, float64_model_code):
-    """Independent passages, every part random, attention that returns its weights."""
+    """An aligner of independent passages with random weights, whose attention returns its weights."""
     settings = {"passage_attention": "separate", "word_parts": 2, "attn_implementation": "eager", "lora_dropout": 0.0}
     return random_aligner(base_model_dir, processor, 0, **settings).double().train()
 
@@ -44,7 +44,7 @@ def two_phases(aligner, processor, rows, rate, **settings):
 
 
 def one_phase(aligner, processor, rows, rate, **settings):
-    """All of an example in a row, with a mask; the inputs and the output."""
+    """The batch and the outputs with all parts of an example in one row, under a mask."""
     tokens = (processor.encoder.text_tokenizer, (rate,), True)
     batch = ContextCollator(processor.context_token_id, 0, *tokens)(rows)
     slots = encode_slots(aligner.config, processor, batch)
@@ -66,7 +66,7 @@ def gradients(aligner, loss):
 @pytest.mark.parametrize("stage", ["grounding", "gating"])
 @pytest.mark.parametrize("rate", [2, "segment"])
 def test_two_phases_are_one(aligner, processor, stage, rate):
-    """Loss and gradients, with several passages and turns, and with gates."""
+    """Loss and gradients of two phases are those of one, with several passages and turns and with gates."""
     aligner.set_stage(stage)
     rows = examples(processor)
     _, outputs, _ = two_phases(aligner, processor, rows, rate)
@@ -74,7 +74,7 @@ def test_two_phases_are_one(aligner, processor, stage, rate):
     torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-9, atol=1e-9)
     computed, wanted = gradients(aligner, outputs.loss), gradients(aligner, expected.loss)
     assert any("lora_A" in name and gradient.abs().max() > 1e-6 for name, gradient in computed.items())
-    # Nothing reads what slots become in the last layer.
+    # Nothing uses the states of slots after the last layer.
     unused = [wanted.pop(name) for name in wanted.keys() - computed.keys()]
     assert all(not gradient.any() for gradient in unused)
     torch.testing.assert_close(computed, wanted, rtol=1e-7, atol=1e-9)
@@ -88,7 +88,7 @@ def test_items_divide_the_loss(aligner, processor):
 
 
 def test_turns_have_logits(aligner, processor):
-    """Those of one phase, at the positions of the turns."""
+    """The logits at turns are those of one phase."""
     rows = examples(processor)
     batch, outputs, _ = two_phases(aligner, processor, rows, 2, with_logits=True)
     one, expected = one_phase(aligner, processor, rows, 2)
@@ -125,7 +125,7 @@ def collated(processor, rows):
 
 
 def test_slots_with_the_answer(processor):
-    """They are marked in a batch."""
+    """A batch marks the slots of passages that contain the answer."""
     rows = examples(processor, 3)  # about one, two and three passages, the answering one last
     rows[0]["turns"] = rows[0]["turns"][:1]
     batch = collated(processor, rows)
@@ -140,7 +140,7 @@ def test_slots_with_the_answer(processor):
 
 
 def test_short_passages_share_rows(processor):
-    """No row is longer than the longest passage, and each slot has its place."""
+    """No row is longer than the longest passage, and each slot keeps its place."""
     rows = examples(processor, 6)
     batch = collated(processor, rows)
     num_passages = sum(len({segment["document"] for segment in row["segments"]}) for row in rows)
@@ -153,7 +153,7 @@ def test_short_passages_share_rows(processor):
 
 
 def test_long_turns_have_their_rows(processor):
-    """As long as the longest turn; all rows of an example attend to the same passages."""
+    """Rows are as long as the longest turn, and all rows of an example attend to the same passages."""
     rows = examples(processor, 2)
     batch = collated(processor, rows)
     longest = max(len(turn["input_ids"]) for row in rows for turn in row["turns"])
@@ -163,7 +163,7 @@ def test_long_turns_have_their_rows(processor):
 
 
 def test_attention_loss_is_the_share(aligner, processor):
-    """As all attention of the step in one phase has it."""
+    """The attention loss is computed from the attention weights of a step in one phase."""
     rows, layers = examples(processor), [1]
     _, _, loss = two_phases(aligner, processor, rows, 2, attention_layers=layers)
     batch, outputs = one_phase(aligner, processor, rows, 2, output_attentions=True)
@@ -220,6 +220,6 @@ def test_a_recipe_trains_passages_first(tmp_path, write_recipe):
     ],
 )
 def test_keys_that_do_not_fit(tmp_path, write_recipe, keys, message):
-    """They are refused."""
+    """Keys that do not fit two phases are refused."""
     with pytest.raises(ValueError, match=message):
         run(write_recipe("grounding", tmp_path / "run", **keys))
