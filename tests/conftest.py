@@ -72,7 +72,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session", autouse=True)
 def datasets_cache(tmp_path_factory: pytest.TempPathFactory):
-    """A cache of 🤗 Datasets for this session: nothing is found there that an earlier one left."""
+    """An empty cache of 🤗 Datasets for this test session."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
         yield
@@ -98,7 +98,7 @@ def base_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
 
 @pytest.fixture(scope="session")
 def encoder_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random one-layer sentence encoder, `ENCODER_WIDTH` wide, that reads 64 tokens."""
+    """A random one-layer sentence encoder, `ENCODER_WIDTH` wide, with a limit of 64 tokens."""
     folder = tmp_path_factory.mktemp("encoder")
     words = sorted({word.strip(".,:?").lower() for text in SENTENCES for word in text.split()})
     vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
@@ -129,13 +129,13 @@ def new_processor(base_model_dir: Path, encoder_dir: Path, **settings) -> ArcAli
 
 
 def processor_with(processor: ArcAlignerProcessor, **settings) -> ArcAlignerProcessor:
-    """A new processor as `processor`, with these settings."""
+    """A copy of `processor` with other settings."""
     same = {name: getattr(processor, name) for name in ("encoder_name_or_path", "encoder_hidden_size")}
     return ArcAlignerProcessor(processor.tokenizer, context_token_id=processor.context_token_id, **same, **settings)
 
 
 def aligner_for(processor, backbone: str = "llama", text: dict | None = None, **settings) -> ArcAlignerForCausalLM:
-    """A random aligner, in float64, that reads the processor's ids and embeddings; `text` changes its backbone."""
+    """A random aligner, in float64, that fits the processor; `text` changes settings of its backbone."""
     text = {"vocab_size": len(processor.tokenizer), "max_position_embeddings": 300} | (text or {})
     settings |= {"encoder_hidden_size": ENCODER_WIDTH, "context_token_id": processor.context_token_id}
     return tiny_aligner(backbone_config(backbone, **text), **settings)
@@ -183,7 +183,7 @@ def run_cli(capsys):
 
 @pytest.fixture
 def few_tokens(monkeypatch):
-    """Evaluation's answers of four tokens, and no model from or for another test."""
+    """Limits answers of an evaluation to four tokens, and shares no loaded model with other tests."""
     from arcaligner.benchmarks import compare  # of an extra, which not all tests need
     from arcaligner.evaluation import answering
 
@@ -203,15 +203,15 @@ def float64_model_code():
 
 @pytest.fixture
 def separate(processor) -> tuple[ArcAlignerForCausalLM, ArcAlignerProcessor]:
-    """A random aligner that reads passages apart, with a confidence, and its processor."""
+    """A random aligner for independent passages, with an answerability head, and its processor."""
     model = aligner_for(processor, passage_attention="separate")
     random_head(model)
     return model, processor_with(processor, passage_attention="separate", no_answer="not in the text")
 
 
-def chat_inputs(processor, asked: str | list[dict], documents: list | None = None, **options) -> dict:
+def chat_inputs(processor, question: str | list[dict], documents: list | None = None, **options) -> dict:
     """Model inputs for a question or a chat, as a user asks for them."""
-    chat = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    chat = [{"role": "user", "content": question}] if isinstance(question, str) else question
     asked_for = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
     return processor.apply_chat_template(chat, documents=documents, **asked_for | options)
 
@@ -222,14 +222,14 @@ def pipeline_of(model, processor, **settings) -> ArcAlignerPipeline:
 
 
 def greedy_answer(model, processor, inputs: dict, max_new_tokens: int) -> str:
-    """What `model` answers to the one row of `inputs`."""
+    """The answer of `model` to the one row of `inputs`."""
     ids = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
     return processor.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 @pytest.fixture
 def model(checkpoint_dir: Path) -> ArcAlignerForCausalLM:
-    """The aligner of `checkpoint_dir`, anew for each test."""
+    """The aligner of `checkpoint_dir`, loaded again for each test."""
     return ArcAlignerForCausalLM.from_pretrained(str(checkpoint_dir)).eval()
 
 
@@ -237,7 +237,7 @@ def model(checkpoint_dir: Path) -> ArcAlignerForCausalLM:
 def installed(tmp_path_factory) -> Path:
     """The folder that the wheel of this tree installs, `arcaligner`."""
     folder = tmp_path_factory.mktemp("wheel")
-    # Without folders that are no part of the package, and what a working copy gathers.
+    # Without folders outside the package and files that only a working copy has.
     left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "runs", "docs", "*.egg-info", "*.lance")
     tree = shutil.copytree(Path(__file__).parents[1], folder / "tree", ignore=left_out)
     build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
@@ -249,7 +249,7 @@ def installed(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def give_head(request):
-    """Gives a model that tests share an answerability head until the end of this one."""
+    """Gives a shared model an answerability head until the end of this test."""
 
     def give(model, **settings) -> None:
         random_head(model, **settings)

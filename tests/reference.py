@@ -26,7 +26,7 @@ EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
 @dataclass
 class ReferenceOutput:
-    """What one row gives; `layers` holds `H^(l,0)` before each layer and after the last one."""
+    """Outputs for one row; `layers` has `H^(l,0)` before each layer and after the last one."""
 
     logits: torch.Tensor  # (length, vocab_size)
     recursion_depth: torch.Tensor  # (num_layers, num_slots)
@@ -60,8 +60,8 @@ class Reference:
     def __call__(
         self, input_ids: torch.Tensor, context_embeds: torch.Tensor, *, training: bool = False, passages=None
     ) -> ReferenceOutput:
-        """One row: ids `(length,)`, context embeddings `(num_slots, encoder_hidden_size)`; with `passages`, a number
-        for each slot, these are read apart."""
+        """One row: ids `(length,)`, context embeddings `(num_slots, encoder_hidden_size)`; with `passages`, the number
+        of the passage of each slot, passages are independent."""
         is_slot = input_ids == self.config.context_token_id
         assert is_slot.sum() == len(context_embeds)
         self.slot_mask = is_slot[:, None].double()
@@ -72,8 +72,8 @@ class Reference:
         self.output = ReferenceOutput(logits=None, recursion_depth=depth, slot_embeds=slot_embeds)
         words = self.stock.get_input_embeddings()(input_ids.masked_fill(is_slot, 0))
         rows = [slot_embeds[is_slot[:i].sum()] if is_slot[i] else words[i] for i in range(len(input_ids))]  # Eq. 2
-        apart = {} if passages is None else single_passages(is_slot.tolist(), list(passages))
-        self.output.logits = self.stock(inputs_embeds=torch.stack(rows)[None], use_cache=False, **apart).logits[0]
+        independent = {} if passages is None else single_passages(is_slot.tolist(), list(passages))
+        self.output.logits = self.stock(inputs_embeds=torch.stack(rows)[None], use_cache=False, **independent).logits[0]
         return self.output
 
     def loss(self, rows: list, num_items: int | None = None, passages=None) -> torch.Tensor:
@@ -147,9 +147,9 @@ class Reference:
 
 
 def single_passages(is_slot: list[bool], passages: list[int]) -> dict[str, torch.Tensor]:
-    """The mask and the positions of a row whose passages are read apart, by the words of `docs/extensions.md`: a slot
-    reads the text before the slots and its own passage up to itself; each passage counts on from the text before the
-    slots, the text after them from the longest passage."""
+    """The mask and the positions of a row with independent passages, by the definition in `docs/extensions.md`: a slot
+    attends to the text before the slots and to its own passage up to itself; positions of each passage continue after
+    the text before the slots, and those of the text after the slots continue after the longest passage."""
     length, slots = len(is_slot), [i for i in range(len(is_slot)) if is_slot[i]]
     passage_of = dict(zip(slots, passages, strict=True))
     mask = torch.full((length, length), torch.finfo(torch.float64).min, dtype=torch.float64)
@@ -162,7 +162,7 @@ def single_passages(is_slot: list[bool], passages: list[int]) -> dict[str, torch
         if is_slot[i]:
             positions.append(text_before + sum(passage_of[j] == passage_of[i] for j in slots if j < i))
         else:
-            longest = max((passages.count(each) for each in set(passages)), default=0)
+            longest = max((passages.count(number) for number in set(passages)), default=0)
             positions.append(text_before + (longest if slots and i > slots[0] else 0))
     return {"attention_mask": mask[None, None], "position_ids": torch.tensor([positions])}
 
@@ -184,10 +184,10 @@ def random_case(draw: random.Random) -> tuple[nn.Module, list, str]:
 
 
 def numbers_of_passages(passages: list[list[int]] | None) -> dict:
-    """What a batch has where passages are read apart, whose positions the model counts."""
+    """Inputs of a batch of independent passages, whose positions the model computes."""
     if passages is None:
         return {}
-    numbers = [torch.tensor(each, dtype=torch.long) for each in passages]
+    numbers = [torch.tensor(row, dtype=torch.long) for row in passages]
     return {"context_passage_ids": pad_sequence(numbers, batch_first=True, padding_value=-1), "position_ids": None}
 
 
@@ -196,7 +196,7 @@ def assert_matches_reference(
     model: nn.Module, rows: list, padding_side: str, training: bool = False, passages=None, reference=None, **gates
 ):
     """Logits of every real position and decisions of every slot are those of Algorithm 1, or of another `reference`.
-    `passages` has, for each row, the passage of each slot, where they are read apart."""
+    `passages` has, for each row, the passage of each slot, if passages are independent."""
     batch = collate(rows, padding_side) | numbers_of_passages(passages)
     output, reference = model.train(training)(**for_generate(batch), **gates), reference or Reference(model)
     for i, (row, of_row) in enumerate(zip(rows, passages or [None] * len(rows), strict=True)):
@@ -219,7 +219,7 @@ def loss_gradients(model: nn.Module, rows: list, padding_side: str, passages=Non
     expected.backward()
     parameters = {name: p for name, p in model.named_parameters() if name in reference.weights}
     both = (parameters, reference.weights)
-    return tuple({k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in each.items()} for each in both)
+    return tuple({k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in tensors.items()} for tensors in both)
 
 
 def stock_model(model: nn.Module, dtype: torch.dtype, attn_implementation: str = "eager") -> nn.Module:

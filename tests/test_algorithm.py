@@ -40,7 +40,7 @@ def run(model, row, **gates):
 
 
 def after_first_layer(model, row, **gates):
-    """The states (length, hidden) that the first layer gives."""
+    """The output states (length, hidden) of the first layer."""
     return run(model, row, **gates).hidden_states[1][0]
 
 
@@ -66,16 +66,16 @@ def test_eq2_slots_replace_embeddings(model, row, is_slot):
 def test_eq3_lora_reaches_slots_only(model, row, is_slot):
     """LoRA is applied to slots, and text passes through the frozen weights."""
     model.config.gate_mode = "off"
-    found = after_first_layer(model, row)
-    torch.testing.assert_close(found, Reference(model)(row.input_ids, row.context_embeds).layers[1], **EXACT)
+    states = after_first_layer(model, row)
+    torch.testing.assert_close(states, Reference(model)(row.input_ids, row.context_embeds).layers[1], **EXACT)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.zero_()
     without = after_first_layer(model, row)
     before_first_slot = is_slot.cumsum(0) == 0
-    assert before_first_slot.any() and torch.equal(found[before_first_slot], without[before_first_slot])
-    assert not torch.isclose(found[is_slot], without[is_slot]).any(1).all()
+    assert before_first_slot.any() and torch.equal(states[before_first_slot], without[before_first_slot])
+    assert not torch.isclose(states[is_slot], without[is_slot]).any(1).all()
 
 
 def test_eq4_mandatory_pass_runs_once(model, row):
@@ -90,13 +90,13 @@ def test_eq4_mandatory_pass_runs_once(model, row):
 
 
 def test_eq5_gate_opens_at_threshold(model):
-    """The threshold a hair below and above each slot's probability flips that slot's first decision, and no other."""
+    """A threshold just below or just above a slot's probability changes the first decision of that slot only."""
     model.config.max_refinement_steps, row = 1, random_row(model, 4)
     for slot, prob in enumerate(Reference(model)(row.input_ids, row.context_embeds).gate_probs[0, 0].tolist()):
         depths = []
         for model.config.gate_threshold in (prob - 1e-9, prob + 1e-9):
             depths.append(run(model, row).recursion_depth[0, 0])
-        assert (depths[0] - depths[1]).tolist() == [int(each == slot) for each in range(4)]
+        assert (depths[0] - depths[1]).tolist() == [int(other == slot) for other in range(4)]
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -112,9 +112,9 @@ def test_eq7_threshold_probability_opens(model, row, training):
 def test_eq6_candidate_reapplies_the_layer(model, row, is_slot):
     """With gates forced open, one step later the slots are the candidate itself."""
     model.config.gate_mode, model.config.max_refinement_steps = "always", 1
-    found, mandatory = after_first_layer(model, row), after_first_layer(model, row, gate_mode="off")
-    torch.testing.assert_close(found, Reference(model)(row.input_ids, row.context_embeds).layers[1], **EXACT)
-    assert not torch.isclose(found[is_slot], mandatory[is_slot]).all(1).any()
+    states, mandatory = after_first_layer(model, row), after_first_layer(model, row, gate_mode="off")
+    torch.testing.assert_close(states, Reference(model)(row.input_ids, row.context_embeds).layers[1], **EXACT)
+    assert not torch.isclose(states[is_slot], mandatory[is_slot]).all(1).any()
 
 
 def test_eq7_gate_is_straight_through(model):
@@ -129,9 +129,9 @@ def test_eq7_gate_is_straight_through(model):
     torch.testing.assert_close(training.logits[is_text], inference.logits[is_text], **EXACT)
     assert torch.equal(training.recursion_depth[:, :-1], inference.recursion_depth[:, :-1])
     both = loss_gradients(model, rows, "right")
-    found, expected = ({k: grad for k, grad in each.items() if ".slot_gate." in k} for each in both)
+    actual, expected = ({k: grad for k, grad in gradients.items() if ".slot_gate." in k} for gradients in both)
     assert any(gradient.abs().max() > 1e-4 for gradient in expected.values())
-    torch.testing.assert_close(found, expected, **EXACT)
+    torch.testing.assert_close(actual, expected, **EXACT)
 
 
 def test_eq8_only_open_slots_move(model, row, is_slot):
@@ -152,7 +152,7 @@ def test_eq9_text_keeps_mandatory_pass(model, row, is_slot):
 @pytest.mark.parametrize("gate_mode", ["adaptive", "off", "always"])
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 def test_eq10_loss_and_gradients(model, gate_mode, padding_side):
-    """The loss, and the gradients of every trainable parameter."""
+    """The loss, and the gradients of all trainable parameters, are those of the reference."""
     model.config.gate_mode = gate_mode
     rows = random_rows(model, [4, 0, 7, 1], seed=2)
     torch.testing.assert_close(*loss_gradients(model, rows, padding_side), **EXACT)
@@ -168,7 +168,7 @@ def test_algorithm1_without_text(model):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_algorithm1_in_random_cases(seed):
-    """Weights, slots, padding, steps, layers, threshold and mode are drawn; logits, decisions, gradients."""
+    """Logits, decisions and gradients equal the reference for random weights, slots, padding and settings."""
     model, rows, padding_side = random_case(random.Random(seed))
     assert_matches_reference(model, rows, padding_side)
     assert_matches_reference(model, rows, padding_side, training=True)
@@ -179,7 +179,7 @@ def test_algorithm1_in_random_cases(seed):
 @pytest.mark.parametrize("almost_all", [0.0, 0.5, 2.0])  # closed slots are computed too: always, sometimes, never
 @pytest.mark.parametrize("backbone", ["llama", "gemma3_text"])
 def test_closed_slots_do_not_change(monkeypatch, backbone, almost_all):
-    """Closed slots do not change, whether a step computes them or not."""
+    """Slots with a closed gate do not change, whether a step computes them or not."""
     model = tiny_aligner(backbone)
     width, widths = OpenSlotsSteps._width, []
 
@@ -204,7 +204,7 @@ def test_shared_mask_shares_inputs(monkeypatch, backbone, kinds):
     assert_matches_reference(model, rows, "left")
     made = mock.Mock(side_effect=refinement_mask)
     monkeypatch.setattr(refinement_arcaligner, "refinement_mask", made)
-    for forwards in (1, 2):  # nothing is shared between forwards
+    for forwards in (1, 2):  # nothing is shared between two calls of forward
         model(**for_generate(collate(rows)))
         assert made.call_count == kinds * forwards
 
@@ -212,7 +212,7 @@ def test_shared_mask_shares_inputs(monkeypatch, backbone, kinds):
 @pytest.mark.parametrize("backbone", ["llama", "mistral_window", "gemma3_text"])
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 def test_dense_mask_refines_the_prefix(monkeypatch, backbone, padding_side):
-    """The way of flash attention, walked with an attention that can do both."""
+    """The code path of flash attention gives the same, run with an attention that can do both paths."""
     model = tiny_aligner(backbone, gate_mode="always")
     batch = for_generate(collate(random_rows(model, [3, 0, 5], seed=3), padding_side))
     expected = model(**batch).logits

@@ -1,4 +1,4 @@
-"""The answerability head: what it reads, where it is kept, and what a prefill hands on."""
+"""The answerability head: its inputs and logits, the output of a prefill, and how checkpoints store it."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ TOKENS = {"max_new_tokens": 3, "do_sample": False}
 
 @pytest.fixture
 def aligner():
-    """A random aligner in float64 whose head reads the first two of three layers."""
+    """A random aligner in float64 whose head takes the states of the first two of three layers."""
     model = tiny_aligner("llama")
     random_head(model, [0, 1])
     return model
@@ -40,55 +40,55 @@ def left_padded(model, counts=(3, 5, 0), seed=0):
 
 def by_formula(head, states):
     """The regression on states, a list of (batch, hidden)."""
-    return sum(each @ weight for each, weight in zip(states, head.weight, strict=True)) + head.bias
+    return sum(layer_states @ weight for layer_states, weight in zip(states, head.weight, strict=True)) + head.bias
 
 
-# What it reads
+# Inputs and logits of the head
 
 
 @pytest.mark.parametrize("gate_mode", ["off", "always"])
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_logits_are_the_regression(backbone, gate_mode, float64_model_code):
-    """On the last token's states of the watched layers, with any backbone, with refinement and without."""
+    """The head is a regression on the last token's states of its layers, for each backbone and gate mode."""
     model = tiny_aligner(backbone)
     random_head(model, [0, 1])
     batch = left_padded(model)
     with torch.no_grad():
         output = model(**batch, gate_mode=gate_mode, output_hidden_states=True)
-    expected = by_formula(model.answerability_head, [each[:, -1] for each in output.hidden_states[1:3]])
+    expected = by_formula(model.answerability_head, [layer_states[:, -1] for layer_states in output.hidden_states[1:3]])
     torch.testing.assert_close(output.answerability_logits, expected, **EXACT)
 
 
 def test_last_layer_precedes_norm():
     model, seen = tiny_aligner("llama"), []
     random_head(model, [2])
-    model.model.decoder_layers[2].register_forward_hook(lambda layer, given, states: seen.append(states))
-    found = model(**left_padded(model)).answerability_logits
-    torch.testing.assert_close(found, by_formula(model.answerability_head, [seen[0][:, -1]]), **EXACT)
+    model.model.decoder_layers[2].register_forward_hook(lambda layer, inputs, states: seen.append(states))
+    logits = model(**left_padded(model)).answerability_logits
+    torch.testing.assert_close(logits, by_formula(model.answerability_head, [seen[0][:, -1]]), **EXACT)
 
 
 @torch.no_grad()
 def test_batch_equals_single_rows(aligner, float64_model_code):
     rows = random_rows(aligner, [3, 5, 0])
     batch = collate(rows, "left")
-    found = aligner(**for_generate(batch), position_ids=batch["position_ids"]).answerability_logits
+    together = aligner(**for_generate(batch), position_ids=batch["position_ids"]).answerability_logits
     alone = [aligner(**for_generate(collate([row]))).answerability_logits for row in rows]
-    torch.testing.assert_close(found, torch.cat(alone), **EXACT)
+    torch.testing.assert_close(together, torch.cat(alone), **EXACT)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("only", [False, True])
 def test_cached_passages_equal_whole_prompt(processor, only):
-    """The question is read behind cached passages: it has no slots of its own."""
+    """The logits are those of the whole prompt if the passages are cached, so that the question has no slots."""
     model = aligner_for(processor, passage_attention="separate")
     random_head(model, [0, 1])
     question, documents = "Who wrote it?", ["It was written by Ada.", "Nobody read it."]
     store = model.passage_cache(processor_with(processor, passage_attention="separate"))
-    for _ in range(2):  # read, then cached
+    for _ in range(2):  # computed, then cached
         inputs = store.prepare(question, documents)
-        found = store.read_question(inputs, only_answerability=only).answerability_logits
+        logits = store.read_question(inputs, only_answerability=only).answerability_logits
         expected = model(**chat_inputs(store.processor, question, documents)).answerability_logits
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # embeddings are float32
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)  # embeddings are float32
 
 
 @torch.no_grad()
@@ -105,7 +105,7 @@ def test_only_answerability_skips_upper_layers(aligner):
 
 @torch.no_grad()
 def test_threads_share_a_model(aligner):
-    """Each reads its own prompt, while the other is between two layers."""
+    """Two threads get the logits of their own prompts, while both are between two layers."""
     batches, barrier = [left_padded(aligner, seed=seed) for seed in (1, 2)], Barrier(2)
     expected = [aligner(**batch).answerability_logits for batch in batches]
     forward = SlotDecoderLayer.forward
@@ -115,13 +115,13 @@ def test_threads_share_a_model(aligner):
         return forward(layer, *args, **kwargs)
 
     with torch.no_grad(), mock.patch.object(SlotDecoderLayer, "forward", in_turns), ThreadPoolExecutor(2) as threads:
-        found = [each.result() for each in [threads.submit(read, aligner, batch) for batch in batches]]
-    for one, other in zip(found, expected, strict=True):
+        results = [future.result() for future in [threads.submit(logits_of, aligner, batch) for batch in batches]]
+    for one, other in zip(results, expected, strict=True):
         torch.testing.assert_close(one, other, **EXACT)
 
 
 @torch.no_grad()
-def read(model, batch):
+def logits_of(model, batch):
     return model(**batch).answerability_logits
 
 
@@ -136,7 +136,7 @@ def test_compiled_layers_give_states(aligner):
 
 
 def test_training_computes_no_logits(aligner):
-    """Nor does a generated token; with checkpointing or not."""
+    """Neither training, with checkpointing or without, nor a generated token computes the logits."""
     batch = left_padded(aligner)
     cache = aligner(**batch, use_cache=True).past_key_values
     one = {"input_ids": batch["input_ids"][:, -1:], "is_generated": True}
@@ -160,26 +160,27 @@ def test_head_changes_no_other_output():
     outputs = [model(**batch) for model in models]
     assert torch.equal(outputs[0].logits, outputs[1].logits)
     assert outputs[0].answerability_logits is None and (outputs[1].answerability_logits == 0).all()
-    states = [{name: each for name, each in model.state_dict().items() if "answerab" not in name} for model in models]
-    assert all(torch.equal(each, states[1][name]) for name, each in states[0].items()) and len(states[0]) > 9
+    plain, with_head = (model.state_dict() for model in models)
+    names = [name for name in plain if "answerab" not in name]
+    assert len(names) > 9 and all(torch.equal(plain[name], with_head[name]) for name in names)
 
 
 def test_head_adds_match_score(aligner):
-    """A row without words keeps its logit; a row has as many logits as it has beams."""
+    """The match score is added to the logit of each beam; a row without words keeps its logit."""
     random_head(aligner, [0], match=(0.5, 3.0, -1.0))
     head, logits = aligner.answerability_head, torch.tensor([1.0, 2.0, 3.0, 4.0])
-    found = head.with_match(logits, [0.5, float("nan")])
-    torch.testing.assert_close(found, torch.tensor([0.5 + 1.5 - 1.0, 1.0 + 1.5 - 1.0, 3.0, 4.0]))
+    actual = head.with_match(logits, [0.5, float("nan")])
+    torch.testing.assert_close(actual, torch.tensor([0.5 + 1.5 - 1.0, 1.0 + 1.5 - 1.0, 3.0, 4.0]))
     assert torch.equal(head.with_match(logits, []), logits)
     random_head(aligner, [0])
     assert torch.equal(aligner.answerability_head.with_match(logits, [0.5, 0.7]), logits)  # not fitted
 
 
-# What a prefill hands on
+# The output of a prefill
 
 
 class Watch(LogitsProcessor):
-    """Keeps what was filled when the first scores are seen."""
+    """A logits processor that stores what the prefill has filled when it gets the first scores."""
 
     def __init__(self, prefill):
         self.prefill, self.seen = prefill, []
@@ -201,12 +202,12 @@ def test_generate_fills_prefill_before_scores(aligner, options, float64_model_co
         prefill.answerability_logits, expected.answerability_logits.repeat_interleave(times), **EXACT
     )
     assert torch.equal(prefill.recursion_depth, expected.recursion_depth.repeat_interleave(times, dim=0))
-    assert all(each[0] is prefill.answerability_logits for each in watch.seen) and watch.seen[0][1] is not None
+    assert all(logits is prefill.answerability_logits for logits, *_ in watch.seen) and watch.seen[0][1] is not None
 
 
 @torch.no_grad()
 def test_assisted_decoding_reports_depths_only(aligner):
-    """It reads candidates behind the prompt, whose last token is then not the prompt's."""
+    """Assisted decoding reports no answerability, as its first run also contains candidate tokens."""
     batch = for_generate(left_padded(aligner, [4]))
     batch["input_ids"][0, -1] = batch["input_ids"][0, 2]
     prefill, depth = PrefillOutputs(), aligner(**batch).recursion_depth
@@ -223,7 +224,7 @@ def test_headless_prefill_reports_depths():
     assert torch.equal(prefill.recursion_depth, model(**batch).recursion_depth)
 
 
-# Where it is kept
+# Checkpoints
 
 
 @pytest.fixture
@@ -234,18 +235,18 @@ def saved(model, checkpoint_dir, tmp_path):
     return tmp_path / "saved"
 
 
-def same_heads(found, expected):
-    weights = [model.answerability_head.state_dict() for model in (found, expected)]
-    settings = [{k: v for k, v in m.config.to_dict().items() if k.startswith("answer")} for m in (found, expected)]
+def same_heads(loaded, expected):
+    weights = [model.answerability_head.state_dict() for model in (loaded, expected)]
+    settings = [{k: v for k, v in m.config.to_dict().items() if k.startswith("answer")} for m in (loaded, expected)]
     return settings[0] == settings[1] and all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_saved_head_loads_in_float32(saved, model, dtype):
-    found = ArcAlignerForCausalLM.from_pretrained(saved, dtype=dtype)
-    assert same_heads(found, model)
-    assert {each.dtype for each in found.answerability_head.buffers()} == {torch.float32}
-    assert not any("answerability_head" in name for name, _ in found.aligner_parameters())
+    loaded = ArcAlignerForCausalLM.from_pretrained(saved, dtype=dtype)
+    assert same_heads(loaded, model)
+    assert {buffer.dtype for buffer in loaded.answerability_head.buffers()} == {torch.float32}
+    assert not any("answerability_head" in name for name, _ in loaded.aligner_parameters())
 
 
 def test_bare_model_loads_without_head(saved, caplog):
@@ -254,14 +255,14 @@ def test_bare_model_loads_without_head(saved, caplog):
 
 
 def test_head_is_replaced_in_place(saved, model):
-    """By one of other layers; nothing else of the checkpoint changes."""
+    """A head for other layers replaces the saved one, and nothing else in the checkpoint changes."""
     before = load_file(saved / "model.safetensors"), json.loads((saved / "config.json").read_text())
     random_head(model, [1], threshold=0.75)
     model.config.answer_calibration = [1.5, 0.5, 1.0]
     model.save_heads(saved)
     weights, config = load_file(saved / "model.safetensors"), json.loads((saved / "config.json").read_text())
     assert same_heads(ArcAlignerForCausalLM.from_pretrained(saved), model)
-    assert all(torch.equal(each, weights[name]) for name, each in before[0].items() if "answerability" not in name)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in before[0].items() if "answerability" not in name)
     assert {k for k in config if config[k] != before[1][k]} == {
         "answer_calibration",
         "answerability_layers",
@@ -276,18 +277,18 @@ def test_head_is_replaced_in_place(saved, model):
 
 
 def test_split_checkpoint_replaces_head(model, tmp_path):
-    """Of one that holds its base model in several files."""
+    """The head is replaced in a checkpoint with its base model in several files."""
     model.save_pretrained(tmp_path, save_base_model=True, max_shard_size="20KB")
     random_head(model)
     model.save_heads(tmp_path)
-    found = ArcAlignerForCausalLM.from_pretrained(tmp_path)
-    assert same_heads(found, model) and (tmp_path / "model.safetensors.index.json").is_file()
+    loaded = ArcAlignerForCausalLM.from_pretrained(tmp_path)
+    assert same_heads(loaded, model) and (tmp_path / "model.safetensors.index.json").is_file()
     names = model.state_dict().keys()
-    assert all(torch.equal(found.state_dict()[name], model.state_dict()[name]) for name in names)
+    assert all(torch.equal(loaded.state_dict()[name], model.state_dict()[name]) for name in names)
 
 
 def without_head(tensors):
-    return {name: each for name, each in tensors.items() if "answerability_head.weight" not in name}
+    return {name: tensor for name, tensor in tensors.items() if "answerability_head.weight" not in name}
 
 
 def narrow_head(tensors):
@@ -332,7 +333,7 @@ def test_unknown_layers_are_refused(aligner):
         aligner(**left_padded(aligner), only_answerability=True)
 
 
-# Checkpoints of 0.2, which have it in the processor's file
+# Checkpoints of version 0.2, which store the head in the processor's file
 
 
 def test_old_checkpoint_has_a_head():
@@ -347,7 +348,7 @@ def test_old_checkpoint_has_a_head():
 
 
 def test_processor_ignores_old_probe(caplog):
-    """Without a warning, and it does not write it again."""
+    """The processor drops the `answer_probe` of an old file without a warning, and does not save it."""
     with cases.tiny_models():
         processor = ArcAlignerProcessor.from_pretrained(cases.SAVED / "separate")
     assert "answer_probe" not in processor.to_dict() and "answer_probe" not in caplog.text
@@ -363,7 +364,7 @@ def test_unordered_old_probe_is_sorted(checkpoint_dir, tmp_path):
 
 
 def test_old_checkpoint_is_converted(tmp_path):
-    """Only the head moves: the files of the encoder, the tokenizer and the digests that bind them stay."""
+    """Only the head moves; the files of encoder and tokenizer and their digests do not change."""
     folder = shutil.copytree(cases.SAVED / "separate", tmp_path / "old")
     kept = {path: path.read_bytes() for path in folder.rglob("*") if path.name not in CHANGED and path.is_file()}
     digests = json.loads((folder / "config.json").read_text())["digests"]
@@ -373,10 +374,10 @@ def test_old_checkpoint_is_converted(tmp_path):
         assert "answer_probe" not in (folder / "processor_config.json").read_text()
         assert same_heads(ArcAlignerForCausalLM.from_pretrained(folder), model)
         assert ArcAlignerProcessor.from_pretrained(folder).no_answer == "not in the text"
-    found = json.loads((folder / "config.json").read_text())["digests"]
+    converted = json.loads((folder / "config.json").read_text())["digests"]
     assert all(path.read_bytes() == content for path, content in kept.items())
-    assert {name: each for name, each in digests.items() if isinstance(each, str)}.items() < found.items()
-    assert found.keys() - digests.keys() == {"answerability_head"}
+    assert {name: digest for name, digest in digests.items() if isinstance(digest, str)}.items() < converted.items()
+    assert converted.keys() - digests.keys() == {"answerability_head"}
 
 
 CHANGED = ("model.safetensors", "config.json", "processor_config.json")
@@ -403,7 +404,7 @@ ASKED = {"question": "Who wrote it?", "documents": ["It was written by Ada.", "B
 
 
 def test_likelihood_covers_chosen_tokens(separate):
-    """The mean log-likelihood of the chosen tokens without the copy bonus, with the answerability, calibrated."""
+    """The likelihood is calibrated from answerability and mean log-likelihood of the tokens, without copy bonus."""
     model, processor = separate
     model.config.answer_calibration, ask = [1.5, 0.5, 1.0], pipeline_of(model, processor)
     for copy_bonus in (0.0, 8.0):
@@ -411,27 +412,27 @@ def test_likelihood_covers_chosen_tokens(separate):
         (record,) = ask(ASKED, return_slots=True, **settings)
         inputs = chat_inputs(processor, ASKED["question"], ASKED["documents"])
         with torch.no_grad():
-            read = pipeline_ids(ask, settings)
-            new = read.shape[1] - inputs["input_ids"].shape[1]
-            inputs |= {"input_ids": read, "attention_mask": pad(inputs["attention_mask"], (0, new), value=1)}
-            found = model(**inputs).logits[0, -new - 1 : -1].float().log_softmax(dim=-1)
-        mean = found.gather(1, read[0, -new:, None]).mean()
+            ids = pipeline_ids(ask, settings)
+            new = ids.shape[1] - inputs["input_ids"].shape[1]
+            inputs |= {"input_ids": ids, "attention_mask": pad(inputs["attention_mask"], (0, new), value=1)}
+            log_probs = model(**inputs).logits[0, -new - 1 : -1].float().log_softmax(dim=-1)
+        mean = log_probs.gather(1, ids[0, -new:, None]).mean()
         sure = record["statistics"]["answerability"]
         expected = torch.sigmoid(1.5 * mean + 0.5 * torch.logit(torch.tensor(sure)) + 1.0).item()
         assert record["statistics"]["answer_likelihood"] == pytest.approx(expected, abs=1e-5)
 
 
 def pipeline_ids(ask, settings) -> torch.LongTensor:
-    """Prompt and answer (1, seq_len), as the pipeline has them."""
-    found, generate = [], ask.model.generate
-    with mock.patch.object(ask.model, "generate", lambda **kwargs: found.append(generate(**kwargs)) or found[0]):
+    """Ids of the prompt and the answer (1, seq_len) in the pipeline."""
+    outputs, generate = [], ask.model.generate
+    with mock.patch.object(ask.model, "generate", lambda **kwargs: outputs.append(generate(**kwargs)) or outputs[0]):
         ask(ASKED, **settings)
-    return found[0]
+    return outputs[0]
 
 
 @pytest.mark.parametrize("options", [{"do_sample": True}, {"num_beams": 2}, {"min_confidence": 1.0}])
 def test_likelihood_needs_greedy_answers(separate, options):
-    """Sampled and searched answers and abstentions have no likelihood."""
+    """Answers from sampling or beam search have no likelihood, and neither have abstentions."""
     separate[0].config.answer_calibration = [1.5, 0.5, 1.0]
     (record,) = pipeline_of(*separate)(ASKED, return_slots=True, max_new_tokens=3, **options)
     assert "answer_likelihood" not in record["statistics"] and "answerability" in record["statistics"]

@@ -1,4 +1,4 @@
-"""Bad input to the model: each is refused by an error that names both sides and the remedy, and changes nothing."""
+"""Bad input to the model is refused with an error that names both sides and the remedy, and changes nothing."""
 
 import copy
 import re
@@ -33,7 +33,7 @@ def model():
 
 
 def assert_refused(model, message, **batch):
-    """Each way that a batch reaches the model refuses it (TRL calls the inner model, never our forward)."""
+    """Asserts that each way to call the model refuses a batch (TRL calls the inner model, not our forward)."""
     for call in (model, model.model, partial(model.generate, max_new_tokens=2)):
         with pytest.raises(ValueError, match=message):
             call(**batch)
@@ -60,7 +60,7 @@ ONE[0, 2, 5] = True
         ({"context_embeds": EMBEDS.to(torch.float8_e4m3fn)}, "of type torch.float8.*expected a tensor of floats"),
         *(({"context_embeds": EMBEDS.masked_fill(ONE, n)}, NOT_FINITE) for n in (float("nan"), float("inf"), -1e38)),
         ({"input_ids": IDS.clamp(max=SLOT - 1)}, r"(?s)\[0\] context tokens.*has 4"),
-        ({name: torch.cat([each, each]) for name, each in GOOD.items()} | {"context_embeds": None}, r"\b8 context"),
+        ({name: torch.cat([rows, rows]) for name, rows in GOOD.items()} | {"context_embeds": None}, r"\b8 context"),
         ({"input_ids": IDS - 99}, "`input_ids` contain the id -.*; expected ids from 0 to 60, or 61"),
         (
             {"input_ids": IDS[:, :2] + SLOT, "context_embeds": None},
@@ -82,12 +82,12 @@ def test_misfit_batch_leaves_no_trace(model, change, message):
 def test_prompt_may_fill_the_context(model):
     """A prompt may be as long as the context, and so may text alone."""
     model(**GOOD | {"input_ids": torch.cat([IDS, torch.full((1, 120), 5)], dim=1)})
-    with pytest.raises(ValueError, match=TOO_LONG):  # before minutes are spent on it
+    with pytest.raises(ValueError, match=TOO_LONG):  # before anything is computed
         model.generate(torch.full((1, 129), 5), max_new_tokens=2)
 
 
 def test_embedding_padding_is_ignored():
-    """Rows with fewer slots than the fullest: the content of their padding changes neither logits nor gradients."""
+    """The content of padding in `context_embeds` changes neither logits nor gradients."""
     model = tiny_aligner("llama").train()
     batch, trained = collate(random_rows(model, [2, 0, 5]), "left"), [p for _, p in model.aligner_parameters()]
     results = []
@@ -191,7 +191,7 @@ def test_other_peft_adapter_is_refused(model):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        *(({"gate_layers": [each]}, rf"(?s)`gate_layers` is \[{each}\].*0 to 2") for each in (3, -1)),
+        *(({"gate_layers": [layer]}, rf"(?s)`gate_layers` is \[{layer}\].*0 to 2") for layer in (3, -1)),
         ({"gate_layers": "some"}, r"(?s)`gate_layers`.*'some'.*\"all\""),
         ({"gate_threshold": 1.5}, "`gate_threshold` is 1.5; expected a probability above 0 and up to 1"),
         ({"lora_r": "eight"}, r"(?s)lora_r.*eight"),
@@ -217,14 +217,14 @@ def checkpoint(tmp_path):
 
 
 def load_another_way(*args, **kwargs):
-    """`from_pretrained`, where transformers' loader does not call the private method that we have of it."""
+    """`from_pretrained` with a transformers whose loader does not call the private method that we override."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(AlignerMixin, "_load_pretrained_model")
         return ArcAlignerForCausalLM.from_pretrained(*args, **kwargs)
 
 
 def test_misfit_checkpoints_are_refused(checkpoint):
-    """A checkpoint for another encoder or backbone is refused, and so is one that is nowhere."""
+    """A checkpoint for another encoder or backbone is refused, and so is one that does not exist."""
     load = partial(ArcAlignerForCausalLM.from_pretrained, checkpoint / "aligner")
     with pytest.raises(ValueError, match=r"(?s)width 12.*projector\.up\.weight.*\[24, 10\].*\[24, 12\]"):
         load(encoder_hidden_size=12)
@@ -248,29 +248,29 @@ def test_incomplete_base_model_is_refused(checkpoint, load):
 
 @pytest.mark.parametrize("with_base, options", [(False, {}), (True, {"dtype": torch.bfloat16, "device_map": "cpu"})])
 def test_other_loader_loads_the_same(checkpoint, tmp_path, with_base, options):
-    """A transformers that loads weights in another way loads the same."""
+    """A version of transformers that loads weights in another way gives the same model."""
     folder = checkpoint / "aligner"
     if with_base:
         ArcAlignerForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "whole", save_base_model=True)
         folder = tmp_path / "whole"
     edit_json(folder / "generation_config.json", top_k=7)
     loads = (load_another_way, ArcAlignerForCausalLM.from_pretrained)
-    found, expected = (load(folder, gate_threshold=0.3, **options) for load in loads)
-    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)
-    assert [p.requires_grad for p in found.parameters()] == [p.requires_grad for p in expected.parameters()]
+    loaded, expected = (load(folder, gate_threshold=0.3, **options) for load in loads)
+    torch.testing.assert_close(loaded.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    assert [p.requires_grad for p in loaded.parameters()] == [p.requires_grad for p in expected.parameters()]
     files = []
-    for model in (found, expected):
+    for model in (loaded, expected):
         model.save_pretrained(tmp_path / "again")
         files.append({path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()})
-    assert files[0] == files[1] and found.config.gate_threshold == 0.3
+    assert files[0] == files[1] and loaded.config.gate_threshold == 0.3
 
 
 def test_other_loader_cannot_quantize(checkpoint):
-    """A base model is loaded in another way, too, and none is quantized."""
-    found, info = load_another_way(checkpoint / "base", output_loading_info=True, **SETTINGS)
+    """Such a version also loads a base model, and refuses to quantize one."""
+    loaded, info = load_another_way(checkpoint / "base", output_loading_info=True, **SETTINGS)
     expected = ArcAlignerForCausalLM.from_pretrained(checkpoint / "base", **SETTINGS)
     of_base = {name: weight for name, weight in expected.state_dict().items() if not expected.is_aligner_key(name)}
-    assert of_base and all(torch.equal(found.state_dict()[name], weight) for name, weight in of_base.items())
+    assert of_base and all(torch.equal(loaded.state_dict()[name], weight) for name, weight in of_base.items())
     assert not of_base.keys() & info["missing_keys"]
     expected.hf_quantizer = object()
     with pytest.raises(RuntimeError, match=r"transformers [\d.]+ loads weights in a way .* without quantization"):

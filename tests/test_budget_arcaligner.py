@@ -1,4 +1,4 @@
-"""A budget of operations: kept to, spent on the most confident slots, and never worse for being larger."""
+"""A budget of operations is not exceeded and goes to the slots with the highest gate probability."""
 
 import itertools
 import random
@@ -16,7 +16,7 @@ SHARES = [0.01, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6]
 
 
 class FrugalReference(Reference):
-    """Algorithm 1 within a budget; prices are the model's own, which are held against counted operations below."""
+    """Algorithm 1 within a budget, with the costs from the model, which a test below compares with counted ones."""
 
     def __init__(self, model: torch.nn.Module, share: float):
         super().__init__(model)
@@ -31,21 +31,21 @@ class FrugalReference(Reference):
     def refine(self, layer: int, hidden: torch.Tensor, apply_layer) -> torch.Tensor:
         positions, always = self.slot_mask[:, 0].nonzero()[:, 0], self.config.gate_mode == "always"
         cost = self.costs[layer]
-        once, each = cost.of_keys_values(*self.sizes), cost.of_slot_pass(*self.sizes)
-        asked = list(range(len(positions)))
+        once, pass_cost = cost.of_keys_values(*self.sizes), cost.of_slot_pass(*self.sizes)
+        active = list(range(len(positions)))
         for step in range(self.config.max_refinement_steps):
-            if not self.pay(0 if always else len(asked) * cost.gate):
+            if not self.pay(0 if always else len(active) * cost.gate):
                 break
             probs = [1.0] * len(positions) if always else self.gate_prob(layer, hidden[positions])[:, 0].tolist()
-            wanted = sorted((j for j in asked if probs[j] >= self.config.gate_threshold), key=lambda j: (-probs[j], j))
+            wanted = sorted((j for j in active if probs[j] >= self.config.gate_threshold), key=lambda j: (-probs[j], j))
             if step == 0:
-                can = min(len(wanted), max(0, (self.left - once) // each))
-                moving = asked = wanted[:can]
-                self.pay(once + can * each if can else 0)
+                can = min(len(wanted), max(0, (self.left - once) // pass_cost))
+                moving = active = wanted[:can]
+                self.pay(once + can * pass_cost if can else 0)
                 if can < len(wanted):
                     self.left = 0
             else:
-                moving = wanted if wanted and self.pay(len(asked) * each) else []
+                moving = wanted if wanted and self.pay(len(active) * pass_cost) else []
             if not moving:
                 break
             hidden = hidden.index_copy(0, positions[moving], apply_layer(hidden)[positions[moving]])
@@ -53,7 +53,7 @@ class FrugalReference(Reference):
         return hidden
 
     def pay(self, price: int) -> bool:
-        """Whether it could be paid; what cannot ends the row's refinement."""
+        """Whether the budget covers a cost; if not, the refinement of the row ends."""
         can = self.left > 0 and self.left >= price
         self.left = self.left - price if can else 0
         return can
@@ -61,7 +61,7 @@ class FrugalReference(Reference):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_budget_refines_confident_slots(seed):
-    """Rows of a batch do what a plain implementation does with each alone."""
+    """Rows of a batch get the steps that a plain implementation takes for each row alone."""
     draw = random.Random(seed)
     share = draw.choice([0, *SHARES])
     model, rows, padding_side = random_case(draw)
@@ -71,7 +71,7 @@ def test_budget_refines_confident_slots(seed):
 
 @pytest.mark.parametrize("gate_mode", ["adaptive", "always"])
 def test_larger_budget_adds_steps(gate_mode):
-    """A larger budget removes no step, and an infinite one leaves the decision to the gates."""
+    """A larger budget removes no step, and with an infinite one only the gates decide."""
     model = tiny_aligner("mistral_window", gate_mode=gate_mode)
     batch = for_generate(collate(random_rows(model, [5, 0, 9], seed=2), "left"))
     shares = [*(percent / 100 for percent in range(0, 100, 2)), 1000, 1e300, float("inf")]
@@ -92,7 +92,7 @@ def test_counted_operations_within_budget(gate_mode):
     prefix = {"input_ids": row.input_ids[None, :end], "context_embeds": row.context_embeds[None]}
 
     def measured(**settings) -> int:
-        # The counter knows `addmm` and not the same in place, which adds the slots' LoRA.
+        # The counter knows `addmm`, but not `addmm_`, which adds the LoRA of the slots.
         in_place = {torch.ops.aten.addmm_: lambda _, left, right, **kwargs: 2 * left[0] * left[1] * right[1]}
         with FlopCounterMode(display=False, custom_mapping=in_place) as counter, torch.no_grad():
             model.model(**prefix, **settings)
@@ -104,7 +104,7 @@ def test_counted_operations_within_budget(gate_mode):
     assert extra == sorted(extra) and extra[-1] > 0.2
     costs, projector = model.model.layer_costs, model.model.projector
     of_projector = 2 * 12 * (projector.up.weight.numel() + projector.out.weight.numel())
-    above_diagonal = sum(cost.key for cost in costs) * end**2 // 2  # is computed and not paid for
+    above_diagonal = sum(cost.key for cost in costs) * end**2 // 2  # is computed, but does not count
     assert off == sum(cost.of_prefill(end - 12, 12) for cost in costs) + of_projector + above_diagonal
     assert measured(refinement_budget=0) == off
 
@@ -122,7 +122,7 @@ def test_unpaid_slots_are_not_computed(monkeypatch):
     for percent in range(1, 100):
         model(**batch, refinement_budget=percent / 100, gate_mode="always")
     assert all(computed == paid for computed, paid in taken)
-    assert {(11, 11), (12, 12)} <= set(taken)  # nearly all, which without a budget would be all
+    assert {(11, 11), (12, 12)} <= set(taken)  # without a budget all would be computed
 
 
 def test_budget_is_refused_where_meaningless(monkeypatch):

@@ -1,4 +1,4 @@
-"""A long text is cut into passages of about as many tokens: all of it, in any script, where people pause."""
+"""A long text of any script is cut into passages of a similar number of tokens, at ends of sentences or lines."""
 
 import pytest
 from hypothesis import example, given, settings
@@ -15,14 +15,14 @@ TEXTS = st.text(st.sampled_from("abé .!?\n\t会😀ာ\u0301x"), max_size=200) 
 
 
 def num_tokens(tokenizer, text: str, start: int, end: int) -> int:
-    """Tokens of the text that end between two of its characters."""
+    """Number of tokens that end between two offsets of the text."""
     ((_, ends),) = tokenize_with_ends(tokenizer, [text])
-    return sum(start < each <= end for each in ends)
+    return sum(start < token_end <= end for token_end in ends)
 
 
 def stripped(text: str, start: int, end: int) -> tuple[int, int]:
-    found = text[start:end]
-    return start + len(found) - len(found.lstrip()), end - len(found) + len(found.rstrip())
+    span = text[start:end]
+    return start + len(span) - len(span.lstrip()), end - len(span) + len(span.rstrip())
 
 
 @settings(deadline=None, max_examples=80)
@@ -31,13 +31,13 @@ def stripped(text: str, start: int, end: int) -> tuple[int, int]:
 @example(" \n ", 1, [0, 1])
 @example("😀" * 9, 1, [])
 def test_passages_hold_all_and_fit(tokenizer, text, most, sections):
-    """No character is lost, and none but a single one makes a passage too long."""
+    """No character is lost, and no passage is too long, except for a single character with many tokens."""
     text = readable(text).text
-    sections = sorted(each for each in sections if each < len(text))
+    sections = sorted(section for section in sections if section < len(text))
     spans = cut_text(text, tokenizer, most, sections=sections)
     assert [start for start, _ in spans] == [0, *(end for _, end in spans[:-1])] and spans[-1][1] == len(text)
     for start, end in (stripped(text, *span) for span in spans):
-        is_one = end - start == 1 or text[start:end] == "<|im_end|>"  # a character, or what is read as text
+        is_one = end - start == 1 or text[start:end] == "<|im_end|>"  # one character or one mark
         assert num_tokens(tokenizer, text, start, end) <= most or is_one
         assert start < end or len(spans) == 1
 
@@ -46,7 +46,7 @@ def test_passages_hold_all_and_fit(tokenizer, text, most, sections):
     "unit", ["会议改到星期四安娜带蛋糕", "aGVsbG8gd29ybGQ0123456789+/", "အစည်းအဝေးကို", "4f3a90b1", "x"]
 )
 def test_text_without_spaces_fills_passages(tokenizer, unit):
-    """Chinese, base64, Burmese and keys: passages as large as those of English, but for the last one."""
+    """Passages of text without spaces (Chinese, base64, Burmese, keys) are full, except for the last one."""
     text = unit * 120
     spans = cut_text(text, tokenizer, 40)
     sizes = [num_tokens(tokenizer, text, *span) for span in spans]
@@ -68,7 +68,7 @@ SENTENCE = "It was written by Ada. "  # 10 tokens
             f"{SENTENCE}Ada. Yes.",
             {"sections": [len(SENTENCE) + 5]},
             [f"{SENTENCE}Ada. ", "Yes."],
-        ),  # which both would fit
+        ),  # although both would fit
         (f"Ada. {SENTENCE}", {"sections": [5]}, [f"Ada. {SENTENCE}"]),
         ("| a b c |\n" * 6, {}, ["| a b c |\n" * 3] * 2),  # a table between its lines
         ("word " * 12, {}, None),
@@ -76,12 +76,15 @@ SENTENCE = "It was written by Ada. "  # 10 tokens
 )
 def test_passages_end_where_people_pause(tokenizer, text, options, expected):
     spans = cut_text(text, tokenizer, 20, **options)
-    found = [text[start:end] for start, end in spans]
-    assert found == expected if expected else all(each.endswith(" ") for each in found) and len(found) > 1
+    passages = [text[start:end] for start, end in spans]
+    if expected:
+        assert passages == expected
+    else:
+        assert len(passages) > 1 and all(passage.endswith(" ") for passage in passages)
 
 
 def test_fitting_sentence_stays_whole(tokenizer):
-    """A short one before it makes a short passage; before one that is cut anyway it does not."""
+    """A short sentence is a passage of its own if the next one fits whole, but not if that has to be cut anyway."""
     short, fitting, longer = "Ada. ", "It was " + "a" * 14 + ". ", "It was " + "a" * 60 + ". "
     for second, first_end in ((fitting, len(short)), (longer, None)):
         text = short + second
@@ -90,14 +93,14 @@ def test_fitting_sentence_stays_whole(tokenizer):
 
 
 def test_cuts_refer_to_given_text(tokenizer):
-    """Pieces are those of the given text, with its invisible characters, and titles stay."""
-    given = "It was writ\u00adten by Ada. " * 5
-    documents = [{"title": "T", "text": given, "id": 3}, "Short.", given]
+    """Offsets refer to the text as it was given, with its invisible characters, and titles do not change."""
+    document = "It was writ\u00adten by Ada. " * 5
+    documents = [{"title": "T", "text": document, "id": 3}, "Short.", document]
     passages, pieces = cut_long(documents, tokenizer, 30, 20)
     assert [piece.document for piece in pieces] == [0, 0, 0, 1, 2, 2, 2]
     for passage, piece in zip(passages, pieces, strict=True):
-        text = "Short." if piece.document == 1 else given
+        text = "Short." if piece.document == 1 else document
         assert text[piece.start : piece.end] == piece.text == (passage if piece.document else passage["text"])
-    assert all((each["title"], each["id"]) == ("T", 3) for each in passages[:3])
-    assert "".join(each.text for each in pieces[4:]) == given
+    assert all((passage["title"], passage["id"]) == ("T", 3) for passage in passages[:3])
+    assert "".join(piece.text for piece in pieces[4:]) == document
     assert cut_long(documents, tokenizer, 60, 20)[0] == documents

@@ -1,4 +1,4 @@
-"""What the documents say is so: README code and the notebook run, files and tests that are named exist."""
+"""Documents are correct: the README's code and the notebook run, and the files and tests that they name exist."""
 
 import doctest
 import importlib
@@ -16,7 +16,7 @@ NOTEBOOK = ROOT / "examples" / "first_steps.ipynb"
 METHOD = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("dev/*.md"))]
 PAGES += sorted(ROOT.glob(".github/*.md"))
-NO_SOURCES = ("tests", "checkpoints", "runs", "data")  # nor what begins with a dot
+NO_SOURCES = ("tests", "checkpoints", "runs", "data")  # nor names that begin with a dot
 SOURCES = [*sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("[a-z]*/**/*.py"))]
 SOURCES = [path for path in SOURCES if path.relative_to(ROOT).parts[0] not in NO_SOURCES]
 WITH_EXAMPLES = [path.relative_to(ROOT).with_suffix("") for path in SOURCES if "    >>> " in path.read_text("utf-8")]
@@ -33,11 +33,11 @@ def test_readme_code_runs(block, monkeypatch):
 
 
 @pytest.mark.parametrize("path", WITH_EXAMPLES, ids=str)
-def test_examples_of_functions_are_so(path):
+def test_docstring_examples_are_correct(path):
     module = importlib.import_module(".".join(("arcaligner", *path.parts)))
     runner = doctest.DocTestRunner()
     for example in doctest.DocTestFinder().find(module):
-        if inspect.isfunction(getattr(module, example.name.split(".")[-1], None)):  # those of classes load models
+        if inspect.isfunction(getattr(module, example.name.split(".")[-1], None)):  # tests in classes load models
             runner.run(example)
     assert runner.failures == 0
 
@@ -77,7 +77,7 @@ def test_readme_names_existing_paths():
 
 @pytest.mark.parametrize("name", ["method.md", "extensions.md", "versions.md"])
 def test_named_files_exist(name):
-    """Files of code and tests that a page names are there."""
+    """Files of code and tests that a page names exist."""
     paths = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / name).read_text(encoding="utf-8"))
     assert paths and [path for path in paths if not (ROOT / path).exists()] == []
 
@@ -99,13 +99,13 @@ def test_every_equation_has_a_test():
 
 
 def shown(notebook) -> list[list[str]]:
-    """The number of each cell, what it printed, without times, and which pictures it drew."""
-    found = []
+    """For each cell its number, its printed output without times, and the types of its pictures."""
+    contents = []
     for cell in notebook.cells:
-        outputs = [each.get("text") or " ".join(sorted(each["data"])) for each in cell.get("outputs", [])]
+        outputs = [output.get("text") or " ".join(sorted(output["data"])) for output in cell.get("outputs", [])]
         outputs = [re.sub(r"\d+ ms", "ms", text).replace(" ", "") for text in outputs]
-        found.append([str(cell.get("execution_count")), *outputs])
-    return found
+        contents.append([str(cell.get("execution_count")), *outputs])
+    return contents
 
 
 @pytest.mark.default_backbone

@@ -1,4 +1,4 @@
-"""What the encoder reads: texts in batches bounded by tokens, spans of tokens, and nothing nested that moves."""
+"""Inputs of the encoder: batches bounded by tokens, the tokens of each span, and flat tensors to move."""
 
 import pickle
 
@@ -17,7 +17,7 @@ ALPHABET = st.sampled_from("ab Ada.!?é漢😀\u200b'-")
 
 @st.composite
 def texts_with_spans(draw):
-    """Texts of up to twice what the encoder reads, the character where spans begin, and where each ends."""
+    """Texts of up to twice the encoder's limit, the offset where spans begin, and the offset where each span ends."""
     texts, starts, ends = [], [], []
     for _ in range(draw(st.integers(1, 6))):
         text = draw(st.text(ALPHABET, max_size=120))
@@ -29,39 +29,39 @@ def texts_with_spans(draw):
 
 
 def plain_means(encoder, text: str, start: int, ends: list[int]) -> torch.Tensor:
-    """The means of one text's spans (num_spans, encoder_hidden_size), one token and one span after the other."""
+    """Mean states of one text's spans (num_spans, encoder_hidden_size), computed in plain loops."""
     limit = encoder.model.max_seq_length
-    read = encoder.model.tokenizer(
+    tokens = encoder.model.tokenizer(
         text, truncation=True, max_length=limit, return_offsets_mapping=True, return_tensors="pt"
     )
-    places = read.pop("offset_mapping")[0].tolist()
-    states = encoder.model[0](dict(read))["token_embeddings"][0]
+    places = tokens.pop("offset_mapping")[0].tolist()
+    states = encoder.model[0](dict(tokens))["token_embeddings"][0]
     middles, means = [(first + last) / 2 for first, last in places], []
     members = [[] for _ in ends]
     for token, (first, last) in enumerate(places):
         if last > first and middles[token] > start:
             members[next((n for n, end in enumerate(ends) if middles[token] <= end), len(ends) - 1)].append(token)
-    for before, end, own in zip([start, *ends], ends, members, strict=False):
+    for before, end, span_tokens in zip([start, *ends], ends, members, strict=False):
         nearest = min(range(len(places)), key=lambda token: abs(middles[token] - (before + end) / 2))
-        means.append(states[own or [nearest]].mean(dim=0))
+        means.append(states[span_tokens or [nearest]].mean(dim=0))
     return torch.stack(means)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(asked=texts_with_spans(), batch_tokens=st.sampled_from([1, 40, 150, 10_000]))
-def test_spans_equal_plain_means(asked, batch_tokens, processor):
-    """Texts cut where the encoder ends and spans without a token included, whatever the batches are."""
-    encoder, (texts, starts, ends) = processor.encoder, asked
+@given(texts_and_spans=texts_with_spans(), batch_tokens=st.sampled_from([1, 40, 150, 10_000]))
+def test_spans_equal_plain_means(texts_and_spans, batch_tokens, processor):
+    """Embeddings of spans equal plain means for any batch size, also of cut texts and spans without a token."""
+    encoder, (texts, starts, ends) = processor.encoder, texts_and_spans
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(encoder_arcaligner, "CPU_TOKENS", batch_tokens)
-        found = encoder.encode_runs(texts, starts, ends)
-        expected = [plain_means(encoder, *each) for each in zip(texts, starts, ends, strict=True)]
-    torch.testing.assert_close(found, normalize(torch.cat(expected), dim=-1), rtol=0, atol=2e-6)
+        embeds = encoder.encode_runs(texts, starts, ends)
+        expected = [plain_means(encoder, *text_and_spans) for text_and_spans in zip(texts, starts, ends, strict=True)]
+    torch.testing.assert_close(embeds, normalize(torch.cat(expected), dim=-1), rtol=0, atol=2e-6)
 
 
 def test_tokens_of_two_texts():
-    """A token over two spans belongs to one, one whose middle is where spans begin to none; a span after the last
-    token has that one."""
+    """A token across two spans belongs to one of them, and a token whose middle is where spans begin to none; a span
+    after the last token gets that token."""
     offsets = np.array([[0, 0], [0, 2], [2, 3], [3, 5], [5, 6], [0, 0], [0, 3], [0, 0]])
     ends, counts = np.array([3, 4, 7, 20, 3]), np.array([4, 1])
     tokens, spans = _span_tokens(offsets, np.array([6, 2]), np.array([1, 0]), ends, counts)
@@ -75,8 +75,8 @@ def test_tokens_of_two_texts():
     batch_padding=st.none() | st.integers(0, 40),
 )
 def test_batches_are_bounded_by_tokens(lengths, batch_tokens, batch_padding):
-    """By all tokens, padding counted, and by padding; only a text that is longer by itself exceeds it. Each batch is as
-    large as it can be."""
+    """Batches have at most so many tokens, with padding, and so much padding, and are as large as possible; only a
+    single long text exceeds the limit."""
     lengths, tokens = np.array(lengths), np.arange(sum(lengths))
     tokenizer = EncoderTokenizer(type("Tokenizer", (), {"pad_token_id": -5}), "", None, batch_tokens, batch_padding)
     inputs = tokenizer.batched(tokens, lengths, tokens, tokens, len(tokens))
@@ -92,17 +92,17 @@ def test_batches_are_bounded_by_tokens(lengths, batch_tokens, batch_padding):
     ids = inputs.input_ids.split([count * longest for count, longest, _ in inputs.batches])
     numbers = [number for _, _, number in inputs.batches]
     reads = zip(ids, inputs.tokens.split(numbers), inputs.slots.split(numbers), strict=True)
-    for own, places, slots in reads:  # each token is where its slot says
-        assert torch.equal(own[places], slots)
+    for batch_ids, places, slots in reads:  # each token is at the place of its slot
+        assert torch.equal(batch_ids[places], slots)
     assert sorted(inputs.input_ids[inputs.input_ids >= 0].tolist()) == tokens.tolist()
 
 
 def test_the_tokenizer_goes_to_workers(processor):
-    """As data loaders send it where processes are not forked."""
+    """The tokenizer can be pickled, as data loaders do if processes are not forked."""
     tokenizer = processor.encoder.text_tokenizer
     sent = pickle.loads(pickle.dumps(tokenizer))
-    found, expected = (each(["Ada wrote it.", "No."], [0, 0], [[3, 13], [3]]) for each in (sent, tokenizer))
-    assert torch.equal(found.input_ids, expected.input_ids) and found.batches == expected.batches
+    inputs, expected = (tokenize(["Ada wrote it.", "No."], [0, 0], [[3, 13], [3]]) for tokenize in (sent, tokenizer))
+    assert torch.equal(inputs.input_ids, expected.input_ids) and inputs.batches == expected.batches
 
 
 def test_inputs_move_as_flat_tensors(processor):

@@ -1,4 +1,4 @@
-"""Faults: a process that is killed, a full disk, a folder that cannot be written to. What was there stays whole."""
+"""Existing files survive a killed process, a full disk and a folder that cannot be written to."""
 
 import contextlib
 import errno
@@ -28,7 +28,7 @@ tqdm.tqdm.set_lock(threading.RLock())
 
 
 def kill_while(action: Callable[[], object], seconds: float) -> None:
-    """Repeats an action in another process, which ends without a chance to clean up."""
+    """Repeats an action in another process, and kills the process."""
     if (child := os.fork()) == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -56,7 +56,7 @@ def test_killed_save_leaves_loadable_checkpoint(model, processor, checkpoint_dir
 
 
 def test_killed_write_keeps_old_file(tmp_path):
-    """A killed write leaves the former file, and no half of a slot prefix."""
+    """A killed write leaves the former file, and no incomplete slot prefix."""
     config, path = backbone_config(), tmp_path / "prefix.safetensors"
     prefix = torch.randn(config.num_hidden_layers, 2, config.num_key_value_heads, 90, config.head_dim)
     for moment in MOMENTS:
@@ -67,7 +67,7 @@ def test_killed_write_keeps_old_file(tmp_path):
         write_whole(tmp_path / "results.json", "former " * 10**4)
         kill_while(lambda: write_whole(tmp_path / "results.json", "next " * 10**5), moment / 10)
         assert (tmp_path / "results.json").read_text() in ("former " * 10**4, "next " * 10**5)
-    assert [each.name for each in tmp_path.glob("[!.]*")] == ["results.json"]
+    assert [path.name for path in tmp_path.glob("[!.]*")] == ["results.json"]
 
 
 def test_full_disk_restores_old_files(model, checkpoint_dir, tmp_path, monkeypatch):
@@ -89,7 +89,7 @@ def test_full_disk_restores_old_files(model, checkpoint_dir, tmp_path, monkeypat
 
 FORMER = {"config.json": "1", "model.safetensors": "1", "encoder/weights": "1", "same": "same"}
 NEXT = FORMER | {"config.json": "2", "model.safetensors": "2", "encoder/weights": "2", "more/file": "2"}
-MOVES = 7  # of three files to another place, and of four new ones
+MOVES = 7  # three former files are moved away, four new ones are moved in
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -98,14 +98,14 @@ def write(root: Path, files: dict[str, str]) -> None:
         (root / name).write_text(text)
 
 
-def read(root: Path) -> dict[str, str]:
+def contents_of(root: Path) -> dict[str, str]:
     return {path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("is_lasting", [False, True])
 @pytest.mark.parametrize("fails_at", range(MOVES + 1))
 def test_failed_move_keeps_old_files(tmp_path, fails_at, is_lasting, monkeypatch):
-    """Or says where they are, when they cannot be moved back either."""
+    """After a failed move the old files are back, or the error says where they are."""
     folder, replace, moves = tmp_path / "checkpoint", os.replace, itertools.count()
 
     def fail_later(*paths):
@@ -119,9 +119,9 @@ def test_failed_move_keeps_old_files(tmp_path, fails_at, is_lasting, monkeypatch
     with is_refused as error, written_whole(folder) as temporary:
         write(temporary, NEXT)
     if fails_at == MOVES:
-        assert read(folder) == NEXT
+        assert contents_of(folder) == NEXT
     elif kept := re.search("Its former files are in (.+); move them back", str(error.value)):
         assert is_lasting and fails_at
-        assert FORMER.items() <= (read(folder) | read(Path(kept[1]))).items()
+        assert FORMER.items() <= (contents_of(folder) | contents_of(Path(kept[1]))).items()
     else:
-        assert read(folder) == FORMER
+        assert contents_of(folder) == FORMER

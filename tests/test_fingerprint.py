@@ -1,4 +1,4 @@
-"""What a slot prefix was made with: all that changes slots changes its field, and no change of a weight goes unseen."""
+"""The fingerprint of a slot prefix: a change of anything that slots depend on changes its field."""
 
 import copy
 import json
@@ -15,7 +15,7 @@ from arcaligner.modeling_arcaligner import slot_lora_layers
 
 
 def test_changes_of_slots_have_fields(model, processor, monkeypatch):
-    """What changes slots changes its field, and no other."""
+    """Each change that affects slots changes its own field of the fingerprint and no other."""
     store, encoder = model.passage_cache(processor), copy.deepcopy(processor.encoder.model)
     monkeypatch.setattr(type(processor.encoder), "model", encoder)
     other_tokenizer = copy.deepcopy(processor.tokenizer)
@@ -49,8 +49,8 @@ def test_changes_of_slots_have_fields(model, processor, monkeypatch):
     assert fingerprint()["backbone_weights"] != before["backbone_weights"]
 
 
-def test_selection_is_no_part(model, processor):
-    """What was cached with another weight of the cosine is read."""
+def test_selection_keeps_the_fingerprint(model, processor):
+    """Settings of the selection of passages do not change the fingerprint, so cached passages stay valid."""
     store = model.passage_cache(processor)
     before = shared_fingerprint(model, processor, store.weights([]))
     model.config.similarity_weight, model.config.scored_share, model.config.most_answerability = 3.0, 1.0, 0.9
@@ -70,13 +70,13 @@ EMBEDS = torch.arange(24.0).view(2, 12)
 
 
 def test_passages_differ_by_their_text():
-    """They are told apart by what is read of them."""
-    given = [[PASSAGE], ["She wrote it."], [PASSAGE | {"title": "Bob"}], [PASSAGE] * 2]
-    given += [[PASSAGE | {"text": "She wrote"}, " it."]]
-    given += [GivenSlots(each, None) for each in (EMBEDS, EMBEDS + 1e-3 * (EMBEDS == 23), EMBEDS.view(4, -1))]
-    prints = [passage_fingerprint([1, 2], each)["passages"] for each in given]
+    """Passages with other text or embeddings have other fingerprints; a score does not count."""
+    variants = [[PASSAGE], ["She wrote it."], [PASSAGE | {"title": "Bob"}], [PASSAGE] * 2]
+    variants += [[PASSAGE | {"text": "She wrote"}, " it."]]
+    variants += [GivenSlots(embeds, None) for embeds in (EMBEDS, EMBEDS + 1e-3 * (EMBEDS == 23), EMBEDS.view(4, -1))]
+    prints = [passage_fingerprint([1, 2], passages)["passages"] for passages in variants]
     assert len(set(prints)) == len(prints)
-    for passages, same in ((given[0], [PASSAGE | {"score": 0.3}]), (given[5], GivenSlots(EMBEDS.clone(), None))):
+    for passages, same in ((variants[0], [PASSAGE | {"score": 0.3}]), (variants[5], GivenSlots(EMBEDS.clone(), None))):
         assert passage_fingerprint([1, 2], passages) == passage_fingerprint([1, 2], same)
         assert passage_fingerprint([1, 2], passages)["prompt"] != passage_fingerprint([1], same)["prompt"]
 
@@ -104,7 +104,7 @@ def sgd_step(model, weight):
 
 
 def load(model, weight, **options):
-    changed = next(name for name, each in model.named_parameters() if each is weight)
+    changed = next(name for name, parameter in model.named_parameters() if parameter is weight)
     model.load_state_dict({**model.state_dict(), changed: weight.detach() + 1}, **options)
 
 
@@ -126,22 +126,22 @@ WRITES = {
 @pytest.mark.parametrize("part", ["projector.up.weight", "embed_tokens.weight"])
 @pytest.mark.parametrize("write", WRITES)
 def test_changed_weights_are_seen(write, part):
-    """No change of a weight goes unseen."""
+    """Each way to change a weight changes the mark and the digests."""
     model = tiny_aligner()
     watch = watched(model)
     before = watch.digests()
     model.generate(torch.arange(9)[None], max_new_tokens=2)
-    assert watch.digests() is before == watched(copy.deepcopy(model)).digests()  # nothing was read again
+    assert watch.digests() is before == watched(copy.deepcopy(model)).digests()  # nothing was hashed again
     marked = watch.mark()
-    assert watch.mark() == marked != watched(model).mark()  # which another process or cache cannot know
-    WRITES[write](model, next(each for name, each in model.named_parameters() if part in name))
+    assert watch.mark() == marked != watched(model).mark()  # a mark is valid in one object only
+    WRITES[write](model, next(parameter for name, parameter in model.named_parameters() if part in name))
     assert watch.mark() != marked and watch.digests() != before
     assert watched(model).digests() == watch.digests()
 
 
 @pytest.mark.parametrize("weight", [torch.ones(2, 2, device="meta"), torch.eye(2).to_sparse()])
 def test_unwatchable_weight_is_refused(weight):
-    """By its name."""
+    """A weight whose changes cannot be detected is refused, and the error has its name."""
     model = torch.nn.Linear(2, 2)
     model.weight = torch.nn.Parameter(weight)
     with pytest.raises(ValueError, match="The weight `weight` is of type Parameter on .*cannot be detected"):

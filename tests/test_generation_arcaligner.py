@@ -1,4 +1,4 @@
-"""Generation with slots: every decoding method of transformers reads them once and never takes one for a token."""
+"""Generation with slots: all decoding methods of transformers work, and none takes a slot for a token."""
 
 import copy
 import importlib.util
@@ -25,7 +25,7 @@ def model(request):
 
 @pytest.fixture
 def recorded():
-    """A model of one test, whose attention can be recorded."""
+    """A model for one test, whose attention can be recorded."""
     return tiny_aligner("llama", dtype=torch.float32, attn_implementation="eager")
 
 
@@ -33,13 +33,13 @@ def prompts(model, slot_counts, seed=0):
     return for_generate(collate(random_rows(model, slot_counts, seed=seed, contiguous=True, num_text=9), "left"))
 
 
-# What is recorded
+# Hidden states and attention
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("method", [{"do_sample": False}, {"num_beams": 3, "num_return_sequences": 2}])
 def test_hidden_states_per_layer(recorded, method, use_cache):
-    """Refinement applies a layer again, which must not show as another layer."""
+    """There is one hidden state per layer, although refinement applies a layer again."""
     batch = prompts(recorded, [3, 6, 0])
     length, num_layers = batch["input_ids"].shape[1], recorded.config.text_config.num_hidden_layers
     method = method | dict.fromkeys(("output_hidden_states", "output_attentions", "return_dict_in_generate"), True)
@@ -51,7 +51,7 @@ def test_hidden_states_per_layer(recorded, method, use_cache):
 
 
 def test_all_passes_are_recorded(recorded, monkeypatch):
-    """Where the private variable is not found, refinement's passes are recorded as well; nothing else differs."""
+    """If transformers has no such private variable, passes of the refinement are recorded too; nothing else differs."""
     spec = importlib.util.spec_from_file_location("arcaligner.another_way", modeling_arcaligner.__file__)
     another_way = importlib.util.module_from_spec(spec)
     with monkeypatch.context() as patch:
@@ -62,12 +62,12 @@ def test_all_passes_are_recorded(recorded, monkeypatch):
     expected = recorded(**batch, **options)
     for name in ("is_recording_outputs", "not_recording_outputs"):
         monkeypatch.setattr(modeling_arcaligner, name, getattr(another_way, name))
-    found = recorded(**batch, **options)
-    assert torch.equal(found.logits, expected.logits) and not another_way.is_recording_outputs()
+    output = recorded(**batch, **options)
+    assert torch.equal(output.logits, expected.logits) and not another_way.is_recording_outputs()
     length = batch["input_ids"].shape[1]
-    whole = [each for each in found.attentions if each.shape[2:] == (length, length)]
-    assert len(found.attentions) > len(expected.attentions) == recorded.config.text_config.num_hidden_layers
-    assert all(any(torch.equal(each, one) for one in whole) for each in expected.attentions)
+    whole = [attention for attention in output.attentions if attention.shape[2:] == (length, length)]
+    assert len(output.attentions) > len(expected.attentions) == recorded.config.text_config.num_hidden_layers
+    assert all(any(torch.equal(attention, one) for one in whole) for attention in expected.attentions)
 
 
 # No slot is a token
@@ -75,7 +75,7 @@ def test_all_passes_are_recorded(recorded, monkeypatch):
 
 @pytest.mark.parametrize("ngram", [1, 2])
 def test_assisted_decoding_equals_greedy_search(model, ngram):
-    """Also if the last word is right before the slots, which are then looked up as candidates."""
+    """Prompt lookup gives the greedy answer, even if the match is right before the slots."""
     batch, settings = prompts(model, [4]), {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
     batch["input_ids"][0, -1] = batch["input_ids"][0, 2]
     expected = model.generate(**batch, **settings)
@@ -91,15 +91,15 @@ PROCESSORS += [{"bad_words_ids": [[4]], "sequence_bias": {(5,): 2.0}}]
 
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_logits_processors_skip_slots(model, processor):
-    """Also on a prompt without any text, which ends in a slot; with a cache or not. Among text they see none."""
+    """Logits processors get no slots among the text; a prompt of slots alone works, with a cache or without."""
     slots_only, seen = torch.full((1, 4), model.config.context_token_id), []
     embeds = torch.randn(1, 4, ENCODER_HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
-    asked = SIX_TOKENS | processor | {"logits_processor": [lambda ids, scores: seen.append(ids) or scores]}
+    options = SIX_TOKENS | processor | {"logits_processor": [lambda ids, scores: seen.append(ids) or scores]}
     for batch in (prompts(model, [4]), {"input_ids": slots_only, "context_embeds": embeds}):
-        found = model.generate(**batch, **asked)
-        new = found[:, batch["input_ids"].shape[1] :]
+        ids = model.generate(**batch, **options)
+        new = ids[:, batch["input_ids"].shape[1] :]
         assert new.shape == (1, 6) and not (new == model.config.context_token_id).any()
-        assert torch.equal(found, model.generate(**batch, **asked, use_cache=False))
+        assert torch.equal(ids, model.generate(**batch, **options, use_cache=False))
     assert len(seen) == 4 * 6 and not any((ids == model.config.context_token_id).any() for ids in seen[:12])
 
 
@@ -120,7 +120,7 @@ def test_logits_to_keep_selects_positions(model, keep):
     batch = prompts(model, [3, 6, 0])
     every, kept = model(**batch).logits, model(**batch, logits_to_keep=keep).logits
     places = torch.tensor([-2, -1]) if isinstance(keep, int) else keep
-    expected = [logits[each] for logits, each in zip(every, places.expand(3, 2), strict=True)]
+    expected = [logits[row_places] for logits, row_places in zip(every, places.expand(3, 2), strict=True)]
     torch.testing.assert_close(kept, torch.stack(expected))
 
 
@@ -136,15 +136,15 @@ def test_copied_model_generates_the_same(model):
 
 @torch.no_grad()
 def test_logits_do_not_copy_head(model):
-    """A batched product would, of the whole frozen head: in bfloat16 a third of the time to the first token."""
-    read = []
-    hook = model.lm_head.register_forward_pre_hook(lambda head, given: read.append(given[0].dim()))
+    """The head gets a matrix: a batched product would copy the head, a third of the time to the first token."""
+    dims = []
+    hook = model.lm_head.register_forward_pre_hook(lambda head, inputs: dims.append(inputs[0].dim()))
     model(torch.randint(0, 50, (2, 7)), logits_to_keep=1)
     hook.remove()
-    assert read == [2]  # rows and features: one product
+    assert dims == [2]  # rows and features: one product
 
 
-# Gates of one call: as if the configuration said so, which it never does
+# Gates of one call, which work like those in the configuration and do not change it
 
 OTHER_GATES = [
     {"gate_threshold": 0.7},
@@ -162,29 +162,29 @@ def test_gates_of_generate(recorded, gates, method):
     model, batch = recorded, prompts(recorded, [3, 6, 0])
     options = GREEDY | method | {"return_dict_in_generate": True, "output_logits": True}
     config, generation_config = model.config.to_dict(), model.generation_config.to_dict()
-    found = model.generate(**batch, **options, **gates)
+    output = model.generate(**batch, **options, **gates)
     plain = model.generate(**batch, **options)
     assert (model.config.to_dict(), model.generation_config.to_dict()) == (config, generation_config)
     model.config.update(gates)
     expected = model.generate(**batch, **options)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert torch.equal(torch.stack(found.logits), torch.stack(expected.logits))
-    assert not torch.equal(found.logits[0], plain.logits[0])
+    assert torch.equal(output.sequences, expected.sequences)
+    assert torch.equal(torch.stack(output.logits), torch.stack(expected.logits))
+    assert not torch.equal(output.logits[0], plain.logits[0])
 
 
 def test_threads_are_independent(model):
-    """Five batches, one of text alone, each with its own gates."""
+    """Threads with five batches, one of them text alone, each get the logits of their own gates."""
     settings = [*OTHER_GATES[:3], {}, {"refinement_budget": 0.3}]
     batches = [prompts(model, [count], seed=count) | settings[count] for count in range(5)]
 
     @torch.no_grad()
-    def read(batch):
+    def logits_of(batch):
         return model(**batch).logits
 
-    expected = [read(batch) for batch in batches]
+    expected = [logits_of(batch) for batch in batches]
     with ThreadPoolExecutor(5) as pool:
-        found = list(pool.map(read, batches * 12))
-    assert all(torch.equal(logits, expected[number % 5]) for number, logits in enumerate(found))
+        results = list(pool.map(logits_of, batches * 12))
+    assert all(torch.equal(logits, expected[number % 5]) for number, logits in enumerate(results))
 
 
 NAN = float("nan")
@@ -212,6 +212,6 @@ def test_impossible_settings_are_refused(model, name):
 def test_prompt_processors_see_text_only(model, option):
     """Logits processors that look into the prompt find text where slots are."""
     batch = for_generate(collate(random_rows(model, [4])))
-    found = model.generate(**batch, max_new_tokens=3, do_sample=False, **option)
-    assert found.shape == (1, batch["input_ids"].shape[1] + 3)
-    assert (found[:, batch["input_ids"].shape[1] :] < model.config.text_config.vocab_size).all()
+    ids = model.generate(**batch, max_new_tokens=3, do_sample=False, **option)
+    assert ids.shape == (1, batch["input_ids"].shape[1] + 3)
+    assert (ids[:, batch["input_ids"].shape[1] :] < model.config.text_config.vocab_size).all()

@@ -1,4 +1,4 @@
-"""Eq. 3 in one linear: the residual reaches slot rows alone, with and without gradients alike."""
+"""Eq. 3 in one linear layer: only slot rows get the residual, with gradients and without."""
 
 import copy
 
@@ -52,12 +52,12 @@ def by_eq_3(layer, states: torch.Tensor, rows: torch.Tensor, sign: int = 1) -> t
 def test_residual_follows_eq_3(layer, states, rows, with_gradients):
     """On slot rows the residual is that of Eq. 3."""
     with torch.set_grad_enabled(with_gradients), lora_on(rows):
-        found = layer(states)
+        output = layer(states)
     expected = by_eq_3(layer, states, rows)
-    torch.testing.assert_close(found.double(), expected, **CLOSE)
+    torch.testing.assert_close(output.double(), expected, **CLOSE)
     if with_gradients:
         up = layer.lora_B[ADAPTER_NAME].weight
-        gradients = (torch.autograd.grad(each.square().sum(), up)[0] for each in (found, expected))
+        gradients = (torch.autograd.grad(tensor.square().sum(), up)[0] for tensor in (output, expected))
         torch.testing.assert_close(*gradients)
 
 
@@ -68,14 +68,14 @@ def test_residual_has_backbone_dtype(layer, states, rows, with_gradients):
     layer.float().base_layer.to(torch.bfloat16).weight.data.zero_()
     states = states.bfloat16()
     with torch.set_grad_enabled(with_gradients), lora_on(rows):
-        found = layer(states)
+        output = layer(states)
     down, up = (part[ADAPTER_NAME].weight.detach().bfloat16() for part in (layer.lora_A, layer.lora_B))
     hidden = states.view(10, -1)[rows] @ down.T  # rounded to bfloat16, as each product is
     expected = torch.zeros(10, layer.out_features, dtype=torch.bfloat16)
     expected[rows] = (layer.scaling[ADAPTER_NAME] * (hidden.double() @ up.double().T)).bfloat16()
-    torch.testing.assert_close(found.view(10, -1), expected, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(output.view(10, -1), expected, rtol=0.01, atol=0.01)
     if with_gradients:
-        found.float().square().sum().backward()
+        output.float().square().sum().backward()
         assert layer.lora_A[ADAPTER_NAME].weight.grad.dtype == torch.float32
 
 
@@ -103,7 +103,7 @@ def make_zero(layer, how: str) -> None:
     elif how == "another forward":
         down.forward = lambda slots: slots.new_zeros(len(slots), len(zeros))
     elif how == "dropped":
-        layer.lora_dropout[ADAPTER_NAME] = nn.Dropout(p=1.0)  # in training mode, as Monte Carlo dropout has it
+        layer.lora_dropout[ADAPTER_NAME] = nn.Dropout(p=1.0)  # in training mode, as for Monte Carlo dropout
     elif how == "scaled":
         layer.set_scale(ADAPTER_NAME, 0.0)
     else:
@@ -118,7 +118,7 @@ def make_zero(layer, how: str) -> None:
     ),
 )
 def test_changed_weights_are_used(layer, states, how, dtype):
-    """What inference made once of LoRA's weights follows all that changes them."""
+    """The weights that inference has prepared are prepared again after any change."""
     layer.base_layer.to(dtype)
     states = states.to(dtype)
     with torch.no_grad(), lora_on(ALL_ROWS):
@@ -142,9 +142,9 @@ def test_precision_changes_between_calls(layer, states):
     for dtype in (torch.float64, torch.bfloat16, torch.float32, torch.float64):
         layer.base_layer.to(dtype)
         fresh = copy.deepcopy(layer)
-        for each in (states, states.flip(0)):
+        for inputs in (states, states.flip(0)):
             with lora_on(TOGETHER):
-                assert torch.equal(layer(each.to(dtype)), fresh(each.to(dtype)))
+                assert torch.equal(layer(inputs.to(dtype)), fresh(inputs.to(dtype)))
     layer.float()
     with lora_on(TOGETHER):
         plain = layer(states.float())
@@ -164,7 +164,7 @@ def test_weights_of_inference_mode(states):
 
 
 def test_copy_has_own_weights(layer, states):
-    """Weights of a copy change without those that it was copied from."""
+    """A change of the weights of a copy does not change the original."""
     with torch.no_grad(), lora_on(TOGETHER):
         before = layer(states)
         copied = copy.deepcopy(layer)
@@ -173,7 +173,7 @@ def test_copy_has_own_weights(layer, states):
 
 
 def test_sharded_weights_are_cast_again(layer, states):
-    """Sharding writes weights without a new version; a change of mode forgets the cast ones."""
+    """Sharding changes weights without a new version, so a change of mode drops the cast weights."""
     layer.base_layer.to(torch.bfloat16)
     states, down = states.bfloat16(), layer.lora_A[ADAPTER_NAME].weight
     with torch.no_grad(), lora_on(ALL_ROWS):
@@ -194,8 +194,8 @@ def test_linears_share_input_slots(layer, states, monkeypatch):
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
-def test_other_adapters_are_pefts(layer, states):
-    """An adapter with another name is left to PEFT."""
+def test_peft_computes_other_adapters(layer, states):
+    """An adapter with another name is computed by PEFT."""
     holder = nn.ModuleDict({"linear": copy.deepcopy(layer)})
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["linear"], init_lora_weights=False), holder, "other")
     both = holder["linear"]
@@ -214,7 +214,7 @@ def test_hooked_output_stays_frozen(layer, states):
     with lora_on(SLOTS):
         layer(states)
     assert torch.equal(seen[0], layer.base_layer(states))
-    layer.train().lora_dropout[ADAPTER_NAME] = nn.Dropout(p=1.0)  # is kept without gradients too
+    layer.train().lora_dropout[ADAPTER_NAME] = nn.Dropout(p=1.0)  # not changed without gradients either
     with torch.no_grad(), lora_on(SLOTS):
         assert torch.equal(layer(states), seen[0])
 
@@ -225,7 +225,7 @@ def test_patched_linear_sees_slots_only(layer, states, rows, name):
     """The low-rank linear of a patched forward is called for slot rows only."""
     linear = getattr(layer, name)[ADAPTER_NAME]
 
-    def negated(slots):  # as of what fetches weights first
+    def negated(slots):  # such as one that fetches weights first
         assert len(slots) == len(torch.arange(10)[rows])
         return -nn.functional.linear(slots, linear.weight)
 
@@ -245,12 +245,12 @@ class WideLinear(nn.Linear):
 @some_or_all_rows
 def test_frozen_linear_supports_other_layouts(layer, states, rows):
     layer.float().base_layer.__class__ = WideLinear
-    found = []
+    outputs = []
     for gradients in (True, False):
         with torch.set_grad_enabled(gradients), torch.autocast("cpu", torch.bfloat16), lora_on(rows):
-            found.append(layer(states.float()).detach())
-    assert found[0].dtype == found[1].dtype == torch.float32
-    torch.testing.assert_close(found[0], found[1], rtol=0.01, atol=0.01)
+            outputs.append(layer(states.float()).detach())
+    assert outputs[0].dtype == outputs[1].dtype == torch.float32
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0.01, atol=0.01)
 
 
 def test_zero_lora_equals_none():
@@ -266,7 +266,7 @@ def test_zero_lora_equals_none():
 
 @pytest.mark.parametrize("gate_mode", ["off", "adaptive", "always"])
 def test_ordinary_lora_is_merged(gate_mode):
-    """With `lora_positions` "all" an aligner computes what one with merged weights does: slots, text and new tokens."""
+    """With `lora_positions` "all" an aligner equals one with merged weights for slots, text and new tokens."""
     model = tiny_aligner("llama", lora_positions="all", gate_mode=gate_mode).eval()
     merged = copy.deepcopy(model)
     for layer in slot_lora_layers(merged):
@@ -275,22 +275,22 @@ def test_ordinary_lora_is_merged(gate_mode):
         layer.set_scale(ADAPTER_NAME, 0.0)
     batch = collate(random_rows(model, [3, 1]), padding_side="left")
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "context_embeds")}
-    found, expected = model(**inputs), merged(**inputs)
-    torch.testing.assert_close(found.logits, expected.logits, **CLOSE)
-    assert torch.equal(found.recursion_depth, expected.recursion_depth)
+    output, expected = model(**inputs), merged(**inputs)
+    torch.testing.assert_close(output.logits, expected.logits, **CLOSE)
+    assert torch.equal(output.recursion_depth, expected.recursion_depth)
     texts = torch.tensor([[3, 4, 5, 6]])
     torch.testing.assert_close(model(texts).logits, merged(texts).logits, **CLOSE)
     slots_alone = tiny_aligner("llama", gate_mode=gate_mode).eval()
     slots_alone.load_state_dict(model.state_dict())
-    assert not torch.allclose(slots_alone(**inputs).logits, found.logits)
+    assert not torch.allclose(slots_alone(**inputs).logits, output.logits)
     prompts = for_generate(batch)
-    ids = [each.generate(**prompts, max_new_tokens=4, do_sample=False) for each in (model, merged)]
+    ids = [aligner.generate(**prompts, max_new_tokens=4, do_sample=False) for aligner in (model, merged)]
     assert torch.equal(*ids)
 
 
 @pytest.fixture
 def linear(monkeypatch):
-    """A frozen linear on a CPU whose MKL is slow, and the shapes that oneDNN is given."""
+    """A frozen linear layer on a CPU with a slow MKL, which records the shapes of oneDNN's inputs."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("PyTorch was built without oneDNN")
     monkeypatch.setattr(modeling_arcaligner, "has_slow_mkl", lambda: True)
@@ -315,15 +315,15 @@ def test_large_products_equal_pytorch(linear, shape, padded):
 
 @torch.no_grad()
 def test_few_numbers_of_rows(linear):
-    """oneDNN keeps code for each."""
+    """Numbers of rows are padded to few sizes, as oneDNN caches code for each size."""
     for rows in range(LEAST_ROWS, 513):
         assert linear(torch.ones(rows, 64)).shape == (rows, 96)
-    found = {rows for rows, _ in linear.shapes}
-    assert len(found) == 8 * 3 and all(rows % LEAST_ROWS == 0 for rows in found)
+    numbers = {rows for rows, _ in linear.shapes}
+    assert len(numbers) == 8 * 3 and all(rows % LEAST_ROWS == 0 for rows in numbers)
 
 
 def test_other_products_stay(linear, monkeypatch):
-    """Of few rows, small weights and other precisions, with gradients, and where MKL is fast."""
+    """oneDNN is not used for few rows, small weights, other dtypes, with gradients, or if MKL is fast."""
     x = torch.randn(40, 64)
     assert linear(x).requires_grad
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Packages that have moved are found by their old names, too, for one version."""
+"""Packages that have moved can be imported by their old names for one version."""
 
 import importlib
 import sys
@@ -9,7 +9,7 @@ pytest.importorskip("lancedb")
 
 
 def test_old_name_is_same_module(monkeypatch):
-    for name in [each for each in sys.modules if each.startswith("arcaligner.corpus")]:
+    for name in [name for name in sys.modules if name.startswith("arcaligner.corpus")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.warns(FutureWarning, match=r"`arcaligner\.corpus\.sources` is now called `arcaligner\.apps\.corpus"):
         old = importlib.import_module("arcaligner.corpus.sources")

@@ -1,4 +1,4 @@
-"""The multi-hop head: what it computes, how many passages a question gets, and where the head is kept."""
+"""The multi-hop head: what it computes, how many passages a question gets, and how checkpoints store it."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ TOKENS = {"max_new_tokens": 6, "do_sample": False}
 
 @pytest.fixture
 def answerer(separate):
-    """One that always finds a multi-hop question."""
+    """An `Answerer` whose head takes every question for a multi-hop question."""
     model, processor = separate
     give_multihop_head(model, is_found=True)
     return Answerer(model, processor, model.passage_cache(processor))
@@ -35,29 +35,29 @@ def give_multihop_head(model, is_found):
 
 
 def selected(answerer, questions, documents, max_passages=None):
-    return [list(each.numbers) for each in answerer.select(questions, documents, max_passages)]
+    return [list(selection.numbers) for selection in answerer.select(questions, documents, max_passages)]
 
 
 # What it computes
 
 
 def test_head_is_a_regression():
-    """On the embedding, the logarithm of the number of words, and the log-odds of the answerability."""
+    """The inputs are the embedding, the logarithm of the number of words, and the log-odds of the answerability."""
     head, generator = MultihopHead(3), torch.Generator().manual_seed(0)
     vectors, num_words = torch.randn(3, 3, generator=generator), torch.tensor([5.0, 1.0, 0.0])
     answerable = torch.tensor([0.5, -6.0, 6.0])
     head.weight.copy_(torch.randn(5, generator=generator))
     head.bias.fill_(0.25)
-    *own, words, odds = head.weight.tolist()
+    *embedding_weights, words, odds = head.weight.tolist()
     expected = [
-        sum(a * b for a, b in zip(own, vector, strict=True)) + words * log + odds * sure + 0.25
+        sum(a * b for a, b in zip(embedding_weights, vector, strict=True)) + words * log + odds * sure + 0.25
         for vector, log, sure in zip(vectors.tolist(), (math.log(5), 0.0, 0.0), answerable.tolist(), strict=True)
     ]
     torch.testing.assert_close(head(vectors, num_words, answerable), torch.tensor(expected))
 
 
 def test_odds_are_bounded():
-    """Those of the top-ranked passage, which the cosine decides as well."""
+    """The log-odds of the top-ranked passage are bounded; the rank also depends on the cosine."""
     scores = [
         {0: ScoredPassage(0.5, 0.0, False, 10.0), 1: ScoredPassage(0.25, 0.5, False, 10.0)},
         {3: ScoredPassage(0.0, 0.0, False, 10.0)},
@@ -68,7 +68,7 @@ def test_odds_are_bounded():
 
 
 def test_features_are_of_the_question(processor):
-    """Of a chat they are those of its last question, of the encoder that searches."""
+    """The features of a chat are those of its last question, computed by the base encoder."""
     chat = [
         {"role": "user", "content": "Who was it?"},
         {"role": "assistant", "content": "Ada."},
@@ -81,7 +81,7 @@ def test_features_are_of_the_question(processor):
     assert torch.equal(vectors[0], vectors[1]) and not torch.equal(vectors[0], vectors[2])
 
 
-# Which two passages it needs
+# Which two passages are a pair
 
 COMMON = frozenset({"the", "of", "in", "was", "a", "he"})
 FILM = {"title": "Casablanca (film)", "text": "The film of 1942 was directed by Michael Curtiz in Hollywood."}
@@ -91,7 +91,7 @@ ASKED = "Where was the director of the film Casablanca born?"
 
 
 def test_words_of_a_passage():
-    """The brackets of a title are no part of it; without a title, its names are those at the beginning of the text."""
+    """A title does not include its brackets; without a title, names at the beginning of the text replace it."""
     words = PassageWords.of(FILM, COMMON)
     assert words.title == {"casablanca"}
     assert words.all == {"casablanca", "film", "1942", "directed", "by", "michael", "curtiz", "hollywood"}
@@ -103,24 +103,25 @@ def test_words_of_a_passage():
 def test_features_of_pairs(processor, monkeypatch):
     monkeypatch.setattr(multihop_arcaligner, "stop_words", lambda spacy_model: COMMON | {"where"})
     log_odds = {0: 1.5, 1: -0.5, 2: 0.25}
-    found = pair_features(ASKED, [FILM, CURTIZ, ROME], log_odds, [(0, 1), (0, 2), (1, 2)], "en")
-    # Of the four words that are asked, the film has two and Curtiz "born". Film and Curtiz share three names: the film
-    # has five of all, Curtiz five; "hollywood", "michael" and "curtiz" are common.
+    features = pair_features(ASKED, [FILM, CURTIZ, ROME], log_odds, [(0, 1), (0, 2), (1, 2)], "en")
+    # Of the four words of the question, the film has two and Curtiz has "born". The film has five names and so has
+    # Curtiz; they share "hollywood", "michael" and "curtiz".
     expected = [
         [1.0, 3 / 4, 1.0, 3 / math.sqrt(5 * 5), 1.0, 1.0],
         [1.75, 2 / 4, 1.0, 0.0, 0.0, 1.0],
         [-0.25, 1 / 4, 0.0, 0.0, 0.0, 0.0],
     ]
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(features, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_compared_names_are_no_mention(processor):
-    """Of passages that a question compares, a third one that mentions both is not part of the pair."""
+    """If a question compares two names, a third passage that mentions both does not join the pair."""
     bogart = {"title": "Humphrey Bogart", "text": "He was an American actor, born in New York City in 1899."}
     film = {"title": "Casablanca", "text": "Directed by Michael Curtiz, with Humphrey Bogart."}
     pairs, question = [(0, 1), (0, 2), (1, 2)], "Who is older, Humphrey Bogart or Michael Curtiz?"
-    found = pair_features(question, [bogart, CURTIZ, film], dict.fromkeys(range(3), 0.0), pairs, "en")
-    assert found[:, 2].tolist() == [1.0, 1.0, 1.0] and found[:, 4].eq(0).all() and found[:, 5].tolist() == [2, 1, 1]
+    features = pair_features(question, [bogart, CURTIZ, film], dict.fromkeys(range(3), 0.0), pairs, "en")
+    assert features[:, 2].tolist() == [1.0, 1.0, 1.0] and features[:, 5].tolist() == [2, 1, 1]
+    assert features[:, 4].eq(0).all()
 
 
 def test_neutral_pair_is_top_ranked():
@@ -130,16 +131,16 @@ def test_neutral_pair_is_top_ranked():
 
 
 def test_names_lead_to_the_pair():
-    """Whatever is first in the order of the passages."""
+    """The pair is the two passages linked by names, in any order of the passages."""
     head = MultihopHead(3)
     head.pair.copy_(torch.tensor([0.1, 1.0, 1.0, 1.0, 1.0, 1.0]))
     for order in itertools.permutations([FILM, CURTIZ, ROME]):
-        found = best_pair(head, ASKED, order, {0: 1.0, 1: 1.0, 2: 1.0}, "en")
-        assert {order[number]["title"] for number in found} == {FILM["title"], CURTIZ["title"]}
+        pair = best_pair(head, ASKED, order, {0: 1.0, 1: 1.0, 2: 1.0}, "en")
+        assert {order[number]["title"] for number in pair} == {FILM["title"], CURTIZ["title"]}
 
 
 def test_copies_are_no_pair():
-    """Of equal texts the top-ranked one counts; if all are equal, it is the only one."""
+    """Of passages with equal text only the top-ranked one can be in a pair."""
     head, copy = MultihopHead(3), {**FILM, "text": FILM["text"] + " "}
     head.pair.copy_(torch.tensor([0.5, 1.0, 1.0, 1.0, 1.0, 1.0]))
     assert best_pair(head, ASKED, [FILM, copy, CURTIZ, ROME], {0: 1.0, 1: 2.0, 2: 0.0, 3: -1.0}, "en") == [1, 2]
@@ -147,7 +148,7 @@ def test_copies_are_no_pair():
 
 
 def test_pairs_are_ranked_exactly():
-    """Whatever autocast is on, and whatever type the head was cast to."""
+    """Close scores are ranked correctly under autocast, and if the head is in bfloat16."""
     head, odds = MultihopHead(3).to(torch.bfloat16), {0: 10.0, 1: 10.02, 2: 10.03}
     with torch.autocast("cpu", torch.bfloat16):
         assert best_pair(head, "Who?", ["One.", "Two.", "Three."], odds, "en") == [1, 2]
@@ -160,7 +161,7 @@ def test_long_titles_are_read_fast():
 
 
 def test_few_passages_are_combined(monkeypatch):
-    """Only the top-ranked ones, where there are very many."""
+    """If there are very many passages, only the top-ranked ones can form a pair."""
     monkeypatch.setattr(multihop_arcaligner, "MOST_COMBINED", 2)
     head = MultihopHead(3)
     head.pair.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0]))
@@ -178,31 +179,31 @@ def test_multihop_question_gets_two(answerer, is_found, expected):
 
 
 def test_pair_is_selected(answerer):
-    """Of all passages, and the question is asked about these two."""
+    """The pair is selected from all passages, and the prompt has these two."""
     head, passages = answerer.model.multihop_head, [ROME, CURTIZ, "Nobody read it.", FILM]
     head.pair.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0]))
     (selection,) = answerer.select([ASKED], [passages])
     assert selection.numbers == [1, 3] and sorted(selection.scores) == [0, 1, 2, 3]
-    (found,) = answerer.cache.prepare_asked(selection.asked)["input_ids"]
+    (ids,) = answerer.cache.prepare_asked(selection.asked)["input_ids"]
     (expected,) = answerer.cache.prepare([ASKED], [[CURTIZ, FILM]])["input_ids"]
-    assert torch.equal(found, expected)
+    assert torch.equal(ids, expected)
 
 
-def test_questions_are_told_apart(answerer):
-    """By their own features: of two questions one gets two passages, the other one."""
+def test_questions_get_different_numbers(answerer):
+    """Each question of a batch gets one or two passages by its own features."""
     vectors, _ = question_features(answerer.processor.encoder, [QUESTION, "When?"])
     head, towards = answerer.model.multihop_head, vectors[0] - vectors[1]
     head.bias.fill_(-0.5 * float(towards @ (vectors[0] + vectors[1])))
     head.weight[: len(towards)] = towards
-    found = selected(answerer, [QUESTION, "When?", QUESTION], [PASSAGES] * 3)
-    assert [len(each) for each in found] == [2, 1, 2]
-    assert found == [selected(answerer, [each], [PASSAGES])[0] for each in (QUESTION, "When?", QUESTION)]
+    selections = selected(answerer, [QUESTION, "When?", QUESTION], [PASSAGES] * 3)
+    assert [len(numbers) for numbers in selections] == [2, 1, 2]
+    assert selections == [selected(answerer, [question], [PASSAGES])[0] for question in (QUESTION, "When?", QUESTION)]
 
 
 def test_answerable_question_gets_one(answerer):
-    """The head reads the answerability of the top-ranked passage."""
+    """A question gets one passage or two depending on the answerability of the top-ranked one."""
     (scores,) = answerer.score([QUESTION], [PASSAGES])
-    best = max(scores.values(), key=lambda each: each.log_odds)
+    best = max(scores.values(), key=lambda score: score.log_odds)
     odds = math.log(best.answerability / (1 - best.answerability))
     head = answerer.model.multihop_head
     head.weight[-1] = -1.0
@@ -211,10 +212,10 @@ def test_answerable_question_gets_one(answerer):
         assert len(selected(answerer, [QUESTION], [PASSAGES])[0]) == expected
 
 
-def test_given_number_counts(answerer):
-    """In a batch a number that was asked for stands beside the default."""
-    found = selected(answerer, [QUESTION] * 3, [PASSAGES] * 3, [1, None, 3])
-    assert [len(each) for each in found] == [1, 2, 3]
+def test_max_passages_per_row(answerer):
+    """In a batch, `max_passages` can be set for some rows; the others use the default."""
+    selections = selected(answerer, [QUESTION] * 3, [PASSAGES] * 3, [1, None, 3])
+    assert [len(numbers) for numbers in selections] == [1, 2, 3]
     assert selected(answerer, [QUESTION], [PASSAGES[:1]]) == [[0]]
 
 
@@ -225,17 +226,17 @@ def test_one_text_is_no_pair(answerer):
 
 @pytest.mark.parametrize("limit", [0.0, 1.0])
 def test_no_passage_is_scored_twice(answerer, monkeypatch, limit):
-    """Whether one score decides at first or not; for another question few are scored."""
+    """No passage is scored twice for a multi-hop question, and only few are scored for another question."""
     monkeypatch.setattr(answerer.model.config, "most_answerability", limit)
-    score, asked = answerer._score, []
+    score, scored = answerer._score, []
 
-    def recorded(given, similarities, only):
-        asked.extend(number for own in only for number in own)
-        return score(given, similarities, only)
+    def recorded(batch, similarities, only):
+        scored.extend(number for numbers in only for number in numbers)
+        return score(batch, similarities, only)
 
     monkeypatch.setattr(answerer, "_score", recorded)
     (selection,) = answerer.select([QUESTION], [PASSAGES])
-    assert sorted(asked) == sorted(selection.scores) == [0, 1, 2, 3]
+    assert sorted(scored) == sorted(selection.scores) == [0, 1, 2, 3]
     give_multihop_head(answerer.model, is_found=False)
     (selection,) = answerer.select([QUESTION], [PASSAGES])
     assert len(selection.scores) == (1 if limit == 0.0 else 2)
@@ -243,7 +244,7 @@ def test_no_passage_is_scored_twice(answerer, monkeypatch, limit):
 
 @pytest.mark.parametrize("number, expected", [(12, 12), (20, 20), (24, 20), (44, 22)])
 def test_pair_candidates(answerer, number, expected):
-    """All of up to twenty passages, or the more similar half."""
+    """Pairs are formed from the twenty most similar passages, or from the more similar half if that is more."""
     texts = [f"Passage {'more ' * place}text." for place in range(number)]
     (selection,) = answerer.select([QUESTION], [texts])
     similar = similarities_of(answerer.processor.encoder, QUESTION, texts)
@@ -252,26 +253,26 @@ def test_pair_candidates(answerer, number, expected):
 
 
 def test_pipeline_uses_two(answerer):
-    """The answer, its segments and its scores are those of two passages."""
+    """The pipeline gives the answer and the segments of two passages, and the scores of all."""
     ask = pipeline_of(answerer.model, answerer.processor, return_slots=True, **TOKENS)
     row = {"question": QUESTION, "documents": PASSAGES}
-    (found,), (expected,) = ask(row), ask(row, max_passages=2)
-    assert found["segments"] == expected["segments"] and found["generated_text"] == expected["generated_text"]
-    assert len({each["document"] for each in found["segments"]}) == 2
-    assert [*found["statistics"]["passage_answerabilities"]] == [0, 1, 2, 3]
+    (record,), (expected,) = ask(row), ask(row, max_passages=2)
+    assert record["segments"] == expected["segments"] and record["generated_text"] == expected["generated_text"]
+    assert len({segment["document"] for segment in record["segments"]}) == 2
+    assert [*record["statistics"]["passage_answerabilities"]] == [0, 1, 2, 3]
     give_multihop_head(answerer.model, is_found=False)
-    assert ask(row)[0]["segments"] == ask(row, max_passages=1)[0]["segments"] != found["segments"]
+    assert ask(row)[0]["segments"] == ask(row, max_passages=1)[0]["segments"] != record["segments"]
 
 
 def test_cached_passages_stay_valid(answerer):
-    """Another head changes no keys and values."""
+    """A new multi-hop head does not invalidate cached passages."""
     answerer.score([QUESTION], [PASSAGES])
     give_multihop_head(answerer.model, is_found=True)
     (selection,) = answerer.select([QUESTION], [PASSAGES])
-    assert all(each.is_cached for each in selection.scores.values())
+    assert all(score.is_cached for score in selection.scores.values())
 
 
-# Where it is kept
+# Checkpoints
 
 
 @pytest.fixture
@@ -286,21 +287,21 @@ def saved(model, checkpoint_dir, tmp_path):
 def random_multihop_head(model, seed):
     generator = torch.Generator().manual_seed(seed)
     model.set_multihop_head(True)
-    for each in model.multihop_head.buffers():
-        each.copy_(torch.randn(each.shape, generator=generator))
+    for buffer in model.multihop_head.buffers():
+        buffer.copy_(torch.randn(buffer.shape, generator=generator))
 
 
-def same_heads(found, expected):
-    weights, others = (model.multihop_head.state_dict() for model in (found, expected))
+def same_heads(loaded, expected):
+    weights, others = (model.multihop_head.state_dict() for model in (loaded, expected))
     return weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_saved_head_loads_in_float32(saved, model, dtype):
-    found = ArcAlignerForCausalLM.from_pretrained(saved, dtype=dtype)
-    assert found.config.use_multihop_head and same_heads(found, model)
-    assert {each.dtype for each in found.multihop_head.buffers()} == {torch.float32}
-    assert not any("multihop_head" in name for name, _ in found.aligner_parameters())
+    loaded = ArcAlignerForCausalLM.from_pretrained(saved, dtype=dtype)
+    assert loaded.config.use_multihop_head and same_heads(loaded, model)
+    assert {buffer.dtype for buffer in loaded.multihop_head.buffers()} == {torch.float32}
+    assert not any("multihop_head" in name for name, _ in loaded.aligner_parameters())
 
 
 def test_bare_model_loads_without_head(saved, caplog):
@@ -309,13 +310,13 @@ def test_bare_model_loads_without_head(saved, caplog):
 
 
 def test_head_is_replaced_in_place(saved, model):
-    """Nothing else of the checkpoint changes."""
+    """The head in a checkpoint is replaced, and nothing else changes."""
     before = load_file(saved / "model.safetensors"), json.loads((saved / "config.json").read_text())
     random_multihop_head(model, seed=3)
     model.save_heads(saved)
     weights, config = load_file(saved / "model.safetensors"), json.loads((saved / "config.json").read_text())
     assert same_heads(ArcAlignerForCausalLM.from_pretrained(saved), model)
-    assert all(torch.equal(each, weights[name]) for name, each in before[0].items() if "multihop" not in name)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in before[0].items() if "multihop" not in name)
     assert {name for name in config if config[name] != before[1][name]} == {"digests"}
     model.set_multihop_head(False)
     model.save_heads(saved)
@@ -323,7 +324,7 @@ def test_head_is_replaced_in_place(saved, model):
 
 
 def without_head(tensors):
-    return {name: each for name, each in tensors.items() if "multihop_head.weight" not in name}
+    return {name: tensor for name, tensor in tensors.items() if "multihop_head.weight" not in name}
 
 
 def another_head(tensors):
@@ -354,7 +355,7 @@ def test_answerability_is_required():
 
 
 def test_new_answerability_head_removes_it():
-    """It was fitted to the former one."""
+    """A new answerability head removes the multi-hop head, which was fitted to the former one."""
     model = tiny_aligner("llama", answerability_layers=[0], use_multihop_head=True)
     assert model.multihop_head.weight.eq(0).all() and model.multihop_head.pair.tolist() == [1, 0, 0, 0, 0, 0]
     model.set_answerability_layers([1])
@@ -362,7 +363,7 @@ def test_new_answerability_head_removes_it():
 
 
 def test_neutral_head_changes_nothing(separate):
-    """Before it is fitted, every question gets one passage."""
+    """Before the head is fitted, every question gets one passage."""
     model, processor = separate
     model.set_multihop_head(True)
     assert len(selected(Answerer(model, processor), [QUESTION], [PASSAGES])[0]) == 1

@@ -1,4 +1,4 @@
-"""A model whose weights are on a disk, or in memory beside a full accelerator, computes as one that is loaded whole."""
+"""A model with weights on a disk or in CPU memory gives the same results as one that is loaded completely."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ QUESTION = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, base_model_dir, encoder_dir):
-    """A checkpoint that reads words beside states, with independent passages and a head, and its processor."""
+    """A checkpoint with token embeddings in its slots, independent passages and a head, and its processor."""
     settings = {"context_words": True, "tokens_per_slot": 2, "passage_attention": "separate"}
     processor = new_processor(base_model_dir, encoder_dir, **settings)
     settings = {"word_parts": 2, "passage_attention": "separate"}
@@ -43,7 +43,7 @@ def offloaded(way: str, folder, tmp_path) -> ArcAlignerForCausalLM:
 
 @pytest.mark.parametrize("way", ["auto 200KB", "auto 1KB", "disk", "memory"])
 def test_offloaded_models_generate_the_same(saved, way, tmp_path):
-    """Embeddings, projector, LoRA and the tied head are fetched when they are needed."""
+    """Embeddings, projector, LoRA and the tied head are loaded when they are needed, and give the same answer."""
     folder, processor = saved
     model = ArcAlignerForCausalLM.from_pretrained(folder).eval()
     inputs = processor(text=QUESTION["question"], documents=QUESTION["documents"], return_tensors="pt")
@@ -52,24 +52,24 @@ def test_offloaded_models_generate_the_same(saved, way, tmp_path):
     assert any(weight.is_meta for weight in away.parameters())
     assert away.device.type == "cpu"
     options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    expected, found = (each.generate(**inputs, **options) for each in (model, away))
-    assert torch.equal(found.sequences, expected.sequences)
-    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), atol=1e-6, rtol=1e-6)
+    expected, actual = (aligner.generate(**inputs, **options) for aligner in (model, away))
+    assert torch.equal(actual.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(actual.logits), torch.stack(expected.logits), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("way", ["auto 200KB", "disk"])
 def test_offloaded_models_select_passages(saved, way, tmp_path):
-    """Scored passages are read again for the answer, as changes of such weights cannot be seen."""
+    """Selected passages are computed again for the answer, as changes of offloaded weights cannot be detected."""
     folder, processor = saved
     options = {"max_new_tokens": 4, "max_passages": 2, "return_slots": True}
     expected = pipeline_of(ArcAlignerForCausalLM.from_pretrained(folder).eval(), processor)(QUESTION, **options)
     away = offloaded(way, folder, tmp_path).eval()
-    ask = ArcAlignerPipeline(model=away, processor=processor, task="text-generation")  # where the model is
+    ask = ArcAlignerPipeline(model=away, processor=processor, task="text-generation")  # on the devices of the model
     assert ask(QUESTION, **options) == expected
 
 
 def test_disk_pipeline_is_refused(saved, tmp_path):
-    """transformers takes "disk" for a device; what can be done is said."""
+    """A model whose first weights are on the disk is refused, and the error says what to do."""
     folder, processor = saved
     away = offloaded("auto 1KB", folder, tmp_path)
     assert next(iter(away.hf_device_map.values())) == "disk"

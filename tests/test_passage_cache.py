@@ -55,7 +55,7 @@ def embeddings(num_slots, seed=0):
 
 
 def nbytes(model, positions):
-    """Of keys and values alone, not of the batch they were prefilled in; in float64."""
+    """Bytes of the keys and values of one prefix, in float64, without the rest of its batch."""
     config = model.config.text_config
     return positions * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 8
 
@@ -77,17 +77,18 @@ def generate(model, inputs, **kwargs):
 
 
 def assert_answers(store, questions, inputs=None, gates=None, slots=None, **rows):
-    """Asserts that `inputs`, or what a store prepares, are answered as each question is without the store; gives them,
-    and ids and logits. `rows` have a value for each question, `gates` and `slots` are settings of the call."""
+    """Asserts that `inputs`, by default prepared by `store`, give the answers of each question without the cache.
+
+    Returns the inputs, ids and logits. `rows` have a value for each question, `gates` and `slots` are settings."""
     gates, slots, reader = gates or {}, slots or {}, store.processor
     inputs = inputs or store.prepare(questions, **rows, **gates, **slots)
     ids, logits = generate(store.model, inputs)
     for row, question in enumerate(questions):
-        own = {name: values[row] for name, values in rows.items()} | slots
+        arguments = {name: values[row] for name, values in rows.items()} | slots
         if reader.chat_template is None:
-            alone = reader(text=question, **own, return_tensors="pt")
+            alone = reader(text=question, **arguments, return_tensors="pt")
         else:
-            alone = chat_inputs(reader, question, **own)
+            alone = chat_inputs(reader, question, **arguments)
         expected_ids, expected_logits = generate(store.model, alone, **gates)
         torch.testing.assert_close(logits[row], expected_logits[0], rtol=0, atol=1e-6)
         assert torch.equal(ids[row], expected_ids[0])
@@ -100,7 +101,7 @@ def assert_answers(store, questions, inputs=None, gates=None, slots=None, **rows
 @in_float64
 @pytest.mark.parametrize("backbone", "llama mistral_window qwen3 gemma2 gemma3_text phi3_window smollm3 cohere".split())
 def test_mixed_batch_of_prefixes(models, processor, backbone):
-    """Prefixes and questions of different lengths, longer than a window; a second time all prefixes are kept."""
+    """Prefixes and questions may differ in length and exceed a window; the second call finds all prefixes."""
     model, embeds = models(backbone), [embeddings(num_slots, seed=num_slots) for num_slots in (2, 9, 1)]
     store = model.passage_cache(processor)
     prefix_of(store, context_embeds=embeds[1])
@@ -112,17 +113,17 @@ def test_mixed_batch_of_prefixes(models, processor, backbone):
 
     first, second = (ask(QUESTIONS, embeds) for _ in range(2))
     assert torch.equal(first, second) and (store.hits, store.misses) == (4, 3)
-    assert ((ask(QUESTIONS, embeds[::-1]) - first)[::2].abs().amax(dim=(1, 2)) > 1e-3).all()  # slots are read
+    assert ((ask(QUESTIONS, embeds[::-1]) - first)[::2].abs().amax(dim=(1, 2)) > 1e-3).all()  # slots are computed
     small = model.passage_cache(processor, max_bytes=nbytes(model, 2 + 9))
     for order in (1, -1):
         ask([*QUESTIONS, "Why?"][::order], [*embeds, embeds[0]], small)
-    assert (small.hits, small.misses) == (4, 4)  # one was dropped; equal ones of a batch are read once
+    assert (small.hits, small.misses) == (4, 4)  # one was dropped; equal ones of a batch are computed once
 
 
 @in_float64
 def test_documents_are_encoded_once(model, processor, monkeypatch):
     store, encoded, encode = model.passage_cache(processor), [], SlotEncoder.encode_tokens
-    watched = lambda self, *given: encoded.append(len(given[0])) or encode(self, *given)  # noqa: E731
+    watched = lambda self, *arguments: encoded.append(len(arguments[0])) or encode(self, *arguments)  # noqa: E731
     monkeypatch.setattr(SlotEncoder, "encode_tokens", watched)
     documents = [ADA, RADIK, ADA]
     inputs, again = store.prepare(QUESTIONS, documents), store.prepare(QUESTIONS[0], ADA)
@@ -160,7 +161,7 @@ def test_beams_continue_from_prefixes(model, processor):
 
 
 def test_continued_prefix_is_not_changed(model, processor):
-    """Continuing a prefix leaves the cached one, and a copy of a cache starts empty."""
+    """Continuing a prefix does not change the cached one, and a copy of a cache starts empty."""
     store = model.passage_cache(processor, max_bytes=10**6)
     prefix, other = (prefix_of(store, context_embeds=embeddings(3)) for _ in range(2))
     expected, ids = copy.deepcopy(prefix), torch.tensor([[5, 6, 7]])
@@ -174,13 +175,13 @@ def test_continued_prefix_is_not_changed(model, processor):
         assert_same_cache(prefix_of(copied, context_embeds=embeddings(3)), expected)
 
 
-# What is kept
+# What is cached
 
 
 def test_least_recent_prefix_is_dropped(model, processor):
     one = model.passage_cache(processor)
     one.prepare(["Who?", "Who?"], context_embeds=[embeddings(1), embeddings(40)])
-    text = prefix_of(one, context_embeds=embeddings(1)).get_seq_length() - 1  # before the slots, which is kept as well
+    text = prefix_of(one, context_embeds=embeddings(1)).get_seq_length() - 1  # the text before the slots, also cached
     assert one.bytes == nbytes(model, text + 1 + 40)
     store = model.passage_cache(processor, max_bytes=nbytes(model, text + 3 * 3))
 
@@ -190,9 +191,9 @@ def test_least_recent_prefix_is_dropped(model, processor):
         assert store.bytes == nbytes(model, text + 3 * (len(store) - 1)) <= store.max_bytes
         return store.misses == misses
 
-    assert [each for each in (0, 1, 2, 0) if not is_kept(each)] == [0, 1, 2] and len(store) == 4
-    assert [each for each in (3, 0, 2, 3) if not is_kept(each)] == [3]  # 1 leaves
-    assert [each for each in (1, 2, 3, 1, 0) if not is_kept(each)] == [1, 0]  # 0 leaves, then 2
+    assert [number for number in (0, 1, 2, 0) if not is_kept(number)] == [0, 1, 2] and len(store) == 4
+    assert [number for number in (3, 0, 2, 3) if not is_kept(number)] == [3]  # 1 leaves
+    assert [number for number in (1, 2, 3, 1, 0) if not is_kept(number)] == [1, 0]  # 0 leaves, then 2
 
 
 ALWAYS = {"gate_mode": "always", "max_refinement_steps": 1}
@@ -210,8 +211,8 @@ def test_settings_of_a_call(model, processor, gates, slots):
     for _ in range(2):
         *_, logits = assert_answers(store, QUESTIONS[:1], gates=gates, slots=slots, documents=[RADIK])
     assert (store.hits, store.misses) == (1, 2)
-    own = {"gate_mode": model.config.gate_mode, "gate_threshold": model.config.gate_threshold, "max_slots": None}
-    _, again = generate(model, store.prepare(QUESTIONS[0], RADIK, **own))  # the configuration's own find its prefix
+    defaults = {"gate_mode": model.config.gate_mode, "gate_threshold": model.config.gate_threshold, "max_slots": None}
+    _, again = generate(model, store.prepare(QUESTIONS[0], RADIK, **defaults))  # finds the prefix without them
     assert (store.hits, store.misses) == (2, 2) and torch.equal(again, plain) and not torch.equal(again, logits)
 
 
@@ -254,7 +255,7 @@ def test_shared_folder_keeps_its_budget(model, processor, tmp_path):
     one = model.passage_cache(processor)
     with ThreadPoolExecutor(10) as threads:
         list(threads.map(lambda _: prefix_of(one, context_embeds=embeddings(40, seed=9)), range(10)))
-    assert (one.hits, one.misses) == (9, 1)  # what is asked for at once is read once
+    assert (one.hits, one.misses) == (9, 1)  # passages that several threads need at the same time are computed once
     expected = [prefix_of(one, context_embeds=embeddings(3, seed=number)) for number in range(5)]
     options = {"max_bytes": nbytes(model, expected[0].get_seq_length() + 3), "folder": tmp_path / "new" / "folder"}
     store = model.passage_cache(processor, **options)
@@ -275,7 +276,7 @@ def test_shared_folder_keeps_its_budget(model, processor, tmp_path):
     with ThreadPoolExecutor(10) as threads:
         list(threads.map(functools.partial(use, store), range(10)))
     assert [os.waitpid(worker, 0)[1] for worker in workers] == [0, 0, 0]
-    assert store.bytes == sum(each.nbytes for each in store._kept.values()) <= store.max_bytes
+    assert store.bytes == sum(prefix.nbytes for prefix in store._kept.values()) <= store.max_bytes
     assert len(list(options["folder"].glob("*.safetensors"))) == len(list(options["folder"].iterdir())) == 6
 
 
@@ -286,14 +287,14 @@ def prefix_and_tail(model, num_slots=4):
     """A one-row prompt cut after its last slot: the prefix's keys and values, the row and the ids that follow."""
     row = random_row(model, num_slots, num_text=12, contiguous=True)
     length = int((row.input_ids == model.config.context_token_id).nonzero().max()) + 1
-    read = model.model(row.input_ids[None, :length], context_embeds=row.context_embeds[None], use_cache=True)
-    return keys_values_of(cache_of(read), 0, 0, length), row, row.input_ids[None, length:]
+    output = model.model(row.input_ids[None, :length], context_embeds=row.context_embeds[None], use_cache=True)
+    return keys_values_of(cache_of(output), 0, 0, length), row, row.input_ids[None, length:]
 
 
 @in_float64
 @pytest.mark.parametrize("backbone", list(BACKBONES))
 def test_bare_backbone_continues_from_file(backbone, tmp_path):
-    """By the recipe of the module's docstring, with the base model only; also after a window, which drops positions."""
+    """The example in the module's docstring works with the base model alone, also after a sliding window."""
     recipe = re.search(r"\n\n(    parts = (?:.*\n    )+.*\n)", kv_cache_arcaligner.__doc__).group(1)
     model = tiny_aligner(backbone)
     prefix, row, tail = prefix_and_tail(model, num_slots=7)
@@ -302,9 +303,9 @@ def test_bare_backbone_continues_from_file(backbone, tmp_path):
     save_keys_values(path, prefix, FINGERPRINT)
     loaded = load_keys_values(path, FINGERPRINT, model.config.text_config)
     assert loaded.dtype == prefix.dtype and torch.equal(loaded, prefix)
-    (tmp_path / "any").touch()  # another user's server may read what this one may
-    assert [each.name for each in sorted(tmp_path.iterdir())] == ["any", path.name]
-    assert len({each.stat().st_mode for each in tmp_path.iterdir()}) == 1
+    (tmp_path / "any").touch()  # other users may read the file if umask allows it
+    assert [file.name for file in sorted(tmp_path.iterdir())] == ["any", path.name]
+    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1
     backbone = stock_model(model, torch.float64, model.config.text_config._attn_implementation)
     names = {"torch": torch, "load_file": load_file, "DynamicCache": DynamicCache}
     names |= {"backbone": backbone, "paths": [path], "ids_after_the_slots": tail}
@@ -368,18 +369,18 @@ def test_changed_byte_is_refused(saved, data):
     changed, place = bytearray(whole), data.draw(st.integers(first, last), label="place")
     changed[place] ^= data.draw(st.integers(1, 255), label="change")
     saved.write_bytes(changed)
-    with contextlib.suppress(ValueError):  # else it is white space of the header
+    with contextlib.suppress(ValueError):  # else the byte is white space in the header
         assert torch.equal(load_keys_values(saved, FINGERPRINT, backbone_config()), expected)
     saved.write_bytes(whole)
 
 
-def test_overwritten_files_change_nothing_read(saved):
-    """What was read of a file is the process's own: to read a map of a file that is cut would kill it."""
-    read = load_keys_values(saved, FINGERPRINT, backbone_config())
-    expected, whole = read.clone(), saved.read_bytes()
+def test_overwritten_files_change_no_values(saved):
+    """Loaded values are copied, as a memory map of a file that is cut later would end the process."""
+    loaded = load_keys_values(saved, FINGERPRINT, backbone_config())
+    expected, whole = loaded.clone(), saved.read_bytes()
     with saved.open("r+b") as file:
         file.write(bytes(len(whole)))
-    assert torch.equal(read, expected)
+    assert torch.equal(loaded, expected)
 
 
 def test_misfit_file_is_refused(saved):

@@ -1,4 +1,4 @@
-"""Passages apart: each slot reads its own passage, so what was read of a passage serves any question."""
+"""Independent passages: slots attend to their own passage only, so that each passage can be cached by itself."""
 
 import copy
 import math
@@ -29,8 +29,8 @@ MODES = [{"gate_mode": "off"}, {"gate_mode": "always"}, {"gate_mode": "adaptive"
 
 
 @pytest.fixture(scope="module")
-def apart(processor):
-    """A processor that tells the model which slot belongs to which passage."""
+def independent_processor(processor):
+    """A processor whose inputs include the number of each slot's passage."""
     return processor_with(processor, passage_attention="separate", max_prompt_length=300)
 
 
@@ -40,8 +40,8 @@ def model(processor):
 
 
 @pytest.fixture
-def store(model, apart):
-    return model.passage_cache(apart)
+def store(model, independent_processor):
+    return model.passage_cache(independent_processor)
 
 
 # Algorithm 1
@@ -76,18 +76,18 @@ def test_gradients_equal_reference(seed):
     torch.testing.assert_close(*loss_gradients(model, rows, "right", [cut(draw, 7), [], cut(draw, 4)]), **EXACT)
 
 
-def test_joint_and_separate_attention(apart, model, monkeypatch):
+def test_joint_and_separate_attention(independent_processor, model, monkeypatch):
     """A joint model attends to the passages before, and a separate one does not."""
 
     def last_logits(documents):
-        return model(**chat_inputs(apart, "Who?", documents)).logits[0, -1]
+        return model(**chat_inputs(independent_processor, "Who?", documents)).logits[0, -1]
 
     assert torch.allclose(last_logits(PASSAGES), last_logits(PASSAGES[::-1]), rtol=0, atol=1e-9)
     monkeypatch.setattr(model.config, "passage_attention", "joint")
     assert (last_logits(PASSAGES) - last_logits(PASSAGES[::-1])).abs().max() > 1e-3
 
 
-# Read once, joined for any question
+# Computed once, combined for any question
 
 
 @pytest.mark.parametrize("gates", MODES, ids=str)
@@ -102,9 +102,9 @@ def test_cached_passages_combine(store, gates):
     assert inputs.num_passages == [2, 1, 3, 3] and inputs.num_cached == [2, 1, 3, 2]
 
 
-def test_generation_continues_the_prompt(apart, model):
-    """Positions of new tokens count on from the longest passage, too."""
-    inputs = chat_inputs(apart, "Who wrote it?", PASSAGES)
+def test_generation_continues_the_prompt(independent_processor, model):
+    """Positions of new tokens continue after the longest passage."""
+    inputs = chat_inputs(independent_processor, "Who wrote it?", PASSAGES)
     ids = model.generate(**inputs, **FIVE_TOKENS)
     whole = inputs | {"input_ids": ids[:, :-1], "attention_mask": torch.ones_like(ids[:, :-1])}
     again = model(**whole, logits_to_keep=5).logits.argmax(dim=-1)
@@ -112,7 +112,7 @@ def test_generation_continues_the_prompt(apart, model):
 
 
 def test_static_caches_hold_independent_passages():
-    """Tokens, and logits of a plain forward whose mask has columns for room that is left, as with a dynamic cache."""
+    """Static caches give the tokens of dynamic ones, and the logits, although the mask has more columns."""
     model = tiny_aligner("llama", passage_attention="separate")
     inputs = for_generate(collate(random_rows(model, [3, 2], contiguous=True), padding_side="left"))
     inputs["context_passage_ids"] = torch.tensor([[0, 0, 1], [0, 1, -1]])
@@ -122,13 +122,13 @@ def test_static_caches_hold_independent_passages():
     cache = StaticCache(model.config.text_config, max_cache_len=inputs["input_ids"].shape[1] + 5)
     is_real = inputs["attention_mask"].bool()
     with torch.no_grad():
-        found, expected = model(**inputs, past_key_values=cache).logits, model(**inputs).logits
-    torch.testing.assert_close(found[is_real], expected[is_real], **EXACT)
+        logits, expected = model(**inputs, past_key_values=cache).logits, model(**inputs).logits
+    torch.testing.assert_close(logits[is_real], expected[is_real], **EXACT)
 
 
 @pytest.mark.parametrize("room", [0, 3, 99])
-def test_joined_cache_grows(apart, model, store, room, monkeypatch):
-    """A joined cache grows beyond its room, and a copy has its own."""
+def test_joined_cache_grows(independent_processor, model, store, room, monkeypatch):
+    """A combined cache can grow beyond its buffer, and a copy has its own buffer."""
     monkeypatch.setattr("arcaligner.kv_cache_arcaligner.ROOM", room)
     questions, documents = ["Who wrote it?", "When?"], [PASSAGES, PASSAGES[:1]]
     with torch.inference_mode():
@@ -136,87 +136,89 @@ def test_joined_cache_grows(apart, model, store, room, monkeypatch):
     before = copy.deepcopy(inputs)
     ids = model.generate(**inputs, **FIVE_TOKENS)
     for layer, other in zip(inputs["past_key_values"].layers, before["past_key_values"].layers, strict=True):
-        assert layer.keys.shape[2] == ids.shape[1] - 1  # the last token was not read
+        assert layer.keys.shape[2] == ids.shape[1] - 1  # the last token is not in the cache
         assert torch.equal(layer.keys[:, :, : other.keys.shape[2]], other.keys)
     assert_answers(store, questions, before, documents=documents)
 
 
-def test_batches_beams_and_pipeline_agree(apart, model, store):
+def test_batches_beams_and_pipeline_agree(independent_processor, model, store):
     """A batch of chats, beams and the pipeline answer like single questions."""
-    ask = pipeline_of(model, apart)
-    asked = [{"question": "Who?", "documents": PASSAGES[:number]} for number in (3, 0, 1, 2)]
+    ask = pipeline_of(model, independent_processor)
+    rows = [{"question": "Who?", "documents": PASSAGES[:number]} for number in (3, 0, 1, 2)]
     for options in ({}, {"num_beams": 3}, {"max_slots": 5}, {"return_slots": True}, {"refinement_budget": 0.2}):
-        together = ask(asked, batch_size=4, **FIVE_TOKENS, **options)
-        assert together == [ask(each, **FIVE_TOKENS, **options) for each in asked], options
+        together = ask(rows, batch_size=4, **FIVE_TOKENS, **options)
+        assert together == [ask(row, **FIVE_TOKENS, **options) for row in rows], options
     chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ada."}]
     chat += [{"role": "user", "content": "When?"}]
     (record,) = ask(chat, documents=PASSAGES, **FIVE_TOKENS)
     ids = model.generate(**store.prepare(chat, PASSAGES), **FIVE_TOKENS)
-    assert record["generated_text"][-1]["content"] == apart.decode(ids[0, -5:], skip_special_tokens=True)
+    answer = independent_processor.decode(ids[0, -5:], skip_special_tokens=True)
+    assert record["generated_text"][-1]["content"] == answer
 
 
 def test_slot_budget_of_cached_passages(store):
-    """The first slots of cached passages are those of a budget of slots."""
+    """A budget of slots takes the first slots of cached passages."""
     for most in (1, 6, 9, 99):
         assert_answers(store, ["Who?"], slots={"max_slots": most}, documents=[PASSAGES])
-    assert store.misses == 3  # whole passages are kept
+    assert store.misses == 3  # whole passages are cached
 
 
-def test_empty_passages_have_no_slots(apart, store):
+def test_empty_passages_have_no_slots(independent_processor, store):
     for documents in ([], [" "], [" ", PASSAGES[0], {"title": "Nothing", "text": ""}]):
-        inputs, plain = store.prepare("Who?", documents), chat_inputs(apart, "Who?", documents)
+        inputs, plain = store.prepare("Who?", documents), chat_inputs(independent_processor, "Who?", documents)
         assert torch.equal(inputs["input_ids"], plain["input_ids"])
         assert torch.equal(inputs["context_passage_ids"] * 0, plain["context_passage_ids"] * 0)
 
 
 def test_precomputed_slots_of_any_length(processor):
-    """A corpus hands over the words of all passages found, padded to the longest."""
+    """Words of precomputed slots may be padded to the longest passage, as those from a corpus are."""
     reader = processor_with(processor, passage_attention="separate", context_words=True)
     model = aligner_for(processor, passage_attention="separate", word_parts=2)
     store = model.passage_cache(reader)
     _, embeds, words, numbers, *_ = reader.encode_documents(["Ada.", "Nobody knew how to read it. Who did?"])
-    own = words[:1, (words[0] >= 0)]  # as long as its own words
-    assert numbers.tolist() == [0, 1, 1] and own.shape[1] < words.shape[1]
-    store.prepare("Who?", context_embeds=embeds[:1], context_word_ids=own)
+    unpadded = words[:1, (words[0] >= 0)]  # without padding
+    assert numbers.tolist() == [0, 1, 1] and unpadded.shape[1] < words.shape[1]
+    store.prepare("Who?", context_embeds=embeds[:1], context_word_ids=unpadded)
     for order in ([0, 1, 2], [1, 2, 0]):
-        given = {"context_embeds": [embeds[order]], "context_word_ids": [words[order]]}
-        given["context_passage_ids"] = [torch.tensor([3, 4, 4] if order[0] == 0 else [3, 3, 4])]
-        inputs, *_ = assert_answers(store, ["Who?"], **given)
-        assert inputs["context_passage_ids"].tolist() == [[each.item() - 3 for each in given["context_passage_ids"][0]]]
+        precomputed = {"context_embeds": [embeds[order]], "context_word_ids": [words[order]]}
+        passages = [3, 4, 4] if order[0] == 0 else [3, 3, 4]
+        precomputed["context_passage_ids"] = [torch.tensor(passages)]
+        inputs, *_ = assert_answers(store, ["Who?"], **precomputed)
+        assert inputs["context_passage_ids"].tolist() == [[number - 3 for number in passages]]
     assert (store.hits, store.misses) == (3, 2)
 
 
 @pytest.mark.parametrize("gates", MODES, ids=str)
-def test_packed_passages_match_single_ones(apart, model, gates, monkeypatch):
-    """Passages share rows of similar length, and give the same as one by one."""
+def test_packed_passages_match_single_ones(independent_processor, model, gates, monkeypatch):
+    """Passages packed into rows of similar length give the same keys and values as single passages."""
     documents = [" ".join(["It was written by Ada."] * (1 + number % 5)) for number in range(12)]
-    encoded = apart.slot_encoder.encode_batch([[each] for each in documents])  # 33 slots
-    head = apart.prompt_ids("Who?")[0]
+    encoded = independent_processor.slot_encoder.encode_batch([[passage] for passage in documents])  # 33 slots
+    head = independent_processor.prompt_ids("Who?")[0]
     text, forward = read_text(model, head), mock.Mock(side_effect=model.model.forward)
-    alone = [read_passages(model, head, text, [each], **gates)[0] for each in encoded]
+    alone = [read_passages(model, head, text, [passage], **gates)[0] for passage in encoded]
     monkeypatch.setattr(type(model.model), "forward", forward)
     monkeypatch.setattr("arcaligner.kv_cache_arcaligner.SLOTS_PER_ROW", 9)
     monkeypatch.setattr("arcaligner.kv_cache_arcaligner.SLOTS_PER_BATCH", 20)
-    for each, other in zip(read_passages(model, head, text, encoded, **gates), alone, strict=True):
-        torch.testing.assert_close(each, other, **EXACT)
-    read = [tuple(call.kwargs["context_embeds"].shape[:2]) for call in forward.call_args_list]
+    for packed, other in zip(read_passages(model, head, text, encoded, **gates), alone, strict=True):
+        torch.testing.assert_close(packed, other, **EXACT)
+    shapes = [tuple(call.kwargs["context_embeds"].shape[:2]) for call in forward.call_args_list]
     if gates["gate_mode"] == "off":
-        assert read == [(2, 9), (2, 8)]
+        assert shapes == [(2, 9), (2, 8)]
     else:  # each passage has its own row, and its own budget
-        assert sum(rows for rows, _ in read) == 12 and max(rows * width for rows, width in read) <= 20
+        assert sum(rows for rows, _ in shapes) == 12 and max(rows * width for rows, width in shapes) <= 20
 
 
 # A folder of passages
 
 
-def test_read_only_cache_finds_files(apart, model, tmp_path):
+def test_read_only_cache_finds_files(independent_processor, model, tmp_path):
     """Precomputed passages are found by a cache that writes nothing."""
-    ahead = model.passage_cache(apart, max_bytes=0, folder=tmp_path)
+    ahead = model.passage_cache(independent_processor, max_bytes=0, folder=tmp_path)
     paths = ahead.precompute("?", PASSAGES)
     assert len(paths) == 4 and set(paths) == set(tmp_path.iterdir())  # with the text before them
     assert ahead.precompute("Another?", PASSAGES[1:]) == [paths[0], *paths[2:]]
     assert (ahead.misses, ahead.loads, ahead.bytes) == (3, 2, 0)
-    store = model.passage_cache(apart, folder=tmp_path, read_only=True)
+    store = model.passage_cache(independent_processor, folder=tmp_path, read_only=True)
     for question in ("Who?", "When?"):
         inputs, *_ = assert_answers(store, [question], documents=[[PASSAGES[2], NEW, PASSAGES[0]]])
     assert (store.loads, store.misses, store.hits) == (2, 1, 3) and inputs.num_cached == [3]
@@ -225,12 +227,12 @@ def test_read_only_cache_finds_files(apart, model, tmp_path):
     assert copied.read_only and copied.folder == tmp_path
 
 
-def test_broken_file_is_recomputed(apart, model, tmp_path, caplog):
+def test_broken_file_is_recomputed(independent_processor, model, tmp_path, caplog):
     """A broken file gives a warning, and its passage is computed again."""
-    path = model.passage_cache(apart, folder=tmp_path).precompute("Who?", PASSAGES)[2]
+    path = model.passage_cache(independent_processor, folder=tmp_path).precompute("Who?", PASSAGES)[2]
     whole, kept = path.read_bytes(), load_file(path)["keys_values"].clone()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    store = model.passage_cache(apart, folder=tmp_path)
+    store = model.passage_cache(independent_processor, folder=tmp_path)
     assert_answers(store, ["Who?"], documents=[PASSAGES])
     (message,) = caplog.messages
     assert path.name in message and "not those that were saved" in message
@@ -238,7 +240,7 @@ def test_broken_file_is_recomputed(apart, model, tmp_path, caplog):
     torch.testing.assert_close(load_file(path)["keys_values"], kept)
 
 
-def test_full_disk_loses_no_answer(apart, model, tmp_path, monkeypatch, caplog):
+def test_full_disk_loses_no_answer(independent_processor, model, tmp_path, monkeypatch, caplog):
     def save(tensors, path, metadata):
         if len(list(tmp_path.iterdir())) == 2:
             path.write_bytes(b"half")
@@ -246,7 +248,7 @@ def test_full_disk_loses_no_answer(apart, model, tmp_path, monkeypatch, caplog):
         save_file(tensors, path, metadata)
 
     monkeypatch.setattr("arcaligner.kv_cache_arcaligner.save_file", save)
-    store = model.passage_cache(apart, max_bytes=0, folder=tmp_path)
+    store = model.passage_cache(independent_processor, max_bytes=0, folder=tmp_path)
     assert_answers(store, ["Who?"], documents=[PASSAGES])
     assert "No space left on device" in caplog.text and "will be computed again" in caplog.text
     assert len(list(tmp_path.iterdir())) == 2
@@ -278,8 +280,8 @@ def test_wrong_passage_ids_are_refused(model):
             model(**four_slots(model, contiguous=True), context_passage_ids=numbers)
 
 
-def test_unsupported_independence_is_refused(model, processor, apart, monkeypatch):
-    """Passages that cannot be independent are refused with the reason."""
+def test_unsupported_independence_is_refused(model, processor, independent_processor, monkeypatch):
+    """Settings that independent passages do not support are refused with the reason."""
     with pytest.raises(ValueError, match="There is text between the slots"):
         model(**four_slots(model, seed=3), context_passage_ids=TWO)
     for backbone in ("mistral_window", "gemma2"):
@@ -288,10 +290,10 @@ def test_unsupported_independence_is_refused(model, processor, apart, monkeypatc
         with pytest.raises(ValueError, match="have a sliding window.*Use 'joint'"):
             other(**inputs, context_passage_ids=TWO)
         other(**inputs)  # one passage
-        store = other.passage_cache(apart)
+        store = other.passage_cache(independent_processor)
         with pytest.raises(ValueError, match="have a sliding window.*Use 'joint', or pass one passage"):
             store.prepare("Who?", PASSAGES)
-        assert store.misses == 0  # said before anything is read
+        assert store.misses == 0  # reported before anything is computed
         store.prepare("Who?", PASSAGES[:1])
     with pytest.raises(ValueError, match="`passage_attention` is 'separate' in the model and 'joint' in the processor"):
         model.passage_cache(processor)
@@ -300,13 +302,13 @@ def test_unsupported_independence_is_refused(model, processor, apart, monkeypatc
         model(**four_slots(model, contiguous=True), context_passage_ids=TWO)
 
 
-def test_context_limits_of_passages(apart, store):
+def test_context_limits_of_passages(independent_processor, store):
     """All passages together may be longer than the context, and a single one may not."""
     words = "He is tall. " * 50  # a slot each
     inputs, *_ = assert_answers(store, ["Who?"], documents=[[words + str(number) for number in range(6)]])
     assert inputs["input_ids"].shape[1] > 300
     with pytest.raises(ValueError, match="room for 262"):
-        chat_inputs(apart, "Who?", [words * 6])
+        chat_inputs(independent_processor, "Who?", [words * 6])
 
 
 def test_long_question_is_refused(store):
@@ -318,7 +320,7 @@ def test_long_question_is_refused(store):
         store.prepare("Who?", [*PASSAGES, " ", "He is tall. " * 300])
     with pytest.raises(ValueError, match="^Passage 1 of question 1 needs 300 slots"):
         store.prepare(["Who?", "When?"], [PASSAGES, ["Short.", "He is tall. " * 300]])
-    assert store.misses == 6 and len(store) == 4  # the last three were neither read nor kept
+    assert store.misses == 6 and len(store) == 4  # the last three were neither computed nor cached
 
 
 def test_joint_checkpoint_run_separately(processor, tmp_path, caplog):
@@ -332,13 +334,13 @@ def test_joint_checkpoint_run_separately(processor, tmp_path, caplog):
         assert config.from_pretrained(tmp_path, passage_attention="separate").passage_attention == "separate"
     (message,) = caplog.messages
     assert "was trained with `passage_attention` 'joint' and is loaded with 'separate'" in message
-    assert config.from_pretrained(tmp_path).passage_attention == "joint"  # the file says what it was trained for
+    assert config.from_pretrained(tmp_path).passage_attention == "joint"  # the file says how it was trained
 
 
-def test_old_cache_names_warn(apart, model, tmp_path):
+def test_old_cache_names_warn(independent_processor, model, tmp_path):
     """Names of version 0.2 work for one release."""
     with pytest.warns(FutureWarning, match="passage_cache"):
-        store = model.slot_prefix_store(apart, folder=tmp_path)
+        store = model.slot_prefix_store(independent_processor, folder=tmp_path)
     with pytest.warns(FutureWarning, match="precompute"):
         paths = store.keep("Who?", ["Ada wrote it."])
     assert paths == store.precompute("Who?", ["Ada wrote it."])
@@ -346,12 +348,12 @@ def test_old_cache_names_warn(apart, model, tmp_path):
         ((rows, _),) = store.each_alone(["Who?"], [["Ada wrote it."]])
     assert rows == [(0, 0, True)]
     with pytest.warns(FutureWarning, match="PassageCache"):
-        assert isinstance(SlotPrefixStore(model, apart), PassageCache)
+        assert isinstance(SlotPrefixStore(model, independent_processor), PassageCache)
     with pytest.warns(FutureWarning, match="num_cached"):
         assert store.prepare("Who?", ["Ada wrote it."]).num_kept == [1]
 
 
-# Passages that are weighed
+# Priors of passages
 
 
 def weighed(model, inputs, **options):
@@ -369,23 +371,23 @@ def test_prior_of_log_two(model, store):
 
 
 def test_a_prior_hides_a_passage(model, store):
-    """With a large negative number a passage is as if it were not there; the longest one keeps the positions."""
+    """A large negative prior hides a passage; positions still start after the longest one."""
     hidden, _ = weighed(model, store.prepare("Who?", PASSAGES, passage_prior=[[-1e9, 0.0, -1e9]]))
     alone, _ = weighed(model, store.prepare("Who?", PASSAGES[1:2]))
     torch.testing.assert_close(hidden, alone, **EXACT)
 
 
-def test_prior_in_a_prompt(apart, model, store):
-    """Of slots that are read with the prompt, too, which read each other as without it."""
+def test_prior_in_a_prompt(independent_processor, model, store):
+    """A prior has the same effect if the slots are part of the prompt as if they are cached."""
     prior = torch.tensor([[0.0, -1.0, -2.5]], dtype=torch.float64)
     kept, ids = weighed(model, store.prepare("Who?", PASSAGES, passage_prior=prior.tolist()))
-    whole, same = weighed(model, chat_inputs(apart, "Who?", PASSAGES), passage_prior=prior)
+    whole, same = weighed(model, chat_inputs(independent_processor, "Who?", PASSAGES), passage_prior=prior)
     torch.testing.assert_close(whole, kept, **EXACT)
     assert torch.equal(ids, same)
 
 
 def test_priors_are_per_row(model, store):
-    """Padding, of prompts and of priors, changes nothing; passages without text have a number as well."""
+    """Each row of a batch has its own priors, whatever the padding, also for a passage without text."""
     questions, documents = ["Who wrote it, and why?", "When?"], [PASSAGES, ["", PASSAGES[2]]]
     priors = [[0.0, -1.0, -2.0], [5.0, -0.5]]
     both, _ = weighed(model, store.prepare(questions, documents, passage_prior=priors))
@@ -398,8 +400,8 @@ def test_question_pieces_keep_prior(model, store, monkeypatch):
     prepared = [store.prepare("Who wrote it?", PASSAGES, passage_prior=[[0.0, -1.0, -2.0]]) for _ in range(3)]
     expected, _ = weighed(model, prepared[0])
     monkeypatch.setattr("arcaligner.kv_cache_arcaligner.PIECE_POSITIONS", 2)
-    found, _ = weighed(model, prefill_beginning(model, prepared[1]))
-    torch.testing.assert_close(found, expected, **EXACT)
+    logits, _ = weighed(model, prefill_beginning(model, prepared[1]))
+    torch.testing.assert_close(logits, expected, **EXACT)
     torch.testing.assert_close(store.read_question(prepared[2]).logits[:, 0], expected[:, 0], **EXACT)
 
 
@@ -412,8 +414,8 @@ def test_question_pieces_keep_prior(model, store, monkeypatch):
         (torch.tensor([[0.0, float("nan"), 0.0]]), "infinite numbers or NaN"),
     ],
 )
-def test_mismatched_priors_are_refused(apart, model, prior, message):
-    inputs = chat_inputs(apart, "Who?", PASSAGES)
+def test_mismatched_priors_are_refused(independent_processor, model, prior, message):
+    inputs = chat_inputs(independent_processor, "Who?", PASSAGES)
     with pytest.raises(ValueError, match=message):
         model.generate(**inputs, **FIVE_TOKENS, passage_prior=prior)
     del inputs["context_passage_ids"]

@@ -1,4 +1,4 @@
-"""The pipeline gives what the model gives on the processor's inputs, for every form of input."""
+"""The pipeline gives the answer of the model to the processor's inputs, for every form of input."""
 
 import copy
 
@@ -28,7 +28,7 @@ def ask(model, processor):
 
 
 @pytest.mark.parametrize(
-    "given, chat, documents",
+    "inputs, chat, documents",
     [
         (ROWS[0], CHAT, DOCUMENTS),
         ({"messages": TURNS}, TURNS, DOCUMENTS),
@@ -36,9 +36,9 @@ def ask(model, processor):
     ],
     ids=["question", "earlier turns", "no passage"],
 )
-def test_pipeline_equals_generate(ask, model, processor, given, chat, documents):
+def test_pipeline_equals_generate(ask, model, processor, inputs, chat, documents):
     expected = greedy_answer(model, processor, chat_inputs(processor, chat, documents), NEW_TOKENS)
-    record = ask({"documents": documents} | given, return_full_text=False, return_slots=True)[0]
+    record = ask({"documents": documents} | inputs, return_full_text=False, return_slots=True)[0]
     assert record["generated_text"] == expected and record["statistics"]["slots"] == (3 if documents else 1)
 
 
@@ -58,17 +58,17 @@ def test_assistant_turn_is_continued(ask, model, processor):
     assert ask(chat, documents=DOCUMENTS)[0]["generated_text"] == [*CHAT, chat[1] | {"content": expected}]
 
 
-@pytest.mark.parametrize("given", ["Once upon a time", CHAT], ids=["text", "chat"])
-def test_input_without_documents(ask, base_model_dir, processor, given):
+@pytest.mark.parametrize("inputs", ["Once upon a time", CHAT], ids=["text", "chat"])
+def test_input_without_documents(ask, base_model_dir, processor, inputs):
     """Input without documents is answered by the base model."""
     settings = {"device": "cpu", "max_new_tokens": NEW_TOKENS, "do_sample": False, "task": "text-generation"}
     base, tokenizer = AutoModelForCausalLM.from_pretrained(base_model_dir), copy.deepcopy(processor.tokenizer)
-    expected = TextGenerationPipeline(model=base, tokenizer=tokenizer, **settings)(given)
-    assert ask(given) == ask(given, max_slots=2) == expected
+    expected = TextGenerationPipeline(model=base, tokenizer=tokenizer, **settings)(inputs)
+    assert ask(inputs) == ask(inputs, max_slots=2) == expected
 
 
 def test_documents_of_rows(ask):
-    """Rows bring their own documents whatever the batch size, or use those of the call."""
+    """Rows use their own documents, or those of the call, with any batch size."""
     rows = [{"messages": CHAT}, *ROWS]  # the first has no slots
     one_by_one = [ask(row, return_slots=True) for row in rows]
     texts = [records[0]["generated_text"] for records in one_by_one[1:]]
@@ -88,26 +88,26 @@ ALWAYS = {"gate_mode": "always", "max_refinement_steps": 3}
     "slots, gates", [({}, {}), ({"max_slots": 2}, ALWAYS), ({"tokens_per_slot": 4}, {"refinement_budget": 0})]
 )
 def test_slots_report_trajectories(ask, model, processor, slots, gates):
-    """Slots report their segments, trajectories and rate, also with other gates."""
+    """Records have segments, trajectories and the compression of slots, also with other gates."""
     record = ask(ROWS[0], return_slots=True, **slots, **gates)[0]
-    told = processor(text=QUESTION, documents=DOCUMENTS, return_segments=True, **slots)
-    assert record["segments"] == list(map(vars, told["segments"][0]))
-    assert record["statistics"] == told["statistics"][0]
+    inputs = processor(text=QUESTION, documents=DOCUMENTS, return_segments=True, **slots)
+    assert record["segments"] == list(map(vars, inputs["segments"][0]))
+    assert record["statistics"] == inputs["statistics"][0]
     if "tokens_per_slot" not in slots:
         sentences = ["It was written by Ada.", "Nobody else knew.", "The riding was created in 1924."]
         assert [segment["text"] for segment in record["segments"]] == sentences[: slots.get("max_slots")]
     depth = model(**chat_inputs(processor, CHAT, DOCUMENTS, **slots), **gates).recursion_depth[0]  # (layers, slots)
-    expected = [[format_trajectory(each) for each in layer] for layer in depth.tolist()]
+    expected = [[format_trajectory(passes) for passes in layer] for layer in depth.tolist()]
     assert record["trajectories"] == expected
-    assert gates or {"L0.", "LLL"} <= {each for layer in expected for each in layer}
+    assert gates or {"L0.", "LLL"} <= {trajectory for layer in expected for trajectory in layer}
 
 
 def test_streamer_gets_the_answer(ask, processor):
     """A streamer receives the answer piece by piece, or after the prompt."""
     for skips_prompt in (True, False):
         streamer = TextIteratorStreamer(processor.tokenizer, skips_prompt, timeout=30, skip_special_tokens=True)
-        answer, found = ask(ROWS[1], streamer=streamer)[0]["generated_text"], "".join(streamer)
-        assert found == answer if skips_prompt else f"Question: {ROWS[1]['question']}" in found
+        answer, streamed = ask(ROWS[1], streamer=streamer)[0]["generated_text"], "".join(streamer)
+        assert streamed == answer if skips_prompt else f"Question: {ROWS[1]['question']}" in streamed
 
 
 def test_generation_options_reach_the_model(ask, model, processor):
@@ -131,7 +131,7 @@ def test_missing_template_uses_plain_prompt(ask, model, processor):
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "message"),
+    ("inputs", "options", "message"),
     [
         ({"question": 3, "documents": DOCUMENTS}, {}, "`question` of type int"),
         ({"query": "Who?"}, {}, "`query` of type str"),
@@ -149,9 +149,9 @@ def test_missing_template_uses_plain_prompt(ask, model, processor):
         (ROWS[0], {"truncation": True, "max_length": 4}, "would cut slots"),
     ],
 )
-def test_bad_input_is_named(ask, given, options, message):
+def test_bad_input_is_named(ask, inputs, options, message):
     with pytest.raises(ValueError, match=message):
-        ask(given, **options)
+        ask(inputs, **options)
 
 
 NAN = float("nan")

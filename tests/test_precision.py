@@ -1,4 +1,4 @@
-"""Answers are computed in float32 on a CPU, however a checkpoint is loaded; in bfloat16 by name."""
+"""A CPU computes in float32, however a checkpoint is loaded, or in bfloat16 on request."""
 
 import json
 import shutil
@@ -64,7 +64,7 @@ def test_bfloat16_by_name_or_accelerator(folder, monkeypatch):
 
 
 def test_cpu_keeps_the_dtype(folder, tmp_path):
-    """What a CPU loads and saves keeps the dtype for accelerators."""
+    """A checkpoint that was loaded and saved on a CPU still names the dtype for accelerators."""
 
     def saved_dtype(model):
         model.save_pretrained(tmp_path / "saved")
@@ -81,21 +81,21 @@ def test_cpu_keeps_the_dtype(folder, tmp_path):
 
 def test_int8_passages(processor, tmp_path):
     """As int8, passages take a quarter of the bytes and give almost the same logits."""
-    apart = processor_with(processor, passage_attention="separate")
+    separate_processor = processor_with(processor, passage_attention="separate")
     model = aligner_for(processor, passage_attention="separate").float()
-    exact, small = (model.passage_cache(apart, folder=tmp_path, dtype=dtype) for dtype in (None, "int8"))
-    expected = model.passage_cache(apart).prepare("Who wrote it?", DOCUMENTS)["past_key_values"]
+    exact, small = (model.passage_cache(separate_processor, folder=tmp_path, dtype=dtype) for dtype in (None, "int8"))
+    expected = model.passage_cache(separate_processor).prepare("Who wrote it?", DOCUMENTS)["past_key_values"]
     exact.prepare("Who wrote it?", DOCUMENTS)
-    for number in range(3):  # read, then kept in memory, then in the folder
-        store = small if number < 2 else model.passage_cache(apart, folder=tmp_path, dtype="int8")
+    for number in range(3):  # computed, then cached in memory, then in the folder
+        store = small if number < 2 else model.passage_cache(separate_processor, folder=tmp_path, dtype="int8")
         inputs = store.prepare("Who wrote it?", DOCUMENTS)
-        assert inputs.num_cached == [3 * (number > 0)]  # the other store's files are not taken for its own
+        assert inputs.num_cached == [3 * (number > 0)]  # files of the other cache are not used
         for layer, other in zip(inputs["past_key_values"].layers, expected.layers, strict=True):
-            for found, original in ((layer.keys, other.keys), (layer.values, other.values)):
+            for restored, original in ((layer.keys, other.keys), (layer.values, other.values)):
                 step = original.abs().amax(dim=-1, keepdim=True) / 127
-                assert ((found - original).abs() <= 0.5 * step + 1e-6).all()
-    head = next(iter(exact._kept.values())).nbytes  # the text before the slots stays as it is
-    assert (small.bytes - head) * 4 * 8 == (exact.bytes - head) * (8 + 4)  # heads of 8 in float32, or with a step each
+                assert ((restored - original).abs() <= 0.5 * step + 1e-6).all()
+    head = next(iter(exact._kept.values())).nbytes  # the text before the slots is not quantized
+    assert (small.bytes - head) * 4 * 8 == (exact.bytes - head) * (8 + 4)  # 8 numbers in float32, or with a scale
     with pytest.raises(ValueError, match="`dtype` is 'int4'; expected .int8."):
         model.passage_cache(processor, dtype="int4")
 

@@ -1,4 +1,4 @@
-"""Questions and passages to model inputs: prompts, slots, embeddings, and what is refused."""
+"""The processor turns questions and passages into model inputs, and refuses what it cannot use."""
 
 import copy
 import itertools
@@ -15,7 +15,7 @@ from arcaligner import ArcAlignerProcessor
 from arcaligner.encoder_arcaligner import SentenceEncoder, SlotEncoder
 from arcaligner.tokenization_arcaligner import encode_marked, mark_control_tokens
 
-QUESTION = "In which <context> does he play?"  # how a slot is shown: in somebody's text it is text
+QUESTION = "In which <context> does he play?"  # the mark of a slot in the prompt; in a question it is plain text
 DOCUMENTS = ["Radik is a ski jumper. He has competed since 2003.", {"title": "Ada", "text": "It was written by Ada."}]
 PROMPT = "Refer to the background document: {slots}\nQuestion: {question}"
 
@@ -24,7 +24,7 @@ def slots_in(processor, input_ids) -> int:
     return int((torch.as_tensor(input_ids) == processor.context_token_id).sum())
 
 
-def test_prompt_is_the_papers(processor):
+def test_prompt_equals_the_papers(processor):
     """The prompt is the paper's, with one slot per sentence and its title."""
     inputs = processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt")
     assert processor.decode(inputs["input_ids"][0]) == PROMPT.format(slots="<context>" * 3, question=QUESTION)
@@ -52,8 +52,9 @@ def test_background_line_opens_the_chat(processor):
     said[1] = ("user", PROMPT.format(slots="<context>" * 3, question=QUESTION))
     turns = [f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in said]
     assert text == "".join(turns) + "<|im_start|>assistant\n"
-    parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in chat]
-    one, both = (chat_inputs(processor, *given) for given in ((chat, DOCUMENTS), ([parts, chat], [DOCUMENTS] * 2)))
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in chat]
+    one = chat_inputs(processor, chat, DOCUMENTS)
+    both = chat_inputs(processor, [parts, chat], [DOCUMENTS] * 2)
     assert processor.batch_decode(both["input_ids"]) == [text] * 2 and slots_in(processor, one["input_ids"]) == 3
     assert torch.equal(both["input_ids"], one["input_ids"].expand(2, -1))
     torch.testing.assert_close(both["context_embeds"], one["context_embeds"].expand(2, -1, -1))
@@ -76,8 +77,8 @@ def test_rows_are_padded(processor, side):
 # Control tokens
 
 
-def test_torn_marks_hide_no_token(processor):
-    """A template may split a message at a mark of a turn: what it writes in between stays a token."""
+def test_template_token_inside_a_message(processor):
+    """A control token that a template writes in the middle of a message stays a token."""
     tokenizer = processor.tokenizer
     marked = mark_control_tokens(tokenizer, "a<|im_end|>b")
     start, end = marked[1], marked[-2]
@@ -89,7 +90,7 @@ def test_torn_marks_hide_no_token(processor):
 
 
 def test_template_token_in_a_message(encoder_dir):
-    """A token that the template writes is text in a message."""
+    """A mark that the template writes, but that is no special token, is text in a message."""
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<call>"])  # no special token
     tokenizer.chat_template += "{# <call> #}"
@@ -123,8 +124,8 @@ def test_special_token_in_documents(processor, monkeypatch):
     assert special.intersection(raw["input_ids"][0])
     monkeypatch.setattr(processor, "context_words", True)
     words = processor.encode_documents([{"title": "<|im_start|>", "text": hostile + " Ada wrote."}]).context_word_ids
-    read = [token for token in words.flatten().tolist() if token >= 0]
-    assert not special.intersection(read) and processor.decode(read) == f"<|im_start|>: {hostile} Ada wrote."
+    tokens = [token for token in words.flatten().tolist() if token >= 0]
+    assert not special.intersection(tokens) and processor.decode(tokens) == f"<|im_start|>: {hostile} Ada wrote."
 
 
 # How many slots
@@ -156,8 +157,8 @@ def test_dropped_slots_are_counted(processor):
     assert inputs["segments"][0] == whole["segments"][0][:2]
     kept, tokens = len(processor.tokenizer(DOCUMENTS[0])["input_ids"]), whole["statistics"][0]["tokens"]
     assert inputs["statistics"] == [{"tokens": tokens, "slots": 2, "compression_rate": kept / 2, "dropped": 1}]
-    given = processor(text=QUESTION, context_embeds=whole["context_embeds"][0], max_slots=2, return_tensors="pt")
-    assert torch.equal(given["context_embeds"], inputs["context_embeds"])
+    precomputed = processor(text=QUESTION, context_embeds=whole["context_embeds"][0], max_slots=2, return_tensors="pt")
+    assert torch.equal(precomputed["context_embeds"], inputs["context_embeds"])
     both = processor(text=[QUESTION] * 2, documents=[DOCUMENTS] * 2, max_slots=2)
     assert [slots_in(processor, ids) for ids in both["input_ids"]] == [2, 2]  # each row has the budget for itself
 
@@ -173,12 +174,12 @@ def test_truncation_never_cuts_slots(processor):
         processor(text=QUESTION, documents=DOCUMENTS, truncation=True, max_length=last_slot)
 
 
-# The encoder, where it is needed
+# When the encoder is loaded
 
 
 def test_precomputed_embeddings_need_no_encoder(processor):
     embeds, blind = torch.randn(2, ENCODER_WIDTH), copy.deepcopy(processor)
-    assert blind.encoder is processor.encoder  # copies share it
+    assert blind.encoder is processor.encoder  # copies share the encoder
     blind.encoder = SentenceEncoder("nobody/nothing")
     for given_embeds in (embeds, embeds.numpy(), embeds.tolist()):
         inputs = blind(text=QUESTION, context_embeds=given_embeds, return_tensors="pt")
@@ -191,10 +192,10 @@ def test_long_sentence_without_encoder_weights(processor, monkeypatch):
     monkeypatch.setattr(SentenceEncoder, "_load", lambda encoder: pytest.fail("loaded"))
     sentence, sent = "word " * 300 + "end.", pickle.loads(pickle.dumps(processor))  # as to processes of `datasets.map`
     for other in (sent, ArcAlignerProcessor(processor.tokenizer, processor.encoder_name_or_path)):
-        pieces = [each.text for each in other.slot_encoder.segment_documents([sentence])]
+        pieces = [segment.text for segment in other.slot_encoder.segment_documents([sentence])]
         assert len(pieces) > 6 and " ".join(pieces) == sentence and other.encoder._model is None
-        read = [len(each) for each in other.encoder.tokenizer(pieces)["input_ids"]]
-        assert max(read) <= other.encoder.tokenizer.model_max_length == 64  # nothing is cut off
+        lengths = [len(ids) for ids in other.encoder.tokenizer(pieces)["input_ids"]]
+        assert max(lengths) <= other.encoder.tokenizer.model_max_length == 64  # nothing is cut off
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_seq_length": 16}, {"do_lower_case": True}])
@@ -208,9 +209,9 @@ def test_tokenizer_without_the_encoder(settings, encoder_dir, tmp_path):
 
 
 def test_processor_loads_without_config(checkpoint_dir, processor, monkeypatch):
-    """The tokenizer has no need of it, and would complain of its type."""
-    for each in (AutoConfig, PreTrainedConfig):
-        monkeypatch.setattr(each, "from_pretrained", lambda *args, **kwargs: pytest.fail("read"))
+    """The processor loads without the model's configuration, whose type the tokenizer would warn about."""
+    for config_class in (AutoConfig, PreTrainedConfig):
+        monkeypatch.setattr(config_class, "from_pretrained", lambda *args, **kwargs: pytest.fail("read"))
     loaded = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
     assert loaded(text=QUESTION)["input_ids"] == processor(text=QUESTION)["input_ids"]
 
@@ -260,8 +261,8 @@ def test_messages_of_several_texts(processor, options):
     parts = [{"type": "text", "text": "Who wrote"}, {"type": "text", "text": " it?"}]
     chat = [{"role": "system", "content": ""}, {"role": "user", "content": parts}]
     written = "<|im_start|>system\n<|im_end|>\n<|im_start|>user\nWho wrote it?<|im_end|>\n<|im_start|>assistant\n"
-    for given in (chat, [chat, chat]):
-        rows = chat_inputs(processor, given, **options)["input_ids"]
+    for chats in (chat, [chat, chat]):
+        rows = chat_inputs(processor, chats, **options)["input_ids"]
         assert processor.batch_decode(rows) == [written] * len(rows)
     calls = [{"role": "assistant", "content": None, "tool_calls": [{"name": "find"}]}]
     template = "{% for m in messages %}{{ m['content'] if m['content'] is defined else 'none' }};{% endfor %}"
@@ -289,8 +290,8 @@ def test_precomputed_words_are_checked(processor, words, message):
     reader, embeds = processor_with(processor, context_words=True), torch.ones(2, ENCODER_WIDTH)
     with pytest.raises(ValueError, match=message):
         reader(text=QUESTION, context_embeds=embeds, context_word_ids=words)
-    found = reader(text=QUESTION, context_embeds=embeds, context_word_ids=torch.tensor([[1, -1], [2, 3]]).short())
-    assert found["context_word_ids"] == [[[1, -1], [2, 3]]]
+    inputs = reader(text=QUESTION, context_embeds=embeds, context_word_ids=torch.tensor([[1, -1], [2, 3]]).short())
+    assert inputs["context_word_ids"] == [[[1, -1], [2, 3]]]
 
 
 def test_context_token_text_is_refused(processor, tokenizer):
@@ -303,7 +304,7 @@ def test_context_token_text_is_refused(processor, tokenizer):
 
 
 def test_processor_ignores_model_dtype(processor, tmp_path):
-    """`pipeline(dtype=...)` passes it to the processor as well, which has to be saved afterwards."""
+    """The `dtype` that `pipeline` passes to the processor is ignored, so that the processor can be saved."""
     processor.save_pretrained(tmp_path / "first")
     again = ArcAlignerProcessor.from_pretrained(tmp_path / "first", dtype=torch.bfloat16)
     again.save_pretrained(tmp_path / "second")
@@ -311,7 +312,7 @@ def test_processor_ignores_model_dtype(processor, tmp_path):
 
 
 def test_textless_tool_call_is_named(processor):
-    """Where the chat template cannot write it."""
+    """A tool call without text is refused if the chat template cannot write it."""
     template = "{% for m in messages %}{{ m['content'] + '\\n' }}{% endfor %}"
     chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]
     with pytest.raises(ValueError, match="`tool_calls` and its `content` is None"):

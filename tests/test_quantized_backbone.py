@@ -44,8 +44,8 @@ def test_aligner_around_a_quantized_backbone(name, checkpoint_dir, processor, mo
     quantized = ArcAlignerForCausalLM.from_pretrained(checkpoint_dir, quantization_config=quantization(name)).eval()
     inputs = chat_inputs(processor, "Who wrote it?", ["It was written by Ada."])
     with torch.no_grad():
-        expected, found = (each(**inputs, gate_mode="off").logits for each in (model, quantized))
-    assert 0 < (found - expected).abs().mean() < 0.2 * expected.abs().mean()
+        expected, logits = (aligner(**inputs, gate_mode="off").logits for aligner in (model, quantized))
+    assert 0 < (logits - expected).abs().mean() < 0.2 * expected.abs().mean()
     quantized.train().set_stage("grounding")
     labels = torch.where(inputs["input_ids"] < quantized.config.context_token_id, inputs["input_ids"], -100)
     quantized(**inputs, labels=labels).loss.backward()

@@ -1,4 +1,4 @@
-"""Documents are read as people see them: what nobody sees changes no slot and no answer, and places are those of the
+"""Documents are encoded as people see them: invisible characters change no slot and no answer, and offsets refer to the
 text that was given."""
 
 import time
@@ -22,7 +22,7 @@ ODD = [
 
 
 @pytest.mark.parametrize(
-    ("given", "seen"),
+    ("text", "seen"),
     [
         ("Inter\u00adnational", "International"),
         ("writ\u00ad\nten, Octo\u00ad \r\n ber", "written, October"),
@@ -31,7 +31,7 @@ ODD = [
         ("o\ufb03ce, \ufb01nal, \ufb05", "office, final, st"),
         ("cafe\u0301, A\u030angstro\u0308m, \u1112\u1161\u11ab", "caf\u00e9, \u00c5ngstr\u00f6m, \ud55c"),
         ("a&shy;b&nbsp;c&#8203;d &eacute; AT&amp;T &#39;", "ab cd \u00e9 AT&T '"),
-        ("&lt;b&gt; &amp;nbsp; &amp;lt; a&b; &copy &nothing; ?a=1&b=2", None),  # of markup, or none
+        ("&lt;b&gt; &amp;nbsp; &amp;lt; a&b; &copy &nothing; ?a=1&b=2", None),  # entities in markup, or no entities
         ("nul\x00 \x1b[1;31mred\x1b[0m N\x08Na\x08am\x08me\x7f", "nul red Name"),
         ("a\r\nb\rc\x0cd\u2028e", "a\nb\nc\nd\ne"),
         ("Thurs-\nday, gr\u00f6-\n  \u00dfer", "Thursday, gr\u00f6\u00dfer"),
@@ -41,7 +41,7 @@ ODD = [
             "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 \U0001f468\u200d\U0001f469 \u2764\ufe0f 1\ufe0f\u20e3",
             None,
         ),
-        ("m\u00b2 \u00bd \uff11 \u2122 \u201cq\u201d \u2013 \t\n", None),  # all of that is seen
+        ("m\u00b2 \u00bd \uff11 \u2122 \u201cq\u201d \u2013 \t\n", None),  # all of these characters are visible
         ("COVID\u201119, e\u2010mail, 2020\u20132021", "COVID-19, e-mail, 2020\u20132021"),
         (
             "\u2f42\u2f08 \u845b\U000e0100 \U0001d465 = \U0001d7cf, \U0001d461\u210e\U0001d452, \u0133s",
@@ -51,37 +51,37 @@ ODD = [
         ("left\u200eto\u202eright\u2066!", "lefttoright!"),
     ],
 )
-def test_text_is_what_people_see(given, seen):
-    assert readable(given).text == (given if seen is None else seen)
+def test_text_is_what_people_see(text, seen):
+    assert readable(text).text == (text if seen is None else seen)
 
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.sampled_from(ODD) | st.text("ab. -\n", max_size=4), max_size=30).map("".join))
 def test_normalization_is_idempotent(text):
-    """A clean text is returned unchanged, no invisible character remains, and places map both ways."""
-    read = readable(text)
-    assert readable(read.text) == (read.text, ()) and (read.edits or read.text == text)
-    assert not set(read.text) & set(
+    """A clean text does not change, no invisible character remains, and offsets can be mapped in both directions."""
+    clean = readable(text)
+    assert readable(clean.text) == (clean.text, ()) and (clean.edits or clean.text == text)
+    assert not set(clean.text) & set(
         "\u00ad\u200b\ufeff\u2011\U000e0100\u3164\u00a0\u3000\ufb01\x00\x08\x1b\r\u2028\u202e"
     )
-    assert unicodedata.is_normalized("NFC", read.text)
+    assert unicodedata.is_normalized("NFC", clean.text)
     before = 0
-    for place in range(len(read.text)):
-        start, end = read.given(place, place + 1)
+    for place in range(len(clean.text)):
+        start, end = clean.given(place, place + 1)
         assert before <= start < end <= len(text)
-        assert read.text[place] in readable(text[start:end]).text or "&" in text or "-" in text or "\x08" in text
-        assert read.read(start) <= place
+        assert clean.text[place] in readable(text[start:end]).text or "&" in text or "-" in text or "\x08" in text
+        assert clean.read(start) <= place
         before = start
-    assert read.given(0, 0) == (read.given(0, 1)[0] if read.text else read.given(0, 0)[0], read.given(0, 0)[1])
+    assert clean.given(0, 0) == (clean.given(0, 1)[0] if clean.text else clean.given(0, 0)[0], clean.given(0, 0)[1])
 
 
 @settings(deadline=None, max_examples=80)
 @given(st.text(st.characters(codec="utf-8"), max_size=60))
-def test_any_text_is_read_once(text):
-    read = readable(text)
-    assert readable(read.text) == (read.text, ())
-    for place in range(len(read.text)):
-        start, end = read.given(place, place + 1)
+def test_cleaning_twice_changes_nothing(text):
+    clean = readable(text)
+    assert readable(clean.text) == (clean.text, ())
+    for place in range(len(clean.text)):
+        start, end = clean.given(place, place + 1)
         assert 0 <= start < end <= len(text)
 
 
@@ -101,36 +101,37 @@ UNCLEAN = "\ufeffThe o\ufb03ce\u00a0(cafe\u0301) wro\u00adte it.\r\nA\u200bda re
 
 @pytest.mark.parametrize("rate", [2, "segment"])
 def test_slots_equal_clean_text(base_model_dir, encoder_dir, rate):
-    """Embeddings, words, what may be copied and statistics are equal, titles included; places are in the given text."""
+    """Slots, copies and statistics are those of the clean text; offsets refer to the given text."""
     processor = new_processor(base_model_dir, encoder_dir, context_words=True)
     clean, unclean = CLEAN.replace("it. ", "it.\n"), UNCLEAN
-    expected, found = (
+    expected, actual = (
         processor.encode_documents([{"title": title, "text": text}], tokens_per_slot=rate)
         for title, text in (("Office", clean), ("O\ufb03\u00adce", unclean))
     )
-    torch.testing.assert_close(found.context_embeds, expected.context_embeds, rtol=0, atol=0)
-    assert torch.equal(found.context_word_ids, expected.context_word_ids)
-    if rate == "segment":  # else a ligature may be part of two slots
-        assert [readable(each.text).text for each in found.segments] == [each.text for each in expected.segments]
-    assert all(each.text == unclean[each.start : each.end] for each in found.segments)
-    documents = [[{"title": "Office", "text": each}] for each in (clean, unclean)]
-    same = [copied_texts(processor.tokenizer, each) for each in documents]
+    torch.testing.assert_close(actual.context_embeds, expected.context_embeds, rtol=0, atol=0)
+    assert torch.equal(actual.context_word_ids, expected.context_word_ids)
+    if rate == "segment":  # in smaller slots, two of them may share a ligature
+        texts = [readable(segment.text).text for segment in actual.segments]
+        assert texts == [segment.text for segment in expected.segments]
+    assert all(segment.text == unclean[segment.start : segment.end] for segment in actual.segments)
+    documents = [[{"title": "Office", "text": text}] for text in (clean, unclean)]
+    same = [copied_texts(processor.tokenizer, passages) for passages in documents]
     assert same[0] == same[1]
     counts = [
-        processor.slot_encoder.statistics(each, encoded, has_budget=False)
-        for each, encoded in zip(documents, (expected, found), strict=True)
+        processor.slot_encoder.statistics(passages, encoded, has_budget=False)
+        for passages, encoded in zip(documents, (expected, actual), strict=True)
     ]
     assert counts[0] == counts[1]
 
 
 def test_added_tokens_are_text(base_model_dir, encoder_dir):
-    """A word that somebody adds to the tokenizer has the id of slots, or one that the model has not."""
+    """A word that was added to the tokenizer, whose id is unknown to the model or that of slots, is text."""
     processor = new_processor(base_model_dir, encoder_dir, context_words=True)
     text = "It is <brand> here, and <other>."
     expected = processor.encode_documents([text], tokens_per_slot=2)
     size = len(processor.tokenizer)
     processor.tokenizer.add_tokens(["<brand>", "<other>"])
-    found = processor.encode_documents([text], tokens_per_slot=2)
-    assert int(found.context_word_ids.max()) < size == processor.context_token_id
-    assert found.context_word_ids.shape[0] >= expected.context_word_ids.shape[0]
-    assert max(max(each.ids, default=0) for each in copied_texts(processor.tokenizer, [text])) < size
+    encoded = processor.encode_documents([text], tokens_per_slot=2)
+    assert int(encoded.context_word_ids.max()) < size == processor.context_token_id
+    assert encoded.context_word_ids.shape[0] >= expected.context_word_ids.shape[0]
+    assert max(max(copied.ids, default=0) for copied in copied_texts(processor.tokenizer, [text])) < size

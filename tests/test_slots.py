@@ -1,4 +1,4 @@
-"""Passages to slots: segments, what the encoder makes of them, several slots of one, and a slot's own words."""
+"""From passages to slots: segments, their embeddings, several slots per segment, and token embeddings in slots."""
 
 import copy
 import itertools
@@ -32,7 +32,7 @@ DOCUMENTS = [
 ]
 EXACT = {"atol": 1e-6, "rtol": 0}
 
-# Segments: nothing is lost, offsets are true, pieces fit the encoder
+# Segments: no text is lost, offsets are right, segments fit the encoder
 
 TEXT = "One is here. Two goes there!  Is three next? Four ends it."
 
@@ -67,9 +67,9 @@ URL = "https://" + "example.com/!?" * 20
     [
         ("One. Two!", {}, ["One.", "Two!"]),
         ("Aaaa bbbb cccc dddd.", {"sentences_per_segment": 0.5}, ["Aaaa bbbb", "cccc dddd."]),  # nearest to the middle
-        ("Stop!", {"sentences_per_segment": 0.5}, ["Stop!"]),  # one word has no half
+        ("Stop!", {"sentences_per_segment": 0.5}, ["Stop!"]),  # a single word is not split
         (TEXT, {"sentences_per_segment": 3}, ["One is here. Two goes there!  Is three next?", "Four ends it."]),
-        ("aa bb cc dd ee", {"num_reads": reads_of(6)}, ["aa bb", "cc", "dd ee"]),  # at spaces
+        ("aa bb cc dd ee", {"num_reads": reads_of(6)}, ["aa bb", "cc", "dd ee"]),  # split at spaces
         (f"See {URL}page. It is long! Yes.", {}, [f"See {URL}page.", "It is long!", "Yes."]),
     ],
 )
@@ -112,7 +112,7 @@ TEXTS = ["It was written by Ada, and nobody else knew.", "", "Radik has competed
 
 @pytest.fixture
 def load(checkpoint_dir):
-    """A processor of the tiny checkpoint, or of another folder, whose encoder computes in a dtype."""
+    """Loads the processor of the tiny checkpoint, or of another folder, with an encoder in a given dtype."""
     return lambda dtype, folder=checkpoint_dir: ArcAlignerProcessor.from_pretrained(folder, encoder_dtype=dtype)
 
 
@@ -132,7 +132,7 @@ def test_encoder_equals_sentence_transformers(processor):
 
 
 def test_maxsim_score(processor):
-    """The match of words is the mean of the highest cosines of content words."""
+    """The MaxSim score is the mean, over content words of the question, of the highest cosine in the passages."""
     question, passages = "Who wrote the letter?", [{"title": "Post", "text": "Ada wrote it."}, "It was a long letter."]
 
     def tokens(text):
@@ -142,35 +142,35 @@ def test_maxsim_score(processor):
         return {place: state for place, state in pairs if place[0] < place[1]}
 
     theirs = torch.stack([*tokens("Post Ada wrote it.").values(), *tokens("It was a long letter.").values()])
-    asked = tokens(question)
-    said = [(a, b) for a, b in asked if question[a:b].lower() not in ("who", "the", "?")]
-    assert 0 < len(said) < len(asked)
-    expected = torch.stack([(theirs @ asked[place]).max() for place in said]).mean().item()
+    question_tokens = tokens(question)
+    said = [(a, b) for a, b in question_tokens if question[a:b].lower() not in ("who", "the", "?")]
+    assert 0 < len(said) < len(question_tokens)
+    expected = torch.stack([(theirs @ question_tokens[place]).max() for place in said]).mean().item()
     said = [("user", "Hi."), ("assistant", "Yes?"), ("user", question)]
     chat = [{"role": role, "content": content} for role, content in said]
     without_tokens = ["\u200b"]
-    for each, texts in ((question, passages), (chat, passages), (question, without_tokens + passages)):
-        assert maxsim_score(processor, each, texts) == pytest.approx(expected, abs=1e-3)  # they are kept in float16
+    for prompt, texts in ((question, passages), (chat, passages), (question, without_tokens + passages)):
+        assert maxsim_score(processor, prompt, texts) == pytest.approx(expected, abs=1e-3)  # cached in float16
     for texts in ([], [""], without_tokens, [{"title": question, "text": " "}]):
         assert math.isnan(maxsim_score(processor, question, texts))
     assert math.isnan(maxsim_score(processor, "", passages))
 
 
 def test_prompt_words_are_not_text(encoder_dir):
-    """Words of an encoder's prompt do not count as words of the text."""
+    """Words of the encoder's own prompt do not count as words of the text."""
     encoder, prompted = SentenceEncoder(str(encoder_dir)), SentenceEncoder(str(encoder_dir))
     prompted.model.prompts, prompted.model.default_prompt_name = {"query": "book author: "}, "query"
-    (plain, _), (found, states) = (each.encode_words(["Who wrote it?"])[0] for each in (encoder, prompted))
-    assert found == plain and len(states) == len(plain)
+    (plain, _), (words, states) = (one.encode_words(["Who wrote it?"])[0] for one in (encoder, prompted))
+    assert words == plain and len(states) == len(plain)
 
 
 def test_long_passages_match_every_word(processor, monkeypatch):
-    encoder, read = processor.encoder, []
+    encoder, encoded = processor.encoder, []
     encode = encoder.encode_words
-    monkeypatch.setattr(encoder, "encode_words", lambda texts: read.extend(texts) or encode(texts))
+    monkeypatch.setattr(encoder, "encode_words", lambda texts: encoded.extend(texts) or encode(texts))
     long = " ".join(f"Number {number} stands here." for number in range(200))
     maxsim_score(processor, "Which one?", [long])
-    question, *pieces = read
+    question, *pieces = encoded
     assert question == "Which one?" and " ".join(pieces) == long
     assert len(pieces) > 1 and {encoder.num_reads(piece) for piece in pieces} == {1}
 
@@ -179,11 +179,11 @@ def test_bfloat16_embeddings_are_normalized(load, checkpoint_dir, trained):
     """bfloat16 rounds the embeddings, which stay normalized and float32."""
     for folder, rate in itertools.product((checkpoint_dir, trained), ("segment", 3)):
         exact, rounded = load("float32", folder), load("bfloat16", folder)
-        encoded = (each.encode_documents(TEXTS, tokens_per_slot=rate) for each in (exact, rounded))
-        expected, found = (each.context_embeds for each in encoded)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
-        assert not torch.equal(found, expected)
-        torch.testing.assert_close(found.norm(dim=1), torch.ones(len(found)))
+        encoded = (processor.encode_documents(TEXTS, tokens_per_slot=rate) for processor in (exact, rounded))
+        expected, embeds = (passages.context_embeds for passages in encoded)
+        torch.testing.assert_close(embeds, expected, rtol=0, atol=0.02)
+        assert not torch.equal(embeds, expected)
+        torch.testing.assert_close(embeds.norm(dim=1), torch.ones(len(embeds)))
 
 
 @pytest.mark.parametrize(("speed", "dtype"), [(60.0, torch.bfloat16), (25.0, torch.float32)])
@@ -194,7 +194,7 @@ def test_auto_prefers_fast_bfloat16(load, trained, monkeypatch, speed, dtype, tm
     processor = load("auto", trained)
     processor.encoder.device = "cpu"
     assert processor.encoder.model.dtype == dtype == processor.encoder.untrained.model.dtype
-    assert resolve_dtype("auto", torch.device("cpu")) == dtype  # that of a recipe
+    assert resolve_dtype("auto", torch.device("cpu")) == dtype  # the default of recipes
     processor.save_pretrained(tmp_path / "saved")  # for other machines
     assert ArcAlignerProcessor.from_pretrained(tmp_path / "saved").encoder_dtype == "auto"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: speed == 60.0)
@@ -207,11 +207,12 @@ def test_bfloat16_encoder_keeps_float32_weights(load, trained, tmp_path):
     processor, exact = load("bfloat16", trained), load("float32", trained)
     processor.encoder.encode(TEXTS)
     processor.save_pretrained(tmp_path / "saved")
-    expected, found = (load_file(each / "encoder/adapter_model.safetensors") for each in (trained, tmp_path / "saved"))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    for each in (processor, exact):
-        each.train_encoder(lora_r=2)
-    torch.testing.assert_close(*(each.encoder.model.state_dict() for each in (processor, exact)), rtol=0, atol=0)
+    files = [folder / "encoder/adapter_model.safetensors" for folder in (trained, tmp_path / "saved")]
+    torch.testing.assert_close(*map(load_file, files), rtol=0, atol=0)
+    for instance in (processor, exact):
+        instance.train_encoder(lora_r=2)
+    states = [instance.encoder.model.state_dict() for instance in (processor, exact)]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
 # Several slots of a segment, and their words
@@ -219,7 +220,7 @@ def test_bfloat16_encoder_keeps_float32_weights(load, trained, tmp_path):
 
 @pytest.fixture(scope="session")
 def words_processor(processor) -> ArcAlignerProcessor:
-    """As `processor`, for an aligner that has learned runs of 3 tokens and segments, and reads words."""
+    """Like `processor`, for an aligner with token embeddings, trained for 3 tokens per slot and for segments."""
     processor = copy.deepcopy(processor)
     processor.tokens_per_slot, processor.trained_tokens_per_slot = 3, [3, "segment"]
     processor.context_words = True
@@ -228,7 +229,7 @@ def words_processor(processor) -> ArcAlignerProcessor:
 
 @pytest.fixture(scope="session")
 def words_dir(tmp_path_factory, base_model_dir: Path, words_processor) -> Path:
-    """An aligner checkpoint that reads words in three parts; all of it is random."""
+    """A random aligner checkpoint with token embeddings in three parts."""
     folder = tmp_path_factory.mktemp("words")
     model = random_aligner(base_model_dir, words_processor, seed=3, word_parts=3)
     weights = torch.rand(model.config.text_config.vocab_size, generator=torch.Generator().manual_seed(0)) + 0.1
@@ -255,18 +256,18 @@ def test_spans_have_equal_lengths(num_tokens, tokens_per_slot):
 
 @pytest.mark.parametrize("rate", [1, 3, 8, "segment"])
 def test_slots_cover_the_document(words_processor, processor, rate):
-    """Slots represent all of a document's text and tokens."""
+    """The slots of a document cover all of its text and tokens."""
     encoded, tokenizer = words_processor.encode_documents(DOCUMENTS, tokens_per_slot=rate), processor.tokenizer
     for number, text in enumerate((DOCUMENTS[0], DOCUMENTS[1]["text"])):
-        pieces = [each for each in encoded.segments if each.document == number]
+        pieces = [segment for segment in encoded.segments if segment.document == number]
         assert "".join(piece.text for piece in pieces) == text.replace("  ", "")
         assert all(piece.text == text[piece.start : piece.end] for piece in pieces)
     words = encoded.context_word_ids
     expected = tokenizer([DOCUMENTS[0], "Radik: " + DOCUMENTS[1]["text"]], add_special_tokens=False)["input_ids"]
     # White space between two sentences belongs to none.
-    found, expected = words[words >= 0].tolist(), [token for ids in expected for token in ids]
-    found, expected = ([token for token in ids if tokenizer.decode([token]).strip()] for ids in (found, expected))
-    assert found == expected and len(encoded.segments) == len(encoded.context_embeds) == len(words)
+    word_ids, expected = words[words >= 0].tolist(), [token for ids in expected for token in ids]
+    word_ids, expected = ([token for token in ids if tokenizer.decode([token]).strip()] for ids in (word_ids, expected))
+    assert word_ids == expected and len(encoded.segments) == len(encoded.context_embeds) == len(words)
     cut = words_processor.encode_documents(DOCUMENTS, tokens_per_slot=rate, max_slots=2)
     assert cut.segments == encoded.segments[:2] and cut.dropped == encoded.segments[2:]
     assert torch.equal(cut.context_embeds, encoded.context_embeds[:2]) and len(cut.context_word_ids) == 2
@@ -276,7 +277,7 @@ def test_slots_cover_the_document(words_processor, processor, rate):
 
 
 def test_unknown_rate_warns(words_processor, caplog):
-    """A rate that was not trained gives a warning that names the trained ones."""
+    """Tokens per slot that the aligner was not trained for give a warning with the trained numbers."""
     words_processor.encode_documents(DOCUMENTS, tokens_per_slot=3)
     assert "was trained with" not in caplog.text
     words_processor.encode_documents(DOCUMENTS, tokens_per_slot=5)
@@ -313,18 +314,18 @@ def test_fresh_slot_of_one_word(base_model_dir):
 
 
 def test_words_travel_with_embeddings(words_model, words_processor):
-    """Words are used, and accompany embeddings that were computed before."""
+    """The words of slots change the logits, and can be given with precomputed embeddings."""
     encoded = words_processor.encode_documents(DOCUMENTS)
     made = {"context_embeds": encoded.context_embeds, "context_word_ids": encoded.context_word_ids}
-    given = words_processor(text=QUESTION, **made, return_tensors="pt")
+    inputs = words_processor(text=QUESTION, **made, return_tensors="pt")
     expected = words_processor(text=QUESTION, documents=DOCUMENTS, return_tensors="pt")
-    assert given.keys() == expected.keys()
-    torch.testing.assert_close(dict(given), dict(expected))
+    assert inputs.keys() == expected.keys()
+    torch.testing.assert_close(dict(inputs), dict(expected))
     both = words_processor(text=[QUESTION] * 2, documents=[["Ada."], DOCUMENTS], return_tensors="pt")
     assert torch.equal(both["context_word_ids"][1], expected["context_word_ids"][0])
     assert (both["context_word_ids"][0, 1:] == -1).all()
-    others = given | {"context_word_ids": given["context_word_ids"].roll(1, dims=1)}
-    assert not torch.allclose(words_model(**given).logits, words_model(**others).logits)
+    others = inputs | {"context_word_ids": inputs["context_word_ids"].roll(1, dims=1)}
+    assert not torch.allclose(words_model(**inputs).logits, words_model(**others).logits)
 
 
 def test_pipeline_uses_words_of_rows(words_model, words_processor):
@@ -337,7 +338,7 @@ def test_pipeline_uses_words_of_rows(words_model, words_processor):
 
 
 def test_cached_prefixes_at_each_rate(words_model, words_processor):
-    """Cached prefixes answer like the model at each rate."""
+    """Cached prefixes give the answers of the model for each number of tokens per slot."""
     store = words_model.double().passage_cache(words_processor)
     for rate in (3, "segment", 3):
         assert_answers(store, [QUESTION], slots={"tokens_per_slot": rate}, documents=[DOCUMENTS])
@@ -345,7 +346,7 @@ def test_cached_prefixes_at_each_rate(words_model, words_processor):
 
 
 def test_word_statistics_are_saved(words_dir):
-    """Word statistics are part of the checkpoint, in float32."""
+    """Word statistics are saved in the checkpoint, in float32."""
     whole, half = (ArcAlignerForCausalLM.from_pretrained(str(words_dir), dtype=d) for d in (None, torch.bfloat16))
     saved = load_file(words_dir / "model.safetensors")
     for name in ("word_weights", "word_mean", "slot_norm", "slot_mean", "part_maps"):

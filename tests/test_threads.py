@@ -1,4 +1,4 @@
-"""What is made on first use is made once, whole, however many threads are the first."""
+"""Objects that are created on first use are created once, even if several threads use them first."""
 
 import functools
 import sys
@@ -17,7 +17,7 @@ TEXTS = ["It was written by Ada.", "The riding was created in 1924 from parts of
 
 
 def at_once(calls: list) -> list:
-    """The results of calls that threads begin together."""
+    """The results of calls that threads start at the same time."""
     begin = Barrier(len(calls))
 
     def run(call):
@@ -25,12 +25,12 @@ def at_once(calls: list) -> list:
         return call()
 
     with ThreadPoolExecutor(len(calls)) as threads:
-        return [each.result() for each in [threads.submit(run, call) for call in calls]]
+        return [future.result() for future in [threads.submit(run, call) for call in calls]]
 
 
 @pytest.fixture(scope="module")
 def trained_folder(encoder_dir, tmp_path_factory):
-    """LoRA of the encoder, random, as a checkpoint has it."""
+    """A random LoRA of the encoder, in the format of a checkpoint."""
     encoder, folder = SentenceEncoder(str(encoder_dir)), tmp_path_factory.mktemp("lora")
     encoder.device = "cpu"
     for weight in encoder.add_trainable_lora(2):
@@ -50,11 +50,11 @@ def test_concurrent_first_calls_agree(encoder_dir, trained_folder, monkeypatch):
     monkeypatch.setattr(Linear, "merge", slow_merge)
     encoder = SentenceEncoder(str(encoder_dir), str(trained_folder))
     encoder.device = "cpu"
-    found = at_once([lambda: (encoder.encode(TEXTS), encoder.model, encoder.untrained, encoder.tokenizer)] * 8)
+    results = at_once([lambda: (encoder.encode(TEXTS), encoder.model, encoder.untrained, encoder.tokenizer)] * 8)
     expected = encoder.encode(TEXTS)
-    for embeds, *others in found:
+    for embeds, *others in results:
         torch.testing.assert_close(embeds, expected, rtol=0, atol=0)
-        assert all(one is other for one, other in zip(others, found[0][1:], strict=True))
+        assert all(one is other for one, other in zip(others, results[0][1:], strict=True))
 
 
 def test_counting_leaves_cut_texts_alone(encoder_dir, request):
@@ -70,7 +70,7 @@ def test_counting_leaves_cut_texts_alone(encoder_dir, request):
 
 
 def test_a_pipeline_has_one_cache(separate, monkeypatch):
-    """Threads that ask first share the cache of passages."""
+    """Threads that use the pipeline first share one passage cache."""
     ask = pipeline_of(*separate)
     new_cache = ask.model.passage_cache
 

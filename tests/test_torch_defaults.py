@@ -1,4 +1,4 @@
-"""Defaults that a notebook has set for new tensors, a type or a device, change no answer."""
+"""PyTorch's default dtype and default device, which a notebook may have set, change no answer."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ DOCUMENTS = ["It was written by Ada. Nobody knew how to read it aloud.", "Parkda
 
 @pytest.fixture
 def answered(separate):
-    """Answers a question from scored passages, with nothing kept of an earlier call."""
+    """Answers a question from scored passages, with an empty passage cache."""
     model, processor = separate
     model.generation_config.max_new_tokens = 4
 
@@ -25,7 +25,7 @@ def answered(separate):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_default_dtype_changes_no_answer(answered, dtype):
-    """What the aligner computes in is its own choice."""
+    """The aligner computes in its own dtype, whatever the default dtype is."""
     expected = answered(return_slots=True)
     torch.set_default_dtype(dtype)
     try:
@@ -35,15 +35,15 @@ def test_default_dtype_changes_no_answer(answered, dtype):
 
 
 def test_default_device_changes_no_answer(answered):
-    """Nothing is made on the default device and left there: "meta", where nothing can be read, stands for a GPU."""
+    """No tensor stays on the default device; here it is "meta", whose tensors have no values."""
     expected = answered(min_confidence=0.0)
     with torch.device("meta"):
         assert answered(min_confidence=0.0) == expected
 
 
 def test_inputs_use_default_device(processor):
-    """All of them, as the tokenizer's are."""
+    """All inputs from the processor are on the default device, as those from a tokenizer are."""
     processor.encode_documents(DOCUMENTS)  # loads the encoder
     with torch.device("meta"):
         inputs = processor(text="Who wrote it?", documents=DOCUMENTS, return_tensors="pt")
-    assert {name: each.device.type for name, each in inputs.items()} == dict.fromkeys(inputs, "meta")
+    assert {name: tensor.device.type for name, tensor in inputs.items()} == dict.fromkeys(inputs, "meta")

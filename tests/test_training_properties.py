@@ -1,4 +1,4 @@
-"""What training relies on: stages, fresh aligners, and the loss."""
+"""Properties that training relies on: stages, new aligners, and the loss."""
 
 import pytest
 import torch
@@ -19,15 +19,15 @@ PROJECTOR_AND_LORA = (".projector.", ".lora_")
 
 @pytest.mark.parametrize("stage", ["reconstruction", "grounding", "gating"])
 def test_step_moves_stage_parameters_only(stage):
-    """In the last layer only keys and values of slots matter: the rest of its LoRA and its gate get zero gradients."""
+    """A step changes only parameters of the stage; in the last layer only LoRA of keys and values changes."""
     model = tiny_aligner("llama").train()
-    for previous in ("gating", "reconstruction", stage):  # whatever was set before
+    for previous in ("gating", "reconstruction", stage):  # an earlier stage does not matter
         model.set_stage(previous)
     parts = PROJECTOR_AND_LORA + (".slot_gate.",) * (stage == "gating")
     assert model.config.gate_mode == ("adaptive" if stage == "gating" else "off")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     batch = collate(random_rows(model, SLOT_COUNTS, contiguous=True), "left")
-    batch["labels"][:, :-2] = -100  # only the answer; a label right after a slot would be predicted by that slot
+    batch["labels"][:, :-2] = -100  # only the answer: the state of a slot would predict a label right after that slot
     model(**batch).loss.backward()
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5).step()
     for name, parameter in model.named_parameters():
@@ -52,10 +52,10 @@ def save_base_model(folder, backbone="llama", **changes):
 
 @pytest.mark.parametrize("backbone", ["llama", "gemma2", "gemma3_text", "phi3", "cohere"])
 def test_new_aligner_equals_base_model(tmp_path, backbone):
-    """LoRA B is zero, gates are closed, the base weights are the base model's and frozen."""
+    """In a new aligner LoRA B is zero, gates are closed, and base weights are those of the base model, frozen."""
     base = save_base_model(tmp_path, backbone)
     torch.manual_seed(3)
-    torch.randn(1000)  # what an earlier allocation leaves behind must not show up in fresh weights
+    torch.randn(1000)  # new weights must not contain values that were in the memory before
     model = ArcAlignerForCausalLM.from_pretrained(tmp_path, **SETTINGS)
     assert model.config.base_model_name_or_path == str(tmp_path)
     for name, parameter in model.named_parameters():
@@ -78,15 +78,15 @@ def test_new_aligner_equals_base_model(tmp_path, backbone):
 @pytest.mark.parametrize("max_slots", [None, 0, 1])
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_slotless_batch_gives_zero_gradients(stage, max_slots, is_sharded, request):
-    """Zeros, not `None`, so that a process with such a batch takes part in the reduction, also with FSDP2's sharded
-    weights."""
+    """Gradients are zeros, not `None`, so that a process with such a batch takes part in the reduction, also with the
+    sharded weights of FSDP2."""
     model = tiny_aligner("llama").train()
     model.set_stage(stage)
     if is_sharded:
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
         request.addfinalizer(distributed.destroy_process_group)
-        for each in (*model.model.backbone.layers, model):
-            fully_shard(each, mesh=init_device_mesh("cpu", (1,)))
+        for module in (*model.model.backbone.layers, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
     batch = collate(random_rows(model, [0, 0], num_text=8))
     if max_slots is not None:
         batch["context_embeds"] = torch.zeros(2, max_slots, ENCODER_HIDDEN_SIZE)

@@ -1,4 +1,4 @@
-"""A checkpoint is whole, or it is refused by an error that says which part of it was changed."""
+"""A complete checkpoint loads; any other is refused with an error that names the changed part."""
 
 import json
 import os
@@ -18,7 +18,7 @@ ADAPTER, ADAPTER_CONFIG = "encoder/adapter_model.safetensors", "encoder/adapter_
 
 
 def save_checkpoint(folder: Path, base_model_dir: Path, encoder_dir: Path, seed: int, **options) -> Path:
-    """An aligner that reads words, all of it random, with an encoder that was trained along."""
+    """Saves a random aligner with token embeddings in its slots, and with a trained encoder."""
     processor = new_processor(base_model_dir, encoder_dir, context_words=True)
     for number, weight in enumerate(processor.train_encoder(lora_r=2)):
         torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(100 * seed + number))
@@ -29,7 +29,7 @@ def save_checkpoint(folder: Path, base_model_dir: Path, encoder_dir: Path, seed:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, base_model_dir, encoder_dir) -> dict[str, Path]:
-    """Three checkpoints: with the aligner only, with its base model too, and of another training."""
+    """Three checkpoints: of the aligner alone, of the aligner with its base model, and of another training."""
     folder, models = tmp_path_factory.mktemp("saved"), (base_model_dir, encoder_dir)
     return {
         "aligner": save_checkpoint(folder / "aligner", *models, seed=2),
@@ -58,11 +58,11 @@ def first_logits(folder: Path) -> torch.Tensor:
 
 
 def forget_digests(folder: Path) -> None:
-    """Makes a checkpoint as older versions saved them."""
+    """Removes the digests of a checkpoint, which older versions did not save."""
     edit(folder / CONFIG, without("digests", "includes_base_model"))
 
 
-# Ways to change a file: what becomes of its tensors or its JSON object, other content, or `None`, which removes it.
+# Ways to change a file: a function of its tensors or its JSON object, other content, or `None`, which removes it.
 
 
 def edit(path: Path, change) -> None:
@@ -77,11 +77,11 @@ def edit(path: Path, change) -> None:
 
 
 def fields(**changes):
-    return lambda found: {**found, **changes}
+    return lambda content: {**content, **changes}
 
 
 def without(*parts):
-    return lambda found: {name: each for name, each in found.items() if not any(part in name for part in parts)}
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if not any(part in name for part in parts)}
 
 
 def with_value(part, value):
@@ -98,7 +98,7 @@ def with_surplus_lora(tensors):
 
 
 def within(name, change):
-    return lambda found: found | {name: change(found[name])}
+    return lambda content: content | {name: change(content[name])}
 
 
 def first_half(ids):
@@ -107,8 +107,8 @@ def first_half(ids):
 
 INFINITE, NAN = float("inf"), float("nan")
 NOT_SAVED = "is not the file that was saved with the aligner"
-# What was changed -> which file, how, and what the error says. Those of `CHECKABLE` are refused without digests too;
-# weights of `FULL`, a checkpoint that holds its base model, with the same words.
+# Name of a change -> the file, the change, and the error. Those in `CHECKABLE` are also refused without digests;
+# changed weights of `FULL`, a checkpoint with its base model, get the same errors.
 CHECKABLE = {
     "encoder cut": (ADAPTER, "cut", "adapter_model.safetensors cannot be read.*download it again"),
     "encoder gone": (ADAPTER_CONFIG, None, "lacks encoder/adapter_config.json"),
@@ -126,7 +126,7 @@ CHECKABLE = {
     "tokenizer broken": (TOKENIZER, "[]", "tokenizer.json"),
 }
 BOUND = {
-    "encoder zeroed": (ADAPTER, lambda found: {name: 0 * each for name, each in found.items()}, f"model.*{NOT_SAVED}"),
+    "encoder zeroed": (ADAPTER, lambda lora: {name: 0 * value for name, value in lora.items()}, f"model.*{NOT_SAVED}"),
     "encoder's lora_alpha": (ADAPTER_CONFIG, fields(lora_alpha=99), f"adapter_config.json {NOT_SAVED}"),
     "template gone": (TEMPLATE, None, "lacks chat_template.jinja"),
     "another template": (TEMPLATE, "{{ messages }}", f"chat_template.jinja {NOT_SAVED}"),
@@ -156,7 +156,7 @@ def test_changed_part_is_named(saved, tmp_path, case):
 
 
 def test_older_checkpoints_load(saved, folder, tmp_path):
-    """An older checkpoint loads as it did, and a full one without its base model."""
+    """An older checkpoint still loads; one that contains its base model needs no other copy of it."""
     full = shutil.copytree(saved["full"], tmp_path / "full")
     for copy, kind in ((folder, "aligner"), (full, "full")):
         forget_digests(copy)
@@ -174,7 +174,7 @@ def test_mixed_trainings_are_refused(folder, saved, names):
 
 
 def test_harmless_changes_are_allowed(folder, base_model_dir, tmp_path):
-    """Files may change where no slot depends on them."""
+    """Changes of files that do not affect slots are allowed."""
     expected = first_logits(folder)
     moved = shutil.copytree(base_model_dir, tmp_path / "moved")
     edit_json(folder / CONFIG, base_model_name_or_path=str(moved), training_stage=None)
@@ -185,7 +185,7 @@ def test_harmless_changes_are_allowed(folder, base_model_dir, tmp_path):
 
 
 def test_edited_settings_load(folder):
-    """Settings in both files may be edited by hand, and have their effect."""
+    """Settings in both JSON files may be edited by hand, and take effect."""
     edits = {"gate_mode": "always", "gate_threshold": 0.25, "max_refinement_steps": 1, "lora_dropout": 0.2}
     edit_json(folder / CONFIG, **edits)
     edit_json(folder / PROCESSOR, copy_bonus=2.5, sentences_per_segment=2)
@@ -199,11 +199,11 @@ def test_edited_settings_load(folder):
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
 def test_weights_have_default_permissions(folder):
-    """Whoever may read a new file may read the weights."""
+    """Files with weights get the permissions of any new file."""
     before = os.umask(0o027)
     try:
-        for each in load(folder):
-            each.save_pretrained(folder / "saved")
+        for part in load(folder):
+            part.save_pretrained(folder / "saved")
     finally:
         os.umask(before)
     files = list((folder / "saved").rglob("*.safetensors"))
@@ -213,7 +213,7 @@ def test_weights_have_default_permissions(folder):
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("place", ["elsewhere", "where it was"])
 def test_changes_are_saved_and_bound(folder, tmp_path, order, place):
-    """Changes after loading are saved with the checkpoint, and bound to it."""
+    """Changes after loading are saved with the checkpoint, with new digests."""
     model = ArcAlignerForCausalLM.from_pretrained(folder, lora_alpha=9)
     processor = ArcAlignerProcessor.from_pretrained(folder, sentences_per_segment=2)
     model.config.max_refinement_steps = 1
@@ -221,10 +221,10 @@ def test_changes_are_saved_and_bound(folder, tmp_path, order, place):
         model.model.projector.up.bias.add_(1.0)
         processor.encoder.lora_weights()[0].mul_(2.0)
     target = folder if place == "where it was" else tmp_path / "saved"
-    for each in (model, processor)[::order]:
-        each.save_pretrained(target)
+    for part in (model, processor)[::order]:
+        part.save_pretrained(target)
         if target == folder:
-            load(folder)  # each may be saved again alone
+            load(folder)  # model and processor may each be saved again alone
     again, processor_again = load(target)
     assert (again.config.lora_alpha, again.config.max_refinement_steps) == (9, 1)
     assert processor_again.sentences_per_segment == 2
@@ -238,15 +238,15 @@ def test_changes_are_saved_and_bound(folder, tmp_path, order, place):
 def test_lone_configuration_has_no_digests(folder, tmp_path):
     config = ArcAlignerForCausalLM.from_pretrained(folder).config
     assert config.digests is None and config.includes_base_model is None
-    for each in (config, type(config).from_pretrained(folder)):
-        each.lora_alpha = 5
-        each.save_pretrained(tmp_path / "alone")
+    for configuration in (config, type(config).from_pretrained(folder)):
+        configuration.lora_alpha = 5
+        configuration.save_pretrained(tmp_path / "alone")
         assert not {"digests", "includes_base_model"} & json.loads((tmp_path / "alone" / CONFIG).read_text()).keys()
         assert type(config).from_pretrained(tmp_path / "alone").lora_alpha == 5
 
 
 def test_subfolder_of_a_processor(folder, tmp_path):
-    """The processor is read from a folder in the folder that is named, with its encoder."""
+    """`subfolder` loads the processor and its encoder from a folder inside the named folder."""
     shutil.copytree(folder, tmp_path / "all" / "aligner")
     processor, expected = ArcAlignerProcessor.from_pretrained(tmp_path / "all", subfolder="aligner"), load(folder)[1]
     processor.encoder.device = "cpu"
@@ -254,13 +254,13 @@ def test_subfolder_of_a_processor(folder, tmp_path):
 
 
 def test_changed_base_weights_warn(folder, tmp_path, caplog):
-    """An aligner saved alone loses them; a cast or a changed aligner loses nothing."""
+    """Saving an aligner alone warns if base weights were changed, but not after a cast or a change of the aligner."""
     model = load(folder)[0]
     for parameter in dict(model.aligner_parameters()).values():
         parameter.data += 1
     model.bfloat16().save_pretrained(tmp_path / "same")
     assert "base model are not" not in caplog.text
-    name, weight = next(each for each in model.named_parameters() if each[0].endswith("base_layer.weight"))
+    name, weight = next(pair for pair in model.named_parameters() if pair[0].endswith("base_layer.weight"))
     weight.data *= 1.1
     model.save_pretrained(tmp_path / "whole", save_base_model=True)
     assert "base model are not" not in caplog.text
@@ -269,7 +269,7 @@ def test_changed_base_weights_warn(folder, tmp_path, caplog):
 
 
 def test_resized_embeddings_are_refused(folder, tmp_path):
-    """An aligner saved alone could not be loaded with them."""
+    """An aligner with resized embeddings is not saved without its base model, as it could not be loaded."""
     model = load(folder)[0]
     model.resize_token_embeddings(model.config.text_config.vocab_size + 3)
     with pytest.raises(ValueError, match=r"embed_tokens.* has shape \(\d+, 32\); expected"):

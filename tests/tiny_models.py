@@ -28,7 +28,7 @@ HYBRID_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOW = 5  # shorter than the test prompts, so that it matters
 
 GEMMA = {"sliding_window": WINDOW, "layer_types": HYBRID_LAYERS, "query_pre_attn_scalar": 8}
-# Test name -> (model_type, what differs from COMMON). The scales are far from 1, so that dropping one is seen.
+# Test name -> (model_type, differences from COMMON). The scales are far from 1, so that a missing one is noticed.
 BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mistral": ("mistral", {"sliding_window": None}),
@@ -63,16 +63,16 @@ class float64_throughout(TorchFunctionMode):  # noqa: N801 (used like a function
     """Turns casts to float32 into casts to float64.
 
     Backbones compute norms, rotary angles and softmax in float32 whatever the weights are; two correct ways to compute
-    the same gradient then differ by 1e-7. Inside this mode a float64 model is float64 all the way down.
+    the same gradient then differ by 1e-7. Inside this mode a float64 model computes everything in float64.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        def wide(given):
-            return torch.float64 if given is torch.float32 else given
+        def wide(argument):
+            return torch.float64 if argument is torch.float32 else argument
 
         if func is torch.Tensor.float:
             return args[0].double()
-        return func(*map(wide, args), **{name: wide(given) for name, given in (kwargs or {}).items()})
+        return func(*map(wide, args), **{name: wide(argument) for name, argument in (kwargs or {}).items()})
 
 
 def backbone_config(name: str = "llama", **changes: Any) -> PreTrainedConfig:
@@ -82,7 +82,7 @@ def backbone_config(name: str = "llama", **changes: Any) -> PreTrainedConfig:
 
 
 def randomize(model: torch.nn.Module, seed: int = 0) -> None:
-    """Draws every parameter anew, wide enough for each layer, LoRA and gate to matter."""
+    """Draws random values for all parameters, large enough that each layer, LoRA and gate has an effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -90,7 +90,7 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
             if parameter.ndim == 1 and "slot_gate" not in name:
                 parameter.add_(0.1 * noise)  # norm weights and biases
             elif name.endswith("slot_gate.out.bias"):
-                parameter.zero_()  # open and closed gates in equal shares
+                parameter.zero_()  # as many open as closed gates
             elif "slot_gate" in name:
                 parameter.copy_(noise)
             elif "projector" in name:
@@ -126,7 +126,7 @@ def random_head(
     threshold: float = 0.5,
     match: tuple[float, float, float] | None = None,
 ) -> None:
-    """Gives `model` an answerability head, by default of the first and the last layer, that tells questions apart."""
+    """Gives `model` a random answerability head, by default for the first and the last layer."""
     config, generator = model.config, torch.Generator().manual_seed(0)
     model.set_answerability_layers(layers or [0, config.text_config.num_hidden_layers - 1])
     head = model.answerability_head.to(model.dtype)
@@ -180,5 +180,5 @@ def collate(rows: list[Row], padding_side: str = "right", pad_token_id: int = 0)
 
 
 def for_generate(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a processor would give: no labels, no positions."""
+    """The inputs that a processor would return, without labels and positions."""
     return {key: value for key, value in batch.items() if key not in ("labels", "position_ids")}

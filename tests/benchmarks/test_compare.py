@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("few_tokens")
 
 @pytest.fixture
 def ask(run_cli, checkpoint_dir, tmp_path):
-    """Compares at two rates; code, output and errors."""
+    """Compares at two rates; returns exit code, output and errors."""
 
     def run(rows, *arguments):
         path = tmp_path / "mine.jsonl"
@@ -47,13 +47,13 @@ def test_every_reader_answers(ask, tmp_path, model, processor, base_model_dir):
     plain, tuned, slots = "text, by the base model", "text, by the fine-tuned base model", "slots, 2 tokens per slot"
     assert tuple(columns) == COLUMNS
     assert [cells[0] for cells in table] == [plain, tuned, slots, "slots, one slot per segment"]
-    assert table[0][1] == table[1][1] and table[0][4] == "100.0"  # the same text; agreement is to the plain reader
+    assert table[0][1] == table[1][1] and table[0][4] == "100.0"  # the same text; agreement is with the plain reader
     assert "2 questions, 1 with answers." in out.splitlines()[-1]
     answers = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
     for row, answer in zip(ROWS, answers, strict=True):
         text = chat_inputs(processor, full_text(row))
-        read = chat_inputs(processor, row["question"], row["passages"], tokens_per_slot=2)
-        for title, model_of, inputs in ((plain, model, text), (tuned, reader, text), (slots, model, read)):
+        compressed = chat_inputs(processor, row["question"], row["passages"], tokens_per_slot=2)
+        for title, model_of, inputs in ((plain, model, text), (tuned, reader, text), (slots, model, compressed)):
             assert answer[title] == greedy_answer(model_of, processor, inputs, 4).strip()
     assert any(answer[plain] != answer[tuned] for answer in answers)
 
@@ -92,14 +92,14 @@ def test_scores_need_answers():
     rows = [{"answers": ["Ada"]}, {"answers": []}]
     agreement = f"{50 * token_f1('Ada', ['by Ada']):.1f}"
     assert cells_of("slots", slots, text, rows)[:5] == ["slots", "6", "100.0", "100.0", agreement]
-    assert [cells_of("any", each, text, rows)[5] for each in (text, slots)] == ["300 ms", "300 ms (x1.4)"]
+    assert [cells_of("any", column, text, rows)[5] for column in (text, slots)] == ["300 ms", "300 ms (x1.4)"]
 
 
 def test_slots_of_top_ranked_passages(separate):
     """Of more passages, slots of the top-ranked ones are used."""
     model, reader = separate
     row = {"question": "Who wrote it?", "passages": [{"title": "", "text": LETTER}, OTHER]}
-    found = Reader("slots", 2, model, max_passages=1).ask(reader, row)
+    answer = Reader("slots", 2, model, max_passages=1).ask(reader, row)
     (likely,) = with_selected(Answerer(model, reader), [row], 1, tokens_per_slot=2)
-    assert found[:2] == Reader("slots", 2, model).ask(reader, likely)[:2]
-    assert Reader("slots", 2, model, max_passages=2).ask(reader, row).positions > found.positions
+    assert answer[:2] == Reader("slots", 2, model).ask(reader, likely)[:2]
+    assert Reader("slots", 2, model, max_passages=2).ask(reader, row).positions > answer.positions

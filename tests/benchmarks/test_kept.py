@@ -1,4 +1,4 @@
-"""The benchmark of known passages: every arm reads what it says, a new combination each round, files from the disk."""
+"""The benchmark of cached passages: what each arm reads, new combinations in each round, files from the disk."""
 
 import json
 
@@ -35,10 +35,10 @@ def known(models, apart, tmp_path_factory):
     return Known(models, apart, pick_rows(article_rows(6), apart, 6), RATES, tmp_path_factory.mktemp("kept"))
 
 
-def assert_same_reading(found, expected):
-    """The first token and the whole cache, but for rounding."""
-    assert torch.equal(found.logits[:, -1].argmax(dim=-1), expected.logits[:, -1].argmax(dim=-1))
-    for layer, other in zip(cache_of(found).layers, cache_of(expected).layers, strict=True):
+def assert_same_reading(outputs, expected):
+    """Asserts that the first token and the whole cache are equal, except for rounding."""
+    assert torch.equal(outputs.logits[:, -1].argmax(dim=-1), expected.logits[:, -1].argmax(dim=-1))
+    for layer, other in zip(cache_of(outputs).layers, cache_of(expected).layers, strict=True):
         for name in ("keys", "values"):
             torch.testing.assert_close(getattr(layer, name), getattr(other, name), rtol=0, atol=1e-6)
 
@@ -47,15 +47,15 @@ def assert_same_reading(found, expected):
 def test_text_reader_caches(known, models, apart):
     """Text is read without a cache, after the same passages, and after cached ones."""
     base, row = models[1], known.draw(3, 1)
-    asked = row | {"question": "And when?"}
-    for name, each in (("text", row), ("text_same_set", asked)):  # the second asks about the passages of the first
-        whole = text_inputs(apart, [full_text(each)])
-        assert_same_reading(known.arms[name](each), base(whole["input_ids"], use_cache=True))
-    inputs = apart_inputs(base, [apart_text(apart, asked)])
+    second = row | {"question": "And when?"}
+    for name, arm_row in (("text", row), ("text_same_set", second)):  # the second asks about the passages of the first
+        whole = text_inputs(apart, [full_text(arm_row)])
+        assert_same_reading(known.arms[name](arm_row), base(whole["input_ids"], use_cache=True))
+    inputs = apart_inputs(base, [apart_text(apart, second)])
     last = {name: inputs[name][:, -1:] for name in ("input_ids", "position_ids")}
     expected = base(**last, **{CACHE: inputs[CACHE]})
     for name in ("text_apart", "text_apart_folder"):
-        assert_same_reading(known.arms[name](asked), expected)
+        assert_same_reading(known.arms[name](second), expected)
 
 
 @torch.no_grad()
@@ -75,23 +75,23 @@ def test_known_passages_stay_cached(known):
     """Known passages are never computed again, and folders are read each time."""
     stores = {name: arm.args[0] for name, arm in known.arms.items() if name.startswith("slots")}
     before = {name: (store.misses, store.loads) for name, store in stores.items()}
-    found = known.measure(3, seconds=0.0)
+    report = known.measure(3, seconds=0.0)
     for name, store in stores.items():
         loads = 4 * 3 if name.endswith("_folder") else 0  # a round to warm up, and three
         assert (store.misses, store.loads) == (before[name][0], before[name][1] + loads)
-    assert found["k"] == found["rounds"] == 3 and list(found["arms"]) == list(known.arms)
-    assert found["arms"]["text"]["speed_up"]["median"] == 1.0
+    assert report["k"] == report["rounds"] == 3 and list(report["arms"]) == list(known.arms)
+    assert report["arms"]["text"]["speed_up"]["median"] == 1.0
     drawn = [known.draw(3, number) for number in range(5)]  # another combination each round, the same in each run
     assert drawn == [known.draw(3, number) for number in range(5)]
     sets = [tuple(passage["text"] for passage in row["passages"]) for row in drawn]
-    assert len(set(sets)) == 5 and all(len(set(each)) == 3 for each in sets)
+    assert len(set(sets)) == 5 and all(len(set(texts)) == 3 for texts in sets)
 
 
 def test_cached_bytes_match_the_file(known):
     """The cached bytes of a passage are those of its file."""
     for name, folder in known.folders.items():
         files = sorted(path.stat().st_size for path in folder.glob("*.safetensors"))
-        passages = files[-len(known.rows) :]  # a store has one more, the text before the passages
+        passages = files[-len(known.rows) :]  # a store has one more entry, the text before the passages
         kept = known.kept_bytes[name.removesuffix("_folder")] * len(known.rows)
         assert kept < sum(passages) < kept + 8000 * len(passages)  # with their fingerprints
     assert known.kept_bytes["text_apart"] > known.kept_bytes["slots_x2"] > known.kept_bytes["slots_xsegment"]
@@ -104,6 +104,6 @@ def test_command_writes_a_report(tmp_path, checkpoint_dir, capsys):
     options = {"sizes": "1,2", "tokens_per_slot": "4,segment", "dtype": "float32", "device": "cpu", "data": data}
     main(tmp_path / "out", str(checkpoint_dir), seconds=0.0, **options)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["kept.json"]
-    found = json.loads((tmp_path / "out" / "kept.json").read_text("utf-8"))
-    assert [size["k"] for size in found["sizes"]] == [1, 2] and found["known_passages"] == 6
+    report = json.loads((tmp_path / "out" / "kept.json").read_text("utf-8"))
+    assert [size["k"] for size in report["sizes"]] == [1, 2] and report["known_passages"] == 6
     assert "| **slots**, cached: one slot per segment, from disk |" in capsys.readouterr().out

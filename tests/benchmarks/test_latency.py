@@ -1,4 +1,4 @@
-"""The latency benchmark: arms read what they must, in turns, ratios are of a round; slots are found with one wait."""
+"""The latency benchmark: what arms read, the order of rounds, ratios within a round; slots wait for the device once."""
 
 import json
 from functools import partial
@@ -37,9 +37,9 @@ def models(checkpoint_dir, request):
     return load_models(str(checkpoint_dir), torch.float64, "cpu", passage_attention=request.param)
 
 
-def states(found):
+def states(outputs):
     """Keys and values of all layers."""
-    return torch.stack([tensor for layer in cache_of(found).layers for tensor in (layer.keys, layer.values)])
+    return torch.stack([tensor for layer in cache_of(outputs).layers for tensor in (layer.keys, layer.values)])
 
 
 @torch.no_grad()
@@ -50,32 +50,33 @@ def test_arms_share_the_prompts(models, processor):
     assert base.model.layers[0].mlp.up_proj.weight.data_ptr() == own_weight.data_ptr()  # no memory of its own
     assert not any("lora" in name for name, _ in base.named_parameters())
     row = join_rows(pick_rows(question_rows(6), processor, 3))
-    own = processor_with(processor, passage_attention=aligner.config.passage_attention)
-    text, slots = both_prompts(aligner, own, row, 4)
+    reader = processor_with(processor, passage_attention=aligner.config.passage_attention)
+    text, slots = both_prompts(aligner, reader, row, 4)
     for part in (slots.whole, slots.prefix):
         part["context_embeds"] = part["context_embeds"].double()  # as exact as the models
-    inputs = text_inputs(processor, [full_text(row)]), slot_inputs(own, [row], tokens_per_slot=4)
+    inputs = text_inputs(processor, [full_text(row)]), slot_inputs(reader, [row], tokens_per_slot=4)
     whole = {
         "standard_rag": base(**inputs[0], use_cache=True),
         "off": aligner(**inputs[1], gate_mode="off", use_cache=True),
     }
-    for prompt, each in zip((text, slots), inputs, strict=True):
-        assert torch.equal(prompt.whole["input_ids"], each["input_ids"])
+    for prompt, encoded in zip((text, slots), inputs, strict=True):
+        assert torch.equal(prompt.whole["input_ids"], encoded["input_ids"])
         assert torch.equal(prompt.tail["input_ids"], text.tail["input_ids"])  # the question
     assert processor.decode(text.tail["input_ids"][0]).count(row["question"])
     assert (slots.prefix["input_ids"][:, -1] == processor.context_token_id).all()
     made = make_arms(*models, text, slots)
-    for _ in range(2):  # an arm leaves models and prefixes as they were
+    for _ in range(2):  # an arm does not change models or prefixes
         for name, arm in made.items():
-            found, expected = arm(), whole["standard_rag" if name.startswith("standard_rag") else "off"]
-            torch.testing.assert_close(found.logits, expected.logits[:, -1:])
-            torch.testing.assert_close(states(found), states(expected))
+            outputs, expected = arm(), whole["standard_rag" if name.startswith("standard_rag") else "off"]
+            torch.testing.assert_close(outputs.logits, expected.logits[:, -1:])
+            torch.testing.assert_close(states(outputs), states(expected))
 
 
 def test_rows_of_similar_length(processor):
-    """Rows are the passages nearest in length, with the question of the first."""
-    passages = [{"title": "", "text": " " + "?" * size} for size in (1, 140, 400, 151, 170)]  # of about as many tokens
-    rows = [{"question": str(number), "passages": [each]} for number, each in enumerate(passages)]
+    """The rows are those with the most similar lengths, with the question of the first one."""
+    # Texts of about `size` tokens.
+    passages = [{"title": "", "text": " " + "?" * size} for size in (1, 140, 400, 151, 170)]
+    rows = [{"question": str(number), "passages": [passage]} for number, passage in enumerate(passages)]
     nearest = pick_rows(rows, processor, 3)
     assert nearest == [rows[3], rows[1], rows[4]]
     assert join_rows(nearest) == {"question": "3", "passages": [passages[3], passages[1], passages[4]]}
@@ -89,11 +90,11 @@ def test_rows_of_similar_length(processor):
 def test_rounds_rotate_arms(monkeypatch):
     """At least three rounds are timed, the first arm rotates, and ratios are within a round."""
     monkeypatch.setattr(arms, "MAX_ROUNDS", 4)
-    seen, told = [], []
+    seen, reported = [], []
     turns = {name: partial(seen.append, name) for name in "abc"}
-    found = time_rounds(lambda number: turns, "cpu", 60.0, told.append)
-    assert "".join(seen) == "".join(told) == "abcbcacababc"
-    assert [list(each) for each in found] == [["a", "b", "c"]] * 4 and min(found[0].values()) > 0
+    rounds = time_rounds(lambda number: turns, "cpu", 60.0, reported.append)
+    assert "".join(seen) == "".join(reported) == "abcbcacababc"
+    assert [list(times) for times in rounds] == [["a", "b", "c"]] * 4 and min(rounds[0].values()) > 0
     assert len(time_rounds(lambda number: turns, "cpu", 0.0)) == 3
     assert first_tokens([{"a": 2.0, "b": 1.0}, {"a": 40.0, "b": 10.0}, {"a": 9.0, "b": 3.0}], "b", "a") == {
         "first_token": {"lower": 2.0, "median": 3.0, "upper": 6.5},
@@ -108,10 +109,10 @@ def test_command_prints_json(tmp_path, checkpoint_dir, capsys):
     options = {"sizes": "2", "dtype": "float32", "tokens_per_slot": "4,segment", "device": "cpu"}
     main(str(checkpoint_dir), seconds=0.0, data=data, output=output, **options)
     printed = capsys.readouterr().out
-    found = json.loads((output / "latency.json").read_text("utf-8"))
-    assert [json.loads(line) for line in printed.splitlines() if line.startswith("{")] == [found]
-    fine, coarse = found["sizes"]
-    assert f"| 2 | {fine['text_tokens']} | 4 | {fine['slots']} |" in printed and found["data"] == "rows.jsonl"
+    report = json.loads((output / "latency.json").read_text("utf-8"))
+    assert [json.loads(line) for line in printed.splitlines() if line.startswith("{")] == [report]
+    fine, coarse = report["sizes"]
+    assert f"| 2 | {fine['text_tokens']} | 4 | {fine['slots']} |" in printed and report["data"] == "rows.jsonl"
     assert fine["slots"] > coarse["slots"] and [fine["tokens_per_slot"], coarse["tokens_per_slot"]] == [4, "segment"]
     for size in (fine, coarse):
         assert (size["k"], size["rounds"], list(size["encoder"])) == (2, 3, ["segmenting", "encoding"])
@@ -119,7 +120,7 @@ def test_command_prints_json(tmp_path, checkpoint_dir, capsys):
         assert size["arms"]["standard_rag"]["speed_up"] == {"lower": 1.0, "median": 1.0, "upper": 1.0}
         for name, arm in size["arms"].items():
             length = size["text_tokens" if name.startswith("standard") else "slots"]
-            # layers, keys and values, heads, head_dim, float32, and the question's few
+            # layers, keys and values, heads, head_dim, float32; and up to 100 positions of the question
             assert 0 <= arm["cache_bytes"] - 3 * 2 * 2 * 8 * 4 * length < 3 * 2 * 2 * 8 * 4 * 100
 
 
@@ -136,7 +137,7 @@ def test_invalid_sizes_are_refused(checkpoint_dir, processor, monkeypatch):
         measure_size(models, processor, question_rows(6), 3, "segment", seconds=0.0)
 
 
-# Waits of the host
+# Where the host waits for the device
 
 aten = torch.ops.aten
 OPERATORS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2}
@@ -159,7 +160,7 @@ class _Methods(TorchFunctionMode):
 
 
 def waits(run) -> int:
-    """How often `run` has to know a value, or a shape that values decide."""
+    """How often `run` waits for a value, or for a shape that depends on values."""
     WAITS.clear()
     with torch.no_grad(), _Methods(), _Operators():
         run()
@@ -176,8 +177,8 @@ def test_slots_wait_once(monkeypatch):
     slots = prompt | {"context_embeds": batch["context_embeds"], "gate_mode": "off"}
     text = prompt | {"input_ids": prompt["input_ids"].clamp(max=5)}
     assert 0 <= waits(lambda: read(aligner, slots)) - waits(lambda: read(base, text)) <= 1
-    found = read(aligner, slots)
-    new = {"input_ids": found.logits.argmax(dim=-1), "position_ids": prompt["position_ids"][:, -1:] + 1}
-    kept = cache_of(found)
+    outputs = read(aligner, slots)
+    new = {"input_ids": outputs.logits.argmax(dim=-1), "position_ids": prompt["position_ids"][:, -1:] + 1}
+    kept = cache_of(outputs)
     decoded = waits(lambda: read(aligner, new | {"is_generated": True}, share(kept)))
     assert decoded <= waits(lambda: read(base, new, kept))

@@ -1,4 +1,4 @@
-"""The benchmark of shapes with random weights, on a CPU: arms read what they say, and what does not fit is refused."""
+"""The benchmark of shapes with random weights, on a CPU: what arms read, and refusals of what does not fit."""
 
 import contextlib
 import json
@@ -36,7 +36,7 @@ def tiny(passage_attention="joint"):
 
 
 def test_command_writes_table_and_json(tmp_path, monkeypatch, capsys):
-    """Every arm at each batch size, operations at the first, what was measured and where."""
+    """The report has each arm at each batch size, counts of operations, and the machine."""
     monkeypatch.setattr(shape, "GROUP_SECONDS", 0.0)
     monkeypatch.setattr(shape, "NEW_TOKENS", 2)
     monkeypatch.setattr(shape, "EXAMPLES", 1)
@@ -56,7 +56,7 @@ def test_command_writes_table_and_json(tmp_path, monkeypatch, capsys):
 
 
 def test_time_limit_names_the_rest(tmp_path, capsys):
-    """Without time nothing is measured, and everything is named."""
+    """Without time nothing is measured, and all arms are named as not measured."""
     main("tiny", "cpu", None, "5,1", "1", 0.0)
     table = capsys.readouterr().out
     for what in ("first token, batch 1, 5 passages", "training steps", "a generated token, batch 1"):
@@ -65,8 +65,8 @@ def test_time_limit_names_the_rest(tmp_path, capsys):
 
 @torch.no_grad()
 @pytest.mark.parametrize("passage_attention", ["joint", "separate"])
-def test_arms_read_what_they_say(passage_attention):
-    """Behind a cache, joined or not, a question gets the logits of the whole prompt, a second time as well."""
+def test_arms_give_prompt_logits(passage_attention):
+    """After cached passages, with joined caches or not, a question has the logits of the whole prompt, and so twice."""
     aligner, base = tiny(passage_attention)
     arms = text_arms(base, 2, 3) | slot_arms(aligner, 2, 3, "slots")
     whole = {"text_cached": arms["text"](), "slots_cached": arms["slots_off"]()}
@@ -82,7 +82,7 @@ def test_arms_read_what_they_say(passage_attention):
 
 
 def test_base_shares_weights_and_buffers():
-    """Nothing of it is on the meta device, and it reads text as the aligner does."""
+    """The base model has no tensor on the meta device, and reads text as the aligner does."""
     aligner, base = tiny()
     assert not any(tensor.is_meta for tensor in (*base.parameters(), *base.buffers()))
     ids = torch.randint(3, 499, (1, 9))
@@ -105,7 +105,7 @@ def test_steps_train_stage_parameters(monkeypatch):
 
 
 def test_operations_are_counted_by_name():
-    """Nested ones as well: a matrix product is one, a linear with bias some more."""
+    """Nested operations count too: a matrix product is one operation, a linear layer with bias several."""
     x, linear = torch.ones(2, 2), torch.nn.Linear(2, 2)
     assert [count_operations(lambda: x.neg()), count_operations(lambda: x.neg().neg())] == [1, 2]
     assert count_operations(lambda: linear(x)) > 2
@@ -115,13 +115,13 @@ def test_operations_are_counted_by_name():
 
 
 def test_weights_are_counted_without_memory():
-    """A 7B in bfloat16 with the paper's aligner in float32."""
+    """The bytes of a 7B model in bfloat16 and of the paper's aligner in float32 are counted without allocating them."""
     backbone, aligner = weight_bytes("mistral-7b", torch.bfloat16)
     assert backbone == 2 * 7_241_732_096 and aligner == 4 * 377_499_680
 
 
 def test_too_small_card_is_refused():
-    """With what it needs, what is free, and which shapes fit; a larger card is not."""
+    """A GPU that is too small is refused with the need, the free memory and the shapes that fit."""
     message = r"`--shape` is mistral-7b, which needs about 1\d\.\d GiB in bfloat16, but cuda:0 has 6.0 GiB free of 8.0"
     with pytest.raises(ValueError, match=rf"{message}\. Shapes that fit: smollm2-135m, llama-1b\."):
         check_fits("mistral-7b", torch.bfloat16, 3050, "cuda:0", 6 * GIB, 8 * GIB)
@@ -131,7 +131,7 @@ def test_too_small_card_is_refused():
 
 
 def test_oversized_arms_are_skipped(monkeypatch):
-    """Free memory is that of the GPU and what torch has reserved and does not use."""
+    """Free memory is that of the GPU plus what torch has reserved and does not use."""
     bench = Bench(*tiny(), time.perf_counter() + 60, lambda what: None)
     bench.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 8 * GIB))
@@ -144,7 +144,7 @@ def test_oversized_arms_are_skipped(monkeypatch):
 
 
 def test_unusable_devices_are_refused(monkeypatch):
-    """By what is missing, and what to do."""
+    """The error says what is missing and what to do."""
     with pytest.raises(ValueError, match="`--device` is 'gpu'; expected cpu, cuda, or cuda:1"):
         find_device("gpu", torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -1,4 +1,4 @@
-"""The same questions for all arms, and what is made of their answers; without vLLM."""
+"""The vLLM benchmark asks all arms the same questions and summarizes their answers. Needs no vLLM."""
 
 from types import SimpleNamespace
 
@@ -13,24 +13,24 @@ ROWS = [{"question": f"Q{number}?", "passages": [{"title": "", "text": f"P{numbe
 def test_questions_have_their_own_passage():
     drawn = [vllm.draw(ROWS, 5, number) for number in range(20)]
     for number, row in enumerate(drawn):
-        texts = [each["text"] for each in row["passages"]]
+        texts = [passage["text"] for passage in row["passages"]]
         assert len(set(texts)) == 5 and f"P{number % 9}." in texts and row == vllm.draw(ROWS, 5, number)
-    assert len({row["passages"][0]["text"] for row in drawn}) > 3  # else text would find its prefix
+    assert len({row["passages"][0]["text"] for row in drawn}) > 3  # otherwise text would find its prefix in the cache
 
 
 def test_arms_answer_in_turns(monkeypatch):
-    asked, clock = [], iter(range(1000))
+    calls, clock = [], iter(range(1000))
     monkeypatch.setattr(vllm.time, "perf_counter", lambda: float(next(clock)))
 
     def arm(name, answer):
-        return lambda rows, clients: asked.append((name, clients, [row["question"] for row in rows])) or [answer] * 4
+        return lambda rows, clients: calls.append((name, clients, [row["question"] for row in rows])) or [answer] * 4
 
     by_name = {"slots": arm("slots", (0.5, "Ada")), "own": arm("own", (2.0, "Ada")), "text": arm("text", (9.0, "Bob"))}
     used = iter(range(1000))
     arms = SimpleNamespace(by_name=by_name, precompute=lambda row: None, processor_seconds=lambda name: next(used))
     report = vllm.measure(arms, ROWS, size=2, clients=3, requests=4, rounds=2, first=0)
-    assert [name for name, _, _ in asked] == ["slots", "own", "text"] * 2
-    assert asked[0][2] == asked[1][2] == asked[2][2] == [f"Q{number}?" for number in range(4)] != asked[3][2]
+    assert [name for name, _, _ in calls] == ["slots", "own", "text"] * 2
+    assert calls[0][2] == calls[1][2] == calls[2][2] == [f"Q{number}?" for number in range(4)] != calls[3][2]
     assert report["arms"]["slots"] == {
         "answers_per_second": 4.0,
         "processor_seconds": 0.25,
@@ -41,11 +41,11 @@ def test_arms_answer_in_turns(monkeypatch):
 
 
 def test_first_tokens_of_questions_together(monkeypatch):
-    """All questions of a batch at once, the last one counts, and each text has a salt of its own."""
-    asked, used = [], iter(range(1000))
+    """The questions of a batch are sent at once, the last first token counts, and each text has its own salt."""
+    calls, used = [], iter(range(1000))
 
     def arm(name, seconds):
-        return lambda rows, *how: asked.append((name, how, rows)) or [(each, "A") for each in seconds]
+        return lambda rows, *how: calls.append((name, how, rows)) or [(duration, "A") for duration in seconds]
 
     by_name = {"slots": arm("slots", [0.5, 1.0, 0.25]), "text": arm("text", [9.0, 25.0, 8.0])}
     arms = SimpleNamespace(by_name=by_name, precompute=lambda row: None, processor_seconds=lambda name: next(used))
@@ -54,21 +54,21 @@ def test_first_tokens_of_questions_together(monkeypatch):
         "slots": {"first_tokens": 1.0, "processor_seconds": 1.0},
         "text": {"first_tokens": 25.0, "processor_seconds": 1.0},
     }
-    assert [(name, how) for name, how, _ in asked] == [("slots", (3, 1)), ("text", (3, 1))] * 2
-    assert len({row["salt"] for _, _, rows in asked[::2] for row in rows}) == 6 and asked[0][2] == asked[1][2]
+    assert [(name, how) for name, how, _ in calls] == [("slots", (3, 1)), ("text", (3, 1))] * 2
+    assert len({row["salt"] for _, _, rows in calls[::2] for row in rows}) == 6 and calls[0][2] == calls[1][2]
 
 
 @pytest.mark.parametrize(
-    ("parse", "given", "message"),
+    ("parse", "text", "message"),
     [
         (vllm.parse_batches, "5:0", "`--batches` is '5:0'; expected"),
         (vllm.parse_batches, "5", "`--batches` is '5'; expected"),
         (vllm.parse_arms, "slots,files", "`--arms` has 'files'; expected one or more of slots, front, text, own"),
     ],
 )
-def test_wrong_arms_are_named(parse, given, message):
+def test_wrong_arms_are_named(parse, text, message):
     with pytest.raises(ValueError, match=message):
-        parse(given)
+        parse(text)
 
 
 def test_missing_vllm_is_named(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""BM25 leaves JAX, and so a GPU's memory, alone."""
+"""BM25 does not load JAX, which would take memory of the GPU."""
 
 import os
 import subprocess

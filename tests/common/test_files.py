@@ -1,4 +1,4 @@
-"""JSON Lines as machines write them: empty lines and byte order marks hold nothing, a broken line costs itself."""
+"""Reading JSON Lines: empty lines and byte order marks are ignored, and only a broken line itself is lost."""
 
 import gzip
 import io
@@ -27,26 +27,27 @@ LINES = [json.dumps(row, ensure_ascii=False) for row in ROWS]
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
 def test_empty_lines_are_ignored(tmp_path, caplog, name, encoding, ending):
-    """Rows have the numbers of their lines; files that were joined have marks inside."""
+    """Rows keep their line numbers, also if a file has a byte order mark in the middle."""
     data = ending.join([LINES[0], "", " \t", "\ufeff" + LINES[1], "", ""]).encode(encoding)
     (path := tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    told = []
-    assert list(read_numbered_lines(path, lambda *each: told.append(each))) == [(1, ROWS[0]), (4, ROWS[1])]
-    assert list(read_json_lines(path)) == ROWS and not told and not caplog.text
+    messages = []
+    assert list(read_numbered_lines(path, lambda *message: messages.append(message))) == [(1, ROWS[0]), (4, ROWS[1])]
+    assert list(read_json_lines(path)) == ROWS and not messages and not caplog.text
 
 
 @pytest.mark.parametrize("line", [b"{", b'{"text": "\xff"}', b"[1]", b"\0\0\0", b"[" * 10**5, b'{"text": "cut'])
 def test_broken_line_is_left_out(tmp_path, caplog, line):
-    """Also one in another encoding, and what a machine that crashed has left."""
+    """A line that is not a JSON object is left out with a message; the other lines are read."""
     (path := tmp_path / "rows.jsonl").write_bytes(b"\n".join([LINES[0].encode(), line, LINES[1].encode()]))
-    told = []
-    assert list(read_numbered_lines(path, lambda number, what: told.append((number, what)))) == [
+    messages = []
+    assert list(read_numbered_lines(path, lambda number, what: messages.append((number, what)))) == [
         (1, ROWS[0]),
         (3, ROWS[1]),
     ]
-    assert [number for number, _ in told] == [2] and told[0][1].startswith(f"{path}, line 2 is not a JSON object: ")
+    ((number, message),) = messages
+    assert number == 2 and message.startswith(f"{path}, line 2 is not a JSON object: ")
     assert not caplog.text
-    assert list(read_json_lines(path)) == ROWS and told[0][1] in caplog.text
+    assert list(read_json_lines(path)) == ROWS and message in caplog.text
 
 
 def test_broken_file_is_refused(tmp_path, caplog):
@@ -69,14 +70,14 @@ def test_torn_gzip_file_is_named(tmp_path):
 
 
 def test_progress_prints_lines(monkeypatch, capsys):
-    """Every few seconds, where standard error is no terminal."""
+    """Progress is printed every few seconds if standard error is not a terminal."""
     monkeypatch.setattr(files, "PROGRESS_SECONDS", 0.0)
     assert list(tracked([7, 8, 9], "Answering")) == [7, 8, 9]
     assert "Answering: 1 of 3" in capsys.readouterr().err
 
 
 def test_unprintable_characters_are_escaped(monkeypatch):
-    """An answer in another script ends no command in a traceback."""
+    """An answer in another script does not end a command with a traceback."""
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     escape_unknown_characters()

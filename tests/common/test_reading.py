@@ -1,5 +1,5 @@
-"""Files that people have become text: with headings, tables and pages, in any encoding; what is hostile is named, never
-run, and bounded."""
+"""Files become text with headings, tables and pages, in any encoding. Unreadable and hostile files are refused by name,
+and no code in them is run."""
 
 import io
 import zipfile
@@ -42,12 +42,12 @@ PAGE += line(55, 587, "Oslo") + line(155, 587, "700,000") + line(50, 540, "After
 
 
 def test_pdf_has_pages_and_tables():
-    """A PDF gives its pages, with tables in place."""
-    found = read_file("report.PDF", pdf(PAGE, line(50, 700, "Anna brings the cake.")))
+    """The text of a PDF has its pages in order, with tables where they are on the page."""
+    document = read_file("report.PDF", pdf(PAGE, line(50, 700, "Anna brings the cake.")))
     table = "| City | People |\n|---|---|\n| Oslo | 700,000 |"
     first = f"Annual report\n\nThe meeting is on Thursday.\n\n{table}\n\nAfter the table.\n\n"
-    assert found.text == f"{first}Anna brings the cake.\n\n"
-    assert found.sections == [(0, 1), (len(first), 2)] and found.title == ""
+    assert document.text == f"{first}Anna brings the cake.\n\n"
+    assert document.sections == [(0, 1), (len(first), 2)] and document.title == ""
     assert read_file("pictures.pdf", pdf("50 50 100 100 re f")).text.strip() == ""
 
 
@@ -61,26 +61,26 @@ def test_pdf_columns_keep_order():
 def test_docx_keeps_headings_and_tables():
     cells = "".join(f"<w:tc>{paragraph(text)}</w:tc>" for text in ("Mast", "30 m"))
     body = paragraph("Ships", "Title") + paragraph("Sails", "Heading1") + paragraph("Of linen.")
-    found = read_file("a.docx", docx(body + f"<w:tbl><w:tr>{cells}</w:tr></w:tbl>"))
-    assert "Of linen.\n\n| Mast | 30 m |\n| --- | --- |" in found.text
-    assert [name for _, name in found.sections] == ["Sails"] and found.text.startswith("Ships\n\n# Sails")
+    document = read_file("a.docx", docx(body + f"<w:tbl><w:tr>{cells}</w:tr></w:tbl>"))
+    assert "Of linen.\n\n| Mast | 30 m |\n| --- | --- |" in document.text
+    assert [name for _, name in document.sections] == ["Sails"] and document.text.startswith("Ships\n\n# Sails")
 
 
 def test_html_has_no_scripts():
-    """HTML gives its text and nothing of its scripts."""
+    """The text of an HTML file contains no scripts, links or styles."""
     html = "<title>Shop</title><body onload=evil()><script>evil()</script><h2>Terms</h2><p>Pay <a href='x'>now</a>. "
     html += "&lt;b&gt;<style>p {}</style><table><tr><td>a</td><td>b</td></tr></table><img src=x onerror=evil()>"
-    found = read_file("a.html", html.encode())
-    assert found.title == "Shop" and [name for _, name in found.sections] == ["Terms"]
-    assert "Pay now. <b>" in found.text and "| a | b |" in found.text
-    assert not any(word in found.text for word in ("evil", "href", "{}"))
+    document = read_file("a.html", html.encode())
+    assert document.title == "Shop" and [name for _, name in document.sections] == ["Terms"]
+    assert "Pay now. <b>" in document.text and "| a | b |" in document.text
+    assert not any(word in document.text for word in ("evil", "href", "{}"))
 
 
 def test_headings_name_sections():
-    """Headings are the names of the sections after them, and code is no heading."""
-    found = read_markdown("# Ships #\n\n## Sails\nLinen.\n### Main\n~~~\n# no\n~~~\n## Oars\nOak.")
-    assert found.title == "Ships" and [name for _, name in found.sections] == ["Sails", "Sails › Main", "Oars"]
-    assert all(found.text[start] == "#" for start, _ in found.sections)
+    """A heading names the section after it; a line of code that starts with # is not a heading."""
+    document = read_markdown("# Ships #\n\n## Sails\nLinen.\n### Main\n~~~\n# no\n~~~\n## Oars\nOak.")
+    assert document.title == "Ships" and [name for _, name in document.sections] == ["Sails", "Sails › Main", "Oars"]
+    assert all(document.text[start] == "#" for start, _ in document.sections)
 
 
 @pytest.mark.parametrize(
@@ -94,19 +94,19 @@ def test_headings_name_sections():
     ],
 )
 def test_front_matter_is_no_text(matter, title):
-    """Its title is the title, and characters keep their numbers."""
+    """The title is taken from the front matter, and offsets into the text do not change."""
     text = matter + "\n# Oars\n\nOf oak.\n"
-    found = read_markdown(text)
-    assert found.title == title and len(found.text) == len(text)
-    assert found.text.split() == ("Of oak." if title == "Oars" else "# Oars Of oak.").split()
-    assert found.text.index("Of oak.") == text.index("Of oak.")
+    document = read_markdown(text)
+    assert document.title == title and len(document.text) == len(text)
+    assert document.text.split() == ("Of oak." if title == "Oars" else "# Oars Of oak.").split()
+    assert document.text.index("Of oak.") == text.index("Of oak.")
 
 
-def test_repeated_title_is_read_once():
+def test_repeated_title_is_encoded_once():
     """A title that is also a heading is encoded once."""
-    found = read_markdown("---\ntitle: Ships\n---\n\n# Ships\n\nOf wood.\n\n## Sails\n\nOf linen.\n")
-    assert found.title == "Ships" and found.text.split() == "Of wood. ## Sails Of linen.".split()
-    assert [name for _, name in found.sections] == ["Sails"]
+    document = read_markdown("---\ntitle: Ships\n---\n\n# Ships\n\nOf wood.\n\n## Sails\n\nOf linen.\n")
+    assert document.title == "Ships" and document.text.split() == "Of wood. ## Sails Of linen.".split()
+    assert [name for _, name in document.sections] == ["Sails"]
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ def test_rules_are_no_front_matter(text):
 
 
 def test_underlined_headings_are_headings():
-    found = read_markdown("Ships\n=====\n\nOf wood.\n\nSails\n---\nLinen.\n\n### Main\n\nBig.\n\nOars\n----\n\nOak.")
-    assert found.title == "Ships" and [name for _, name in found.sections] == ["Sails", "Sails › Main", "Oars"]
-    assert "Ships" not in found.text and "===" not in found.text
+    document = read_markdown("Ships\n=====\n\nOf wood.\n\nSails\n---\nLinen.\n\n### Main\n\nBig.\n\nOars\n----\n\nOak.")
+    assert document.title == "Ships" and [name for _, name in document.sections] == ["Sails", "Sails › Main", "Oars"]
+    assert "Ships" not in document.text and "===" not in document.text
     for text in (
         "One\ntwo\n---\n",
         "- one\n---\n",
@@ -133,7 +133,7 @@ def test_underlined_headings_are_headings():
 
 @pytest.mark.parametrize("name", ["a.rst", "a.tex", "a.log", "a.adoc", "README", "a.txt"])
 def test_any_suffix_is_text(name):
-    """Texts of any suffix are not changed, control characters included, so that offsets refer to the file."""
+    """Text files are not changed, not even their control characters, so that offsets refer to the file."""
     text = "writ\u00ad\nten\0 at \x1b[1mnight\x1b[0m, in a long line of a log"
     assert read_file(name, text.encode()) == ("", text, [])
     with pytest.raises(ValueError, match="is not text in UTF-8"):
@@ -142,9 +142,9 @@ def test_any_suffix_is_text(name):
 
 def test_what_is_converted_is_readable():
     html = "<title>Inter&shy;national</title><h2>La&shy;w</h2><p>The o\ufb03ce&nbsp;wro&#8203;te caf&eacute;, e\u0301."
-    found = read_file("a.html", html.encode())
-    assert (found.title, found.sections[0][1]) == ("International", "Law")
-    assert "The office wrote caf\u00e9, \u00e9." in found.text
+    document = read_file("a.html", html.encode())
+    assert (document.title, document.sections[0][1]) == ("International", "Law")
+    assert "The office wrote caf\u00e9, \u00e9." in document.text
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_what_is_converted_is_readable():
     ],
 )
 def test_text_encodings(encoding, text):
-    """Text is read in its encoding."""
+    """Text is decoded in its own encoding."""
     assert read_file("a.txt", text.encode(encoding)).text == text
 
 

@@ -31,25 +31,23 @@ def f1s(method: str = "arcaligner") -> list[str]:
 
 
 def tokens_per_slot(method: str) -> list[float]:
-    return [each["methods"][method]["compression_rate"] for each in SETS.values() if method in each["methods"]]
+    return [results["methods"][method]["compression_rate"] for results in SETS.values() if method in results["methods"]]
 
 
 def bytes_per_slot(size: int) -> int:
-    """Of keys and values in all layers."""
+    """Bytes of keys and values in all layers for one slot."""
     text = CONFIG["text_config"]
     return text["num_hidden_layers"] * 2 * text["num_key_value_heads"] * text["head_dim"] * size
 
 
-SEGMENTS = [
-    f"{each:.1f}" for each in (min(tokens_per_slot("arcaligner_xsegment")), max(tokens_per_slot("arcaligner_xsegment")))
-]
+SEGMENTS = [f"{bound(tokens_per_slot('arcaligner_xsegment')):.1f}" for bound in (min, max)]
 THRESHOLD = f"{CONFIG['answerability_threshold']:.2f}"
 LONGEST = str(PROCESSOR["max_passage_tokens"])
 CACHED = [str(round(bytes_per_slot(4) / 1000))]
 OTHERS = [
-    each for method in ("arcaligner", "arcaligner_x4", "arcaligner_x8", "arcaligner_xsegment") for each in f1s(method)
+    f1 for method in ("arcaligner", "arcaligner_x4", "arcaligner_x8", "arcaligner_xsegment") for f1 in f1s(method)
 ]
-# A page, what to find in its text (line breaks are spaces), and the numbers that have to be there.
+# A page, a pattern that its text has to match (line breaks are spaces), and the numbers in the match.
 TYPED = [
     (
         "README.md",
@@ -93,22 +91,22 @@ TYPED = [
 @pytest.mark.parametrize(("page", "pattern", "numbers"), TYPED, ids=range(len(TYPED)))
 def test_typed_numbers_are_current(page, pattern, numbers):
     text = " ".join((ROOT / page).read_text("utf-8").split())
-    assert (found := re.search(pattern, text)), pattern
-    assert list(found.groups()) == numbers
+    assert (match := re.search(pattern, text)), pattern
+    assert list(match.groups()) == numbers
 
 
 def test_number_words_are_current():
-    """Numbers that are words: questions of the demo, layers with gates, parts of the training."""
+    """Numbers that pages write as words: questions of the demo, layers with gates, parts of the training."""
     readme, training = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/training.md"))
-    asked = sum(map(len, demo_questions("not in the text").values()))
-    parts = [each for each in yaml.safe_load_all((SHIPPED / "recipe.yaml").read_text("utf-8")) if each]
-    assert (asked, len(GATED["gate_layers"]), len(parts)) == (14, 5, 15)
+    num_questions = sum(map(len, demo_questions("not in the text").values()))
+    parts = [part for part in yaml.safe_load_all((SHIPPED / "recipe.yaml").read_text("utf-8")) if part]
+    assert (num_questions, len(GATED["gate_layers"]), len(parts)) == (14, 5, 15)
     assert "answers fourteen sample questions" in readme and "trained in fifteen parts" in training
     assert "trained and open on five layers" in " ".join(readme.split())
 
 
 def test_positions_saved_are_measured():
-    """The README's first number: from two tokens per slot to a sentence."""
+    """The first number of the README: positions saved with two tokens per slot and with a sentence."""
     text = " ".join((ROOT / "README.md").read_text("utf-8").split())
     least, most = re.search(f"take {NUMBER} to about {NUMBER} times fewer positions", text).groups()
     assert round(min(tokens_per_slot("arcaligner"))) == int(least)

@@ -50,7 +50,7 @@ INSTEAD = {
     r"words (?:are in|of this (?:page|list))": "the glossary explains the terms",
     r"NaturalQuestions": "Natural Questions",
 }
-# Of a file, phrases that are right there.
+# Phrases that a file may use.
 ALLOWED = {
     "docs/decisions.md": {"apart"},  # links to headings of the log
     "apps/corpus/table.py": {"nobody"},  # the sentence that the fingerprint of an encoder is made of
@@ -61,8 +61,8 @@ NO_SOURCES = ("tests", "checkpoints", "runs", "data")
 
 
 def phrases_in(text: str) -> list[str]:
-    """Phrases of the list in a text, outside of code."""
-    return [found[0] for found in PHRASE.finditer(re.sub(r"`[^`\n]*`", "``", text))]
+    """Phrases of the list that a text contains outside of code."""
+    return [match[0] for match in PHRASE.finditer(re.sub(r"`[^`\n]*`", "``", text))]
 
 
 def literal(node: ast.AST) -> str:
@@ -87,16 +87,16 @@ def texts_of(code: str) -> list[tuple[int, str]]:
 
 def comments_of(settings: str) -> list[tuple[int, str]]:
     """Comments of a YAML file. Adjacent lines of comments are one text, as phrases may be wrapped."""
-    found: list[tuple[int, str]] = []
+    comments: list[tuple[int, str]] = []
     last = 0
     for number, line in enumerate(settings.splitlines(), start=1):
         comment = re.search(r"(?:^|\s)#\s?(.*)", line)
-        if comment and last == number - 1 and found:
-            found[-1] = found[-1][0], f"{found[-1][1]} {comment[1]}"
+        if comment and last == number - 1 and comments:
+            comments[-1] = comments[-1][0], f"{comments[-1][1]} {comment[1]}"
         elif comment:
-            found.append((number, comment[1]))
+            comments.append((number, comment[1]))
         last = number if comment else last
-    return found
+    return comments
 
 
 def pages() -> list[Path]:
@@ -105,8 +105,8 @@ def pages() -> list[Path]:
 
 
 def sources() -> list[Path]:
-    found = [*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")]
-    return sorted(path for path in found if path.relative_to(ROOT).parts[0] not in NO_SOURCES)
+    paths = [*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")]
+    return sorted(path for path in paths if path.relative_to(ROOT).parts[0] not in NO_SOURCES)
 
 
 def recipes() -> list[Path]:
@@ -114,15 +114,15 @@ def recipes() -> list[Path]:
 
 
 def stumbles(path: Path, texts: list[tuple[int, str]]) -> list[str]:
-    """Where a file has phrases of the list that are not allowed there."""
+    """Lines of a file with phrases of the list that it may not use."""
     name = path.relative_to(ROOT).as_posix()
-    found = ((line, {*phrases_in(text)} - ALLOWED.get(name, set())) for line, text in texts)
-    return [f"{name}:{line}: {sorted(words)}" for line, words in found if words]
+    phrases = ((line, {*phrases_in(text)} - ALLOWED.get(name, set())) for line, text in texts)
+    return [f"{name}:{line}: {sorted(words)}" for line, words in phrases if words]
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
 def test_pages_are_plain(path):
-    """No page has a phrase of the list; answers of the model are its own words."""
+    """No page has a phrase of the list, except in answers of the model."""
     lines = [*enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)]
     if path.name == "answers.md":
         lines = [(number, line) for number, line in lines if not line.startswith("|")]
@@ -130,21 +130,21 @@ def test_pages_are_plain(path):
 
 
 def test_changes_are_plain():
-    """All versions of the changelog."""
+    """The changelog has no phrase of the list, in any version."""
     path = ROOT / "CHANGELOG.md"
     assert stumbles(path, [*enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)]) == []
 
 
 def test_code_is_plain():
-    """Messages, help, docstrings and comments of the package."""
-    found = [each for path in sources() for each in stumbles(path, texts_of(path.read_text(encoding="utf-8")))]
-    assert found == []
+    """Messages, help, docstrings and comments of the package have no phrase of the list."""
+    places = [place for path in sources() for place in stumbles(path, texts_of(path.read_text(encoding="utf-8")))]
+    assert places == []
 
 
 def test_recipes_are_plain():
-    """Comments of recipes, and of configurations of accelerate."""
-    found = [each for path in recipes() for each in stumbles(path, comments_of(path.read_text(encoding="utf-8")))]
-    assert found == []
+    """Comments of recipes and of accelerate's configurations have no phrase of the list."""
+    places = [place for path in recipes() for place in stumbles(path, comments_of(path.read_text(encoding="utf-8")))]
+    assert places == []
 
 
 def test_phrases_are_found():

@@ -16,7 +16,7 @@ from arcaligner.apps.server.engine import Engine
 
 @contextlib.contextmanager
 def serving(checkpoint) -> Iterator[str]:
-    """The address of our own server with an aligner; chats without documents are its base model's."""
+    """The address of a server with an aligner; chats without documents are answered by its base model."""
     model = ArcAlignerForCausalLM.from_pretrained(str(checkpoint)).eval()
     engine = Engine(pipeline_of(model, ArcAlignerProcessor.from_pretrained(str(checkpoint))), None)
     app = create_app(engine, ServerSettings(model="base"))
@@ -34,12 +34,12 @@ def serving(checkpoint) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def serve():
-    """[`serving`]."""
+    """The function `serving`."""
     return serving
 
 
 @pytest.fixture(scope="session")
 def tiny_server(checkpoint_dir) -> Iterator[str]:
-    """The address of a server with a random model, which writes anything."""
+    """The address of a server with a random model, which writes random text."""
     with serving(checkpoint_dir) as url:
         yield url

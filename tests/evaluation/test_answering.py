@@ -1,4 +1,4 @@
-"""The prompts differ where they should; answers are the model's own; batches shrink where memory is short."""
+"""Prompts differ only where they should; each method answers with its own model; batches shrink if memory is short."""
 
 import shutil
 
@@ -44,12 +44,13 @@ def test_text_uses_bare_backbone(model, processor, base_model_dir):
 
 
 def test_copies_use_whole_passages(model, processor, monkeypatch):
-    """A reader of cut text copies from the whole passages."""
+    """A reader of truncated text copies from the whole passages."""
     monkeypatch.setattr(processor, "copy_bonus", 100.0)
     passages = [" ".join(passages_text(row).split()) for row in ROWS]
     for copies in (False, True):
-        found = texts(answer_text(no_text, model, processor, ROWS, copies=copies))
-        assert all(found) and {text in all_of_it for text, all_of_it in zip(found, passages, strict=True)} == {copies}
+        answers = texts(answer_text(no_text, model, processor, ROWS, copies=copies))
+        are_copied = {answer in passage for answer, passage in zip(answers, passages, strict=True)}
+        assert all(answers) and are_copied == {copies}
 
 
 @pytest.mark.parametrize("gate_mode", ["off", "adaptive", "always"])
@@ -100,8 +101,8 @@ def test_independent_text_in_batches(model, processor, base_model_dir):
     assert processor.tokenizer.convert_tokens_to_ids("<|im_end|>") not in prompts[3].passages[0]
     answers = answer_apart(base, processor, rows)
     assert answers == [answer_apart(base, processor, [row])[0] for row in rows]
-    assert [each.prompt_ids for each in answers] == [each.ids for each in prompts]
-    assert [each.context_tokens for each in answers] == [sum(map(len, each.passages)) for each in prompts]
+    assert [answer.prompt_ids for answer in answers] == [prompt.ids for prompt in prompts]
+    assert [answer.context_tokens for answer in answers] == [sum(map(len, prompt.passages)) for prompt in prompts]
     (turned,) = answer_apart(base, processor, [rows[1] | {"passages": rows[1]["passages"][::-1]}])
     assert turned.text == answers[1].text and turned.prompt_ids != answers[1].prompt_ids
 
@@ -115,24 +116,24 @@ def test_top_ranked_of_more_passages(separate):
     (likely,) = with_selected(Answerer(model, reader, store), [row], 2, gate_mode="off")
     (ranked,) = score_passages(store, [row["question"]], [passages], gate_mode="off")
     least = min(ranked, key=lambda number: ranked[number].log_odds)
-    assert likely == row | {"passages": [each for number, each in enumerate(passages) if number != least]}
-    (found,) = answer_slots(model, reader, [row], gate_mode="off", max_passages=2)
+    assert likely == row | {"passages": [passage for number, passage in enumerate(passages) if number != least]}
+    (answer,) = answer_slots(model, reader, [row], gate_mode="off", max_passages=2)
     (expected,) = answer_slots(model, reader, [likely], gate_mode="off")
-    assert found.prompt_ids == expected.prompt_ids and found.text == expected.text
-    assert found.passage_tokens > expected.passage_tokens
+    assert answer.prompt_ids == expected.prompt_ids and answer.text == expected.text
+    assert answer.passage_tokens > expected.passage_tokens
 
 
 @pytest.mark.parametrize("is_multihop, most", [(True, 2), (False, 1)])
 def test_passages_as_needed(separate, is_multihop, most):
-    """A multi-hop question gets as many passages as the head was fitted for, another one gets one."""
+    """A multi-hop question gets as many passages as the head was fitted for, any other question one."""
     model, reader = separate
     model.set_multihop_head(True)
     model.multihop_head.bias.fill_(1.0 if is_multihop else -1.0)
     passages = [{"title": "", "text": text} for text in ("Ada wrote it.", "The loom wove. It was loud.", "Nobody.")]
     row = ROWS[0] | {"passages": passages}
-    (found,) = answer_slots(model, reader, [row], gate_mode="off", as_needed=True)
+    (answer,) = answer_slots(model, reader, [row], gate_mode="off", as_needed=True)
     (expected,) = answer_slots(model, reader, [row], gate_mode="off", max_passages=most)
-    assert found.prompt_ids == expected.prompt_ids and found.text == expected.text
+    assert answer.prompt_ids == expected.prompt_ids and answer.text == expected.text
 
 
 def test_slots_ignore_machine_dtype(checkpoint_dir, tmp_path, monkeypatch):

@@ -35,12 +35,12 @@ def data(tmp_path):
 
 @pytest.fixture
 def settings(tmp_path, data, checkpoint_dir):
-    """Settings of an evaluation, with changes to the keys."""
+    """Makes settings of an evaluation from some changed keys."""
 
     def make(tasks=("squad",), methods=("naive", "arcaligner"), of_tasks=None, **changes):
         keys = {"checkpoint": str(checkpoint_dir), "data": data, "output": tmp_path / "run", "batch_size": 2}
-        given = keys | {"tasks": list(tasks), "methods": list(methods)} | changes
-        return read_settings(None, given, of_tasks or {})
+        command_keys = keys | {"tasks": list(tasks), "methods": list(methods)} | changes
+        return read_settings(None, command_keys, of_tasks or {})
 
     return make
 
@@ -74,24 +74,24 @@ def test_every_method_scores_every_question(settings, tmp_path, base_model_dir, 
     for task, title in (("squad", "SQuAD"), ("hotpotqa", "HotpotQA")):
         assert list(results["sets"][title]["methods"]) == methods
         for method in methods:
-            found = answers(all_of_them, task, method)
-            assert sorted(row["id"] for row in found) == [f"row-{number}" for number in range(4)]
-            for row in found:
+            rows = answers(all_of_them, task, method)
+            assert sorted(row["id"] for row in rows) == [f"row-{number}" for number in range(4)]
+            for row in rows:
                 scores = {name: metric(row["prediction"], row["answers"]) for name, metric in METRICS.items()}
                 assert scores.items() <= row.items() and row["recall"] == 1.0 and row["prompt_tokens"] > 0
 
-    found = results["sets"]["SQuAD"]["methods"]
-    positions = [found[name]["context_tokens"] for name in ("standard_rag", "truncated", "arcaligner")]
+    squad = results["sets"]["SQuAD"]["methods"]
+    positions = [squad[name]["context_tokens"] for name in ("standard_rag", "truncated", "arcaligner")]
     assert positions[0] > positions[1] == positions[2]
     lengths = [row["passage_tokens"] for row in answers(all_of_them, "squad", "cocom_x4")]
-    assert found["cocom_x4"]["context_tokens"] == sum(-(-length // 4) for length in lengths) / len(lengths)
+    assert squad["cocom_x4"]["context_tokens"] == sum(-(-length // 4) for length in lengths) / len(lengths)
     cut, tuned = ({row["id"]: row for row in answers(all_of_them, "squad", f"truncated{end}")} for end in ("", "_lora"))
     assert all(row["prompt"] == tuned[key]["prompt"] for key, row in cut.items())
     assert any(row["prediction"] != tuned[key]["prediction"] for key, row in cut.items())
 
 
 @pytest.mark.parametrize(
-    "found, of_tasks",
+    "expected, of_tasks",
     [
         ("abcd abcd", {}),
         ("ab ab", {"top_k": 2}),
@@ -99,17 +99,17 @@ def test_every_method_scores_every_question(settings, tmp_path, base_model_dir, 
         ("d a", {"passages": "gold", "top_k": 1}),
     ],
 )
-def test_given_and_gold_passages(settings, data, of_tasks, found):
+def test_given_and_gold_passages(settings, data, of_tasks, expected):
     """Passages are the given or the gold ones, and the first of them."""
     passages = [{"title": "", "text": text} for text in "abcd"]
     rows = [row | {"passages": passages} for row in question_rows(2)]
     write_rows(data / "musique.jsonl", [rows[0] | {"meta": {"gold": [3, 1]}}, rows[1]])
     loaded = load_rows("musique", settings(["musique"], of_tasks=of_tasks))
-    assert " ".join("".join(each["text"] for each in row["passages"]) for row in loaded) == found
+    assert " ".join("".join(passage["text"] for passage in row["passages"]) for row in loaded) == expected
 
 
 def test_second_run_answers_the_rest(settings, monkeypatch):
-    """A second run answers nothing, and one after an interruption only the rest."""
+    """A second run answers nothing; after an interruption it answers what is missing."""
     monkeypatch.setattr(answering, "_generate", generate := Mock(wraps=answering._generate))
     results = evaluate(settings())
     assert generate.call_count == 4  # two methods, two batches each
@@ -123,7 +123,7 @@ def test_second_run_answers_the_rest(settings, monkeypatch):
 
 @pytest.mark.parametrize("place", ["/nowhere/at/all", "runs/not_there", "user/not-there"])
 def test_missing_method_is_skipped(settings, caplog, place, checkpoint_dir):
-    """A method that is missing is skipped by name and never replaced."""
+    """A method whose model is missing is skipped by name, and no other takes its place."""
     methods = ["xrag", "full_text_lora", "projector_only", "naive"]
     with caplog.at_level(logging.WARNING):
         results = evaluate(settings(methods=methods, projector_only=place))

@@ -1,4 +1,4 @@
-"""Recipes and the command line say what is evaluated; what they cannot mean is refused, with what is known."""
+"""Recipes and the command line decide what is evaluated; invalid settings are refused, with the valid ones."""
 
 from pathlib import Path
 
@@ -17,8 +17,8 @@ def test_command_line_overrides_recipe(tmp_path):
     settings = read_settings(path, NEEDED | {"methods": ["naive"], "device": None}, {"num_questions": 7})
     assert settings.checkpoint == "user/aligner" and settings.methods == ["naive"] and settings.batch_size == 4
     assert settings.device == "cpu" and settings.output == Path("runs/x")
-    found = {name: (task.top_k, task.num_questions) for name, task in settings.tasks.items()}
-    assert found == {"squad": (3, 7), "nq": (None, 7)}
+    limits = {name: (task.top_k, task.num_questions) for name, task in settings.tasks.items()}
+    assert limits == {"squad": (3, 7), "nq": (None, 7)}
     path.write_text("tasks: [nq]")
     settings = read_settings(path, NEEDED, {})
     assert list(settings.tasks) == ["nq"] and settings.methods == list(METHODS)
@@ -31,8 +31,8 @@ def test_recipes_parse_by_name():
     """Recipes parse as intended, and an unknown name lists the known ones."""
     assert list(read_settings(None, NEEDED, {}).tasks) == list(TASKS)
     settings = read_settings("smollm2_135m", NEEDED | {"tasks": ["hotpotqa", "2wikimultihopqa"]}, {})
-    found = {name: task.passages for name, task in settings.tasks.items()}
-    assert found == {"hotpotqa": "gold", "2wikimultihopqa": "given"}  # named tasks keep the recipe's settings
+    passages = {name: task.passages for name, task in settings.tasks.items()}
+    assert passages == {"hotpotqa": "gold", "2wikimultihopqa": "given"}  # named tasks keep the recipe's settings
     settings = read_settings("paper", NEEDED, {})
     assert list(settings.tasks) == list(TASKS)[:6] and settings.corpus
     assert {(task.passages, task.top_k) for task in settings.tasks.values()} == {("retrieved", None)}
@@ -42,7 +42,7 @@ def test_recipes_parse_by_name():
 
 
 @pytest.mark.parametrize(
-    "given, of_tasks, message",
+    "changes, of_tasks, message",
     [
         ({"tasks": ["squat"]}, {}, "Unknown key `squat` in the tasks. Did you mean `squad`"),
         ({"methods": ["arcalinger"]}, {}, "no method 'arcalinger'; expected one of naive"),
@@ -56,6 +56,6 @@ def test_recipes_parse_by_name():
         ({"output": None}, {}, "No folder was given"),
     ],
 )
-def test_invalid_settings_are_refused(given, of_tasks, message):
+def test_invalid_settings_are_refused(changes, of_tasks, message):
     with pytest.raises(ValueError, match=message):
-        read_settings(None, NEEDED | given, of_tasks)
+        read_settings(None, NEEDED | changes, of_tasks)

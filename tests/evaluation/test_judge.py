@@ -1,4 +1,4 @@
-"""Verdicts are those of the judge on the answers as they are, asked for once, and counted where there are none."""
+"""A verdict is that of the judge on an answer as written; each is asked for once, and missing ones are counted."""
 
 import csv
 import json
@@ -36,17 +36,17 @@ SAYS = {"Paris": "Yes.", "Lyon": "No, it is Paris.", "Rome": "Hmm.", "Nice": Non
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    """No pause between attempts."""
+    """Removes the pause between attempts."""
     monkeypatch.setattr(openai.OpenAI, "_calculate_retry_timeout", lambda *args: 0.0)
 
 
-def judge_of(says=SAYS.get, asked=None):
-    """A judge that replies by the candidate; `asked` gets the prompts."""
+def judge_of(says=SAYS.get, seen=None):
+    """A judge whose reply depends on the candidate answer; the prompts are appended to `seen`."""
 
     def replies(prompts):
         for prompt in prompts:
-            if asked is not None:
-                asked.append(prompt)
+            if seen is not None:
+                seen.append(prompt)
             yield says(candidate(prompt))
 
     return replies
@@ -96,13 +96,13 @@ def test_killed_judge_continues(file):
     with open(file.path, "a", encoding="utf-8") as cut:
         cut.write('{"id": "q2", "prompt": "0')
     assert read_verdicts(file, rows) == {"q0": "yes", "q1": "unreadable", "q2": None, "q3": None}
-    asked = []
-    judge_answers(judge_of({**SAYS, "Lyon": None}.get, asked), rows, file)
-    assert asked == [judge_prompt(rows[2]), judge_prompt(rows[3])]
-    judge_answers(judge_of(), rows, file)  # what had no reply is asked again
+    seen = []
+    judge_answers(judge_of({**SAYS, "Lyon": None}.get, seen), rows, file)
+    assert seen == [judge_prompt(rows[2]), judge_prompt(rows[3])]
+    judge_answers(judge_of(), rows, file)  # prompts without a reply are sent again
     said = [("yes", "Yes."), ("unreadable", "Hmm."), ("no", "No, it is Paris."), ("yes", "Yes.")]
     lines = sorted((line["id"], line["verdict"], line["reply"]) for line in file.read())
-    assert lines == [(f"q{number}", *each) for number, each in enumerate(said)]
+    assert lines == [(f"q{number}", *pair) for number, pair in enumerate(said)]
     assert list(read_verdicts(file, rows).values()) == [verdict for verdict, _ in said]
 
 
@@ -112,16 +112,16 @@ def test_changed_answer_is_judged_again(file, change):
     judge_answers(judge_of(), before, file)
     after = [{**before[0], **change}, before[1]]
     assert read_verdicts(file, after) == {"q0": None, "q1": "unreadable"}
-    asked = []
-    judge_answers(judge_of(lambda prediction: "no", asked), after, file)
-    assert asked == [judge_prompt(after[0])]
+    seen = []
+    judge_answers(judge_of(lambda prediction: "no", seen), after, file)
+    assert seen == [judge_prompt(after[0])]
     assert read_verdicts(file, after) == {"q0": "no", "q1": "unreadable"}
 
 
 @pytest.fixture
 def endpoint(monkeypatch):
-    """Has `reply`, from the user's turn to the model's, stand for any endpoint, and gives the requests as they come. A
-    reply may be a status, a body (`bytes`), or none in time."""
+    """Replaces every endpoint by the function `reply`, from the user's turn to the model's, and returns the list of
+    requests. A reply is a text, a status, a body (`bytes`), or None for no reply in time."""
 
     def replies_with(reply) -> list[httpx.Request]:
         requests = []
@@ -157,7 +157,7 @@ def test_run_is_judged_once(tmp_path, endpoint, caplog):
     requests = endpoint(lambda prompt: SAYS[candidate(prompt)])
     write_answers(tmp_path, "squad", "naive", answers("Paris", "Lyon", "Rome"))
     write_answers(tmp_path, "squad", "arcaligner", answers("Paris", "Nice"))
-    write_answers(tmp_path, "squad_unanswerable", "naive", [each | {"answers": []} for each in answers("Paris")])
+    write_answers(tmp_path, "squad_unanswerable", "naive", [row | {"answers": []} for row in answers("Paris")])
     lines = judge_run(tmp_path, judge := ChatEndpoint("a/judge", URL, timeout=1.0))
     mean, low, high = percent_interval([1.0, 0.0, 0.0])
     assert lines[2:] == [
@@ -170,8 +170,9 @@ def test_run_is_judged_once(tmp_path, endpoint, caplog):
     assert judged_scores(naive, "a/judge") == {"q0": 1.0, "q1": 0.0, "q2": 0.0}
     assert judged_scores(ours, "a/judge") == {"q0": 1.0} and judged_scores(naive, "other/judge") == {}
     assert right_by("acc")(naive) == {"q0": True, "q1": False, "q2": False}
-    asked = len(requests)
-    assert judge_run(tmp_path, judge) == lines and len(requests) == asked + 1 + RETRIES  # what had no reply
+    num_requests = len(requests)
+    # Prompts without a reply are sent again.
+    assert judge_run(tmp_path, judge) == lines and len(requests) == num_requests + 1 + RETRIES
     with pytest.raises(ValueError, match="contains no answers.*evaluate"):
         judge_run(tmp_path / "none", judge)
 
@@ -179,21 +180,21 @@ def test_run_is_judged_once(tmp_path, endpoint, caplog):
 def test_again_asks_unreadable_ones(file):
     rows = answers("Paris", "Rome")
     judge_answers(judge_of(), rows, file)
-    judge_answers(judge_of({"Rome": "No."}.get, asked := []), rows, file, again=True)
-    assert asked == [judge_prompt(rows[1])] and read_verdicts(file, rows) == {"q0": "yes", "q1": "no"}
+    judge_answers(judge_of({"Rome": "No."}.get, seen := []), rows, file, again=True)
+    assert seen == [judge_prompt(rows[1])] and read_verdicts(file, rows) == {"q0": "yes", "q1": "no"}
 
 
 def test_results_have_acc(tmp_path):
-    """Accuracy stands among a method's numbers and on the page where answers were judged, and nowhere else."""
+    """Judged answers have an accuracy in the results and on the page; other answers have none."""
     write_answers(tmp_path, "hotpotqa", "arcaligner", answers("Paris", "Lyon", "Rome", "Nice"))
     write_answers(tmp_path, "hotpotqa", "naive", answers("Paris"))
     file = AnswerFile(tmp_path, "hotpotqa", "arcaligner")
     before = results_page(summarize(tmp_path))
     judge_answers(judge_of(), file.read(), verdict_file(file, "org/judge"))
     results = summarize(tmp_path)
-    found = results["sets"]["HotpotQA"]["methods"]
-    assert found["arcaligner"]["acc"] == {"org--judge": percent_interval([1.0, 0.0, 0.0])}
-    assert "acc" not in found["naive"]
+    methods = results["sets"]["HotpotQA"]["methods"]
+    assert methods["arcaligner"]["acc"] == {"org--judge": percent_interval([1.0, 0.0, 0.0])}
+    assert "acc" not in methods["naive"]
     page = results_page(results)
     assert "| Acc, judged by org--judge | HotpotQA |" in page and "| **ArcAligner** | 33.3 [" in page
     assert "Acc, judged" not in before and set(before.splitlines()) <= set(page.splitlines())
@@ -204,7 +205,7 @@ def test_results_have_acc(tmp_path):
 
 @pytest.fixture
 def people(tmp_path):
-    """Three answers that people judged, and what GPT-4 said of them."""
+    """Three answers that people judged, and the verdicts of GPT-4."""
     (folder := tmp_path / "people").mkdir()
     said = [("Paris", "Yes"), ("Lyon", "No"), ("Rome", "Yes")]
 
@@ -222,15 +223,16 @@ def people(tmp_path):
 
 
 def test_agreement_with_people(people, tmp_path):
-    """The judge, other judges and string metrics agree with people as counted by hand; verdicts are kept."""
-    asked = []
-    lines = judge_people(people, tmp_path / "kept", judge_of(asked=asked), "a/judge")
+    """Agreement with people is as counted by hand, for the judge, other judges and string metrics; verdicts are
+    kept."""
+    seen = []
+    lines = judge_people(people, tmp_path / "kept", judge_of(seen=seen), "a/judge")
     cells = {line.split(" | ")[0]: line.split(" | ")[1:] for line in lines[2:]}
     share = "{:.1f} [{:.1f}, {:.1f}]".format(*percent_interval([1.0, 1.0, 0.0]))
     assert cells["| a/judge"] == [share, "0.40", "3", "1", "0 |"]  # "Hmm." counts as a no
     assert len(lines) == 7  # no better than EM, no worse
     assert cells["| GPT-4"][0] == share and cells["| BEM"][0] == "100.0 [100.0, 100.0]" and cells["| EM"][0] == share
-    assert judge_people(people, tmp_path / "kept", judge_of(asked=asked), "a/judge") == lines and len(asked) == 3
+    assert judge_people(people, tmp_path / "kept", judge_of(seen=seen), "a/judge") == lines and len(seen) == 3
     says_no = judge_people(people, tmp_path / "no", judge_of(lambda text: "No"), "a/judge")
     assert says_no[-1] == "a/judge agrees less with people than EM does: do not use it as a judge."
     assert (
@@ -264,7 +266,8 @@ def test_endpoint_is_asked_greedily(endpoint, monkeypatch):
     assert list(ChatEndpoint("some/judge", URL)(PROMPTS)) == [f"Yes: {prompt}" for prompt in PROMPTS]
     monkeypatch.setenv("OPENAI_API_KEY", "sk-own")
     list(ChatEndpoint("some/judge", URL, timeout=7.0)(["Is it?"]))
-    assert [each.headers["Authorization"] for each in requests] == ["Bearer none"] * len(PROMPTS) + ["Bearer sk-own"]
+    keys = [request.headers["Authorization"] for request in requests]
+    assert keys == ["Bearer none"] * len(PROMPTS) + ["Bearer sk-own"]
     assert requests[-1].url == f"{URL}/chat/completions" and requests[-1].extensions["timeout"]["read"] == 7.0
     expected = {"model": "some/judge", "temperature": 0.0, "max_tokens": 8}
     assert payload(requests[-1]) == {**expected, "messages": [{"role": "user", "content": "Is it?"}]}
@@ -293,7 +296,7 @@ def test_refused_request_is_an_error(status, endpoint, monkeypatch):
     requests = endpoint(lambda prompt: status)
     with pytest.raises(ValueError, match=rf"rejects requests to `judge` \(status {status}: .*so it is.*OPENAI_API_KEY"):
         list(ChatEndpoint("judge", URL)(PROMPTS * 100))
-    assert len(requests) < 100  # those that were on their way
+    assert len(requests) < 100  # requests that had been sent
 
 
 def test_unreachable_endpoint_is_an_error():
@@ -309,18 +312,18 @@ def test_unreachable_endpoint_is_an_error():
 
 
 def test_real_server_judges(tiny_server, tmp_path):
-    """Our own server answers the judge's requests; a model that writes anything is unreadable, counted, and kept."""
+    """The project's server answers the judge; the random text of its model is counted as unreadable, and kept."""
     write_answers(tmp_path, "squad", "naive", answers("Paris", "Lyon"))
     (line,) = judge_run(tmp_path, ChatEndpoint("base", tiny_server, max_tokens=4))[2:]
     (kept,) = tmp_path.glob("squad/*.verdicts.jsonl")
     replies = [json.loads(line) for line in kept.read_text("utf-8").splitlines()]
-    assert [each["verdict"] for each in replies] == [UNREADABLE] * 2 and all("reply" in each for each in replies)
+    assert [reply["verdict"] for reply in replies] == [UNREADABLE] * 2 and all("reply" in reply for reply in replies)
     assert line == "| squad | naive | 0.0 [0.0, 0.0] | 2 | 2 | 0 |"
 
 
 @pytest.mark.default_backbone
 def test_base_model_judges(serve, tmp_path, capsys):
-    """The default base model behind our server judges real answers: some verdict for each, none unjudged."""
+    """The default base model behind the project's server gives each real answer a verdict."""
     write_answers(tmp_path, "squad", "naive", answers("Paris", "Lyon", "I do not know."))
     with serve(DEFAULT_CHECKPOINT) as url:
         main(run=tmp_path, model="base", endpoint=url)

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness asks an aligner our questions and scores its answers as we do."""
+"""lm-evaluation-harness asks an aligner the same questions, and scores its answers as the evaluation does."""
 
 import sys
 
@@ -37,15 +37,16 @@ def test_harness_gets_ordered_answers(tmp_path, checkpoint_dir):
     rows[4]["answers"] = ["nothing of it", predictions[4]]
     write_rows(tmp_path / "squad.jsonl.gz", rows)
 
-    asked = {"model": "arcaligner", "model_args": {"pretrained": str(checkpoint_dir)}, "tasks": ["arcaligner_squad"]}
+    arguments = {"model": "arcaligner", "model_args": {"pretrained": str(checkpoint_dir)}}
+    arguments["tasks"] = ["arcaligner_squad"]
     settings = {"batch_size": 2, "device": "cpu", "bootstrap_iters": 0}
-    results = lm_eval.simple_evaluate(**asked, **settings, task_manager=manager(data=str(tmp_path)))
+    results = lm_eval.simple_evaluate(**arguments, **settings, task_manager=manager(data=str(tmp_path)))
     samples = sorted(results["samples"]["arcaligner_squad"], key=lambda sample: sample["doc_id"])
     assert [sample["resps"][0][0] for sample in samples] == predictions
     for name, metric in (("em", contains_match), ("f1", token_f1)):
-        each = [metric(prediction, row["answers"]) for prediction, row in zip(predictions, rows, strict=True)]
-        assert results["results"]["arcaligner_squad"][f"{name},none"] == pytest.approx(sum(each) / 5)
-        assert each[1] == each[4] == 1.0
+        scores = [metric(prediction, row["answers"]) for prediction, row in zip(predictions, rows, strict=True)]
+        assert results["results"]["arcaligner_squad"][f"{name},none"] == pytest.approx(sum(scores) / 5)
+        assert scores[1] == scores[4] == 1.0
 
 
 def test_sets_become_tasks(tmp_path):
@@ -58,8 +59,8 @@ def test_sets_become_tasks(tmp_path):
     assert set(tasks.all_tasks) == set(names)
     for title, task in tasks.load(list(names))["tasks"].items():
         (document,) = task.test_docs()
-        asked = parse_prompt(task.doc_to_text(document))
-        assert asked == {"question": f"{names[title]}?", "passages": row["passages"]}
+        parsed = parse_prompt(task.doc_to_text(document))
+        assert parsed == {"question": f"{names[title]}?", "passages": row["passages"]}
         assert task.doc_to_target(document) == row["answers"][0]
         assert task.config.generation_kwargs == DECODING
 
@@ -88,9 +89,9 @@ def test_command_line_defaults(monkeypatch):
     seen = []
     monkeypatch.setattr(lm_eval_adapter, "cli_evaluate", lambda: seen.append(HarnessCLI().parse_args()))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    given = ["--model_args", "pretrained=somewhere", "--tasks", "arcaligner_squad", "--metadata", "data=rows"]
+    arguments = ["--model_args", "pretrained=somewhere", "--tasks", "arcaligner_squad", "--metadata", "data=rows"]
     for more, device in (([], "cpu"), (["--device", "cuda:1"], "cuda:1")):
-        monkeypatch.setattr(sys, "argv", ["program", *given, *more])
+        monkeypatch.setattr(sys, "argv", ["program", *arguments, *more])
         lm_eval_adapter.main()
         args = seen.pop()
         assert (args.model, args.include_path, args.device) == ("arcaligner", str(TASKS_DIRECTORY), device)

@@ -42,7 +42,7 @@ def copied(checkpoint_dir, tmp_path):
 
 
 def test_names_with_a_rate():
-    """A name with a rate is a method of its own, sorted after it from fine to coarse."""
+    """A name with a rate is a separate method; rates are sorted from fine to coarse after the method itself."""
     method = find_method("arcaligner_x4")
     assert (method.name, method.title) == ("arcaligner_x4", "ArcAligner, 4 tokens per slot")
     assert find_method("llmlingua_xsegment").tokens_per_slot == "segment"
@@ -63,29 +63,29 @@ def test_copy_has_the_same_fingerprint(checkpoint_dir, copied):
     """A copy is the same checkpoint; other weights or settings make another."""
 
     def changed(change) -> tuple[bool, bool]:
-        """Whether a file with a byte more makes another checkpoint, and another backbone."""
+        """Whether one more byte in a file changes the checkpoint, and whether it changes the backbone."""
         before = change.read_bytes()
         change.write_bytes(before + b" ")
-        found = fingerprint(str(copied)), backbone_fingerprint(str(copied))
+        whole, backbone = fingerprint(str(copied)), backbone_fingerprint(str(copied))
         change.write_bytes(before)
-        return found[0] != fingerprint(str(checkpoint_dir)), found[1] != backbone_fingerprint(str(checkpoint_dir))
+        return whole != fingerprint(str(checkpoint_dir)), backbone != backbone_fingerprint(str(checkpoint_dir))
 
     (copied / "README.md").write_text("another card")
     assert changed(copied / "README.md") == (False, False)
     for path in (*copied.glob("*.safetensors"), copied / "config.json", copied / "processor_config.json"):
         assert changed(path) == (True, False)
-    assert changed(copied / "chat_template.jinja") == (True, True)  # the backbone is asked otherwise
+    assert changed(copied / "chat_template.jinja") == (True, True)  # the backbone gets another prompt
     with pytest.raises(ValueError, match="has no weights"):
         fingerprint(str(copied / "nowhere"))
 
 
 def test_hub_checkpoint_has_a_commit(monkeypatch):
     """A checkpoint of the Hub is identified by its commit."""
-    asked = []
-    monkeypatch.setattr(ArcAlignerConfig, "from_pretrained", asked.append)
-    found = "hub/models--user--name/snapshots/abc/config.json"
-    monkeypatch.setattr(methods, "try_to_load_from_cache", lambda name, file: f"{name}/{file}" and found)
-    assert fingerprint("user/name") == "user/name@abc" and asked == ["user/name"]
+    names = []
+    monkeypatch.setattr(ArcAlignerConfig, "from_pretrained", names.append)
+    cached = "hub/models--user--name/snapshots/abc/config.json"
+    monkeypatch.setattr(methods, "try_to_load_from_cache", lambda name, file: f"{name}/{file}" and cached)
+    assert fingerprint("user/name") == "user/name@abc" and names == ["user/name"]
 
 
 def test_settings_that_answers_depend_on(checkpoint_dir, copied):
@@ -101,7 +101,7 @@ def test_settings_that_answers_depend_on(checkpoint_dir, copied):
     assert settings("truncated_lora_x4", copied) == settings("truncated_lora_x4")
     edit_json(copied / "processor_config.json", sentences_per_segment=3)
     assert settings("truncated_lora_x4", copied) != settings("truncated_lora_x4")
-    assert settings("projector_only_x4", copied) == settings("projector_only_x4")  # which reads slots of its own
+    assert settings("projector_only_x4", copied) == settings("projector_only_x4")  # this method has slots of its own
 
 
 def test_missing_requirements_are_named(checkpoint_dir, monkeypatch):
@@ -164,7 +164,7 @@ def test_llmlingua_compresses_passages_only(checkpoint_dir, model, processor):
 
 @pytest.fixture
 def classifier(tmp_path, monkeypatch):
-    """A random classifier of tokens in place of LLMLingua-2's own, in a folder of its name, and its tokenizer."""
+    """A random token classifier with its tokenizer, in the folder where LLMLingua-2 expects its own."""
     words = Tokenizer(models.Unigram())
     words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
@@ -195,15 +195,15 @@ def test_llmlingua2_keeps_probable_words(checkpoint_dir, classifier, processor):
     model, tokenizer = classifier
     answers = METHODS["llmlingua2"].load(Checkpoints(str(checkpoint_dir)))([ROWS[0], ROWS[1] | {"passages": []}])
     ids, ends = tokenizer(passages_text(ROWS[0]), add_special_tokens=False)["input_ids"], [tokenizer.unk_token_id]
-    with torch.no_grad():  # the package has the names of BERT's ends, which are unknown to this kind of classifier
+    with torch.no_grad():  # the package uses the end tokens of BERT, which this classifier does not know
         probable = model(torch.tensor([ends + ids + ends])).logits.softmax(-1)[0, 1:-1, 1].tolist()
     words: list[tuple[str, list[float]]] = []
-    for token, each in zip(tokenizer.convert_ids_to_tokens(ids), probable, strict=True):
+    for token, probability in zip(tokenizer.convert_ids_to_tokens(ids), probable, strict=True):
         if token.startswith("\u2581") or token in string.punctuation:
-            words.append((token, [each]))
+            words.append((token, [probability]))
         else:
-            words[-1] = words[-1][0] + token, [*words[-1][1], each]
-    means = [float(np.mean(each)) for _, each in words]
+            words[-1] = words[-1][0] + token, [*words[-1][1], probability]
+    means = [float(np.mean(probabilities)) for _, probabilities in words]
     lengths = [len(processor.tokenizer(word)["input_ids"]) for word, _ in words]
     least = np.percentile(np.repeat(means, lengths), int(100 * (1 - RATE) + 1))
     kept = [word for (word, _), mean in zip(words, means, strict=True) if mean > least]
@@ -216,7 +216,7 @@ def test_llmlingua2_keeps_probable_words(checkpoint_dir, classifier, processor):
 
 @needs_llmlingua
 def test_llmlingua2_needs_its_classifier(checkpoint_dir, monkeypatch, tmp_path):
-    """Without its classifier LLMLingua-2 is missing, and names it; no other model takes its place."""
+    """Without its classifier LLMLingua-2 is skipped with the name of the classifier; no other model takes its place."""
     monkeypatch.setattr(methods, "LLMLINGUA2", str(tmp_path / "nowhere"))
     methods.llmlingua2_compressor.cache_clear()
     with pytest.raises(MissingMethodError, match="classifier.*nowhere"):

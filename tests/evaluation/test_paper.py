@@ -1,4 +1,4 @@
-"""The paper's tables, figures and case studies come out of an evaluation's answers, with the paper's numbers beside."""
+"""The paper's tables, figures and case studies are made from an evaluation's answers, beside the paper's numbers."""
 
 import json
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("few_tokens")
 
 @pytest.fixture
 def data(tmp_path):
-    """Four questions of each of the paper's sets but WebQuestions, and texts to read back."""
+    """Four questions of each of the paper's sets except WebQuestions, and texts to reconstruct."""
     (folder := tmp_path / "data").mkdir()
     for name in TASKS_OF_PAPER[:-1]:
         write_rows(folder / f"{name}.jsonl", question_rows(4))
@@ -32,7 +32,7 @@ def data(tmp_path):
 
 @pytest.fixture
 def make(tmp_path, data, checkpoint_dir):
-    """A reproduction with changes to the keys of the recipe."""
+    """Makes a reproduction from some changed keys of the recipe."""
 
     def made(num_questions=None, **changes) -> Reproduction:
         keys = {"checkpoint": str(checkpoint_dir), "data": data, "output": tmp_path / "run", "batch_size": 2}
@@ -43,7 +43,7 @@ def make(tmp_path, data, checkpoint_dir):
 
 
 def test_main_table_has_both(make, caplog):
-    """Each number of the paper has its place beside ours, a method that is not here is named, and floors are asked."""
+    """Each number of the paper stands beside the measured one; missing methods are named, and floors are measured."""
     (page,) = reproduce("table1", make(floor=True))
     text = page.read_text(encoding="utf-8")
     paper_row = "31.80 / 36.00 / 33.40"
@@ -55,7 +55,7 @@ def test_main_table_has_both(make, caplog):
     assert (
         "- xRAG (our training): name its checkpoint with `--xrag`; `python -m arcaligner train --recipe xrag`" in text
     )
-    assert "| StandardRAG, fine-tuned |" not in text  # no number of either
+    assert "| StandardRAG, fine-tuned |" not in text  # no number from the paper and none measured
     assert "text is StandardRAG, the bare" in text and "| 2WikiMultiHopQA | 4 |" in text
     wrong = AnswerFile(make().settings.output / FLOOR, "nq", "arcaligner").read()
     assert len(wrong) == 4 and "floor" in text
@@ -63,11 +63,11 @@ def test_main_table_has_both(make, caplog):
 
 
 def test_missing_floor_is_named(make, data):
-    """A set without passages of other questions has its scores and no floor; other sets keep theirs."""
+    """A set without passages of other questions has scores but no floor; other sets have both."""
     write_rows(data / "hotpotqa.jsonl", question_rows(1))
     (page,) = reproduce("table1", make(floor=True, methods=["arcaligner"]))
     answers = [AnswerFile(make().settings.output / FLOOR, name, "arcaligner").read() for name in ("hotpotqa", "nq")]
-    assert [len(each) for each in answers] == [0, 4]
+    assert [len(rows) for rows in answers] == [0, 4]
     assert len(AnswerFile(make().settings.output, "hotpotqa", "arcaligner").read()) == 1
     assert "the floor of HotpotQA: HotpotQA: no other of the 1 questions" in page.read_text(encoding="utf-8")
 
@@ -80,7 +80,7 @@ def test_second_run_asks_nothing(make, monkeypatch):
 
 
 def test_floor_names_its_questions():
-    """A floor of fewer questions than the F1 beside it is shown with their number."""
+    """A floor on fewer questions than the F1 beside it is shown with its number of questions."""
     scores = {"f1": [40.0] * 3, "questions": 5}
     entry = {"methods": {"arcaligner": scores | {"floor": {"questions": 2, "f1": [3.0] * 3}}}}
     assert evidence(entry, "arcaligner") == "40.0 (floor 3.0 of 2)"
@@ -91,7 +91,8 @@ def test_floor_names_its_questions():
 
 
 def test_wrong_passages_hold_no_answer():
-    """The passages of the nearest row before, else behind, without an answer; the same however many rows follow."""
+    """Wrong passages are those of the nearest row without the answer, first before, then after; later rows do not
+    matter."""
     rows = [
         {"id": str(number), "question": "?", "answers": [answer], "passages": [{"title": "", "text": text}]}
         for number, (answer, text) in enumerate([("a1", "a1 b2"), ("b2", "b2"), ("c3", "c3"), ("no", "north")])
@@ -107,9 +108,9 @@ def test_retention_is_between_bounds():
     numbers = {"naive": 10.0, "standard_rag": 20.0, "full_text_lora": 50.0, "arcaligner": 30.0}
     entry = {"methods": {name: {"f1": [f1, f1, f1]} for name, f1 in numbers.items()}}
     assert retention(entry, "arcaligner") == 50.0 and retention(entry, "standard_rag") is None
-    entry["methods"]["cocom_x4"] = {"f1": [30.0] * 3, "questions": 2}  # of other questions than the bounds
+    entry["methods"]["cocom_x4"] = {"f1": [30.0] * 3, "questions": 2}  # on other questions than the bounds
     assert retention(entry, "cocom_x4") is None
-    entry["methods"]["full_text_lora"]["f1"] = [50.0, 9.0, 90.0]  # perhaps no gain
+    entry["methods"]["full_text_lora"]["f1"] = [50.0, 9.0, 90.0]  # the interval includes no gain
     assert retention(entry, "arcaligner") is None
     del entry["methods"]["full_text_lora"]
     assert retention(entry, "arcaligner") == 200.0
@@ -132,7 +133,7 @@ def test_judged_answers_show_acc():
 
 
 def test_ratios_show_all_points():
-    """The axis that the panels share reaches the highest point of any of them."""
+    """The panels share an axis, which includes the highest point of each panel."""
     sets = {
         title: {"one": {"compression_rate": 2.0, "em": [high], "f1": [high]}} for title, high in (("a", 20), ("b", 60))
     }
@@ -140,7 +141,7 @@ def test_ratios_show_all_points():
 
 
 def test_gates_are_counted(make, checkpoint_dir, monkeypatch):
-    """Loops are those of a forward pass over each question alone; a second run counts nothing again."""
+    """Loops are counted in a forward pass over each question alone, and not again in a second run."""
     made = make()
     (page,) = reproduce("gates", made)
     model, processor = load_aligner(str(checkpoint_dir), "cpu")
@@ -160,12 +161,12 @@ def test_closed_gates_are_refused(make, base_model_dir, processor, tmp_path):
     processor.save_pretrained(tmp_path / "off")
     with pytest.raises(ValueError, match="gates: The gates of .*off have no effect: its `gate_mode` is 'off'"):
         reproduce("gates", make(checkpoint=str(tmp_path / "off")))
-    found = reproduce("gates", make(checkpoint=str(tmp_path / "off"), reproduce={"gated": make().settings.checkpoint}))
-    assert [page.name for page in found] == ["gates.md"]
+    pages = reproduce("gates", make(checkpoint=str(tmp_path / "off"), reproduce={"gated": make().settings.checkpoint}))
+    assert [page.name for page in pages] == ["gates.md"]
 
 
 def test_categories_partition_questions(tmp_path):
-    """Each question is in one category, by whether the bases are right, and counts there for each method."""
+    """Each question is in one category, by which baselines are right, and counts in it for each method."""
     right = {
         "naive": {"1": True, "2": True, "3": False, "4": False},
         "standard_rag": {"1": True, "2": False, "3": True, "4": False},
@@ -181,8 +182,7 @@ def test_categories_partition_questions(tmp_path):
 
 
 def test_perplexity_of_text_and_slots(make, checkpoint_dir):
-    """Perplexity is that of the NLL per token; Base reads the text itself, and a checkpoint that is not here is left
-    out by name."""
+    """Perplexity is that of the NLL per token; Base reads the text itself, and a missing checkpoint is named."""
     stages = {"ours": str(checkpoint_dir), "xRAG": "runs/nowhere"}
     made = make(reproduce={"stage_one": stages})
     (page,) = reproduce("perplexity", made)
@@ -191,15 +191,15 @@ def test_perplexity_of_text_and_slots(make, checkpoint_dir):
     assert "- xRAG: there is no folder runs/nowhere; `python -m arcaligner train --recipe RECIPE --stage 1`" in text
     model, processor = load_aligner(str(checkpoint_dir), "cpu")
     losses = perplexity.slot_losses(model, processor, question_rows(3), "segment")
-    found = perplexity.summarize_losses(losses)
-    assert json.loads((made.folder / "perplexity_ours.json").read_text())["numbers"] == found
-    assert found["passages"] == 3 and found["perplexity"][1] < found["perplexity"][0] < found["perplexity"][2]
+    numbers = perplexity.summarize_losses(losses)
+    assert json.loads((made.folder / "perplexity_ours.json").read_text())["numbers"] == numbers
+    assert numbers["passages"] == 3 and numbers["perplexity"][1] < numbers["perplexity"][0] < numbers["perplexity"][2]
     with pytest.raises(ValueError, match="No checkpoint after stage I is on this machine. Train one"):
         reproduce("perplexity", make(reproduce={"stage_one": {"xRAG": "runs/nowhere"}}))
 
 
 def test_all_leaves_out_by_name(make, caplog):
-    """All parts are made but those that need what is not here, which are named."""
+    """All parts are made except those with missing requirements, which are named."""
     pages = reproduce("all", make(num_questions=1))
     assert [page.stem for page in pages] == [name for name in PARTS if name not in ("recall", "perplexity")]
     assert "left out recall: The recipe has no `retrieval`" in caplog.text

@@ -1,4 +1,4 @@
-"""What readers see comes from a run and from nothing else; lines of figures go through what results and timings say."""
+"""Published pages and figures show exactly the numbers of runs and timings."""
 
 import shutil
 from pathlib import Path
@@ -67,40 +67,40 @@ def test_wrong_marks_are_refused(tmp_path, checkpoint_dir):
         check_weights(tmp_path / "other", checkpoint_dir)
 
 
-def test_opponents_of_before_stay():
-    """After a run of an aligner, rows that do not depend on its weights stay; those that do are the run's alone."""
+def test_other_methods_keep_numbers():
+    """After a run of another aligner, rows that do not depend on its weights stay; the others are those of the run."""
     opponents = {"naive": {"f1": 1}, "full_text_lora": {"f1": 4}, "truncated_x4": {"f1": 7}, "llmlingua_x4": {"f1": 8}}
     old = opponents | {"arcaligner": {"f1": 2}, "arcaligner_x4": {"f1": 3}, "no_copying_x4": {"f1": 9}}
     entry = {"questions": 4, "methods": old}
     published = {"machine": "a; b", "weights": "old", "sets": {"SQuAD": entry, "MuSiQue": entry}}
     methods = {"arcaligner": {"f1": 5}, "naive": {"f1": 6}}
     run = {"machine": "b; c", "weights": "new", "sets": {"SQuAD": {"questions": 3, "methods": methods}}}
-    found = with_published(run, published)
+    merged = with_published(run, published)
     kept = opponents | {"naive": {"f1": 6}, "arcaligner": {"f1": 5}}
-    assert found == {
+    assert merged == {
         "machine": "a; b; c",
         "questions": 3,
         "weights": "new",
         "sets": {"SQuAD": {"questions": 3, "methods": kept}},
     }
-    assert list(found["sets"]["SQuAD"]["methods"]) == list(kept)
+    assert list(merged["sets"]["SQuAD"]["methods"]) == list(kept)
 
 
 def test_same_weights_are_added():
-    """A run of the weights that are published adds its methods and sets, and replaces only what it asked."""
+    """A run with the published weights adds its methods and sets, and replaces only what it measured."""
     entry = {"questions": 4, "methods": {"naive": 1, "arcaligner": 2, "arcaligner_x4": 3}}
     published = {"machine": "a", "weights": "same", "sets": {"SQuAD": entry}}
     methods = {"naive": 5, "arcaligner_x4": 6, "arcaligner_xsegment": 7}
     sets = {"SQuAD": {"questions": 3, "methods": methods}, "HotpotQA": {"questions": 3, "methods": {"arcaligner": 8}}}
-    found = with_published({"machine": "a", "weights": "same", "sets": sets}, published)
-    assert found["weights"] == "same" and found["sets"] == {
+    merged = with_published({"machine": "a", "weights": "same", "sets": sets}, published)
+    assert merged["weights"] == "same" and merged["sets"] == {
         "HotpotQA": sets["HotpotQA"],
         "SQuAD": {"questions": 4, "methods": {"naive": 5, "arcaligner": 2} | methods},
     }
 
 
 def test_new_opponents_are_added():
-    """A run without an aligner's answers leaves all published numbers, and what a set is of where more were asked."""
+    """A run without answers of an aligner keeps all published numbers and the descriptions of larger sets."""
     differences = {"naive": {"f1": 7}}
     old = {"questions": 5, "passages": "gold", "methods": {"arcaligner": 1, "naive": 2}, "differences": differences}
     run = {
@@ -108,17 +108,17 @@ def test_new_opponents_are_added():
         "SQuAD": {"questions": 3, "passages": "new", "methods": {"cocom_x4": 4}},
     }
     published = {"machine": "a", "weights": "old", "sets": {"SQuAD": old, "MuSiQue": old}}
-    found = with_published({"machine": "a", "weights": "other", "sets": run}, published)
-    assert found["weights"] == "old" and found["sets"] == {
+    merged = with_published({"machine": "a", "weights": "other", "sets": run}, published)
+    assert merged["weights"] == "old" and merged["sets"] == {
         "Natural Questions": run["Natural Questions"],
         "SQuAD": old | {"methods": {"naive": 2, "cocom_x4": 4, "arcaligner": 1}},
         "MuSiQue": old,
     }
-    assert found["questions"] == 3 and list(found["sets"]) == ["Natural Questions", "SQuAD", "MuSiQue"]
+    assert merged["questions"] == 3 and list(merged["sets"]) == ["Natural Questions", "SQuAD", "MuSiQue"]
 
 
 def test_reproduced_pages_are_copied(tmp_path, monkeypatch):
-    """A page of `reproduce` without its heading becomes its part of the page, with its pictures; others stay."""
+    """A page of `reproduce` is copied into its part of the page, with its pictures but no heading; other parts stay."""
     monkeypatch.setattr(publish, "DOCS", tmp_path / "docs")
     (folder := tmp_path / "docs" / "figures").mkdir(parents=True)
     parts = ("\n".join(mark.format(name) for mark in MARKS) for name in ("cases", "gates"))
@@ -138,8 +138,8 @@ def test_reproduced_pages_are_copied(tmp_path, monkeypatch):
     assert (folder / "case_1.svg").read_text() == "<svg/>"
 
 
-def test_fewer_questions_are_said():
-    """The README says so where its default row was asked fewer questions of a set."""
+def test_fewer_questions_are_noted():
+    """The README says so if its default row was measured on fewer questions of a set."""
     few = {"questions": 500, "methods": {"arcaligner": {"questions": 500}, "as_needed": {"questions": 250}}}
     all_asked = {"questions": 500, "methods": {"arcaligner": {"questions": 500}}}
     assert (
@@ -150,7 +150,7 @@ def test_fewer_questions_are_said():
 
 
 def test_answers_page_shows_refusals(tmp_path):
-    """The page of answers shows the first ones by id, and which are refused."""
+    """The page of answers shows the first answers by id, and marks abstentions."""
     row = {"question": "Who | what?", "answers": ["an\x1b[1m answer"], "prediction": "a\nb", "f1": 0.5}
     known = (row | {"id": f"q{number:02}", "answerability": 1 - number / 50} for number in reversed(range(20)))
     write_answers(tmp_path, "squad", "arcaligner", known)
@@ -173,7 +173,7 @@ def numbers(f1: float, **more: float) -> dict:
 
 
 def test_lines_connect_rates():
-    """A line connects the points of its method from fine to coarse."""
+    """A line connects the points of one method, from fine to coarse rates."""
     rates = {"arcaligner_x4": 4.0, "arcaligner_x16": 12.0, "arcaligner": 16.0, "arcaligner_xsegment": 24.0}
     others = {"truncated_x4": 4.0, "truncated_x16": 12.0, "llmlingua_x16": 12.0}  # a single one is no line
     methods = {name: numbers(64 - rate, compression_rate=rate) for name, rate in (others | rates).items()}
@@ -190,16 +190,16 @@ def test_lines_connect_rates():
 
 
 def test_f1_and_time_share_rates():
-    """F1 is drawn over the time at the same rate."""
+    """A point of the figure has F1 and time at the same rate."""
 
     def size(rate, first, k=20):
         seconds = {"standard_rag": 1.0, "standard_rag_cached": 0.1, "off": first, "slots_cached": first / 8}
-        arms = {name: {"first_token": {"median": each}} for name, each in seconds.items()}
+        arms = {name: {"first_token": {"median": median}} for name, median in seconds.items()}
         return {"k": k, "tokens_per_slot": rate, "arms": arms}
 
     report = {"sizes": [size(4, 0.5), size(8, 9.0, k=1), size(8, 0.25)], "own_tokens_per_slot": 4}
     f1 = {"arcaligner": 40.0, "arcaligner_x8": 20.0, "full_text_lora": 60.0}
-    sets = {add: {"methods": {name: {"f1": [each + add]} for name, each in f1.items()}} for add in (0.0, 2.0)}
+    sets = {add: {"methods": {name: {"f1": [score + add]} for name, score in f1.items()}} for add in (0.0, 2.0)}
     assert speed_curves(report, sets) == {
         "slots, encoded beforehand": [(500.0, 41.0, 4), (250.0, 21.0, 8)],
         "slots, cached": [(62.5, 41.0, 4), (31.25, 21.0, 8)],

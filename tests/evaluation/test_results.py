@@ -1,5 +1,4 @@
-"""Metrics are the reference's; tables say what the answers say: means, intervals, paired differences, refusals, and the
-paper's numbers beside them."""
+"""Metrics equal the reference; tables have means, intervals, paired differences, refusals, and the paper's numbers."""
 
 import json
 from pathlib import Path
@@ -60,7 +59,7 @@ def run(tmp_path):
 
 
 def test_numbers_match_the_answers(run):
-    """Numbers are those of the answers; differences are over questions that both answered."""
+    """Numbers are computed from the answers; differences are over questions that both methods answered."""
     entry = summarize(run)["sets"]["HotpotQA"]
     numbers, differences = entry["methods"]["arcaligner"], entry["differences"]
     assert numbers["f1"] == percent_interval([1.0, 0.5, 0.0, 0.5])
@@ -97,8 +96,8 @@ def test_renamed_sets_are_read(tmp_path):
     sets = {"NaturalQA": {"questions": 2}, "SQuAD": {"questions": 1}}
     (path := tmp_path / "results.json").write_text(json.dumps({"questions": 1, "sets": sets}))
     renamed = {"Natural Questions": {"questions": 2}, "SQuAD": {"questions": 1}}
-    found = read_results(path)
-    assert found == {"questions": 1, "sets": renamed} and list(found["sets"]) == list(renamed)
+    results = read_results(path)
+    assert results == {"questions": 1, "sets": renamed} and list(results["sets"]) == list(renamed)
 
 
 def test_results_in_three_forms(run, model):
@@ -123,10 +122,10 @@ def test_results_in_three_forms(run, model):
 
 
 def test_refusals_below_the_threshold(model, processor, tmp_path, capsys):
-    """The table counts answers below the threshold and those that are the refusal."""
+    """The table counts answers below the threshold and answers that are the abstention."""
     random_head(model, threshold=0.5)
-    for each in (model, processor_with(processor, no_answer="not in the text")):
-        each.save_pretrained(checkpoint := tmp_path / "aligner")
+    for part in (model, processor_with(processor, no_answer="not in the text")):
+        part.save_pretrained(checkpoint := tmp_path / "aligner")
     known = [{"f1": f1, "answerability": sure} for f1, sure in ((1.0, 0.9), (0.5, 0.8), (0.25, 0.3), (0.0, 0.6))]
     unknown = [{"prediction": "not in the text", "answerability": 0.85}, {"answerability": 0.7}, {"answerability": 0.1}]
     for task, answers in zip(TASKS, (known, unknown), strict=True):
@@ -136,7 +135,8 @@ def test_refusals_below_the_threshold(model, processor, tmp_path, capsys):
     title, refused, wrongly, *others = row.strip("| ").split(" | ")
     assert title == "ArcAligner, 4 tokens per slot"
     assert refused == "66.7 [0.0, 100.0]" and wrongly.startswith("25.0 [0.0, ")
-    assert others == ["43.8", "6.2", "0.583"]  # in five of 4 x 3 pairs the unanswerable one is surer
+    # In five of 4 x 3 pairs the unanswerable question has the higher answerability.
+    assert others == ["43.8", "6.2", "0.583"]
     write_answers(tmp_path, TASKS[0], "naive", [{}])
     with pytest.raises(ValueError, match="is missing, or its answers have no answerability. .*`python -m"):
         refusals(tmp_path, "naive")

@@ -1,4 +1,4 @@
-"""An evaluation reads what a corpus finds for its questions, or a dense retriever in a pool, in a re-ranker's order."""
+"""An evaluation uses the passages that a corpus, or a dense retriever in a pool, finds, in the order of a re-ranker."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ from arcaligner.evaluation.settings import read_settings
 
 WORDS = "parkdale it riding ski zebra 2003 jumper canada x9 nobody".split()
 PASSAGES = [{"title": f"Title {n}", "text": f"Ada wrote {word} aloud; {word} again."} for n, word in enumerate(WORDS)]
-# Each asks for the word of one passage.
+# Each question has a word of one passage.
 ROWS = [row | {"question": f"Who wrote {word}?"} for row, word in zip(question_rows(4), WORDS, strict=False)]
 
 
@@ -40,12 +40,12 @@ def test_retrieved_passages_are_ordered(processor, checkpoint_dir, tmp_path, top
     keys = {"checkpoint": str(checkpoint_dir), "output": "run", "data": tmp_path, "corpus": str(corpus.path)}
     keys |= {"tasks": ["nq"], "methods": ["naive"]}
     retriever = retrieve.Retriever(corpus, processor)
-    found = evaluate.load_rows("nq", read_settings(None, keys, {"passages": "retrieved", "top_k": top_k}))
-    for row, before in zip(found, ROWS, strict=True):
+    rows = evaluate.load_rows("nq", read_settings(None, keys, {"passages": "retrieved", "top_k": top_k}))
+    for row, before in zip(rows, ROWS, strict=True):
         best = retriever(before["question"], top_k or 5).documents[: top_k or 1]
-        assert row["passages"] == [{key: each[key] for key in ("title", "text")} for each in best]
+        assert row["passages"] == [{key: passage[key] for key in ("title", "text")} for passage in best]
         assert {**row, "passages": None, "gold": None} == {**before, "passages": None, "gold": None}
-    assert len({row["passages"][0]["text"] for row in found}) > 1
+    assert len({row["passages"][0]["text"] for row in rows}) > 1
 
 
 # A dense retriever and a re-ranker
@@ -53,24 +53,24 @@ def test_retrieved_passages_are_ordered(processor, checkpoint_dir, tmp_path, top
 
 @pytest.fixture
 def pool(tmp_path):
-    """Ten passages, one of them twice and one empty beside them."""
+    """Ten passages, one of them twice, and an empty one."""
     extra = [PASSAGES[0], {"title": "", "text": " "}]
     return write_rows(tmp_path / "pool.jsonl", [ROWS[0] | {"passages": PASSAGES}, ROWS[1] | {"passages": extra}])
 
 
 def test_pool_is_searched_exactly(pool, encoder_dir, tmp_path, monkeypatch):
-    """Found are the passages of the largest inner products, over several shards, which a second search reads."""
+    """A search over several shards finds the largest inner products; a second search uses the stored vectors."""
     monkeypatch.setattr(retrieval, "SHARD", 4)
     questions = [row["question"] for row in ROWS]
     dense = DensePool(open_pool([pool]), str(encoder_dir), tmp_path / "kept")
-    found = dense.search(questions, 3)
+    places = dense.search(questions, 3)
     encoder = SentenceTransformer(str(encoder_dir), device="cpu")
-    texts = [f"{each['title']} {each['text']}" for each in PASSAGES]
+    texts = [f"{passage['title']} {passage['text']}" for passage in PASSAGES]
     products = encoder.encode(questions) @ encoder.encode(texts).T  # (num_questions, num_passages)
-    assert found == torch.topk(torch.from_numpy(products), 3).indices.tolist()
+    assert places == torch.topk(torch.from_numpy(products), 3).indices.tolist()
     assert len(list((tmp_path / "kept").rglob("*.npy"))) == 3
     monkeypatch.setattr(SentenceTransformer, "encode_document", None)
-    assert DensePool(open_pool([pool]), str(encoder_dir), tmp_path / "kept").search(questions, 3) == found
+    assert DensePool(open_pool([pool]), str(encoder_dir), tmp_path / "kept").search(questions, 3) == places
 
 
 def test_recall_counts_first_passages():
@@ -97,13 +97,13 @@ def test_listwise_prompt_has_all_passages():
 
 
 def test_wrong_lists_are_counted(pool, encoder_dir, tmp_path, monkeypatch, caplog):
-    """A wrong list leaves its question in the retriever's order, is named with its reason, and stays counted."""
+    """A wrong list leaves its question in the order of the retriever; its reason is named and counted."""
     replies = iter(["[2] > [1] > [3]", "[1] > [1] > [2]", None, "no"])
     monkeypatch.setattr(ChatEndpoint, "__call__", lambda self, prompts: (next(replies) for _ in prompts))
     settings = RetrievalSettings([pool], str(encoder_dir), "listwise:judge", num_found=3)
     with caplog.at_level(logging.WARNING):
-        rows, found = retrieval.retrieve(settings, "nq", ROWS, tmp_path / "out")
-    assert found["wrong_lists"] == {"a passage named twice": 1, "no reply": 1, "no numbers of passages": 1}
+        rows, report = retrieval.retrieve(settings, "nq", ROWS, tmp_path / "out")
+    assert report["wrong_lists"] == {"a passage named twice": 1, "no reply": 1, "no numbers of passages": 1}
     assert "nq: 3 of 4 rankings by listwise:judge" in caplog.text and "a passage named twice: 1" in caplog.text
     unordered = RetrievalSettings([pool], str(encoder_dir), num_found=3)
     plain, _ = retrieval.retrieve(unordered, "nq", ROWS, tmp_path / "plain")
@@ -111,14 +111,14 @@ def test_wrong_lists_are_counted(pool, encoder_dir, tmp_path, monkeypatch, caplo
     assert rows[0]["passages"] == [first[1], first[0], first[2]]
     assert [row["passages"] for row in rows[1:]] == [row["passages"] for row in plain[1:]]
     assert [row["passages"] for row in read_rows(tmp_path / "out" / "nq.jsonl.gz")] == [row["passages"] for row in rows]
-    assert retrieval.retrieve(settings, "nq", ROWS, tmp_path / "out") == (rows, found)  # nobody is asked again
+    assert retrieval.retrieve(settings, "nq", ROWS, tmp_path / "out") == (rows, report)  # the judge gets no request
 
 
 def test_real_server_orders_passages(tiny_server):
-    """Our own server is asked for an order; a model that writes anything gives a wrong list for each question."""
+    """The project's server is asked for an order; the random text of its model is a wrong list for each question."""
     rank = listwise(ChatEndpoint("base", tiny_server))
-    found = list(rank(["Who?", "What?"], [PASSAGES[:2], PASSAGES[2:4]]))
-    assert all(isinstance(each, WrongListError) for each in found) and len(found) == 2
+    orders = list(rank(["Who?", "What?"], [PASSAGES[:2], PASSAGES[2:4]]))
+    assert all(isinstance(order, WrongListError) for order in orders) and len(orders) == 2
 
 
 def test_cross_encoder_orders_passages(encoder_dir, tmp_path):
@@ -128,7 +128,7 @@ def test_cross_encoder_orders_passages(encoder_dir, tmp_path):
     BertTokenizerFast.from_pretrained(encoder_dir).save_pretrained(tmp_path / "reranker")
     (order,) = load_reranker(f"cross_encoder:{tmp_path / 'reranker'}")(["Who wrote it?"], [PASSAGES])
     model = CrossEncoder(str(tmp_path / "reranker"), device="cpu")
-    scores = model.predict([("Who wrote it?", f"{each['title']} {each['text']}") for each in PASSAGES])
+    scores = model.predict([("Who wrote it?", f"{passage['title']} {passage['text']}") for passage in PASSAGES])
     assert [scores[number] for number in order] == sorted(scores, reverse=True)
     for name, message in (("colbert:x", "expected KIND:MODEL"), ("listwise:", "expected KIND:MODEL")):
         with pytest.raises(ValueError, match=message):
@@ -150,7 +150,7 @@ def test_aligner_orders_passages(separate, monkeypatch):
 
 @pytest.mark.usefixtures("few_tokens")
 def test_tables_read_first_found(pool, encoder_dir, checkpoint_dir, tmp_path, capsys):
-    """A recipe with retrieval has its tables read the first passage that is found; the command prints recall."""
+    """With a `retrieval` recipe the tables use the first passage that is found; the command prints recall."""
     write_rows(tmp_path / "nq.jsonl", ROWS)
     keys = {"checkpoint": str(checkpoint_dir), "output": tmp_path / "run", "data": tmp_path, "batch_size": 2}
     of = {"retrieval": {"pool": [pool], "retriever": str(encoder_dir), "num_found": 3}}
@@ -158,10 +158,10 @@ def test_tables_read_first_found(pool, encoder_dir, checkpoint_dir, tmp_path, ca
     (page,) = reproduce("recall", made)
     assert "| Natural Questions | after |" in page.read_text("utf-8")
     reproduce("table1", made)
-    found = {row["id"]: row["passages"] for row in read_rows(tmp_path / "run" / "retrieved" / "nq.jsonl.gz")}
+    retrieved = {row["id"]: row["passages"] for row in read_rows(tmp_path / "run" / "retrieved" / "nq.jsonl.gz")}
     path = tmp_path / "run" / "nq" / "arcaligner.jsonl"
     for line in map(json.loads, path.read_text("utf-8").splitlines()):
-        row = next(each for each in ROWS if each["id"] == line["id"])
-        assert line["row"] == row_digest(row | {"passages": found[line["id"]][:1]})
+        row = next(row for row in ROWS if row["id"] == line["id"])
+        assert line["row"] == row_digest(row | {"passages": retrieved[line["id"]][:1]})
     main(pool, tmp_path / "out", "nq", tmp_path, str(encoder_dir))
     assert "| Natural Questions | before |" in capsys.readouterr().out and (tmp_path / "out" / "recall.md").exists()

@@ -1,13 +1,13 @@
-"""What the golden files hold: questions to the shipped and to tiny checkpoints, and what is recorded of each answer.
+"""The cases of the golden files: questions to the shipped and to tiny checkpoints, and the record of each answer.
 
-Everything goes through what users call. All names of the package stand in the first part of this file: code that is
-moved or renamed is followed here and nowhere else.
+Everything goes through interfaces that users call. All names of the package are in the first part of this file: if code
+is moved or renamed, only this part changes.
 
     CASES[name](loaded) -> record, a JSON value
 
-A record has `answer`, what depends on the choice of tokens, beside `margin`, the least distance between the best and
-the second best token of any step: where that is tiny another CPU may write another answer, and `answer` is not
-compared. `logits` are the largest of some positions.
+A record has `answer`, which depends on the choice of tokens, and `margin`, the least difference between the scores of
+the best and the second best token of any step: if it is tiny, another CPU may write another answer, and `answer` is not
+compared. `logits` are the largest logits of some positions.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ NEW_TOKENS = 16
 
 
 def all_passages_scored() -> contextlib.AbstractContextManager:
-    """As at that commit; now the most similar ones are, where these decide."""
+    """Scores all passages, as that commit did; later code may score only the most similar ones."""
     return mock.patch.multiple(
         answering_arcaligner,
         candidates_of=lambda similarities, most, share: list(similarities),
@@ -53,7 +53,7 @@ def all_passages_scored() -> contextlib.AbstractContextManager:
 
 
 def passage_cache(model, processor, **options):
-    """The cache of passages that have been read."""
+    """The passage cache of a model."""
     return model.passage_cache(processor, **options)
 
 
@@ -70,21 +70,21 @@ def prepared_counts(inputs) -> dict[str, list[int]]:
 
 
 def statistics_of(record: dict) -> dict[str, Any]:
-    """What the pipeline or the server reports of the passages, by the golden files' own names."""
-    found = record["statistics"]
+    """Statistics of the passages from the pipeline or the server, under the names that golden files use."""
+    statistics = record["statistics"]
     names = {"tokens": "tokens", "slots": "slots", "compression": "compression_rate", "dropped": "dropped"}
     names |= {"answerability": "confidence", "scores": "passage_confidences"}
-    return {name: found[key] for name, key in names.items() if found.get(key) is not None}
+    return {name: statistics[key] for name, key in names.items() if statistics.get(key) is not None}
 
 
 def described_server_answer(report: dict, usage: dict, text: str, finish_reason: str | None) -> dict[str, Any]:
-    """The `arcaligner` part of a server's answer without what is timed, by the golden files' own names."""
+    """The `arcaligner` part of a server's answer without times, under the names that golden files use."""
     sources = report["sources"]
-    read = [{name: each.get(name) for name in ("read", "confidence", "number", "document")} for each in sources]
+    passages = [{name: source.get(name) for name in ("read", "confidence", "number", "document")} for source in sources]
     written = {"text": text, "finish_reason": finish_reason, "tokens": usage.get("completion_tokens")}
     return {
-        "answer": written | {"found": [each["answer"] for each in sources]},
-        "read": read,
+        "answer": written | {"found": [source["answer"] for source in sources]},
+        "read": passages,
         "cached": report["kept"],
         "answerability": report["confidence"],
         "statistics": report["statistics"],
@@ -98,7 +98,7 @@ def described_server_answer(report: dict, usage: dict, text: str, finish_reason:
 
 @contextlib.contextmanager
 def tiny_models() -> Iterator[None]:
-    """Inside, the tiny base model and encoder are found by the names that the saved checkpoints give them."""
+    """Inside `with`, the tiny base model and encoder can be loaded by the names that saved checkpoints use."""
     before = os.environ.get("ARCALIGNER_MODELS")
     os.environ["ARCALIGNER_MODELS"] = str(SAVED / "models")
     try:
@@ -110,7 +110,7 @@ def tiny_models() -> Iterator[None]:
 
 
 class Loaded(NamedTuple):
-    """A checkpoint, and the rows that it is asked about."""
+    """A checkpoint, and the rows with its questions."""
 
     model: Any
     processor: Any
@@ -154,7 +154,7 @@ def digest(value: Any) -> str:
 
 
 def top_logits(logits: torch.Tensor) -> dict[str, list]:
-    """The largest of the logits (vocab_size,) of a position, with their ids."""
+    """The largest logits of one position (vocab_size,), with their ids."""
     values, ids = logits.double().topk(min(TOP, len(logits)))
     return {"ids": ids.tolist(), "values": [float(f"{value:.7g}") for value in values.tolist()]}
 
@@ -166,7 +166,7 @@ class Generation:
     """Inside `with`, every `generate` of a model is recorded: the logits of the first token, before any logits
     processor, the margin of each row, and what logits processors such as that of copying have added. Not with beams.
 
-    The server answers before its thread has left `generate`: what was recorded is read once it has."""
+    The server answers before its thread has left `generate`, so records are complete only after that."""
 
     def __init__(self, model):
         self.model, self.lock = model, threading.Lock()
@@ -200,7 +200,7 @@ class Generation:
             end = self.model.generation_config.eos_token_id
             for row, ids in enumerate(output.sequences[:, -len(output.scores) :].tolist()):
                 steps = ids.index(end) + 1 if end in ids else len(ids)
-                scores, logits = (torch.stack([each[row] for each in output[name][:steps]]) for name in _STEPS)
+                scores, logits = (torch.stack([values[row] for values in output[name][:steps]]) for name in _STEPS)
                 if continues:
                     before = self.steps.pop()
                     scores, logits = torch.cat([before[0], scores]), torch.cat([before[1], logits])
@@ -208,12 +208,12 @@ class Generation:
         return output.sequences
 
     def _continues(self, input_ids=None, past_key_values=None, **kwargs) -> bool:
-        """Whether a call goes on with the answer of the last one, as the server's second call does."""
+        """Whether a call continues the answer of the previous call, as the server's second call does."""
         is_read = past_key_values is not None and past_key_values.get_seq_length() == input_ids.shape[1] - 1
         return is_read and bool(self.steps)
 
     def _record_bonus(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """How much logits processors have raised some tokens over the others, and which, (steps, vocab_size) each."""
+        """Records which tokens logits processors have raised, and by how much; both are (steps, vocab_size)."""
         added = (scores - logits).nan_to_num(neginf=torch.inf)
         added = (added - added.amin(dim=1, keepdim=True)).nan_to_num(posinf=0.0)
         self.bonuses.append(round(added.max().item(), 4))
@@ -232,24 +232,24 @@ class Generation:
 
 
 def described(record: dict) -> dict[str, Any]:
-    """A record of the pipeline with `return_slots=True`: its answer, which passages were read, and the slots."""
+    """A record of the pipeline with `return_slots=True`: its answer, the passages that it used, and the slots."""
     text = record["generated_text"]
     segments, passes = record["segments"], record["trajectories"]
     return {
         "answer": {"text": text if isinstance(text, str) else text[-1]["content"]},
-        "read": sorted({each["document"] for each in segments}),
+        "read": sorted({segment["document"] for segment in segments}),
         "segments": digest(segments),
         "depth": digest(passes),
         **statistics_of(record),
     }
 
 
-def asked(loaded: Loaded, given: Any, **options) -> dict[str, Any] | list:
-    """What the pipeline answers to one input, or to a list of them."""
+def ask_pipeline(loaded: Loaded, inputs: Any, **options) -> dict[str, Any] | list:
+    """The answer of the pipeline to one input, or to a list of inputs."""
     with Generation(loaded.model) as generation:
-        records = loaded.ask(given, return_slots=True, **{"max_new_tokens": NEW_TOKENS} | options)
-    is_many = isinstance(given, list) and isinstance(records[0], list)
-    return {"records": [described(each[0] if is_many else each) for each in records]} | generation.recorded
+        records = loaded.ask(inputs, return_slots=True, **{"max_new_tokens": NEW_TOKENS} | options)
+    is_many = isinstance(inputs, list) and isinstance(records[0], list)
+    return {"records": [described(record[0] if is_many else record) for record in records]} | generation.recorded
 
 
 # Inputs made of the rows: row 0 with its own passage, or with two of others, in some order
@@ -261,8 +261,8 @@ def one(loaded: Loaded, number: int) -> dict[str, Any]:
 
 
 def others(loaded: Loaded, number: int, place: int) -> dict[str, Any]:
-    """The question with its own passage in the given place, and the passages of the next two rows."""
-    passages = [each["passages"][0] for each in (loaded.rows[number - 1], loaded.rows[number - 2])]
+    """The question with its own passage at index `place`, and the passages of two other rows."""
+    passages = [row["passages"][0] for row in (loaded.rows[number - 1], loaded.rows[number - 2])]
     passages.insert(place, loaded.rows[number]["passages"][0])
     return {"question": loaded.rows[number]["question"], "documents": passages}
 
@@ -272,8 +272,8 @@ def wrong(loaded: Loaded, number: int) -> dict[str, Any]:
     return {"question": loaded.rows[number]["question"], "documents": loaded.rows[number - 5]["passages"]}
 
 
-def streamed(loaded: Loaded, given: Any, **options) -> dict[str, Any]:
-    """What the pipeline answers, and the pieces that a streamer sees of it."""
+def streamed(loaded: Loaded, inputs: Any, **options) -> dict[str, Any]:
+    """The answer of the pipeline, and the pieces in which a streamer gets it."""
     pieces = []
 
     class Pieces(TextStreamer):
@@ -281,13 +281,13 @@ def streamed(loaded: Loaded, given: Any, **options) -> dict[str, Any]:
             pieces.append(text)
 
     streamer = Pieces(loaded.processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    record = asked(loaded, given, streamer=streamer, **options)
+    record = ask_pipeline(loaded, inputs, streamer=streamer, **options)
     record["records"][0]["answer"]["pieces"] = pieces
     return record
 
 
 def chat_of(loaded: Loaded, number: int) -> dict[str, Any]:
-    """A chat with a system message and a question before, about the same passage."""
+    """A chat about one passage, with a system message and an earlier question."""
     row = loaded.rows[number]
     messages = [
         {"role": "system", "content": "Answer in a few words."},
@@ -323,7 +323,7 @@ def model_inputs(loaded: Loaded, rows: list[dict], side: str = "left", **options
 
 
 def described_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Ids as digests; of the embeddings the norm of each row and one of its entries."""
+    """Inputs of the model: ids as digests, embeddings as the norm and one entry of each row."""
     ids = {name: digest(x.tolist()) for name, x in sorted(inputs.items()) if not x.is_floating_point()}
     embeds = inputs["context_embeds"].double()
     return {
@@ -340,7 +340,7 @@ def rounded(values: torch.Tensor) -> list[float]:
 
 @torch.no_grad()
 def forward(loaded: Loaded, rows: list[dict], side: str = "left", gates: dict | None = None, **slots) -> dict[str, Any]:
-    """The logits of the last position of each row, the norm of those of all, and the depth of each slot and layer."""
+    """The logits of the last position of each row, the norm of all logits, and the depth of each slot and layer."""
     inputs = model_inputs(loaded, rows, side, **slots)
     output = loaded.model(**inputs, **(gates or {}))
     is_real = inputs["attention_mask"].bool()
@@ -364,7 +364,7 @@ def generated(loaded: Loaded, inputs: dict, **options) -> dict[str, Any]:
 
 
 def beams(loaded: Loaded, rows: list[dict], **options) -> dict[str, Any]:
-    """Beams have no margin; their scores are in the place of the answer's ids, and close beams may change places."""
+    """Ids and scores of beam search, without a margin; beams with close scores may change places."""
     inputs, wanted = model_inputs(loaded, rows), {"return_dict_in_generate": True, "output_scores": True}
     output = loaded.model.generate(**inputs, num_beams=3, max_new_tokens=6, do_sample=False, **wanted, **options)
     return {"ids": output.sequences[:, inputs["input_ids"].shape[1] :].tolist()} | {
@@ -373,19 +373,19 @@ def beams(loaded: Loaded, rows: list[dict], **options) -> dict[str, Any]:
 
 
 def cached(loaded: Loaded, rows: list[dict], gates: dict | None = None, **options) -> dict[str, Any]:
-    """Answers from passages that are cached: the first time they are read, the second time found."""
-    cache, found = passage_cache(loaded.model, loaded.processor, **options), []
+    """Answers from the passage cache: the first call computes the passages, the second one finds them."""
+    cache, records = passage_cache(loaded.model, loaded.processor, **options), []
     for _ in range(2):
         inputs = cache.prepare([row["question"] for row in rows], [row["documents"] for row in rows], **(gates or {}))
-        found.append({**prepared_counts(inputs), **generated(loaded, inputs), **cache_counts(cache)})
-    return {"records": found}
+        records.append({**prepared_counts(inputs), **generated(loaded, inputs), **cache_counts(cache)})
+    return {"records": records}
 
 
 def training_step(loaded: Loaded, rows: list[dict]) -> dict[str, Any]:
     """The loss of the text after the slots, and the norm of the gradient of each parameter of the aligner."""
     inputs = model_inputs(loaded, rows, "right")
     is_text = inputs["attention_mask"].bool() & (inputs["input_ids"] != loaded.model.config.context_token_id)
-    is_text[:, :10] = False  # and what stands before the slots
+    is_text[:, :10] = False  # and the text before the slots
     labels = inputs["input_ids"].masked_fill(~is_text, -100)
     loaded.model.train()
     try:
@@ -415,7 +415,7 @@ def server(loaded: Loaded, corpus: Path | None = None, **settings) -> Iterator[T
 
 
 def post(loaded: Loaded, client: TestClient, question: str, **body) -> dict[str, Any]:
-    """The answer to a request; streamed answers with the pieces of their text."""
+    """The server's answer to a request; a streamed answer has the pieces of its text as well."""
     body = {"model": "golden", "messages": [{"role": "user", "content": question}], "max_tokens": NEW_TOKENS} | body
     with Generation(loaded.model) as generation:
         response = client.post("/v1/chat/completions", json=body)
@@ -429,21 +429,21 @@ def post(loaded: Loaded, client: TestClient, question: str, **body) -> dict[str,
         record = described_server_answer(report, {}, "".join(pieces), reason)
         record["answer"]["pieces"] = [piece for piece in pieces if piece]
     else:
-        found = response.json()
-        choice = found["choices"][0]
+        reply = response.json()
+        choice = reply["choices"][0]
         record = described_server_answer(
-            found["arcaligner"], found["usage"], choice["message"]["content"], choice["finish_reason"]
+            reply["arcaligner"], reply["usage"], choice["message"]["content"], choice["finish_reason"]
         )
     return record | generation.recorded
 
 
 def served(loaded: Loaded, corpus: Path | None = None, **settings) -> dict[str, Any]:
     """Requests of all kinds, one after another."""
-    texts = [each["passages"] for each in loaded.rows[:6]]
+    texts = [row["passages"] for row in loaded.rows[:6]]
     with server(loaded, corpus, **settings) as client:
         send = functools.partial(post, loaded, client)
         asks = [row["question"] for row in loaded.rows]
-        found = {
+        records = {
             "one": send(asks[0], documents=texts[0]),
             "again": send(asks[0], documents=texts[0]),
             "three": send(asks[1], documents=[texts[0][0], texts[1][0], texts[2][0]]),
@@ -455,14 +455,14 @@ def served(loaded: Loaded, corpus: Path | None = None, **settings) -> dict[str, 
             "drawn": send(asks[5], documents=texts[5], temperature=0.7, top_p=0.9, seed=3)["logits"],
             "refused": send(asks[5], documents=texts[5], max_passages=0)["status"],
         }
-        return found | {"health": client.get("/health").json()["status"]}
+        return records | {"health": client.get("/health").json()["status"]}
 
 
 # The shipped checkpoint
 
 Case = Callable[[Loaded], Any]
 SHIPPED_CASES: dict[str, Case] = {}
-QUICK: set[str] = set()  # of the shipped checkpoint's; those of the tiny ones are quick
+QUICK: set[str] = set()  # cases of the shipped checkpoint that always run; those of the tiny checkpoints all do
 
 
 def add(name: str, case: Case, is_quick: bool = False) -> None:
@@ -471,12 +471,12 @@ def add(name: str, case: Case, is_quick: bool = False) -> None:
         QUICK.add(name)
 
 
-def ask_each(section: str, numbers: range, given: Callable[..., Any], quick: int = 0, **options) -> None:
-    """Cases that ask a question each, the first `quick` of them quick."""
+def ask_each(section: str, numbers: range, inputs_of: Callable[..., Any], quick: int = 0, **options) -> None:
+    """Adds a case for each number; the first `quick` cases are quick."""
     for place, number in enumerate(numbers):
         add(
             f"{section}/{number}",
-            lambda loaded, number=number: asked(loaded, given(loaded, number), **options),
+            lambda loaded, number=number: ask_pipeline(loaded, inputs_of(loaded, number), **options),
             place < quick,
         )
 
@@ -507,9 +507,9 @@ ask_each(
 for first in (88, 92):
     add(
         f"batch/{first}",
-        lambda loaded, first=first: asked(loaded, rows_of(loaded, *range(first, first + 4)), batch_size=4),
+        lambda loaded, first=first: ask_pipeline(loaded, rows_of(loaded, *range(first, first + 4)), batch_size=4),
     )
-add("batch of three", lambda loaded: asked(loaded, [others(loaded, n, 1) for n in (96, 97)], batch_size=2))
+add("batch of three", lambda loaded: ask_pipeline(loaded, [others(loaded, n, 1) for n in (96, 97)], batch_size=2))
 for number in (98, 99):
     add(f"streamed/{number}", lambda loaded, number=number: streamed(loaded, one(loaded, number)), number == 98)
 for rate in (2, 4, "segment"):
@@ -529,17 +529,17 @@ add(
 
 
 def remote() -> dict[str, Any]:
-    """The checkpoint by its own code: the pipeline, and what the Auto classes load."""
+    """The checkpoint run by the code in its folder: through the pipeline, and through the Auto classes."""
     loaded = load_remote(SHIPPED)
     model = AutoModelForCausalLM.from_pretrained(SHIPPED, trust_remote_code=True, dtype=torch.float32).eval()
     processor = AutoProcessor.from_pretrained(SHIPPED, trust_remote_code=True)
     processor.encoder.device = "cpu"
     auto = Loaded(model, processor, None, loaded.rows)
-    return {"pipeline": asked(loaded, one(loaded, 0)), "auto": forward(auto, rows_of(auto, 1))}
+    return {"pipeline": ask_pipeline(loaded, one(loaded, 0)), "auto": forward(auto, rows_of(auto, 1))}
 
 
-# The tiny checkpoints: `joint`, one slot for a segment, with gates; `separate`, with words, a trained encoder, a probe
-# and copying. Short texts, which the tiny base model reads.
+# The tiny checkpoints: `joint`, with one slot per segment and with gates; `separate`, with token embeddings in slots, a
+# trained encoder, an answerability head and copying. Texts are short enough for the tiny base model.
 
 PASSAGES = [
     "It was written by Ada, and nobody else knew how to read it aloud. She wrote it in 1843.",
@@ -568,49 +568,50 @@ def load_tiny(name: str) -> Loaded:
 
 
 def kept_passages(loaded: Loaded, folder: Path) -> dict[str, Any]:
-    """Answers from passages whose keys and values are in a folder."""
+    """Answers from passages whose keys and values were saved in a folder."""
     return cached(loaded, TINY_ROWS, folder=folder, read_only=True)["records"][0]
 
 
 def found_in_corpus(loaded: Loaded, corpus: Path) -> dict[str, Any]:
-    """What a corpus holds and finds."""
+    """The size of a corpus, and the passages that it finds for each question."""
     opened = Corpus(corpus)
-    retrieve, found = Retriever(opened, loaded.processor), {}
+    retrieve, passages_of = Retriever(opened, loaded.processor), {}
     for row in TINY_ROWS:
         passages = retrieve(row["question"], 3)
         embeds = passages.encoded.context_embeds
         names = ("document", "title", "text", "start", "end", "similarity")
-        found[row["question"]] = {
-            "passages": [{name: each[name] for name in names} for each in passages.documents],
+        passages_of[row["question"]] = {
+            "passages": [{name: passage[name] for name in names} for passage in passages.documents],
             "embeds": {"shape": list(embeds.shape), "norms": rounded(embeds.double().norm(dim=1))},
         }
     numbers = ("documents", "passages", "slots")
-    return {"found": found, "info": {name: opened.info()[name] for name in numbers}}
+    return {"found": passages_of, "info": {name: opened.info()[name] for name in numbers}}
 
 
 def tiny_cases(loaded: Loaded, name: str) -> dict[str, Any]:
     """All records of a tiny checkpoint."""
-    rows, found = TINY_ROWS, {}
+    rows, records = TINY_ROWS, {}
     for gates, settings in GATES.items():
-        found[f"forward, {gates}"] = forward(loaded, rows, gates=settings)
-        found[f"cached, {gates}"] = cached(loaded, rows, gates=settings)
+        records[f"forward, {gates}"] = forward(loaded, rows, gates=settings)
+        records[f"cached, {gates}"] = cached(loaded, rows, gates=settings)
     for slots in ({"tokens_per_slot": 2}, {"tokens_per_slot": "segment"}, {"max_slots": 3}):
-        found[f"forward, {slots}"] = forward(loaded, rows, **slots)
-    found["forward, right"] = forward(loaded, rows, "right")
-    found["forward, alone"] = [forward(loaded, [row]) for row in rows]
+        records[f"forward, {slots}"] = forward(loaded, rows, **slots)
+    records["forward, right"] = forward(loaded, rows, "right")
+    records["forward, alone"] = [forward(loaded, [row]) for row in rows]
     for gates in ("off", "always"):
-        found[f"generated, {gates}"] = generated(loaded, model_inputs(loaded, rows), **GATES[gates])
-        found[f"beams, {gates}"] = beams(loaded, rows, **GATES[gates])
-    found["cached, int8"] = cached(loaded, rows, dtype="int8")
-    found["training step"] = training_step(loaded, rows)
-    found["asked"] = [asked(loaded, {n: row[n] for n in ("question", "documents")}) for row in rows]
+        records[f"generated, {gates}"] = generated(loaded, model_inputs(loaded, rows), **GATES[gates])
+        records[f"beams, {gates}"] = beams(loaded, rows, **GATES[gates])
+    records["cached, int8"] = cached(loaded, rows, dtype="int8")
+    records["training step"] = training_step(loaded, rows)
+    records["asked"] = [ask_pipeline(loaded, {n: row[n] for n in ("question", "documents")}) for row in rows]
     if name == "separate":
-        inputs = {n: rows[1][n] for n in ("question", "documents")}
-        found["all of three"] = asked(loaded, inputs, max_passages=3, gate_mode="always")
-        found["threshold"] = [asked(loaded, inputs, min_confidence=share) for share in (0.05, 0.95)]
-        found["batch"] = asked(loaded, [{n: row[n] for n in ("question", "documents")} for row in rows], batch_size=3)
-        found["streamed"] = streamed(loaded, inputs)
-        found["chat"] = asked(
+        questions = [{n: row[n] for n in ("question", "documents")} for row in rows]
+        inputs = questions[1]
+        records["all of three"] = ask_pipeline(loaded, inputs, max_passages=3, gate_mode="always")
+        records["threshold"] = [ask_pipeline(loaded, inputs, min_confidence=share) for share in (0.05, 0.95)]
+        records["batch"] = ask_pipeline(loaded, questions, batch_size=3)
+        records["streamed"] = streamed(loaded, inputs)
+        records["chat"] = ask_pipeline(
             loaded,
             {
                 "messages": [
@@ -621,4 +622,4 @@ def tiny_cases(loaded: Loaded, name: str) -> dict[str, Any]:
                 "documents": PASSAGES,
             },
         )
-    return found
+    return records

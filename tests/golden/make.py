@@ -1,10 +1,10 @@
-"""Writes the golden files: what today's code answers, to compare later code with.
+"""Writes the golden files: answers of the current code, to compare later code with.
 
     PYTHONPATH=tests python -m golden.make          # shipped.json.gz, some minutes, and tiny.json.gz
     PYTHONPATH=tests python -m golden.make tiny     # tiny.json.gz alone
-    PYTHONPATH=tests python -m golden.make drop "forward, budget" "cached, budget"    # records of what was removed
+    PYTHONPATH=tests python -m golden.make drop "forward, budget" "cached, budget"    # records of removed cases
 
-On one thread and in float32; the files say by which versions and with which instructions of a CPU.
+It computes on one thread and in float32; the files name the versions of libraries and the instructions of the CPU.
 """
 
 import gzip
@@ -39,7 +39,7 @@ VERSIONS = ("torch", "transformers", "peft", "sentence-transformers", "spacy", "
 
 
 def about() -> dict[str, Any]:
-    """What the numbers were computed with."""
+    """Versions of libraries and the CPU that the numbers were computed with."""
     versions = {name: version(name) for name in VERSIONS}
     return {"python": platform.python_version(), "cpu": torch.backends.cpu.get_cpu_capability(), **versions}
 
@@ -58,7 +58,7 @@ def tiny_records() -> dict[str, Any]:
     """The records of the tiny checkpoints, of the corpus, and of passages that are cached in files."""
     with tiny_models():
         loaded = {name: load_tiny(name) for name in ("joint", "separate")}
-        records = {name: tiny_cases(each, name) for name, each in loaded.items()}
+        records = {name: tiny_cases(models, name) for name, models in loaded.items()}
         separate = loaded["separate"]
         records["corpus"] = found_in_corpus(separate, SAVED / "corpus")
         records["server"] = served(separate._replace(rows=[*separate.rows] * 2), SAVED / "corpus", top_k=2)
@@ -82,7 +82,7 @@ def drop(names: list[str]) -> None:
 
 
 def write(name: str, records: dict[str, Any], about: dict[str, Any]) -> Path:
-    """Writes a golden file; the same content gives the same bytes."""
+    """Writes a golden file; equal content always becomes equal bytes."""
     path = HERE / f"{name}.json.gz"
     content = json.dumps({"about": about, "records": records}, ensure_ascii=False, sort_keys=True).encode()
     with path.open("wb") as file, gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:

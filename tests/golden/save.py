@@ -1,7 +1,7 @@
 """Writes `saved/`: tiny models, checkpoints, a corpus and cached passages.
 
-It was run once, at the commit that README.md names: what it wrote stands for what users have saved, and is not written
-again by later code.
+It was run once, at the commit that README.md names: the files stand for those that users have saved, and later code
+does not write them again.
 
     PYTHONPATH=tests python -m golden.save
 """
@@ -75,7 +75,7 @@ def save_checkpoint(name: str, lora_r: int = 0, settings: dict | None = None, **
         processor.answer_probe = random_probe(model, words=words)
     model.save_pretrained(SAVED / name)
     processor.save_pretrained(SAVED / name)
-    for code in (SAVED / name).glob("*.py"):  # which later code is to read, not this
+    for code in (SAVED / name).glob("*.py"):  # for later code to load
         code.unlink()
 
 
@@ -87,7 +87,7 @@ def main() -> None:
         settings = {"passage_attention": "separate", "context_words": True, "no_answer": "not in the text"}
         settings |= {"copy_bonus": 3.0, "tokens_per_slot": 4, "trained_tokens_per_slot": [2, 4, "segment"]}
         save_checkpoint("separate", 2, settings, passage_attention="separate", word_parts=2, gate_mode="adaptive")
-        letters = SAVED / "letters"  # beside the corpus, from where documents are named
+        letters = SAVED / "letters"  # next to the corpus, as paths of documents are relative
         letters.mkdir()
         for number, passage in enumerate(PASSAGES):
             text = passage if isinstance(passage, str) else f"# {passage['title']}\n\n{passage['text']}"

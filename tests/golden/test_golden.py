@@ -1,4 +1,4 @@
-"""Answers, logits and depths are those that were recorded before the code was restructured (README.md beside this)."""
+"""Answers, logits and depths are those that were recorded before the code was restructured (see README.md)."""
 
 import json
 import math
@@ -17,57 +17,57 @@ pytest.importorskip("fastapi")
 from golden import cases
 from golden.make import about, read
 
-# On the machine that recorded them, numbers differ by the order of sums alone; on other CPUs kernels differ as well.
+# On the machine that recorded them, numbers differ only by the order of sums; on other CPUs kernels differ too.
 IS_EXACT = os.environ.get("ARCALIGNER_GOLDEN_EXACT") == "1"
 LOGITS = 1e-5 if IS_EXACT else 1e-3  # relative to the largest
 MARGIN = 1e-4 if IS_EXACT else 1e-3  # an answer with a nearer second best token may be another one
 OTHERS = 1e-4 if IS_EXACT else 1e-3  # kernels alone change norms of gradients by 2.4e-4, and scores by 1.1e-4
-SCALE = 30  # of the largest logits; a margin is a difference of scores, with what copying adds
+SCALE = 30  # about the largest logit; a margin is a difference of scores, which include the copy bonus
 
 
 def as_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def differences(expected: Any, found: Any, margin: float | None = None, place: str = "") -> Iterator[str]:
-    """What differs between two records, by its place. `margin` is that of the record around."""
-    if isinstance(expected, dict) and isinstance(found, dict):
-        if expected.keys() == found.keys() == {"ids", "values"}:
-            yield from logit_differences(expected, found, place)
+def differences(expected: Any, actual: Any, margin: float | None = None, place: str = "") -> Iterator[str]:
+    """Differences between two records, each with its place. `margin` is the margin of the enclosing record."""
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        if expected.keys() == actual.keys() == {"ids", "values"}:
+            yield from logit_differences(expected, actual, place)
             return
         margin = expected.get("margin", margin)
-        for name in sorted(expected.keys() | found.keys()):
+        for name in sorted(expected.keys() | actual.keys()):
             if name in ("answer", "raised", "margin") and margin is not None and margin <= MARGIN:
                 continue
-            if name == "margin" and isinstance(margin, float) and isinstance(found.get(name), float):
-                if not math.isclose(margin, found[name], abs_tol=SCALE * LOGITS):
-                    yield f"{place}/margin: {found[name]} instead of {margin}"
-            elif name not in expected or name not in found:
-                yield f"{place}/{name}: {'new' if name in found else 'missing'}"
+            if name == "margin" and isinstance(margin, float) and isinstance(actual.get(name), float):
+                if not math.isclose(margin, actual[name], abs_tol=SCALE * LOGITS):
+                    yield f"{place}/margin: {actual[name]} instead of {margin}"
+            elif name not in expected or name not in actual:
+                yield f"{place}/{name}: {'new' if name in actual else 'missing'}"
             else:
-                yield from differences(expected[name], found[name], margin, f"{place}/{name}")
-    elif isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
-        for number, pair in enumerate(zip(expected, found, strict=True)):
+                yield from differences(expected[name], actual[name], margin, f"{place}/{name}")
+    elif isinstance(expected, list) and isinstance(actual, list) and len(expected) == len(actual):
+        for number, pair in enumerate(zip(expected, actual, strict=True)):
             yield from differences(*pair, margin, f"{place}/{number}")
-    elif isinstance(expected, float) and isinstance(found, float | int):
-        if not abs(expected - found) <= OTHERS * max(1.0, abs(expected)):
-            yield f"{place}: {found} instead of {expected}"
-    elif expected != found:
-        yield f"{place}: {found!r} instead of {expected!r}"
+    elif isinstance(expected, float) and isinstance(actual, float | int):
+        if not abs(expected - actual) <= OTHERS * max(1.0, abs(expected)):
+            yield f"{place}: {actual} instead of {expected}"
+    elif expected != actual:
+        yield f"{place}: {actual!r} instead of {expected!r}"
 
 
-def logit_differences(expected: dict, found: dict, place: str) -> Iterator[str]:
-    """Of the largest logits of a position: a value that differs, or a token that is not among them any more."""
+def logit_differences(expected: dict, actual: dict, place: str) -> Iterator[str]:
+    """Differences between the largest logits of a position: other values, or a token that is no longer there."""
     scale = max(map(abs, expected["values"]))
-    values = dict(zip(found["ids"], found["values"], strict=True))
+    values = dict(zip(actual["ids"], actual["values"], strict=True))
     for token, value in zip(expected["ids"], expected["values"], strict=True):
-        other = values.get(token, min(found["values"]))  # it may have changed places with the first one left out
+        other = values.get(token, min(actual["values"]))  # it may have swapped with one that is not recorded
         if abs(other - value) > LOGITS * scale:
             yield f"{place}: token {token} has {other} instead of {value}, by {abs(other - value) / scale:.1e}"
 
 
-def check(expected: Any, found: Any, name: str) -> None:
-    different = list(differences(as_json(expected), as_json(found), place=name))
+def check(expected: Any, actual: Any, name: str) -> None:
+    different = list(differences(as_json(expected), as_json(actual), place=name))
     assert not different, "\n".join([f"{len(different)} differences:", *different[:20]])
 
 
@@ -85,7 +85,7 @@ def all_passages_scored() -> Iterator[None]:
         yield
 
 
-# The tiny checkpoints, which the code of that time has saved
+# The tiny checkpoints, which were saved by the code of that commit
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def loaded_tiny() -> dict[str, cases.Loaded]:
 
 @pytest.fixture
 def tiny(loaded_tiny) -> Iterator[dict[str, cases.Loaded]]:
-    """The encoders are loaded on first use, by names that are known in here."""
+    """The tiny checkpoints; their encoders are loaded on first use, while the names are known."""
     with cases.tiny_models():
         yield loaded_tiny
 
@@ -108,13 +108,13 @@ def tiny_records() -> dict[str, Any]:
 
 @pytest.fixture
 def saved(tmp_path) -> Path:
-    """A copy of what was saved: nothing is written beside it."""
+    """A copy of the saved files, so that tests write nothing next to them."""
     return shutil.copytree(cases.SAVED, tmp_path / "saved")
 
 
 @pytest.mark.parametrize("name", ["joint", "separate"])
 def test_saved_checkpoint_answers_equal(tiny, tiny_records, name):
-    """Gates of all kinds, padding, beams, cached passages, a training step, the pipeline."""
+    """Covers all gate modes, padding, beams, cached passages, a training step and the pipeline."""
     check(tiny_records[name], cases.tiny_cases(tiny[name], name), name)
 
 
@@ -128,13 +128,13 @@ def test_server_of_corpus_equal(tiny, tiny_records, saved):
 
 
 def test_cached_files_answer_equal(tiny, tiny_records, saved):
-    """With other versions of libraries, which are part of a file's key, passages are read again."""
+    """With other versions of libraries, which are part of a file's key, passages are computed again."""
     expected = tiny_records["cached"]
-    found = cases.kept_passages(tiny["separate"], saved / "cached")
+    actual = cases.kept_passages(tiny["separate"], saved / "cached")
     if about() != read("tiny")["about"]:
         counts = expected.keys() & {"hits", "loads", "misses", "cached"}
-        expected, found = ({k: v for k, v in each.items() if k not in counts} for each in (expected, found))
-    check(expected, found, "cached")
+        expected, actual = ({k: v for k, v in record.items() if k not in counts} for record in (expected, actual))
+    check(expected, actual, "cached")
 
 
 # The shipped checkpoint
@@ -152,7 +152,7 @@ def shipped_records() -> dict[str, Any]:
 
 @pytest.mark.default_backbone
 def test_shipped_checkpoint_answers_equal(shipped, shipped_records):
-    """A few questions of each kind."""
+    """A few questions of each section get the recorded answers."""
     for name in cases.SHIPPED_CASES:
         if name in cases.QUICK:
             check(shipped_records[name], cases.SHIPPED_CASES[name](shipped), name)
@@ -162,10 +162,10 @@ def test_shipped_checkpoint_answers_equal(shipped, shipped_records):
 @pytest.mark.default_backbone
 @pytest.mark.parametrize("section", dict.fromkeys(name.partition("/")[0] for name in cases.SHIPPED_CASES))
 def test_shipped_section_answers_equal(shipped, shipped_records, section):
-    """All questions of a kind."""
+    """All questions of a section get the recorded answers."""
     names = [name for name in cases.SHIPPED_CASES if name.partition("/")[0] == section]
-    found = {name: cases.SHIPPED_CASES[name](shipped) for name in names}
-    check({name: shipped_records[name] for name in names}, found, "")
+    actual = {name: cases.SHIPPED_CASES[name](shipped) for name in names}
+    check({name: shipped_records[name] for name in names}, actual, "")
 
 
 @pytest.mark.golden_full
@@ -175,5 +175,5 @@ def test_remote_code_answers_equal(shipped_records):
 
 
 def test_golden_files_are_complete(shipped_records):
-    """No case without a record, and no record without a case."""
+    """Each case has a record, and each record has a case."""
     assert shipped_records.keys() == {*cases.SHIPPED_CASES, "remote"}

@@ -71,7 +71,7 @@ def test_export_of_the_last_stage(stages, exported):
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor, trained[name].to(torch.bfloat16)), name
     assert {p.dtype for _, p in ArcAlignerForCausalLM.from_pretrained(exported).aligner_parameters()} == {torch.float32}
-    assert check_checkpoint(exported).model_type == "arcaligner"  # which a push takes
+    assert check_checkpoint(exported).model_type == "arcaligner"  # so a push accepts it
     text, card = (exported / "recipe.yaml").read_text(), (exported / "README.md").read_text()
     assert list(yaml.safe_load_all(text)) == [yaml.safe_load(recipe) for recipe in RECIPES.values()]
     assert text == "---\n".join(f"{recipe.strip()}\n" for recipe in RECIPES.values())
@@ -108,7 +108,7 @@ def test_results_follow_the_weights(stages, measured, change):
 def test_old_results_go_first(stages, measured, monkeypatch):
     """Results of other weights are removed before the new weights are written."""
     add_to_weights(stages / "3_gating", 1.0)
-    monkeypatch.setattr(export, "write_model_card", Mock(side_effect=KeyboardInterrupt))  # in what is not there yet
+    monkeypatch.setattr(export, "write_model_card", Mock(side_effect=KeyboardInterrupt))  # before the new card
     assert export_to(measured, stages).exit_code != 0 and not (measured / "results.json").exists()
 
 

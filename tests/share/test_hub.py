@@ -1,4 +1,4 @@
-"""A checkpoint goes to the Hub whole, in one commit, or not at all; what stands in the way is said in one line."""
+"""A checkpoint is pushed to the Hub completely, in one commit, or not at all; an error of one line says why."""
 
 import json
 import re
@@ -30,11 +30,11 @@ RECIPE = "stage: grounding\ntrain_files: {hotpotqa/hotpot_qa: 0.5, ../data/train
 
 @dataclass
 class FakeHub:
-    """What `HfApi` reaches: the files of one repository, and what goes wrong there."""
+    """A stand-in for the Hub: the files of one repository, and the errors that its calls raise."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
-    private: bool | None = None  # None: the repository is not there yet
+    private: bool | None = None  # None: the repository does not exist yet
     errors: dict[str, Exception] = field(default_factory=dict)  # by the call that raises it
     endpoint: str = "https://hub"
 
@@ -56,7 +56,7 @@ class FakeHub:
 
     def create_commit(self, repo_id, operations, commit_message):
         self._call("create_commit")
-        assert len({each.path_in_repo for each in operations}) == len(operations)  # else the Hub refuses it
+        assert len({operation.path_in_repo for operation in operations}) == len(operations)  # else refused
         for operation in operations:
             if isinstance(operation, CommitOperationAdd):
                 with operation.as_file() as file:

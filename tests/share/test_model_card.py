@@ -1,4 +1,4 @@
-"""The model card tells what the files beside it do: data, rates, F1, limits, license."""
+"""The model card agrees with the files next to it: data, tokens per slot, F1, limits, license."""
 
 import json
 import shutil
@@ -57,7 +57,7 @@ def config() -> ArcAlignerConfig:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """What a run leaves: recipes, results, a processor that splits German sentences."""
+    """The files of a finished run: recipes, results, and a processor for German sentences."""
     (tmp_path / "recipe.yaml").write_text(RECIPES)
     (tmp_path / "results.json").write_text(json.dumps({"sets": RESULTS}))
     rates = {"tokens_per_slot": 2, "trained_tokens_per_slot": [4, 2, "segment"]}
@@ -99,7 +99,7 @@ def test_card_without_results(config, tmp_path):
 def test_card_installs_the_requirements():
     """The card installs the requirements of the package."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
-    assert all(any(each.startswith(f"{needed},") for each in declared) for needed in REQUIREMENTS)
+    assert all(any(requirement.startswith(f"{needed},") for requirement in declared) for needed in REQUIREMENTS)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_hub_names_and_paths(tmp_path, monkeypatch):
 
 
 def test_few_questions_are_left_out():
-    """A set of few questions is left out, unless no other has more; one that does not say how many stays."""
+    """A data set of few questions is left out unless no other has more; one of unknown size stays."""
     few, many, unsaid = {"questions": 49}, {"questions": 50}, {}
     assert asked_enough({"a": few, "b": many, "c": unsaid}) == {"b": many, "c": unsaid}
     assert asked_enough({"a": few}) == {"a": few}

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of training."""
+"""Fixtures for the tests of training."""
 
 from pathlib import Path
 
@@ -10,13 +10,13 @@ from training_rows import article_rows, write_rows
 
 @pytest.fixture(scope="module")
 def write_recipe(tmp_path_factory, base_model_dir, encoder_dir) -> RecipeWriter:
-    """Writes recipes with a cache of examples of their own."""
+    """Writes recipes whose examples have a cache of their own."""
     return RecipeWriter(tmp_path_factory.mktemp("recipes"), base_model_dir, encoder_dir)
 
 
 @pytest.fixture
 def recipe_file(tmp_path) -> Path:
-    """A recipe of stage II, on questions about articles of which it holds some out."""
+    """A recipe of stage II with questions about articles, some of which are held out."""
     rows = write_rows(tmp_path / "rows.jsonl", [row | {"id": f"town_{row['id']}"} for row in article_rows(60)])
     keys = {"stage": "grounding", "train_files": {rows: 1.0}, "reconstruction_files": {rows: 1.0}, "data_dir": ""}
     path = tmp_path / "recipe.yaml"

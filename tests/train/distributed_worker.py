@@ -43,7 +43,7 @@ def record_and_compute(self, model, inputs, *args, **kwargs):
 
 
 def allowing_fsdp(init):
-    """accelerate shards a model on accelerators only; told that these are some, it does so on CPUs."""
+    """Makes accelerate treat CPUs as accelerators, because it shards a model on accelerators only."""
 
     def init_and_rename(self, *args, **kwargs):
         init(self, *args, **kwargs)

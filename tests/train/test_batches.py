@@ -29,7 +29,7 @@ def example(row_id, head, turns, segments):
         "row_id": row_id,
         "head": [0] * head,
         "turns": turns,
-        "segments": [own | {"word_ends": own["word_ids"]} for own in words],
+        "segments": [segment | {"word_ends": segment["word_ids"]} for segment in words],
         "length": 0,
     }
 
@@ -43,9 +43,9 @@ def some_batches(num_examples=200, batch_tokens=900, num_batches=300, seed=3):
 def test_lengths_count_head_slots_turns(monkeypatch):
     monkeypatch.setattr(module, "EXAMPLES_PER_BLOCK", 2)
     rows = [example("a", 3, [5, 2], [10, 3]), example("b", 1, [4], []), example("c", 0, [1], [7])]
-    found = example_lengths(Dataset.from_list(rows, features=EXAMPLE_FEATURES), [2, 4, "segment"])
+    by_rate = example_lengths(Dataset.from_list(rows, features=EXAMPLE_FEATURES), [2, 4, "segment"])
     expected = {2: [10 + 5 + 2, 5, 1 + 4], 4: [10 + 3 + 1, 5, 1 + 2], "segment": [12, 5, 2]}
-    assert {rate: lengths.tolist() for rate, lengths in found.items()} == expected
+    assert {rate: lengths.tolist() for rate, lengths in by_rate.items()} == expected
 
 
 def test_lengths_of_selected_examples():
@@ -61,9 +61,9 @@ def test_lengths_of_selected_examples():
 @settings(max_examples=60, deadline=None)
 def test_batches_never_exceed_their_tokens(sizes, batch_tokens, num_batches, seed):
     lengths = {2: np.array(sizes), "segment": np.array(sizes) // 2 + 1}
-    found = list(TokenBatches(lengths, [2, "segment"], batch_tokens, num_batches, seed))
-    assert len(found) == num_batches and all(found)
-    for batch in found:
+    batches = list(TokenBatches(lengths, [2, "segment"], batch_tokens, num_batches, seed))
+    assert len(batches) == num_batches and all(batches)
+    for batch in batches:
         (rate,) = {rate for _, rate in batch}
         assert len(batch) * max(lengths[rate][number] for number, _ in batch) <= batch_tokens
 
@@ -76,7 +76,7 @@ def test_batches_are_nearly_full():
         rate = batch[0][1]
         filled[rate].append(sum(lengths[rate][number] for number, _ in batch))
         sizes[rate].append(len(batch))
-    assert all(np.mean(each) > 0.8 * 900 for each in filled.values())
+    assert all(np.mean(sums) > 0.8 * 900 for sums in filled.values())
     assert np.mean(sizes["segment"]) > 3 * np.mean(sizes[2])
 
 
@@ -106,15 +106,15 @@ def test_longest_example_must_fit():
 
 def test_examples_carry_their_rate():
     rated = RatedExamples(Dataset.from_list([{"row_id": "a"}, {"row_id": "b"}]))
-    found = rated.__getitems__([(1, 4), (0, 4)])
-    assert found == [{"row_id": "b", "tokens_per_slot": 4}, {"row_id": "a", "tokens_per_slot": 4}]
-    assert drawn_rate(found, [2]) == 4 and len(rated) == 2
+    examples = rated.__getitems__([(1, 4), (0, 4)])
+    assert examples == [{"row_id": "b", "tokens_per_slot": 4}, {"row_id": "a", "tokens_per_slot": 4}]
+    assert drawn_rate(examples, [2]) == 4 and len(rated) == 2
 
 
 def test_collated_batches_fit(processor):
     """The positions that are counted are those of the batch that the model gets."""
     builder = ExampleBuilder(processor, tokens_per_slot=(2, "segment"))
-    examples = [each for row in question_rows(24) for each in builder.question_examples([row])]
+    examples = [example for row in question_rows(24) for example in builder.question_examples([row])]
     dataset = Dataset.from_list(examples, features=EXAMPLE_FEATURES)
     lengths, rates = example_lengths(dataset, [2, "segment"]), [2, "segment"]
     collate = ContextCollator(processor.context_token_id, 0, processor.encoder.text_tokenizer, rates)
@@ -165,5 +165,5 @@ def test_keys_that_do_not_fit(tmp_path, write_recipe, keys, message):
 
 def test_several_processes_are_refused(tmp_path, write_recipe, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="Start one process"):
+    with pytest.raises(ValueError, match="Start one, or leave `batch_tokens` out"):
         run(write_recipe("grounding", tmp_path / "run", **STEPS))

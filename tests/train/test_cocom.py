@@ -1,4 +1,4 @@
-"""COCOM's design: passages become what the backbone makes of compression tokens behind them, and two runs train it."""
+"""The design of COCOM: the backbone turns passages into states of compression tokens, and two runs train it."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def run(options: list[str]) -> None:
 
 
 def compressing(base_model_dir: Path, tokens_per_slot: int = 4) -> CompressingModel:
-    """Random weights throughout, in float64."""
+    """A compressing model with random weights, in float64."""
     base = AutoModelForCausalLM.from_pretrained(base_model_dir)
     model = CompressingModel.new(base, CocomArguments("base", "file", 1, lora_r=4, tokens_per_slot=tokens_per_slot))
     torch.manual_seed(3)
@@ -47,7 +47,7 @@ def compressing(base_model_dir: Path, tokens_per_slot: int = 4) -> CompressingMo
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, base_model_dir) -> tuple[Path, Path]:
-    """Both runs, which nothing broke."""
+    """The folders of the first and the second run, neither of which was interrupted."""
     folder = tmp_path_factory.mktemp("cocom")
     run(arguments(folder, base_model_dir, folder / "first", asks=False))
     run(arguments(folder, base_model_dir, folder / "second", start_from=str(folder / "first")))
@@ -55,15 +55,14 @@ def runs(tmp_path_factory, base_model_dir) -> tuple[Path, Path]:
 
 
 def test_spans_are_compressed_independently(base_model_dir):
-    """A run's vectors are its own, whatever else is in the batch and however much it is padded, and as many as one for
-    each four tokens; they have the norm of a word."""
+    """The vectors of a span, one for every four tokens with the norm of a word, do not depend on batch or padding."""
     model = compressing(base_model_dir)
     ids = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [14, 15], [16, 17, 18, 19]]
     rows = [{"head": [1], "passages": [ids[0], ids[1]], "tail": [2]}, {"head": [1], "passages": [ids[2]], "tail": [2]}]
     batch = CocomCollator(0, 4)(rows)
     slots = model.compress(batch["run_ids"], batch["run_mask"])
     assert batch["slot_mask"].sum(dim=1).tolist() == [4, 1] and len(slots) == 5
-    alone = [model.compress(torch.tensor([each]), torch.ones(1, len(each), dtype=torch.bool)) for each in ids]
+    alone = [model.compress(torch.tensor([tokens]), torch.ones(1, len(tokens), dtype=torch.bool)) for tokens in ids]
     torch.testing.assert_close(slots, torch.cat(alone), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(slots.norm(dim=1), model.norm.expand(5))
     base = model.model.get_base_model().base_model
@@ -81,7 +80,7 @@ def test_long_passages_are_cut(base_model_dir):
 
 
 def test_slots_replace_passages(base_model_dir):
-    """Prompts are embedded with the compressed passages in order in their places; without passages as they are."""
+    """The compressed passages are in their places in the prompt, in order; a prompt without passages is unchanged."""
     model = compressing(base_model_dir)
     rows = [
         {"head": [1, 2], "passages": [[5, 6, 7]], "tail": [3]},
@@ -100,8 +99,8 @@ def test_slots_replace_passages(base_model_dir):
     torch.testing.assert_close(model.embed(**none), words(torch.tensor([[1, 2]])))
 
 
-def test_examples_ask_or_give_back(tokenizer, processor):
-    """With `asks` the prompt is that of evaluation and the target the answer, else the target is the passages' text."""
+def test_targets_are_answers_or_texts(tokenizer, processor):
+    """With `asks` the prompt is that of evaluation and the target the answer, otherwise the passages' text."""
     (row,) = question_rows(1)
     example = tokenize(row, tokenizer, asks=True)
     parts = apart_text(processor, row)
@@ -123,7 +122,7 @@ def test_long_rows_are_left_out(tmp_path, tokenizer):
 
 
 def test_only_answers_are_learned(base_model_dir, tokenizer):
-    """The loss is that of the target given compressed passages, and reaches LoRA and compression token alone."""
+    """The loss is that of the target after compressed passages, and trains LoRA and compression token only."""
     model = compressing(base_model_dir).train()
     examples = [tokenize(row, tokenizer, asks=True) for row in question_rows(3)]
     batch = CocomCollator(0, 4)(examples)
@@ -141,7 +140,7 @@ def test_only_answers_are_learned(base_model_dir, tokenizer):
 
 
 def test_two_runs_train_and_load(runs, base_model_dir):
-    """The second run goes on from the first; both change what they train; what is written answers as what was kept."""
+    """The second run continues the first, both train their parameters, and a saved model answers as before."""
     base = [AutoModelForCausalLM.from_pretrained(base_model_dir) for _ in range(3)]
     new = CompressingModel.new(base[0], CocomArguments("base", "file", 1, lora_r=4)).state_dict()
     first, second = (CompressingModel.load(model, folder) for model, folder in zip(base[1:], runs, strict=True))

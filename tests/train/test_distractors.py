@@ -20,24 +20,24 @@ def texts(passages):
     return [passage["text"] for passage in passages]
 
 
-def nearest_of(told):
+def nearest_of(titles):
     """Passages, titles by texts, that no question is about."""
-    passages = [{"title": title, "text": text} for text, title in told.items()]
+    passages = [{"title": title, "text": text} for text, title in titles.items()]
     return NearestPassages([{"question": "", "answers": [], "passages": passages, "gold": []}]), passages
 
 
 def test_nearest_without_answer():
     """The nearest passages come first, contain no answer, and are of the same article if requested."""
-    told = ["The tower of Oslo is tall.", "Oslo has a tower.", "A tower.", "Nothing."]
-    found, passages = nearest_of(dict.fromkeys(told, ""))
-    assert texts(found.without_answer("the tower of oslo", ["tall"], [], 2)) == told[1:3]
-    assert texts(found.without_answer("the tower of oslo", ["x"], passages[1:2], 1)) == told[:1]
-    assert found.without_answer("?", ["x"], [], 3) == []
-    found, passages = nearest_of({told[0]: "Oslo", "Oslo is old.": "Oslo", "The tower of Oslo burned.": "Norway"})
-    asked = "the tower of oslo", ["tall"], passages[:1], 3
-    assert texts(found.without_answer(*asked)) == ["The tower of Oslo burned.", "Oslo is old."]
-    assert texts(found.without_answer(*asked, in_article=True)) == ["Oslo is old."]
-    assert found.without_answer("fjord", ["x"], passages[:1], 3, in_article=True) == []  # no word in common
+    sentences = ["The tower of Oslo is tall.", "Oslo has a tower.", "A tower.", "Nothing."]
+    index, passages = nearest_of(dict.fromkeys(sentences, ""))
+    assert texts(index.without_answer("the tower of oslo", ["tall"], [], 2)) == sentences[1:3]
+    assert texts(index.without_answer("the tower of oslo", ["x"], passages[1:2], 1)) == sentences[:1]
+    assert index.without_answer("?", ["x"], [], 3) == []
+    index, passages = nearest_of({sentences[0]: "Oslo", "Oslo is old.": "Oslo", "The tower of Oslo burned.": "Norway"})
+    arguments = "the tower of oslo", ["tall"], passages[:1], 3
+    assert texts(index.without_answer(*arguments)) == ["The tower of Oslo burned.", "Oslo is old."]
+    assert texts(index.without_answer(*arguments, in_article=True)) == ["Oslo is old."]
+    assert index.without_answer("fjord", ["x"], passages[:1], 3, in_article=True) == []  # no word in common
 
 
 def test_row_keeps_its_passages(corpus, nearest):
@@ -59,7 +59,7 @@ def test_distractors_depend_on_seed(corpus, nearest, share, expected):
     """A share of the rows gets distractors, which depend on seed and row only."""
     rows = [corpus[number % 8] | {"id": str(number), "question": "passage"} for number in range(400)]
     mixed = [nearest.mixed([row], share, seed=0) for row in rows]
-    number = sum(found != row["passages"] for row, found in zip(rows, mixed, strict=True))
+    number = sum(passages != row["passages"] for row, passages in zip(rows, mixed, strict=True))
     assert abs(number - expected) < 30
     assert mixed[::-1] == [nearest.mixed([row], share, seed=0) for row in reversed(rows)]
     assert share == 0.0 or mixed != [nearest.mixed([row], share, seed=1) for row in rows]
@@ -81,11 +81,12 @@ def test_unneeded_passages_are_distractors(nearest):
     for seed in range(20):
         mixed = nearest.mixed([row], 1.0, seed)
         assert {"Text 3.", "Text 7."} < set(texts(mixed)) <= set(texts(passages)) and len(mixed) <= 6
-    assert own_passages(row) == ([passages[3], passages[7]], [each for each in passages if each["text"][5] not in "37"])
+    others = [passage for passage in passages if passage["text"][5] not in "37"]
+    assert own_passages(row) == ([passages[3], passages[7]], others)
 
 
 @pytest.mark.parametrize(
-    "text, answers, found",
+    "text, answers, expected",
     [
         ("It is in ROME, Italy.", ["Rome"], True),
         ("It is in Italy.", ["Lima", "italy"], True),
@@ -95,6 +96,6 @@ def test_unneeded_passages_are_distractors(nearest):
         ("Romeo came.", ["Rome"], False),
     ],
 )
-def test_answers_match_whole_words(text, answers, found):
-    assert contains_answer({"title": "", "text": text}, answers) is found
-    assert contains_answer({"title": text, "text": ""}, answers) is found
+def test_answers_match_whole_words(text, answers, expected):
+    assert contains_answer({"title": "", "text": text}, answers) is expected
+    assert contains_answer({"title": text, "text": ""}, answers) is expected

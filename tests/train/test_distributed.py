@@ -36,7 +36,7 @@ def free_port() -> int:
 
 
 def launch(config: Path, runs: list[dict], folder: Path) -> list[list[dict]]:
-    """Runs `runs` in two processes; the reports of each process on each run."""
+    """Runs `runs` in two processes; returns the reports of each process on each run."""
     (folder / "runs.json").write_text(json.dumps(runs))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--num_processes", "2"]
     command += ["--main_process_port", str(free_port()), str(WORKER), str(folder / "runs.json"), str(folder)]
@@ -71,7 +71,7 @@ def test_two_processes_equal_one(runs):
     """Two processes train as one with the same rows."""
     for key in ("loss", "grad_norm"):
         entries = (logs(runs.root / f"grounding-{processes}", key) for processes in (2, 1))
-        two, one = (torch.tensor([entry[key] for entry in each]) for each in entries)
+        two, one = (torch.tensor([entry[key] for entry in run_entries]) for run_entries in entries)
         # Rounding of other kernels grows over four steps at this learning rate: 1.5e-5 on a CPU with avx512_bf16.
         torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
     assert (one.diff().abs() > 1e-3).all()
@@ -118,7 +118,7 @@ def test_first_process_writes(runs, write_recipe):
 
 
 def test_sharded_model_trains(runs, write_recipe, tmp_path):
-    """A sharded model trains, resumes and is saved like any other."""
+    """A sharded model trains, resumes and is saved as any other."""
     arguments = write_recipe("grounding", tmp_path / "run", **LONG)
     plan = [{"arguments": arguments, "interrupt_at": 5}, {"arguments": arguments}]
     interrupted, resumed = launch(CONFIGS / "fsdp2.yaml", plan, tmp_path)
@@ -126,11 +126,11 @@ def test_sharded_model_trains(runs, write_recipe, tmp_path):
     assert [report["rows"] for report in resumed] == [report["rows"][4:] for report in runs.reports["whole"]]
     assert not resumed[1]["written"]
     for folder in ("checkpoint-8", "."):
-        whole, own = runs.root / "whole" / folder, tmp_path / "run" / folder
-        torch.testing.assert_close(parameters(own), parameters(whole), rtol=1e-4, atol=1e-6)
-        more = {path.name for path in own.iterdir()} - {path.name for path in whole.iterdir()}
+        whole, sharded = runs.root / "whole" / folder, tmp_path / "run" / folder
+        torch.testing.assert_close(parameters(sharded), parameters(whole), rtol=1e-4, atol=1e-6)
+        more = {path.name for path in sharded.iterdir()} - {path.name for path in whole.iterdir()}
         assert more <= {"pytorch_model_fsdp.bin", "optimizer.bin"}
-        configs = [json.loads((each / "config.json").read_text()) for each in (whole, own)]
+        configs = [json.loads((run_folder / "config.json").read_text()) for run_folder in (whole, sharded)]
         for config in configs:
             del config["digests"]["model.safetensors"]  # they are close, not equal
         assert configs[0] == configs[1]

@@ -48,7 +48,7 @@ def builder(processor):
 
 
 def targets(processor, example) -> list[str]:
-    """What the assistant is to say in each turn."""
+    """The text that the assistant should write in each turn."""
     return [processor.decode([label for label in turn["labels"] if label != -100]) for turn in example["turns"]]
 
 
@@ -76,17 +76,17 @@ def test_questions_become_turns(processor, builder):
     rows = [row | {"passages": question_rows(1)[0]["passages"]} for row in question_rows(5)]
     (together,) = builder.question_examples(rows)
     alone = [next(builder.question_examples([row])) for row in rows]
-    assert together["turns"] == [each["turns"][0] for each in alone]
-    assert all((each["head"], each["segments"]) == (together["head"], together["segments"]) for each in alone)
+    assert together["turns"] == [example["turns"][0] for example in alone]
+    assert all((example["head"], example["segments"]) == (together["head"], together["segments"]) for example in alone)
     one = together["length"] - sum(len(turn["input_ids"]) for turn in together["turns"][1:])
     assert one == alone[0]["length"]
     for limit, sizes in ((together["length"], [5]), (together["length"] - 1, [4, 1]), (one, [1] * 5), (1, [1] * 5)):
-        found = list(ExampleBuilder(processor, max_segments=2, max_tokens=limit).question_examples(rows))
-        assert [len(example["turns"]) for example in found] == sizes
-        assert [turn for example in found for turn in example["turns"]] == together["turns"]
-        assert len({example["row_id"] for example in found}) == len(found)
-        assert all(example["segments"] == together["segments"] for example in found)
-        assert limit in (1, one) or max(example["length"] for example in found) <= limit
+        examples = list(ExampleBuilder(processor, max_segments=2, max_tokens=limit).question_examples(rows))
+        assert [len(example["turns"]) for example in examples] == sizes
+        assert [turn for example in examples for turn in example["turns"]] == together["turns"]
+        assert len({example["row_id"] for example in examples}) == len(examples)
+        assert all(example["segments"] == together["segments"] for example in examples)
+        assert limit in (1, one) or max(example["length"] for example in examples) <= limit
 
 
 def test_finest_rate_decides_lengths(processor):
@@ -101,7 +101,7 @@ def test_finest_rate_decides_lengths(processor):
 def test_inconsistent_template_is_refused(builder, processor, monkeypatch):
     """A template that renders the prompt in two ways is refused."""
     plain = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
-    monkeypatch.setattr(processor, "chat_template", plain)  # which ends no turn, so that EOS is added
+    monkeypatch.setattr(processor, "chat_template", plain)  # this template ends no turn, so EOS is added
     (example,) = builder.question_examples(question_rows(1))
     assert processor.decode(example["turns"][0]["input_ids"]).endswith("it?<|im_end|>")
     monkeypatch.setattr(processor, "chat_template", plain + "{% if add_generation_prompt %}?{% endif %}")
@@ -109,11 +109,11 @@ def test_inconsistent_template_is_refused(builder, processor, monkeypatch):
         list(builder.question_examples(question_rows(1)))
 
 
-# Texts to read back
+# Texts to reconstruct
 
 
 def test_templates_are_the_papers():
-    """Templates are the paper's, fixed by the id and used about equally."""
+    """Templates are those of the paper, chosen by the id and used about equally often."""
     assert tuple(f"{before}[B]{after} [T]." for before, after in RECONSTRUCTION_TEMPLATES) == TEMPLATES
     # Written out: another hash would change every training set, and `hash` does so in each process.
     assert stable_number("recon_train_0", 1000) == 200
@@ -133,11 +133,12 @@ def test_reconstruction_of_each_segment(processor):
             before, after = choose_template(f"{row['id']}:0:{passage['text'].index(text)}")
             assert processor.decode(example["head"]) == f"<|im_start|>user\n{before}"
             turn = f"{after}<|im_end|>\n<|im_start|>assistant\n{text}<|im_end|>"
-            assert [processor.decode(each["input_ids"]) for each in example["turns"]] == [turn]
+            assert [processor.decode(encoded["input_ids"]) for encoded in example["turns"]] == [turn]
             texts.append(text)
         assert " ".join(texts) == passage["text"]
-        read = [segment["encoder_text"] for example in examples for segment in example["segments"]]
-        assert read == encoder_texts(processor.slot_encoder.segment_documents(row["passages"]), row["passages"])
+        segment_texts = [segment["encoder_text"] for example in examples for segment in example["segments"]]
+        segments = processor.slot_encoder.segment_documents(row["passages"])
+        assert segment_texts == encoder_texts(segments, row["passages"])
         sizes |= {len(example["segments"]) for example in examples}
     assert sizes == {1, 2, 3}
 
@@ -145,23 +146,23 @@ def test_reconstruction_of_each_segment(processor):
 def test_second_turn_continues(processor):
     """A second turn continues with the next segment."""
     row = passage_rows(1)[0]
-    builders = (ExampleBuilder(processor, continues=each) for each in (False, True))
+    builders = (ExampleBuilder(processor, continues=continues) for continues in (False, True))
     plain, examples = (list(builder.reconstruction_examples([row])) for builder in builders)
     texts = [segment.text + "<|im_end|>" for segment in processor.slot_encoder.segment_documents(row["passages"])]
-    assert [targets(processor, each) for each in examples] == [texts[:2], texts[1:], texts[2:]]
+    assert [targets(processor, example) for example in examples] == [texts[:2], texts[1:], texts[2:]]
     for example, without in zip(examples, plain, strict=True):
         assert all(example[key] == without[key] for key in ("head", "segments"))
         assert example["turns"][0] == without["turns"][0]
-    asked = processor.decode(examples[0]["turns"][1]["input_ids"])
-    assert asked.startswith(f"{CONTINUATION}<|im_end|>\n<|im_start|>assis")
+    second_turn = processor.decode(examples[0]["turns"][1]["input_ids"])
+    assert second_turn.startswith(f"{CONTINUATION}<|im_end|>\n<|im_start|>assis")
 
 
-# Which rows
+# The choice of rows
 
 
 @dataclass
 class OneExample:
-    """A stand-in for a builder: one example for rows that share their passages, as long as the first question."""
+    """A builder that makes one example from rows with the same passages, with the length of the first question."""
 
     max_tokens: int | None = None
     drawn: list[list[dict]] = field(default_factory=list)  # the rows of each example
@@ -187,7 +188,7 @@ class OneExample:
 
 @pytest.fixture
 def selector(tmp_path):
-    """A selector of sources, a file or rows that become one, by a recipe with other keys."""
+    """Makes a selector from sources (files, or rows that are written to one) and changed keys of the recipe."""
 
     def selector(sources, limit=None, builder=None, seed=0, num_proc=None, **changes):
         keys = {"stage": "grounding", "model_name_or_path": "base", "data_dir": ""}
@@ -220,8 +221,8 @@ def test_mixture_keeps_shares(select, tmp_path):
     assert counts(16, 3.0, 1.0) == [12, 4]
     for limit in (30, None):  # a short file shrinks the mixture but keeps its shares
         assert counts(limit, 1.0, 1.0) == [6, 6]
-    found = [list(select(files[0], 8, seed=seed)["row_id"]) for seed in (0, 0, 1)]
-    assert found[0] == found[1] != found[2] and found[0] != [f"many-row-{number}" for number in range(8)]
+    id_lists = [list(select(files[0], 8, seed=seed)["row_id"]) for seed in (0, 0, 1)]
+    assert id_lists[0] == id_lists[1] != id_lists[2] and id_lists[0] != [f"many-row-{number}" for number in range(8)]
     with pytest.raises(ValueError, match="No examples"):
         select(files[0], 8, OneExample(max_tokens=1))
     with pytest.raises(ValueError, match="positive weights"):
@@ -237,7 +238,7 @@ def two_files(tmp_path):
 
 
 def test_oversampled_rows_are_used_again(select, two_files, caplog):
-    """All of a source before any of its rows comes again, so that the shares stay."""
+    """All rows of a source are used before one is used again, so that the shares stay."""
     with caplog.at_level(logging.INFO):
         names = select(dict.fromkeys(two_files, 1.0), oversample=True)["row_id"][:]
     few = Counter(name for name in names if name.startswith("few"))
@@ -259,11 +260,11 @@ def test_oversampled_rows_get_other_distractors(select, two_files, tmp_path):
     for (row,) in builder.drawn:
         if row["id"] in CITIES:
             passages[row["id"]].add(tuple(passage["text"] for passage in row["passages"]))
-    assert passages.keys() == set(CITIES) and all(len(own) > 1 for own in passages.values())
+    assert passages.keys() == set(CITIES) and all(len(choices) > 1 for choices in passages.values())
 
 
 def test_row_too_long_a_second_time(selector, two_files, monkeypatch):
-    """Such a source cannot be used again, which is said instead of trying forever."""
+    """A source whose rows cannot be used a second time is an error, not an endless loop."""
     takes = selector(dict.fromkeys(two_files, 1.0), oversample=True)
     original = ExampleSelector._take
 
@@ -299,7 +300,7 @@ def test_long_examples_are_replaced(select, tmp_path, caplog):
 
 
 def test_incomplete_rows_are_reported(select, tmp_path, caplog):
-    """Rows without a part are left out and reported in a line without control characters."""
+    """Incomplete rows are left out, and reported in one line without control characters."""
     rows = question_rows(16)
     rows[1]["question"], rows[2]["passages"], rows[3]["passages"][0]["text"] = " ", [], "\n"
     for row in rows[7:]:
@@ -329,7 +330,7 @@ def test_passage_words_cut_texts(select, tmp_path):
 )
 def test_same_passages_share_example(select, max_questions, sizes):
     rows = question_rows(13)
-    rows[12]["passages"] = [rows[12]["passages"][0] | {"title": "Another"}]  # so they are not the same
+    rows[12]["passages"] = [rows[12]["passages"][0] | {"title": "Another"}]  # so the two differ
     examples = select(rows, max_questions=max_questions)
     groups = [ids.split(",") for ids in examples["row_id"]]
     assert sorted(map(len, groups)) == sizes and ["row-12"] in groups
@@ -339,15 +340,15 @@ def test_same_passages_share_example(select, max_questions, sizes):
 
 def test_shared_distractors(select):
     """Questions that share an example share distractors that answer none of them."""
-    own = [{"title": "", "text": "A text of two questions."}]
-    rows = [row | {"passages": own, "question": "Which second passage?"} for row in city_rows(CITIES[:2])]
+    shared_passages = [{"title": "", "text": "A text of two questions."}]
+    rows = [row | {"passages": shared_passages, "question": "Which second passage?"} for row in city_rows(CITIES[:2])]
     builder = OneExample()
     for seed in range(4):  # in some, the question whose answer is Rome comes second
         select([*rows, *city_rows(CITIES[2:])], builder=builder, seed=seed, max_questions=2, distractors=1.0)
     shared = [group for group in builder.drawn if group[0]["id"] in CITIES[:2]]
     for first, second in shared:
-        assert first["passages"] == second["passages"] and own[0] in first["passages"]
-        others = [passage for passage in first["passages"] if passage not in own]
+        assert first["passages"] == second["passages"] and shared_passages[0] in first["passages"]
+        others = [passage for passage in first["passages"] if passage not in shared_passages]
         # The first passages of the other cities name Rome, too.
         assert 1 <= len(others) <= 4 and all(passage["text"].startswith("A second passage") for passage in others)
     assert {group[0]["id"] for group in shared} == set(CITIES[:2])
@@ -355,7 +356,7 @@ def test_shared_distractors(select):
 
 @pytest.mark.parametrize("max_questions, joined", [(1, 0), (2, 3)])
 def test_questions_about_distractors(select, max_questions, joined):
-    """A question about each distractor joins if questions share an example."""
+    """If questions share an example, a question about each distractor is added."""
     rows = question_rows(8)
     for number, row in enumerate(rows):
         row |= {"id": str(number), "question": f"Which text has number {number}?", "answers": [f"n{number}"]}
@@ -364,10 +365,10 @@ def test_questions_about_distractors(select, max_questions, joined):
     select(rows, builder=builder, max_questions=max_questions, distractors=1.0, max_distractors=3)
     assert max(len(group) - 1 for group in builder.drawn) == joined
     for group in builder.drawn:
-        told = {passage["text"] for passage in group[0]["passages"]}
-        assert 2 <= len(told) <= 4 and all(row["passages"] == group[0]["passages"] for row in group)
-        asked = {f"The text has the number {row['answers'][0]}." for row in group}
-        assert asked == told if joined else len(asked) == 1 and asked < told
+        texts = {passage["text"] for passage in group[0]["passages"]}
+        assert 2 <= len(texts) <= 4 and all(row["passages"] == group[0]["passages"] for row in group)
+        questioned = {f"The text has the number {row['answers'][0]}." for row in group}
+        assert questioned == texts if joined else len(questioned) == 1 and questioned < texts
 
 
 def titles(examples):
@@ -407,15 +408,15 @@ def test_examples_are_cached(select, tmp_path, processor, monkeypatch):
     monkeypatch.setattr(module._ExampleMaker, "__call__", refuse)
     path = str(tmp_path / "rows.jsonl")
     assert select(path, builder=ExampleBuilder(copy.deepcopy(processor))).to_dict() == made.to_dict()
-    asked = [(processor, {"distractors": 1.0}), (processor, {"seed": 1})]
+    variants = [(processor, {"distractors": 1.0}), (processor, {"seed": 1})]
     changes = {"sentences_per_segment": 0.5, "spacy_model": "de", "context_token_id": 999}
     changes |= {"encoder_name_or_path": "org/another", "chat_template": "{% for m in messages %}{{ m }}{% endfor %}"}
     for name, value in changes.items():
-        asked.append((copy.deepcopy(processor), {}))
-        setattr(asked[-1][0], name, value)
-    asked.append((copy.deepcopy(processor), {}))
-    asked[-1][0].tokenizer.add_tokens(["sentence"])
-    for other, keys in asked:
+        variants.append((copy.deepcopy(processor), {}))
+        setattr(variants[-1][0], name, value)
+    variants.append((copy.deepcopy(processor), {}))
+    variants[-1][0].tokenizer.add_tokens(["sentence"])
+    for other, keys in variants:
         with pytest.raises(AssertionError, match="made before"):
             select(path, builder=ExampleBuilder(other), **keys)
     with pytest.raises(AssertionError, match="made before"):
@@ -431,12 +432,12 @@ def test_stopped_run_continues(select, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         select(path)
     assert len(list((tmp_path / "examples").glob("*.arrow"))) == 2
-    monkeypatch.setenv("STOP_AT", whole["row_id"][2])  # a row of the first block: it must not be asked again
+    monkeypatch.setenv("STOP_AT", whole["row_id"][2])  # a row of the first block, which must not be used again
     assert select(path).to_dict() == whole.to_dict()
 
 
 def row_by_row(made: ExampleSelector, source: str) -> list[dict]:
-    """The examples of a source, of one row after another and nothing remembered."""
+    """The examples of a source, made row by row without a cache."""
     recipe, builder, corpus = made.recipe, made.builder, list(open_part(made.recipe, source, held_out=False))
     nearest, examples = NearestPassages(corpus), []
     for numbers in made._order(open_part(recipe, source, held_out=False)):
@@ -445,11 +446,11 @@ def row_by_row(made: ExampleSelector, source: str) -> list[dict]:
             passages = nearest.mixed(rows, recipe.distractors, made.seed, recipe.max_distractors)
             rows += [corpus[number] for number in nearest.questions_about(passages, rows[0], made.seed)]
             examples += builder.question_examples([row | {"passages": passages} for row in rows])
-    return [each for each in examples if each["length"] <= builder.max_tokens]
+    return [example for example in examples if example["length"] <= builder.max_tokens]
 
 
 def test_blocks_hold_plain_examples(selector, tmp_path, processor, monkeypatch):
-    """Of blocks, with passages and questions remembered, the examples are those of one row after another."""
+    """Blocks, which cache passages and questions, have the examples that are made row by row."""
     monkeypatch.setattr(module, "ROWS_PER_BLOCK", 16)
     rows = [*article_rows(20, questions=3), *question_rows(8), *city_rows(CITIES)]
     rows[5]["answers"], rows[11]["question"] = [], ""
@@ -460,12 +461,12 @@ def test_blocks_hold_plain_examples(selector, tmp_path, processor, monkeypatch):
     made = selector(path, builder=builder, **keys)
     examples = made.training_examples().to_list()
     assert examples == row_by_row(made, path) and len(examples) > 2 * 16
-    assert {len(each["turns"]) for each in examples} >= {1, 2, 3}
+    assert {len(example["turns"]) for example in examples} >= {1, 2, 3}
 
 
 def test_processes_make_equal_examples(select, tmp_path, processor):
     rows, builder = question_rows(12), ExampleBuilder(processor)
-    rows[3]["answers"] = []  # in its place, too, with no example
+    rows[3]["answers"] = []  # also in its place, without an example
     one = select(rows, builder=builder)
     for number in (2, 16):  # some of which have no rows
         several = select(rows, builder=builder, num_proc=number, examples_cache_dir=str(tmp_path / str(number)))
@@ -481,7 +482,7 @@ def test_makers_can_be_pickled(selector, tmp_path, processor):
 
 
 def test_collector_rests_and_returns(selector, tmp_path, processor, monkeypatch):
-    """Garbage is not collected while a block is made, and again after it, whole or failed."""
+    """Garbage collection is off while a block is made, and on again after it, also after an error."""
     path, seen = write_rows(tmp_path / "rows.jsonl", question_rows(2)), []
     _, maker, order = selector(path, builder=ExampleBuilder(processor))._prepare(path, None, False)
 
@@ -497,7 +498,7 @@ def test_collector_rests_and_returns(selector, tmp_path, processor, monkeypatch)
 
 @pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
 def test_cut_cache_is_made_again(select, tmp_path, caplog, part):
-    """A file of examples that is cut off, as by a full disk, is no error and loses no example."""
+    """A truncated file of examples, as after a full disk, is made again and loses no example."""
     path, cache = write_rows(tmp_path / "rows.jsonl", question_rows(6)), tmp_path / "examples"
     expected = list(select(path, examples_cache_dir=str(cache)))
     (block,) = cache.glob("*.arrow")
@@ -507,7 +508,7 @@ def test_cut_cache_is_made_again(select, tmp_path, caplog, part):
 
 
 def test_missing_examples_name_the_reason(select, tmp_path):
-    """A misspelt key is named, not the limits."""
+    """If there are no examples because of a misspelt key, the error names the key and not the limits."""
     rows = [{key: row[key] for key in ("id", "question", "passages")} | {"answer": "Ada"} for row in question_rows(3)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     with pytest.raises(ValueError, match=rf"No examples in {path}: 3 without an answer\. .* keys \['id', 'question', "):
@@ -522,14 +523,14 @@ def test_unwritable_cache_is_named(select, tmp_path):
 
 
 class NoMaker:
-    """Stands for what makes examples in a process."""
+    """A maker of examples that makes none."""
 
     def remembering(self):
         return self
 
 
 def test_processes_tokenize_alone(monkeypatch):
-    """A forked process that tokenized in several threads would wait for those of its parent."""
+    """A forked process tokenizes in one thread: several would wait for threads of its parent."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     with ProcessPoolExecutor(1, initializer=module._set_maker, initargs=(NoMaker(),)) as process:
         assert process.submit(os.getenv, "TOKENIZERS_PARALLELISM").result() == "false"

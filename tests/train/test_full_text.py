@@ -1,4 +1,4 @@
-"""The upper bound learns answers only, from the very prompt that the report asks with, and survives a kill."""
+"""The upper bound learns answers only, from the prompt of the evaluation, and continues after a kill."""
 
 from pathlib import Path
 
@@ -44,35 +44,35 @@ def of_file(path: str, **limits) -> FullTextArguments:
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory, base_model_dir) -> Path:
-    """The folder of a run that nothing broke."""
+    """The folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("full_text")
     run(arguments(folder, base_model_dir, folder / "whole"))
     return folder / "whole"
 
 
 def prompt_of(tokenizer, row) -> str:
-    asked = [{"role": "user", "content": full_text(row)}]
-    return tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    messages = [{"role": "user", "content": full_text(row)}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def test_answers_are_learned(tokenizer, monkeypatch):
-    """The prompt is read, and the answer is learned."""
+    """Labels are those of the answer only; the prompt has none."""
     for template in (tokenizer.chat_template, TEMPLATE.read_text("utf-8")):
         monkeypatch.setattr(tokenizer, "chat_template", template)
         for row in question_rows(3):
             example = tokenize(row, tokenizer)
-            asked = tokenizer(prompt_of(tokenizer, row), add_special_tokens=False)["input_ids"]
-            target = example["input_ids"][len(asked) :]
-            assert example["input_ids"][: len(asked)] == asked
-            assert example["labels"] == [-100] * len(asked) + target
+            prompt_ids = tokenizer(prompt_of(tokenizer, row), add_special_tokens=False)["input_ids"]
+            target = example["input_ids"][len(prompt_ids) :]
+            assert example["input_ids"][: len(prompt_ids)] == prompt_ids
+            assert example["labels"] == [-100] * len(prompt_ids) + target
             assert tokenizer.decode(target) == row["answers"][0] + "<|im_end|>"
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages | length }}{{ messages[0]['content'] }}")
     with pytest.raises(ValueError, match="Row row-0: the conversation .*chat_template_path"):
         tokenize(question_rows(1)[0], tokenizer)
 
 
-def test_rows_that_are_taken(tmp_path, tokenizer):
-    """They are shuffled, and those too long or incomplete are left out."""
+def test_unusable_rows_are_dropped(tmp_path, tokenizer):
+    """Rows are shuffled, and long or incomplete ones are left out."""
     rows = question_rows(6)
     rows[0]["answers"], rows[1]["question"], rows[2]["passages"] = [], " ", []
     rows[3]["passages"][0]["text"] *= 100
@@ -88,7 +88,7 @@ def test_rows_that_are_taken(tmp_path, tokenizer):
 
 
 def test_interrupted_run_continues(tmp_path, base_model_dir, whole_run, caplog):
-    """It ends as if unbroken, and is then left alone."""
+    """An interrupted run ends as an uninterrupted one, and is not trained again."""
     options = arguments(tmp_path, base_model_dir, tmp_path / "run")
     run_until(1, options, run, SFTTrainer)
     assert not (tmp_path / "run" / "adapter_config.json").exists()
@@ -109,7 +109,7 @@ def test_interrupted_run_continues(tmp_path, base_model_dir, whole_run, caplog):
 
 
 def test_shipped_recipes_match_stage_two():
-    """They have its data and its template, and differ in how passages are read."""
+    """The shipped recipes have the data and the template of stage II; they differ in how passages are read."""
     names = ("1_reconstruction", "2_grounding", "full_text", "full_text_apart")
     paths = [RECIPES / "smollm2_135m" / f"{name}.yaml" for name in names]
     first, second, joint, apart = (yaml.safe_load(path.read_text("utf-8")) for path in paths)
@@ -117,15 +117,15 @@ def test_shipped_recipes_match_stage_two():
     assert recipe.train_file in second["train_files"]
     assert recipe.model_name_or_path == first["model_name_or_path"]
     assert args.chat_template_path == first["chat_template_path"]
-    own = {"output_dir", "passage_attention", "distractors", "max_tokens"}
-    assert {key for key in joint | apart if joint.get(key) != apart.get(key)} == own
+    differing = {"output_dir", "passage_attention", "distractors", "max_tokens"}
+    assert {key for key in joint | apart if joint.get(key) != apart.get(key)} == differing
 
 
-# Passages apart
+# Independent passages
 
 
 def test_passages_are_tokenized_separately(tokenizer):
-    """Between the parts of the prompt."""
+    """Each passage is tokenized by itself, between the parts of the prompt."""
     row = question_rows(3)[1]
     row["passages"] += question_rows(3)[2]["passages"]
     row["passages"][1]["title"] = ""
@@ -143,7 +143,7 @@ def test_passages_are_tokenized_separately(tokenizer):
 
 
 def test_independent_passages_in_a_batch(base_model_dir, tokenizer):
-    """The loss of a row is that of its answer after keys and values of passages that were read one by one."""
+    """The loss of a row is that of its answer after the keys and values of passages that were prefilled one by one."""
     model = AutoModelForCausalLM.from_pretrained(base_model_dir, dtype=torch.float32).eval()
     rows = question_rows(4)
     rows[0]["passages"] += rows[1]["passages"] + rows[2]["passages"]
@@ -157,12 +157,12 @@ def test_independent_passages_in_a_batch(base_model_dir, tokenizer):
             whole, longest = DynamicCache(config=model.config), 0
             for number in range(max(numbers) + 1):
                 cache = model(ids[:, :start], use_cache=True).past_key_values
-                own = [place for place, each in enumerate(numbers) if each == number]
-                cache = model(ids[:, own], past_key_values=cache).past_key_values
-                longest = max(longest, len(own))
-                for layer, each in enumerate(cache.layers):
+                places = [place for place, passage_id in enumerate(numbers) if passage_id == number]
+                cache = model(ids[:, places], past_key_values=cache).past_key_values
+                longest = max(longest, len(places))
+                for layer, cached in enumerate(cache.layers):
                     skipped = start if number else 0
-                    whole.update(each.keys[:, :, skipped:], each.values[:, :, skipped:], layer)
+                    whole.update(cached.keys[:, :, skipped:], cached.values[:, :, skipped:], layer)
             positions = torch.arange(len(numbers) - end)[None] + start + longest
             expected = model(ids[:, end:], past_key_values=whole, position_ids=positions).logits
             torch.testing.assert_close(logits[row, end : len(numbers)], expected[0], rtol=0, atol=1e-4)
@@ -178,7 +178,7 @@ def test_run_leaves_a_trained_lora(tmp_path, base_model_dir, whole_run):
 
 
 def test_makers_learn_whole_questions(tmp_path, tokenizer):
-    """Natural Questions' have no question mark; a reader learns to answer them."""
+    """A maker of questions leaves out questions without a question mark; a reader learns to answer them."""
     rows = question_rows(6)
     rows[2]["question"] = rows[2]["question"].rstrip("?")
     path = write_rows(tmp_path / "rows.jsonl", rows)
@@ -188,7 +188,7 @@ def test_makers_learn_whole_questions(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("name", ["full_text", "full_text_apart", "question_maker"])
 def test_baselines_use_no_checkpointing(name):
-    """By either of transformers' names, of which older versions know one only."""
+    """Checkpointing is off under both of its names in transformers; older versions know only one of them."""
     path = RECIPES / "smollm2_135m" / f"{name}.yaml"
     _, args, _ = parse_recipe(script.SCRIPT, script.KINDS, ["--config", str(path), "--bf16", "false"])
     assert not args.gradient_checkpointing

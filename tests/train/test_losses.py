@@ -39,7 +39,7 @@ def test_frozen_head_loss(monkeypatch, settings, bias, rows_at_a_time):
 def test_trained_head_is_refused():
     """A trained head and a second derivative are refused."""
     states, targets = torch.randn(4, 6, requires_grad=True), torch.randint(11, (4,))
-    with pytest.raises(ValueError, match="the head is to be trained"):
+    with pytest.raises(ValueError, match="computes no gradient for the head, but the head requires one"):
         head_nll(states, targets, nn.Linear(6, 11), PreTrainedConfig())
     loss = head_nll(states, targets, nn.Linear(6, 11).requires_grad_(False), PreTrainedConfig()) ** 2
     (gradient,) = torch.autograd.grad(loss, states, create_graph=True)
@@ -101,10 +101,10 @@ def test_spans_share_the_tokens(processor):
     ends = [len(title) + end for end in (14, 15, 40, len(text))]  # the second run is a space, without a token
     model = processor.encoder.model.eval()
     runs = processor.encoder.encode_runs([title + text], [len(title)], [ends])
-    read = model.tokenizer(title + text, return_offsets_mapping=True, return_tensors="pt")
-    offsets = read.pop("offset_mapping")[0]
+    encoded = model.tokenizer(title + text, return_offsets_mapping=True, return_tensors="pt")
+    offsets = encoded.pop("offset_mapping")[0]
     with torch.no_grad():
-        states = model[0](dict(read))["token_embeddings"][0]
+        states = model[0](dict(encoded))["token_embeddings"][0]
     is_own = offsets[:, 1] > offsets[:, 0]  # the token stands for something
     states, middles = states[is_own], offsets[is_own].float().mean(dim=1)
     for run, start, end in zip(runs, [len(title), *ends], ends, strict=False):

@@ -1,4 +1,4 @@
-"""Questions made about paragraphs: what is kept, what is left out and why, and runs that were interrupted."""
+"""Generated questions: which are kept, which are left out and why, and interrupted runs."""
 
 import gzip
 import json
@@ -39,7 +39,7 @@ def paragraph(number: int, text: str | None = None) -> dict:
 
 
 class Writer:
-    """Stands for a model: writes what a function makes of each prompt, and counts the prompts."""
+    """A model that writes what a function makes of each prompt, and stores the prompts."""
 
     digest = "0"
 
@@ -80,12 +80,12 @@ def lora_dir(tmp_path_factory, base_model_dir):
 
 
 def test_answer_then_question(tokenizer):
-    """The maker reads the passage and learns the answer and its question, on a line each."""
+    """The maker reads the passage and learns to write the answer and the question, each on its own line."""
     row = question_rows(1)[0]
     example = tokenize(row, tokenizer, writes="question")
-    asked = [{"role": "user", "content": question_prompt(row)}]
-    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    target = [each for each in example["labels"] if each != -100]
+    messages = [{"role": "user", "content": question_prompt(row)}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    target = [token for token in example["labels"] if token != -100]
     assert tokenizer.decode(target) == f"{row['answers'][0]}\n{row['question']}<|im_end|>"
     assert tokenizer.decode(example["input_ids"]) == prompt + tokenizer.decode(target)
     assert row["question"] not in prompt
@@ -113,7 +113,7 @@ def test_shipped_maker_recipe():
     assert changed == {"writes", "output_dir"}
 
 
-# What is used of what a maker wrote
+# What is kept of the text of a maker
 
 
 def test_question_is_read():
@@ -154,14 +154,13 @@ def test_round_trip():
     assert agreed(Writer(lambda content: [""]), rows) == []
 
 
-def test_asked_paragraphs_are_left_out():
-    """So are empty ones, those of several passages and those that are there twice."""
+def test_paragraphs_with_questions_dropped():
+    """Paragraphs with questions are left out, and so are empty ones, repeated ones and several in one row."""
     two = paragraph(4) | {"passages": paragraph(5)["passages"] * 2}
-    asked = [{"passages": paragraph(8)["passages"] + paragraph(1)["passages"]}]
-    found = unasked(
-        [paragraph(1), paragraph(2), paragraph(3, " "), two, paragraph(6, paragraph(2)["passages"][0]["text"])], asked
-    )
-    assert found == [paragraph(2)]
+    with_questions = [{"passages": paragraph(8)["passages"] + paragraph(1)["passages"]}]
+    repeated = paragraph(6, paragraph(2)["passages"][0]["text"])
+    rows = unasked([paragraph(1), paragraph(2), paragraph(3, " "), two, repeated], with_questions)
+    assert rows == [paragraph(2)]
 
 
 # Models that write
@@ -169,7 +168,7 @@ def test_asked_paragraphs_are_left_out():
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 100))
 def test_batches_are_bounded(lengths, most):
-    """Each row is in one batch, and a batch of several rows has at most so many tokens."""
+    """Each row is in one batch, and a batch of several rows has at most this number of tokens."""
     batches = batches_of(lengths, most)
     assert sorted(number for batch in batches for number in batch) == list(range(len(lengths)))
     for batch in batches:
@@ -177,7 +176,7 @@ def test_batches_are_bounded(lengths, most):
 
 
 def test_batch_is_as_single(lora_dir):
-    """Prompts of one batch are answered like each alone, by the model with its LoRA."""
+    """In a batch each prompt gets the answer that it gets alone, from the model with its LoRA."""
     contents = [full_text(row) for row in question_rows(4)] + ["Hello"]
     written = TextReader(lora_dir).write(contents, max_new_tokens=6)
     alone = TextReader(lora_dir, batch_tokens=1)
@@ -213,7 +212,7 @@ def test_paragraph_never_ends_a_turn(lora_dir):
 
 
 def test_interrupted_run_continues(tmp_path, monkeypatch):
-    """Finished parts are kept, and the file is as if nothing had happened."""
+    """Finished parts are kept, and the file is that of an uninterrupted run."""
     monkeypatch.setattr(made_questions, "PARAGRAPHS_PER_PART", 2)
     rows = [paragraph(number) for number in range(1, 6)]
 
@@ -256,7 +255,7 @@ def test_other_settings_make_other_parts(tmp_path, monkeypatch):
 
 
 def test_command(tmp_path, lora_dir, capsys, monkeypatch):
-    """It writes a file, says what was left out, and refuses to write over the file."""
+    """The command writes a file, reports what was left out, and refuses to overwrite the file."""
     data = tmp_path / "data"
     data.mkdir()
     write_rows(data / "texts.jsonl", [paragraph(1), paragraph(2), *question_rows(1)])

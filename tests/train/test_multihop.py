@@ -1,4 +1,4 @@
-"""Fitting the multi-hop head: what it reads, what it finds, and the command."""
+"""Fitting the multi-hop head: its features, its results, and the command."""
 
 import shutil
 
@@ -21,13 +21,13 @@ from arcaligner.train.validate import read_recipe
 
 @pytest.fixture
 def two_kinds(recipe_file, tmp_path):
-    """A recipe with questions that need one passage, and longer ones that need two."""
+    """A recipe with questions that need one passage, and longer questions that need two."""
     one = [row | {"id": f"town_{row['id']}"} for row in article_rows(40)]
     several = []
     for row, other in zip(one[::4], one[4::4], strict=False):
         passages = [*row["passages"], *other["passages"]]
         question = "Which of the two mills ground longer, the one of {} or the one of {}?"
-        question = question.format(*(each["title"] for each in passages))
+        question = question.format(*(passage["title"] for passage in passages))
         several.append(row | {"id": f"pair_{row['id']}", "question": question, "passages": passages, "gold": [0, 1]})
     files = {write_rows(tmp_path / f"{name}.jsonl", rows): 1.0 for name, rows in (("one", one), ("pairs", several))}
     settings = yaml.safe_load(recipe_file.read_text())
@@ -35,22 +35,22 @@ def two_kinds(recipe_file, tmp_path):
     return recipe_file
 
 
-def test_kinds_are_told_apart(two_kinds, separate):
-    """The stored head gives the log-odds of both regressions together."""
+def test_head_separates_both_kinds(two_kinds, separate):
+    """The stored head separates both kinds of questions, with the log-odds of both regressions together."""
     model, processor = separate
     recipe = read_recipe(two_kinds, None)
-    found = fit_multihop(model, processor, recipe, 80, 60)
+    measured = fit_multihop(model, processor, recipe, 80, 60)
     rows = mixed_rows(recipe, 60, FITTED)
     several, features = np.array([row["needs"] == "several" for row in rows]), features_of(processor, rows)
     questions, odds = torch.from_numpy(features).float(), top_odds(score_rows(model, processor, rows)).float()
     logits = model.multihop_head(questions[:, :-1], questions[:, -1].exp(), odds).numpy()
     assert 0 < several.sum() < len(several) and (logits > 0).tolist() == several.tolist()
-    assert found["AUROC"] == found["AUROC of the wording alone"] == 1.0
-    assert found["found, %"] == 100.0 and found["wrongly found, %"] == 0.0
+    assert measured["AUROC"] == measured["AUROC of the wording alone"] == 1.0
+    assert measured["found, %"] == 100.0 and measured["wrongly found, %"] == 0.0
 
 
 def test_needed_pair_is_found(two_kinds, separate):
-    """The pair of towns that the question names, not that of the two passages with the highest log-odds."""
+    """The pair is that of the towns in the question, not the two passages with the highest log-odds."""
     model, processor = separate
     recipe = read_recipe(two_kinds, None)
     rows = [row for row in mixed_rows(recipe, 60, FITTED, (10,)) if len(row["gold"]) == 2]
@@ -59,9 +59,12 @@ def test_needed_pair_is_found(two_kinds, separate):
     assert measured["pairs found, %"] > 90 > 50 > measured["pairs found by log-odds alone, %"]
     head = MultihopHead(4)
     head.pair.copy_(torch.from_numpy(weights))
-    odds = [{number: each.log_odds for number, each in own.items()} for own in scores]
-    found = [best_pair(head, row["question"], row["passages"], own, "en") for row, own in zip(rows, odds, strict=True)]
-    assert sum(pair == row["gold"] for pair, row in zip(found, rows, strict=True)) > 0.9 * len(rows)
+    odds = [{number: score.log_odds for number, score in row_scores.items()} for row_scores in scores]
+    pairs = [
+        best_pair(head, row["question"], row["passages"], row_odds, "en")
+        for row, row_odds in zip(rows, odds, strict=True)
+    ]
+    assert sum(pair == row["gold"] for pair, row in zip(pairs, rows, strict=True)) > 0.9 * len(rows)
 
 
 def test_answerability_is_of_the_top_ranked(two_kinds, separate):
@@ -74,7 +77,7 @@ def test_answerability_is_of_the_top_ranked(two_kinds, separate):
 
 
 def test_one_kind_is_refused(recipe_file, separate):
-    """And the model stays as it was."""
+    """Questions of one kind only are refused, and the model stays unchanged."""
     model, processor = separate
     with pytest.raises(
         ValueError, match="0 of .* training questions .* need several passages, .*; expected at least 5 of each"
@@ -89,21 +92,21 @@ def test_few_questions_are_refused(two_kinds, separate):
 
 
 def test_command_writes_a_fitted_head(two_kinds, separate, tmp_path, capsys):
-    """Nothing else of the checkpoint changes."""
+    """The command adds the head and changes nothing else in the checkpoint."""
     model, processor = separate
     model.config.base_model_name_or_path = None
     model.save_pretrained(tmp_path / "aligner", save_base_model=True)
     processor.save_pretrained(tmp_path / "aligner")
     before = load_file(tmp_path / "aligner" / "model.safetensors")
     main(two_kinds, tmp_path / "aligner", number=80, held_out=40)
-    found = ArcAlignerForCausalLM.from_pretrained(tmp_path / "aligner")
+    fitted = ArcAlignerForCausalLM.from_pretrained(tmp_path / "aligner")
     weights = load_file(tmp_path / "aligner" / "model.safetensors")
-    assert "AUROC: 1" in capsys.readouterr().out and found.config.use_multihop_head
-    assert found.multihop_head.weight.ne(0).all()
-    own = {name: each for name, each in before.items() if "answerability_head" not in name}
-    assert all(torch.equal(weights[name], each) for name, each in own.items())
+    assert "AUROC: 1" in capsys.readouterr().out and fitted.config.use_multihop_head
+    assert fitted.multihop_head.weight.ne(0).all()
+    unchanged = {name: weight for name, weight in before.items() if "answerability_head" not in name}
+    assert all(torch.equal(weights[name], weight) for name, weight in unchanged.items())
     assert {name for name in weights if name not in before} == {
-        f"multihop_head.{each}" for each in ("weight", "bias", "pair")
+        f"multihop_head.{part}" for part in ("weight", "bias", "pair")
     }
 
 

@@ -44,23 +44,24 @@ def test_each_way_uses_its_passages(rows, separate, monkeypatch, is_sure):
             priors.append(settings["passage_prior"])
         return prepare(self, questions, passages, **settings)
 
-    given, needed = row["passages"], [row["passages"][number] for number in row["gold"]]
+    all_passages, needed = row["passages"], [row["passages"][number] for number in row["gold"]]
     monkeypatch.setattr(cache, "prepare", recorded)
     monkeypatch.setattr(
         num_passages, "greedy_answers", lambda model, processor, inputs, questions, used: ([used[0][0]["text"]], None)
     )
     scores = answers_by_way(model, reader, [row], 2)
     (top,) = used[0]
-    assert [len(each) for each in used[:2]] == [1, 2] and top in used[1]
-    expected = [top, used[1][0], top if is_sure else used[2][0], used[1][0], given[0], given[0], needed[0]]
+    assert [len(passages) for passages in used[:2]] == [1, 2] and top in used[1]
+    expected = [top, used[1][0], top if is_sure else used[2][0], used[1][0]]
+    expected += [all_passages[0], all_passages[0], needed[0]]
     expected = [100 * token_f1(passage["text"], row["answers"]) for passage in expected]
     np.testing.assert_array_equal(scores, [expected])
     several = used[2:] if is_sure else used[3:]
-    assert is_sure or (len(used[2]) == 3 and all(each in used[2] for each in used[1]))
-    assert several == [given, given] + [needed] * (needed[0] != top)
-    prior = priors[used.index(given) + 1][0]
-    assert [each for each in priors if each is not None] == [[prior]]
-    assert max(prior) == 0.0 and given[prior.index(0.0)] == top
+    assert is_sure or (len(used[2]) == 3 and all(passage in used[2] for passage in used[1]))
+    assert several == [all_passages, all_passages] + [needed] * (needed[0] != top)
+    prior = priors[used.index(all_passages) + 1][0]
+    assert [call_prior for call_prior in priors if call_prior is not None] == [[prior]]
+    assert max(prior) == 0.0 and all_passages[prior.index(0.0)] == top
 
 
 def test_needs_are_counted_separately():

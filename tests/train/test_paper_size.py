@@ -22,13 +22,13 @@ from arcaligner.train.stages import RECIPES
 BASE, ENCODER = "mistralai/Mistral-7B-Instruct-v0.2", "Salesforce/SFR-Embedding-Mistral"
 STAGES = ("1_reconstruction", "2_grounding", "3_gating")
 LAYERS = 2  # of 32
-# What a machine and a test have less of. Everything else is the recipe's.
+# Smaller than in the recipe, to fit a machine and a test; all other keys are the recipe's.
 SMALLER = {"max_steps": 2, "per_device_train_batch_size": 2, "global_batch_size": 2, "max_train_samples": 4}
 SMALLER |= {"use_cpu": "true", "bf16": "false", "dataset_num_proc": 1, "logging_steps": 1}
 
 
 def hub_data_set(path, config: str, **splits) -> None:
-    """A folder in the layout of a data set of the Hub."""
+    """A folder with the layout of a data set on the Hub."""
     files = []
     for split, rows in splits.items():
         datasets.Dataset.from_list(rows).to_parquet(path / config / f"{split}-00000.parquet")
@@ -39,7 +39,7 @@ def hub_data_set(path, config: str, **splits) -> None:
 
 @pytest.fixture
 def place(tmp_path, monkeypatch, tokenizer):
-    """The working directory, with the data sets, and where the models are."""
+    """The working directory with the data sets and the models."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ARCALIGNER_MODELS", str(tmp_path / "models"))
     hub_data_set(
@@ -79,8 +79,8 @@ def write_encoder(folder) -> None:
 
 @pytest.mark.slow
 def test_paper_stages_train_and_answer(place):
-    """Stages I to III of `mistral_7b` take two steps each from the one before and change what they train; the last
-    checkpoint is loaded and asked, with a gate at each layer. It takes 7 GiB of memory and 3 GB of disk."""
+    """Stages I to III of `mistral_7b` take two steps each and change what they train; the last checkpoint answers, with
+    a gate at each layer. Needs 7 GiB of memory and 3 GB of disk."""
     options = [text for name, value in SMALLER.items() for text in (f"--{name}", str(value))]
     options += ["--examples_cache_dir", str(place / "examples")]
     for stage in STAGES:
@@ -94,12 +94,12 @@ def test_paper_stages_train_and_answer(place):
         assert "lora_B" in changed
     is_gate = {name: "slot_gate" in name for name in weights[2]}
     assert any(is_gate.values())
-    assert any(not torch.equal(weights[1][name], weights[2][name]) for name, found in is_gate.items() if found)
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name, found in is_gate.items() if found)
+    assert any(not torch.equal(weights[1][name], weights[2][name]) for name, gated in is_gate.items() if gated)
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name, gated in is_gate.items() if gated)
     model = ArcAlignerForCausalLM.from_pretrained(folders[-1]).eval()
     processor = ArcAlignerProcessor.from_pretrained(folders[-1])
     assert model.config.training_stage == "gating" and model.config.gated_layers == (0, 1)
     assert model.config.text_config.hidden_size == 4096 and model.config.lora_r == 128
-    asked = {"question": "Was Ada born before Ben?", "documents": ["Ada was born. In 1815.", "Ben."]}
-    (record,) = pipeline_of(model, processor)(asked, return_slots=True, max_new_tokens=2)
+    row = {"question": "Was Ada born before Ben?", "documents": ["Ada was born. In 1815.", "Ben."]}
+    (record,) = pipeline_of(model, processor)(row, return_slots=True, max_new_tokens=2)
     assert len(record["trajectories"]) == LAYERS and len(record["segments"]) == 3

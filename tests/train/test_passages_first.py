@@ -20,13 +20,13 @@ from arcaligner.train.sft import AlignerTrainer, AlignerTrainingConfig, ContextC
 
 def examples(processor, count=4):
     """Questions about one to three passages; the answer, the last word of a passage, stands in its own passage only."""
-    found = []
+    built = []
     for number, row in enumerate(question_rows(count)):
         others = [{"title": title, "text": text} for title, text in PASSAGES if text != row["passages"][0]["text"]]
         row |= {"passages": [*others[: number % 3], *row["passages"]]}
-        found += ExampleBuilder(processor).question_examples([row])
-    found[0]["turns"] = found[0]["turns"] * 2  # side by side
-    return found
+        built += ExampleBuilder(processor).question_examples([row])
+    built[0]["turns"] = built[0]["turns"] * 2  # side by side
+    return built
 
 
 @pytest.fixture
@@ -59,7 +59,8 @@ def one_phase(aligner, processor, rows, rate, **settings):
 def gradients(aligner, loss):
     aligner.zero_grad()
     loss.backward()
-    return {name: each.grad.clone() for name, each in aligner.named_parameters() if each.grad is not None}
+    parameters = aligner.named_parameters()
+    return {name: parameter.grad.clone() for name, parameter in parameters if parameter.grad is not None}
 
 
 @pytest.mark.parametrize("stage", ["grounding", "gating"])
@@ -71,12 +72,12 @@ def test_two_phases_are_one(aligner, processor, stage, rate):
     _, outputs, _ = two_phases(aligner, processor, rows, rate)
     _, expected = one_phase(aligner, processor, rows, rate)
     torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-9, atol=1e-9)
-    own, wanted = gradients(aligner, outputs.loss), gradients(aligner, expected.loss)
-    assert any("lora_A" in name and each.abs().max() > 1e-6 for name, each in own.items())
+    computed, wanted = gradients(aligner, outputs.loss), gradients(aligner, expected.loss)
+    assert any("lora_A" in name and gradient.abs().max() > 1e-6 for name, gradient in computed.items())
     # Nothing reads what slots become in the last layer.
-    unused = [wanted.pop(name) for name in wanted.keys() - own.keys()]
-    assert all(not each.any() for each in unused)
-    torch.testing.assert_close(own, wanted, rtol=1e-7, atol=1e-9)
+    unused = [wanted.pop(name) for name in wanted.keys() - computed.keys()]
+    assert all(not gradient.any() for gradient in unused)
+    torch.testing.assert_close(computed, wanted, rtol=1e-7, atol=1e-9)
 
 
 def test_items_divide_the_loss(aligner, processor):
@@ -110,11 +111,11 @@ def test_predictions_are_logits_of_turns(tmp_path, aligner, processor):
         train_dataset=Dataset.from_list(rows, features=EXAMPLE_FEATURES),
         processing_class=processor,
     )
-    found = trainer.predict(trainer.train_dataset)
-    logits, labels = torch.tensor(found.predictions)[:, :-1], torch.tensor(found.label_ids)[:, 1:]
+    predicted = trainer.predict(trainer.train_dataset)
+    logits, labels = torch.tensor(predicted.predictions)[:, :-1], torch.tensor(predicted.label_ids)[:, 1:]
     assert len(logits) == len(labels) == len(rows) + 1
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    assert loss.item() == pytest.approx(found.metrics["test_loss"], abs=1e-4)
+    assert loss.item() == pytest.approx(predicted.metrics["test_loss"], abs=1e-4)
 
 
 def collated(processor, rows):
@@ -174,8 +175,9 @@ def test_attention_loss_is_the_share(aligner, processor):
             continue
         for at in range(len(labels) - 1):
             if labels[at + 1] >= 0 and turns[at] == turns[at + 1]:
-                read = outputs.attentions[layers[0]][number, :, at].sum(dim=0)
-                wanted.append(torch.log(read[placed >= 0].sum() + 1e-4) - torch.log(read[placed == last].sum() + 1e-4))
+                attention = outputs.attentions[layers[0]][number, :, at].sum(dim=0)
+                to_all, to_last = attention[placed >= 0].sum(), attention[placed == last].sum()
+                wanted.append(torch.log(to_all + 1e-4) - torch.log(to_last + 1e-4))
     assert len(wanted) > 4
     torch.testing.assert_close(loss, torch.stack(wanted).mean(), rtol=1e-4, atol=1e-5)
 

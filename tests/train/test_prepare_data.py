@@ -44,9 +44,9 @@ def article(number: int) -> dict:
 
 
 def hub_layout(folder, configs: dict[str, str]) -> None:
-    """The card of a set, which says which files its configurations have."""
+    """The card of a data set, which names the files of its configurations."""
     files = {name: [{"split": "train", "path": path}] for name, path in configs.items()}
-    card = {"configs": [{"config_name": name, "data_files": each} for name, each in files.items()]}
+    card = {"configs": [{"config_name": name, "data_files": entries} for name, entries in files.items()]}
     (folder / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
 
 
@@ -93,7 +93,7 @@ def source_of(name: str, **changes) -> prepare_data.Source:
 
 
 def test_sets_become_rows(copies, data):
-    """Each set becomes rows of the files that recipes name."""
+    """Each data set becomes rows of the files that recipes name."""
     prepare(data, SOURCES, copies)
     rows = {row["id"]: row for name in TRAINING_FILES for row in read_rows(data / name)}
     squad = {"title": "Ada Lovelace", "text": "Ada wrote it in 1843."}
@@ -114,14 +114,14 @@ def test_sets_become_rows(copies, data):
     assert rows["qed_-32"]["passages"] == [{"title": "Fortnite", "text": text}]
     assert rows["qed_-32"]["answers"] == ["Epic.", "Epic, Ada"] and "qed_5" not in rows
     sentence = {"title": "", "text": "Ships that grew replaced riverboats."}
-    found = [(row["question"], row["answers"]) for row in rows.values() if row["passages"] == [sentence]]
-    assert found == 2 * [("What replaced riverboats?", ["Ships"]), (LONG_QUESTION, ["replaced", "grew"])]
+    questions = [(row["question"], row["answers"]) for row in rows.values() if row["passages"] == [sentence]]
+    assert questions == 2 * [("What replaced riverboats?", ["Ships"]), (LONG_QUESTION, ["replaced", "grew"])]
     assert len(read_rows(data / "train_qa.jsonl.gz")) == 7 + 1 + 1 + 1
     for path in sorted((ROOT / "train" / "recipes").glob("*/*.yaml")):
         recipe = yaml.safe_load(path.read_text())
         if recipe.get("data_dir") == "data":
             sources = [recipe.get(key, {}) for key in ("train_files", "eval_files", "reconstruction_files")]
-            for name in {name for each in sources for name in each} | {*filter(None, [recipe.get("train_file")])}:
+            for name in {name for source in sources for name in source} | {*filter(None, [recipe.get("train_file")])}:
                 assert len(open_corpus(name, data_dir=str(data), asks=name.startswith("train_"))), f"{path}: {name}"
 
 
@@ -130,22 +130,22 @@ def test_held_out_articles_differ(copies, data):
     prepare(data, SOURCES, copies)
     trained, held_out = (read_rows(data / f"recon_{part}.jsonl.gz") for part in ("train", "heldout"))
     assert len(trained) == 7 and len(held_out) == 1
-    found = {row["id"] for row in (*trained, *held_out)} - {"wikipedia_3", "wikipedia_4"}
-    assert found == {f"wikipedia_{number}" for number in (0, 1, 5, 6, 7, 8, 9)}
+    ids = {row["id"] for row in (*trained, *held_out)} - {"wikipedia_3", "wikipedia_4"}
+    assert ids == {f"wikipedia_{number}" for number in (0, 1, 5, 6, 7, 8, 9)}
     assert held_out[0]["passages"][0]["title"] != "Ada Lovelace"
     for row in (*trained, *held_out):
         assert row["question"] == "" and row["answers"] == [] and len(row["passages"][0]["text"].split()) == 20
 
 
 def test_limit_applies_to_each_file(copies, data):
-    """A limit takes equally many rows from each file of a set."""
+    """A limit takes the same number of rows from each file of a data set."""
     prepare(data, [source_of("wikipedia", limit=4)], copies)
-    found = {row["id"] for part in ("train", "heldout") for row in read_rows(data / f"recon_{part}.jsonl.gz")}
-    assert found == {"wikipedia_0", "wikipedia_1", "wikipedia_4", "wikipedia_5"}
+    ids = {row["id"] for part in ("train", "heldout") for row in read_rows(data / f"recon_{part}.jsonl.gz")}
+    assert ids == {"wikipedia_0", "wikipedia_1", "wikipedia_4", "wikipedia_5"}
 
 
 def test_interrupted_run_keeps_complete_files(copies, tmp_path, data):
-    """An interrupted run keeps complete files only, and then ends with the same files as a whole one."""
+    """After an interruption only complete files are kept, and the next run ends with the files of a whole run."""
 
     def lose(row):
         raise ConnectionError("lost")
@@ -184,6 +184,6 @@ def test_missing_set_and_unknown_format(copies, data, tmp_path):
         prepare(data, [source_of("squad")], tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"rajpurkar/squad has a row in an unexpected format .*KeyError: 'paragraphs'"):
         prepare(data, [source_of("squad", to_rows=lambda row: [row["paragraphs"]])], copies)
-    for given, message in (("squat=3", "Did you mean `squad`"), ("squad=all", "expected a whole number of rows")):
+    for limit, message in (("squat=3", "Did you mean `squad`"), ("squad=all", "expected a whole number of rows")):
         with pytest.raises(ValueError, match=message):
-            read_limits([given])
+            read_limits([limit])

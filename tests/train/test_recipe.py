@@ -1,4 +1,4 @@
-"""Recipes: mistakes are refused, starts are checked; those that are shipped load."""
+"""Recipes: mistakes are refused, starts are checked, shipped recipes load."""
 
 import contextlib
 import dataclasses
@@ -108,7 +108,7 @@ def test_help_lists_the_keys(capsys):
     for option, message in (refused | {"--max_token=7": "`max_token` .*. Did you mean `max_tokens`?"}).items():
         with pytest.raises(ValueError, match=f"Unknown key {message}") as error:
             parse([option, "1"])
-        assert " no_tokens_per_slot" not in str(error.value)  # what argparse makes of keys is none
+        assert " no_tokens_per_slot" not in str(error.value)  # argparse adds such names; they are no keys
 
 
 # Processes and cards
@@ -136,13 +136,13 @@ def test_global_batch_decides_accumulation(monkeypatch, processes, accumulated):
     ],
 )
 def test_batches_that_do_not_divide(numbers, message):
-    """The error says which numbers divide."""
+    """The error names the numbers that divide the batch."""
     with pytest.raises(ValueError, match=message):
         accumulation_steps(*numbers)
 
 
 def test_accumulation_is_given_once():
-    """What follows from another key is not given beside it."""
+    """Accumulation that follows from `global_batch_size` cannot be set as well."""
     path = RECIPES / "mistral_7b" / "1_reconstruction.yaml"
     with pytest.raises(ValueError, match="`global_batch_size` is 256 and `gradient_accumulation_steps` is 4.*Leave"):
         parse_shipped(path, "--gradient_accumulation_steps", "4")
@@ -164,7 +164,7 @@ def test_accumulation_is_given_once():
     ],
 )
 def test_each_process_has_a_card(monkeypatch, count, started, message):
-    """Neither do several cards wait for one process, nor several processes share a card."""
+    """Several GPUs with one process are refused, and so are several processes on one GPU."""
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in started.items():
@@ -172,13 +172,13 @@ def test_each_process_has_a_card(monkeypatch, count, started, message):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         check_devices(needs_bfloat16=False)
-    if message:  # also where a recipe is read
+    if message:  # a recipe is refused, too
         with pytest.raises(ValueError, match=message):
             parse(["--config", str(RECIPES / "tiny" / "1_reconstruction.yaml"), "--use_cpu", "false"])
 
 
 def test_cards_without_bfloat16(monkeypatch):
-    """A card that does not compute in bfloat16 is named, for the trainer's precision and for the backbone's."""
+    """A GPU without bfloat16 is named, for the precision of the trainer and for that of the backbone."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
@@ -194,15 +194,15 @@ def test_cards_without_bfloat16(monkeypatch):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_start_of_a_stage(processor, checkpoint_dir, base_model_dir, stage):
-    """A stage starts from the one before, or continues from itself."""
-    asked = recipe(stage=stage, model_name_or_path="runs/1")
+    """A stage starts from the stage before, or continues from a checkpoint of its own."""
+    stage_recipe = recipe(stage=stage, model_name_or_path="runs/1")
     for before in STAGES:
         config = ArcAlignerConfig.from_pretrained(checkpoint_dir, training_stage=before)
         if STAGES.index(stage) - STAGES.index(before) in (0, 1):
-            check_start(asked, processor, config)
+            check_start(stage_recipe, processor, config)
         else:
             with pytest.raises(ValueError, match=f"`{stage}` cannot start from runs/1, which is a {before} checkpoint"):
-                check_start(asked, processor, config)
+                check_start(stage_recipe, processor, config)
     base = recipe(stage=stage, model_name_or_path=str(base_model_dir))
     if stage != "gating":
         assert load_processor(base, None)
@@ -212,7 +212,7 @@ def test_start_of_a_stage(processor, checkpoint_dir, base_model_dir, stage):
 
 
 def test_rates_of_a_stage(tmp_path, checkpoint_dir):
-    """A stage has its own rates, and the segmentation of its start."""
+    """A stage has its own rates, and the segmentation of the checkpoint that it starts from."""
     start = shutil.copytree(checkpoint_dir, tmp_path / "start")
     edit_json(start / "config.json", digests=None)
     (template := tmp_path / "template.jinja").write_text("{{ messages }}")
@@ -232,7 +232,7 @@ def test_rates_of_a_stage(tmp_path, checkpoint_dir):
 
 
 def parse_shipped(path, *arguments):
-    """A recipe as on a machine without an accelerator, where bf16 is refused."""
+    """A recipe, parsed as on a machine without an accelerator, where bf16 is refused."""
     return parse(["--config", str(path), "--use_cpu", "true", *arguments])
 
 
@@ -249,8 +249,8 @@ def test_shipped_recipes_parse(folder):
         before = args.output_dir
         for source in parsed.sources:
             assert not parse_source(source)[0].endswith(FILES) or "/" not in source, "files are found by `data_dir`"
-        given = {"learning_rate": 0.5, "tokens_per_slot": [4, "segment"], "use_cpu": True}
-        assert yaml.safe_load(text) == yaml.safe_load(path.read_text("utf-8")) | given
+        overrides = {"learning_rate": 0.5, "tokens_per_slot": [4, "segment"], "use_cpu": True}
+        assert yaml.safe_load(text) == yaml.safe_load(path.read_text("utf-8")) | overrides
         assert (args.learning_rate, parsed.tokens_per_slot) == (0.5, [4, "segment"])
 
 
@@ -262,7 +262,7 @@ OF_STAGE = {
     2: {"learning_rate": 2e-5, "gradient_accumulation_steps": 2},
     3: {"learning_rate": 2e-5, "gradient_accumulation_steps": 2},
 }
-EXAMPLES = {1: (200_000, 256), 2: (90_447, 64), 3: (90_447, 64)}  # in all, and in a step
+EXAMPLES = {1: (200_000, 256), 2: (90_447, 64), 3: (90_447, 64)}  # examples in total, and in a step
 ALIGNER = {"lora_r": 128, "lora_alpha": 32, "lora_dropout": 0.05, "gate_layers": "all"}
 
 
@@ -287,7 +287,7 @@ def test_paper_recipes_match_tables(name, stage, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.default_backbone
 def test_tiny_recipe_trains_all_stages(tmp_path, monkeypatch):
-    monkeypatch.delenv("ARCALIGNER_MODELS", raising=False)  # it comes back after a training in another test
+    monkeypatch.delenv("ARCALIGNER_MODELS", raising=False)  # a training in another test sets it
     monkeypatch.chdir(RECIPES.parents[1])
     quick = ["--max_steps", "1", "--per_device_train_batch_size", "1", "--eval_strategy", "no"]
     quick += ["--examples_cache_dir", str(tmp_path / "cache")]
@@ -308,7 +308,7 @@ def test_missing_data_fails_early(tmp_path, monkeypatch, capsys):
 
 
 def test_bad_data_print_one_line(tmp_path, monkeypatch, capsys):
-    """Before training begins; an error in training shows where it was raised."""
+    """Bad data give one line before training begins; an error in training shows where it was raised."""
     path, rows = tmp_path / "recipe.yaml", tmp_path / "mine.jsonl"
     keys = yaml.safe_load((RECIPES / "tiny" / "2_grounding.yaml").read_text())
     path.write_text(yaml.safe_dump(keys | {"train_files": {str(rows): 1.0}, "eval_files": {str(rows): 1.0}}))
@@ -331,7 +331,7 @@ def test_bad_data_print_one_line(tmp_path, monkeypatch, capsys):
 
 
 def test_evaluation_needs_files(tmp_path):
-    """A copied recipe without `eval_files` is told before the model is loaded."""
+    """A copied recipe without `eval_files` is refused before the model is loaded."""
     path = RECIPES / "tiny" / "2_grounding.yaml"
     keys = yaml.safe_load(path.read_text())
     copied = tmp_path / path.name

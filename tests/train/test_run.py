@@ -1,4 +1,4 @@
-"""The folder of a run: what is kept of its settings, one trainer at a time, whole checkpoints."""
+"""The folder of a run: saved settings, one trainer at a time, complete checkpoints."""
 
 import json
 from pathlib import Path
@@ -30,12 +30,12 @@ def begun(tmp_path, config) -> Path:
 
 
 def test_recipe_is_saved(config):
-    """The recipe is saved below the command, with its keys."""
+    """The recipe is saved with its keys, after the command."""
     assert run_settings(SCRIPT, config) == f"# {SCRIPT} --config {config[1]}\n{RECIPE}\n"  # as it is
-    Path(config[1]).write_text(RECIPE + "\nweight_decay: 1e-4")  # which YAML takes for text
-    given = ["--stage", "gating", "--learning-rate=3e-4", "--report_to", "wandb", "tensorboard"]
-    given += ["--no_bf16", "--tf32", "--run_name", "it's mine\nand yours"]
-    text = run_settings(SCRIPT, config + given)
+    Path(config[1]).write_text(RECIPE + "\nweight_decay: 1e-4")  # which YAML reads as a string
+    options = ["--stage", "gating", "--learning-rate=3e-4", "--report_to", "wandb", "tensorboard"]
+    options += ["--no_bf16", "--tf32", "--run_name", "it's mine\nand yours"]
+    text = run_settings(SCRIPT, config + options)
     keys = {"stage": "gating", "seed": 1, "output_dir": "runs/2", "model_name_or_path": "runs/1", "bf16": False}
     keys |= {"learning_rate": 3e-4, "weight_decay": 1e-4, "report_to": ["wandb", "tensorboard"], "tf32": True}
     keys["run_name"] = "it's mine and yours"
@@ -52,14 +52,14 @@ def test_run_resumes_with_its_settings(begun, config):
     old = "\nunanswerable: {}\ntest_files: []\nno_answer: not in the text"  # keys of version 0.2.0
     (begun / "recipe.yaml").write_text(RECIPE + old.format(0.0))
     check_settings(begun, run_settings(SCRIPT, config))
-    (begun / "recipe.yaml").write_text(RECIPE + old.format(0.3))  # other rows than can be made now
+    (begun / "recipe.yaml").write_text(RECIPE + old.format(0.3))  # rows that this version cannot make
     with pytest.raises(ValueError, match="`unanswerable` was 0.3 and is now None"):
         check_settings(begun, run_settings(SCRIPT, config))
     start = ["--model_name_or_path", "runs/1", "--output_dir", "runs/2"]
     (begun / "recipe.yaml").write_text(run_settings(SCRIPT, [*config, *start]))
-    elsewhere = [str(Path(each).resolve()) if "/" in each else each for each in start]
+    elsewhere = [str(Path(argument).resolve()) if "/" in argument else argument for argument in start]
     check_settings(begun, run_settings(SCRIPT, [*config, *elsewhere]))
-    averaged = [*config, "--average_checkpoints", "2"]  # of which checkpoints, `save_steps` decides
+    averaged = [*config, "--average_checkpoints", "2"]  # `save_steps` decides which checkpoints
     (begun / "recipe.yaml").write_text(run_settings(SCRIPT, averaged))
     with pytest.raises(ValueError, match="`save_steps` was None and is now 5"):
         check_settings(begun, run_settings(SCRIPT, [*averaged, "--save_steps", "5"]))
@@ -80,7 +80,7 @@ def test_changed_settings_are_listed(begun, config, left):
 
 
 def test_trainer_locks_its_folder(tmp_path):
-    """One trainer at a time writes its settings first."""
+    """One trainer at a time uses a folder, and writes its settings first."""
     folder, settings = tmp_path / "runs" / "1", "# arcaligner.train.sft --config a.yaml\nseed: 1\n"
 
     def claim(settings, is_main=True):
@@ -95,7 +95,7 @@ def test_trainer_locks_its_folder(tmp_path):
         with pytest.raises(ValueError, match=f"Another process is training in {folder}"):
             claim(settings).__enter__()
     other = settings.replace("1", "2")
-    with claim(other):  # nothing was left to go on from
+    with claim(other):  # there was no checkpoint to continue from
         assert (folder / "recipe.yaml").read_text() == other
         (folder / "checkpoint-2").mkdir()
     with pytest.raises(ValueError, match="`seed` was 2 and is now 1"):

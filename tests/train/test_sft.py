@@ -1,4 +1,4 @@
-"""The script: each stage trains its parts only, at its rates; broken runs end as if unbroken; mistakes are refused."""
+"""The training script: each stage trains its own parts; interrupted runs continue; mistakes are refused."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ STEPS = {"max_steps": 8, "save_steps": 2, "tokens_per_slot": RATES, "max_questio
 
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory, write_recipe) -> dict[str, Path]:
-    """The three stages of an aligner that reads words, each from the one before."""
+    """The folders of three stages of an aligner with words, each trained from the one before."""
     root = tmp_path_factory.mktemp("runs")
     folders = {stage: root / f"{number}_{stage}" for number, stage in enumerate(PARTS, start=1)}
     aligner = {"lora_r": 4, "gate_hidden_size": 8, "lora_dropout": 0.1, "word_parts": 2}
@@ -38,14 +38,14 @@ def stages(tmp_path_factory, write_recipe) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory, write_recipe) -> Path:
-    """The folder of a run that nothing broke."""
+    """The folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     run(write_recipe("grounding", folder, **STEPS))
     return folder
 
 
 def moved_parts(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
-    """Parts of the aligner with a changed tensor; the full name of one of the base model."""
+    """The parts of the aligner that have a changed tensor; a changed tensor of the base model has its full name."""
     names = {name for name in before if not torch.equal(before[name], after[name])}
     return {next((part for part in PARTS["gating"] if part in name), name) for name in names}
 
@@ -54,7 +54,7 @@ def moved_parts(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor])
 
 
 def test_stages_train_their_parts(stages):
-    """Each stage starts from the one before, and trains its parts and nothing else."""
+    """Each stage starts from the one before, and trains its own parts only."""
     before = parameters(stages["reconstruction"] / "checkpoint-2")
     for stage, parts in PARTS.items():
         after = parameters(stages[stage])
@@ -65,7 +65,7 @@ def test_stages_train_their_parts(stages):
 
 
 def test_stage_folder_answers(stages):
-    """A stage leaves a folder that answers at its rates."""
+    """The folder of a stage answers at the rates of the stage."""
     processor = ArcAlignerProcessor.from_pretrained(str(stages["reconstruction"]))
     assert (processor.tokens_per_slot, processor.trained_tokens_per_slot) == ("segment", ["segment", 3])
     processor = ArcAlignerProcessor.from_pretrained(str(stages["gating"]))
@@ -109,19 +109,19 @@ def test_gates_have_own_learning_rate(tmp_path, write_recipe, stages):
 
 
 def test_projector_without_lora(tmp_path, write_recipe):
-    """xRAG's design."""
+    """A projector alone, the design of xRAG, trains."""
     run(write_recipe("reconstruction", tmp_path / "1", aligner={"lora_r": 0, "gate_hidden_size": 8}))
     run(write_recipe("grounding", tmp_path / "2", tmp_path / "1"))
     assert moved_parts(parameters(tmp_path / "1"), parameters(tmp_path / "2")) == {"projector"}
     assert ArcAlignerForCausalLM.from_pretrained(tmp_path / "2").config.lora_r == 0
 
 
-# Broken runs
+# Interrupted runs
 
 
 @pytest.mark.parametrize("step, checkpoint", [(3, "checkpoint-2"), (5, "checkpoint-4")])
 def test_resumed_run_equals_uninterrupted(tmp_path, write_recipe, whole_run, caplog, step, checkpoint):
-    """To the bit, in the same or a later epoch, with batches at several rates."""
+    """A resumed run is bit for bit the same, within an epoch or in the next, with batches at several rates."""
     arguments = write_recipe("grounding", tmp_path / "run", **STEPS)
     run_until(step, arguments)
     assert not (tmp_path / "run/config.json").exists()
@@ -130,12 +130,12 @@ def test_resumed_run_equals_uninterrupted(tmp_path, write_recipe, whole_run, cap
     assert f"resuming from {tmp_path / 'run' / checkpoint}" in caplog.text and "missing keys" not in caplog.text
     torch.testing.assert_close(parameters(tmp_path / "run"), parameters(whole_run), rtol=0, atol=0)
     for key in ("num_tokens", "loss"):
-        found = [[entry[key] for entry in logs(folder, key)] for folder in (tmp_path / "run", whole_run)]
-        assert found[0] == found[1]
+        values = [[entry[key] for entry in logs(folder, key)] for folder in (tmp_path / "run", whole_run)]
+        assert values[0] == values[1]
 
 
 def test_trained_run_is_only_saved(tmp_path, write_recipe, monkeypatch):
-    """A run that broke after its training is only saved."""
+    """A run that was interrupted after its last step is saved without more training."""
     arguments = write_recipe("grounding", tmp_path / "run", lr_scheduler_type="constant")
     with monkeypatch.context() as patch, pytest.raises(TypeError, match="'NoneType' object is not callable"):
         patch.setattr(sft, "save_stage", None)
@@ -162,7 +162,7 @@ def test_invalid_dtype_is_refused(name):
 
 
 def test_resumed_run_keeps_dtype(tmp_path, write_recipe, monkeypatch):
-    """A resumed run keeps the dtype that auto chose."""
+    """A resumed run keeps the dtype that `auto` chose."""
     arguments = write_recipe("grounding", tmp_path / "run", dtype="auto")
     for dtype in (torch.bfloat16, torch.float32):
         monkeypatch.setattr(recipe, "fastest_dtype", lambda device_type, dtype=dtype: dtype)

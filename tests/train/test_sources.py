@@ -16,7 +16,7 @@ WORDS = [f"word{number}" for number in range(23)]
 
 
 def schema_rows(count):
-    """What `question_rows` hold, without what the schema does not name."""
+    """The rows of `question_rows` with the keys of the schema only."""
     keys = ("id", "question", "answers", "passages")
     return [{key: row[key] for key in keys} | {"gold": []} for row in question_rows(count)]
 
@@ -28,7 +28,7 @@ def write_parquet(path, **columns) -> str:
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
 def test_changed_files_are_read_again(tmp_path, name):
-    """Rows are read, plain and gzipped, and again after a change of the file."""
+    """Plain and gzipped rows are loaded, and loaded again after the file has changed."""
     path = write_rows(tmp_path / name, question_rows(2))
     assert read_rows(path) == [row | {"gold": []} for row in question_rows(2)]
     before = open_corpus(path)
@@ -55,12 +55,12 @@ def test_a_bad_line_is_named(tmp_path, line):
     path.write_text(f"{json.dumps(question_rows(1)[0])}\n{line}\n")
     with pytest.raises(ValueError, match=BAD_LINES[line]):
         open_corpus(str(path))
-    with pytest.raises(ValueError, match="line 2 has no id, "):  # which needs all fields
+    with pytest.raises(ValueError, match="line 2 has no id, "):  # `read_rows` needs all fields
         read_rows(path)
 
 
 def test_passages_may_be_texts(tmp_path):
-    """As everywhere else, a passage is a text or an object."""
+    """A passage is a text or an object."""
     row = question_rows(1)[0] | {"passages": ["Ada wrote it.", {"title": "Loom", "text": "It wove."}]}
     expected = [{"title": "", "text": "Ada wrote it."}, {"title": "Loom", "text": "It wove."}]
     path = write_rows(tmp_path / "rows.jsonl", [row])
@@ -71,7 +71,7 @@ def test_passages_may_be_texts(tmp_path):
 
 @pytest.mark.parametrize("name", ["good.csv", "rows", "rows.jsonl.zst"])
 def test_other_files_are_refused(tmp_path, monkeypatch, name):
-    """At once, by what they are, and not looked for on the Hub."""
+    """Files with another suffix are refused at once, and not looked up on the Hub."""
     (tmp_path / name).write_text("question,answer")
     monkeypatch.setattr(datasets, "load_dataset", None)
     with pytest.raises(ValueError, match=f"{name} has an unknown suffix; expected a file that ends with .jsonl"):
@@ -80,16 +80,16 @@ def test_other_files_are_refused(tmp_path, monkeypatch, name):
 
 @pytest.mark.parametrize("line", ["{", "7", '{"id": "1", "question'])
 def test_broken_line_costs_one_line(tmp_path, caplog, line):
-    """It is named in a warning; empty lines cost nothing, and rows keep the numbers of their lines."""
+    """A broken line is named in a warning; empty lines are skipped, and rows are numbered by their lines."""
     path = tmp_path / "rows.jsonl"
     rows = [row | {"id": None} for row in question_rows(2)]
     path.write_text(f"{json.dumps(rows[0])}\n{line}\n\n{json.dumps(rows[1])}\n\n")
     assert [row["id"] for row in open_corpus(str(path))] == ["0", "3"] == [row["id"] for row in read_rows(path)]
     assert f"{path}, line 2 is not a JSON object" in caplog.text
     path.write_text(f"{line}\n")
-    for read in (read_rows, lambda path: open_corpus(str(path))):
+    for read_file in (read_rows, lambda path: open_corpus(str(path))):
         with pytest.raises(ValueError, match="line 1 is not a JSON object"):
-            read(path)
+            read_file(path)
 
 
 def test_missing_fields_are_empty(tmp_path):
@@ -115,10 +115,10 @@ def test_null_ids_become_numbers(tmp_path, name):
     path = tmp_path / name
     write_rows(path, rows) if name == "rows.jsonl" else datasets.Dataset.from_list(rows).to_parquet(path)
     suffix = "-0" if name == "texts.parquet" else ""
-    found = open_corpus(str(path))
-    assert [row["id"] for row in found] == [f"{row_id}{suffix}" for row_id in ("a", 1, 2)]
-    # Of HotpotQA's paragraphs those that the answer needs: others would decide what is held out.
-    assert found[0]["gold"] == [] and len(found[0]["passages"]) == (2 if name == "hotpotqa.parquet" else 1)
+    corpus = open_corpus(str(path))
+    assert [row["id"] for row in corpus] == [f"{row_id}{suffix}" for row_id in ("a", 1, 2)]
+    # Only the paragraphs of HotpotQA that the answer needs: the others would decide what is held out.
+    assert corpus[0]["gold"] == [] and len(corpus[0]["passages"]) == (2 if name == "hotpotqa.parquet" else 1)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json"])
@@ -162,7 +162,7 @@ def test_hub_configuration_and_split(tmp_path, monkeypatch):
 
 
 def test_hub_texts_are_streamed(tmp_path, monkeypatch):
-    """Enough passages come of the first texts of each file, and nothing is read as a whole."""
+    """Enough passages are taken from the first texts of each file, and no file is loaded whole."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     for file in range(3):
@@ -174,7 +174,7 @@ def test_hub_texts_are_streamed(tmp_path, monkeypatch):
     )
     rows = list(open_corpus("org?title=name", passage_words=4, at_least=10))
     passages = [("n0", "File 0 text 0."), ("n0", "File 0 text 1."), ("n0", "word")]
-    assert [(each["title"], each["text"]) for row in rows for each in row["passages"]][:3] == passages
+    assert [(passage["title"], passage["text"]) for row in rows for passage in row["passages"]][:3] == passages
     numbers = [row["passages"][0]["title"] for row in rows]
     assert [numbers.count(f"n{file}") for file in range(3)] == [3, 3, 4]
     assert len({row["id"] for row in rows}) == len(rows) == 10
@@ -184,7 +184,7 @@ def test_hub_texts_are_streamed(tmp_path, monkeypatch):
 
 
 def test_hub_questions_are_read_whole(tmp_path, monkeypatch):
-    """A limit streams texts alone: questions are taken in random order of all."""
+    """A limit streams texts only: questions are drawn from the whole data set."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     write_rows(tmp_path / "org" / "train.jsonl", question_rows(6))

@@ -1,4 +1,4 @@
-"""All stages by one command: what is finished is skipped, what is broken goes on, what does not fit is refused."""
+"""All stages by one command: finished ones are skipped, interrupted ones continue, and what does not fit is refused."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ NAMES = ["1_reconstruction", "2_grounding", "3_gating"]
 
 @pytest.fixture
 def recipe(tmp_path, monkeypatch) -> Path:
-    """A recipe that is never trained: three files with a key or two."""
+    """A recipe that is never trained: three files with one or two keys."""
     monkeypatch.chdir(tmp_path)
     folder = Path("recipe")
     folder.mkdir()
@@ -31,7 +31,7 @@ def recipe(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[list[str]]:
-    """Commands in place of processes; each leaves a stage that looks finished."""
+    """The commands that would have been run; each leaves the folder of a finished stage."""
     made: list[list[str]] = []
 
     def finish(command):
@@ -63,7 +63,7 @@ def test_stages_run_in_order(recipe, calls):
 
 
 def test_finished_stages_are_skipped(recipe, calls, caplog):
-    """Finished stages are skipped or refused, and one is trained again with its own settings."""
+    """Finished stages are skipped if their settings are the same; a single one can be trained with its own settings."""
     run_stages(read_stages(recipe))
     shutil.rmtree("runs/3_gating")
     with caplog.at_level("INFO"):
@@ -121,19 +121,19 @@ def test_accelerate_launches_stages(recipe, calls, tmp_path, monkeypatch, num_de
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
     numbers = ["--num_processes", str(num_devices)] if num_devices else []
     assert calls[0][: 7 + len(numbers)] == [*launch, shipped, *numbers, "-m", "arcaligner.train.sft"]
-    own = tmp_path / "own.yaml"
-    own.touch()
-    run_stages(read_stages(recipe, only=2), accelerate=str(own))
-    assert calls[1][:6] == [*launch, str(own), "-m"]
+    config = tmp_path / "own.yaml"
+    config.touch()
+    run_stages(read_stages(recipe, only=2), accelerate=str(config))
+    assert calls[1][:6] == [*launch, str(config), "-m"]
     with pytest.raises(ValueError, match="no accelerate config 'fsdp3'; expected one of cpu, ddp, fsdp2, or a file"):
         run_stages(read_stages(recipe), accelerate="fsdp3")
 
 
 def test_mistakes_are_named(recipe):
     for key, instead in {"--output_dir": "output", "--config": "recipe", "--model_name_or_path": "stage"}.items():
-        for given in ([key, "x"], [f"{key}=x"]):
+        for arguments in ([key, "x"], [f"{key}=x"]):
             with pytest.raises(ValueError, match=f"`{key}` cannot be given.*`--{instead}`"):
-                read_stages(recipe, overrides=given)
+                read_stages(recipe, overrides=arguments)
     with pytest.raises(
         ValueError, match="no recipe 'none'; expected one of all_positions, llama_3_1_8b, .*tiny, xrag, or"
     ):
@@ -149,14 +149,14 @@ def test_mistakes_are_named(recipe):
 def test_recipes_have_names_or_folders(recipe):
     for name, folder in (("recipe", recipe), ("smollm2_135m", RECIPES / "smollm2_135m")):  # each has a full_text.yaml
         assert find_recipe(name) == folder
-        found = read_stages(folder)
-        assert [(stage.number, stage.name) for stage in found] == list(enumerate(NAMES, start=1))
-    assert [stage.start for stage in found] == [None, *found[:2]]
+        stages = read_stages(folder)
+        assert [(stage.number, stage.name) for stage in stages] == list(enumerate(NAMES, start=1))
+    assert [stage.start for stage in stages] == [None, *stages[:2]]
 
 
 @pytest.fixture
 def interruptible():
-    """As in a terminal; a job in the background is begun with interrupts ignored."""
+    """Handles interrupts as in a terminal; a background job would ignore them."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -35,7 +35,7 @@ def test_checkpoint_has_trained_encoder(trained, processor):
 
 
 def test_bfloat16_encoder_is_evaluated(tmp_path, write_recipe):
-    """An encoder in bfloat16 is evaluated as it is trained."""
+    """An encoder in bfloat16 is evaluated in the precision of its training."""
     held_out = {"eval_files": {write_recipe.files["grounding"]: 1.0}, "eval_strategy": "steps", "eval_steps": 2}
     losses = []
     for dtype in ("float32", "bfloat16"):
@@ -47,15 +47,15 @@ def test_bfloat16_encoder_is_evaluated(tmp_path, write_recipe):
 
 def test_search_device_and_encoder(trained, processor):
     """Search uses the base encoder, on the requested device."""
-    found = ArcAlignerProcessor.from_pretrained(trained)
-    found.encoder.device = "cpu"
-    assert torch.equal(found.encoder.untrained.encode(TEXTS), processor.encoder.encode(TEXTS))
-    found.encoder.device = "meta"
-    assert found.encoder.untrained.model.device.type == "meta"
+    loaded = ArcAlignerProcessor.from_pretrained(trained)
+    loaded.encoder.device = "cpu"
+    assert torch.equal(loaded.encoder.untrained.encode(TEXTS), processor.encoder.encode(TEXTS))
+    loaded.encoder.device = "meta"
+    assert loaded.encoder.untrained.model.device.type == "meta"
 
 
 def test_resumed_run_keeps_encoder(tmp_path, write_recipe, trained):
-    """A broken run continues with the encoder that it had."""
+    """An interrupted run continues with its own encoder."""
     arguments = write_recipe("grounding", tmp_path / "run", lr_scheduler_type="constant", **RATES)
     run_until(2, arguments)
     run(arguments)
@@ -64,12 +64,13 @@ def test_resumed_run_keeps_encoder(tmp_path, write_recipe, trained):
 
 
 def test_stage_ends_with_the_mean(tmp_path, write_recipe):
-    """A stage ends with the mean of its last checkpoints."""
+    """The result of a stage is the mean of its last checkpoints."""
     folder = tmp_path / "run"
     keys = {"save_steps": 1, "save_total_limit": 3, "average_checkpoints": 2, "max_steps": 4}
     run(write_recipe("grounding", folder, **keys, **RATES))
     for file in ("model.safetensors", "encoder/adapter_model.safetensors"):
-        mean, last, before = (load_file(folder / each / file) for each in ("", "checkpoint-4", "checkpoint-3"))
+        checkpoints = ("", "checkpoint-4", "checkpoint-3")
+        mean, last, before = (load_file(folder / checkpoint / file) for checkpoint in checkpoints)
         torch.testing.assert_close(mean, {name: (last[name] + before[name]) / 2 for name in last})
         assert any(not torch.equal(mean[name], last[name]) for name in mean)
 

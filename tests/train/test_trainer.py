@@ -1,4 +1,4 @@
-"""From examples to the loss: batches at a rate of their own, turns side by side, what is logged, rows in errors."""
+"""From examples to the loss: one rate in each batch, turns side by side, logs, and rows in errors."""
 
 import copy
 import math
@@ -36,7 +36,7 @@ SLOT, PAD = 99, 7
 
 
 def row(row_id, num_words, num_turns=1):
-    """An example as 🤗 Datasets gives it: a segment of one-character words after a title of three characters."""
+    """An example as 🤗 Datasets returns it: a segment of one-character words after a title of three characters."""
     turns = [{"input_ids": [20 + n, 30 + n], "labels": [-100, 30 + n]} for n in range(num_turns)]
     segment = {"document": 0, "encoder_text": "T: " + "w" * num_words, "encoder_start": 3}
     segment |= {"word_ids": list(range(num_words)), "word_ends": list(range(1, num_words + 1))}
@@ -45,21 +45,21 @@ def row(row_id, num_words, num_turns=1):
 
 @pytest.fixture
 def collate(processor):
-    """Makes a batch of rows at one of some rates."""
+    """Makes a batch of rows at one of the rates."""
     tokenizer = processor.encoder.text_tokenizer
     return lambda rows, rates=("segment",), **settings: ContextCollator(SLOT, PAD, tokenizer, rates, **settings)(rows)
 
 
 def examples_of(processor, count):
     builder = ExampleBuilder(processor)
-    return [example for each in question_rows(count) for example in builder.question_examples([each])]
+    return [example for record in question_rows(count) for example in builder.question_examples([record])]
 
 
 # Batches
 
 
 def test_batch_is_padded_and_numbered(collate):
-    """Padding, and `turn_ids` that number the turns."""
+    """Rows are padded, and `turn_ids` number the turns."""
     batch = collate([row("x", 2, num_turns=2), row("y", 4)], context_words=True)
     expected = {
         "input_ids": torch.tensor([[1, 2, SLOT, 20, 30, 21, 31], [1, 2, SLOT, 20, 30, PAD, PAD]]),
@@ -91,7 +91,7 @@ def test_rate_cuts_segments(collate):
 
 
 def test_ids_decide_the_rate(collate):
-    """The ids of the rows decide the rate, and all rates are drawn."""
+    """The ids of the rows decide the rate, and each rate occurs."""
     rates = (1, 2, "segment")
     once, again, more_turns = (
         [slots_of(collate([row(f"{n}", 4, turns), row("y", 4)], rates))[0] for n in range(40)] for turns in (1, 1, 2)
@@ -100,36 +100,36 @@ def test_ids_decide_the_rate(collate):
 
 
 def test_batch_slots_equal_inference(processor, model, monkeypatch):
-    """The same embeddings and words as `encode_documents` has for each row, however many texts are read at once."""
+    """Embeddings and words are those of `encode_documents`, however many texts are encoded at once."""
     monkeypatch.setattr("arcaligner.encoder_arcaligner.CPU_TOKENS", 40)
     rows, tokenizer = examples_of(processor, 3), processor.encoder.text_tokenizer
     for rate in ("segment", 4):
         batch = ContextCollator(processor.context_token_id, PAD, tokenizer, (rate,), context_words=True)(rows)
         assert len(batch["encoder_inputs"].batches) > 1
         embeds = encode_slots(model.config, processor, batch)["context_embeds"]
-        for number, (own, asked) in enumerate(zip(embeds, question_rows(3), strict=True)):
-            expected = processor.encode_documents(asked["passages"], tokens_per_slot=rate)
+        for number, (row_embeds, question) in enumerate(zip(embeds, question_rows(3), strict=True)):
+            expected = processor.encode_documents(question["passages"], tokens_per_slot=rate)
             count = len(expected.context_embeds)
-            torch.testing.assert_close(own[:count], expected.context_embeds, rtol=1e-5, atol=1e-6)
-            assert not own[count:].any()
+            torch.testing.assert_close(row_embeds[:count], expected.context_embeds, rtol=1e-5, atol=1e-6)
+            assert not row_embeds[count:].any()
             words = [segment["word_ids"] for segment in rows[number]["segments"]]
-            found = batch["context_word_ids"][number]
-            assert found[found >= 0].tolist() == [word for each in words for word in each]
+            word_ids = batch["context_word_ids"][number]
+            assert word_ids[word_ids >= 0].tolist() == [word for segment_words in words for word in segment_words]
 
 
 def test_batch_has_no_nested_lists(collate):
-    """A tensor, a number, the encoder's inputs, or the few ids of the rows; all tensors get to the device."""
+    """A batch has tensors, numbers, encoder inputs and row ids only, and all tensors are moved to the device."""
     batch = collate([row("x", 6, 2), row("y", 3)], rates=(3,), context_words=True)
     assert {type(value) for key, value in batch.items() if key != "row_ids"} == {torch.Tensor, int, EncoderInputs}
     moved = send_to_device(batch, "meta")
     inputs = moved.pop("encoder_inputs")
-    tensors = [each for each in (*moved.values(), *vars(inputs).values()) if torch.is_tensor(each)]
+    tensors = [value for value in (*moved.values(), *vars(inputs).values()) if torch.is_tensor(value)]
     assert len(tensors) == 9 and all(tensor.is_meta for tensor in tensors)
     assert moved["row_ids"] == ["x", "y"]
 
 
 def test_workers_make_equal_batches(processor):
-    """Also where it gets the collator as bytes."""
+    """Worker processes make the same batches, also from a pickled collator."""
     rows = examples_of(processor, 4)
     collator = ContextCollator(processor.context_token_id, PAD, processor.encoder.text_tokenizer, (2, 4, "segment"))
     sent = pickle.loads(pickle.dumps(collator))
@@ -137,8 +137,8 @@ def test_workers_make_equal_batches(processor):
     for start, batch in zip((0, 2), batches, strict=True):
         expected = collator(rows[start : start + 2])
         assert batch.pop("row_ids") == expected.pop("row_ids")
-        found, inputs = (vars(each.pop("encoder_inputs")) for each in (batch, expected))
-        torch.testing.assert_close(batch | found, expected | inputs, rtol=0, atol=0)
+        batch_inputs, inputs = (vars(collated.pop("encoder_inputs")) for collated in (batch, expected))
+        torch.testing.assert_close(batch | batch_inputs, expected | inputs, rtol=0, atol=0)
 
 
 # Turns
@@ -160,32 +160,33 @@ def held_out(tmp_path_factory) -> dict:
 
 
 def test_perplexity_over_all_targets(tmp_path, write_recipe, held_out):
-    """Perplexity and gap are over all targets, whatever the batches."""
-    found = []
+    """Perplexity and gap are over all targets, and do not depend on the batch size."""
+    logged = []
     # Rows are evaluated in their order.
     keys = {"train_sampling_strategy": "random", "max_steps": 2, "eval_slot_gap": True, **held_out}
     for batch_size in (2, 7):
         arguments = write_recipe("grounding", tmp_path / str(batch_size), per_device_eval_batch_size=batch_size, **keys)
         run(arguments)
-        found += logs(tmp_path / str(batch_size), "eval_slot_gap")
-    assert found[0]["eval_perplexity"] == pytest.approx(found[1]["eval_perplexity"], rel=1e-5)
+        logged += logs(tmp_path / str(batch_size), "eval_slot_gap")
+    assert logged[0]["eval_perplexity"] == pytest.approx(logged[1]["eval_perplexity"], rel=1e-5)
     recipe, args, _ = parse(arguments)
     model = ArcAlignerForCausalLM.from_pretrained(tmp_path / "7").eval()
     processor = ArcAlignerProcessor.from_pretrained(tmp_path / "7")
     rows = list(ExampleSelector(recipe, ExampleBuilder(processor), args.seed).eval_examples())
     nll = []
-    for read in (rows, swapped_slots(rows)):
-        loss, tokens = target_losses(model, processor, read, "segment").sum(axis=0)
+    for examples in (rows, swapped_slots(rows)):
+        loss, tokens = target_losses(model, processor, examples, "segment").sum(axis=0)
         nll.append(loss / tokens)
-    assert found[1]["eval_perplexity"] == pytest.approx(math.exp(nll[0]), rel=1e-5)
-    assert found[1]["eval_slot_gap"] == pytest.approx(nll[1] - nll[0], abs=1e-5)
+    assert logged[1]["eval_perplexity"] == pytest.approx(math.exp(nll[0]), rel=1e-5)
+    assert logged[1]["eval_slot_gap"] == pytest.approx(nll[1] - nll[0], abs=1e-5)
     assert abs(nll[1] - nll[0]) > 1e-5
 
 
 def test_swapped_slots():
-    """Swapped slots are those of the next row with other passages."""
+    """Swapped slots are those of the next row that has other passages."""
     rows = [{"row_id": name, "segments": segments} for name, segments in zip("abcd", ["x", "x", "y", "z"], strict=True)]
-    assert [(each["row_id"], each["segments"]) for each in swapped_slots(rows)] == [*zip("abcd", "yyzx", strict=True)]
+    swapped = [(example["row_id"], example["segments"]) for example in swapped_slots(rows)]
+    assert swapped == [*zip("abcd", "yyzx", strict=True)]
     assert swapped_slots(rows[:2]) == rows[:2]
 
 
@@ -206,7 +207,7 @@ def test_best_checkpoint_is_the_result(tmp_path, write_recipe, held_out, monkeyp
 
 @pytest.fixture
 def trainer(tmp_path, processor, model):
-    """On two batches of questions."""
+    """A trainer with two batches of questions."""
     settings = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 4, "max_steps": 2}
     return AlignerTrainer(
         model,
@@ -221,18 +222,18 @@ def trainer(tmp_path, processor, model):
 
 
 def test_predictions_are_logits(trainer):
-    """`predict` and `compute_metrics` get logits and labels of all rows, and the loss is that of an evaluation."""
+    """`predict` and `compute_metrics` get logits and labels of all rows, and the loss equals that of an evaluation."""
     dataset, seen = trainer.train_dataset, []
     expected = trainer.evaluate(dataset)
-    found = trainer.predict(dataset)
-    logits, labels = torch.tensor(found.predictions)[:, :-1], torch.tensor(found.label_ids)[:, 1:]
+    predicted = trainer.predict(dataset)
+    logits, labels = torch.tensor(predicted.predictions)[:, :-1], torch.tensor(predicted.label_ids)[:, 1:]
     assert len(logits) == len(labels) == len(dataset)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     assert loss.item() == pytest.approx(math.log(expected["eval_perplexity"]), abs=1e-4)
     trainer.compute_metrics = lambda prediction: seen.append(prediction) or {"rows": len(prediction.predictions)}
     metrics = trainer.evaluate(dataset)
     assert metrics["eval_rows"] == len(dataset) and metrics["eval_loss"] == pytest.approx(expected["eval_loss"])
-    assert (seen[0].label_ids == found.label_ids).all()
+    assert (seen[0].label_ids == predicted.label_ids).all()
 
 
 def test_loss_equals_whole_model(trainer):
@@ -247,7 +248,7 @@ def test_loss_equals_whole_model(trainer):
 
 
 class Waits(TorchDispatchMode):
-    """Records where the host waits for a device: a function of ours, or the model that it calls."""
+    """Records where the host waits for a device: in a function of this project, or in the model that it calls."""
 
     ASKING = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select}
     OURS = {module.__file__, encoder_arcaligner.__file__}
@@ -255,32 +256,33 @@ class Waits(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.places, self.functions = [], []  # `functions`: of the project, the models' too
+        self.places, self.functions = [], []  # `functions` has those of the project, the models' too
 
     def note(self) -> None:
         frames = traceback.extract_stack()
         last = max((number for number, frame in enumerate(frames) if frame.filename in self.OURS), default=0)
         models = [name for frame in frames[last:] if (name := Path(frame.filename).name).startswith("modeling_")]
         self.places.append([*models, frames[last].name][0])
-        project = [each.name for each in frames if Path(each.filename).parent in (self.PROJECT, self.PROJECT / "train")]
+        folders = (self.PROJECT, self.PROJECT / "train")
+        project = [frame.name for frame in frames if Path(frame.filename).parent in folders]
         self.functions.append(project[-1])
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         of_index = func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_)
-        has_mask = of_index and any(each is not None and each.dtype == torch.bool for each in args[1])
+        has_mask = of_index and any(index is not None and index.dtype == torch.bool for index in args[1])
         if func.overloadpacket in self.ASKING or has_mask:
             self.note()
         return func(*args, **(kwargs or {}))
 
 
 def test_step_synchronizes_once(trainer, monkeypatch):
-    """Outside of the models: for whether loss and gradients are finite. In ours: for where the slots and the targets
-    are; ids are checked on a CPU only."""
+    """The trainer waits once, for whether loss and gradients are finite; the model waits for the places of slots and of
+    targets only. Ids are checked on a CPU only."""
     waits, batch = Waits(), trainer.data_collator(list(trainer.train_dataset)[:2])
     for name in ("tolist", "cpu", "numpy"):  # no operations where the device is the CPU
         plain = getattr(torch.Tensor, name)
         monkeypatch.setattr(
-            torch.Tensor, name, lambda *given, plain=plain, **options: waits.note() or plain(*given, **options)
+            torch.Tensor, name, lambda *args, plain=plain, **kwargs: waits.note() or plain(*args, **kwargs)
         )
     trainer.model.train()
     with waits:
@@ -288,20 +290,20 @@ def test_step_synchronizes_once(trainer, monkeypatch):
         trainer.check_gradients()
     monkeypatch.undo()
     assert [place for place in waits.places if not place.startswith("modeling_")] == ["check_finite"]
-    of_libraries = {"encode_inputs", "forward"}  # these call a model of transformers, which may look at its mask
-    found = [name for name in waits.functions if name not in {"check_ids", *of_libraries}]
-    assert found == ["_to_numpy_in_one_sync", "targets_loss", "check_finite"]
+    of_libraries = {"encode_inputs", "forward"}  # these call a model of transformers, which may inspect its mask
+    functions = [name for name in waits.functions if name not in {"check_ids", *of_libraries}]
+    assert functions == ["_to_numpy_in_one_sync", "targets_loss", "check_finite"]
 
 
 def test_untrained_encoder_has_no_lora(tmp_path, trainer, processor, monkeypatch):
-    """Nor a gradient: its LoRA, of an earlier stage, is merged."""
+    """An encoder that is not trained has no LoRA and no gradient: the LoRA of an earlier stage is merged."""
     trained = copy.deepcopy(processor)
     trained.encoder = SentenceEncoder(processor.encoder_name_or_path)
     for weight in trained.train_encoder(lora_r=2):
         torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))
     trained.save_pretrained(tmp_path / "trained")
     trainer.processing_class = ArcAlignerProcessor.from_pretrained(tmp_path / "trained")
-    layers = [each for each in trainer.processing_class.encoder.model.modules() if isinstance(each, LoraLayer)]
+    layers = [module for module in trainer.processing_class.encoder.model.modules() if isinstance(module, LoraLayer)]
     for layer in layers:
         layer.lora_A["default"].register_forward_hook(lambda *_: pytest.fail("LoRA is computed"))
     seen, encode = [], SentenceEncoder.encode_inputs
@@ -317,7 +319,7 @@ def test_untrained_encoder_has_no_lora(tmp_path, trainer, processor, monkeypatch
 
 
 def test_accumulated_rows_equal_a_batch(tmp_path, write_recipe):
-    """Also of rows with different numbers of labels and slots."""
+    """Accumulated rows equal a batch, also with different numbers of labels and slots."""
     for size in (1, 4):
         sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
         run(write_recipe("grounding", tmp_path / str(size), **COMPARED, **sizes))
@@ -327,11 +329,11 @@ def test_accumulated_rows_equal_a_batch(tmp_path, write_recipe):
 @pytest.mark.parametrize("gate_mode", ["off", "adaptive"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_packed_turns_equal_single_ones(trainer, processor, gate_mode, attention):
-    """Packed turns give the logits and loss of each alone."""
+    """Packed turns have the logits and the loss of single turns."""
     model = trainer.model.double().eval()
     model.set_attn_implementation(attention)
     model.config.gate_mode, trainer.skip_logits = gate_mode, False
-    rows = [each | {"passages": question_rows(1)[0]["passages"]} for each in question_rows(3)]
+    rows = [record | {"passages": question_rows(1)[0]["passages"]} for record in question_rows(3)]
     (together,) = ExampleBuilder(processor).question_examples(rows)
     apart = [together | {"row_id": f"{number}", "turns": [turn]} for number, turn in enumerate(together["turns"])]
     # The encoder is in float32, so its texts have to be padded alike.
@@ -347,8 +349,8 @@ def test_packed_turns_equal_single_ones(trainer, processor, gate_mode, attention
     (turns, logits, loss), (turns_alone, logits_alone, loss_alone) = forward([together]), forward(apart)
     torch.testing.assert_close(loss, loss_alone, rtol=1e-10, atol=1e-10)
     for number in range(3):
-        own, alone = logits[0][turns[0] == number + 1], logits_alone[number][turns_alone[number] == 1]
-        torch.testing.assert_close(own, alone, rtol=0, atol=1e-9)
+        packed, alone = logits[0][turns[0] == number + 1], logits_alone[number][turns_alone[number] == 1]
+        torch.testing.assert_close(packed, alone, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["loss", "gradient norm"])

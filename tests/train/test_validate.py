@@ -1,4 +1,4 @@
-"""Validation on held-out articles: which rows, and what is measured."""
+"""Validation on held-out articles: the rows and the measurements."""
 
 import json
 
@@ -28,14 +28,14 @@ def test_questions_are_held_out(recipe):
 def test_loss_error_is_over_articles():
     """A loss is a mean over tokens, with the standard error over articles."""
     losses = np.array([[2.0, 1], [4.0, 1], [3.0, 2], [9.0, 3], [5.0, 1]])
-    found = means_and_errors(losses, ["squad"] * 4 + ["nq"], ["a", "a", "b", "c", "d"])
+    means = means_and_errors(losses, ["squad"] * 4 + ["nq"], ["a", "a", "b", "c", "d"])
     residuals = np.array([6 - 2 * 18 / 7, 3 - 2 * 18 / 7, 9 - 3 * 18 / 7])  # of articles, at the mean of 18 / 7
-    assert found["squad"] == (18 / 7, pytest.approx(np.sqrt(3 / 2 * (residuals**2).sum()) / 7))
-    assert found["nq"] == (5.0, np.inf)  # one article says nothing of others
+    assert means["squad"] == (18 / 7, pytest.approx(np.sqrt(3 / 2 * (residuals**2).sum()) / 7))
+    assert means["nq"] == (5.0, np.inf)  # one article has no standard error
 
 
 def test_loss_matches_the_logits(separate):
-    """A loss is that of the logits of a backbone's own head."""
+    """The loss is computed from the logits of the backbone's own head."""
     model, reader = separate
     row = {"id": "1", "question": "Who?", "answers": ["Ada"], "passages": [{"title": "", "text": "It was Ada."}]}
     (example,) = ExampleBuilder(reader, tokens_per_slot=(2,)).question_examples([row])
@@ -58,14 +58,14 @@ def test_command_writes_measured_mean(recipe_file, checkpoint_dir, tmp_path, cap
         model.model.projector.out.weight.mul_(3.0)
     model.save_pretrained(other)
     ArcAlignerProcessor.from_pretrained(checkpoint_dir).save_pretrained(other)
-    asked = {"rates": "segment,4", "number": 20, "num_answers": 8, "output": tmp_path / "out"}
-    main(recipe_file, f"{checkpoint_dir},{other}", **asked)
+    options = {"rates": "segment,4", "number": 20, "num_answers": 8, "output": tmp_path / "out"}
+    main(recipe_file, f"{checkpoint_dir},{other}", **options)
     results = json.loads((tmp_path / "out" / "validation.json").read_text())
     assert table(results).strip() == capsys.readouterr().out.strip()
     assert set(results) == {"segment", "4"}
-    for found in results.values():
-        assert found["loss"].keys() == {"town", "read back"}
-        assert all(loss > 0 for loss, _ in found["loss"].values()) and 0 <= found["f1"]["town"] <= 100
+    for measured in results.values():
+        assert measured["loss"].keys() == {"town", "read back"}
+        assert all(loss > 0 for loss, _ in measured["loss"].values()) and 0 <= measured["f1"]["town"] <= 100
     weight = "model.projector.out.weight"
     mean = ArcAlignerForCausalLM.from_pretrained(tmp_path / "out").state_dict()[weight]
     torch.testing.assert_close(mean, model.state_dict()[weight] * 2 / 3)

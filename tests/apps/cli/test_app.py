@@ -1,4 +1,4 @@
-"""The command line answers from files, says what it did, and ends mistakes in one clear line."""
+"""The command line answers from files, reports what it did, and reports a mistake in one clear line."""
 
 import functools
 import io
@@ -29,7 +29,7 @@ load_pipeline = functools.cache(shared.load_pipeline)
 def wide_terminal_and_models_loaded_once(monkeypatch):
     monkeypatch.setattr(shared, "load_pipeline", load_pipeline)
     monkeypatch.setenv("COLUMNS", "160")
-    for console in (shared.output, shared.messages):  # made when the module was imported
+    for console in (shared.output, shared.messages):  # both exist since the import
         monkeypatch.setattr(console, "width", 160)
 
 
@@ -42,19 +42,18 @@ def document(tmp_path):
 
 @pytest.fixture
 def answer(run_cli, checkpoint_dir):
-    """Asks about files; code, output and errors."""
+    """Runs `answer` on files; returns exit code, output and errors."""
 
     def run(*documents, question=QUESTION, checkpoint=checkpoint_dir, options=()):
-        given = [each for document in documents for each in ("--document", document)]
-        return run_cli("answer", question, *given, "--checkpoint", checkpoint, *options)
+        arguments = [part for document in documents for part in ("--document", document)]
+        return run_cli("answer", question, *arguments, "--checkpoint", checkpoint, *options)
 
     return run
 
 
 @pytest.fixture
 def chooser(checkpoint_dir, monkeypatch, give_head):
-    """The pipeline of an aligner that can tell which passage answers, with room for twenty in as many tokens as a tiny
-    tokenizer makes of them."""
+    """The pipeline of an aligner that ranks passages and can abstain, with a context of 32,768 positions."""
     ask = shared.load_pipeline(str(checkpoint_dir), None, None)
     for owner in (ask.processor, ask.model.config):
         monkeypatch.setattr(owner, "passage_attention", "separate")
@@ -89,21 +88,23 @@ def test_show_slots_lists_sentences(answer, document, tmp_path):
 
 @pytest.mark.parametrize("rate", ["segment", 3])
 def test_answer_options_reach_pipeline(answer, monkeypatch, document, rate):
-    asked, ask = [], ArcAlignerPipeline.__call__
-    monkeypatch.setattr(ArcAlignerPipeline, "__call__", lambda *own, **given: asked.append(given) or ask(*own, **given))
+    calls, ask = [], ArcAlignerPipeline.__call__
+    monkeypatch.setattr(
+        ArcAlignerPipeline, "__call__", lambda *args, **kwargs: calls.append(kwargs) or ask(*args, **kwargs)
+    )
     options = ["--max-new-tokens", 3, "--gate-mode", "always", "--tokens-per-slot", rate, "--max-slots", 2]
     assert answer(document, options=options)[0] == 0
     settings = {"return_slots": True, "max_new_tokens": 3, "gate_mode": "always", "max_slots": 2}
-    assert asked == [settings | {"tokens_per_slot": rate}]
+    assert calls == [settings | {"tokens_per_slot": rate}]
     for name, value in (("--tokens-per-slot", "many"), ("--gate-mode", "never"), ("--max-new-tokens", 0)):
         code, _, err = answer(document, options=[name, value])
-        assert code == 2 and name in err and len(asked) == 1
+        assert code == 2 and name in err and len(calls) == 1
 
 
 def test_question_is_given_once(run_cli, document):
-    """In its place, or by the option of 0.2."""
-    for given in ((), ("Who?", "--question", "Who?")):
-        code, _, err = run_cli("answer", *given, "--document", document)
+    """A missing question is refused, and so are two questions, one as an argument and one as an option."""
+    for arguments in ((), ("Who?", "--question", "Who?")):
+        code, _, err = run_cli("answer", *arguments, "--document", document)
         assert code == 2 and "expected exactly one question" in err
 
 
@@ -116,16 +117,16 @@ def test_long_file_is_cut(answer, chooser, tmp_path, number):
     (path := tmp_path / "long.md").write_text(f"# Numbers\n\n{12 * LONG}\n\n## Letters\n\n{15 * LONG}")
     code, out, err = answer(path, options=[] if number == 1 else ["--max-passages", number])  # one is the default
     passages, documents = cli.cut([cli.read_document(path)], chooser.processor)
-    assert [each.title for each in passages] == ["Numbers"] * 2 + ["Numbers › Letters"] * 3
+    assert [passage.title for passage in passages] == ["Numbers"] * 2 + ["Numbers › Letters"] * 3
     record = chooser({"question": QUESTION, "documents": documents}, return_slots=True, max_passages=number)[0]
-    read = sorted({each["document"] for each in record["segments"]})
-    assert code == 0 and out == printable(record["generated_text"].strip()) + "\n" and len(read) == number
-    told = [line for line in err.splitlines() if line.startswith(str(path))]
-    spans = [(passages[place].start, passages[place].end, passages[place].title) for place in read]
-    assert told == [f"{path}:{start}-{end} {title}" for start, end, title in spans]
+    used = sorted({segment["document"] for segment in record["segments"]})
+    assert code == 0 and out == printable(record["generated_text"].strip()) + "\n" and len(used) == number
+    lines = [line for line in err.splitlines() if line.startswith(str(path))]
+    spans = [(passages[place].start, passages[place].end, passages[place].title) for place in used]
+    assert lines == [f"{path}:{start}-{end} {title}" for start, end, title in spans]
     unused = f"{counted(5 - number, 'passage')} not used: less likely to contain the answer"
     assert f"{unused} (to use more, raise --max-passages)" in " ".join(err.split())
-    assert path.read_text("utf-8")[slice(*spans[0][:2])] == documents[read[0]]["text"]
+    assert path.read_text("utf-8")[slice(*spans[0][:2])] == documents[used[0]]["text"]
 
 
 def test_version_equals_package_version(run_cli):
@@ -137,7 +138,7 @@ def test_version_equals_package_version(run_cli):
 
 @pytest.mark.parametrize("command", ["evaluate", "answer --question Q --document x"])
 def test_missing_checkpoint_fails_fast(run_cli, monkeypatch, tmp_path, command):
-    """A checkpoint that is nowhere is looked up once, with a short time limit."""
+    """A checkpoint that does not exist is looked up once, with a short time limit."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x").write_text("Text.")
     monkeypatch.setattr("huggingface_hub.model_info", model_info := Mock(side_effect=ConnectionError))
@@ -153,7 +154,7 @@ def test_user_errors_print_one_line(answer, base_model_dir, document, tmp_path, 
     paths = {name: tmp_path / f"{name}.txt" for name in texts}
     for name, path in paths.items():
         path.write_bytes(texts[name])
-    for path, given, message in (
+    for path, arguments, message in (
         (paths["binary"], {}, "binary.txt is not text in UTF-8 or in any other known encoding (byte 0)"),
         (paths["empty"], {}, "empty.txt contains no text"),
         (paths["long"], {}, "long.txt has 5 passages; `answer` accepts at most 4. Build a corpus with"),
@@ -167,7 +168,7 @@ def test_user_errors_print_one_line(answer, base_model_dir, document, tmp_path, 
         (document, {"options": ["--base-model", document]}, "`--base-model` works with `--engine llama.cpp`"),
         (document, {"options": ["--engine", "llama.cpp", "--show-slots"]}, "work with PyTorch only"),
     ):
-        code, out, err = answer(path, **given)
+        code, out, err = answer(path, **arguments)
         assert code == 1 and out == ""
         assert err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]
         assert "Traceback" not in err
@@ -216,13 +217,13 @@ def cut_in_half(path) -> None:
 )
 def test_broken_file_prints_one_line(answer, checkpoint_dir, document, tmp_path, name, damage, message):
     broken = shutil.copytree(checkpoint_dir, tmp_path / "broken")
-    edit_json(broken / "config.json", digests=None)  # as of an older one, of which each file is looked at by itself
+    edit_json(broken / "config.json", digests=None)  # like an older checkpoint: each file is checked alone
     damage(broken / name)
     code, out, err = answer(document, checkpoint=broken)
     assert code == 1 and out == ""
     first, *more = [line for line in err.splitlines() if not line.startswith(("Loading", "Reading", "Encoding"))]
     assert first.startswith("Error: ") and message in "".join([first, *more])
-    assert len(more) == ("hf download" in message)  # how to get it is a line of its own
+    assert len(more) == ("hf download" in message)  # the remedy is on a second line
 
 
 STEERING = "\x1b]0;title\x07 \x1b[2J \x9b1m \u202e \x7f"
@@ -235,9 +236,9 @@ def test_control_characters_are_escaped(answer, monkeypatch, document):
     document.write_text(f"It was {STEERING} written.", encoding="utf-8")
     record = {"generated_text": STEERING, "segments": [], "statistics": STATISTICS}
     with monkeypatch.context() as patch:
-        patch.setattr(ArcAlignerPipeline, "__call__", lambda *own, **given: [record])
+        patch.setattr(ArcAlignerPipeline, "__call__", lambda *args, **kwargs: [record])
         assert answer(document)[:2] == (0, f"{SHOWN}\n")
-    monkeypatch.setattr(cli, "output", Console(width=160))  # a table would break lines where the escapes are
+    monkeypatch.setattr(cli, "output", Console(width=160))  # a table would break lines at the escapes
     code, out, _ = answer(document, question=f"Who {STEERING}?", options=["--show-slots"])
     assert code == 0 and SHOWN in out
     code, _, err = answer(document, checkpoint=f"nobody/{STEERING}")
@@ -251,14 +252,14 @@ def test_control_characters_are_escaped(answer, monkeypatch, document):
 
 
 def test_train_runs_recipe_stages(run_cli, monkeypatch):
-    asked = []
-    monkeypatch.setattr(stages, "run_stages", lambda *arguments: asked.append(arguments))
+    calls = []
+    monkeypatch.setattr(stages, "run_stages", lambda *arguments: calls.append(arguments))
     code, out, err = run_cli("train", "--recipe", "tiny", "--output", "mine", "--", "--seed", "2", "--max_steps=3")
     assert (code, out, err) == (0, "", "")
     folder = stages.RECIPES / "tiny"
-    assert asked == [(stages.read_stages(folder, "mine", ["--seed", "2", "--max_steps=3"]), None)]
+    assert calls == [(stages.read_stages(folder, "mine", ["--seed", "2", "--max_steps=3"]), None)]
     assert run_cli("train", "--recipe", folder, "--stage", "2", "--accelerate", "cpu")[0] == 0
-    assert asked[1] == (stages.read_stages(folder, only=2), "cpu")
+    assert calls[1] == (stages.read_stages(folder, only=2), "cpu")
 
 
 def test_train_errors_print_one_line(run_cli, monkeypatch):
@@ -277,7 +278,7 @@ def test_train_errors_print_one_line(run_cli, monkeypatch):
 
 
 def test_demo_prints_answers_immediately(chooser, monkeypatch):
-    """Beside that of the bare base model, which reads the same passage's text, and says in the end what was gained."""
+    """Each answer is printed at once, beside that of the base model from text; a summary follows at the end."""
     monkeypatch.setattr(demo, "contains_match", lambda answer, golds: float(golds == CASES[0]["answers"]))
     console, shown, from_text, texts = Console(file=io.StringIO(), width=400), [], demo.from_text, []
 
@@ -289,20 +290,22 @@ def test_demo_prints_answers_immediately(chooser, monkeypatch):
     monkeypatch.setattr(demo, "from_text", read_text)
     monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 2)
     demo.run_demo(chooser, console)
-    assert shown == [0, *range(0, 28, 2)]  # the first one warms up
+    assert shown == [0, *range(0, 28, 2)]  # the first answer warms up
     page = " ".join(console.file.getvalue().split())
     many, (refused,), cases = demo.demo_questions("unanswerable").values()
     assert cases == CASES and [len(row["passages"]) for row in many] == [10] * 10
     assert refused["question"] == many[0]["question"] and refused["answers"] == ["unanswerable"]
-    others = [each["text"] for each in refused["passages"]]
+    others = [passage["text"] for passage in refused["passages"]]
     assert len(others) == 4 and not any(gold in text for gold in many[0]["answers"] for text in others)
-    for row, read in zip([*many, refused, *cases], texts[1:], strict=True):
-        assert row["question"] in page and len(read["passages"]) == 1 and read["passages"][0] in row["passages"]
-        assert (f"gold answer: {row['answers'][0]}" in page) == (row != CASES[0])  # unless all are right
-    assert page.count(", answerability ") == 14 and page.count(" unanswerable ") == 15  # one gold answer is that
+    for row, text_row in zip([*many, refused, *cases], texts[1:], strict=True):
+        assert row["question"] in page and len(text_row["passages"]) == 1 and text_row["passages"][0] in row["passages"]
+        # The gold answer is not printed if both answers are right.
+        assert (f"gold answer: {row['answers'][0]}" in page) == (row != CASES[0])
+    # One gold answer is "unanswerable".
+    assert page.count(", answerability ") == 14 and page.count(" unanswerable ") == 15
     assert "Result: 1 of 14 answers from slots and 1 from text are right" in page
     assert console.file.getvalue().splitlines()[-1] == demo.NEXT
-    assert [*map(len, demo.demo_questions().values())] == [10, 3]  # of an aligner that refuses nothing
+    assert [*map(len, demo.demo_questions().values())] == [10, 3]  # of an aligner that never abstains
 
 
 def test_demo_row_shows_the_verdict():

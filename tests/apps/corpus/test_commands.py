@@ -1,4 +1,4 @@
-"""A corpus from the command line: built, asked, changed, described."""
+"""A corpus from the command line: built, queried, changed, described."""
 
 import re
 from pathlib import Path
@@ -33,11 +33,12 @@ def test_folder_becomes_answer(run_cli, letters, checkpoint_dir, tmp_path, model
 
     question = "Who wrote it?"
     code, out, err = run_cli("ask", question, "--corpus", folder, "--top-k", 2, "--max-new-tokens", 5, *aligner)
-    found = Retriever(corpus, processor)(question, top_k=2)
-    row = {"question": question, "documents": found.documents}
+    retrieved = Retriever(corpus, processor)(question, top_k=2)
+    row = {"question": question, "documents": retrieved.documents}
     record = pipeline_of(model, processor)(row, return_slots=True, max_new_tokens=5)[0]
     assert code == 0 and out.startswith(printable(record["generated_text"].strip()))
-    places = [f"{each['document']}:{each['start']}-{each['end']}".replace("\n", "\\n") for each in found.documents]
+    places = [f"{passage['document']}:{passage['start']}-{passage['end']}" for passage in retrieved.documents]
+    places = [place.replace("\n", "\\n") for place in places]
     assert any("new\\nline.txt" in place for place in places)
     assert [line.split(" ")[0] for line in out.splitlines()[-2:]] == places
     assert cli.compression_summary(record["statistics"]) in err
@@ -71,7 +72,7 @@ def test_strict_build_fails_last(run_cli, letters, checkpoint_dir, tmp_path):
 
 
 def test_verbose_names_all_skipped(run_cli, letters, checkpoint_dir, tmp_path):
-    """Of much that is skipped the first are named, and all with `--verbose`; `add` needs a corpus that is there."""
+    """Of many skipped files the first are named, with `--verbose` all; `add` needs an existing corpus."""
     for number in range(22):
         (letters / f"{number}.svg").write_text("<svg/>")
     folder, aligner = tmp_path / "corpus", ("--checkpoint", checkpoint_dir)
@@ -105,11 +106,11 @@ def test_user_errors_print_one_line(run_cli, letters, corpus, checkpoint_dir, tm
         code, out, err = run_cli(*arguments)
         assert code == 1 and out == ""
         assert err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]
-    assert not (tmp_path / "new").exists()  # of a build that found nothing
+    assert not (tmp_path / "new").exists()  # a build without documents creates no folder
 
 
 def test_documented_code_answers(capsys, letters, checkpoint_dir, monkeypatch):
-    """The code of the document answers from a folder."""
+    """The code in the documentation answers from a folder."""
     block, _ = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
     monkeypatch.chdir(letters.parent)
     exec(block.replace("checkpoints/arcaligner-smollm2-135m", str(checkpoint_dir)), {})  # noqa: S102

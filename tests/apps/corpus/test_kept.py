@@ -1,4 +1,4 @@
-"""Passages of a corpus read ahead: no question reads them, whatever else it retrieves, and none is stale."""
+"""Precomputed passages of a corpus: questions use them without computing them, and outdated ones are replaced."""
 
 import re
 import threading
@@ -22,7 +22,7 @@ from arcaligner.common.files import counted
 
 @pytest.fixture(scope="module")
 def apart_dir(tmp_path_factory, base_model_dir, processor):
-    """A checkpoint that reads passages apart, with a confidence and a refusal."""
+    """A checkpoint of independent passages that estimates answerability and can abstain."""
     folder = tmp_path_factory.mktemp("apart")
     model = random_aligner(base_model_dir, processor, seed=2, passage_attention="separate")
     random_head(model)
@@ -46,7 +46,7 @@ def files(corpus):
 def test_corpus_uses_precomputed_passages(corpus, apart, monkeypatch):
     """A question computes no passage of a corpus that was precomputed."""
     model, reader = apart
-    ask, found = pipeline_of(model, reader), []
+    ask, answers = pipeline_of(model, reader), []
     for is_ahead in (False, True):
         if is_ahead:
             assert (
@@ -58,15 +58,15 @@ def test_corpus_uses_precomputed_passages(corpus, apart, monkeypatch):
         for question, top_k in (("Who wrote it?", 3), ("Since when?", 2)):
             chat = [{"role": "user", "content": question}]
             answer = engine.submit(Request(chat, top_k=top_k, max_new_tokens=9)).result()
-            found.append((answer.text, [each["text"] for each in answer.sources]))
+            answers.append((answer.text, [source["text"] for source in answer.sources]))
             assert answer.kept == len(answer.sources) or not is_ahead
         if is_ahead:
             assert engine.store.misses == 0
-            own = [{"role": "user", "content": "Who?"}]
-            engine.submit(Request(own, documents=["Nobody has read this."], max_new_tokens=2)).result()
+            other_chat = [{"role": "user", "content": "Who?"}]
+            engine.submit(Request(other_chat, documents=["Nobody has read this."], max_new_tokens=2)).result()
             assert engine.store.misses == 1 and len(files(corpus)) == 5
         engine.close()
-    assert found[:2] == found[2:]
+    assert answers[:2] == answers[2:]
 
 
 def test_killed_precomputation_continues(corpus, letters, apart, monkeypatch):
@@ -80,8 +80,9 @@ def test_killed_precomputation_continues(corpus, letters, apart, monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         read_corpus(corpus, model, reader, stop)
-    first, told = files(corpus), []
-    assert read_corpus(corpus, model, reader, told.append) == told[-1] == "1 passage computed, 3 computed before"
+    first, messages = files(corpus), []
+    report = read_corpus(corpus, model, reader, messages.append)
+    assert report == messages[-1] == "1 passage computed, 3 computed before"
     assert first.items() < (before := files(corpus)).items()
     (letters / "old" / "ski.md").write_text("# Zhaparov\n\nHe jumps no more.", encoding="utf-8")
     build_corpus([str(letters)], corpus, reader)
@@ -94,7 +95,7 @@ def test_killed_precomputation_continues(corpus, letters, apart, monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "width"), [(None, 4), ("bfloat16", 2), ("auto", 2)])
 def test_commands_use_their_precision(run_cli, corpus, apart_dir, monkeypatch, dtype, width):
-    """Precomputed passages serve commands in the precision that they were computed in."""
+    """A command uses precomputed passages only in the precision in which they were computed."""
     device = torch.accelerator.current_accelerator(check_available=True)
     fastest = {"cpu" if device is None else device.type: torch.bfloat16}
     monkeypatch.setattr("arcaligner.encoder_arcaligner.fastest_dtype", fastest.__getitem__)
@@ -102,30 +103,31 @@ def test_commands_use_their_precision(run_cli, corpus, apart_dir, monkeypatch, d
     code, out, err = run_cli("corpus", "read", *aligner, *(("--dtype", dtype) if dtype else ()))
     assert code == 0 and out == "4 passages computed, 0 computed before\n"
     num_bytes = corpus.info()["slots"] * 3 * 2 * 2 * 8 * width  # layers, keys and values, heads, head_dim
-    told = f"{num_bytes / 1e6:.1f} MB on disk: {corpus.info()['slots']} slots of 0.{width} KB"
-    assert told in err.replace("\n", " ")
-    assert num_bytes < corpus.info()["kept_bytes"] < num_bytes + 24000  # and what it is of
+    size = f"{num_bytes / 1e6:.1f} MB on disk: {corpus.info()['slots']} slots of 0.{width} KB"
+    assert size in err.replace("\n", " ")
+    # The rest: headers, and the text before the slots.
+    assert num_bytes < corpus.info()["kept_bytes"] < num_bytes + 24000
     ask = ("ask", "Who?", *aligner, "--top-k", 2, "--max-passages", 2, "--max-new-tokens", 2)
-    for options, own in ((("--dtype", "bfloat16"), 2), (("--dtype", "float32"), 4), ((), 4)):
+    for options, value_bytes in ((("--dtype", "bfloat16"), 2), (("--dtype", "float32"), 4), ((), 4)):
         code, _, err = run_cli(*ask, *options)
-        found = 2 if own == width else 0
-        assert code == 0 and f"{found} of 2 passages cached" in re.sub(r"\s+", " ", err)
+        num_cached = 2 if value_bytes == width else 0
+        assert code == 0 and f"{num_cached} of 2 passages cached" in re.sub(r"\s+", " ", err)
     assert run_cli(*ask, "--dtype", "int8")[0] != 0
 
 
 def test_command_precomputes_or_refuses(run_cli, corpus, apart_dir):
-    """Python aborts when it ends while a thread computes: exit code 134 after the answer."""
+    """The command ends its thread before it exits: Python aborts with code 134 if a thread still computes."""
     before = set(threading.enumerate())
     ask = ("ask", "Who?", "--corpus", corpus.path, "--checkpoint", apart_dir, "--top-k", 3, "--max-new-tokens", 2)
-    for options, read in (("", 1), ("--max-passages 2", 2), ("--max-passages 9", 3), ("--min-confidence 1", 1)):
+    for options, num_used in (("", 1), ("--max-passages 2", 2), ("--max-passages 9", 3), ("--min-confidence 1", 1)):
         code, out, err = run_cli(*ask, *options.split())
         err = re.sub(r"\s+", " ", err)
-        assert code == 0 and len(re.findall(r":\d+-\d+", out)) == read
-        assert f"0 of {counted(read, 'passage')} cached" in err
-        assert (f"{counted(3 - read, 'more passage')} retrieved but not used" in err) == (read < 3)
+        assert code == 0 and len(re.findall(r":\d+-\d+", out)) == num_used
+        assert f"0 of {counted(num_used, 'passage')} cached" in err
+        assert (f"{counted(3 - num_used, 'more passage')} retrieved but not used" in err) == (num_used < 3)
         is_refused = "--min-confidence" in options
         assert out.startswith("not in the text\n") == is_refused == ("word for word" not in err)
-    assert not [each for each in set(threading.enumerate()) - before if each.name == "arcaligner-engine"]
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "arcaligner-engine"]
 
 
 def test_precompute_errors_are_reported(run_cli, corpus, apart, checkpoint_dir, monkeypatch):

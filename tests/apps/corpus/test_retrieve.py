@@ -1,4 +1,4 @@
-"""A question finds its passages, and their stored slots are read without encoding them again."""
+"""A question finds its passages, and their stored slots are used without encoding them again."""
 
 import shutil
 
@@ -20,33 +20,36 @@ def test_retrieved_slots_equal_encoding(
     """Retrieved passages have the slots that encoding them gives."""
     reader = new_processor(base_model_dir, encoder_dir, context_words=has_words)
     corpus, question = make_corpus(letters, by=reader, passage_tokens=36, tokens_per_slot=rate), "Who is a ski jumper?"
-    reader.tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=3)  # how a call pads does not matter
+    # The padding of an earlier call does not matter.
+    reader.tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=3)
     retriever = Retriever(corpus, reader)
     with monkeypatch.context() as patched:
         patched.setattr(SlotEncoder, "encode_batch", lambda *a, **k: pytest.fail("a passage was encoded again"))
-        found = retriever(question, top_k=9)
-    assert sorted(each["title"] for each in found.documents) == ["", "", "", "Zhaparov"]
-    expected = reader.encode_documents(found.documents, tokens_per_slot=rate)
-    embeds, words, ids = found.encoded[1:4]
+        retrieved = retriever(question, top_k=9)
+    assert sorted(document["title"] for document in retrieved.documents) == ["", "", "", "Zhaparov"]
+    expected = reader.encode_documents(retrieved.documents, tokens_per_slot=rate)
+    embeds, words, ids = retrieved.encoded[1:4]
     torch.testing.assert_close(embeds, expected.context_embeds, atol=1e-3, rtol=0)
     torch.testing.assert_close((words, ids), (expected.context_word_ids, expected.context_passage_ids))
-    assert found.encoded.segments == expected.segments
-    given = reader("Who?", **found.inputs, return_tensors="pt")
-    torch.testing.assert_close(given["context_embeds"][0], embeds)
-    assert found.seconds.keys() == {"retrieval", "slots"} and min(found.seconds.values()) > 0
+    assert retrieved.encoded.segments == expected.segments
+    inputs = reader("Who?", **retrieved.inputs, return_tensors="pt")
+    torch.testing.assert_close(inputs["context_embeds"][0], embeds)
+    assert retrieved.seconds.keys() == {"retrieval", "slots"} and min(retrieved.seconds.values()) > 0
     query = reader.encoder.encode([question])[0]
-    for number, each in enumerate(found.documents):
-        assert each["text"] == (corpus.path.parent / each["document"]).read_text("utf-8")[each["start"] : each["end"]]
+    for number, passage in enumerate(retrieved.documents):
+        text = (corpus.path.parent / passage["document"]).read_text("utf-8")
+        assert passage["text"] == text[passage["start"] : passage["end"]]
         vector = torch.nn.functional.normalize(embeds[ids == number].mean(dim=0), dim=0)
-        assert each["similarity"] == pytest.approx(float(vector @ query), abs=2e-3)
+        assert passage["similarity"] == pytest.approx(float(vector @ query), abs=2e-3)
 
 
 def test_full_text_finds_unknown_words(corpus, processor):
     """Full-text search finds a word that the encoder does not know."""
     for word, part in (("Toronto", "district"), ("Zhaparov's", "He jumps")):  # of a text and of a title
-        found = Retriever(corpus, processor)(word, top_k=9).documents
-        assert part in found[0]["text"] and len(found) == len(corpus)
-        assert [each["score"] for each in found] == sorted((each["score"] for each in found), reverse=True)
+        documents = Retriever(corpus, processor)(word, top_k=9).documents
+        assert part in documents[0]["text"] and len(documents) == len(corpus)
+        scores = [document["score"] for document in documents]
+        assert scores == sorted(scores, reverse=True)
 
 
 @pytest.mark.parametrize("question", ["the of", '"(a AND', "?", "\x00", "x" * 5000])
@@ -90,7 +93,7 @@ def test_mistakes_are_clear(corpus, processor, make_corpus):
 
 
 def test_index_finds_the_same(tmp_path, processor, make_corpus, monkeypatch):
-    """A corpus of many passages has an index that finds the same passages."""
+    """A large corpus has an index, and a search with it finds the same passages as one without."""
     monkeypatch.setattr("arcaligner.apps.corpus.table.MIN_INDEXED_ROWS", 300)
     words = "Toronto riding Canada Ada letter Kazakh ski jumper Parkdale sport".split()
     rows = [{"text": f"{words[n % 10]} {words[n // 10 % 10]} {words[n // 100]} {n}."} for n in range(400)]
@@ -101,7 +104,7 @@ def test_index_finds_the_same(tmp_path, processor, make_corpus, monkeypatch):
 
 
 def test_search_uses_the_base_encoder(tmp_path, letters, processor, make_corpus, checkpoint_dir):
-    """Passages are found by the encoder as it was before joint training."""
+    """A search uses the encoder as it was before joint training."""
     trained = ArcAlignerProcessor.from_pretrained(checkpoint_dir)
     for weight in trained.train_encoder(lora_r=2):
         torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))
@@ -110,8 +113,8 @@ def test_search_uses_the_base_encoder(tmp_path, letters, processor, make_corpus,
     corpus = make_corpus(letters, by=trained)
     rows = corpus.table.search().select(["title", "text", "vector", "slots"]).to_arrow().to_pylist()
     texts = [f"{row['title']} {row['text']}".strip() for row in rows]
-    found = torch.tensor([row["vector"] for row in rows]).float()
-    torch.testing.assert_close(found, processor.encoder.encode(texts), rtol=0, atol=1e-3)
+    vectors = torch.tensor([row["vector"] for row in rows]).float()
+    torch.testing.assert_close(vectors, processor.encoder.encode(texts), rtol=0, atol=1e-3)
     slot = torch.tensor(rows[0]["slots"][0]).float()
     assert (slot - processor.encoder.encode(texts[:1])[0]).abs().max() > 0.01
     assert Retriever(corpus, trained)(texts[0], 1).documents[0]["text"] == rows[0]["text"]

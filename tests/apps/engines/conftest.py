@@ -1,4 +1,4 @@
-"""The shipped aligner in float32, and questions about its passages, for engines to be compared with it."""
+"""The shipped aligner in float32, and questions about its passages, with which engines are compared."""
 
 import json
 import os
@@ -35,10 +35,10 @@ class Reference:
         return self.model.passage_cache(self.processor, folder=self.folder, **settings)
 
     def draw(self, number: int) -> tuple[str, list, int | str]:
-        """A question, its passages, of several one twice, and a rate."""
+        """A question, its passages (if several, the first one twice), and a rate."""
         size, rate = SIZES[number % 3], RATES[number // 3 % 3]
         row, draws = self.rows[number % len(self.rows)], random.Random(number)
-        others = [each["passages"][0] for each in draws.sample(self.rows, size)]
+        others = [other["passages"][0] for other in draws.sample(self.rows, size)]
         passages = [*row["passages"], *others][:size]
         if size > 1:
             passages[-1] = passages[0]
@@ -77,20 +77,20 @@ def reference(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def run_vllm(tmp_path_factory, reference):
-    """Asks vLLM rounds of requests, each in one batch; `options` are those of its `LLM`."""
+    """Sends rounds of requests to vLLM, each round in one batch; `options` are those of its `LLM`."""
 
     def run(rounds: list[list[dict]], **options) -> list[list[dict]]:
         options = {"dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 8} | options
-        asked = {"model": str(reference.base_model), "options": options, "rounds": rounds}
+        job = {"model": str(reference.base_model), "options": options, "rounds": rounds}
         folder = tmp_path_factory.mktemp("vllm")
-        (folder / "requests.json").write_text(json.dumps(asked))
+        (folder / "requests.json").write_text(json.dumps(job))
         paths = [Path(__file__).parent / "run_in_vllm.py", folder / "requests.json", folder / "answers.json"]
-        own = {"PYTHONPATH": str(IN_VLLM), "ARCALIGNER_PASSAGES": str(reference.folder)}
+        variables = {"PYTHONPATH": str(IN_VLLM), "ARCALIGNER_PASSAGES": str(reference.folder)}
         command = [find_vllm(), *map(str, paths)]
-        done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True)
+        done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-        run.log, found = done.stdout + done.stderr, json.loads((folder / "answers.json").read_text())
-        run.preemptions = found["preemptions"]
-        return found["rounds"]
+        run.log, results = done.stdout + done.stderr, json.loads((folder / "answers.json").read_text())
+        run.preemptions = results["preemptions"]
+        return results["rounds"]
 
     return run

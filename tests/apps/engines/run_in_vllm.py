@@ -34,28 +34,28 @@ def prompt_of(request):
 
 
 def ask(llm, requests):
-    """The answers to requests that are asked together; those that are refused at once have no share in it."""
-    found, numbers = [None] * len(requests), {}
+    """The answers to requests that are sent together; a request that vLLM refuses at once has its error instead."""
+    answers, numbers = [None] * len(requests), {}
     for place, request in enumerate(requests):
         try:
             (number,) = llm.enqueue([prompt_of(request)], [params_of(request)], use_tqdm=False)
-            numbers[number.split("-")[0]] = place  # an output has the number alone
+            numbers[number.split("-")[0]] = place  # an output's id is the number without its suffix
         except (ValueError, VLLMValidationError) as error:
-            found[place] = {"error": str(error)}
+            answers[place] = {"error": str(error)}
     for output in llm.wait_for_completion(use_tqdm=False):
         answer = output.outputs[0]
-        first = {id: each.logprob for id, each in answer.logprobs[0].items()} if answer.logprobs else {}
-        found[numbers[output.request_id]] = {
+        first = {id: token.logprob for id, token in answer.logprobs[0].items()} if answer.logprobs else {}
+        answers[numbers[output.request_id]] = {
             "ids": list(answer.token_ids),
             "first": first,
             "cached": output.num_cached_tokens,
             "finish_reason": answer.finish_reason,
         }
-    return found
+    return answers
 
 
 def main(path, output):
-    asked = json.load(open(path))
+    job = json.load(open(path))
     transfer = {"kv_connector": "SlotsConnector", "kv_connector_module_path": "arcaligner_slots"}
     transfer |= {"kv_role": "kv_consumer", "kv_load_failure_policy": "fail"}
     options = {
@@ -63,12 +63,12 @@ def main(path, output):
         "max_logprobs": 20,
         "logits_processors": ["arcaligner_slots:SlotsLogitsProcessor"],
     }
-    options |= {"disable_log_stats": False} | asked["options"]
-    llm = LLM(asked["model"], kv_transfer_config=KVTransferConfig(**transfer), **options)
-    found = {"rounds": [ask(llm, requests) for requests in asked["rounds"]]}
-    found["preemptions"] = sum(each.value for each in llm.get_metrics() if each.name == "vllm:num_preemptions")
+    options |= {"disable_log_stats": False} | job["options"]
+    llm = LLM(job["model"], kv_transfer_config=KVTransferConfig(**transfer), **options)
+    results = {"rounds": [ask(llm, requests) for requests in job["rounds"]]}
+    results["preemptions"] = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
     with open(output, "w") as file:
-        json.dump(found, file)
+        json.dump(results, file)
 
 
 if __name__ == "__main__":

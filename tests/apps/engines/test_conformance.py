@@ -34,14 +34,14 @@ class Answer(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def asked(reference):
+def expected(reference):
     """For each question, the request to vLLM, the text of the greedy answer, and the log-probabilities of its first
     token."""
-    cache, found = reference.cache(max_bytes=0), []
+    cache, answers = reference.cache(max_bytes=0), []
     for number in range(QUESTIONS):
         request, ids, first = reference.ask(cache, number)
-        found.append((request, text_of(reference, ids), first))
-    return found
+        answers.append((request, text_of(reference, ids), first))
+    return answers
 
 
 def text_of(reference, ids: list[int]) -> str:
@@ -54,10 +54,10 @@ def likeliest(logits: torch.Tensor) -> dict[int, float]:
 
 
 @torch.inference_mode()
-def answers_of_transformers(reference, asked, folder, run_vllm) -> Iterator[list[Answer]]:
+def answers_of_transformers(reference, expected, folder, run_vllm) -> Iterator[list[Answer]]:
     backbone = AutoModelForCausalLM.from_pretrained(reference.base_model, dtype=torch.float32).eval()
     answers = []
-    for request, _, _ in asked:
+    for request, _, _ in expected:
         slots = request["kv_transfer_params"]["slots"]
         parts = [load_file(reference.folder / f"{key}.safetensors")["keys_values"] for key, _ in slots]
         cache = DynamicCache(config=backbone.config)
@@ -75,18 +75,18 @@ def answers_of_transformers(reference, asked, folder, run_vllm) -> Iterator[list
     yield answers
 
 
-def answers_of_vllm(reference, asked, folder, run_vllm) -> Iterator[list[Answer]]:
-    requests = [request for request, _, _ in asked]
-    *alone, together = run_vllm([*[[each] for each in requests], requests])
+def answers_of_vllm(reference, expected, folder, run_vllm) -> Iterator[list[Answer]]:
+    requests = [request for request, _, _ in expected]
+    *alone, together = run_vllm([*[[request] for request in requests], requests])
     assert all(answer["cached"] for answer in together)
     for answers in ([answer for (answer,) in alone], together):
         yield [
-            Answer(text_of(reference, each["ids"]), {int(id): value for id, value in each["first"].items()})
-            for each in answers
+            Answer(text_of(reference, answer["ids"]), {int(id): value for id, value in answer["first"].items()})
+            for answer in answers
         ]
 
 
-def answers_of_llama_cpp(reference, asked, folder, run_vllm) -> Iterator[list[Answer]]:
+def answers_of_llama_cpp(reference, expected, folder, run_vllm) -> Iterator[list[Answer]]:
     base_model = AutoModelForCausalLM.from_pretrained(reference.base_model, dtype=torch.float32)
     tokens = reference.processor.tokenizer.convert_ids_to_tokens(range(base_model.config.vocab_size))
     write_base_model(base_model, tokens, folder / "base.gguf")
@@ -114,11 +114,11 @@ NO_LLAMA_CPP = pytest.mark.skipif(
         pytest.param(answers_of_llama_cpp, id="llama.cpp", marks=NO_LLAMA_CPP),
     ],
 )
-def test_engines_answer_alike(answers_of, reference, asked, tmp_path, run_vllm):
-    for answers in answers_of(reference, asked, tmp_path, run_vllm):
+def test_engines_answer_alike(answers_of, reference, expected, tmp_path, run_vllm):
+    for answers in answers_of(reference, expected, tmp_path, run_vllm):
         others, largest = [], 0.0
-        for number, ((_, text, first), answer) in enumerate(zip(asked, answers, strict=True)):
+        for number, ((_, text, first), answer) in enumerate(zip(expected, answers, strict=True)):
             others += [] if answer.text == text else [(number, answer.text, text)]
             largest = max(largest, *(abs(first[id].item() - value) for id, value in answer.first.items()))
-        print(f"{len(asked) - len(others)} of {len(asked)} equal, first within {largest:.1e}")
+        print(f"{len(expected) - len(others)} of {len(expected)} equal, first within {largest:.1e}")
         assert not others and largest < 1e-3

@@ -1,4 +1,4 @@
-"""What llama.cpp computes from slots is what PyTorch does, and what it cannot do is refused."""
+"""llama.cpp computes from slots what PyTorch computes, and refuses what it does not support."""
 
 import shutil
 from importlib.util import find_spec
@@ -27,7 +27,7 @@ needs_llama_cpp = pytest.mark.skipif(find_spec("llama_cpp") is None, reason="`pi
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory, base_model_dir, encoder_dir):
-    """Aligners whose slots, three tokens each, have words; LoRA and gates are random, and these are on."""
+    """Aligners with slots of three tokens that have words, with random LoRA, and random gates, which are on."""
     folders = {}
     for passage_attention in ("joint", "separate"):
         folders[passage_attention] = folder = tmp_path_factory.mktemp("checkpoint")
@@ -41,7 +41,7 @@ def checkpoints(tmp_path_factory, base_model_dir, encoder_dir):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory, checkpoints):
-    folders = {each: tmp_path_factory.mktemp("exported") for each in checkpoints}
+    folders = {attention: tmp_path_factory.mktemp("exported") for attention in checkpoints}
     for passage_attention, checkpoint in checkpoints.items():
         gguf_files.export_gguf(str(checkpoint), folders[passage_attention])
     return folders
@@ -91,7 +91,7 @@ def test_llama_cpp_equals_pytorch(backbone, tmp_path):
 @pytest.mark.parametrize(("passage_attention", "bonus"), [("joint", 0.0), ("separate", 0.0), ("separate", 30.0)])
 @torch.no_grad()
 def test_engine_equals_pytorch(passage_attention, bonus, make_engine, checkpoints):
-    """Passages are prefilled and answered like in PyTorch."""
+    """Prefill and answers equal those of PyTorch."""
     model = ArcAlignerForCausalLM.from_pretrained(checkpoints[passage_attention]).eval()
     processor = ArcAlignerProcessor.from_pretrained(checkpoints[passage_attention])
     inputs = chat_inputs(processor, QUESTION, DOCUMENTS)
@@ -102,12 +102,12 @@ def test_engine_equals_pytorch(passage_attention, bonus, make_engine, checkpoint
     answer = model.generate(**inputs, max_new_tokens=16, **settings)[0, length:]
     engine = make_engine(passage_attention)
     engine.processor.copy_bonus = bonus
-    for _ in range(2):  # the second time from what was kept
+    for _ in range(2):  # the second time from the cache
         np.testing.assert_allclose(engine.read(QUESTION, DOCUMENTS), logits, **CLOSE)
-        # Passages that are read apart share positions, and yet each slot takes a cell of the context.
+        # Independent passages share positions, and yet each slot takes a cell of the context.
         assert engine.session.used == length
         pieces = list(engine.stream(QUESTION, DOCUMENTS, max_new_tokens=len(answer)))
-        # A character whose bytes are not all there is no piece yet.
+        # A piece has no incomplete characters.
         assert "".join(pieces) == processor.decode(answer, skip_special_tokens=True).rstrip("\ufffd")
         assert len(pieces) > 1
     with pytest.raises(ValueError, match="257 positions, but the engine's context has 256"):
@@ -126,7 +126,7 @@ def test_known_passages_are_cached(make_engine, monkeypatch):
     assert not encode.called
     engine.read("When?", DOCUMENTS, max_slots=2)
     engine.read("When?", DOCUMENTS[:1])
-    engine.read("When?", DOCUMENTS)  # of three, it was read first
+    engine.read("When?", DOCUMENTS)  # of three sets of passages, these were used least recently
     engine.processor.tokens_per_slot = 2
     assert not np.allclose(engine.read("When?", DOCUMENTS), expected, **CLOSE) and encode.call_count == 4
 
@@ -148,13 +148,13 @@ def test_export_is_a_checkpoint(exported, checkpoints):
     assert files | {"adapter.gguf"} == {path.name for path in folder.iterdir()}
     reader = gguf.GGUFReader(folder / "adapter.gguf")
     model = ArcAlignerForCausalLM.from_pretrained(folder)
-    found = {tensor.name: tensor.data for tensor in reader.tensors}
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
     layer = model.model.backbone.layers[1].self_attn
-    np.testing.assert_array_equal(found["blk.1.attn_q.weight.lora_a"], layer.q_proj.lora_A["slot"].weight.detach())
-    np.testing.assert_array_equal(found["blk.1.attn_v.weight.lora_b"], layer.v_proj.lora_B["slot"].weight.detach())
+    np.testing.assert_array_equal(tensors["blk.1.attn_q.weight.lora_a"], layer.q_proj.lora_A["slot"].weight.detach())
+    np.testing.assert_array_equal(tensors["blk.1.attn_v.weight.lora_b"], layer.v_proj.lora_B["slot"].weight.detach())
     rows = layer.q_proj.lora_B["slot"].weight.detach().view(4, 2, 4, -1).transpose(1, 2).reshape(32, -1)
-    np.testing.assert_array_equal(found["blk.1.attn_q.weight.lora_b"], rows)
-    assert len(found) == 3 * 7 * 2 and reader.get_field("adapter.lora.alpha").contents() == model.config.lora_alpha
+    np.testing.assert_array_equal(tensors["blk.1.attn_q.weight.lora_b"], rows)
+    assert len(tensors) == 3 * 7 * 2 and reader.get_field("adapter.lora.alpha").contents() == model.config.lora_alpha
 
 
 @needs_llama_cpp

@@ -24,14 +24,15 @@ pytestmark = [
 LENGTH = 4096
 
 
-def differences(asked, answers) -> tuple[list[int], float]:
-    """The numbers of questions with other ids, and the largest difference of first log-probabilities."""
+def differences(expected, answers) -> tuple[list[int], float]:
+    """The numbers of the questions whose ids differ, and the largest difference of log-probabilities of first
+    tokens."""
     other, largest = [], 0.0
-    for number, ((_, ids, first), answer) in enumerate(zip(asked, answers, strict=True)):
+    for number, ((_, ids, first), answer) in enumerate(zip(expected, answers, strict=True)):
         if answer.get("ids") != ids:
             other.append(number)
-        for id, found in answer["first"].items():
-            largest = max(largest, abs(first[int(id)].item() - found))
+        for id, value in answer["first"].items():
+            largest = max(largest, abs(first[int(id)].item() - value))
     return other, largest
 
 
@@ -40,10 +41,10 @@ def test_small_caches_keep_answers(reference, run_vllm):
     loaded again."""
     cache = reference.cache()
     long = {"max_new_tokens": 60, "eos_token_id": None}
-    asked = [reference.ask(cache, number, **long) for number in (0, 3, 6, 9, 12, 15, 18, 21)]  # of one passage each
+    expected = [reference.ask(cache, number, **long) for number in (0, 3, 6, 9, 12, 15, 18, 21)]  # of one passage each
     options = {"max_model_len": 256, "block_size": 32, "num_gpu_blocks_override": 12, "max_num_batched_tokens": 32}
-    (answers,) = run_vllm([[request for request, _, _ in asked]], **options, enable_chunked_prefill=True)
-    other, largest = differences(asked, answers)
+    (answers,) = run_vllm([[request for request, _, _ in expected]], **options, enable_chunked_prefill=True)
+    other, largest = differences(expected, answers)
     assert run_vllm.preemptions > 0 and not other and largest < 1e-3
 
 
@@ -53,15 +54,15 @@ def test_copied_answers_equal_pytorch(reference, run_vllm):
     assert any(ids != others for (_, ids, _), (_, others, _) in zip(plain, copied, strict=True))
     requests = [request for pair in zip(plain, copied, strict=True) for request, _, _ in pair]
     (answers,) = run_vllm([requests])
-    for asked, found in ((plain, answers[::2]), (copied, answers[1::2])):
-        assert differences(asked, found)[0] == []
+    for expected, answered in ((plain, answers[::2]), (copied, answers[1::2])):
+        assert differences(expected, answered)[0] == []
 
 
 def test_precisions_agree_approximately(reference, run_vllm):
-    """A bfloat16 engine from float32 files, and a float32 one from int8 files."""
-    asked = [reference.ask(reference.cache(), number) for number in range(6)]
-    (answers,) = run_vllm([[request for request, _, _ in asked]], dtype="bfloat16")
-    assert differences(asked, answers)[1] < 0.3
+    """An engine in bfloat16 uses float32 files, and an engine in float32 uses int8 files."""
+    expected = [reference.ask(reference.cache(), number) for number in range(6)]
+    (answers,) = run_vllm([[request for request, _, _ in expected]], dtype="bfloat16")
+    assert differences(expected, answers)[1] < 0.3
     int8 = [reference.ask(reference.cache(dtype="int8"), number) for number in range(6)]
     (answers,) = run_vllm([[request for request, _, _ in int8]])
     other, largest = differences(int8, answers)
@@ -69,8 +70,8 @@ def test_precisions_agree_approximately(reference, run_vllm):
 
 
 def test_killed_vllm_loses_no_answer(reference, monkeypatch):
-    """It is killed while eight clients of the server ask, and started again: each refusal is 503 with `Retry-After`,
-    and all answers are those of before."""
+    """vLLM is killed while eight clients ask: refusals are 503 with `Retry-After`, and all answers come after its
+    restart."""
     pytest.importorskip("fastapi")
     from starlette.testclient import TestClient
 
@@ -115,10 +116,10 @@ def test_killed_vllm_loses_no_answer(reference, monkeypatch):
 
 
 def test_invalid_requests_are_never_answered(reference, run_vllm):
-    """In one batch with a valid request, which is answered."""
+    """An invalid request gets no answer, and the valid request in the same batch does."""
     (good, ids, _), cache = reference.ask(reference.cache(), 1), reference.cache()
     body = good["kv_transfer_params"]["slots"]
-    (long,) = cache.prefix_files("Who?", [each["passages"][0] for each in reference.rows], tokens_per_slot=2)
+    (long,) = cache.prefix_files("Who?", [row["passages"][0] for row in reference.rows], tokens_per_slot=2)
     bad = {
         "does not exist": good | {"kv_transfer_params": {"slots": [body[0], ["a" * 64, 3]]}},
         "is not a list of files": good | {"kv_transfer_params": {"slots": []}},

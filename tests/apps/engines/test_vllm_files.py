@@ -1,4 +1,4 @@
-"""The file that runs in vLLM reads passages as PyTorch does, and refuses what does not fit; without vLLM."""
+"""The file that runs in vLLM loads passages as PyTorch does, and refuses what does not fit. Needs no vLLM."""
 
 import json
 import random
@@ -22,13 +22,13 @@ slots = load_slots_module()
 QUESTION = "Who wrote it?"
 ADA = {"title": "Ada", "text": "Ada wrote the letter in 1843. It was long, and she read it aloud."}
 RADIK = "Radik Zhaparov is a Kazakh ski jumper."
-DOCUMENTS = [ADA, RADIK, ADA]  # one stands twice
+DOCUMENTS = [ADA, RADIK, ADA]  # one of them twice
 BLOCK = 4
 
 
 @pytest.fixture(scope="module")
 def aligner(base_model_dir, processor):
-    """An aligner of independent passages around a base model with files of its own."""
+    """An aligner of independent passages around a base model that is saved in a folder."""
     settings = {"encoder_name_or_path": processor.encoder_name_or_path, "encoder_hidden_size": 12}
     settings |= {"context_token_id": processor.context_token_id, "passage_attention": "separate", "lora_r": 4}
     model = ArcAlignerForCausalLM.from_pretrained(str(base_model_dir), **settings).eval()
@@ -62,18 +62,18 @@ def engine_config(model, base_model_dir, **changes):
         head_dim=getattr(text, "head_dim", None),
         rope_parameters=dict(text.rope_parameters),
     )
-    given = {"policy": "fail", "guard": ["arcaligner_slots:SlotsLogitsProcessor"], "spec": Spec(BLOCK)}
-    given |= {"dtype": torch.float32, "extra": {}} | changes
-    vars(config).update(given.pop("config", {}))
+    settings = {"policy": "fail", "guard": ["arcaligner_slots:SlotsLogitsProcessor"], "spec": Spec(BLOCK)}
+    settings |= {"dtype": torch.float32, "extra": {}} | changes
+    vars(config).update(settings.pop("config", {}))
     model_config = SimpleNamespace(
         hf_text_config=config,
-        dtype=given["dtype"],
-        logits_processors=given["guard"],
+        dtype=settings["dtype"],
+        logits_processors=settings["guard"],
         model=str(base_model_dir),
         revision=None,
     )
-    transfer = SimpleNamespace(kv_load_failure_policy=given["policy"], get_from_extra_config=given["extra"].get)
-    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=given["spec"])])
+    transfer = SimpleNamespace(kv_load_failure_policy=settings["policy"], get_from_extra_config=settings["extra"].get)
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=settings["spec"])])
     return SimpleNamespace(model_config=model_config, kv_transfer_config=transfer), groups
 
 
@@ -131,7 +131,7 @@ def test_full_disk_is_named(cache, monkeypatch):
 
 
 def test_base_model_has_one_digest(aligner, base_model_dir, tmp_path):
-    """Of the aligner in either precision, and of the base model's files in either."""
+    """The digest is the same for the aligner and for files of the base model in float32 and in bfloat16."""
     model, _ = aligner
     expected = base_model_fingerprint(model)["weights"]
     AutoModelForCausalLM.from_pretrained(base_model_dir, dtype=torch.bfloat16).save_pretrained(tmp_path)
@@ -146,8 +146,8 @@ def test_int8_files_are_read(aligner, folder):
     (files,) = aligner[0].passage_cache(aligner[1], folder=folder, dtype="int8").prefix_files(QUESTION, [ADA])
     kept, key = load_file(files.paths[1])["keys_values"], files.paths[1].stem
     assert kept.dtype == torch.int8
-    found = slots.Passages(0, slice(0, 2)).read([key])[key]
-    assert torch.equal(found, from_int8(kept, torch.float32).transpose(2, 3))
+    values = slots.Passages(0, slice(0, 2)).read([key])[key]
+    assert torch.equal(values, from_int8(kept, torch.float32).transpose(2, 3))
 
 
 def cut(path):
@@ -161,7 +161,7 @@ def damage(path):
 
 
 def lose(path):
-    path.rename(path.with_name(f".{path.name}.tmp"))  # as one that is being written
+    path.rename(path.with_name(f".{path.name}.tmp"))  # like a file that is being written
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_broken_files_are_named(change, message, files):
 
 @pytest.mark.parametrize("max_bytes", [0, 2**30])
 def test_damaged_values_are_refused(max_bytes, files):
-    """After they were read, too."""
+    """A file that was damaged or lost after its first load is refused, whether or not its values are in memory."""
     passages, key = slots.Passages(max_bytes, slice(0, 2)), files.paths[1].stem
     assert isinstance(passages.read([key])[key], torch.Tensor)
     damage(files.paths[1])
@@ -203,29 +203,29 @@ def test_damaged_values_are_refused(max_bytes, files):
 
 
 def test_passages_stay_in_memory(files, monkeypatch):
-    """Up to a number of bytes; those that were not used for longest go first, and a larger one is not kept."""
-    read, keys = [], list(dict.fromkeys(path.stem for path in files.paths))
+    """A number of bytes of passages stays in memory; the least recently used go first, larger ones are not kept."""
+    read_keys, keys = [], list(dict.fromkeys(path.stem for path in files.paths))
     monkeypatch.setattr(
-        slots, "_read_values", lambda key, header, real=slots._read_values: read.append(key) or real(key, header)
+        slots, "_read_values", lambda key, header, real=slots._read_values: read_keys.append(key) or real(key, header)
     )
     sizes = {key: slots.Passages(0, slice(0, 2)).read([key])[key].nbytes for key in keys}
     head, ada, radik = keys
     passages = slots.Passages(sizes[head] + sizes[ada], slice(0, 2))
-    for asked, expected in (([head, ada, ada], [head, ada]), ([ada, head], []), ([radik], [radik]), ([head], [])):
-        read.clear()
-        found = passages.read(asked)
-        assert read == expected and found.keys() == set(asked)
+    for requested, expected in (([head, ada, ada], [head, ada]), ([ada, head], []), ([radik], [radik]), ([head], [])):
+        read_keys.clear()
+        loaded = passages.read(requested)
+        assert read_keys == expected and loaded.keys() == set(requested)
     assert sizes[radik] < sizes[ada] and passages.bytes == sizes[head] + sizes[radik]
-    read.clear()
+    read_keys.clear()
     passages.read([ada])
-    assert read == [ada]
+    assert read_keys == [ada]
     small = slots.Passages(sizes[head] - 1, slice(0, 2))
     small.read([head])
     assert small.bytes == 0
 
 
 def foreign(files, aligner, folder):
-    """The key of the same passage by an aligner whose LoRA is another."""
+    """The key of the same passage from an aligner with another LoRA."""
     model, processor = aligner
     layer = next(parameter for name, parameter in model.aligner_parameters() if "lora_B" in name)
     layer.data += 0.5
@@ -245,7 +245,7 @@ def test_mismatched_requests_are_refused(files, aligner, folder):
             [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]], [DOCUMENTS]
         )
     )
-    for given, message in (
+    for pairs, message in (
         (None, "is not a list of files"),
         ([], "is not a list of files"),
         ([["a" * 64]], "is not a list of files"),
@@ -262,17 +262,17 @@ def test_mismatched_requests_are_refused(files, aligner, folder):
         ([body[0], [other_prompt.paths[1].stem, 1]], "belong together: they differ in `prompt`"),
     ):
         with pytest.raises(ValueError, match=message):
-            slots.check_slots(given)
+            slots.check_slots(pairs)
     for extra, options, message in (
         ({"slot": body}, {}, "expected only `slots` and `copy`"),
         ({"slots": body}, {"prompt_logprobs": 1}, "`prompt_logprobs` and"),
         ({"slots": body}, {"skip_reading_prefix_cache": True}, "`skip_reading_prefix_cache` do not work"),
         ({"copy": {"bonus": 8, "texts": [[1]], "end_ids": []}}, {}, "`copy` is malformed"),
     ):
-        given = {"prompt_logprobs": None, "skip_reading_prefix_cache": None} | options
+        params = {"prompt_logprobs": None, "skip_reading_prefix_cache": None} | options
         with pytest.raises(ValueError, match=message):
             slots.SlotsLogitsProcessor.validate_params(
-                SimpleNamespace(extra_args={"kv_transfer_params": extra}, **given)
+                SimpleNamespace(extra_args={"kv_transfer_params": extra}, **params)
             )
 
 
@@ -312,7 +312,7 @@ def test_lora_on_text_is_refused(processor, folder):
         ({"config": {"rope_parameters": None}}, "does not depend on the"),
     ],
 )
-def test_engines_that_cannot_are_refused(connect, changes, message):
+def test_unsuitable_engines_are_refused(connect, changes, message):
     with pytest.raises(ValueError, match=message):
         connect(**changes)
 
@@ -368,7 +368,7 @@ def test_mismatched_requests_fail(connect, files, change, engine, message, caplo
     body = slots_request(files)
     body |= {name: edit(body[name]) for name, edit in change.items()}
     connector, request = connect(config=engine), request_of(body)
-    # All of the prompt is as if it were on the way, so that nothing is computed.
+    # The whole prompt counts as being loaded, so that nothing is computed.
     assert ask(connector, request) == (len(body["prompt"]), True)
     assert message in caplog.text
     connector.update_state_after_alloc(request, None, len(body["prompt"]))
@@ -397,7 +397,7 @@ def test_other_base_weights_are_refused(connect, files, base_model_dir, tmp_path
 
 
 class Layer:
-    """A layer of attention with pages of its own."""
+    """An attention layer with a KV cache of its own."""
 
     def __init__(self, num_blocks, heads, head_dim, dtype):
         self.kv_cache, self.impl = torch.zeros(num_blocks * BLOCK, 2, heads, head_dim, dtype=dtype), self
@@ -408,7 +408,7 @@ class Layer:
 
 
 def load(worker, model, *loads, heads=None, dtype=torch.float32):
-    """What a worker writes of loads in one step: for each layer (num_blocks * BLOCK, 2, heads, head_dim)."""
+    """The KV cache after a worker has loaded in one step, for each layer (num_blocks * BLOCK, 2, heads, head_dim)."""
     text = model.config.text_config
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     layers = {
@@ -423,7 +423,7 @@ def load(worker, model, *loads, heads=None, dtype=torch.float32):
 @pytest.mark.parametrize("start", [0, BLOCK])
 @torch.no_grad()
 def test_base_model_continues_from_files(start, connect, cache, files, base_model_dir, aligner):
-    """Read with one position after the other, as vLLM does, the base model's logits are those of the aligner."""
+    """With consecutive positions, as in vLLM, the logits of the base model after the files are those of the aligner."""
     expected = cache.read_question(cache.prepare(QUESTION, documents=DOCUMENTS)).logits[0, -1]
     total, blocks = sum(files.num_slots), random.Random(1).sample(range(40), -(-sum(files.num_slots) // BLOCK))
     body = slots_request(files)["kv_transfer_params"]["slots"]
@@ -447,29 +447,30 @@ def test_workers_write_their_own_heads(connect, files, aligner, monkeypatch):
     heads, blocks = model.config.text_config.num_key_value_heads, list(range(40))
     assert heads == 2
     whole = load(connect(Role.WORKER), model, slots.Load(body, 0, blocks))
-    for world, own in ((2, 1), (4, 1)):
+    for world, local_heads in ((2, 1), (4, 1)):
         for rank in range(world):
             vars(slots.parallel).update(world=world, rank=rank)
-            found = load(connect(Role.WORKER), model, slots.Load(body, 0, blocks), heads=own)
+            local = load(connect(Role.WORKER), model, slots.Load(body, 0, blocks), heads=local_heads)
             first = rank * heads // world
-            assert torch.equal(found, whole[:, :, :, first : first + own])
+            assert torch.equal(local, whole[:, :, :, first : first + local_heads])
     vars(slots.parallel).update(world=1, rank=0)
     half = load(connect(Role.WORKER, dtype=torch.bfloat16), model, slots.Load(body, 0, blocks), dtype=torch.bfloat16)
     assert torch.equal(half, whole.bfloat16())
 
 
 def test_step_writes_all_requests(connect, cache, aligner):
-    """Each as if alone, whatever was loaded before, and whatever the others need."""
-    asked = [DOCUMENTS, [RADIK], [RADIK, ADA]]
-    bodies = [slots_request(cache.prefix_files(QUESTION, each)[0])["kv_transfer_params"]["slots"] for each in asked]
+    """In one step each request is loaded as if it were alone, whatever was loaded before."""
+    document_lists = [DOCUMENTS, [RADIK], [RADIK, ADA]]
+    prefixes = [cache.prefix_files(QUESTION, documents)[0] for documents in document_lists]
+    bodies = [slots_request(prefix)["kv_transfer_params"]["slots"] for prefix in prefixes]
     starts, free = (0, BLOCK, sum(count for _, count in bodies[2][:2]) + 1), iter(range(40))
     loads = []
     for body, start in zip(bodies, starts, strict=True):
         needed = -(-sum(count for _, count in body) // BLOCK)
         loads.append(slots.Load(body, start, [next(free) for _ in range(needed)]))
     together, worker = load(connect(Role.WORKER), aligner[0], *loads), connect(Role.WORKER)
-    alone = [load(worker, aligner[0], each) for each in loads]
-    assert all(each.any() for each in alone) and torch.equal(together, sum(alone))
+    alone = [load(worker, aligner[0], single) for single in loads]
+    assert all(values.any() for values in alone) and torch.equal(together, sum(alone))
 
 
 def test_lost_file_fails_its_blocks(connect, cache, files, aligner, caplog):
@@ -490,7 +491,7 @@ def test_lost_file_fails_its_blocks(connect, cache, files, aligner, caplog):
 
 
 def test_copying_equals_pytorch(processor):
-    """Walks through texts, some of which leave them."""
+    """The tokens that may be copied equal those of PyTorch after texts that follow or leave the passages."""
     documents, draws = [ADA, RADIK, "No. 7 is long-lived."], random.Random(0)
     texts = copied_texts(processor.tokenizer, documents, "not in the text")
     packed = json.loads(

@@ -48,7 +48,7 @@ def engine(ask, retriever):
 
 
 class HeldRequests:
-    """Requests to an engine, each of which waits at its first piece until it may go on."""
+    """Requests to an engine, each of which stops at its first piece of text until `go_on` is set."""
 
     def __init__(self, submit):
         self.engine_submit, self.requests = submit, []
@@ -61,7 +61,7 @@ class HeldRequests:
         return self.engine_submit(request)
 
     def end_of_the_first(self) -> BaseException | None:
-        """The error with which the first one ends, after it was cancelled."""
+        """The error of the first request after it was cancelled."""
         end = time.monotonic() + 10
         while not self.requests[0].is_cancelled and time.monotonic() < end:
             pass
@@ -71,14 +71,14 @@ class HeldRequests:
 
 @pytest.fixture
 def held(engine, monkeypatch) -> HeldRequests:
-    found = HeldRequests(engine.submit)
-    monkeypatch.setattr(engine, "submit", found.submit)
-    return found
+    requests = HeldRequests(engine.submit)
+    monkeypatch.setattr(engine, "submit", requests.submit)
+    return requests
 
 
 @pytest.fixture(scope="session")
 def url(engine):
-    """Where the server listens."""
+    """The address of the server."""
     app = create_app(engine, ServerSettings(model="tiny", api_key=KEY))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", http=TimedConnection))
     thread = threading.Thread(target=server.run)

@@ -1,4 +1,4 @@
-"""The official client of OpenAI asks, with passages or without; mistakes are told, and are nobody else's."""
+"""OpenAI's official client gets answers with and without passages; a mistake gives an error to its request alone."""
 
 import asyncio
 import codecs
@@ -51,10 +51,10 @@ def test_documents_as_for_the_pipeline(client, ask, rate):
     row = {"question": QUESTION, "documents": DOCUMENTS}
     expected = ask(row, return_slots=True, max_new_tokens=8, **settings)[0]
     assert text_of(answer) == expected["generated_text"].lstrip() and report["statistics"] == expected["statistics"]
-    places = [{key: each[key] for key in ("document", "start", "end")} for each in expected["segments"]]
+    places = [{key: segment[key] for key in ("document", "start", "end")} for segment in expected["segments"]]
     assert report["segments"] == places
     sources = [{"title": "", "text": RADIK, "number": 0}, DOCUMENTS[1] | {"number": 1}]
-    assert report["sources"] == [each | {"answer": None, "read": True} for each in sources]
+    assert report["sources"] == [source | {"answer": None, "read": True} for source in sources]
     assert (text_of(again), again.usage, report_of(again)["kept"]) == (text_of(answer), answer.usage, 2)
     seconds = report["seconds"]
     parts = sum(seconds[name] for name in ("waiting", "retrieval", "slots", "choosing", "model"))
@@ -64,9 +64,10 @@ def test_documents_as_for_the_pipeline(client, ask, rate):
 def test_corpus_serves_requests_without_documents(client, retriever, ask):
     """The corpus is used if a request has no documents."""
     for number, rate in ((1, None), (2, 3)):  # as they are stored, and encoded again
-        answer, found = ask_server(client, num_passages=number, tokens_per_slot=rate), retriever(QUESTION, number)
-        assert report_of(answer)["sources"] == [each | {"answer": None, "read": True} for each in found.documents]
-        row = {"question": QUESTION, "documents": found.documents}
+        answer, retrieved = ask_server(client, num_passages=number, tokens_per_slot=rate), retriever(QUESTION, number)
+        sources = [document | {"answer": None, "read": True} for document in retrieved.documents]
+        assert report_of(answer)["sources"] == sources
+        row = {"question": QUESTION, "documents": retrieved.documents}
         expected = ask(row, return_slots=True, max_new_tokens=8, tokens_per_slot=rate or "segment")[0]
         assert text_of(answer) == expected["generated_text"].lstrip()
         assert report_of(answer)["statistics"] == expected["statistics"]
@@ -99,7 +100,7 @@ def test_stop_ends_before_its_text(client):
     answer = ask_server(client, documents=DOCUMENTS, stop=["never said", stop])
     assert (text_of(answer), answer.choices[0].finish_reason) == (expected, "stop")
     assert said(ask_server(client, stream=True, documents=DOCUMENTS, stop=stop)) == expected
-    tail = f"{whole[-2:]}?"  # what looked like its beginning is said at the end
+    tail = f"{whole[-2:]}?"  # text that could begin `stop` is sent at the end
     assert text_of(ask_server(client, documents=DOCUMENTS, stop=tail)) == whole
 
 
@@ -109,7 +110,7 @@ def test_fields_without_effect(client):
     neutral = {"n": 1, "presence_penalty": 0.0, "frequency_penalty": 0, "logprobs": False, "tools": [], "seed": 3}
     neutral |= {"response_format": {"type": "text"}, "tool_choice": "none", "audio": None, "stop": None, "top_k": None}
     neutral |= {"user": "somebody", "store": True, "metadata": {"a": "b"}, "stream_options": None}
-    neutral |= {"temperature": 5e-324}  # next to nothing
+    neutral |= {"temperature": 5e-324}  # almost zero
     neutral |= {"logit_bias": {}, "modalities": ["text"], "top_logprobs": 0, "reasoning_effort": "none"}
     neutral |= {"parallel_tool_calls": True, "functions": [], "function_call": "auto", "min_p": 0.0, "verbosity": "low"}
     neutral |= {"repetition_penalty": 1.0, "repeat_penalty": 1.0, "prompt_cache_retention": "in_memory", "mirostat": 0}
@@ -126,14 +127,14 @@ def test_fields_without_effect(client):
 
 
 def test_fields_of_openai_known():
-    """Every field of the installed client is taken with a value that asks for nothing, or refused by its name."""
+    """Each request field of the installed client is either accepted or refused by name."""
     fields = {**CompletionCreateParamsBase.__annotations__, "stream": bool}
     known = {*ChatRequest.model_fields, *chat_request.HINTS, *chat_request.NOT_DONE, *chat_request.NOT_DRAWN}
     assert fields.keys() <= known
 
 
 def test_number_of_tokens_cut(client, engine, monkeypatch):
-    """What is more than the limit is cut to it, and -1 is all that there is."""
+    """A number of tokens above the limit becomes the limit, and so does -1."""
     submit, numbers = engine.submit, []
     monkeypatch.setattr(engine, "submit", lambda request: numbers.append(request.max_new_tokens) or submit(request))
     monkeypatch.setattr(engine, "limits", dataclasses.replace(engine.limits, max_new_tokens=4))
@@ -144,32 +145,32 @@ def test_number_of_tokens_cut(client, engine, monkeypatch):
 
 
 def test_draws_are_limited(client, engine, monkeypatch):
-    """`top_k` and `min_p` beside a temperature reach the sampler."""
-    asked, submit = [], engine.submit
-    monkeypatch.setattr(engine, "submit", lambda request: (asked.append(request), submit(request))[1])
+    """With a temperature, `top_k` and `min_p` reach the sampler."""
+    requests, submit = [], engine.submit
+    monkeypatch.setattr(engine, "submit", lambda request: (requests.append(request), submit(request))[1])
     ask_server(client, top_k=40, min_p=0.1, temperature=1)
     ask_server(client, top_k=-1, temperature=1)
     ask_server(client, top_k=40, min_p=0.1)
-    assert [(each.sampling_top_k, each.min_p, each.top_k) for each in asked] == [(40, 0.1, 5), (0, 0, 5), (0, 0.1, 5)]
+    settings = [(request.sampling_top_k, request.min_p, request.top_k) for request in requests]
+    assert settings == [(40, 0.1, 5), (0, 0, 5), (0, 0.1, 5)]
 
 
 def test_sampling_top_k_finds_nothing(client, engine, monkeypatch):
-    """A `top_k` of sampling never says how many passages are found; the old name does where it can be no other, with
-    a note."""
-    submit, asked = engine.submit, []
-    monkeypatch.setattr(engine, "submit", lambda request: asked.append(request) or submit(request))
-    for given in ({"top_k": 0}, {"top_k": -1}, {"top_k": 1, "temperature": 0.7}, {"top_k": 40, "num_passages": 1}):
-        ask_server(client, **given)
-    assert [(each.top_k, each.temperature) for each in asked] == [(5, 0), (5, 0), (5, 0), (1, 0)]
+    """A `top_k` for sampling sets no number of passages; one that can only be the old name of `num_passages` does."""
+    submit, requests = engine.submit, []
+    monkeypatch.setattr(engine, "submit", lambda request: requests.append(request) or submit(request))
+    for settings in ({"top_k": 0}, {"top_k": -1}, {"top_k": 1, "temperature": 0.7}, {"top_k": 40, "num_passages": 1}):
+        ask_server(client, **settings)
+    assert [(request.top_k, request.temperature) for request in requests] == [(5, 0), (5, 0), (5, 0), (1, 0)]
     with pytest.warns(FutureWarning, match="Pass `num_passages`"):
         answer = ask_server(client, top_k=2)
-    assert asked[-1].top_k == 2 and "Pass `num_passages`" in report_of(answer)["notes"][0]
-    assert report_of(ask_server(client, top_k=40))["notes"] and asked[-1].top_k == 5
+    assert requests[-1].top_k == 2 and "Pass `num_passages`" in report_of(answer)["notes"][0]
+    assert report_of(ask_server(client, top_k=40))["notes"] and requests[-1].top_k == 5
     assert report_of(ask_server(client, num_passages=2))["notes"] == []
 
 
 def test_tool_calls_of_a_history():
-    """A turn that calls tools is left out, and what they returned stands before the question that it is for."""
+    """A turn that calls tools is left out, and the tools' results stand before the next question."""
     calls = [{"id": "1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}]
     result = {"role": "tool", "tool_call_id": "1", "content": "since 2003"}
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "When?"}]
@@ -177,8 +178,8 @@ def test_tool_calls_of_a_history():
     turns += [{"role": "assistant", "content": "2003.", "tool_calls": []}, {"role": "user", "content": "Why?"}]
     turns += [{"role": "assistant", "content": "I look.", "function_call": calls[0]["function"]}]
     turns += [{"role": "function", "name": "look_up", "content": "unknown"}]
-    read = ChatRequest.model_validate({"model": "tiny", "messages": turns}).engine_request(print, Limits()).messages
-    assert read == [
+    messages = ChatRequest.model_validate({"model": "tiny", "messages": turns}).engine_request(print, Limits()).messages
+    assert messages == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "since 2003\n\nor 2004\n\nWhen?"},
         {"role": "assistant", "content": "2003."},
@@ -187,7 +188,7 @@ def test_tool_calls_of_a_history():
 
 
 def test_documents_of_libraries(client):
-    """Documents in the forms of libraries are the passages that they hold; id and metadata come back."""
+    """Documents in the formats of libraries are accepted as passages; id and metadata are returned."""
     plain = [{"title": "Radik", "text": RADIK}] * 2
     origin = {"title": "Radik", "page": 3}
     langchain = {"id": "7", "page_content": RADIK, "metadata": origin, "type": "Document"}
@@ -204,8 +205,8 @@ def test_documents_of_libraries(client):
     for pair in ((langchain, dumped), (node, resource), (scored, haystack), (cohere, searched)):
         answer = ask_server(client, documents=pair)
         assert text_of(answer) == text_of(expected)
-        found = [{"id": "7"} | ({} if each is cohere else {"metadata": origin}) for each in pair]
-        assert report_of(answer)["sources"] == [one | two for one, two in zip(found, sources, strict=True)]
+        fields = [{"id": "7"} | ({} if document is cohere else {"metadata": origin}) for document in pair]
+        assert report_of(answer)["sources"] == [one | two for one, two in zip(fields, sources, strict=True)]
     assert text_of(ask_server(client, extra_body={"documents": plain})) == text_of(expected)  # as JavaScript sends it
 
 
@@ -281,7 +282,7 @@ def test_non_requests_are_refused(url, client, monkeypatch):
 
 
 def test_byte_order_mark_is_ignored(url):
-    """A body that PowerShell or .NET wrote."""
+    """Bodies in the encodings of PowerShell and .NET, with a byte order mark, are accepted."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2}
     text, post = json.dumps(body), f"{url}/v1/chat/completions"
     contents = [codecs.BOM_UTF8 + text.encode(), text.encode("utf-16"), codecs.BOM_UTF16_BE + text.encode("utf-16-be")]
@@ -290,30 +291,32 @@ def test_byte_order_mark_is_ignored(url):
 
 
 def test_a_packed_body_is_refused(url):
-    """By the name of its packing, not as JSON that is broken."""
+    """A compressed body is refused by the name of its compression, not as broken JSON."""
     packed = AUTHORIZED | {"Content-Encoding": "gzip"}
     refused = httpx.post(f"{url}/v1/chat/completions", content=gzip.compress(b"{}"), headers=packed)
     assert refused.status_code == 415 and "`Content-Encoding: gzip`" in refused.json()["error"]["message"]
 
 
 def test_key_in_any_form(engine):
-    """The scheme may be written in any case, and letters beyond ASCII as UTF-8 or Latin-1; no other key is taken."""
+    """The scheme may be in any case, and letters beyond ASCII in UTF-8 or Latin-1; any other key is refused."""
     client = TestClient(create_app(engine, ServerSettings(api_key="Schlüssel")))
     right = ["Bearer Schlüssel", "bearer  Schlüssel ", "BEARER Schlüssel", "Schlüssel"]
     wrong = ["", "Bearer", "Bearer ", "Bearer Schl", "Basic Schlüssel", "Bearer Schlüssel2"]
     for encoding in ("utf-8", "latin-1"):
-        found = [client.get("/v1/models", headers={b"authorization": each.encode(encoding)}) for each in right + wrong]
-        assert [each.status_code for each in found] == [200] * 4 + [401] * 6
-        assert found[-1].json()["error"]["code"] == "invalid_api_key"
+        responses = [
+            client.get("/v1/models", headers={b"authorization": key.encode(encoding)}) for key in right + wrong
+        ]
+        assert [response.status_code for response in responses] == [200] * 4 + [401] * 6
+        assert responses[-1].json()["error"]["code"] == "invalid_api_key"
     cyrillic = TestClient(create_app(engine, ServerSettings(api_key="ключ")))
-    found = [
-        cyrillic.get("/v1/models", headers={b"authorization": each.encode()}) for each in ("Bearer ключ", "Bearer ")
+    responses = [
+        cyrillic.get("/v1/models", headers={b"authorization": key.encode()}) for key in ("Bearer ключ", "Bearer ")
     ]
-    assert [each.status_code for each in found] == [200, 401]
+    assert [response.status_code for response in responses] == [200, 401]
 
 
 def test_model_by_its_name(url, client):
-    """`models.retrieve`; a head without a body for each page, and a description of all for machines."""
+    """The server answers `models.retrieve`, `HEAD` without a body on each path, and has an OpenAPI description."""
     assert client.models.retrieve("tiny") == client.models.list().data[0]
     with pytest.raises(openai.NotFoundError, match="There is no model 'user/gpt'; expected 'tiny'") as caught:
         client.models.retrieve("user/gpt")
@@ -328,7 +331,7 @@ def test_model_by_its_name(url, client):
 
 
 def test_answer_time_is_limited(engine):
-    """An answer that the engine does not give is not waited for longer than the limit."""
+    """The server does not wait for an answer longer than the limit."""
     routes = Routes(SimpleNamespace(limits=Limits(seconds=0.05)), ServerSettings())
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="The answer was not finished within 0.05 seconds"):
@@ -346,7 +349,7 @@ def test_unexpected_error_stays_private(caplog):
 
 
 def test_stream_ends_with_its_error(client, held, engine, monkeypatch):
-    """An error within a stream is its last piece."""
+    """An error during a stream is the last piece of the stream."""
     pieces = iter(ask_server(client, stream=True))
     next(pieces)
     assert held.begun.wait(30)
@@ -376,7 +379,8 @@ def test_health_metrics_and_models(url, client, engine, monkeypatch):
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert httpx.get(f"{url}/health").json() == {"status": "ok", "model": "tiny", "corpus": True}
     page = httpx.get(url)
-    assert page.headers["content-type"].startswith("text/html") and "://" not in page.text  # nothing from elsewhere
+    # Nothing is loaded from another server.
+    assert page.headers["content-type"].startswith("text/html") and "://" not in page.text
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
     ask_server(client)
@@ -395,7 +399,7 @@ def test_health_metrics_and_models(url, client, engine, monkeypatch):
     }
     monkeypatch.setattr(engine, "retriever", None)
     about = httpx.get(f"{url}/about", headers=AUTHORIZED).json()
-    assert about["corpus"] is None and [each["text"] != "" for each in about["examples"]] == [True] * 3
+    assert about["corpus"] is None and [example["text"] != "" for example in about["examples"]] == [True] * 3
 
 
 def test_keyless_server_refuses_foreign_hosts(engine):

@@ -40,38 +40,38 @@ def test_clients_get_answers(name, url, client):
 
 
 def test_documented_langchain_retriever(retriever):
-    """The documented retriever of LangChain finds what ours finds."""
+    """The retriever of LangChain in the documentation finds the passages that `Retriever` finds."""
     pytest.importorskip("langchain_core")
     code = r"```python\n(from typing import Any\n\nfrom langchain.*?)```"
     (block,) = re.findall(code, CORPUS_DOCUMENT.read_text("utf-8"), flags=re.DOTALL)
     assert len(block.splitlines()) <= 20
     names = {"retriever": retriever}
     exec(compile(block, str(CORPUS_DOCUMENT), "exec"), names)  # noqa: S102
-    found = names["CorpusRetriever"](retriever=retriever, top_k=2).invoke(DOCUMENTS[0])
+    documents = names["CorpusRetriever"](retriever=retriever, top_k=2).invoke(DOCUMENTS[0])
     expected = retriever(DOCUMENTS[0], 2).documents
-    assert [each.page_content for each in found] == [each["text"] for each in expected]
-    assert [each.metadata["source"] for each in found] == [each["document"] for each in expected]
+    assert [document.page_content for document in documents] == [document["text"] for document in expected]
+    assert [document.metadata["source"] for document in documents] == [document["document"] for document in expected]
     assert names["passages"]
 
 
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
 def test_recorded_requests_answered(file, url, engine, monkeypatch):
-    """What each client sends, whole, is answered as the same question in the plainest form is; its documents are read,
-    and none of its settings says how many passages of the corpus are."""
-    recorded, asked, submit = json.loads(file.read_text("utf-8")), [], engine.submit
+    """The recorded requests of clients are answered; none of their settings changes the number of retrieved
+    passages."""
+    recorded, requests, submit = json.loads(file.read_text("utf-8")), [], engine.submit
     monkeypatch.setattr(engine, "limits", dataclasses.replace(engine.limits, max_new_tokens=8))
-    monkeypatch.setattr(engine, "submit", lambda request: asked.append(request) or submit(request))
+    monkeypatch.setattr(engine, "submit", lambda request: requests.append(request) or submit(request))
     headers = recorded["headers"]
     for body in recorded["requests"]:
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60)
         assert answer.status_code == 200, answer.text
         *_, last = answer.text.split("data: ") if body.get("stream") else ['{"choices"']
         assert last.strip() in ("[DONE]", '{"choices"') and '"arcaligner"' in answer.text
-        request = asked[-1]
+        request = requests[-1]
         assert request.max_new_tokens == 8
         assert request.top_k == body.get("num_passages", engine.top_k)
         assert (request.documents is None) == ("documents" not in body)
-        assert all("Kazakh ski jumper" in each["text"] for each in request.documents or [])
+        assert all("Kazakh ski jumper" in document["text"] for document in request.documents or [])
         assert len(request.documents or []) == len(body.get("documents", []))
         turns = request.messages
         assert {turn["role"] for turn in turns} <= {"system", "user", "assistant"} and turns[-1]["role"] == "user"

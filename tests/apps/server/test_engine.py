@@ -1,4 +1,4 @@
-"""Limits of time and number, and what is left when the engine closes or the corpus vanishes."""
+"""Limits of time and number, and the state after the engine closes or the corpus disappears."""
 
 import shutil
 import threading
@@ -30,7 +30,7 @@ PASSAGES = ["Ada wrote it.", {"title": "Loom", "text": "The loom wove. It was lo
 
 @pytest.fixture
 def engine_of(ask):
-    """Engines that are closed at the end."""
+    """Makes engines, and closes them at the end."""
     made = []
 
     def make(retriever=None, pipeline=ask, **settings):
@@ -44,21 +44,21 @@ def engine_of(ask):
 
 @pytest.fixture
 def apart(separate):
-    """A pipeline of an aligner that reads passages apart."""
+    """A pipeline of an aligner with independent passages."""
     return pipeline_of(*separate)
 
 
-def asked(documents=("Ada wrote it.",), chat=CHAT, **settings) -> Request:
+def request_of(documents=("Ada wrote it.",), chat=CHAT, **settings) -> Request:
     documents = None if documents is None else list(documents)
     return Request(chat, documents, **{"max_new_tokens": 4} | settings)
 
 
 def answers(engine, *requests):
-    return [future.result() for future in [engine.submit(each) for each in requests]]
+    return [future.result() for future in [engine.submit(request) for request in requests]]
 
 
 def answer(engine, *documents, **settings):
-    return engine.submit(asked(*documents, **settings)).result()
+    return engine.submit(request_of(*documents, **settings)).result()
 
 
 def test_slow_request_ends(engine_of):
@@ -67,12 +67,12 @@ def test_slow_request_ends(engine_of):
 
     def slow(text):
         written.append(text)
-        request.until = time.monotonic()  # from now on, it is too late
+        request.until = time.monotonic()  # from now on the request is too late
 
-    engine.limits, request = Limits(seconds=99), asked(on_text=slow, max_new_tokens=64)
+    engine.limits, request = Limits(seconds=99), request_of(on_text=slow, max_new_tokens=64)
     late = [engine.submit(request).exception()]
     engine.limits = Limits(seconds=0.0)
-    late.append(engine.submit(asked()).exception())
+    late.append(engine.submit(request_of()).exception())
     assert [describe_error(error)[0] for error in late] == [408, 408] and len(written) == 2
     for error, seconds in zip(late, (99, 0), strict=True):
         assert f"was not finished within {seconds} seconds" in str(error)
@@ -84,44 +84,44 @@ def test_full_queue_and_closing_engine(engine_of):
     """Requests beyond the queue are refused, and a closing engine answers those that wait."""
     engine = engine_of(limits=Limits(waiting=2), max_batch=1)
     busy, go_on = threading.Event(), threading.Event()
-    futures = [engine.submit(asked(None, on_text=lambda text: busy.set() or go_on.wait()))]
+    futures = [engine.submit(request_of(None, on_text=lambda text: busy.set() or go_on.wait()))]
     busy.wait()
-    futures += [engine.submit(asked(None)) for _ in range(2)]
+    futures += [engine.submit(request_of(None)) for _ in range(2)]
     with pytest.raises(BusyError, match="Too many requests are waiting"):
-        engine.submit(asked(None))
+        engine.submit(request_of(None))
     closing = threading.Thread(target=engine.close)
     closing.start()
     while not engine._closed:
         pass
     with pytest.raises(BusyError, match="is shutting down"):
-        engine.submit(asked(None))
+        engine.submit(request_of(None))
     go_on.set()
     closing.join()
-    assert len({each.result().text for each in futures}) == 1
+    assert len({future.result().text for future in futures}) == 1
 
 
 def test_short_answer_returns_early(engine_of):
     """A short answer does not wait for a long one in the same batch."""
-    short, pieces = asked(None, max_new_tokens=2), []
+    short, pieces = request_of(None, max_new_tokens=2), []
 
     def wait_for_short(text):
         pieces.append(text)
         if len(pieces) == 5:
             short.future.result(timeout=10)
 
-    long = asked(None, max_new_tokens=16, on_text=wait_for_short)
-    found, _ = answers(engine_of(batch_seconds=30.0, max_batch=2), long, short)
-    assert found.completion_tokens == 16 and found.batch_size == 2 and len(pieces) > 5
+    long = request_of(None, max_new_tokens=16, on_text=wait_for_short)
+    long_answer, _ = answers(engine_of(batch_seconds=30.0, max_batch=2), long, short)
+    assert long_answer.completion_tokens == 16 and long_answer.batch_size == 2 and len(pieces) > 5
 
 
 def test_long_prompts_in_a_batch(engine_of, ask):
     """A long prompt does not shorten other answers, and one that is too long fails alone."""
     alone = answer(engine_of(), None, max_new_tokens=64)
     words = ask.tokenizer.decode(ask.tokenizer("aloud " * 500)["input_ids"][:470])
-    long = asked(None, [{"role": "user", "content": words}], max_new_tokens=64)
+    long = request_of(None, [{"role": "user", "content": words}], max_new_tokens=64)
     engine = engine_of(batch_seconds=30.0, max_batch=3)
-    failing = engine.submit(asked(None, LONG))
-    long, beside = answers(engine, long, asked(None, max_new_tokens=64))
+    failing = engine.submit(request_of(None, LONG))
+    long, beside = answers(engine, long, request_of(None, max_new_tokens=64))
     assert "positions but the backbone" in str(failing.exception())
     assert beside.batch_size == 2 and beside.text == alone.text
     assert long.prompt_tokens + long.completion_tokens <= 512 < long.prompt_tokens + alone.completion_tokens
@@ -131,39 +131,39 @@ def test_seed_fixes_the_answer(engine_of):
     """A seed gives the same answer, whatever else is in the batch."""
 
     def drawn(seed):
-        return asked(max_new_tokens=8, temperature=1.5, top_p=0.9, seed=seed)
+        return request_of(max_new_tokens=8, temperature=1.5, top_p=0.9, seed=seed)
 
     alone = engine_of(batch_seconds=0.0)
     plain, first, second, unlike = (
-        alone.submit(each).result().text for each in (asked(max_new_tokens=8), drawn(1), drawn(1), drawn(2))
+        alone.submit(request).result().text for request in (request_of(max_new_tokens=8), drawn(1), drawn(1), drawn(2))
     )
     assert first == second != unlike
-    together = answers(engine_of(batch_seconds=30.0, max_batch=3), drawn(2), asked(max_new_tokens=8), drawn(1))
-    assert [each.text for each in together] == [unlike, plain, first] and together[0].batch_size == 3
+    together = answers(engine_of(batch_seconds=30.0, max_batch=3), drawn(2), request_of(max_new_tokens=8), drawn(1))
+    assert [result.text for result in together] == [unlike, plain, first] and together[0].batch_size == 3
 
 
 def test_sampling_follows_probabilities():
     """Tokens are sampled as often as they are likely."""
     scores, rows = torch.tensor([[2.0, 1.0, 0.5, -3.0]]), 4000
     group = [Request(CHAT, temperature=0.7, top_p=0.95, seed=seed) for seed in range(rows)]
-    drawn = torch.cat([RowSampler(each)(None, scores) for each in (*group, Request(CHAT))])
+    drawn = torch.cat([RowSampler(request)(None, scores) for request in (*group, Request(CHAT))])
     expected = torch.tensor([*(scores[0, :3] / 0.7).softmax(0), 0.0])  # the last is beyond `top_p`
-    found = drawn[:-1].argmax(dim=1).bincount(minlength=4) / rows
-    torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
+    shares = drawn[:-1].argmax(dim=1).bincount(minlength=4) / rows
+    torch.testing.assert_close(shares, expected, atol=0.03, rtol=0)
     assert torch.equal(drawn[-1], scores[0])
-    whole = [RowSampler(Request(CHAT, temperature=each, seed=1))(None, scores) for each in (1, 1.0)]
+    whole = [RowSampler(Request(CHAT, temperature=temperature, seed=1))(None, scores) for temperature in (1, 1.0)]
     assert torch.equal(*whole)
 
 
 def test_top_k_min_p_cut():
-    """Of 4000 draws none is beyond the two likeliest tokens, or below `min_p` of the likeliest one."""
+    """No draw of 4000 is a token beyond the `sampling_top_k` likeliest, or one below `min_p` of the likeliest."""
     scores, rows = torch.tensor([[2.0, 1.0, 0.5, -3.0]]), 4000
     for settings, left in (({"sampling_top_k": 2}, 2), ({"min_p": 0.3}, 2), ({"min_p": 0.2}, 3)):
         group = [Request(CHAT, temperature=1.0, seed=seed, **settings) for seed in range(rows)]
-        drawn = torch.cat([RowSampler(each)(None, scores) for each in group])
-        found = drawn.argmax(dim=1).bincount(minlength=4) / rows
+        drawn = torch.cat([RowSampler(request)(None, scores) for request in group])
+        shares = drawn.argmax(dim=1).bincount(minlength=4) / rows
         expected = torch.tensor([*scores[0, :left].softmax(0), *[0.0] * (4 - left)])
-        torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
+        torch.testing.assert_close(shares, expected, atol=0.03, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -181,26 +181,26 @@ def test_a_long_stop_costs_little():
 
 
 def test_prompt_pieces_equal_whole(engine_of, apart, monkeypatch):
-    """A batch of chats of different lengths, with and without passages."""
+    """A prompt that is prefilled in pieces gives the answer of the whole one, with and without passages."""
     texts = ["Who wrote it? " * 20, "Who?"]
     requests = [(documents, [{"role": "user", "content": text}]) for documents in (PASSAGES, None) for text in texts]
-    whole = answers(engine_of(None, apart), *(asked(*each, max_new_tokens=8) for each in requests))
+    whole = answers(engine_of(None, apart), *(request_of(*request, max_new_tokens=8) for request in requests))
     monkeypatch.setattr(kv_cache_arcaligner, "PIECE_POSITIONS", 10)
-    monkeypatch.setattr(kv_cache_arcaligner, "PIECE_SECONDS", 0)  # soon each is one position
+    monkeypatch.setattr(kv_cache_arcaligner, "PIECE_SECONDS", 0)  # after a few, each piece is one position
     engine, forward, calls = engine_of(None, apart, batch_seconds=30.0, max_batch=4), apart.model.model.forward, []
     monkeypatch.setattr(apart.model.model, "forward", lambda **kwargs: (calls.append(1), forward(**kwargs))[1])
-    parts = answers(engine, *(asked(*each, max_new_tokens=8) for each in requests))
-    assert [each.text for each in parts] == [each.text for each in whole] and len(calls) > 100
+    parts = answers(engine, *(request_of(*request, max_new_tokens=8) for request in requests))
+    assert [result.text for result in parts] == [result.text for result in whole] and len(calls) > 100
     for part, one in zip(parts[:2], whole[:2], strict=True):
         assert part.answerability == pytest.approx(one.answerability, abs=1e-6)
 
 
 @pytest.mark.parametrize("documents", [None, PASSAGES])
 def test_abandoned_prompt_ends(engine_of, apart, monkeypatch, documents):
-    """It ends at its next piece; the other request of its batch is answered as if alone."""
+    """A cancelled request ends at the next piece of its prompt; the other one of its batch gets its usual answer."""
     alone = answer(engine_of(None, apart), documents, max_new_tokens=8)
     monkeypatch.setattr(kv_cache_arcaligner, "PIECE_POSITIONS", 10)
-    left = asked(documents, [{"role": "user", "content": "Who wrote it? " * 20}])
+    left = request_of(documents, [{"role": "user", "content": "Who wrote it? " * 20}])
     forward, pieces = apart.model.model.forward, []
 
     def leave(**kwargs):
@@ -218,11 +218,11 @@ def test_abandoned_prompt_ends(engine_of, apart, monkeypatch, documents):
 
 
 def test_abandoned_passages_end(engine_of, apart, monkeypatch):
-    """Encoding and reading of passages ends at the next call of encoder and model."""
+    """The passages of a cancelled request are encoded and prefilled only up to the next call of encoder or model."""
     engine = engine_of(None, apart)
     engine.warm_up()
     for owner, name in ((SentenceEncoder, "encode_runs"), (apart.model.model, "forward")):
-        left, calls, compute = asked(PASSAGES), [], getattr(owner, name)
+        left, calls, compute = request_of(PASSAGES), [], getattr(owner, name)
 
         def leave(*args, left=left, calls=calls, compute=compute, **kwargs):
             calls.append(1)
@@ -235,7 +235,7 @@ def test_abandoned_passages_end(engine_of, apart, monkeypatch):
 
 
 def test_place_of_an_answer():
-    """The source of an answer has the characters at which its text says it."""
+    """The place of an answer in a passage is counted in characters of the passage."""
     for said, before, place, after in (
         ("Ski  jumper.", "😀 a ", "ski\njumper", ""),
         ("19", "in 1987, or ", "19", " of them"),
@@ -250,7 +250,7 @@ def test_place_of_an_answer():
 
 
 def corpus_of(folder, processor, *names):
-    """A corpus of a text by each of them."""
+    """A corpus with one text for each name."""
     source = write_rows(folder / "texts.jsonl", [{"text": f"{name} wrote it."} for name in names])
     corpus = Corpus.create(folder / "corpus", processor)
     build_corpus([source], corpus, processor)
@@ -258,67 +258,69 @@ def corpus_of(folder, processor, *names):
 
 
 def test_vanished_corpus_fails_its_questions(tmp_path, engine_of, processor):
-    """A corpus that vanishes fails its questions and no others."""
+    """If the corpus disappears, only the questions about it fail."""
     corpus = corpus_of(tmp_path, processor, "Ada")
     engine = engine_of(search := Mock(wraps=Retriever(corpus, processor), corpus=corpus))
     engine.warm_up()
     search.assert_called_once_with("?", top_k=1)
     assert answer(engine, None).sources[0]["text"] == "Ada wrote it."
     shutil.rmtree(corpus.path)
-    error = engine.submit(asked(None)).exception()
+    error = engine.submit(request_of(None)).exception()
     assert "cannot be searched" in str(error) and describe_error(error)[0] == 503
     assert answer(engine).statistics["slots"] == 1
 
 
 def test_scored_slots_are_limited(engine_of, apart, processor, monkeypatch):
-    """Those that are too many to be asked about are refused before any is encoded."""
+    """A request with more slots than may be scored is refused before any passage is encoded."""
     documents = ["Ada wrote it.", "Bob did not.", "Carol read it."]  # three slots
     engine = engine_of(None, apart, limits=Limits(max_slots=1, max_slots_asked=3))
-    assert sum(each["read"] for each in answer(engine, documents, max_passages=1).sources) == 1
+    assert sum(source["read"] for source in answer(engine, documents, max_passages=1).sources) == 1
     for most, message in ((2, "2 slots; expected at most 1. Pass fewer"), (3, "there is only room for 1 with")):
-        error = engine.submit(asked(documents, max_passages=most)).exception()
+        error = engine.submit(request_of(documents, max_passages=most)).exception()
         assert isinstance(error, ValueError) and message in str(error)
     engine = engine_of(limits=Limits(max_slots=40))
     monkeypatch.setattr(processor, "tokens_per_slot", 1)
     monkeypatch.setattr(SlotEncoder, "encode_tokens", None)
-    error = engine.submit(asked(["one sentence " * 30])).exception()
+    error = engine.submit(request_of(["one sentence " * 30])).exception()
     assert isinstance(error, ValueError) and "slots, but there is only room for 40" in str(error)
 
 
 @pytest.mark.parametrize("most, is_multihop, expected", [(None, True, 2), (None, False, 1), (3, True, 3)])
 def test_multihop_question_uses_several(engine_of, apart, most, is_multihop, expected):
-    """Unless the engine, or the request, has a number of its own."""
+    """A multi-hop question uses two passages, unless the engine or the request sets another number."""
     documents = ["Ada wrote it.", "Bob did not.", "Carol read it."]
     apart.model.set_multihop_head(True)
     apart.model.multihop_head.bias.fill_(1.0 if is_multihop else -1.0)
     engine = engine_of(None, apart, max_passages=most)
-    found = answer(engine, documents)
-    assert sum(each["read"] for each in found.sources) == expected
-    assert found.text == answer(engine_of(None, apart), documents, max_passages=expected).text
-    assert sum(each["read"] for each in answer(engine, documents, max_passages=1).sources) == 1
+    result = answer(engine, documents)
+    assert sum(source["read"] for source in result.sources) == expected
+    assert result.text == answer(engine_of(None, apart), documents, max_passages=expected).text
+    assert sum(source["read"] for source in answer(engine, documents, max_passages=1).sources) == 1
 
 
 @pytest.mark.parametrize("rate", [2, "segment"])
 def test_passages_are_encoded_once(processor, rate, monkeypatch):
-    """Whatever they stand beside; the last ones are kept, and white space has no slot."""
+    """A passage is encoded once in any company; the last ones stay in memory, and white space has no slot."""
     blank = {"title": "", "text": " "}
-    ada, loom, other = ({"title": "", "text": each} if isinstance(each, str) else each for each in PASSAGES)
+    ada, loom, other = ({"title": "", "text": passage} if isinstance(passage, str) else passage for passage in PASSAGES)
     encode, texts = PassageEncoder(processor, max_passages=2), []
 
     def encode_tokens(self, tokens, rate, real=SlotEncoder.encode_tokens):
-        texts.extend(each.segment.text for each in tokens)
+        texts.extend(part.segment.text for part in tokens)
         return real(self, tokens, rate)
 
-    asked = ([ada, loom], [loom, blank, ada, loom], [other, ada], [loom], [blank])
-    expected = [processor.encode_documents(each, tokens_per_slot=rate) for each in asked]
+    document_lists = ([ada, loom], [loom, blank, ada, loom], [other, ada], [loom], [blank])
+    expected = [processor.encode_documents(documents, tokens_per_slot=rate) for documents in document_lists]
     monkeypatch.setattr(SlotEncoder, "encode_tokens", encode_tokens)
-    for documents, whole in zip(asked, expected, strict=True):
-        found = encode(documents, rate)
-        assert found.segments == whole.segments and torch.equal(found.context_passage_ids, whole.context_passage_ids)
-        torch.testing.assert_close(found.context_embeds, whole.context_embeds)
+    for documents, whole in zip(document_lists, expected, strict=True):
+        encoded = encode(documents, rate)
+        assert encoded.segments == whole.segments
+        assert torch.equal(encoded.context_passage_ids, whole.context_passage_ids)
+        torch.testing.assert_close(encoded.context_embeds, whole.context_embeds)
         if whole.context_word_ids is not None:
-            assert torch.equal(found.context_word_ids, whole.context_word_ids)
-    assert sum("Ada" in each for each in texts) == 1 and sum("wove" in each for each in texts) == 2  # it had gone
+            assert torch.equal(encoded.context_word_ids, whole.context_word_ids)
+    # The passage about the loom is encoded twice: it had been dropped.
+    assert sum("Ada" in text for text in texts) == 1 and sum("wove" in text for text in texts) == 2
     texts.clear()
     for documents in ([ada, loom, other], [ada], [{"title": "", "text": "New. Newer."}] * 9):
         room = len(processor.encode_documents(documents, tokens_per_slot=rate).context_embeds) - 1
@@ -327,18 +329,18 @@ def test_passages_are_encoded_once(processor, rate, monkeypatch):
             encode.check_room(documents, rate, room)
         encode.check_room(documents, rate, room + 1)
         assert not texts
-    found, whole = encode([loom, ada], rate, [7, 9]), encode([loom, ada], rate)
-    with pytest.raises(ValueError, match="room for"):  # of known ones, too
+    encoded, whole = encode([loom, ada], rate, [7, 9]), encode([loom, ada], rate)
+    with pytest.raises(ValueError, match="room for"):  # the limit holds for encoded passages, too
         encode.check_room([loom, ada], rate, len(whole.context_embeds) - 1)
-    monkeypatch.delattr(SlotEncoder, "encode_batch")  # which known ones do not need
+    monkeypatch.delattr(SlotEncoder, "encode_batch")  # encoded passages do not need it
     encode.check_room([loom, ada], rate, len(whole.context_embeds))
-    assert found.context_passage_ids.tolist() == [[7, 9][number] for number in whole.context_passage_ids]
-    assert [each.document for each in found.segments] == found.context_passage_ids.tolist()
+    assert encoded.context_passage_ids.tolist() == [[7, 9][number] for number in whole.context_passage_ids]
+    assert [segment.document for segment in encoded.segments] == encoded.context_passage_ids.tolist()
 
 
-@pytest.mark.parametrize("share, read", [(0.5, 3), (0.9, 5)])
-def test_few_passages_are_encoded(apart, engine_of, monkeypatch, share, read):
-    """Of five, those that are scored; their answers are those of a request whose passages are encoded whole."""
+@pytest.mark.parametrize("share, num_scored", [(0.5, 3), (0.9, 5)])
+def test_few_passages_are_encoded(apart, engine_of, monkeypatch, share, num_scored):
+    """Of five passages only the scored ones are encoded; their scores are those of an encoding of all five."""
     texts = [f"{name} wrote it in {1800 + number}." for number, name in enumerate(("Ada", "Bob", "Cy", "Di", "Ed"))]
     monkeypatch.setattr(apart.model.config, "scored_share", share)
     monkeypatch.setattr(apart.model.config, "most_answerability", 1.0)
@@ -347,17 +349,17 @@ def test_few_passages_are_encoded(apart, engine_of, monkeypatch, share, read):
     encode_tokens = SlotEncoder.encode_tokens
 
     def recorded(self, tokens, rate):
-        encoded.extend(each.segment.text for each in tokens)
+        encoded.extend(part.segment.text for part in tokens)
         return encode_tokens(self, tokens, rate)
 
     monkeypatch.setattr(SlotEncoder, "encode_tokens", recorded)
-    found = answer(engine, texts)
-    (used,) = (number for number, each in enumerate(found.sources) if each["read"])
+    result = answer(engine, texts)
+    (used,) = (number for number, source in enumerate(result.sources) if source["read"])
     first = list(encoded)
-    assert len(set(first)) == len(first) == read
-    assert [each.text for each in found.passages.encoded.segments] == [texts[used]]
-    assert {each.document for each in found.passages.encoded.segments} == {used}
-    scored = {number: each["answerability"] for number, each in enumerate(found.sources)}
+    assert len(set(first)) == len(first) == num_scored
+    assert [segment.text for segment in result.passages.encoded.segments] == [texts[used]]
+    assert {segment.document for segment in result.passages.encoded.segments} == {used}
+    scored = {number: source["answerability"] for number, source in enumerate(result.sources)}
     whole = engine.answerer.score([CHAT], [texts])[0]
     for number, sure in scored.items():
         assert sure is None if texts[number] not in first else sure == pytest.approx(whole[number].answerability)
@@ -367,10 +369,10 @@ def test_few_passages_are_encoded(apart, engine_of, monkeypatch, share, read):
 
 
 def test_endless_text_is_refused_early(engine_of, apart, monkeypatch):
-    """More words than there may be slots are not even cut."""
+    """A text with more words than the limit of slots is refused before it is cut."""
     engine = engine_of(None, apart, limits=Limits(max_slots=10, max_slots_asked=20))
     monkeypatch.setattr(engine.answerer, "cut", None)
-    error = engine.submit(asked(["word " * 5000], tokens_per_slot=2)).exception()
+    error = engine.submit(request_of(["word " * 5000], tokens_per_slot=2)).exception()
     assert isinstance(error, ValueError) and "more than 1250 slots; expected at most 20" in str(error)
 
 
@@ -382,25 +384,25 @@ def test_prefix_cache_respects_bytes(engine_of):
 
 
 def test_low_answerability_abstains_early(engine_of, ask, monkeypatch, give_head):
-    """An answer with less confidence than requested is the refusal, sent immediately."""
+    """If the answerability is below `min_confidence`, the abstention is sent immediately."""
     monkeypatch.setattr(ask.processor, "no_answer", "not in the text")
     give_head(ask.model)
     engine = engine_of()
 
-    def told(**settings):
+    def ask_with(**settings):
         pieces = []
         return answer(engine, max_new_tokens=12, on_text=pieces.append, **settings), pieces
 
-    plain, pieces = told()
+    plain, pieces = ask_with()
     assert 0 < plain.answerability < 1 and "".join(pieces) == plain.text and len(pieces) > 1
-    kept, pieces = told(min_confidence=plain.answerability - 1e-3)
+    kept, pieces = ask_with(min_confidence=plain.answerability - 1e-3)
     assert kept.text == plain.text and "".join(pieces) == plain.text
-    refused, pieces = told(min_confidence=plain.answerability + 1e-3)
+    refused, pieces = ask_with(min_confidence=plain.answerability + 1e-3)
     assert refused.text == "not in the text" and pieces == ["not in the text"] and refused.finish_reason == "stop"
-    beside = asked(chat=[{"role": "user", "content": "When was that, and why?"}])
-    assert answers(engine, asked(), beside)[0].answerability == pytest.approx(plain.answerability, abs=1e-4)
+    beside = request_of(chat=[{"role": "user", "content": "When was that, and why?"}])
+    assert answers(engine, request_of(), beside)[0].answerability == pytest.approx(plain.answerability, abs=1e-4)
     with pytest.raises(ValueError, match="`min_confidence` is 2; expected a number from 0 to 1"):
-        told(min_confidence=2)
+        ask_with(min_confidence=2)
 
 
 def test_invalid_settings_are_refused(engine_of):
@@ -419,29 +421,29 @@ REFUSED = {"cache_implementation": "static", "encoder_repetition_penalty": 1.2, 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_generation_setting_is_refused(engine_of, ask, monkeypatch, name):
-    """What a batch that others join cannot follow is named."""
+    """A generation setting that does not work in a batch that others join is refused by name."""
     monkeypatch.setattr(ask.model.generation_config, name, REFUSED[name])
     with pytest.raises(ValueError, match=f"`generation_config.{name}` is {REFUSED[name]!r}"):
         engine_of()
 
 
 def test_similarity_selects_passages(apart, engine_of, tmp_path, monkeypatch):
-    """With a `similarity_weight` beside which the answerability does not count."""
+    """With a large `similarity_weight` the similarity alone ranks the passages."""
     corpus = corpus_of(tmp_path, apart.processor, "ada", "bob")
     engine = engine_of(Retriever(corpus, apart.processor), apart, max_passages=1)
     monkeypatch.setattr(apart.model.config, "similarity_weight", 1e6)
     of_corpus = answer(engine, None).sources
-    similar = [each["similarity"] for each in of_corpus]
+    similar = [source["similarity"] for source in of_corpus]
     assert similar[0] != pytest.approx(similar[1])
-    documents = [each["text"] for each in of_corpus]
+    documents = [source["text"] for source in of_corpus]
     assert similarities_of(apart.processor.encoder, CHAT, documents) == pytest.approx(similar, abs=1e-3)
     for sources in (of_corpus, answer(engine, documents).sources):
-        assert [each["read"] for each in sources] == [each == max(similar) for each in similar]
-        assert all(each["answerability"] == each["confidence"] for each in sources)
+        assert [source["read"] for source in sources] == [similarity == max(similar) for similarity in similar]
+        assert all(source["answerability"] == source["confidence"] for source in sources)
 
 
 def test_batch_answers_like_the_pipeline(apart, engine_of):
-    """A batch is answered like the pipeline, and an invalid request fails alone."""
+    """A batch gets the answers of the pipeline, and an invalid request fails alone."""
     text = " ".join(f"Sentence {number} is about word and number {number}." for number in range(100))
     cases = [
         (PASSAGES, {"max_passages": 2, "min_confidence": 0.0}),
@@ -452,33 +454,33 @@ def test_batch_answers_like_the_pipeline(apart, engine_of):
     random_head(apart.model, match=(0.5, 3.0, -1.0))
     apart.model.config.answer_calibration = [1.5, 0.5, 1.0]
     engine = engine_of(None, apart, batch_seconds=0.5, max_batch=5)
-    failing = engine.submit(asked(PASSAGES, LONG))
-    found = answers(engine, *(asked(documents, max_new_tokens=6, **settings) for documents, settings in cases))
+    failing = engine.submit(request_of(PASSAGES, LONG))
+    results = answers(engine, *(request_of(documents, max_new_tokens=6, **settings) for documents, settings in cases))
     assert "The prompt has" in str(failing.exception())
-    for each, (documents, settings) in zip(found, cases, strict=True):
+    for result, (documents, settings) in zip(results, cases, strict=True):
         row = {"question": CHAT[0]["content"], "documents": documents}
         (record,) = apart(row, return_slots=True, max_new_tokens=6, **settings)
         sure, statistics = {}, record["statistics"]
-        for source in each.sources:
-            if source["confidence"] is not None:  # else it was not asked about
+        for source in result.sources:
+            if source["confidence"] is not None:  # otherwise it was not scored
                 sure[source["number"]] = max(sure.get(source["number"], 0.0), source["confidence"])
         for name in ("passage_answerabilities", "passage_confidences"):
             assert sure == pytest.approx(statistics.pop(name), abs=1e-4)
         for name in ("answerability", "confidence"):
-            assert each.answerability == pytest.approx(statistics.pop(name), abs=1e-4)
-        assert each.answer_likelihood == pytest.approx(statistics.pop("answer_likelihood"), abs=1e-4)
-        assert each.text.strip() == record["generated_text"].strip() and each.statistics == statistics
-        slots = each.passages.encoded.segments
-        numbers = [each.sources[slot.document]["number"] for slot in slots]
-        read = [(segment["document"], segment["text"]) for segment in record["segments"]]
-        assert list(zip(numbers, [slot.text for slot in slots], strict=True)) == read
-        assert {slot.document for slot in slots} == {n for n, source in enumerate(each.sources) if source["read"]}
-        assert each.batch_size == 4 and each.seconds["choosing"] > 0
-    likeliest, copied, free, cut = found
-    (read,) = (each for each in copied.sources if each["read"])
-    assert copied.text in (read["title"], read["text"]) or copied.text in read["text"]
-    assert copied.text != free.text and [each["number"] for each in cut.sources] == [0] * 12 + [1]
+            assert result.answerability == pytest.approx(statistics.pop(name), abs=1e-4)
+        assert result.answer_likelihood == pytest.approx(statistics.pop("answer_likelihood"), abs=1e-4)
+        assert result.text.strip() == record["generated_text"].strip() and result.statistics == statistics
+        slots = result.passages.encoded.segments
+        numbers = [result.sources[slot.document]["number"] for slot in slots]
+        segments = [(segment["document"], segment["text"]) for segment in record["segments"]]
+        assert list(zip(numbers, [slot.text for slot in slots], strict=True)) == segments
+        assert {slot.document for slot in slots} == {n for n, source in enumerate(result.sources) if source["read"]}
+        assert result.batch_size == 4 and result.seconds["choosing"] > 0
+    likeliest, copied, free, cut = results
+    (used,) = (source for source in copied.sources if source["read"])
+    assert copied.text in (used["title"], used["text"]) or copied.text in used["text"]
+    assert copied.text != free.text and [source["number"] for source in cut.sources] == [0] * 12 + [1]
     alone = engine_of(None, apart)
     new, again = (answer(alone, PASSAGES, max_new_tokens=6, **cases[0][1]) for _ in range(2))
     assert (new.kept, again.kept) == (0, 2) and {new.text, again.text} == {likeliest.text}
-    assert all(each["read"] for each in answer(engine, PASSAGES, max_passages=9).sources)
+    assert all(source["read"] for source in answer(engine, PASSAGES, max_passages=9).sources)

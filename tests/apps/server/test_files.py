@@ -1,4 +1,4 @@
-"""Files that are dropped into the page: passages where they can be read, one clear sentence where not."""
+"""Files that are dropped on the page become passages, or give one clear sentence if they cannot be read."""
 
 import httpx
 import pytest
@@ -24,16 +24,16 @@ def drop(url):
 
 def test_file_becomes_titled_passages(drop, monkeypatch):
     text = "# Ships\n\nOf wood. And tar.\n\n## Sails\n\nOf linen."
-    found = drop("../../etc/ships.md", text.encode()).json()
-    assert found["name"] == "ships.md" and found["characters"] == found["read"] == len(text)
-    (passage,) = found["passages"]
+    reply = drop("../../etc/ships.md", text.encode()).json()
+    assert reply["name"] == "ships.md" and reply["characters"] == reply["read"] == len(text)
+    (passage,) = reply["passages"]
     assert passage["title"] == "Ships" and passage["text"].startswith("Of wood.") and passage["page"] is None
-    found = drop("..\\..\\report.pdf", pdf(PAGE, PAGE)).json()
-    assert (found["name"], [each["page"] for each in found["passages"]]) == ("report.pdf", [1])
+    reply = drop("..\\..\\report.pdf", pdf(PAGE, PAGE)).json()
+    assert (reply["name"], [passage["page"] for passage in reply["passages"]]) == ("report.pdf", [1])
     monkeypatch.setattr(app, "MAX_CHARACTERS", 60)
-    found = drop("a.txt", b"It was written. " * 20).json()
-    assert (found["characters"], found["read"]) == (320, 60)
-    assert sum(len(each["text"]) for each in found["passages"]) <= 60
+    reply = drop("a.txt", b"It was written. " * 20).json()
+    assert (reply["characters"], reply["read"]) == (320, 60)
+    assert sum(len(passage["text"]) for passage in reply["passages"]) <= 60
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_file_becomes_titled_passages(drop, monkeypatch):
         (400, "file contains no text.", {"name": "", "data": b""}),
         (413, f"longer than {app.MAX_FILE_BYTES} bytes", {"data": b"x" * (app.MAX_FILE_BYTES + 1)}),
         (401, "The API key is missing or wrong", {"key": "another"}),
-        # A form of another page.
+        # The content type of a form on another page.
         (415, "`Content-Type: text/plain`; expected `application/octet-stream`", {"kind": "text/plain"}),
     ],
     ids=["no text", "binary", "nothing", "large", "key", "form"],
@@ -58,17 +58,17 @@ def test_unreadable_file_is_refused(drop, status, message, sent):
 
 def test_too_many_files_are_refused(engine, monkeypatch):
     """More files at a time than the limit are refused, and the others are answered."""
-    asked = {"params": {"name": "a.txt"}, "content": b"A", "headers": {"Content-Type": "application/octet-stream"}}
+    request = {"params": {"name": "a.txt"}, "content": b"A", "headers": {"Content-Type": "application/octet-stream"}}
     beside = []
 
     def read(*arguments):
         if beside:  # only while the first one is read
             return {}
         beside.append("a file is read")
-        beside.extend([client.post("/passages", **asked).status_code, client.get("/health").status_code])
+        beside.extend([client.post("/passages", **request).status_code, client.get("/health").status_code])
         return {}
 
     monkeypatch.setattr(app, "read_passages", read)
     monkeypatch.setattr(app, "MAX_FILES", 1)
     client = TestClient(create_app(engine, ServerSettings()), base_url="http://localhost")
-    assert client.post("/passages", **asked).status_code == 200 and beside[1:] == [429, 200]
+    assert client.post("/passages", **request).status_code == 200 and beside[1:] == [429, 200]

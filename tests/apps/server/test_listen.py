@@ -1,4 +1,4 @@
-"""Connections that ask for nothing, or slowly, are closed, and keep nobody out who asks; the command that listens."""
+"""Idle and slow connections are closed and keep no other client out; the command that listens."""
 
 import contextlib
 import json
@@ -40,11 +40,11 @@ def connect(url):
 
 def received(connection: socket.socket) -> bytes:
     """All that comes until the server closes the connection."""
-    found = b""
+    content = b""
     with contextlib.suppress(ConnectionResetError):
         while data := connection.recv(2**16):
-            found += data
-    return found
+            content += data
+    return content
 
 
 def drip(connection: socket.socket) -> None:
@@ -80,22 +80,22 @@ def test_waiting_client_stays_connected(connect, held, monkeypatch):
     asking = connect()
     asking.sendall(f"{HEADERS}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
     assert held.begun.wait(20)
-    assert received(connect()) == b""  # one that came later has had its time
+    assert received(connect()) == b""  # a later connection has been closed in time
     held.go_on.set()
     assert received(asking).startswith(b"HTTP/1.1 200")
 
 
 def test_oldest_idle_connection_is_closed(connect, monkeypatch, url):
-    """Of too many connections, the oldest without a request is closed."""
+    """If there are too many connections, the oldest one without a request is closed."""
     monkeypatch.setattr(TimedConnection, "most", 4)
     silent = [connect() for _ in range(6)]
     assert httpx.get(f"{url}/health").status_code == 200
-    assert [received(each) for each in silent[:3]] == [b""] * 3
+    assert [received(connection) for connection in silent[:3]] == [b""] * 3
     silent[-1].sendall(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
     assert received(silent[-1]).startswith(b"HTTP/1.1 200")
 
 
-PAGES = HEALTH.replace(b"/health", b"/") * 300  # are answered by some megabytes
+PAGES = HEALTH.replace(b"/health", b"/") * 300  # the answers have some megabytes
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def lost(monkeypatch):
 
 
 def ask_for_pages(connect) -> socket.socket:
-    """A connection with little room for what it is sent, of which it reads the first byte."""
+    """A connection with a small receive buffer, after the first byte of a large answer."""
     connection = connect(2**14)
     connection.sendall(PAGES)
     assert connection.recv(1)  # the answer has begun
@@ -127,14 +127,14 @@ def wait_until(is_so, seconds: float = 20.0) -> bool:
 
 
 def test_silent_reader_closed(connect, lost, monkeypatch):
-    """A client that asks and never reads is closed."""
+    """The connection of a client that sends a request and never reads the answer is closed."""
     monkeypatch.setattr(TimedConnection, "seconds", 0.2)
     connection = ask_for_pages(connect)
     assert wait_until(lambda: connection.getsockname()[1] in lost)
 
 
 def test_unread_short_answer_closed(connect, lost, monkeypatch):
-    """So is one whose whole answer the server has written, which uvicorn closes and waits for."""
+    """The connection is closed too if the client does not read a short answer that the server has written whole."""
     monkeypatch.setattr(TimedConnection, "seconds", 0.3)
     monkeypatch.setattr(TimedConnection, "send_bytes", 2**10)
     monkeypatch.setattr(app, "PAGE", Path(__file__))
@@ -146,7 +146,7 @@ def test_unread_short_answer_closed(connect, lost, monkeypatch):
 
 @pytest.mark.parametrize(("most", "is_closed"), [(60.0, False), (0.5, True)])
 def test_slow_reader_has_its_time(connect, lost, monkeypatch, most, is_closed):
-    """One that reads, however slowly, is waited for so long, and no longer."""
+    """A client that reads slowly keeps its connection for `unread_seconds`, and no longer."""
     monkeypatch.setattr(TimedConnection, "seconds", 0.5)
     monkeypatch.setattr(TimedConnection, "unread_seconds", most)
     connection, end = ask_for_pages(connect), time.monotonic() + 3
@@ -158,7 +158,7 @@ def test_slow_reader_has_its_time(connect, lost, monkeypatch, most, is_closed):
 
 
 def test_unread_answers_make_room(connect, lost, monkeypatch):
-    """Of too many connections that all ask, one that does not read makes room for each new one."""
+    """If there are too many connections, those whose clients do not read are closed for new ones."""
     monkeypatch.setattr(TimedConnection, "most", 8)
     ports = [ask_for_pages(connect).getsockname()[1] for _ in range(8)]
     for _ in range(3):
@@ -168,7 +168,7 @@ def test_unread_answers_make_room(connect, lost, monkeypatch):
 
 
 def test_unsent_body_makes_room(connect, lost, url, monkeypatch):
-    """A body that does not arrive keeps nobody out."""
+    """Requests whose bodies do not arrive keep no other client out."""
     monkeypatch.setattr(TimedConnection, "most", 4)
     for _ in range(4):
         connect().sendall(f"{HEADERS}Content-Length: 50\r\n\r\n{{".encode())
@@ -176,7 +176,7 @@ def test_unsent_body_makes_room(connect, lost, url, monkeypatch):
 
 
 def test_late_body_times_out(connect, monkeypatch):
-    """A body that does not arrive is not waited for."""
+    """A request whose body does not arrive ends in time."""
     monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
     connection = connect()
     connection.sendall(f"{HEADERS}Connection: close\r\nContent-Length: 50\r\n\r\n{{".encode())
@@ -203,7 +203,7 @@ IDLE = (
 
 
 def test_idle_connections_closed(connect, lost, monkeypatch):
-    """Whatever it has sent, one that neither sends nor reads any more is closed."""
+    """A connection on which nothing is sent or read any more is closed, whatever was sent before."""
     monkeypatch.setattr(TimedConnection, "seconds", 0.2)
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
     idle = [connect() for _ in IDLE]
@@ -228,7 +228,7 @@ def test_serve_command_answers(run_cli, monkeypatch, checkpoint_dir, retriever):
 
 
 def test_command_stops_and_reports_ports(run_cli, monkeypatch, checkpoint_dir):
-    """The command ends on a signal, and where another process listens on its port."""
+    """The command ends on a signal, and with an error if another process listens on its port."""
     startup, ports = uvicorn.Server.startup, []
 
     async def stopped(server, sockets=None):

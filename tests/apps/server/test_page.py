@@ -1,4 +1,4 @@
-"""The page in a real browser: what is seen, what keys do, what becomes of files, on small and dark screens."""
+"""The page in a real browser: what it shows, keys, dropped files, small and dark screens."""
 
 import json
 
@@ -26,12 +26,12 @@ def chromium(tmp_path_factory):
 
 @pytest.fixture
 def browser(chromium, url, client):
-    """The page, with the key, on a screen of the usual size."""
+    """The page, opened with the key, on a screen of the usual size."""
     chromium.call("Emulation.setDeviceMetricsOverride", width=1000, height=1400, deviceScaleFactor=1, mobile=False)
     chromium.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
     chromium.opened.clear()
     chromium.call("Page.navigate", url=url)
-    chromium.wait_for("document.activeElement?.id === 'key'")  # it is asked for when the page is opened
+    chromium.wait_for("document.activeElement?.id === 'key'")  # the page asks for the key when it opens
     chromium.type(client.api_key)
     chromium.press("Tab")
     chromium.wait_for("about")
@@ -46,8 +46,8 @@ def ask(browser, text=TEXT, question=QUESTION):
 
 
 def shown(browser, selector):
-    """The text of each such element, as it is seen."""
-    return browser.evaluate(f"[...document.querySelectorAll('{selector}')].map(each => each.innerText)")
+    """The text of each element that matches, as a reader sees it."""
+    return browser.evaluate(f"[...document.querySelectorAll('{selector}')].map(element => element.innerText)")
 
 
 def is_seen(browser, selector):
@@ -67,7 +67,7 @@ def test_keyboard_alone_asks(browser, client):
     messages = [{"role": "user", "content": QUESTION}]
     documents = (TEXT + " By hand.").split("\n\n")
     expected = client.chat.completions.create(model="tiny", messages=messages, extra_body={"documents": documents})
-    assert expected.choices[0].finish_reason == "length"  # which is seen
+    assert expected.choices[0].finish_reason == "length"  # the page shows this with an ellipsis
     assert browser.evaluate("$('answer').textContent") == expected.choices[0].message.content + " …"
     assert "The model is small" in browser.seen("#check")
     places = {url.split("/", 3)[2] for url in browser.opened if not url.startswith("data:")}
@@ -79,13 +79,13 @@ def test_keyboard_alone_asks(browser, client):
 
 
 def test_text_is_shown_unchanged(browser):
-    """The text is shown as it is written, and marks of slots move no letter."""
+    """The text is shown as written, and the marks of slots do not move a letter."""
     browser.evaluate("$('rate').append(new Option('2')); $('rate').value = '2'")  # slots of parts of words
     ask(browser)
     assert shown(browser, ".passage") == TEXT.split("\n\n")
     with_slots = browser.picture(".passage")
     assert browser.evaluate("document.querySelectorAll('.passage .slot').length") > 8
-    browser.evaluate("for (const each of document.querySelectorAll('.passage')) each.textContent = each.textContent")
+    browser.evaluate("for (const node of document.querySelectorAll('.passage')) node.textContent = node.textContent")
     changed = (np.asarray(with_slots) != np.asarray(browser.picture(".passage"))).any(axis=-1)
     assert 0 < changed.mean() < 0.03  # light lines are seen, and nothing else
 
@@ -97,7 +97,7 @@ def test_page_marks_the_answer(browser, monkeypatch):
     find_answer = "arcaligner.apps.server.request.find_answer"
     monkeypatch.setattr(find_answer, lambda answer, text: place if "Radik" in text else None)
     ask(browser, text)
-    marks = browser.evaluate("[...document.querySelectorAll('mark')].map(each => each.textContent)")
+    marks = browser.evaluate("[...document.querySelectorAll('mark')].map(element => element.textContent)")
     assert marks == ["jumper.", "\n", "He has competed"]
     yellow = [(np.asarray(browser.picture(part)) == (253, 224, 71)).all(-1).mean() for part in ("mark", "#answer")]
     assert yellow[0] > 0.5 and yellow[1] == 0
@@ -118,12 +118,12 @@ def test_progress_and_cancel(browser, held, way):
     browser.evaluate("$('stop').click()") if way == "click" else browser.press(way)
     browser.wait_for("!running")
     assert browser.seen("#error") == "Stopped." and not is_seen(browser, "#stop")
-    assert isinstance(held.end_of_the_first(), RequestCancelledError)  # its place is free
+    assert isinstance(held.end_of_the_first(), RequestCancelledError)  # the next request can start
     ask(browser)
 
 
 def test_page_with_and_without_corpus(browser, engine, monkeypatch):
-    """The page names the corpus and asks it; without one, an example brings its text."""
+    """The page names the corpus and its questions use it; without a corpus, an example has its own text."""
     assert browser.seen("#corpus") == "Corpus corpus: 2 documents, 2 passages. Model tiny."
     assert not is_seen(browser, "#examples")
     browser.evaluate("$('top-k').value = 1")
@@ -151,7 +151,7 @@ def test_page_fits_small_dark_screens(browser):
     browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
     assert max(browser.picture().getpixel((2, 2))) < 40
     text = browser.evaluate("getComputedStyle(document.querySelector('.passage')).color")
-    assert min(int(each) for each in text.removeprefix("rgb(").rstrip(")").split(",")) > 200
+    assert min(int(channel) for channel in text.removeprefix("rgb(").rstrip(")").split(",")) > 200
 
 
 def test_dropped_files_become_passages(browser, monkeypatch):

@@ -1,4 +1,4 @@
-"""Long work of one request delays the others by a few calls of model and encoder, and changes no answer."""
+"""A long request delays the others by a few calls of model and encoder, and no answer changes."""
 
 import threading
 import time
@@ -16,13 +16,13 @@ from arcaligner.apps.server.turns import Turns
 
 CHAT = [{"role": "user", "content": "Who wrote it?"}]
 PASSAGES = ["Ada wrote it.", {"title": "Loom", "text": "The loom wove. It was loud."}, "Nobody read it."]
-# Calls of model and encoder that come before the first token of a short question, each of which passes the turn on.
+# Calls of model and encoder before the first token of a short question; each call passes the turn on.
 CALLS = 12
 
 
 @pytest.fixture
 def engine_of(monkeypatch):
-    """Engines whose turns end at each call of model and encoder, and which gather no requests."""
+    """Makes engines whose turns end at each call of model or encoder, and that do not wait to fill a batch."""
     made = []
     monkeypatch.setattr(engine_module, "GATHER_SECONDS", 0.0)
 
@@ -41,30 +41,30 @@ def apart(separate):
     return pipeline_of(*separate)
 
 
-def asked(documents=("Ada wrote it.",), chat=CHAT, **settings) -> Request:
+def request_of(documents=("Ada wrote it.",), chat=CHAT, **settings) -> Request:
     documents = None if documents is None else list(documents)
     return Request(chat, documents, **{"max_new_tokens": 4} | settings)
 
 
 def joined_answers(engine, requests, **settings) -> list[str]:
-    """The texts of answers, of which the others join the first one while it is written."""
+    """The texts of the answers, where the other requests join the first one while its answer is written."""
     begun = threading.Event()
-    first = engine.submit(asked(**requests[0], on_text=lambda text: begun.set(), **settings))
+    first = engine.submit(request_of(**requests[0], on_text=lambda text: begun.set(), **settings))
     assert begun.wait(60)
-    others = [engine.submit(asked(**each, **settings)) for each in requests[1:]]
-    return [each.result().text for each in (first, *others)]
+    others = [engine.submit(request_of(**request, **settings)) for request in requests[1:]]
+    return [future.result().text for future in (first, *others)]
 
 
 def until_queued(turns: Turns) -> None:
-    """Waits until another thread asks for the turn."""
+    """Waits until another thread waits for the turn."""
     with turns._change:
         while not turns._waiting:
             turns._change.wait(0.001)
 
 
 def test_short_question_behind_long_answer(apart, engine_of):
-    """It has its answer while the long one is written, after few of its tokens."""
-    engine, written, short = engine_of(apart), [], asked(PASSAGES)
+    """A short question is answered while a long answer is written, after few of its tokens."""
+    engine, written, short = engine_of(apart), [], request_of(PASSAGES)
 
     def on_text(text):
         written.append(text)
@@ -74,14 +74,14 @@ def test_short_question_behind_long_answer(apart, engine_of):
 
     short.on_text = lambda text: seen.append(len(written))
     seen = []
-    long = engine.submit(asked(None, max_new_tokens=200, on_text=on_text)).result()
+    long = engine.submit(request_of(None, max_new_tokens=200, on_text=on_text)).result()
     assert long.completion_tokens == 200 and short.future.done()
     assert 5 <= seen[0] <= 5 + CALLS
 
 
 @pytest.mark.parametrize("module", ["encoder", "untrained", "model"])
 def test_short_question_behind_many_passages(apart, engine_of, monkeypatch, module):
-    """It has its answer while those are encoded, compared or read."""
+    """A short question is answered while many passages are encoded, compared or prefilled."""
     monkeypatch.setattr(encoder_arcaligner, "CPU_TOKENS", 1)  # each text is a call
     monkeypatch.setattr(kv_cache_arcaligner, "PIECE_SECONDS", 0.0)  # and soon a piece
     monkeypatch.setattr(kv_cache_arcaligner, "SLOTS_PER_BATCH", 1)
@@ -89,7 +89,7 @@ def test_short_question_behind_many_passages(apart, engine_of, monkeypatch, modu
     processor = apart.processor
     of_name = {"encoder": processor.encoder.model[0], "untrained": processor.encoder.untrained.model[0]}
     slow = of_name.get(module, apart.model.model)
-    engine, short, calls = engine_of(apart), asked(None, max_new_tokens=1), []
+    engine, short, calls = engine_of(apart), request_of(None, max_new_tokens=1), []
     engine.warm_up()
     forward = slow.forward
 
@@ -102,14 +102,13 @@ def test_short_question_behind_many_passages(apart, engine_of, monkeypatch, modu
 
     monkeypatch.setattr(slow, "forward", counted)
     documents = [f"Text {number} is about {number} and {number + 1}." for number in range(60)]
-    long = engine.submit(asked(documents, max_passages=60 if module == "model" else 1, max_new_tokens=1))
+    long = engine.submit(request_of(documents, max_passages=60 if module == "model" else 1, max_new_tokens=1))
     long.result()
     assert len(calls) > 50 and calls.index(True) <= CALLS
 
 
 def test_turns_change_no_answer(apart, engine_of):
-    """Greedy, drawn, stopped and refused answers, streamed, that begin while others are written, are those of requests
-    that are asked alone."""
+    """Greedy, sampled, stopped and refused answers that start while others are written are those of single requests."""
     cases = [
         {"documents": None},
         {"documents": PASSAGES, "max_passages": 3},
@@ -123,10 +122,10 @@ def test_turns_change_no_answer(apart, engine_of):
     apart.model.config.answer_calibration = [1.5, 0.5, 1.0]
     alone, expected = engine_of(apart), []
     for case in cases:
-        expected.append(alone.submit(asked(**{"max_new_tokens": 40} | case)).result())
+        expected.append(alone.submit(request_of(**{"max_new_tokens": 40} | case)).result())
     stop = expected[0].text[3:6]
     cases.append({"documents": None, "stop": [stop]})
-    expected.append(alone.submit(asked(**{"max_new_tokens": 40} | cases[-1])).result())
+    expected.append(alone.submit(request_of(**{"max_new_tokens": 40} | cases[-1])).result())
     engine, pieces, futures = engine_of(apart, max_batch=2), [[] for _ in cases], []
 
     def ask(number):
@@ -135,36 +134,37 @@ def test_turns_change_no_answer(apart, engine_of):
             if len(pieces[number]) == 1 and number + 1 < len(cases):  # the next one joins this one
                 ask(number + 1)
 
-        futures.append(engine.submit(asked(**{"max_new_tokens": 40, "on_text": on_text} | cases[number])))
+        futures.append(engine.submit(request_of(**{"max_new_tokens": 40, "on_text": on_text} | cases[number])))
 
     ask(0)
-    for number, (own, one) in enumerate(zip(expected, pieces, strict=True)):
-        found = futures[number].result()
-        assert (found.text, found.finish_reason, found.completion_tokens) == (
-            own.text,
-            own.finish_reason,
-            own.completion_tokens,
+    for number, (single, streamed) in enumerate(zip(expected, pieces, strict=True)):
+        result = futures[number].result()
+        assert (result.text, result.finish_reason, result.completion_tokens) == (
+            single.text,
+            single.finish_reason,
+            single.completion_tokens,
         )
-        assert "".join(one) == own.text and found.statistics == own.statistics
-        assert found.answerability == pytest.approx(own.answerability, abs=1e-6)
-        assert found.answer_likelihood == pytest.approx(own.answer_likelihood, abs=1e-6)
+        assert "".join(streamed) == single.text and result.statistics == single.statistics
+        assert result.answerability == pytest.approx(single.answerability, abs=1e-6)
+        assert result.answer_likelihood == pytest.approx(single.answer_likelihood, abs=1e-6)
     assert expected[4].text != expected[1].text and expected[6].text == "not in the text"
-    assert max(each.result().completion_tokens for each in futures) == 40
+    assert max(future.result().completion_tokens for future in futures) == 40
 
 
 @pytest.mark.parametrize("backbone", ["llama", "gemma2", "phi3_window", "smollm3"])
 def test_rows_join_behind_windows(processor, engine_of, backbone):
-    """Rows of several lengths, whose caches have dropped other positions, are joined and left."""
+    """Rows of several lengths join and leave a batch although sliding windows have dropped other positions of each."""
     pipeline = pipeline_of(aligner_for(processor, backbone), processor)
     chats = [[{"role": "user", "content": "Who? " * number}] for number in (9, 1, 4)]
     alone = engine_of(pipeline)
     requests = [{"documents": PASSAGES[number:], "chat": chat} for number, chat in enumerate(chats)]
-    expected = [alone.submit(asked(**each, max_new_tokens=30)).result().text for each in requests]
+    expected = [alone.submit(request_of(**request, max_new_tokens=30)).result().text for request in requests]
     assert joined_answers(engine_of(pipeline), requests, max_new_tokens=30) == expected
 
 
 def test_beginning_is_that_of_each_answer(apart, engine_of):
-    """`min_new_tokens` and `begin_suppress_tokens` do not count from when other rows join."""
+    """`min_new_tokens` and `begin_suppress_tokens` count from the beginning of each answer, whenever other rows
+    join."""
     config, processor = apart.model.generation_config, apart.processor
     chats = [[{"role": "user", "content": "Who? " * number}] for number in (9, 1, 4)]
 
@@ -186,9 +186,9 @@ def test_beginning_is_that_of_each_answer(apart, engine_of):
 COUNTED = [{"forced_eos_token_id": 5}, {"exponential_decay_length_penalty": (4, 1.3)}]
 
 
-@pytest.mark.parametrize("settings", COUNTED, ids=lambda each: next(iter(each)))
+@pytest.mark.parametrize("settings", COUNTED, ids=lambda settings: next(iter(settings)))
 def test_end_is_that_of_each_answer(apart, engine_of, settings):
-    """What counts to the end of an answer does not count from when others join, nor to the end of theirs."""
+    """Settings that count to the end of an answer use its own length, not when others join or end."""
     config, processor, lengths = apart.model.generation_config, apart.processor, (30, 12, 21)
     chats = [[{"role": "user", "content": "Who? " * number}] for number in (9, 1, 4)]
 
@@ -197,11 +197,11 @@ def test_end_is_that_of_each_answer(apart, engine_of, settings):
         ids = apart.model.generate(**inputs, max_new_tokens=length, do_sample=False)
         return ids[0, inputs["input_ids"].shape[1] :].tolist()
 
-    plain = [alone(*each) for each in zip(chats, lengths, strict=True)]
+    plain = [alone(*pair) for pair in zip(chats, lengths, strict=True)]
     config.eos_token_id = [5]
     for name, value in settings.items():
         setattr(config, name, value)
-    whole = [alone(*each) for each in zip(chats, lengths, strict=True)]
+    whole = [alone(*pair) for pair in zip(chats, lengths, strict=True)]
     assert whole != plain
     expected = [processor.decode(ids[: -(ids[-1] in config.eos_token_id) or None]).lstrip() for ids in whole]
     requests = [
@@ -211,23 +211,23 @@ def test_end_is_that_of_each_answer(apart, engine_of, settings):
 
 
 def test_long_rows_change_no_frequencies(processor, engine_of):
-    """LongRoPE turns the positions of a batch by other frequencies as soon as one row is long."""
+    """A long row does not change the answers of short ones: LongRoPE changes its frequencies for a whole batch."""
     rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 64}
     rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0, 4.0, 5.0, 6.0]}
     text = {"rope_parameters": rope, "original_max_position_embeddings": 64}
     pipeline = pipeline_of(aligner_for(processor, "phi3", text), processor)
     chats = [[{"role": "user", "content": "Who? " * number}] for number in (8, 3, 2)]
     engine, requests = engine_of(pipeline), [{"documents": None, "chat": chat} for chat in chats]
-    alone = [engine.submit(asked(**each, max_new_tokens=30)).result() for each in requests]
+    alone = [engine.submit(request_of(**request, max_new_tokens=30)).result() for request in requests]
     assert frequencies_change_at(pipeline.model.config.text_config) == 64
-    lengths = [each.prompt_tokens + 30 for each in alone]
-    assert lengths[0] > 64 >= max(lengths[1:]) and max(lengths) < 1.5 * min(lengths)  # they would share a batch
-    assert joined_answers(engine, requests, max_new_tokens=30) == [each.text for each in alone]
+    lengths = [answer.prompt_tokens + 30 for answer in alone]
+    assert lengths[0] > 64 >= max(lengths[1:]) and max(lengths) < 1.5 * min(lengths)  # the lengths would fit one batch
+    assert joined_answers(engine, requests, max_new_tokens=30) == [answer.text for answer in alone]
 
 
 def test_same_passages_in_two_threads(apart, engine_of, monkeypatch):
-    """A request waits for what another one reads, which goes on meanwhile; all is read once."""
-    engine, forward, second = engine_of(apart, prefix_bytes=2**24), apart.model.model.forward, asked(PASSAGES)
+    """A request waits for passages that another one prefills, which meanwhile goes on; each is computed once."""
+    engine, forward, second = engine_of(apart, prefix_bytes=2**24), apart.model.model.forward, request_of(PASSAGES)
     monkeypatch.setattr(kv_cache_arcaligner, "SLOTS_PER_BATCH", 1)
     monkeypatch.setattr(kv_cache_arcaligner, "SLOTS_PER_ROW", 1)
     calls = []
@@ -240,63 +240,63 @@ def test_same_passages_in_two_threads(apart, engine_of, monkeypatch):
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(apart.model.model, "forward", counted)
-    first = engine.submit(asked(PASSAGES)).result()
+    first = engine.submit(request_of(PASSAGES)).result()
     assert second.future.result().text == first.text
     assert engine.store.misses == len(engine.store._kept) - 1 <= len(PASSAGES)
 
 
 def test_rows_have_a_limit(apart, engine_of):
-    """Of many long answers few are written at a time, and all are."""
+    """Of many long answers few are written at a time, and in the end all are written."""
     engine = engine_of(apart, max_batch=1)
     most = []
 
     def on_text(text):
         most.append(engine._num_prepared + engine._num_written)
 
-    futures = [engine.submit(asked(None, max_new_tokens=20, on_text=on_text)) for _ in range(9)]
-    assert len({each.result().text for each in futures}) == 1
+    futures = [engine.submit(request_of(None, max_new_tokens=20, on_text=on_text)) for _ in range(9)]
+    assert len({future.result().text for future in futures}) == 1
     assert 1 < max(most) <= engine_module.BATCHES_AT_ONCE
 
 
 def test_rows_are_packed_by_length(apart, engine_of, monkeypatch):
-    """Long prompts and short ones are not padded to each other, and are answered as alone."""
+    """Long and short prompts are not padded to one length, and the answers are those of single requests."""
     chats = [[{"role": "user", "content": "Who? " * number}] for number in (1, 60, 2, 1)]
     alone = engine_of(apart)
-    expected = [alone.submit(asked(None, chat, max_new_tokens=30)).result().text for chat in chats]
+    expected = [alone.submit(request_of(None, chat, max_new_tokens=30)).result().text for chat in chats]
     packed, packs = LiveBatch.packed, []
     monkeypatch.setattr(LiveBatch, "packed", lambda batches: packs.append(packed(batches)) or packs[-1])
     monkeypatch.setattr(engine_module, "TURN_SECONDS", 0.0)
     engine = engine_of(apart, max_batch=4, batch_seconds=30.0)
-    futures = [engine.submit(asked(None, chat, max_new_tokens=30)) for chat in chats]
-    assert [each.result().text for each in futures] == expected
-    assert [len(each.rows) for each in packs[0]] == [3, 1]
+    futures = [engine.submit(request_of(None, chat, max_new_tokens=30)) for chat in chats]
+    assert [future.result().text for future in futures] == expected
+    assert [len(batch.rows) for batch in packs[0]] == [3, 1]
     for batch in packs[0]:
         assert 2 * batch.attention_mask.sum() >= batch.attention_mask.numel()
 
 
 def test_long_prompts_wait_for_memory(apart, engine_of):
-    """Keys and values of few answers are held at a time, and all are written."""
+    """Keys and values of few answers are in memory at a time, and in the end all answers are written."""
     engine, used, chat = engine_of(apart, max_batch=1), [], [{"role": "user", "content": "Who? " * 60}]
     engine.answer_bytes = bytes_of(engine, 300)
 
     def on_text(text):
         used.append(sum(engine._held.values()))
 
-    futures = [engine.submit(asked(None, chat, max_new_tokens=20, on_text=on_text)) for _ in range(3)]
-    assert len({each.result().text for each in futures}) == 1
+    futures = [engine.submit(request_of(None, chat, max_new_tokens=20, on_text=on_text)) for _ in range(3)]
+    assert len({future.result().text for future in futures}) == 1
     assert bytes_of(engine, 200) < max(used) <= bytes_of(engine, 300) and not engine._held
 
 
 def test_cancelled_row_leaves_others(apart, engine_of):
     """A request that is cancelled while others are written ends at its next token."""
     engine = engine_of(apart)
-    alone = engine.submit(asked(None, max_new_tokens=40)).result()
-    left, pieces = asked(None, max_new_tokens=200), []
+    alone = engine.submit(request_of(None, max_new_tokens=40)).result()
+    left, pieces = request_of(None, max_new_tokens=200), []
 
     def on_text(text):
         pieces.append(text)
         if len(pieces) == 3:
-            other.append(engine.submit(asked(None, max_new_tokens=40)))
+            other.append(engine.submit(request_of(None, max_new_tokens=40)))
         if len(pieces) > 20:
             left.cancel()
 
@@ -330,8 +330,8 @@ def test_turns_alternate_new_and_old():
         news = []
         for name in ("first", "second"):
             news.append(threads.submit(lambda name=name: (started.wait(), work(name, 3))))
-        for each in (long, *news):
-            each.result(timeout=10)
+        for task in (long, *news):
+            task.result(timeout=10)
     assert order[0] == "long" and set(order[1:4]) >= {"first", "second"}
     assert order.count("long") == 6 and order.index("long", 1) <= 4
 
@@ -341,10 +341,10 @@ def bytes_of(engine, num_positions: int) -> int:
 
 
 def test_batch_that_begins_again_waits_once(apart, engine_of):
-    """If a request of a batch ends before its first token, the others have their memory already."""
+    """If one request of a batch ends before its first token, the others keep the memory that they have."""
     engine, turn = engine_of(apart), Turns().take()
     engine.answer_bytes = bytes_of(engine, 300)
-    group = [asked(None, max_new_tokens=150), asked(None, max_new_tokens=150)]
+    group = [request_of(None, max_new_tokens=150), request_of(None, max_new_tokens=150)]
     engine._wait_for_room(group, [10, 20], turn)  # no other batch, so there is room
     group[0].future.set_exception(TimeoutError())
     engine._wait_for_room(group[1:], [20], turn)
@@ -356,14 +356,14 @@ def test_batch_that_begins_again_waits_once(apart, engine_of):
 @pytest.mark.parametrize("documents", [None, PASSAGES])
 @pytest.mark.parametrize("ends", ["cancelled", "late"])
 def test_request_that_waits_for_memory_ends(apart, engine_of, monkeypatch, documents, ends):
-    """As soon as it is cancelled or too late, although there is no memory for its answer; nothing of it is read."""
+    """A request that waits for memory ends at once when it is cancelled or too late, and none of it is computed."""
     engine = engine_of(apart)
     engine.answer_bytes = bytes_of(engine, 300)
-    held = asked(None, max_new_tokens=290)
+    held = request_of(None, max_new_tokens=290)
     engine._wait_for_room([held], [10], Turns().take())
     if ends == "late":
         engine.limits = Limits(seconds=0.2)
-    waiting = asked(documents, max_new_tokens=20, max_passages=documents and len(documents))
+    waiting = request_of(documents, max_new_tokens=20, max_passages=documents and len(documents))
     with monkeypatch.context() as patch:
         patch.setattr(apart.model.model, "forward", None)
         future = engine.submit(waiting)
@@ -375,7 +375,7 @@ def test_request_that_waits_for_memory_ends(apart, engine_of, monkeypatch, docum
         assert time.monotonic() - began < 0.4
     held.future.set_result(None)
     engine.limits = Limits()
-    assert engine.submit(asked(documents, max_new_tokens=4)).result(timeout=60).completion_tokens
+    assert engine.submit(request_of(documents, max_new_tokens=4)).result(timeout=60).completion_tokens
 
 
 def test_fault_in_one_batch_spares_others(apart, engine_of, monkeypatch):
@@ -385,7 +385,7 @@ def test_fault_in_one_batch_spares_others(apart, engine_of, monkeypatch):
         raise OSError("the client is gone")
 
     engine = engine_of(apart)
-    broken = engine.submit(asked(None, max_new_tokens=20, on_text=fails))
+    broken = engine.submit(request_of(None, max_new_tokens=20, on_text=fails))
     assert str(broken.exception(timeout=60)) == "the client is gone"
-    assert engine.submit(asked(None, max_new_tokens=4)).result(timeout=60).completion_tokens
+    assert engine.submit(request_of(None, max_new_tokens=4)).result(timeout=60).completion_tokens
     assert engine.is_running and engine._num_prepared + engine._num_written == 0

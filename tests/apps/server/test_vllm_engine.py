@@ -1,4 +1,4 @@
-"""The front of vLLM answers as the engine of PyTorch does, and never from a vLLM that is away or reads no files.
+"""With vLLM the answers are those of the PyTorch engine, and there is none if vLLM is down or does not read the files.
 
 The vLLM here is the small server of `small_vllm.py`.
 """
@@ -26,7 +26,7 @@ from arcaligner.apps.server import vllm_engine
 from arcaligner.apps.server.app import ServerSettings, create_app
 from arcaligner.apps.server.engine import Engine
 from arcaligner.apps.server.request import Limits, UnavailableError
-from arcaligner.apps.server.request import Request as Asked
+from arcaligner.apps.server.request import Request as EngineRequest
 from arcaligner.apps.server.vllm_engine import NO_FILE, UNREAD_TOKENS, VllmEngine, VllmProcess, VllmServer
 from arcaligner.common.files import ROOT
 
@@ -44,10 +44,10 @@ def pipeline(separate):
 
 @pytest.fixture
 def vllm(pipeline, tmp_path):
-    found = SmallVllm(pipeline.model, pipeline.processor, tmp_path)
-    found.url = found.start()
-    yield found
-    found.stop()
+    server = SmallVllm(pipeline.model, pipeline.processor, tmp_path)
+    server.url = server.start()
+    yield server
+    server.stop()
 
 
 @pytest.fixture
@@ -58,15 +58,16 @@ def front(pipeline, vllm, tmp_path):
 
 
 def ask(engine, *documents, question="Who wrote it?", **settings):
-    request = Asked([{"role": "user", "content": question}], list(documents) or None, max_new_tokens=12, **settings)
+    request = EngineRequest(
+        [{"role": "user", "content": question}], list(documents) or None, max_new_tokens=12, **settings
+    )
     request.pieces = []
     request.on_text = request.pieces.append
     return engine.submit(request).result(60), request
 
 
 def test_vllm_answers_equal_own_engine(front, pipeline, vllm):
-    """One passage, the likeliest of several, several, one that stands twice, none found, and text alone; of an aligner
-    whose gates are open, as their passes are in the files."""
+    """With vLLM the answers equal those of `Engine`: with one, several, repeated and no passages, and with gates."""
     assert pipeline.model.config.refines()
     engine = Engine(pipeline, limits=LIMITS)
     for documents, settings in (
@@ -76,25 +77,25 @@ def test_vllm_answers_equal_own_engine(front, pipeline, vllm):
         ([ADA, RADIK], {"max_passages": 8, "copy_bonus": 0.0, "tokens_per_slot": 3}),
         ([], {}),
     ):
-        (found, request), (expected, _) = (ask(each, *documents, **settings) for each in (front, engine))
-        assert found.text == expected.text == "".join(request.pieces)
+        (answer, request), (expected, _) = (ask(server, *documents, **settings) for server in (front, engine))
+        assert answer.text == expected.text == "".join(request.pieces)
         for name in ("finish_reason", "prompt_tokens", "statistics", "sources"):
-            assert getattr(found, name) == getattr(expected, name)
-        assert found.confidence == pytest.approx(expected.confidence, abs=1e-6)
+            assert getattr(answer, name) == getattr(expected, name)
+        assert answer.confidence == pytest.approx(expected.confidence, abs=1e-6)
     assert ask(front, ADA)[0].kept == 1
     engine.close()
 
 
 def test_unread_pieces_come_together(front, vllm):
-    """Where only the whole answer is wanted, vLLM sends few of them, and the answer is the same."""
+    """If the client does not stream, vLLM sends the answer in few pieces, and the answer is the same."""
     (streamed, _), message = ask(front, ADA, is_streamed=True), {"role": "user", "content": "Who wrote it?"}
-    whole = front.submit(Asked([message], [ADA], max_new_tokens=12)).result(60)
-    assert [each["stream_interval"] for each in vllm.asked[-2:]] == [1, UNREAD_TOKENS]
+    whole = front.submit(EngineRequest([message], [ADA], max_new_tokens=12)).result(60)
+    assert [body["stream_interval"] for body in vllm.asked[-2:]] == [1, UNREAD_TOKENS]
     assert whole.text == streamed.text and whole.completion_tokens == streamed.completion_tokens
 
 
 def test_abstentions_skip_vllm(front, vllm):
-    assert ask(front, ADA)[0].text  # after which vLLM is known
+    assert ask(front, ADA)[0].text  # after this, vLLM has been checked
     before = len(vllm.asked)
     answer, request = ask(front, ADA, min_confidence=1.0)
     assert answer.text == "not in the text" == "".join(request.pieces) and len(vllm.asked) == before
@@ -118,7 +119,7 @@ def test_differing_vllm_is_refused(front, vllm, change, message):
 
 @pytest.mark.parametrize("request_of_check", [NO_FILE, "logprobs"], ids=["file", "comparison"])
 def test_failing_check_is_no_mistake(front, vllm, request_of_check):
-    """A vLLM that ends while it is checked: the client asks again later."""
+    """If vLLM ends while it is checked, the client gets an error that asks it to try again later."""
     vllm.stop()
     with pytest.raises(UnavailableError):
         ask(front, ADA)
@@ -131,7 +132,7 @@ def test_failing_check_is_no_mistake(front, vllm, request_of_check):
 
 
 def test_vllm_may_come_back(front, vllm):
-    """While vLLM is away, requests end with 503; when it is back, they are answered."""
+    """While vLLM is down, requests end with 503; after its restart they are answered."""
     client = TestClient(create_app(front, ServerSettings("tiny")), base_url="http://localhost")
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "documents": [ADA], "max_tokens": 4}
     for stream in (False, True):
@@ -146,9 +147,9 @@ def test_vllm_may_come_back(front, vllm):
 
 
 def test_killed_vllm_loses_no_answers(front, vllm):
-    """It is killed twice while clients ask: they get 503 with `Retry-After`, ask again, and all have their answers."""
+    """vLLM is killed twice: clients get 503 with `Retry-After`, try again, and all get their answers."""
     app, answers, refused = create_app(front, ServerSettings("tiny")), [], []
-    killed = {2: threading.Event(), 4: threading.Event()}  # turns that wait for it, so that some are left to refuse
+    killed = {2: threading.Event(), 4: threading.Event()}  # these turns wait for the kill, so some are refused
 
     def ask_some(number):
         client = TestClient(app, base_url="http://localhost")
@@ -180,7 +181,7 @@ def test_killed_vllm_loses_no_answers(front, vllm):
 
 
 def test_lora_on_text_is_refused(processor, vllm, tmp_path):
-    """vLLM reads text with the base model alone."""
+    """An aligner whose LoRA applies to text is refused: vLLM reads text with the base model alone."""
     model = aligner_for(processor, passage_attention="separate", lora_positions="all")
     apart = processor_with(processor, passage_attention="separate")
     with pytest.raises(
@@ -198,7 +199,7 @@ def test_vllm_ends_within_answer(front, vllm):
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "documents": [ADA], "stream": True}
     lines = [line for line in client.post("/v1/chat/completions", json=body).text.splitlines() if line]
     assert json.loads(lines[-1].removeprefix("data: "))["error"]["type"] == "server_error"
-    vllm.dies, vllm.reads_files = False, False  # another one stands there now
+    vllm.dies, vllm.reads_files = False, False  # another vLLM has taken its place
     with pytest.raises(ValueError, match="does not read precomputed passages"):
         ask(front, ADA)
     vllm.reads_files = True
@@ -206,7 +207,7 @@ def test_vllm_ends_within_answer(front, vllm):
 
 
 def test_long_prompts_are_refused(front, vllm):
-    """Several passages, and one that is too long by itself."""
+    """Several passages together, and one passage alone, are refused if they are too long for vLLM."""
     vllm.max_model_len = 45
     front.warm_up()
     for documents in ([RADIK] * 4, [RADIK * 3]):
@@ -221,15 +222,15 @@ def test_full_folder_gives_503(front, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("arcaligner.kv_cache_arcaligner.save_keys_values", full)
-    assert ask(front, RADIK)[0].text  # which is there
+    assert ask(front, RADIK)[0].text  # its file exists
     with pytest.raises(OSError, match="could not be written"):
         ask(front, ADA)
 
 
 def test_two_fronts_share_a_folder(front, pipeline, vllm, tmp_path):
-    """Both precompute the same passage at the same time; one file is there, and both answers are the same."""
+    """Two servers precompute the same passage at the same time: one file is written, and both answers are the same."""
     other = VllmEngine(pipeline, vllm=VllmServer(vllm.url), folder=tmp_path, limits=LIMITS)
-    requests = [Asked([{"role": "user", "content": "Who?"}], [ADA], max_new_tokens=8) for _ in range(8)]
+    requests = [EngineRequest([{"role": "user", "content": "Who?"}], [ADA], max_new_tokens=8) for _ in range(8)]
     answers = [engine.submit(request) for engine, request in zip([front, other] * 4, requests, strict=True)]
     assert len({answer.result(60).text for answer in answers}) == 1
     assert not list(tmp_path.glob("*.tmp"))
@@ -266,14 +267,14 @@ def test_ended_process_restarts(tmp_path):
 
 def is_gone(process):
     try:
-        return process.status() == psutil.STATUS_ZOMBIE  # which nobody waits for
+        return process.status() == psutil.STATUS_ZOMBIE  # it has ended, but no parent has reaped it
     except psutil.NoSuchProcess:
         return True
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_vllm_ends_with_its_parent(number, tmp_path):
-    """And what it has started, even what takes no notice of SIGTERM."""
+    """vLLM ends with the process that started it, and so do its children, even if they ignore SIGTERM."""
     script, pids = tmp_path / "python", tmp_path / "pids"
     child = "sh -c 'trap : TERM; echo $$ >> pids; while :; do sleep 0.1; done'"
     script.write_text(f"#!/bin/sh\ncd {tmp_path}\necho $$ >> pids\n{child} &\nwait\n")
@@ -288,10 +289,10 @@ time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
         wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2)
-        found = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
-        assert all(each.is_running() for each in found)
+        processes = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+        assert all(process.is_running() for process in processes)
         parent.send_signal(number)
-    wait_for(lambda: all(map(is_gone, found)))
+    wait_for(lambda: all(map(is_gone, processes)))
 
 
 def test_options_of_the_command_line(run_cli, checkpoint_dir, monkeypatch):
@@ -313,10 +314,11 @@ def test_options_of_the_command_line(run_cli, checkpoint_dir, monkeypatch):
 @pytest.mark.load
 @pytest.mark.skipif(shutil.which("haproxy") is None, reason="`apt-get install haproxy`")
 def test_ended_replica_loses_no_answers(pipeline, tmp_path):
-    """Two replicas behind the router of `docs/container`, one of which ends and comes back while eight clients ask."""
+    """Two replicas run behind the router of `docs/container`; one ends and restarts while eight clients ask."""
     replicas = [SmallVllm(pipeline.model, pipeline.processor, tmp_path) for _ in range(2)]
     ports = {
-        str(default): each.start().rpartition(":")[2] for default, each in zip((8001, 8002), replicas, strict=True)
+        str(default): replica.start().rpartition(":")[2]
+        for default, replica in zip((8001, 8002), replicas, strict=True)
     }
     with socket.create_server(("127.0.0.1", 0)) as free:
         ports["9000"] = str(free.getsockname()[1])
@@ -327,10 +329,10 @@ def test_ended_replica_loses_no_answers(pipeline, tmp_path):
     (tmp_path / "haproxy.cfg").write_text(settings)
     router = subprocess.Popen(["haproxy", "-f", str(tmp_path / "haproxy.cfg")])
     engine = VllmEngine(pipeline, vllm=VllmServer(f"http://127.0.0.1:{ports['9000']}"), folder=tmp_path, limits=LIMITS)
-    end, found = time.monotonic() + 120, []
+    end, answers = time.monotonic() + 120, []
 
     def again(work):
-        """As clients of a 503 do."""
+        """Repeats `work` until it does not raise `UnavailableError`, as clients do after a 503."""
         while True:
             try:
                 return work()
@@ -342,7 +344,7 @@ def test_ended_replica_loses_no_answers(pipeline, tmp_path):
     def client(number):
         for turn in range(12):
             question = f"Who wrote {number} {turn}?"
-            found.append(again(lambda: ask(engine, ADA, question=question, copy_bonus=0.0))[0].text)  # noqa: B023
+            answers.append(again(lambda: ask(engine, ADA, question=question, copy_bonus=0.0))[0].text)  # noqa: B023
 
     again(engine.warm_up)  # once the router listens
 
@@ -350,8 +352,8 @@ def test_ended_replica_loses_no_answers(pipeline, tmp_path):
     for thread in threads:
         thread.start()
     for change in (replicas[0].stop, replicas[0].start, replicas[1].stop):
-        before = len(found)
-        while len(found) < before + 16 and any(thread.is_alive() for thread in threads):
+        before = len(answers)
+        while len(answers) < before + 16 and any(thread.is_alive() for thread in threads):
             time.sleep(0.01)
         change()
     for thread in threads:
@@ -360,4 +362,4 @@ def test_ended_replica_loses_no_answers(pipeline, tmp_path):
     router.terminate()
     router.wait()
     replicas[0].stop()
-    assert len(found) == 96 and all(len(each.asked) > 8 for each in replicas)
+    assert len(answers) == 96 and all(len(replica.asked) > 8 for replica in replicas)
