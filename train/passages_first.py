@@ -286,8 +286,8 @@ def run_passages_first(
 
 
 def kept_positions(cache: Cache, kept: torch.LongTensor, num_layers: int) -> DynamicCache:
-    """Select the keys and values at the positions `kept` (batch, num_kept), counted over all rows; at -1 they are
-    arbitrary."""
+    """Select from `cache` the keys and values at the positions `kept` (batch, num_kept), counted over all rows. Where
+    `kept` is -1 they are arbitrary."""
     taken, (batch, num_kept) = DynamicCache(), kept.shape
     flat = kept.clamp(min=0).flatten()
     for number, layer in zip(range(num_layers), cache.layers, strict=True):
