@@ -162,7 +162,7 @@ def read_judgements(folder: Path) -> tuple[list[Row], list[bool]]:
 
 
 def other_verdicts(folder: Path, questions: list[str]) -> dict[str, list[bool]]:
-    """Verdicts of the other judges whose files are in the folder."""
+    """Verdicts of GPT-4, BEM and text-davinci-003, if their files are in the folder, by the judge's name."""
     verdicts = {}
     for judge, name in OTHER_JUDGES.items():
         if (folder / name).exists():

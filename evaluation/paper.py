@@ -295,7 +295,8 @@ class Reproduction:
                 f"gates_{name}", made_of, lambda of=count: gates.summarize_loops(gates.count_loops(*of))
             )
         lines = [
-            "Mean loops of a slot at each layer. At layers without a row, every slot takes one pass.",
+            "Mean passes of a slot at each layer (*loops* in the figure). At layers without a row, every slot takes "
+            "one pass.",
             "",
             *gates.loops_table(sets),
         ]
@@ -368,10 +369,10 @@ TITLES = {
     "ablation": "Table 3: ablations on HotpotQA, Natural Questions and TriviaQA*",
     "backbones": "Accuracy across different backbones",
     "perplexity": "Reconstruction perplexity after stage I",
-    "gates": "Loops that the gates trigger at each layer",
+    "gates": "Mean passes of a slot at each layer",
     "categories": "Right answers by whether Naive and StandardRAG are right",
     "ratios": "F1 and EM at different compression ratios",
-    "cases": "Case studies: the loops of each slot",
+    "cases": "Case studies: the passes of each slot",
 }
 PARTS: dict[str, Callable[[Reproduction], Path]] = {
     "table1": lambda made: made.main_table("table1", TITLES["table1"], FIRST),

@@ -192,12 +192,12 @@ class PackedPassages(NamedTuple):
         return self.rows[passage] * self.max_slots + self.starts[passage] + np.arange(self.sizes[passage])
 
     def beginning(self, passage: int) -> np.ndarray:
-        """The flat positions, among (passage_rows, longest), of the beginning before a passage."""
+        """Where the beginning of the prompt is in the row of a passage: flat indices among (passage_rows, longest)."""
         row = self.rows[passage]
         return row * self.width + np.arange(len(self.heads[row]))
 
     def positions(self, passage: int) -> np.ndarray:
-        """The flat positions of a passage's slots."""
+        """Where a passage's slots are: flat indices among (passage_rows, longest)."""
         row = self.rows[passage]
         start = row * self.width + len(self.heads[row]) + self.starts[passage]
         return start + np.arange(self.sizes[passage])
@@ -286,8 +286,8 @@ def run_passages_first(
 
 
 def kept_positions(cache: Cache, kept: torch.LongTensor, num_layers: int) -> DynamicCache:
-    """Select the keys and values at the positions `kept` (batch, num_kept), counted over all rows; at -1 they are
-    arbitrary."""
+    """Select from `cache` the keys and values at the positions `kept` (batch, num_kept), counted over all rows. Where
+    `kept` is -1 they are arbitrary."""
     taken, (batch, num_kept) = DynamicCache(), kept.shape
     flat = kept.clamp(min=0).flatten()
     for number, layer in zip(range(num_layers), cache.layers, strict=True):
@@ -300,9 +300,9 @@ def kept_positions(cache: Cache, kept: torch.LongTensor, num_layers: int) -> Dyn
 
 
 def turns_mask(turn_ids: torch.LongTensor, kept: torch.LongTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask of the turns: a position attends to all kept positions, and to its own turn up to itself. 0 where
-    it attends and the lowest number elsewhere, (batch, 1, seq_len, num_kept + seq_len); `turn_ids` (batch, seq_len),
-    `kept` -1 in padding."""
+    """Additive mask of the turns: a position attends to the kept positions (the beginning of the prompt and the slots
+    of its example), and to its own turn up to itself. 0 where it attends and the lowest number elsewhere, (batch, 1,
+    seq_len, num_kept + seq_len); `turn_ids` (batch, seq_len), `kept` -1 in padding."""
     (batch, seq_len), index = turn_ids.shape, torch.arange(turn_ids.shape[1], device=turn_ids.device)
     before = (kept >= 0)[:, None, :].expand(batch, seq_len, -1)
     in_turn = (turn_ids[:, :, None] == turn_ids[:, None, :]) & (index[None, :] <= index[:, None])

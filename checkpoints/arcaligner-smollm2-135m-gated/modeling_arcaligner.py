@@ -1339,8 +1339,9 @@ class SlotGenerationMixin(GenerationMixin):
         attention_mask: torch.Tensor | None = None,
         context_passage_ids: torch.LongTensor | None = None,
     ) -> torch.LongTensor:
-        """The position of each token of a prompt (batch, seq_len), counted after the padding. With independent
-        passages, `context_passage_ids` (batch, max_slots), the text after them continues after the longest passage."""
+        """The position of each token of a prompt (batch, seq_len), counted from the first one that is not padding.
+        If passages are independent, each begins at the same position, and the text after them continues after the
+        longest. `context_passage_ids` (batch, max_slots) names the passage of each slot."""
         is_real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         if context_passage_ids is None or self.config.passage_attention == "joint":
             return (is_real.long().cumsum(dim=1) - 1).clamp(min=0)

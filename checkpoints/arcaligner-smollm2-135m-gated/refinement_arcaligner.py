@@ -333,9 +333,9 @@ class RefinementBudget:
     def take_slots(
         self, gate_prob: torch.Tensor, gate_open: torch.Tensor, cost: LayerCost, rows: SlotRows
     ) -> torch.Tensor:
-        """Pay for a first step of slots with an open gate, in each row for as many as the budget covers: the most
-        probable first, and equally probable ones from left to right. Return which slots were paid for (batch,
-        max_slots)."""
+        """Choose the slots that take a first step, and pay for them: in each row as many slots with an open gate as the
+        budget covers, the most probable first, and equally probable ones from left to right. Return which slots were
+        chosen (batch, max_slots)."""
         once, per_slot = cost.of_keys_values(*_prefix_sizes(rows)), cost.of_slot_pass(*_prefix_sizes(rows))  # (batch,)
         wanted = gate_open.sum(dim=1)
         affordable = torch.div(self.remaining - once, per_slot, rounding_mode="floor").clamp(min=0)
@@ -350,8 +350,8 @@ class RefinementBudget:
     def take_step(
         self, gate_open: torch.Tensor, is_taken: torch.Tensor, cost: LayerCost, rows: SlotRows
     ) -> torch.Tensor:
-        """Pay for another step in each row whose budget covers one for all its taken slots. Return which slots take it
-        (batch, width): those with an open gate in these rows."""
+        """Choose the slots that take another step, and pay for them: the slots of a row take it together, if the budget
+        covers all of them. Return the chosen slots (batch, width), those of these rows whose gates are open."""
         price = torch.where(gate_open.any(dim=1), is_taken.sum(dim=1) * cost.of_slot_pass(*_prefix_sizes(rows)), 0)
         affords = self.remaining >= price  # (batch,)
         self.remaining = torch.where(affords, self.remaining - price, 0)
@@ -360,7 +360,7 @@ class RefinementBudget:
 
 @dataclass(frozen=True)
 class RefinementSettings:
-    """The settings of one forward."""
+    """The settings of the refinement in one forward."""
 
     gate_mode: str
     gate_threshold: float

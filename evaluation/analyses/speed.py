@@ -98,7 +98,7 @@ def kept_lines(report: dict[str, Any]) -> list[str]:
     columns = ["Milliseconds (times faster than text)", "Cached per passage"]
     counts = [counted(size["k"], "passage") for size in sizes]
     note = (
-        f"A passage has {report['tokens_per_passage']:.0f} tokens. Medians of {sizes[-1]['rounds']} rounds or more, "
-        f"one question at a time, {report['model']} in {report['dtype']}; {machine_line(report['machine'])}."
+        f"A passage has {report['tokens_per_passage']:.0f} tokens on average. Medians of {sizes[-1]['rounds']} rounds "
+        f"or more, one question at a time, {report['model']} in {report['dtype']}; {machine_line(report['machine'])}."
     )
     return [*markdown_table([*columns, *counts], rows), "", *textwrap.wrap(note, 120)]

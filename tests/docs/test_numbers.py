@@ -72,7 +72,7 @@ TYPED = [
     ("docs/paper.md", f"sentences have {NUMBER} to {NUMBER} tokens", SEGMENTS),
     (
         "docs/paper.md",
-        "gates on layers (.*?) and allows",
+        r"gates on layers (.*?) \(counted from 0\) and allows",
         [", ".join(map(str, GATED["gate_layers"])).replace(", 20", " and 20")],
     ),
     ("docs/decisions.md", r"after 39 million positions \| " + r" \| ".join([NUMBER] * 4), f1s()),
