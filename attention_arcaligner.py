@@ -293,7 +293,8 @@ def keep_passages_apart(
 
 
 def prior_of_positions(passage_ids: torch.Tensor, passage_prior: torch.Tensor) -> torch.Tensor:
-    """The bias on the attention logits of text for each position (batch, seq_len), 0 on text.
+    """For each position (batch, seq_len) the number that is added to the attention logits of text that attends to it:
+    on a slot the bias of its passage, on text 0.
 
     Args:
         passage_ids (`torch.Tensor` of shape `(batch, seq_len)`): From [`place_passage_ids`].

@@ -164,8 +164,8 @@ class ArcAlignerConfig(PreTrainedConfig):
             model, or for one call: `generate` and `forward` take them as arguments.
         word_parts (`int`, defaults to 0):
             Beyond the paper: a slot also gets the embeddings of its tokens, from the backbone's frozen embedding table.
-            A slot's tokens are cut into this many equal parts, in order. Each part is averaged and passed through its
-            linear map, so that some of the word order survives. 0 uses no token embeddings.
+            A slot's tokens are cut into this many equal parts, in order. Each part is averaged and passed through a
+            linear map of its own, so that some of the word order survives. 0 uses no token embeddings.
         passage_attention (`"joint"` or `"separate"`, defaults to `"joint"`):
             Beyond the paper, whose context is one passage: whether a slot attends to the slots of earlier passages.
             With `"separate"` it attends to its own passage and the text before the slots only, so that the keys and

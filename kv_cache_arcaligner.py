@@ -152,8 +152,8 @@ ALONE = Turn()
 
 class AskedQuestions(NamedTuple):
     """The result of [`PassageCache.ask`]: prompts, passages, settings of slots and gates, and the turn of the thread
-    that computes them. Do not use it after the weights have changed: passages are searched with the weights that the
-    model had at the first use."""
+    that computes them. Do not use it after the weights have changed: its passages are looked up for the weights that
+    the model had at the first use."""
 
     questions: list[_Question]
     settings: dict[str, Any]
@@ -302,7 +302,7 @@ class PassageCache:
                 of its passages, those without text included; `passage_prior` of `generate`.
             kwargs: How slots are made and refined, as for the processor and `generate`: `max_slots`, `tokens_per_slot`,
                 `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget`. Each combination has its
-                entries, but independent passages are cached once for any `max_slots`. The rest is for the chat
+                own entries, but independent passages are cached once for any `max_slots`. The rest is for the chat
                 template; `add_generation_prompt` is on.
 
         Returns:
@@ -872,7 +872,7 @@ def read_passages(
     Short passages share a row, without attention from one to another. Rows have about the same length, so that there is
     little padding. Without refinement, the rows continue from the keys and values of the text. A refinement step
     attends to deeper states of the text, so with refinement each row begins with the text. Then it has one passage,
-    because each row has its budget.
+    because each row has a budget of its own.
 
     Args:
         model ([`ArcAlignerForCausalLM`]): In evaluation mode.

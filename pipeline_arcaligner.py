@@ -126,12 +126,13 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             documents (`list`, *optional*): The passages of every input that has no `documents`.
             return_slots (`bool`, *optional*, defaults to `False`): Whether to return the slots of the passages.
             tokens_per_slot (`int` or `"segment"`, *optional*): Tokens of text for a slot. Default: the processor's.
-            max_slots (`int`, *optional*): Maximum number of slots per input, the first ones.
+            max_slots (`int`, *optional*): Maximum number of slots per input; the first ones are kept.
             max_passages (`int`, *optional*):
-                Of more passages, only the top-ranked ones are used, in their order. Each passage is scored by itself,
-                the most similar ones first and the others only if these do not decide. See [`Answerer`]. Keys and
-                values of the scoring are cached, in at most 256 MiB, and reused for the answer. Default: 1, or the 2
-                that a multi-hop question needs; all, uncut, if the aligner cannot score passages.
+                Maximum number of passages. If there are more, only the top-ranked ones are used, in the given order.
+                Each passage is scored by itself, the most similar ones first and the others only if these do not
+                decide. See [`Answerer`]. Keys and values of the scoring are cached, in at most 256 MiB, and reused for
+                the answer. Default: 1, or the 2 that a multi-hop question needs; all, uncut, if the aligner cannot
+                score passages.
             min_confidence (`float`, *optional*):
                 If the answerability, from 0 to 1, is lower than this, the answer is the processor's `no_answer`.
                 Answerability is not the chance that the answer is right. See [`AnsweringCall`]. Incompatible with
@@ -153,8 +154,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
               ([`format_trajectory`]).
             - **statistics** (`dict`) -- `tokens` of the passages, `slots`, and `compression_rate`, the measured tokens
               per slot. With `max_slots`, how many segments are `dropped`. If they were fitted, `answerability`, how
-              likely the passages contain an answer, and `answer_likelihood`, how likely the answer is right, which
-              greedy answers have that are not abstentions. If passages were scored, `passage_answerabilities`, the
+              likely the passages contain an answer, and `answer_likelihood`, how likely the answer is right (only
+              for greedy answers that are not abstentions). If passages were scored, `passage_answerabilities`, the
               highest answerability of each document's scored passages, by the number of the document. In 0.2,
               `answerability` was `confidence` and `passage_answerabilities` was `passage_confidences`; these names will
               be removed in the next release.

@@ -301,12 +301,12 @@ class _Gaps:
         self.ends, self.starts = ends, starts
 
     def first(self, least: int, most: int) -> int | None:
-        """Where the text after a gap starts, of the first gap whose text before ends between `least` and `most`."""
+        """Where the text after the first suitable gap starts: before it, text has to end between `least` and `most`."""
         number = bisect_left(self.ends, least)
         return self.starts[number] if number < len(self.ends) and self.ends[number] <= most else None
 
     def last(self, least: int, most: int) -> int | None:
-        """As `first`, for the last such gap."""
+        """As `first`, for the last suitable gap."""
         number = bisect_right(self.ends, most) - 1
         return self.starts[number] if number >= 0 and self.ends[number] >= least else None
 

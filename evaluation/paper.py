@@ -543,7 +543,8 @@ def published_backbone(results: dict[str, Any], backbone: str) -> tuple[list[str
 
 
 def ratios_part(points: dict[str, dict[str, dict[str, Any]]]) -> tuple[list[str], Figure]:
-    """Markdown lines and curves of results by set and by the title of a ratio."""
+    """A Markdown table and curves of `points`: the results of a set at each number of tokens per slot, by the title of
+    the set, then by that of the method with this number."""
     rows = [
         [
             name,

@@ -31,7 +31,7 @@ class TokenBatches(Sampler[list[tuple[int, int | str]]]):
     depends on the seed alone.
 
     Args:
-        lengths (`dict[int | str, np.ndarray]`): The positions of each example for each number of tokens per slot, of
+        lengths (`dict[int | str, np.ndarray]`): The positions of each example for each number of tokens per slot, from
             [`example_lengths`].
         rates (`Sequence`): Tokens per slot to draw from; an entry that is listed twice is drawn twice as often.
         batch_tokens (`int`): Maximum number of positions of a batch, padding included.

@@ -105,7 +105,7 @@ class PassagesFirstCollator:
     def _turns(
         self, rows: list[dict[str, Any]], passages_of_row: list[list[int]], packed: "PackedPassages"
     ) -> dict[str, torch.Tensor]:
-        """The second phase."""
+        """The part of the batch for the second phase: the turns, and which slots they attend to."""
         names = ("input_ids", "labels", "turn_ids", "position_ids", "kept", "is_slot")
         columns: dict[str, list[list[int]]] = {name: [] for name in names}
         capacity = max(len(turn["input_ids"]) for row in rows for turn in row["turns"])

@@ -2,7 +2,7 @@
 
 Parameters are counted on the meta device. If a model is not on this machine, `published.yaml` or the Hub gives its
 sizes. If the data are files, a first block of examples is made and measured. The memory of activations is an estimate.
-It was within a fifth of the memory measured on one H200 with a 7B backbone.
+On one H200 with a 7B backbone it differed from the measured memory by less than a fifth.
 """
 
 import logging

@@ -40,7 +40,7 @@ class ScoredPassage(NamedTuple):
 
     @property
     def log_odds(self) -> float:
-        """The score that ranks passages: answerability plus weighted cosine."""
+        """The score that ranks passages: the log-odds of the answerability, plus the weighted cosine."""
         answerability = min(max(self.answerability, 1e-9), 1 - 1e-9)
         return math.log(answerability / (1 - answerability)) + self.similarity_weight * self.similarity
 
@@ -256,8 +256,8 @@ class Answerer:
     def _select_pairs(
         self, scoring: "_Scoring", questions: list, documents: list[list], is_multihop: Sequence[bool]
     ) -> list[list[int] | None]:
-        """The numbers of the two passages that each multi-hop question most likely needs, in their order; of one if
-        all their texts are equal. `None` for other questions."""
+        """The numbers of the two passages that each multi-hop question most likely needs, in their order, or
+        of one passage if all their texts are equal. `None` for other questions."""
         # One less, because `candidates` returns at least one more than the limit.
         limit = PAIR_CANDIDATES - 1
         scoring.add([scoring.candidates(place, limit) if needed else [] for place, needed in enumerate(is_multihop)])
@@ -400,8 +400,8 @@ class AnsweringCall:
         scores (`bool`, defaults to `True`): Whether the answerability is reported, if the head was fitted and no option
             prevents it (`EXTRA_PREFILL_OPTIONS`).
         traces (`bool`, defaults to `False`): Whether `recursion_depth` is reported.
-        min_confidence (`float`, *optional*): The lowest answerability that the caller accepts. It makes an option that
-            prevents the report an error.
+        min_confidence (`float`, *optional*): The lowest answerability that the caller accepts. With it, an option that
+            prevents the report is an error.
 
     Attribute: `likelihood`, the [`LikelihoodRecorder`] of a greedy call, if the answer likelihood was fitted.
 

@@ -24,7 +24,8 @@ _IN_BRACKETS = re.compile(r"\([^()]*\)")  # "Casablanca (film)"
 def best_pair(
     head, question: str, passages: Sequence[str | dict], log_odds: dict[int, float], spacy_model: str
 ) -> list[int]:
-    """The numbers of the two passages that a question most likely needs, in order; of one if all texts are equal.
+    """The numbers of the two passages that a question most likely needs, in order. If all texts are equal, only one
+    number.
 
     Args:
         head ([`MultihopHead`]): Of the aligner.

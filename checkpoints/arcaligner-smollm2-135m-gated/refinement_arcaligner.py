@@ -351,7 +351,7 @@ class RefinementBudget:
         self, gate_open: torch.Tensor, is_taken: torch.Tensor, cost: LayerCost, rows: SlotRows
     ) -> torch.Tensor:
         """Choose the slots that take another step, and pay for them: the slots of a row take it together, if the budget
-        covers all of them. Return the chosen slots (batch, width), those of these rows whose gates are open."""
+        covers all of them. Return the chosen slots (batch, width): in the rows that pay, those with an open gate."""
         price = torch.where(gate_open.any(dim=1), is_taken.sum(dim=1) * cost.of_slot_pass(*_prefix_sizes(rows)), 0)
         affords = self.remaining >= price  # (batch,)
         self.remaining = torch.where(affords, self.remaining - price, 0)
