@@ -103,7 +103,7 @@ class AlignerMixin:
         return any(f"{head}." in key for head in HEADS)
 
     def aligner_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Names and parameters of projector, LoRA and gates: all that training changes."""
+        """Names and parameters of projector, LoRA and gates: all weights of the model that training changes."""
         return ((name, p) for name, p in self.named_parameters() if self.is_aligner_key(name))
 
     def set_stage(self, stage: str) -> None:
