@@ -104,13 +104,14 @@ def decode(data: bytes, path: str | Path) -> str:
         try:
             from charset_normalizer import from_bytes
         except ImportError:
-            what = f"{path} is not UTF-8 text (byte {error.start})"
+            what = f"{path} is not UTF-8 text (see byte {error.start}, counted from 0)"
             raise ValueError(f"{what}. To read other encodings: `pip install 'arcaligner[files]'`") from error
         likely = [] if is_binary else from_bytes(data)
         best = likely.best() if likely else None
         if best is None:
             raise ValueError(
-                f"{path} is not text in UTF-8 or in any other known encoding (byte {error.start})"
+                f"{path} is not text in UTF-8 or in any other known encoding (see byte {error.start}, counted from 0). "
+                "Save it as text in UTF-8, or leave it out"
             ) from error
         for name in PREFERRED:
             for match in likely:

@@ -155,7 +155,11 @@ def test_user_errors_print_one_line(answer, base_model_dir, document, tmp_path, 
     for name, path in paths.items():
         path.write_bytes(texts[name])
     for path, arguments, message in (
-        (paths["binary"], {}, "binary.txt is not text in UTF-8 or in any other known encoding (byte 0)"),
+        (
+            paths["binary"],
+            {},
+            "binary.txt is not text in UTF-8 or in any other known encoding (see byte 0, counted from 0)",
+        ),
         (paths["empty"], {}, "empty.txt contains no text"),
         (paths["long"], {}, "long.txt has 5 passages; `answer` accepts at most 4. Build a corpus with"),
         (paths["one_word"], {}, "one_word.txt has 5 passages"),  # text without spaces is cut as well

@@ -312,7 +312,10 @@ def test_unreadable_sources_are_listed(tmp_path, processor):
     rows.append({"id": "b", "title": "T" * 1001, "text": "One."})
     said = {
         ".git/hidden.txt": (b"Hidden.",),
-        "binary.txt": (b"\0\1\2 \xff", "binary.txt is not text in UTF-8 or in any other known encoding (byte 0)"),
+        "binary.txt": (
+            b"\0\1\2 \xff",
+            "binary.txt is not text in UTF-8 or in any other known encoding (see byte 0, counted from 0)",
+        ),
         "blank.md": (b" \n", "blank.md contains no text"),
         "broken.jsonl.gz": (b"no gzip", "broken.jsonl.gz cannot be read"),
         "broken.parquet": (b"PAR1", "broken.parquet cannot be read"),
