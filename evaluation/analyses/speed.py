@@ -33,9 +33,10 @@ def first_token_table(report: dict[str, Any]) -> list[str]:
         rows.append([size["k"], f"{size['text_tokens']:.0f}", rate, f"{size['slots']:.0f}", *cells])
     titles = list(ARM_TITLES.values())
     titles.insert(list(ARM_TITLES).index("off") + 1, "Slots, encoding included")
-    lines = markdown_table(["Passages", "Tokens of text", "Tokens per slot", "Slots", *titles], rows)
+    lines = markdown_table(["Passages", "Tokens of the prompt as text", "Tokens per slot", "Slots", *titles], rows)
     note = (
-        "Milliseconds; in brackets how many times faster than text. One question at a time, "
+        "Milliseconds; in brackets how many times faster than text. Both are medians of the rounds; only with encoding "
+        "included, the ratio is that of the medians. One question at a time, "
         f"{report['model']}, encoder in {report['encoder_dtype']}; {machine_line(report['machine'])}."
     )
     return [*lines, "", *textwrap.wrap(note, 120)]
@@ -98,7 +99,8 @@ def kept_lines(report: dict[str, Any]) -> list[str]:
     columns = ["Milliseconds (times faster than text)", "Cached per passage"]
     counts = [counted(size["k"], "passage") for size in sizes]
     note = (
-        f"A passage has {report['tokens_per_passage']:.0f} tokens on average. Medians of {sizes[-1]['rounds']} rounds "
-        f"or more, one question at a time, {report['model']} in {report['dtype']}; {machine_line(report['machine'])}."
+        f"A passage has {report['tokens_per_passage']:.0f} tokens on average. Times and ratios are each medians of "
+        f"{sizes[-1]['rounds']} rounds or more, one question at a time, {report['model']} in {report['dtype']}; "
+        f"{machine_line(report['machine'])}."
     )
     return [*markdown_table([*columns, *counts], rows), "", *textwrap.wrap(note, 120)]
