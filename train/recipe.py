@@ -340,8 +340,8 @@ class AlignerTrainingConfig(SFTConfig):
     Defaults that differ from [`~trl.SFTConfig`]: `max_length=None` and `remove_unused_columns=False` (truncated rows
     and dropped columns lose slots), `dataset_kwargs={"skip_prepare_dataset": True}` (rows come tokenized),
     `gradient_checkpointing=None` (off), `ddp_find_unused_parameters=False`,
-    `train_sampling_strategy="group_by_length"`, `ddp_timeout` of a day (the first process tokenizes while the others
-    wait).
+    `train_sampling_strategy="group_by_length"`, `loss_type="nll"` (the model's own loss), `ddp_timeout` of a day (the
+    first process tokenizes while the others wait).
 
     Args:
         global_batch_size (`int`, *optional*): Examples per optimizer step, whatever the number of processes;
@@ -367,6 +367,7 @@ class AlignerTrainingConfig(SFTConfig):
     ddp_find_unused_parameters: bool | None = False  # each stage trains all that it unfreezes
     ddp_timeout: int = 24 * 3600
     train_sampling_strategy: str = "group_by_length"
+    loss_type: str = "nll"  # the model's own; TRL's former default replaces the model's forward
     global_batch_size: int | None = None
     batch_tokens: int | None = None
     gate_learning_rate: float | None = None
