@@ -51,11 +51,9 @@ def probe(checkpoint: str) -> None:
         assert AutoModelForCausalLM.from_pretrained(folder, **trust)(**inputs).logits.equal(logits)
         del sys.modules["arcaligner"]
         stages, recipe = (importlib.import_module(f"arcaligner.train.{name}") for name in ("stages", "recipe"))
-        options = ["--config", stages.RECIPES / "tiny" / "1_reconstruction.yaml"]
-        options += ["--max_steps", "1", "--output_dir", f"{folder}/trained"]
-        subprocess.run([sys.executable, "-m", "arcaligner.train.sft", *options], check=True, stdout=sys.stderr)
-        options = ["train", "--recipe", "tiny", "--dry-run"]
-        subprocess.run([sys.executable, "-m", "arcaligner", *options], check=True, stdout=sys.stderr)
+        for options in (["--dry-run"], ["--", "--max_steps", "1"]):  # all three stages
+            command = [sys.executable, "-m", "arcaligner", "train", "--recipe", "tiny", *options]
+            subprocess.run(command, check=True, stdout=sys.stderr, cwd=folder)
     for name, files in BASELINES.items():  # versions differ in which keys they know
         script = importlib.import_module(f"arcaligner.train.{name}")
         for file in files:
