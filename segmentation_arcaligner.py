@@ -71,11 +71,11 @@ class SegmentTokens:
 EMPTY_SEGMENT = SegmentTokens(Segment(0, 0, 0, ""), "", (), ())
 
 
-def num_slots(num_tokens, tokens_per_slot: int | str):
+def count_slots(num_tokens, tokens_per_slot: int | str):
     """The number of slots of a segment of `num_tokens`, a number or an array of numbers: one for `"segment"`, else the
     quotient, rounded, and at least one.
 
-    >>> num_slots(10, 4), num_slots(2, 4), num_slots(10, "segment")
+    >>> count_slots(10, 4), count_slots(2, 4), count_slots(10, "segment")
     (3, 1, 1)
     """
     if tokens_per_slot == "segment":
@@ -90,7 +90,7 @@ def equal_runs(num_tokens: int, tokens_per_slot: int | str) -> list[tuple[int, i
     >>> equal_runs(10, 4), equal_runs(2, 4), equal_runs(10, "segment")
     ([(0, 3), (3, 6), (6, 10)], [(0, 2)], [(0, 10)])
     """
-    count = num_slots(num_tokens, tokens_per_slot)
+    count = count_slots(num_tokens, tokens_per_slot)
     bounds = [number * num_tokens // count for number in range(count + 1)]
     return list(zip(bounds[:-1], bounds[1:], strict=True))
 

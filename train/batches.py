@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Sampler
 
 from ..common.files import stable_number
 from ..encoder_arcaligner import EncoderInputs, EncoderTokenizer
-from ..segmentation_arcaligner import num_slots, run_ends
+from ..segmentation_arcaligner import count_slots, run_ends
 
 RATE = "tokens_per_slot"  # key that an example of a `TokenBatches` has in addition
 # Number of batches that are composed together, from examples in order of length, so that they need little padding.
@@ -113,7 +113,7 @@ def example_lengths(examples: datasets.Dataset, rates: Sequence[int | str]) -> d
         num_text_tokens = _numpy(pc.list_value_length(head)) + _sums(turns, "input_ids")
         owners, num_tokens = _list_lengths(segments, "word_ids")
         for rate, blocks in lengths.items():
-            slots = np.bincount(owners, weights=num_slots(num_tokens, rate), minlength=len(table))
+            slots = np.bincount(owners, weights=count_slots(num_tokens, rate), minlength=len(table))
             blocks.append(num_text_tokens + slots.astype(np.int64))
     return {rate: np.concatenate(blocks) for rate, blocks in lengths.items()}
 

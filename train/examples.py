@@ -47,7 +47,7 @@ from ..common.data_sets import hotpotqa_row
 from ..common.files import counted, printable, read_json_lines, read_numbered_lines, stable_number, write_whole
 from ..common.rows import FILES, JSON_LINES, ROW_FIELDS, Row, find_file, id_or_number, own_row, parse_source
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, equal_runs, segment_document, tokenize_segments
+from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, count_slots, segment_document, tokenize_segments
 from ..tokenization_arcaligner import readable
 from . import distractors
 from .distractors import NearestPassages, own_passages, passage_key
@@ -166,8 +166,7 @@ def open_corpus(
     if asks and "question" not in columns:
         raise ValueError(
             f"{source} has no questions, which stages II and III need. Expected the fields "
-            f"{', '.join(ROW_FIELDS)}, or rows of "
-            "HotpotQA. Choose another source."
+            f"{', '.join(ROW_FIELDS)}, or rows of HotpotQA. Choose another source."
         )
     is_text = _are_texts(columns)
     if "passages" in columns:
@@ -472,7 +471,7 @@ class ExampleBuilder:
             for document, segment in tokens or [(0, EMPTY_SEGMENT)]
         ]
         finest = min(self.tokens_per_slot, key=lambda rate: math.inf if rate == "segment" else rate)
-        num_slots = sum(len(equal_runs(len(segment["word_ids"]), finest)) for segment in segments)
+        num_slots = sum(count_slots(len(segment["word_ids"]), finest) for segment in segments)
         length = len(head) + num_slots + sum(len(turn["input_ids"]) for turn in turns)
         return {"row_id": row_id, "head": head, "turns": turns, "segments": segments, "length": length}
 
