@@ -63,10 +63,12 @@ from .configuration_arcaligner import (
 from .loading_arcaligner import HEADS, AlignerMixin
 from .refinement_arcaligner import (
     AllSlotsSteps,
+    CompleteKeysValues,
     KeysValuesComplete,
     KeysValuesRecorder,
     LayerCost,
     LayerKeysValues,
+    MovedKeysValues,
     OpenSlotsSteps,
     RefinementKeysValues,
     RefinementSettings,
@@ -75,6 +77,7 @@ from .refinement_arcaligner import (
     StepInputs,
     StepRows,
     count_layer_cost,
+    later_text_inputs,
     new_slots,
     prefix_inputs,
     step_inputs,
@@ -622,8 +625,7 @@ class SlotDecoderLayer(InPlaceMixin):
         if slots is None:
             with lora_on(ALL_ROWS if self.has_lora_on_text else None):
                 return super().forward(hidden_states, **kwargs), None
-        with lora_on(self._lora_rows(slots.row_index())):
-            hidden_states = super().forward(hidden_states, **kwargs)  # Eq. 4: the mandatory pass, LoRA on slots (Eq. 3)
+        hidden_states = self._mandatory_pass(hidden_states, slots, kwargs)  # Eq. 4
         if not self._may_refine(slots):
             return self._with_unused_gate(hidden_states, slots.settings), None
         # Both kinds of steps have the same result for the slots (`tests/test_algorithm.py`), and compute other rows.
@@ -644,6 +646,30 @@ class SlotDecoderLayer(InPlaceMixin):
             candidate = steps.reapply(states)  # Eq. 6
             states = gated_update(states, candidate, gate)  # Eq. 8
         return steps.write_back(states)  # Eq. 9: text rows stay; also the depths
+
+    def _mandatory_pass(self, hidden_states: torch.Tensor, slots: Slots, kwargs: dict[str, Any]) -> torch.Tensor:
+        """The layer applied once to all positions (batch, seq_len, hidden), with LoRA on slots (Eq. 3).
+
+        If independent passages are moved, the text after the slots is computed once more: it attends to the slots at
+        other positions than they attend to each other.
+        """
+        cache = None if slots.rotation is None else MovedKeysValues(kwargs.get(CACHE), slots.rotation)
+        if cache is not None and is_recording_outputs():
+            raise ValueError(
+                "`output_attentions` is set, but the text after independent passages of different lengths attends to "
+                "slots at other positions than slots do (`passage_alignment='end'`), which one forward cannot record. "
+                "Pass one passage, or get keys and values from a passage cache and pass only the text after them."
+            )
+        with lora_on(self._lora_rows(slots.row_index())):
+            whole = super().forward(hidden_states, **(kwargs if cache is None else {**kwargs, CACHE: cache}))
+        positions, cells = slots.rows.later_text, slots.rows.later_cells
+        if cache is None or positions.shape[1] == 0:
+            return whole
+        inputs = slots.later_text_inputs.get(kwargs, lambda: later_text_inputs(positions, kwargs))
+        text_kwargs = {**kwargs, **inputs, CACHE: CompleteKeysValues(cache.keys, cache.values)}
+        with lora_on(ALL_ROWS if self.has_lora_on_text else None), not_recording_outputs():
+            text = super().forward(take_rows(hidden_states, positions), **text_kwargs)  # (batch, max_later, hidden)
+        return torch.where(cells[:, :, None] >= 0, take_rows(text, cells), whole)
 
     def _lora_rows(self, slot_rows: RowIndex | None) -> RowIndex | None:
         """The rows that LoRA is applied to: `slot_rows`, unless LoRA is on all positions."""
@@ -685,7 +711,8 @@ class SlotDecoderLayer(InPlaceMixin):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         has_budget = slots is not None and slots.settings.budget is not None
         cache = kwargs.get(CACHE)
-        if has_budget or is_recording_outputs() or not LayerKeysValues.fits(cache, self.layer_idx):
+        is_moved = slots is not None and slots.rotation is not None
+        if has_budget or is_moved or is_recording_outputs() or not LayerKeysValues.fits(cache, self.layer_idx):
             return self._algorithm_1(hidden_states, slots, kwargs)
         if cache is not None:
             kwargs = {**kwargs, CACHE: LayerKeysValues(cache.layers[self.layer_idx])}
@@ -1079,7 +1106,8 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if not is_compiling:
             passage_ids = context_passage_ids if are_independent else None
             self._check_slot_inputs(slot_mask, context_embeds, context_word_ids, passage_ids)
-        rows = find_slots(slot_mask, attention_mask, context_embeds)
+        is_moved = are_independent and self.config.passage_alignment == "end"
+        rows = find_slots(slot_mask, attention_mask, context_embeds, context_passage_ids if is_moved else None)
         if are_independent:
             attention_mask, position_ids = keep_passages_apart(
                 slot_mask, context_passage_ids, attention_mask, position_ids, cache, self.dtype

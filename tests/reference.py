@@ -73,6 +73,11 @@ class Reference:
         words = self.stock.get_input_embeddings()(input_ids.masked_fill(is_slot, 0))
         rows = [slot_embeds[is_slot[:i].sum()] if is_slot[i] else words[i] for i in range(len(input_ids))]  # Eq. 2
         independent = {} if passages is None else single_passages(is_slot.tolist(), list(passages))
+        self.later_text, self.moved = None, None
+        if passages is not None and self.config.passage_alignment == "end":
+            positions = independent["position_ids"] + moves_of_slots(is_slot.tolist(), list(passages))
+            self.later_text = ~is_slot & (is_slot.cumsum(0) > 0)
+            self.moved = self.stock.get_decoder().rotary_emb(torch.stack(rows)[None], positions)
         self.output.logits = self.stock(inputs_embeds=torch.stack(rows)[None], use_cache=False, **independent).logits[0]
         return self.output
 
@@ -126,6 +131,10 @@ class Reference:
         def after_layer(layer, args, kwargs, output):
             self.output.layers.append(args[0][0])
             hidden = output[0]  # (length, hidden): Eq. 4
+            if self.moved is not None:  # the text after the slots attends to them at their other positions
+                moved = kwargs | {"position_embeddings": self.moved}
+                again = layer.forward(args[0], *args[1:], **moved)[0]
+                hidden = torch.where(self.later_text[:, None], again, hidden)
             if self._is_refined(index):
                 hidden = self.refine(index, hidden, lambda h: layer.forward(h[None], *args[1:], **kwargs)[0])
             if index == len(self.layers) - 1:
@@ -165,6 +174,12 @@ def single_passages(is_slot: list[bool], passages: list[int]) -> dict[str, torch
             longest = max((passages.count(number) for number in set(passages)), default=0)
             positions.append(text_before + (longest if slots and i > slots[0] else 0))
     return {"attention_mask": mask[None, None], "position_ids": torch.tensor([positions])}
+
+
+def moves_of_slots(is_slot: list[bool], passages: list[int]) -> torch.Tensor:
+    """By how many positions each slot is moved, so that its passage ends where the longest one does; 0 on text."""
+    numbers, longest = iter(passages), max((passages.count(number) for number in set(passages)), default=0)
+    return torch.tensor([longest - passages.count(next(numbers)) if slot else 0 for slot in is_slot])
 
 
 def random_case(draw: random.Random) -> tuple[nn.Module, list, str]:

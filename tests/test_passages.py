@@ -16,6 +16,7 @@ from test_passage_cache import FIVE_TOKENS, assert_answers
 from tiny_models import collate, for_generate, random_rows, tiny_aligner
 from transformers import StaticCache
 
+from arcaligner.configuration_arcaligner import ArcAlignerConfig
 from arcaligner.kv_cache_arcaligner import PassageCache, SlotPrefixStore, prefill_beginning, read_passages, read_text
 
 pytestmark = pytest.mark.usefixtures("float64_model_code")
@@ -25,6 +26,7 @@ PASSAGES = [
     "Parkdale is in Canada.",
 ]
 NEW = "Something new stands here."
+ALIGNMENTS = ["start", "end"]
 MODES = [{"gate_mode": "off"}, {"gate_mode": "always"}, {"gate_mode": "adaptive"}]
 
 
@@ -34,9 +36,9 @@ def independent_processor(processor):
     return processor_with(processor, passage_attention="separate", max_prompt_length=300)
 
 
-@pytest.fixture(scope="module")
-def model(processor):
-    return aligner_for(processor, passage_attention="separate")
+@pytest.fixture(scope="module", params=ALIGNMENTS)
+def model(processor, request):
+    return aligner_for(processor, passage_attention="separate", passage_alignment=request.param)
 
 
 @pytest.fixture
@@ -60,6 +62,7 @@ def cut(draw: random.Random, num_slots: int) -> list[int]:
 @given(draw=st.randoms(use_true_random=False), training=st.booleans(), attention=st.sampled_from(["eager", "sdpa"]))
 def test_independent_passages_equal_reference(draw, training, attention):
     settings = {"gate_mode": draw.choice(["off", "adaptive", "always"]), "max_refinement_steps": draw.choice([1, 2, 3])}
+    settings["passage_alignment"] = draw.choice(ALIGNMENTS)
     model = tiny_aligner("llama", seed=draw.randrange(999), passage_attention="separate", **settings)
     model.set_attn_implementation(attention)
     counts = [draw.randrange(13) for _ in range(3)]
@@ -68,10 +71,11 @@ def test_independent_passages_equal_reference(draw, training, attention):
     assert_matches_reference(model, rows, draw.choice(["left", "right"]), training, passages)
 
 
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
 @pytest.mark.parametrize("seed", range(4))
-def test_gradients_equal_reference(seed):
+def test_gradients_equal_reference(seed, alignment):
     draw = random.Random(seed)
-    model = tiny_aligner("qwen3", seed=seed, passage_attention="separate")
+    model = tiny_aligner("qwen3", seed=seed, passage_attention="separate", passage_alignment=alignment)
     rows = random_rows(model, [7, 0, 4], seed=seed, contiguous=True)
     torch.testing.assert_close(*loss_gradients(model, rows, "right", [cut(draw, 7), [], cut(draw, 4)]), **EXACT)
 
@@ -100,6 +104,50 @@ def test_cached_passages_combine(store, gates):
     inputs, *_ = assert_answers(store, questions, gates=gates, documents=documents)
     assert (store.hits, store.misses) == (8, 4)
     assert inputs.num_passages == [2, 1, 3, 3] and inputs.num_cached == [2, 1, 3, 2]
+
+
+def test_moved_passages_record_no_attentions():
+    model = tiny_aligner("llama", passage_attention="separate", passage_alignment="end")
+    model.set_attn_implementation("eager")
+    batch = for_generate(collate(random_rows(model, [3], contiguous=True)))
+    with pytest.raises(ValueError, match="which one forward cannot record"):
+        model(**batch, context_passage_ids=torch.tensor([[0, 0, 1]]), output_attentions=True)
+
+
+@pytest.mark.parametrize("model", ["end"], indirect=True)
+def test_passages_are_moved_in_the_cache(independent_processor, model):
+    """A prompt up to its last slot, and then its text, is the whole prompt."""
+    inputs = chat_inputs(independent_processor, "Who wrote it?", PASSAGES)
+    ids = inputs.pop("input_ids")
+    end = int((ids[0] == model.config.context_token_id).nonzero()[-1]) + 1
+    whole, mask = model(ids, **inputs).logits[:, end:], inputs.pop("attention_mask")
+    cache = model(ids[:, :end], **inputs, use_cache=True).past_key_values
+    positions = model.prompt_positions(ids, mask, inputs["context_passage_ids"])[:, end:]
+    rest = model(ids[:, end:], attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+    torch.testing.assert_close(rest, whole, **EXACT)
+
+
+def test_alignments_differ(independent_processor, model, monkeypatch):
+    """Passages of different lengths give other logits with the other alignment; a single passage does not."""
+    for documents, is_same in ((PASSAGES, False), (PASSAGES[:1], True)):
+        inputs, logits = chat_inputs(independent_processor, "Who wrote it?", documents), []
+        for alignment in ALIGNMENTS:
+            monkeypatch.setattr(model.config, "passage_alignment", alignment)
+            logits.append(model(**inputs).logits[0, -1])
+        assert torch.allclose(*logits, rtol=0, atol=1e-9) == is_same
+
+
+@pytest.mark.parametrize(
+    "backbone",
+    [
+        {"model_type": "gemma2"},
+        {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ],
+)
+def test_backbones_that_cannot_move(backbone):
+    ArcAlignerConfig(text_config=backbone, passage_attention="separate")
+    with pytest.raises(ValueError, match="`passage_alignment` is 'end', but the backbone"):
+        ArcAlignerConfig(text_config=backbone, passage_attention="separate", passage_alignment="end")
 
 
 def test_generation_continues_the_prompt(independent_processor, model):

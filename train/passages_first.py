@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..attention_arcaligner import CACHE
+from ..attention_arcaligner import CACHE, check_can_separate, keep_passages_apart, key_rotation, rotate_keys
 from ..encoder_arcaligner import EncoderTokenizer
 from ..modeling_arcaligner import ArcAlignerCausalLMOutputWithPast, ArcAlignerForCausalLM, postprocess_logits
 from ..segmentation_arcaligner import equal_runs
@@ -51,6 +51,8 @@ class PassagesFirstCollator:
       of one example; `turn_ids` is -1 in padding;
     - `kept`: `torch.LongTensor` (turn_rows, num_kept), the positions of passages, counted over all rows, that the turns
       of a row attend to: those of the beginning once, then all slots of the example; -1 in padding;
+    - `kept_moves`: `torch.LongTensor` (turn_rows, num_kept), by how many positions their keys are moved if each passage
+      directly precedes the turns (`passage_alignment="end"`);
     - `is_slot`: `torch.BoolTensor` (turn_rows, num_kept);
     - `holds_answer`: `torch.BoolTensor` (turn_rows, max_turns, num_kept), the slots of passages with the turn's answer;
       none if no passage has it, or if all have it;
@@ -106,7 +108,7 @@ class PassagesFirstCollator:
         self, rows: list[dict[str, Any]], passages_of_row: list[list[int]], packed: "PackedPassages"
     ) -> dict[str, torch.Tensor]:
         """The part of the batch for the second phase: the turns, and which slots they attend to."""
-        names = ("input_ids", "labels", "turn_ids", "position_ids", "kept", "is_slot")
+        names = ("input_ids", "labels", "turn_ids", "position_ids", "kept", "kept_moves", "is_slot")
         columns: dict[str, list[list[int]]] = {name: [] for name in names}
         capacity = max(len(turn["input_ids"]) for row in rows for turn in row["turns"])
         held, first = [], 0  # by row and turn: which kept positions belong to a passage with the answer
@@ -114,6 +116,7 @@ class PassagesFirstCollator:
             numbers, length = range(first, first + len(passages)), len(row["head"])
             num_slots = [packed.sizes[number] for number in numbers]
             kept = np.concatenate([packed.beginning(first), *map(packed.positions, numbers)]).tolist()
+            moves = [0] * length + np.repeat([max(num_slots) - count for count in num_slots], num_slots).tolist()
             begin = length + max(num_slots)  # positions of a turn continue after the longest passage
             texts = self._texts(row, passages)
             for turns in turn_rows(row["turns"], capacity):
@@ -123,6 +126,7 @@ class PassagesFirstCollator:
                 columns["turn_ids"].append([number for number, count in enumerate(counts) for _ in range(count)])
                 columns["position_ids"].append([begin + at for count in counts for at in range(count)])
                 columns["kept"].append(kept)
+                columns["kept_moves"].append(moves)
                 columns["is_slot"].append([0] * length + [1] * sum(num_slots))
                 held.append([])
                 for turn in turns:
@@ -227,6 +231,7 @@ def check_passages_first(model: ArcAlignerForCausalLM, args: TrainingArguments |
             "`passages_first` needs independent passages. Set `aligner: {passage_attention: separate}`, or leave "
             "`passages_first` out."
         )
+    check_can_separate(model.config.text_config)
     if args is not None and args.gradient_checkpointing:
         raise ValueError(
             "`activation_checkpointing` (formerly `gradient_checkpointing`) and `passages_first` are both set, but the "
@@ -258,21 +263,28 @@ def run_passages_first(
         slots; and the attention loss, `None` without `attention_layers` and if no passage can be preferred.
     """
     text_config, cache = model.config.text_config, DynamicCache()
+    numbers = slots["context_passage_ids"]
+    mask, positions = keep_passages_apart(
+        batch["passage_ids"] == model.config.context_token_id, numbers, batch["passage_mask"], None, None, model.dtype
+    )
+    # Without `context_passage_ids`: rows share passages of several examples, so their keys are moved afterwards.
     passage_outputs = model.model(
         input_ids=batch["passage_ids"],
-        attention_mask=batch["passage_mask"],
+        attention_mask=mask,
+        position_ids=positions,
         use_cache=True,
         **{CACHE: cache},
-        **slots,
+        **{name: value for name, value in slots.items() if name != "context_passage_ids"},
     )
     turn_ids = batch["turn_ids"]
+    moves = batch["kept_moves"] if model.config.passage_alignment == "end" else None
     outputs = model.model.backbone(
         input_ids=batch["input_ids"],
         attention_mask=turns_mask(turn_ids, batch["kept"], model.dtype),
         position_ids=batch["position_ids"],
         use_cache=True,
         output_attentions=bool(attention_layers),
-        **{CACHE: kept_positions(cache, batch["kept"], text_config.num_hidden_layers)},
+        **{CACHE: kept_positions(cache, batch["kept"], text_config, moves)},
     )
     loss = model.targets_loss(outputs.last_hidden_state, batch["labels"], num_items_in_batch)
     attention = None
@@ -285,16 +297,22 @@ def run_passages_first(
     return output, attention
 
 
-def kept_positions(cache: Cache, kept: torch.LongTensor, num_layers: int) -> DynamicCache:
+def kept_positions(
+    cache: Cache, kept: torch.LongTensor, config: PreTrainedConfig, moves: torch.LongTensor | None = None
+) -> DynamicCache:
     """Select from `cache` the keys and values at the positions `kept` (batch, num_kept), counted over all rows. Where
-    `kept` is -1 they are arbitrary."""
+    `kept` is -1 they are arbitrary. Keys are moved by `moves` (batch, num_kept) positions, if given; `config` is the
+    backbone's."""
     taken, (batch, num_kept) = DynamicCache(), kept.shape
     flat = kept.clamp(min=0).flatten()
-    for number, layer in zip(range(num_layers), cache.layers, strict=True):
+    rotation = None if moves is None else key_rotation(moves[:, None], config)  # each (batch, 1, num_kept, head_dim)
+    for number, layer in zip(range(config.num_hidden_layers), cache.layers, strict=True):
         selected = []
         for states in (layer.keys, layer.values):  # (passages, heads, longest, head_dim)
             rows = states.transpose(1, 2).flatten(0, 1).index_select(0, flat)  # (batch * num_kept, heads, head_dim)
             selected.append(rows.view(batch, num_kept, *rows.shape[1:]).transpose(1, 2))
+        if rotation is not None:
+            selected[0] = rotate_keys(selected[0], *rotation)
         taken.update(*selected, number)
     return taken
 

@@ -7,8 +7,15 @@ and joined with those of any other passages:
     prefix        passage 0      passage 1          question
     0 1 2 3 4     5 6 7 8        5 6 7 8 9 10       11 12 13 ...      positions
 
-The slots of all passages count from the same position, and the text after them continues after the longest passage, so
-no key has to be rotated when passages are joined. With one passage, the paper's case, nothing changes.
+The slots of all passages are computed from the same position on, and the text after them continues after the longest
+passage. With `passage_alignment="start"` it attends to all slots at these positions. With `"end"` each passage directly
+precedes the text: for this text, the keys of a shorter passage are rotated to positions that are as much later as the
+passage is shorter than the longest one:
+
+    prefix             passage 0      passage 1          question
+    0 1 2 3 4          7 8 9 10       5 6 7 8 9 10       11 12 13 ...      positions, seen from the question
+
+With one passage, the paper's case, nothing changes.
 
 Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
 """
@@ -21,6 +28,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 # The name of the argument for the cache in models and layers of the installed transformers: `cache` since 5.24. Users
 # may pass either name.
@@ -42,6 +50,10 @@ class SlotRows(NamedTuple):
     slot_span: tuple[int, int] | None  # first and end of `slot_rows` if all are adjacent, as in one prompt
     ends_in_slot: torch.Tensor | None  # (batch,), rows whose last position is a slot; None if there are none
     prefix_length: int | None  # positions up to the last slot of all rows; None in code that is compiled for any length
+    # If the text after the slots attends to slots at later positions than those where they were computed:
+    moves: torch.Tensor | None = None  # (batch, seq_len), by how many positions, 0 on text
+    later_text: torch.Tensor | None = None  # (batch, max_later), positions of the text after the slots, -1 padding
+    later_cells: torch.Tensor | None = None  # (batch, seq_len), the index in `later_text`, -1 on other positions
 
     def for_any_length(self) -> "SlotRows":
         """The same rows without their Python numbers, so that compiled code works wherever the slots are."""
@@ -50,7 +62,10 @@ class SlotRows(NamedTuple):
 
 @torch.compiler.disable  # runs on the CPU
 def find_slots(
-    slot_mask: torch.Tensor, attention_mask: torch.Tensor | None, context_embeds: torch.FloatTensor
+    slot_mask: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    context_embeds: torch.FloatTensor,
+    moved_passage_ids: torch.LongTensor | None = None,
 ) -> SlotRows:
     """Find the slots of a batch.
 
@@ -58,21 +73,32 @@ def find_slots(
         slot_mask (`torch.BoolTensor` of shape `(batch, seq_len)`): The paper's `M_r`.
         attention_mask (`torch.Tensor`, *optional*): The mask of a layer; if it is (batch, kv_len), 0 is padding.
         context_embeds (`torch.FloatTensor` of shape `(batch, max_slots, encoder_hidden_size)`): The slots' embeddings.
+        moved_passage_ids (`torch.LongTensor` of shape `(batch, max_slots)`, *optional*): The passages of the slots, if
+            each passage directly precedes the text after the slots (`passage_alignment="end"`).
 
     Raises:
         `ValueError`: a slot without an embedding, or with one that is not finite.
     """
+    passage_ids = torch.zeros_like(slot_mask[:, :0]) if moved_passage_ids is None else moved_passage_ids
     is_text = ~slot_mask  # without a 2-D mask padding counts as text; then the masks of the layers hide it
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
         is_text = is_text & attention_mask[:, -slot_mask.shape[1] :].bool()  # columns of a cache come before
-    is_slot, is_text, is_finite, is_nonzero = _to_numpy_in_one_sync(
+    is_slot, is_text, changes, is_finite, is_nonzero = _to_numpy_in_one_sync(
         slot_mask,
         is_text,
+        passage_ids[:, 1:] != passage_ids[:, :-1],  # (batch, max_slots - 1), where a passage begins
         (context_embeds.abs() < LARGEST_VALUE).all(dim=2),  # (batch, max_slots), False for NaN
         context_embeds.ne(0).any(dim=2),  # (batch, max_slots)
     )
     _check_slots(is_slot, is_finite, is_nonzero)
-    return _slot_rows(is_slot, is_text, context_embeds.shape[1], slot_mask.device)
+    rows = _slot_rows(is_slot, is_text, context_embeds.shape[1], slot_mask.device)
+    if moved_passage_ids is None or not (moves := _moves_of_slots(is_slot, changes)).any():
+        return rows
+    later_text = is_text & (is_slot.cumsum(axis=1) > 0)  # (batch, seq_len)
+    cells = np.where(later_text, later_text.cumsum(axis=1) - 1, -1)
+    indices = (moves, _packed_positions(later_text), cells)
+    moves, later_text, cells = (torch.from_numpy(index).to(slot_mask.device) for index in indices)
+    return rows._replace(moves=moves, later_text=later_text, later_cells=cells)
 
 
 def _to_numpy_in_one_sync(*flags: torch.Tensor) -> list[np.ndarray]:
@@ -103,6 +129,23 @@ def _check_slots(is_slot: np.ndarray, is_finite: np.ndarray, is_nonzero: np.ndar
             f"`context_embeds` has NaN or values beyond {LARGEST_VALUE:g} in {is_broken.sum()} of {counts.sum()} "
             f"slots, first in slot {slot} of row {row}; expected finite values. Check the encoder's output."
         )
+
+
+def _moves_of_slots(is_slot: np.ndarray, changes: np.ndarray) -> np.ndarray:
+    """By how many positions each slot of `is_slot` (batch, seq_len) is moved, so that its passage directly precedes the
+    text after the slots; 0 on text. `changes` (batch, max_slots - 1) is true where the next slot is of another passage.
+
+    >>> _moves_of_slots(np.array([[False, True, True, True, False]]), np.array([[True, False]]))
+    array([[0, 1, 0, 0, 0]])
+    """
+    is_real = np.arange(changes.shape[1] + 1) < is_slot.sum(axis=1, keepdims=True)  # (batch, max_slots)
+    numbers = np.pad(changes.cumsum(axis=1), ((0, 0), (1, 0)))  # of the passage of each slot
+    lengths = np.zeros((len(is_slot), numbers.max(initial=0) + 1), dtype=np.int64)  # (batch, num_passages)
+    batch, slots = is_real.nonzero()
+    np.add.at(lengths, (batch, numbers[batch, slots]), 1)
+    moves = np.zeros(is_slot.shape, dtype=np.int64)
+    moves[is_slot] = lengths.max(axis=1)[batch] - lengths[batch, numbers[batch, slots]]  # slots in the same order
+    return moves
 
 
 def _packed_positions(mask: np.ndarray) -> np.ndarray:
@@ -290,6 +333,34 @@ def keep_passages_apart(
     is_static = cache is not None and cache.is_compileable  # then the mask has columns for unused positions, too
     num_keys = cache.get_mask_sizes(slot_mask.shape[1], 0)[0] if is_static else None
     return separate_passages(attention_mask, placed, dtype, num_keys), position_ids
+
+
+# Rotation of keys. RoPE encodes a position as an angle for each pair of values of a key, so that a key is moved to
+# another position by a rotation.
+
+
+def key_rotation(moves: torch.Tensor, config: PreTrainedConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors of [`rotate_keys`] that move keys by `moves` (...) positions; `config` is the backbone's. They are
+    cosines and signed sines, each (..., head_dim) in float32."""
+    exact = torch.float32 if moves.device.type == "mps" else torch.float64
+    angles = moves.to(exact)[..., None] * _inverse_frequencies(config).to(moves.device, exact)
+    cos, sin = angles.cos().float(), angles.sin().float()
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+
+def rotate_keys(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Keys (..., head_dim) moved to other positions, with the factors of [`key_rotation`], whose shapes have to fit."""
+    wide = keys.float()
+    return (wide * cos + wide.roll(keys.shape[-1] // 2, dims=-1) * sin).to(keys.dtype)
+
+
+def _inverse_frequencies(config: PreTrainedConfig) -> torch.Tensor:
+    """The angle by which RoPE rotates each pair of values of a key per position, (head_dim / 2,), in float64."""
+    rope = config.rope_parameters
+    if rope.get("rope_type", "default") != "default":
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))[0].double()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return rope["rope_theta"] ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
 
 
 def prior_of_positions(passage_ids: torch.Tensor, passage_prior: torch.Tensor) -> torch.Tensor:

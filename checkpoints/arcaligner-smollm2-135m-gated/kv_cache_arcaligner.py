@@ -53,7 +53,9 @@ from .attention_arcaligner import (
     can_separate,
     check_can_separate,
     check_passage_prior,
+    key_rotation,
     passage_positions,
+    rotate_keys,
     separate_passages,
 )
 from .configuration_arcaligner import (
@@ -513,7 +515,7 @@ class PassageCache:
             ids.append([*head, *[slot_id] * sum(counts)])
             num_slots = max(counts) if self._is_separate else sum(counts)  # independent passages share positions
             check_length(len(head) + num_slots + len(question.tail), "The prompt", config)
-        cache = join_keys_values(parts, config)
+        cache = join_keys_values(parts, config, self.model.config.passage_alignment)
         if any(cache.is_sliding):
             ids, tails, cache = self._align_tails(ids, tails, parts)
         device, pad_id = parts[0][0].device, self.processor.tokenizer.pad_token_id or 0
@@ -1068,12 +1070,17 @@ def _empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
         return like.new_empty(shape)
 
 
-def join_keys_values(rows: Sequence[Sequence[torch.Tensor]], config: PreTrainedConfig) -> DynamicCache:
-    """Join keys and values, the text before the slots first, to a left-padded cache with a row for each of `rows`.
+def join_keys_values(
+    rows: Sequence[Sequence[torch.Tensor]], config: PreTrainedConfig, passage_alignment: str = "start"
+) -> DynamicCache:
+    """Join keys and values, the text before the slots first, to a left-padded cache with a row for each of `rows`. With
+    `passage_alignment="end"` the keys of shorter passages are moved, so that each passage directly precedes the
+    question.
 
     Everything is copied once, so that generating from the cache does not change the entries.
     """
     lengths = [sum(part.shape[3] for part in parts) for parts in rows]
+    rotations = [_rotation_of(parts, config) if passage_alignment == "end" else None for parts in rows]
     first, length, cache = rows[0][0], max(lengths), DynamicCache(config=config)
     num_layers, _, heads, _, head_dim = first.shape
     for layer_idx in range(num_layers):
@@ -1084,11 +1091,25 @@ def join_keys_values(rows: Sequence[Sequence[torch.Tensor]], config: PreTrainedC
             joined[:, row, :, :padding] = 0.0  # masked: any finite number would do
             layer_parts = [from_int8(part[layer_idx], joined.dtype) for part in parts]
             torch.cat(layer_parts, dim=2, out=joined[:, row, :, padding:length])
+            if rotations[row] is not None:
+                keys = joined[0, row, :, padding + parts[0].shape[3] : length]  # (heads, slots, head_dim)
+                keys.copy_(rotate_keys(keys, *rotations[row]))
         if cache.layers[layer_idx].is_sliding:
             cache.update(*joined[:, :, :, :length], layer_idx)
         else:
             cache.layers[layer_idx] = RoomyLayer(joined, length)
     return cache
+
+
+def _rotation_of(parts: Sequence[torch.Tensor], config: PreTrainedConfig) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The factors that move the keys of the slots of passages so that each passage ends at the same position, each
+    (slots, head_dim); `None` if all are equally long. The first of `parts` is the text before the slots."""
+    sizes = torch.tensor([part.shape[3] for part in parts[1:]], dtype=torch.long, device="cpu")
+    if len(sizes) < 2 or bool((sizes == sizes[0]).all()):
+        return None
+    factors = key_rotation(sizes.max() - sizes, config)  # each (passages, head_dim)
+    cos, sin = (factor.repeat_interleave(sizes, dim=0).to(parts[0].device) for factor in factors)
+    return cos, sin
 
 
 # Files of keys and values

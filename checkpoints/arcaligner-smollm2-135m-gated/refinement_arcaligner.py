@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .attention_arcaligner import CACHE, ROW_KERNELS, SlotRows
+from .attention_arcaligner import CACHE, ROW_KERNELS, SlotRows, key_rotation, rotate_keys
 from .configuration_arcaligner import ArcAlignerConfig, GateSettings
 
 
@@ -128,6 +128,13 @@ def gather_rotary(kwargs: dict[str, Any], positions: torch.Tensor) -> dict[str, 
     return picked
 
 
+def later_text_inputs(positions: torch.Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments that replace those of a layer, called with `kwargs`, for the text after the slots, which is
+    at `positions` (batch, max_later)."""
+    mask = take_rows(kwargs["attention_mask"][:, 0], positions)[:, None]  # (batch, 1, max_later, kv_len)
+    return gather_rotary(kwargs, positions) | {"attention_mask": mask}
+
+
 def prefix_inputs(length: int, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments that replace those of a layer, called with `kwargs`, for its first `length` positions."""
     cos, sin = kwargs["position_embeddings"]
@@ -220,6 +227,36 @@ class RefinementKeysValues:
         if self.keys is None:
             return keys, values
         return torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+
+
+class MovedKeysValues:
+    """A substitute for the cache in the mandatory pass, if independent passages are moved. Slots attend to the keys of
+    their passage as they were computed; `keys` and `values` are those that the text after the slots attends to, and
+    those that the `cache`, if there is one, gets. Before the pass the cache is empty."""
+
+    def __init__(self, cache: Cache | None, rotation: tuple[torch.Tensor, torch.Tensor]):
+        self._cache, self._rotation = cache, rotation
+        self.keys = self.values = None
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs):
+        moved = rotate_keys(keys, *(factor.to(keys.device) for factor in self._rotation))
+        if self._cache is None:
+            self.keys, self.values = moved, values
+            return keys, values
+        self.keys, self.values = self._cache.update(moved, values, *args, **kwargs)
+        # A static cache returns unused positions, too.
+        return torch.cat([keys, self.keys[:, :, keys.shape[2] :]], dim=2), self.values
+
+
+class CompleteKeysValues:
+    """A substitute for the cache that has the `keys` and `values` of all positions, each (batch, heads, kv_len,
+    head_dim)."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
+        self.keys, self.values = keys, values
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs):
+        return self.keys, self.values
 
 
 class LayerKeysValues:
@@ -417,6 +454,9 @@ class Slots(NamedTuple):
     settings: RefinementSettings
     depths: RecordedDepths
     shared_inputs: SharedStepInputs
+    later_text_inputs: SharedStepInputs
+    # Factors that move the keys of slots for the text after them, each (batch, 1, seq_len, head_dim).
+    rotation: tuple[torch.Tensor, torch.Tensor] | None
 
     def row_index(self) -> torch.Tensor | slice:
         """The slots among flat rows (batch * seq_len), as a slice if they are adjacent, which needs no copy."""
@@ -453,7 +493,8 @@ def new_slots(
     """
     budget = _budget_of(config, wanted, costs, rows, training)
     settings = RefinementSettings(wanted.gate_mode, wanted.gate_threshold, wanted.max_refinement_steps, budget)
-    return Slots(rows, settings, RecordedDepths(), SharedStepInputs())
+    rotation = None if rows.moves is None else key_rotation(rows.moves[:, None], config.text_config)
+    return Slots(rows, settings, RecordedDepths(), SharedStepInputs(), SharedStepInputs(), rotation)
 
 
 # If at least this share of the slots is open, a step computes all of them.

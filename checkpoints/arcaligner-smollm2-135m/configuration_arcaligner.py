@@ -91,6 +91,30 @@ def check_answerability_layers(layers: list[int] | None, num_layers: int) -> Non
         )
 
 
+# Types of backbones whose keys can be moved to other positions by a rotation of the two halves of a head. Other types
+# may rotate other pairs of values, or have layers without positions.
+ROTATED_BACKBONES = ("llama", "mistral", "qwen2", "qwen3")
+# Scalings of RoPE with which the keys of a prompt depend on its length.
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+
+
+def check_alignment(passage_alignment: str, text_config: PreTrainedConfig) -> None:
+    """Raise `ValueError` for `passage_alignment="end"` with a backbone whose keys cannot be rotated to later
+    positions."""
+    if passage_alignment != "end":
+        return
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    is_partial = rope.get("partial_rotary_factor", 1.0) != 1.0
+    kind = rope.get("rope_type", "default")
+    if text_config.model_type in ROTATED_BACKBONES and kind not in LENGTH_DEPENDENT_ROPES and not is_partial:
+        return
+    raise ValueError(
+        f"`passage_alignment` is 'end', but the backbone is of type {text_config.model_type!r} with the RoPE {rope}; "
+        f"expected one of {', '.join(ROTATED_BACKBONES)} with a RoPE that rotates whole heads and does not depend on "
+        "the length of a prompt. Use `passage_alignment='start'`, or another base model."
+    )
+
+
 def check_multihop_head(is_used: bool, answerability_layers: list[int] | None) -> None:
     """Raise `ValueError` for an aligner with a multi-hop head, but without an answerability head."""
     if is_used and answerability_layers is None:
@@ -171,6 +195,11 @@ class ArcAlignerConfig(PreTrainedConfig):
             With `"separate"` it attends to its own passage and the text before the slots only, so that the keys and
             values of a passage serve every question that retrieves it. Training and use have to agree: a checkpoint's
             `config.json` has the value of training, and loading with another value gives a warning.
+        passage_alignment (`"start"` or `"end"`, defaults to `"start"`):
+            Beyond the paper: where independent passages of different lengths are. With `"start"` all begin at the same
+            position, and the text after them continues after the longest, so that it is far from the shorter ones. With
+            `"end"` the text after them continues directly after each of them: their keys are rotated to later positions
+            when they are joined. Backbones of the types in `ROTATED_BACKBONES` support `"end"`.
         answerability_layers (`list[int]`, *optional*):
             Beyond the paper: the layers, in order, from whose states of the prompt's last token the answerability is
             computed. Default: the aligner has no [`AnswerabilityHead`].
@@ -230,6 +259,7 @@ class ArcAlignerConfig(PreTrainedConfig):
     gate_mode: Literal["adaptive", "off", "always"] = "adaptive"
     word_parts: int = 0
     passage_attention: Literal["joint", "separate"] = "joint"
+    passage_alignment: Literal["start", "end"] = "start"
     answerability_layers: list[int] | None = None
     answerability_uses_match: bool = False
     answerability_threshold: float | int | None = None
@@ -277,6 +307,7 @@ class ArcAlignerConfig(PreTrainedConfig):
                 f"`gate_layers` is {self.gate_layers}; expected layers of the backbone, from 0 to {num_layers - 1}."
             )
         check_gates(self.gate_mode, self.gate_threshold, self.max_refinement_steps)
+        check_alignment(self.passage_alignment, self.text_config)
         check_answerability_layers(self.answerability_layers, num_layers)
         check_multihop_head(self.use_multihop_head, self.answerability_layers)
         for name in ("scored_share", "most_answerability"):

@@ -29,10 +29,11 @@ def examples(processor, count=4):
     return built
 
 
-@pytest.fixture
-def aligner(base_model_dir, processor, float64_model_code):
+@pytest.fixture(params=["start", "end"])
+def aligner(base_model_dir, processor, float64_model_code, request):
     """An aligner of independent passages with random weights, whose attention returns its weights."""
     settings = {"passage_attention": "separate", "word_parts": 2, "attn_implementation": "eager", "lora_dropout": 0.0}
+    settings["passage_alignment"] = request.param
     return random_aligner(base_model_dir, processor, 0, **settings).double().train()
 
 
@@ -162,6 +163,7 @@ def test_long_turns_have_their_rows(processor):
     torch.testing.assert_close(batch["kept"][0], batch["kept"][1])
 
 
+@pytest.mark.parametrize("aligner", ["start"], indirect=True)
 def test_attention_loss_is_the_share(aligner, processor):
     """The attention loss is computed from the attention weights of a step in one phase."""
     rows, layers = examples(processor), [1]
