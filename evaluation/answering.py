@@ -54,7 +54,7 @@ class Answer:
 # Prompts
 
 
-def apart_text(processor: ArcAlignerProcessor, row: Row) -> ApartText:
+def independent_text(processor: ArcAlignerProcessor, row: Row) -> ApartText:
     """The prompt with the passages' text, each tokenized separately."""
     before, after = processor.split_prompt([{"role": "user", "content": row["question"]}], add_generation_prompt=True)
     row = row | {"passages": mark_control_tokens(processor.tokenizer, row["passages"])}
@@ -130,16 +130,18 @@ def answer_slots(
             layer.set_scale(ADAPTER_NAME, 1.0)
 
 
-def answer_apart(model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: None = None) -> list[Answer]:
+def answer_independent(
+    model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: None = None
+) -> list[Answer]:
     """Answer from the text of independent passages, with a model of [`load_text_lora`] whose LoRA was trained for such
     passages (`passage_attention: separate` of `train/full_text.py`)."""
-    prompts = [apart_text(processor, row) for row in rows]
+    prompts = [independent_text(processor, row) for row in rows]
     num_tokens = [sum(map(len, prompt.passages)) for prompt in prompts]
-    return _generate(model, processor, apart_inputs(model, prompts), rows, num_tokens)
+    return _generate(model, processor, independent_inputs(model, prompts), rows, num_tokens)
 
 
 @torch.inference_mode()
-def apart_inputs(model, prompts: list[ApartText]) -> dict[str, Any]:
+def independent_inputs(model, prompts: list[ApartText]) -> dict[str, Any]:
     """Inputs for `generate`: prompts (batch, seq_len), left-padded, with the keys and values of all tokens but the last
     one in the cache."""
     check_can_separate(model.config)
@@ -170,7 +172,7 @@ def answer_compressed(
     # Imported here and below, because the module imports TRL, which is slow, and only these methods need it.
     from ..train.cocom import CocomCollator
 
-    prompts = [apart_text(processor, row)._asdict() for row in rows]
+    prompts = [independent_text(processor, row)._asdict() for row in rows]
     device, pad = model.compression_token.device, processor.tokenizer.pad_token_id or 0
     batch = CocomCollator(pad, model.tokens_per_slot, padding_side="left")(prompts)
     batch = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}

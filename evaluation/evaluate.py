@@ -28,7 +28,7 @@ from .metrics import METRICS, contains_match
 from .results import write_results
 from .runs import FLOOR, AnswerFile, row_digest
 from .settings import EvaluationSettings
-from .tasks import TASKS, choose_passages, with_found, wrong_passages
+from .tasks import TASKS, select_passages, with_passages, wrong_passages
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def load_rows(name: str, settings: EvaluationSettings) -> list[Row]:
     rows = TASKS[name].load(settings.data, task.num_questions)
     if task.passages == "retrieved":
         rows = retrieve(rows, settings.corpus, settings.checkpoint, task.top_k or 1)
-    rows = choose_passages(rows, task.passages, task.top_k)
+    rows = select_passages(rows, task.passages, task.top_k)
     if not any(row["passages"] for row in rows) and set(settings.methods) != {"naive"}:
         raise ValueError(
             f"{TASKS[name].title} has no passages of its own. Retrieve some with `--passages retrieved --corpus "
@@ -96,7 +96,7 @@ def retrieve(rows: list[Row], corpus: str, checkpoint: str, top_k: int) -> list[
     retriever = Retriever(Corpus(corpus), ArcAlignerProcessor.from_pretrained(checkpoint))
     num_passages = max(top_k, MIN_CANDIDATES)
     return [
-        with_found(row, retriever(row["question"], num_passages).documents[:top_k])
+        with_passages(row, retriever(row["question"], num_passages).documents[:top_k])
         for row in tracked(rows, "searching")
     ]
 

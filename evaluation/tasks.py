@@ -15,7 +15,7 @@ from ..common.rows import JSON_LINES, Row, contains_match, read_rows, usable_gol
 logger = logging.getLogger(__name__)
 
 SAMPLE_SEED = 0
-MOST_PAGE_VIEWS = 100  # per month, for a subject in the long tail
+MAX_PAGE_VIEWS = 100  # per month, for a subject in the long tail
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Task:
         return [row for row in map(self.to_row, dataset.shuffle(seed=SAMPLE_SEED)) if row is not None]
 
 
-def choose_passages(rows: list[Row], passages: str, top_k: int | None) -> list[Row]:
+def select_passages(rows: list[Row], passages: str, top_k: int | None) -> list[Row]:
     """Rows with the first `top_k` of the passages to use: `"given"`, those of the row, or `"gold"`, those that the
     answer needs, if the row has their numbers (`meta.gold`)."""
     chosen = []
@@ -125,7 +125,7 @@ def _is_wrong(row: Row, row_texts: set[str], other: Row) -> bool:
     return row_texts.isdisjoint(texts) and not contains_match(" ".join(texts), answers)
 
 
-def with_found(row: Row, documents: list[dict]) -> Row:
+def with_passages(row: Row, documents: list[dict]) -> Row:
     """A row with the passages that a search returned."""
     return row | {"passages": [{"title": document["title"], "text": document["text"]} for document in documents]}
 
@@ -143,7 +143,7 @@ def _nq(row: dict) -> Row:
 
 def _popqa(row: dict) -> Row | None:
     return (
-        _open_row(row, str(row["id"]), json.loads(row["possible_answers"])) if row["s_pop"] < MOST_PAGE_VIEWS else None
+        _open_row(row, str(row["id"]), json.loads(row["possible_answers"])) if row["s_pop"] < MAX_PAGE_VIEWS else None
     )
 
 

@@ -204,7 +204,7 @@ def load_vllm_engine(
     check_lora_positions(config)  # before vLLM is started
     ask, retriever = _load_parts(checkpoint, corpus, dtype, device)
     if folder is None and retriever is not None:
-        folder = retriever.corpus.kept_folder
+        folder = retriever.corpus.precomputed_folder
     elif folder is None:
         folder = Path(tempfile.mkdtemp(prefix="arcaligner-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

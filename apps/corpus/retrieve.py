@@ -46,19 +46,19 @@ class SlotPassages:
         return inputs if slots.context_word_ids is None else inputs | {"context_word_ids": slots.context_word_ids}
 
     @property
-    def read(self) -> list[dict[str, Any]]:
+    def used(self) -> list[dict[str, Any]]:
         """The documents that are used."""
-        return [document for document in self.documents if document.get("read", True)]
+        return [document for document in self.documents if document.get("used", True)]
 
     def only(self, numbers: Collection[int]) -> "SlotPassages":
-        """Only the slots of the passages with these numbers. All documents stay; `read` says whether they are used."""
+        """Only the slots of the passages with these numbers. All documents stay; `used` says whether they are used."""
         segments, embeds, words, ids, dropped = self.encoded
         is_in = torch.isin(ids, torch.tensor(list(numbers), device=ids.device))
         segments, dropped = (
             [segment for segment in group if segment.document in numbers] for group in (segments, dropped)
         )
         words = None if words is None else words[is_in]
-        documents = [document | {"read": number in numbers} for number, document in enumerate(self.documents)]
+        documents = [document | {"used": number in numbers} for number, document in enumerate(self.documents)]
         encoded = EncodedDocuments(segments, embeds[is_in], words, ids[is_in], dropped)
         return SlotPassages(documents, encoded, dict(self.seconds))
 

@@ -25,19 +25,23 @@ def test_arms_answer_in_turns(monkeypatch):
     def arm(name, answer):
         return lambda rows, clients: calls.append((name, clients, [row["question"] for row in rows])) or [answer] * 4
 
-    by_name = {"slots": arm("slots", (0.5, "Ada")), "own": arm("own", (2.0, "Ada")), "text": arm("text", (9.0, "Bob"))}
+    by_name = {
+        "slots": arm("slots", (0.5, "Ada")),
+        "pytorch": arm("pytorch", (2.0, "Ada")),
+        "text": arm("text", (9.0, "Bob")),
+    }
     used = iter(range(1000))
     arms = SimpleNamespace(by_name=by_name, precompute=lambda row: None, processor_seconds=lambda name: next(used))
     report = vllm.measure(arms, ROWS, size=2, clients=3, requests=4, rounds=2, first=0)
-    assert [name for name, _, _ in calls] == ["slots", "own", "text"] * 2
+    assert [name for name, _, _ in calls] == ["slots", "pytorch", "text"] * 2
     assert calls[0][2] == calls[1][2] == calls[2][2] == [f"Q{number}?" for number in range(4)] != calls[3][2]
     assert report["arms"]["slots"] == {
         "answers_per_second": 4.0,
         "processor_seconds": 0.25,
         "first_token": 0.5,
-        "same_as_own": 1.0,
+        "same_as_pytorch": 1.0,
     }
-    assert report["arms"]["text"]["same_as_own"] == 0.0 and report["requests"] == 8
+    assert report["arms"]["text"]["same_as_pytorch"] == 0.0 and report["requests"] == 8
 
 
 def test_first_tokens_of_questions_together(monkeypatch):
@@ -45,7 +49,7 @@ def test_first_tokens_of_questions_together(monkeypatch):
     calls, used = [], iter(range(1000))
 
     def arm(name, seconds):
-        return lambda rows, *how: calls.append((name, how, rows)) or [(duration, "A") for duration in seconds]
+        return lambda rows, *args: calls.append((name, args, rows)) or [(duration, "A") for duration in seconds]
 
     by_name = {"slots": arm("slots", [0.5, 1.0, 0.25]), "text": arm("text", [9.0, 25.0, 8.0])}
     arms = SimpleNamespace(by_name=by_name, precompute=lambda row: None, processor_seconds=lambda name: next(used))
@@ -54,7 +58,7 @@ def test_first_tokens_of_questions_together(monkeypatch):
         "slots": {"first_tokens": 1.0, "processor_seconds": 1.0},
         "text": {"first_tokens": 25.0, "processor_seconds": 1.0},
     }
-    assert [(name, how) for name, how, _ in calls] == [("slots", (3, 1)), ("text", (3, 1))] * 2
+    assert [(name, args) for name, args, _ in calls] == [("slots", (3, 1)), ("text", (3, 1))] * 2
     assert len({row["salt"] for _, _, rows in calls[::2] for row in rows}) == 6 and calls[0][2] == calls[1][2]
 
 

@@ -60,7 +60,7 @@ def test_every_method_scores_every_question(settings, tmp_path, base_model_dir, 
     random_aligner(base_model_dir, processor, seed=5, lora_positions="all").save_pretrained(tmp_path / "all")
     processor.save_pretrained(tmp_path / "all")
     others |= {"all_positions": str(tmp_path / "all"), "slot_positions": str(checkpoint_dir)}
-    others |= dict.fromkeys(("full_text_lora", "text_apart"), str(tmp_path / "lora"))
+    others |= dict.fromkeys(("full_text_lora", "text_independent"), str(tmp_path / "lora"))
     for name, rate in (("cocom_x4", 4), ("cocom_x16", 16)):
         recipe = CocomArguments("base", "file", 1, lora_r=2, tokens_per_slot=rate)
         base = AutoModelForCausalLM.from_pretrained(base_model_dir)

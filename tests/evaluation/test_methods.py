@@ -20,7 +20,7 @@ from arcaligner.evaluation.answering import text_inputs
 from arcaligner.evaluation.methods import (
     LLMLINGUA2,
     METHODS,
-    RATE,
+    LLMLINGUA_SHARE,
     Checkpoints,
     MissingMethodError,
     PairCacheModel,
@@ -129,7 +129,7 @@ def test_llmlingua_keeps_a_third(model, tokenizer, repeats):
     text = " ".join([TEXT] * repeats)
     num_tokens = len(tokenizer(text)["input_ids"])
     assert (num_tokens > 200, num_tokens > 512) == (repeats > 1, repeats > 5)
-    compressed, letters = llmlingua_compressor(model, tokenizer)(text, RATE), iter(text)
+    compressed, letters = llmlingua_compressor(model, tokenizer)(text, LLMLINGUA_SHARE), iter(text)
     assert all(letter in letters for letter in compressed)
     assert 0.25 < len(tokenizer(compressed)["input_ids"]) / num_tokens < 0.4
 
@@ -154,8 +154,8 @@ def test_llmlingua_compresses_passages_only(checkpoint_dir, model, processor):
     rows = [ROWS[0], ROWS[1] | {"passages": []}, ROWS[2]]
     answers = METHODS["llmlingua"].load(Checkpoints(str(checkpoint_dir)))(rows)
     compress = llmlingua_compressor(model, processor.tokenizer)
-    texts = [compress(passages_text(row), RATE) for row in rows]
-    assert texts[1] == "" and compress("a", RATE) == "a" and len(texts[0]) < len(passages_text(rows[0])) / 2
+    texts = [compress(passages_text(row), LLMLINGUA_SHARE) for row in rows]
+    assert texts[1] == "" and compress("a", LLMLINGUA_SHARE) == "a" and len(texts[0]) < len(passages_text(rows[0])) / 2
     prompts = text_inputs(processor, [text_prompt(row, text) for row, text in zip(rows, texts, strict=True)])
     expected = [ids[mask.bool()].tolist() for ids, mask in zip(*prompts.values(), strict=True)]
     assert [answer.prompt_ids for answer in answers] == expected
@@ -205,7 +205,7 @@ def test_llmlingua2_keeps_probable_words(checkpoint_dir, classifier, processor):
             words[-1] = words[-1][0] + token, [*words[-1][1], probability]
     means = [float(np.mean(probabilities)) for _, probabilities in words]
     lengths = [len(processor.tokenizer(word)["input_ids"]) for word, _ in words]
-    least = np.percentile(np.repeat(means, lengths), int(100 * (1 - RATE) + 1))
+    least = np.percentile(np.repeat(means, lengths), int(100 * (1 - LLMLINGUA_SHARE) + 1))
     kept = [word for (word, _), mean in zip(words, means, strict=True) if mean > least]
     text = "".join(kept).replace("\u2581", " ").strip()
     assert 0.15 < len(text) / len(passages_text(ROWS[0])) < 0.45

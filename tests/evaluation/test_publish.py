@@ -7,7 +7,7 @@ import pytest
 from answer_rows import write_answers
 
 from arcaligner.evaluation import publish
-from arcaligner.evaluation.analyses.figures import draw_rates, speed_curves
+from arcaligner.evaluation.analyses.figures import draw_compressions, speed_curves
 from arcaligner.evaluation.analyses.speed import find_size
 from arcaligner.evaluation.publish import (
     MARKS,
@@ -179,7 +179,7 @@ def test_lines_connect_rates():
     methods = {name: numbers(64 - rate, compression_rate=rate) for name, rate in (others | rates).items()}
     methods |= {"naive": numbers(10.0), "full_text_lora": numbers(90.0)}
     sets = {"Naive only": {"methods": {"naive": numbers(10.0)}}, "SQuAD": {"methods": methods}}
-    (axes,) = (figure := draw_rates(sets)).axes
+    (axes,) = (figure := draw_compressions(sets)).axes
     line, (lower, upper), _ = axes.containers[1]
     assert axes.get_title() == "SQuAD" and axes.get_xscale() == "log"
     assert list(line.get_xdata()) == list(rates.values())

@@ -1,4 +1,5 @@
-"""Metrics equal the reference; tables have means, intervals, paired differences, refusals, and the paper's numbers."""
+"""Metrics equal the reference; tables have means, intervals, paired differences, abstentions, and the paper's
+numbers."""
 
 import json
 from pathlib import Path
@@ -10,7 +11,7 @@ from conftest import processor_with
 from tiny_models import random_head
 
 from arcaligner.common.rows import contains_match, token_f1
-from arcaligner.evaluation.analyses.refusals import TASKS, refusals
+from arcaligner.evaluation.analyses.abstentions import TASKS, abstentions
 from arcaligner.evaluation.metrics import percent_interval
 from arcaligner.evaluation.results import compare, read_results, results_page, summarize, write_results
 from arcaligner.evaluation.runs import AnswerFile
@@ -130,7 +131,7 @@ def test_refusals_below_the_threshold(model, processor, tmp_path, capsys):
     unknown = [{"prediction": "not in the text", "answerability": 0.85}, {"answerability": 0.7}, {"answerability": 0.1}]
     for task, answers in zip(TASKS, (known, unknown), strict=True):
         write_answers(tmp_path, task, "arcaligner_x4", answers, checkpoint=str(checkpoint))
-    refusals(tmp_path, "arcaligner_x4")
+    abstentions(tmp_path, "arcaligner_x4")
     *_, row = capsys.readouterr().out.splitlines()
     title, refused, wrongly, *others = row.strip("| ").split(" | ")
     assert title == "ArcAligner, 4 tokens per slot"
@@ -139,4 +140,4 @@ def test_refusals_below_the_threshold(model, processor, tmp_path, capsys):
     assert others == ["43.8", "6.2", "0.583"]
     write_answers(tmp_path, TASKS[0], "naive", [{}])
     with pytest.raises(ValueError, match="is missing, or its answers have no answerability. .*`python -m"):
-        refusals(tmp_path, "naive")
+        abstentions(tmp_path, "naive")

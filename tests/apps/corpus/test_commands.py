@@ -23,7 +23,7 @@ def test_folder_becomes_answer(run_cli, letters, checkpoint_dir, tmp_path, model
     info = (corpus := Corpus(folder)).info()
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     said = f"{info['passages']} passages of 2 documents, {info['slots']} slots: {num_bytes:,} bytes on disk."
-    assert said in out and (info["bytes"], info["kept_bytes"]) == (num_bytes, 0)
+    assert said in out and (info["bytes"], info["precomputed_bytes"]) == (num_bytes, 0)
     (letters / "new\nline.txt").write_text("Ada wrote it.")
     for number in range(4):
         (letters / f"{number}.svg").write_text("<svg/>")

@@ -67,7 +67,7 @@ def test_slow_request_ends(engine_of):
 
     def slow(text):
         written.append(text)
-        request.until = time.monotonic()  # from now on the request is too late
+        request.deadline = time.monotonic()  # from now on the request is too late
 
     engine.limits, request = Limits(seconds=99), request_of(on_text=slow, max_new_tokens=64)
     late = [engine.submit(request).exception()]
@@ -273,8 +273,8 @@ def test_vanished_corpus_fails_its_questions(tmp_path, engine_of, processor):
 def test_scored_slots_are_limited(engine_of, apart, processor, monkeypatch):
     """A request with more slots than may be scored is refused before any passage is encoded."""
     documents = ["Ada wrote it.", "Bob did not.", "Carol read it."]  # three slots
-    engine = engine_of(None, apart, limits=Limits(max_slots=1, max_slots_asked=3))
-    assert sum(source["read"] for source in answer(engine, documents, max_passages=1).sources) == 1
+    engine = engine_of(None, apart, limits=Limits(max_slots=1, max_scored_slots=3))
+    assert sum(source["used"] for source in answer(engine, documents, max_passages=1).sources) == 1
     for most, message in ((2, "2 slots; expected at most 1. Pass fewer"), (3, "there is only room for 1 with")):
         error = engine.submit(request_of(documents, max_passages=most)).exception()
         assert isinstance(error, ValueError) and message in str(error)
@@ -293,9 +293,9 @@ def test_multihop_question_uses_several(engine_of, apart, most, is_multihop, exp
     apart.model.multihop_head.bias.fill_(1.0 if is_multihop else -1.0)
     engine = engine_of(None, apart, max_passages=most)
     result = answer(engine, documents)
-    assert sum(source["read"] for source in result.sources) == expected
+    assert sum(source["used"] for source in result.sources) == expected
     assert result.text == answer(engine_of(None, apart), documents, max_passages=expected).text
-    assert sum(source["read"] for source in answer(engine, documents, max_passages=1).sources) == 1
+    assert sum(source["used"] for source in answer(engine, documents, max_passages=1).sources) == 1
 
 
 @pytest.mark.parametrize("rate", [2, "segment"])
@@ -326,14 +326,14 @@ def test_passages_are_encoded_once(processor, rate, monkeypatch):
         room = len(processor.encode_documents(documents, tokens_per_slot=rate).context_embeds) - 1
         texts.clear()
         with pytest.raises(ValueError, match=f"room for {room} with the question"):
-            encode.check_room(documents, rate, room)
-        encode.check_room(documents, rate, room + 1)
+            encode.check_num_slots(documents, rate, room)
+        encode.check_num_slots(documents, rate, room + 1)
         assert not texts
     encoded, whole = encode([loom, ada], rate, [7, 9]), encode([loom, ada], rate)
     with pytest.raises(ValueError, match="room for"):  # the limit holds for encoded passages, too
-        encode.check_room([loom, ada], rate, len(whole.context_embeds) - 1)
+        encode.check_num_slots([loom, ada], rate, len(whole.context_embeds) - 1)
     monkeypatch.delattr(SlotEncoder, "encode_batch")  # encoded passages do not need it
-    encode.check_room([loom, ada], rate, len(whole.context_embeds))
+    encode.check_num_slots([loom, ada], rate, len(whole.context_embeds))
     assert encoded.context_passage_ids.tolist() == [[7, 9][number] for number in whole.context_passage_ids]
     assert [segment.document for segment in encoded.segments] == encoded.context_passage_ids.tolist()
 
@@ -354,7 +354,7 @@ def test_few_passages_are_encoded(apart, engine_of, monkeypatch, share, num_scor
 
     monkeypatch.setattr(SlotEncoder, "encode_tokens", recorded)
     result = answer(engine, texts)
-    (used,) = (number for number, source in enumerate(result.sources) if source["read"])
+    (used,) = (number for number, source in enumerate(result.sources) if source["used"])
     first = list(encoded)
     assert len(set(first)) == len(first) == num_scored
     assert [segment.text for segment in result.passages.encoded.segments] == [texts[used]]
@@ -365,12 +365,12 @@ def test_few_passages_are_encoded(apart, engine_of, monkeypatch, share, num_scor
         assert sure is None if texts[number] not in first else sure == pytest.approx(whole[number].answerability)
     assert used == max((n for n in scored if scored[n] is not None), key=lambda n: whole[n].answerability)
     encoded.clear()
-    assert answer(engine, texts).kept == 1 and not encoded
+    assert answer(engine, texts).num_cached == 1 and not encoded
 
 
 def test_endless_text_is_refused_early(engine_of, apart, monkeypatch):
     """A text with more words than the limit of slots is refused before it is cut."""
-    engine = engine_of(None, apart, limits=Limits(max_slots=10, max_slots_asked=20))
+    engine = engine_of(None, apart, limits=Limits(max_slots=10, max_scored_slots=20))
     monkeypatch.setattr(engine.answerer, "cut", None)
     error = engine.submit(request_of(["word " * 5000], tokens_per_slot=2)).exception()
     assert isinstance(error, ValueError) and "more than 1250 slots; expected at most 20" in str(error)
@@ -438,7 +438,7 @@ def test_similarity_selects_passages(apart, engine_of, tmp_path, monkeypatch):
     documents = [source["text"] for source in of_corpus]
     assert similarities_of(apart.processor.encoder, CHAT, documents) == pytest.approx(similar, abs=1e-3)
     for sources in (of_corpus, answer(engine, documents).sources):
-        assert [source["read"] for source in sources] == [similarity == max(similar) for similarity in similar]
+        assert [source["used"] for source in sources] == [similarity == max(similar) for similarity in similar]
         assert all(source["answerability"] == source["confidence"] for source in sources)
 
 
@@ -474,13 +474,13 @@ def test_batch_answers_like_the_pipeline(apart, engine_of):
         numbers = [result.sources[slot.document]["number"] for slot in slots]
         segments = [(segment["document"], segment["text"]) for segment in record["segments"]]
         assert list(zip(numbers, [slot.text for slot in slots], strict=True)) == segments
-        assert {slot.document for slot in slots} == {n for n, source in enumerate(result.sources) if source["read"]}
-        assert result.batch_size == 4 and result.seconds["choosing"] > 0
+        assert {slot.document for slot in slots} == {n for n, source in enumerate(result.sources) if source["used"]}
+        assert result.batch_size == 4 and result.seconds["scoring"] > 0
     likeliest, copied, free, cut = results
-    (used,) = (source for source in copied.sources if source["read"])
+    (used,) = (source for source in copied.sources if source["used"])
     assert copied.text in (used["title"], used["text"]) or copied.text in used["text"]
     assert copied.text != free.text and [source["number"] for source in cut.sources] == [0] * 12 + [1]
     alone = engine_of(None, apart)
     new, again = (answer(alone, PASSAGES, max_new_tokens=6, **cases[0][1]) for _ in range(2))
-    assert (new.kept, again.kept) == (0, 2) and {new.text, again.text} == {likeliest.text}
-    assert all(source["read"] for source in answer(engine, PASSAGES, max_passages=9).sources)
+    assert (new.num_cached, again.num_cached) == (0, 2) and {new.text, again.text} == {likeliest.text}
+    assert all(source["used"] for source in answer(engine, PASSAGES, max_passages=9).sources)

@@ -68,7 +68,7 @@ def test_too_many_files_are_refused(engine, monkeypatch):
         beside.extend([client.post("/passages", **request).status_code, client.get("/health").status_code])
         return {}
 
-    monkeypatch.setattr(app, "read_passages", read)
+    monkeypatch.setattr(app, "passages_of_file", read)
     monkeypatch.setattr(app, "MAX_FILES", 1)
     client = TestClient(create_app(engine, ServerSettings()), base_url="http://localhost")
     assert client.post("/passages", **request).status_code == 200 and beside[1:] == [429, 200]

@@ -251,11 +251,11 @@ def test_rows_have_a_limit(apart, engine_of):
     most = []
 
     def on_text(text):
-        most.append(engine._num_prepared + engine._num_written)
+        most.append(engine._num_prepared + engine._num_generating)
 
     futures = [engine.submit(request_of(None, max_new_tokens=20, on_text=on_text)) for _ in range(9)]
     assert len({future.result().text for future in futures}) == 1
-    assert 1 < max(most) <= engine_module.BATCHES_AT_ONCE
+    assert 1 < max(most) <= engine_module.MAX_BATCHES
 
 
 def test_rows_are_packed_by_length(apart, engine_of, monkeypatch):
@@ -280,11 +280,11 @@ def test_long_prompts_wait_for_memory(apart, engine_of):
     engine.answer_bytes = bytes_of(engine, 300)
 
     def on_text(text):
-        used.append(sum(engine._held.values()))
+        used.append(sum(engine._reserved_bytes.values()))
 
     futures = [engine.submit(request_of(None, chat, max_new_tokens=20, on_text=on_text)) for _ in range(3)]
     assert len({future.result().text for future in futures}) == 1
-    assert bytes_of(engine, 200) < max(used) <= bytes_of(engine, 300) and not engine._held
+    assert bytes_of(engine, 200) < max(used) <= bytes_of(engine, 300) and not engine._reserved_bytes
 
 
 def test_cancelled_row_leaves_others(apart, engine_of):
@@ -345,12 +345,12 @@ def test_batch_that_begins_again_waits_once(apart, engine_of):
     engine, turn = engine_of(apart), Turns().take()
     engine.answer_bytes = bytes_of(engine, 300)
     group = [request_of(None, max_new_tokens=150), request_of(None, max_new_tokens=150)]
-    engine._wait_for_room(group, [10, 20], turn)  # no other batch, so there is room
+    engine._wait_for_memory(group, [10, 20], turn)  # no other batch, so there is room
     group[0].future.set_exception(TimeoutError())
-    engine._wait_for_room(group[1:], [20], turn)
-    assert engine._held == {group[1]: bytes_of(engine, 170)}
+    engine._wait_for_memory(group[1:], [20], turn)
+    assert engine._reserved_bytes == {group[1]: bytes_of(engine, 170)}
     group[1].future.set_result(None)
-    assert not engine._held
+    assert not engine._reserved_bytes
 
 
 @pytest.mark.parametrize("documents", [None, PASSAGES])
@@ -360,7 +360,7 @@ def test_request_that_waits_for_memory_ends(apart, engine_of, monkeypatch, docum
     engine = engine_of(apart)
     engine.answer_bytes = bytes_of(engine, 300)
     held = request_of(None, max_new_tokens=290)
-    engine._wait_for_room([held], [10], Turns().take())
+    engine._wait_for_memory([held], [10], Turns().take())
     if ends == "late":
         engine.limits = Limits(seconds=0.2)
     waiting = request_of(documents, max_new_tokens=20, max_passages=documents and len(documents))
@@ -388,4 +388,4 @@ def test_fault_in_one_batch_spares_others(apart, engine_of, monkeypatch):
     broken = engine.submit(request_of(None, max_new_tokens=20, on_text=fails))
     assert str(broken.exception(timeout=60)) == "the client is gone"
     assert engine.submit(request_of(None, max_new_tokens=4)).result(timeout=60).completion_tokens
-    assert engine.is_running and engine._num_prepared + engine._num_written == 0
+    assert engine.is_running and engine._num_prepared + engine._num_generating == 0

@@ -27,7 +27,7 @@ from arcaligner.apps.server.app import ServerSettings, create_app
 from arcaligner.apps.server.engine import Engine
 from arcaligner.apps.server.request import Limits, UnavailableError
 from arcaligner.apps.server.request import Request as EngineRequest
-from arcaligner.apps.server.vllm_engine import NO_FILE, UNREAD_TOKENS, VllmEngine, VllmProcess, VllmServer
+from arcaligner.apps.server.vllm_engine import NO_FILE, STREAM_INTERVAL, VllmEngine, VllmProcess, VllmServer
 from arcaligner.common.files import ROOT
 
 ADA = {"title": "Ada", "text": "Ada wrote the letter in 1843. It was long."}
@@ -82,7 +82,7 @@ def test_vllm_answers_equal_own_engine(front, pipeline, vllm):
         for name in ("finish_reason", "prompt_tokens", "statistics", "sources"):
             assert getattr(answer, name) == getattr(expected, name)
         assert answer.confidence == pytest.approx(expected.confidence, abs=1e-6)
-    assert ask(front, ADA)[0].kept == 1
+    assert ask(front, ADA)[0].num_cached == 1
     engine.close()
 
 
@@ -90,7 +90,7 @@ def test_unread_pieces_come_together(front, vllm):
     """If the client does not stream, vLLM sends the answer in few pieces, and the answer is the same."""
     (streamed, _), message = ask(front, ADA, is_streamed=True), {"role": "user", "content": "Who wrote it?"}
     whole = front.submit(EngineRequest([message], [ADA], max_new_tokens=12)).result(60)
-    assert [body["stream_interval"] for body in vllm.asked[-2:]] == [1, UNREAD_TOKENS]
+    assert [body["stream_interval"] for body in vllm.asked[-2:]] == [1, STREAM_INTERVAL]
     assert whole.text == streamed.text and whole.completion_tokens == streamed.completion_tokens
 
 
