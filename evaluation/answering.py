@@ -75,17 +75,17 @@ def answer_text(
     processor: ArcAlignerProcessor,
     rows: list[Row],
     tokens_per_slot: int | str | None = None,
-    copies: bool = False,
+    copy_biased: bool = False,
     **settings: Any,
 ) -> list[Answer]:
     """Answer from prompts of text, with a model of transformers; an aligner acts as its backbone. `context` makes the
-    text from model, processor, a row and `tokens_per_slot`. `copies` switches on copy-biased decoding, with the words
-    of the whole passages, as in answers from slots. `settings` are those of `generate`."""
+    text from model, processor, a row and `tokens_per_slot`. `copy_biased` switches on copy-biased decoding, with the
+    words of the whole passages, as in answers from slots. `settings` are those of `generate`."""
     contexts = [context(model, processor, row, tokens_per_slot) for row in rows]
     contents = [text_prompt(row, text) for row, text in zip(rows, contexts, strict=True)]
     inputs = text_inputs(processor, contents).to(model.device)
     num_tokens = count_tokens(processor.tokenizer, contexts)
-    passages = [row["passages"] for row in rows] if copies else []
+    passages = [row["passages"] for row in rows] if copy_biased else []
     return _generate(model, processor, inputs, rows, num_tokens, passages=passages, **settings)
 
 
@@ -191,11 +191,11 @@ def answer_compressed(
 def _generate(model, processor, inputs, rows: list[Row], context_tokens: list[int], **settings: Any) -> list[Answer]:
     """Greedy answers to left-padded prompts, `input_ids` (batch, seq_len); `settings` are those of
     `greedy_answers`."""
-    texts, sure = greedy_answers(model, processor, inputs, **settings)
+    texts, answerabilities = greedy_answers(model, processor, inputs, **settings)
     prompts = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
     prompt_ids = [ids[is_real].tolist() for ids, is_real in prompts]
     passage_tokens = count_tokens(processor.tokenizer, [passages_text(row) for row in rows])
-    columns = zip(texts, prompt_ids, context_tokens, passage_tokens, sure, strict=True)
+    columns = zip(texts, prompt_ids, context_tokens, passage_tokens, answerabilities, strict=True)
     return [Answer(*column) for column in columns]
 
 
@@ -242,7 +242,7 @@ def in_batches(rows: list[Row], batch_size: int, run: Callable[[list[Row]], Any]
     """Run a function on batches of rows, with a progress bar. The longest passages come first, so that there is little
     padding and a lack of memory shows immediately; batches are then halved."""
     rows = sorted(rows, key=lambda row: sum(len(passage["text"]) for passage in row["passages"]), reverse=True)
-    done, tell = 0, progress_lines(title, len(rows))
+    done, show_progress = 0, progress_lines(title, len(rows))
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task(title, total=len(rows))
 
@@ -256,7 +256,7 @@ def in_batches(rows: list[Row], batch_size: int, run: Callable[[list[Row]], Any]
             else:
                 done += len(batch)
                 progress.update(bar, completed=done)
-                tell(done)
+                show_progress(done)
                 continue
             # After the `except` block, where no reference to the tensors of the failed batch remains.
             batch_size = len(batch) // 2

@@ -348,14 +348,16 @@ METHODS = {
         Method("naive", "Naive", partial(answer_text, no_text)),
         Method("standard_rag", "StandardRAG", _WHOLE),
         Method("full_text_lora", "StandardRAG, fine-tuned", _WHOLE, **_READER),
-        Method("full_text_copying", "StandardRAG, fine-tuned, copy-biased", partial(_WHOLE, copies=True), **_READER),
+        Method(
+            "full_text_copying", "StandardRAG, fine-tuned, copy-biased", partial(_WHOLE, copy_biased=True), **_READER
+        ),
         Method("text_independent", "StandardRAG, fine-tuned, independent passages", answer_independent, **_INDEPENDENT),
         Method("truncated", "truncated text", _TRUNCATED, **_OURS),
         Method("truncated_lora", "truncated text, fine-tuned", _TRUNCATED, takes_tokens_per_slot=True, **_READER),
         Method(
             "truncated_copying",
             "truncated text, fine-tuned, copy-biased",
-            partial(_TRUNCATED, copies=True),
+            partial(_TRUNCATED, copy_biased=True),
             takes_tokens_per_slot=True,
             **_READER,
         ),

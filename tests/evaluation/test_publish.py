@@ -149,7 +149,7 @@ def test_fewer_questions_are_noted():
     assert fewer_questions({"SQuAD": all_asked}) == ""
 
 
-def test_answers_page_shows_refusals(tmp_path):
+def test_answers_page_shows_abstentions(tmp_path):
     """The page of answers shows the first answers by id, and marks abstentions."""
     row = {"question": "Who | what?", "answers": ["an\x1b[1m answer"], "prediction": "a\nb", "f1": 0.5}
     known = (row | {"id": f"q{number:02}", "answerability": 1 - number / 50} for number in reversed(range(20)))

@@ -138,6 +138,8 @@ def test_precompute_errors_are_reported(run_cli, corpus, apart, checkpoint_dir, 
     with corpus.writing(), pytest.raises(ValueError, match="Another process is writing"):
         precompute_corpus(corpus, *apart)
     assert not corpus.precomputed_folder.exists()
+    code, _, err = run_cli("corpus", "read", "--corpus", corpus.path, "--checkpoint", checkpoint_dir)
+    assert code == 1 and "use `corpus precompute`" in err and "`passage_attention`" in err
     full = Mock(side_effect=SafetensorError("No space left on device"))
     monkeypatch.setattr("arcaligner.kv_cache_arcaligner.save_file", full)
     with pytest.raises(OSError, match="could not be written. Free disk space, and run the command again"):
