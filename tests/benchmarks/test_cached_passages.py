@@ -31,8 +31,10 @@ def independent(processor, models):
 
 
 @pytest.fixture(scope="module")
-def known(models, apart, tmp_path_factory):
-    return CachedPassages(models, apart, select_rows(article_rows(6), apart, 6), RATES, tmp_path_factory.mktemp("kept"))
+def known(models, independent, tmp_path_factory):
+    return CachedPassages(
+        models, independent, select_rows(article_rows(6), independent, 6), RATES, tmp_path_factory.mktemp("kept")
+    )
 
 
 def assert_same_reading(outputs, expected):
@@ -44,14 +46,14 @@ def assert_same_reading(outputs, expected):
 
 
 @torch.no_grad()
-def test_text_reader_caches(known, models, apart):
+def test_text_reader_caches(known, models, independent):
     """Text is read without a cache, after the same passages, and after cached ones."""
     base, row = models[1], known.draw(3, 1)
     second = row | {"question": "And when?"}
     for name, arm_row in (("text", row), ("text_same_set", second)):  # the second asks about the passages of the first
-        whole = text_inputs(apart, [full_text(arm_row)])
+        whole = text_inputs(independent, [full_text(arm_row)])
         assert_same_reading(known.arms[name](arm_row), base(whole["input_ids"], use_cache=True))
-    inputs = independent_inputs(base, [independent_text(apart, second)])
+    inputs = independent_inputs(base, [independent_text(independent, second)])
     last = {name: inputs[name][:, -1:] for name in ("input_ids", "position_ids")}
     expected = base(**last, **{CACHE: inputs[CACHE]})
     for name in ("text_apart", "text_apart_folder"):
@@ -59,15 +61,15 @@ def test_text_reader_caches(known, models, apart):
 
 
 @torch.no_grad()
-def test_cached_slots_match_the_prompt(known, models, apart):
+def test_cached_slots_match_the_prompt(known, models, independent):
     """Cached slots give the logits of the whole prompt, and of the top-ranked passage."""
     row = known.draw(4, 7)
     for rate in RATES:
-        expected = models[0](**slot_inputs(apart, [row], tokens_per_slot=rate), use_cache=True)
+        expected = models[0](**slot_inputs(independent, [row], tokens_per_slot=rate), use_cache=True)
         for end in ("", "_folder"):
             assert_same_reading(known.arms[f"slots_x{rate}{end}"](row), expected)
-    (best,) = Answerer(models[0], apart).select([row["question"]], [row["passages"]], 1)[0].numbers
-    alone = slot_inputs(apart, [row | {"passages": row["passages"][best : best + 1]}])
+    (best,) = Answerer(models[0], independent).select([row["question"]], [row["passages"]], 1)[0].numbers
+    alone = slot_inputs(independent, [row | {"passages": row["passages"][best : best + 1]}])
     assert_same_reading(known.arms["slots_xsegment_top_ranked"](row), models[0](**alone, use_cache=True))
 
 

@@ -3,8 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+from conftest import pipeline_of
 
 from arcaligner.apps.server import vllm_engine
+from arcaligner.apps.server.engine import Engine
 from arcaligner.benchmarks import vllm
 
 ROWS = [{"question": f"Q{number}?", "passages": [{"title": "", "text": f"P{number}."}]} for number in range(9)]
@@ -16,6 +18,20 @@ def test_questions_have_their_own_passage():
         texts = [passage["text"] for passage in row["passages"]]
         assert len(set(texts)) == 5 and f"P{number % 9}." in texts and row == vllm.draw(ROWS, 5, number)
     assert len({row["passages"][0]["text"] for row in drawn}) > 3  # otherwise text would find its prefix in the cache
+
+
+def test_precomputed_passages_are_cached(separate, tmp_path):
+    """A request after `precompute` finds all of its passages in the cache of each engine."""
+    engines = [Engine(pipeline_of(*separate), folder=tmp_path) for _ in range(2)]
+    arms = SimpleNamespace(front=engines[0], engine=engines[1], processor=separate[1], tokens_per_slot="segment")
+    arms.slots_body, arms.request = lambda row: None, lambda row: vllm.Arms.request(arms, row)
+    row = {"question": "Who wrote it?", "passages": [{"title": "", "text": f"Ada wrote {n} pages."} for n in (1, 2)]}
+    try:
+        vllm.Arms.precompute(arms, row)
+        assert [engine.submit(arms.request(row)).result().num_cached for engine in engines] == [2, 2]
+    finally:
+        for engine in engines:
+            engine.close()
 
 
 def test_arms_answer_in_turns(monkeypatch):
@@ -67,7 +83,7 @@ def test_first_tokens_of_questions_together(monkeypatch):
     [
         (vllm.parse_batches, "5:0", "`--batches` is '5:0'; expected"),
         (vllm.parse_batches, "5", "`--batches` is '5'; expected"),
-        (vllm.parse_arms, "slots,files", "`--arms` has 'files'; expected one or more of slots, front, text, own"),
+        (vllm.parse_arms, "slots,files", "`--arms` has 'files'; expected one or more of slots, front, text, pytorch"),
     ],
 )
 def test_wrong_arms_are_named(parse, text, message):

@@ -21,9 +21,9 @@ from arcaligner.common.files import counted
 
 
 @pytest.fixture(scope="module")
-def apart_dir(tmp_path_factory, base_model_dir, processor):
+def independent_dir(tmp_path_factory, base_model_dir, processor):
     """A checkpoint of independent passages that estimates answerability and can abstain."""
-    folder = tmp_path_factory.mktemp("apart")
+    folder = tmp_path_factory.mktemp("independent")
     model = random_aligner(base_model_dir, processor, seed=2, passage_attention="separate")
     random_head(model)
     model.save_pretrained(folder)
@@ -33,19 +33,19 @@ def apart_dir(tmp_path_factory, base_model_dir, processor):
 
 
 @pytest.fixture
-def apart(apart_dir):
-    reader = ArcAlignerProcessor.from_pretrained(apart_dir)
+def independent(independent_dir):
+    reader = ArcAlignerProcessor.from_pretrained(independent_dir)
     reader.encoder.device = "cpu"
-    return ArcAlignerForCausalLM.from_pretrained(str(apart_dir)).eval(), reader
+    return ArcAlignerForCausalLM.from_pretrained(str(independent_dir)).eval(), reader
 
 
 def files(corpus):
     return {path.name: path.stat().st_ino for path in corpus.precomputed_folder.iterdir()}
 
 
-def test_corpus_uses_precomputed_passages(corpus, apart, monkeypatch):
+def test_corpus_uses_precomputed_passages(corpus, independent, monkeypatch):
     """A question computes no passage of a corpus that was precomputed."""
-    model, reader = apart
+    model, reader = independent
     ask, answers = pipeline_of(model, reader), []
     for is_ahead in (False, True):
         if is_ahead:
@@ -69,10 +69,10 @@ def test_corpus_uses_precomputed_passages(corpus, apart, monkeypatch):
     assert answers[:2] == answers[2:]
 
 
-def test_killed_precomputation_continues(corpus, letters, apart, monkeypatch):
+def test_killed_precomputation_continues(corpus, letters, independent, monkeypatch):
     """A killed run continues, and only what has changed is computed again."""
     monkeypatch.setattr(precompute, "BATCH_PASSAGES", 1)
-    model, reader = apart
+    model, reader = independent
 
     def stop(done):
         if done.startswith("3 passages computed"):
@@ -96,12 +96,12 @@ def test_killed_precomputation_continues(corpus, letters, apart, monkeypatch):
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(None, 4), ("bfloat16", 2), ("auto", 2)])
-def test_commands_use_their_precision(run_cli, corpus, apart_dir, monkeypatch, dtype, width):
+def test_commands_use_their_precision(run_cli, corpus, independent_dir, monkeypatch, dtype, width):
     """A command uses precomputed passages only in the precision in which they were computed."""
     device = torch.accelerator.current_accelerator(check_available=True)
     fastest = {"cpu" if device is None else device.type: torch.bfloat16}
     monkeypatch.setattr("arcaligner.encoder_arcaligner.fastest_dtype", fastest.__getitem__)
-    aligner = ("--corpus", corpus.path, "--checkpoint", apart_dir)
+    aligner = ("--corpus", corpus.path, "--checkpoint", independent_dir)
     code, out, err = run_cli("corpus", "precompute", *aligner, *(("--dtype", dtype) if dtype else ()))
     assert code == 0 and out == "4 passages computed, 0 computed before\n"
     num_bytes = corpus.info()["slots"] * 3 * 2 * 2 * 8 * width  # layers, keys and values, heads, head_dim
@@ -117,10 +117,10 @@ def test_commands_use_their_precision(run_cli, corpus, apart_dir, monkeypatch, d
     assert run_cli(*ask, "--dtype", "int8")[0] != 0
 
 
-def test_command_precomputes_or_refuses(run_cli, corpus, apart_dir):
+def test_command_precomputes_or_refuses(run_cli, corpus, independent_dir):
     """The command ends its thread before it exits: Python aborts with code 134 if a thread still computes."""
     before = set(threading.enumerate())
-    ask = ("ask", "Who?", "--corpus", corpus.path, "--checkpoint", apart_dir, "--top-k", 3, "--max-new-tokens", 2)
+    ask = ("ask", "Who?", "--corpus", corpus.path, "--checkpoint", independent_dir, "--top-k", 3, "--max-new-tokens", 2)
     for options, num_used in (("", 1), ("--max-passages 2", 2), ("--max-passages 9", 3), ("--min-confidence 1", 1)):
         code, out, err = run_cli(*ask, *options.split())
         err = re.sub(r"\s+", " ", err)
@@ -132,15 +132,15 @@ def test_command_precomputes_or_refuses(run_cli, corpus, apart_dir):
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "arcaligner-engine"]
 
 
-def test_precompute_errors_are_reported(run_cli, corpus, apart, checkpoint_dir, monkeypatch):
+def test_precompute_errors_are_reported(run_cli, corpus, independent, checkpoint_dir, monkeypatch):
     code, out, err = run_cli("corpus", "precompute", "--corpus", corpus.path, "--checkpoint", checkpoint_dir)
     assert code == 1 and out == "" and "`passage_attention`" in err
     with corpus.writing(), pytest.raises(ValueError, match="Another process is writing"):
-        precompute_corpus(corpus, *apart)
+        precompute_corpus(corpus, *independent)
     assert not corpus.precomputed_folder.exists()
     code, _, err = run_cli("corpus", "read", "--corpus", corpus.path, "--checkpoint", checkpoint_dir)
     assert code == 1 and "use `corpus precompute`" in err and "`passage_attention`" in err
     full = Mock(side_effect=SafetensorError("No space left on device"))
     monkeypatch.setattr("arcaligner.kv_cache_arcaligner.save_file", full)
     with pytest.raises(OSError, match="could not be written. Free disk space, and run the command again"):
-        precompute_corpus(corpus, *apart)
+        precompute_corpus(corpus, *independent)

@@ -43,7 +43,7 @@ def engine_of(ask):
 
 
 @pytest.fixture
-def apart(separate):
+def independent(separate):
     """A pipeline of an aligner with independent passages."""
     return pipeline_of(*separate)
 
@@ -180,15 +180,19 @@ def test_a_long_stop_costs_little():
     assert time.process_time() - began < 1
 
 
-def test_prompt_pieces_equal_whole(engine_of, apart, monkeypatch):
+def test_prompt_pieces_equal_whole(engine_of, independent, monkeypatch):
     """A prompt that is prefilled in pieces gives the answer of the whole one, with and without passages."""
     texts = ["Who wrote it? " * 20, "Who?"]
     requests = [(documents, [{"role": "user", "content": text}]) for documents in (PASSAGES, None) for text in texts]
-    whole = answers(engine_of(None, apart), *(request_of(*request, max_new_tokens=8) for request in requests))
+    whole = answers(engine_of(None, independent), *(request_of(*request, max_new_tokens=8) for request in requests))
     monkeypatch.setattr(kv_cache_arcaligner, "PIECE_POSITIONS", 10)
     monkeypatch.setattr(kv_cache_arcaligner, "PIECE_SECONDS", 0)  # after a few, each piece is one position
-    engine, forward, calls = engine_of(None, apart, batch_seconds=30.0, max_batch=4), apart.model.model.forward, []
-    monkeypatch.setattr(apart.model.model, "forward", lambda **kwargs: (calls.append(1), forward(**kwargs))[1])
+    engine, forward, calls = (
+        engine_of(None, independent, batch_seconds=30.0, max_batch=4),
+        independent.model.model.forward,
+        [],
+    )
+    monkeypatch.setattr(independent.model.model, "forward", lambda **kwargs: (calls.append(1), forward(**kwargs))[1])
     parts = answers(engine, *(request_of(*request, max_new_tokens=8) for request in requests))
     assert [result.text for result in parts] == [result.text for result in whole] and len(calls) > 100
     for part, one in zip(parts[:2], whole[:2], strict=True):
@@ -196,12 +200,12 @@ def test_prompt_pieces_equal_whole(engine_of, apart, monkeypatch):
 
 
 @pytest.mark.parametrize("documents", [None, PASSAGES])
-def test_abandoned_prompt_ends(engine_of, apart, monkeypatch, documents):
+def test_abandoned_prompt_ends(engine_of, independent, monkeypatch, documents):
     """A cancelled request ends at the next piece of its prompt; the other one of its batch gets its usual answer."""
-    alone = answer(engine_of(None, apart), documents, max_new_tokens=8)
+    alone = answer(engine_of(None, independent), documents, max_new_tokens=8)
     monkeypatch.setattr(kv_cache_arcaligner, "PIECE_POSITIONS", 10)
     left = request_of(documents, [{"role": "user", "content": "Who wrote it? " * 20}])
-    forward, pieces = apart.model.model.forward, []
+    forward, pieces = independent.model.model.forward, []
 
     def leave(**kwargs):
         pieces.append(left.future.done())
@@ -209,19 +213,19 @@ def test_abandoned_prompt_ends(engine_of, apart, monkeypatch, documents):
             left.cancel()
         return forward(**kwargs)
 
-    monkeypatch.setattr(apart.model.model, "forward", leave)
-    engine = engine_of(None, apart, batch_seconds=30.0, max_batch=2)
+    monkeypatch.setattr(independent.model.model, "forward", leave)
+    engine = engine_of(None, independent, batch_seconds=30.0, max_batch=2)
     future = engine.submit(left)
     beside = answer(engine, documents, max_new_tokens=8)
     assert str(future.exception()) == "The request was cancelled." and pieces.index(True) == 7
     assert beside.text == alone.text
 
 
-def test_abandoned_passages_end(engine_of, apart, monkeypatch):
+def test_abandoned_passages_end(engine_of, independent, monkeypatch):
     """The passages of a cancelled request are encoded and prefilled only up to the next call of encoder or model."""
-    engine = engine_of(None, apart)
+    engine = engine_of(None, independent)
     engine.warm_up()
-    for owner, name in ((SentenceEncoder, "encode_runs"), (apart.model.model, "forward")):
+    for owner, name in ((SentenceEncoder, "encode_runs"), (independent.model.model, "forward")):
         left, calls, compute = request_of(PASSAGES), [], getattr(owner, name)
 
         def leave(*args, left=left, calls=calls, compute=compute, **kwargs):
@@ -270,10 +274,10 @@ def test_vanished_corpus_fails_its_questions(tmp_path, engine_of, processor):
     assert answer(engine).statistics["slots"] == 1
 
 
-def test_scored_slots_are_limited(engine_of, apart, processor, monkeypatch):
+def test_scored_slots_are_limited(engine_of, independent, processor, monkeypatch):
     """A request with more slots than may be scored is refused before any passage is encoded."""
     documents = ["Ada wrote it.", "Bob did not.", "Carol read it."]  # three slots
-    engine = engine_of(None, apart, limits=Limits(max_slots=1, max_scored_slots=3))
+    engine = engine_of(None, independent, limits=Limits(max_slots=1, max_scored_slots=3))
     assert sum(source["used"] for source in answer(engine, documents, max_passages=1).sources) == 1
     for most, message in ((2, "2 slots; expected at most 1. Pass fewer"), (3, "there is only room for 1 with")):
         error = engine.submit(request_of(documents, max_passages=most)).exception()
@@ -286,15 +290,15 @@ def test_scored_slots_are_limited(engine_of, apart, processor, monkeypatch):
 
 
 @pytest.mark.parametrize("most, is_multihop, expected", [(None, True, 2), (None, False, 1), (3, True, 3)])
-def test_multihop_question_uses_several(engine_of, apart, most, is_multihop, expected):
+def test_multihop_question_uses_several(engine_of, independent, most, is_multihop, expected):
     """A multi-hop question uses two passages, unless the engine or the request sets another number."""
     documents = ["Ada wrote it.", "Bob did not.", "Carol read it."]
-    apart.model.set_multihop_head(True)
-    apart.model.multihop_head.bias.fill_(1.0 if is_multihop else -1.0)
-    engine = engine_of(None, apart, max_passages=most)
+    independent.model.set_multihop_head(True)
+    independent.model.multihop_head.bias.fill_(1.0 if is_multihop else -1.0)
+    engine = engine_of(None, independent, max_passages=most)
     result = answer(engine, documents)
     assert sum(source["used"] for source in result.sources) == expected
-    assert result.text == answer(engine_of(None, apart), documents, max_passages=expected).text
+    assert result.text == answer(engine_of(None, independent), documents, max_passages=expected).text
     assert sum(source["used"] for source in answer(engine, documents, max_passages=1).sources) == 1
 
 
@@ -339,13 +343,13 @@ def test_passages_are_encoded_once(processor, rate, monkeypatch):
 
 
 @pytest.mark.parametrize("share, num_scored", [(0.5, 3), (0.9, 5)])
-def test_few_passages_are_encoded(apart, engine_of, monkeypatch, share, num_scored):
+def test_few_passages_are_encoded(independent, engine_of, monkeypatch, share, num_scored):
     """Of five passages only the scored ones are encoded; their scores are those of an encoding of all five."""
     texts = [f"{name} wrote it in {1800 + number}." for number, name in enumerate(("Ada", "Bob", "Cy", "Di", "Ed"))]
-    monkeypatch.setattr(apart.model.config, "scored_share", share)
-    monkeypatch.setattr(apart.model.config, "most_answerability", 1.0)
-    monkeypatch.setattr(apart.model.config, "similarity_weight", 0.0)
-    engine, encoded = engine_of(None, apart), []
+    monkeypatch.setattr(independent.model.config, "scored_share", share)
+    monkeypatch.setattr(independent.model.config, "most_answerability", 1.0)
+    monkeypatch.setattr(independent.model.config, "similarity_weight", 0.0)
+    engine, encoded = engine_of(None, independent), []
     encode_tokens = SlotEncoder.encode_tokens
 
     def recorded(self, tokens, rate):
@@ -368,9 +372,9 @@ def test_few_passages_are_encoded(apart, engine_of, monkeypatch, share, num_scor
     assert answer(engine, texts).num_cached == 1 and not encoded
 
 
-def test_endless_text_is_refused_early(engine_of, apart, monkeypatch):
+def test_endless_text_is_refused_early(engine_of, independent, monkeypatch):
     """A text with more words than the limit of slots is refused before it is cut."""
-    engine = engine_of(None, apart, limits=Limits(max_slots=10, max_scored_slots=20))
+    engine = engine_of(None, independent, limits=Limits(max_slots=10, max_scored_slots=20))
     monkeypatch.setattr(engine.answerer, "cut", None)
     error = engine.submit(request_of(["word " * 5000], tokens_per_slot=2)).exception()
     assert isinstance(error, ValueError) and "more than 1250 slots; expected at most 20" in str(error)
@@ -427,22 +431,22 @@ def test_generation_setting_is_refused(engine_of, ask, monkeypatch, name):
         engine_of()
 
 
-def test_similarity_selects_passages(apart, engine_of, tmp_path, monkeypatch):
+def test_similarity_selects_passages(independent, engine_of, tmp_path, monkeypatch):
     """With a large `similarity_weight` the similarity alone ranks the passages."""
-    corpus = corpus_of(tmp_path, apart.processor, "ada", "bob")
-    engine = engine_of(Retriever(corpus, apart.processor), apart, max_passages=1)
-    monkeypatch.setattr(apart.model.config, "similarity_weight", 1e6)
+    corpus = corpus_of(tmp_path, independent.processor, "ada", "bob")
+    engine = engine_of(Retriever(corpus, independent.processor), independent, max_passages=1)
+    monkeypatch.setattr(independent.model.config, "similarity_weight", 1e6)
     of_corpus = answer(engine, None).sources
     similar = [source["similarity"] for source in of_corpus]
     assert similar[0] != pytest.approx(similar[1])
     documents = [source["text"] for source in of_corpus]
-    assert similarities_of(apart.processor.encoder, CHAT, documents) == pytest.approx(similar, abs=1e-3)
+    assert similarities_of(independent.processor.encoder, CHAT, documents) == pytest.approx(similar, abs=1e-3)
     for sources in (of_corpus, answer(engine, documents).sources):
         assert [source["used"] for source in sources] == [similarity == max(similar) for similarity in similar]
         assert all(source["answerability"] == source["confidence"] for source in sources)
 
 
-def test_batch_answers_like_the_pipeline(apart, engine_of):
+def test_batch_answers_like_the_pipeline(independent, engine_of):
     """A batch gets the answers of the pipeline, and an invalid request fails alone."""
     text = " ".join(f"Sentence {number} is about word and number {number}." for number in range(100))
     cases = [
@@ -451,15 +455,15 @@ def test_batch_answers_like_the_pipeline(apart, engine_of):
         (PASSAGES, {"max_passages": 1, "copy_bonus": 0.0}),
         ([text, "Ada."], {}),  # a long one is cut, and the likeliest passage is read
     ]
-    random_head(apart.model, match=(0.5, 3.0, -1.0))
-    apart.model.config.answer_calibration = [1.5, 0.5, 1.0]
-    engine = engine_of(None, apart, batch_seconds=0.5, max_batch=5)
+    random_head(independent.model, match=(0.5, 3.0, -1.0))
+    independent.model.config.answer_calibration = [1.5, 0.5, 1.0]
+    engine = engine_of(None, independent, batch_seconds=0.5, max_batch=5)
     failing = engine.submit(request_of(PASSAGES, LONG))
     results = answers(engine, *(request_of(documents, max_new_tokens=6, **settings) for documents, settings in cases))
     assert "The prompt has" in str(failing.exception())
     for result, (documents, settings) in zip(results, cases, strict=True):
         row = {"question": CHAT[0]["content"], "documents": documents}
-        (record,) = apart(row, return_slots=True, max_new_tokens=6, **settings)
+        (record,) = independent(row, return_slots=True, max_new_tokens=6, **settings)
         sure, statistics = {}, record["statistics"]
         for source in result.sources:
             if source["confidence"] is not None:  # otherwise it was not scored
@@ -480,7 +484,7 @@ def test_batch_answers_like_the_pipeline(apart, engine_of):
     (used,) = (source for source in copied.sources if source["used"])
     assert copied.text in (used["title"], used["text"]) or copied.text in used["text"]
     assert copied.text != free.text and [source["number"] for source in cut.sources] == [0] * 12 + [1]
-    alone = engine_of(None, apart)
+    alone = engine_of(None, independent)
     new, again = (answer(alone, PASSAGES, max_new_tokens=6, **cases[0][1]) for _ in range(2))
     assert (new.num_cached, again.num_cached) == (0, 2) and {new.text, again.text} == {likeliest.text}
     assert all(source["used"] for source in answer(engine, PASSAGES, max_passages=9).sources)
