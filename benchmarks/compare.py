@@ -60,13 +60,14 @@ def read_questions(path: Path) -> list[Row]:
 def add_passages(rows: list[Row], sources: list[str], processor, top_k: int) -> list[Row]:
     """Rows with the passages to use: those of the row or, if it has none, the `top_k` that a search of the sources
     finds."""
-    alone = [row for row in rows if not any(passage["text"].strip() for passage in row["passages"])]
-    if not alone:
+    without_passages = [row for row in rows if not any(passage["text"].strip() for passage in row["passages"])]
+    if not without_passages:
         return rows
     if not sources:
         raise ValueError(
-            f"The question {alone[0]['question'][:80]!r} and {len(alone) - 1} others have no `passages`, and no "
-            "documents are named. Pass files or a folder with `--documents`, or add `passages` to each question."
+            f"The question {without_passages[0]['question'][:80]!r} and {len(without_passages) - 1} others have no "
+            "`passages`, and no documents are named. Pass files or a folder with `--documents`, or add `passages` to "
+            "each question."
         )
     from ..apps.corpus.build import build_corpus  # of the extra `corpus`
     from ..apps.corpus.retrieve import Retriever
@@ -76,7 +77,7 @@ def add_passages(rows: list[Row], sources: list[str], processor, top_k: int) -> 
         corpus = Corpus.create(Path(folder, "corpus"), processor, tokens_per_slot="segment")
         build_corpus(sources, corpus, processor)
         search = Retriever(corpus, processor)
-        for row in tracked(alone, "Searching passages"):
+        for row in tracked(without_passages, "Searching passages"):
             row |= with_passages(row, search(row["question"], top_k=top_k).documents)
     return rows
 

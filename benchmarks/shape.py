@@ -107,12 +107,12 @@ def slot_arms(aligner: ArcAlignerForCausalLM, batch: int, passages: int, name: s
     ids, mask, num_before = inputs["input_ids"], inputs["attention_mask"], BEFORE + passages * SLOTS[name]
     positions = aligner.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
     before = ids[0, :BEFORE].tolist()
-    head = read_text(aligner, before)
+    prefix = read_text(aligner, before)
     embeds = inputs["context_embeds"][0].cpu()  # (num_slots, encoder_hidden_size)
     is_separate = aligner.config.passage_attention == "separate"  # else all passages are precomputed together
-    units = embeds.split(SLOTS[name] if is_separate else len(embeds))
-    encoded = [EncodedDocuments([], unit, None, torch.zeros(len(unit)).long(), []) for unit in units]
-    parts = [[head, *read_passages(aligner, before, head, encoded, gate_mode="off")]] * batch
+    groups = embeds.split(SLOTS[name] if is_separate else len(embeds))
+    encoded = [EncodedDocuments([], group, None, torch.zeros(len(group)).long(), []) for group in groups]
+    parts = [[prefix, *read_passages(aligner, before, prefix, encoded, gate_mode="off")]] * batch
     join = partial(join_keys_values, parts, aligner.config.text_config)
     question = {"input_ids": ids[:, num_before:], "position_ids": positions[:, num_before:], "attention_mask": mask}
     cached = join()

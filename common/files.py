@@ -78,8 +78,8 @@ def markdown_table(columns: Iterable[Any], rows: Iterable[Iterable[Any]] = ()) -
     ['| k | ms |', '|---|---|', '| 1 | 95 |']
     """
     columns = [*columns]
-    head, *lines = (f"| {' | '.join(map(str, row))} |" for row in (columns, *rows))
-    return [head, "|" + "---|" * len(columns), *lines]
+    header, *lines = (f"| {' | '.join(map(str, row))} |" for row in (columns, *rows))
+    return [header, "|" + "---|" * len(columns), *lines]
 
 
 def write_whole(path: str | Path, content: str | bytes | Callable[[BinaryIO], Any]) -> None:

@@ -128,18 +128,18 @@ def answer_batch(
 
 def task_settings(task: str, settings: EvaluationSettings) -> dict[str, Any]:
     """The settings that answers to a task depend on, whatever the method."""
-    chosen, machine = settings.tasks[task], describe_machine(settings.device)
+    options, machine = settings.tasks[task], describe_machine(settings.device)
     device = machine["device"] if machine["device"] != "cpu" else f"{machine['cores']} cores of {machine['cpu']}"
     keys = {
-        "passages": chosen.passages,
-        "top_k": chosen.top_k,
-        "about": chosen.about,
+        "passages": options.passages,
+        "top_k": options.top_k,
+        "about": options.about,
         "max_new_tokens": MAX_NEW_TOKENS,
         "dtype": str(default_dtype(settings.device)),
         "batch_size": settings.batch_size,
         "machine": f"{device}, torch {machine['torch']}",
     }
-    if chosen.passages == "retrieved":
+    if options.passages == "retrieved":
         keys["corpus"] = settings.corpus
     return keys
 

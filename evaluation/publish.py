@@ -235,8 +235,8 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
             for row in sorted(file.read(), key=lambda row: row["id"])[:ANSWERS_PER_SET]:
                 texts = row["question"], (row["answers"] or ["(not in the passages)"])[0], row["prediction"]
                 shown = (_MARKDOWN.sub(r"\\\1", printable(" ".join(text.split()))) for text in texts)
-                said = ("abstains, " if row["answerability"] < threshold else "") + f"{row['answerability']:.2f}"
-                cells.append([*shown, f"{100 * row['f1']:.0f}" if row["answers"] else "-", said])
+                estimate = ("abstains, " if row["answerability"] < threshold else "") + f"{row['answerability']:.2f}"
+                cells.append([*shown, f"{100 * row['f1']:.0f}" if row["answers"] else "-", estimate])
             table = markdown_table(["Question", "Expected", "Answer", "F1", "Answerability"], cells)
             lines += ["", f"## {TASKS[file.task].title}", "", *table]
     return "\n".join([*lines, ""])

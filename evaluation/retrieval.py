@@ -161,7 +161,7 @@ class DensePool:
             for nearest, hits in zip(best, hits_of_shard, strict=True):
                 nearest += [(-hit["score"], start + hit["corpus_id"]) for hit in hits]
                 nearest[:] = sorted(nearest)[:number]
-        return [[place for _, place in nearest] for nearest in best]
+        return [[number for _, number in nearest] for nearest in best]
 
 
 # Retrieval and re-ranking
@@ -187,10 +187,10 @@ def retrieve(
         reranker = load_reranker(settings.reranker, settings.endpoint, device) if settings.reranker else None
         nearest = dense.search([row["question"] for row in todo], settings.num_candidates)
         with file.claim():
-            for row, places, order in zip(todo, nearest, _orders(reranker, todo, nearest, pool), strict=True):
+            for row, found, order in zip(todo, nearest, _orders(reranker, todo, nearest, pool), strict=True):
                 problem = {"problem": str(order)} if isinstance(order, WrongListError) else {}
-                order = list(range(len(places))) if problem else order
-                line = {"id": row["id"], "row": row_digest(row), "found": places, "order": order}
+                order = list(range(len(found))) if problem else order
+                line = {"id": row["id"], "row": row_digest(row), "found": found, "order": order}
                 file.append([line | problem])
     by_id = {line["id"]: line for line in file.read()}
     before, after = [], []
@@ -220,8 +220,8 @@ def _orders(
     reranker: Reranker | None, rows: list[Row], nearest: list[list[int]], pool: datasets.Dataset
 ) -> Iterator[list[int] | WrongListError]:
     if reranker is None:
-        return iter([list(range(len(places))) for places in nearest])
-    passages = [pool.select(places).to_list() for places in nearest]
+        return iter([list(range(len(found))) for found in nearest])
+    passages = [pool.select(found).to_list() for found in nearest]
     ordered = reranker([row["question"] for row in rows], passages)
     return iter(track(ordered, "re-ranking", total=len(rows), transient=True))
 

@@ -58,12 +58,12 @@ class PaperSettings:
     def of(cls, keys: dict[str, Any] | None) -> "PaperSettings":
         """Settings from the keys of a recipe. Paths that exist only in this package are resolved there."""
         refuse_unknown("`reproduce`", keys or {}, _fields(cls))
-        made = cls(**keys or {})
-        places = {
-            name: {title: str(find_path(path)) for title, path in (getattr(made, name) or {}).items()}
+        settings = cls(**keys or {})
+        paths = {
+            name: {title: str(find_path(path)) for title, path in (getattr(settings, name) or {}).items()}
             for name in ("backbones", "stage_one", "ratios")
         }
-        return dataclasses.replace(made, **places, gated=made.gated and str(find_path(made.gated)))
+        return dataclasses.replace(settings, **paths, gated=settings.gated and str(find_path(settings.gated)))
 
 
 @dataclass(kw_only=True)

@@ -56,11 +56,11 @@ class Task:
             raise ValueError(
                 f"{path or self.hub_id} has no row with {need}. Choose another file or folder with `--data`."
             )
-        twice = [row_id for row_id, count in Counter(row["id"] for row in usable).items() if count > 1]
-        if twice:
+        duplicates = [row_id for row_id, count in Counter(row["id"] for row in usable).items() if count > 1]
+        if duplicates:
             raise ValueError(
-                f"{path or self.hub_id} has duplicate ids ({len(twice)}), such as {twice[0]!r}; expected a different "
-                "id in each row. Change or remove them."
+                f"{path or self.hub_id} has duplicate ids ({len(duplicates)}), such as {duplicates[0]!r}; expected a "
+                "different id in each row. Change or remove them."
             )
         return usable[:num_questions]
 
@@ -88,14 +88,14 @@ class Task:
 def select_passages(rows: list[Row], passages: str, top_k: int | None) -> list[Row]:
     """Rows with the first `top_k` of the passages to use: `"given"`, those of the row, or `"gold"`, those that the
     answer needs, if the row has their numbers (`meta.gold`)."""
-    chosen = []
+    selected = []
     for row in rows:
         used = row["passages"]
         gold = (row.get("meta") or {}).get("gold")
         if passages == "gold" and gold is not None:
             used = [used[index] for index in gold]
-        chosen.append(row | {"passages": used[:top_k]})
-    return chosen
+        selected.append(row | {"passages": used[:top_k]})
+    return selected
 
 
 def wrong_passages(rows: list[Row], title: str) -> list[Row]:

@@ -130,9 +130,9 @@ def sources_of(record: dict[str, Any], passages: list[Passage]) -> list[dict[str
     sources = []
     for passage in (passages[number] for number in sorted({segment["document"] for segment in record["segments"]})):
         start, end = passage.start, passage.end
-        place = find_answer(record["generated_text"], passage.document.text[start:end])
+        span = find_answer(record["generated_text"], passage.document.text[start:end])
         source = {"document": passage.document.id, "start": start, "end": end, "title": passage.title}
-        sources.append(source | {"page": passage.page, "answer": place})
+        sources.append(source | {"page": passage.page, "answer": span})
     return sources
 
 
@@ -142,9 +142,9 @@ def source_line(source: dict[str, Any]) -> str:
     line += f" {source['title']}" if source["title"] else ""
     line += f", from page {source['page']}" if source.get("page") else ""
     # An offset in the text of a source is one in the document only if the text is all of the passage.
-    is_whole = len(source.get("text", "")) in (0, source["end"] - source["start"])
-    if is_whole and (place := source.get("answer")):
-        line += f", the answer at {source['start'] + place['start']}-{source['start'] + place['end']}"
+    is_full_text = len(source.get("text", "")) in (0, source["end"] - source["start"])
+    if is_full_text and (span := source.get("answer")):
+        line += f", the answer at {source['start'] + span['start']}-{source['start'] + span['end']}"
     return one_line(line)
 
 
@@ -183,9 +183,9 @@ def slots_table(record: dict[str, Any], passages: list[Passage], has_gates: bool
     for number, (segment, passes) in enumerate(slots):
         passage = passages[segment["document"]]
         start, end = passage.start + segment["start"], passage.start + segment["end"]
-        place = str(number), escape(one_line(Path(passage.document.id).name)), f"{start}-{end}"
+        cells = str(number), escape(one_line(Path(passage.document.id).name)), f"{start}-{end}"
         text = escape(printable(segment["text"])) or ("[dim]title[/]" if record["segments"] else "")
-        table.add_row(*place, text, *[describe_passes(passes)] * has_gates)
+        table.add_row(*cells, text, *[describe_passes(passes)] * has_gates)
     return table
 
 

@@ -125,10 +125,10 @@ def build_corpus(
                 counted(num_hidden, "item"),
             )
         elif prune:
-            gone = [document for document in corpus.documents() if hash(document) not in text_of]
-            for first in range(0, len(gone), BATCH_DOCUMENTS):
-                corpus.delete(gone[first : first + BATCH_DOCUMENTS])
-            report.removed = len(gone)
+            removed = [document for document in corpus.documents() if hash(document) not in text_of]
+            for first in range(0, len(removed), BATCH_DOCUMENTS):
+                corpus.delete(removed[first : first + BATCH_DOCUMENTS])
+            report.removed = len(removed)
         corpus.optimize()
     return report
 
@@ -162,9 +162,9 @@ def _encoded(
     """Yield encoded batches in order. At most `prefetch` further batches are encoded in advance."""
     waiting: deque[_Batch] = deque()
     for documents in batches:
-        known = corpus.digests(document.id for document in documents)
-        new = [document for document in documents if known.get(document.id) != document.digest]
-        replaced = [document.id for document in new if document.id in known]
+        stored = corpus.digests(document.id for document in documents)
+        new = [document for document in documents if stored.get(document.id) != document.digest]
+        replaced = [document.id for document in new if document.id in stored]
         waiting.append(_Batch(encode(new), replaced, len(new), len(documents) - len(new)))
         if len(waiting) > prefetch:
             yield waiting.popleft()

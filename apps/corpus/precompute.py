@@ -49,9 +49,9 @@ def precompute_corpus(corpus: Corpus, model, processor, on_progress: Callable[[s
             for first in range(0, len(batch), BATCH_PASSAGES):
                 rows = pa.Table.from_batches([batch.slice(first, BATCH_PASSAGES)])
                 paths = store.precompute("?", **slot_passages(rows, processor.context_words).inputs)
-                if lost := [path for path in paths if not path.exists()]:
+                if missing := [path for path in paths if not path.exists()]:
                     raise OSError(
-                        f"{lost[0]} could not be written. Free disk space, and run the command again to continue."
+                        f"{missing[0]} could not be written. Free disk space, and run the command again to continue."
                     )
                 used.update(paths)
                 done = f"{counted(store.misses, 'passage')} computed, {store.loads} computed before"

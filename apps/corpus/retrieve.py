@@ -137,9 +137,9 @@ def slot_passages(rows, context_words: bool) -> SlotPassages:
         for document, score in zip(documents, rows["_relevance_score"].to_pylist(), strict=True):
             document["score"] = score
     segments = [
-        Segment(number, place["start"], place["end"], document["text"][place["start"] : place["end"]])
-        for number, (document, places) in enumerate(zip(documents, rows["segments"].to_pylist(), strict=True))
-        for place in places
+        Segment(number, span["start"], span["end"], document["text"][span["start"] : span["end"]])
+        for number, (document, spans) in enumerate(zip(documents, rows["segments"].to_pylist(), strict=True))
+        for span in spans
     ]
     slots = rows["slots"].combine_chunks().flatten()
     width = slots.type.list_size

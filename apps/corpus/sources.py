@@ -45,8 +45,8 @@ def read_documents(
     for source in sources:
         for document in _read_source(source, skip, corpus_parent):
             if (length := len(document.title)) > LONGEST_TITLE:
-                what = f"{document.id} has a title of {length} characters; expected at most {LONGEST_TITLE}"
-                skip(what, may_contain_documents=False)
+                reason = f"{document.id} has a title of {length} characters; expected at most {LONGEST_TITLE}"
+                skip(reason, may_contain_documents=False)
             elif document.text.strip():
                 texts = (text.encode("utf-8", "replace").decode() for text in document[:3])
                 yield Document(*texts, document.sections)
@@ -106,8 +106,8 @@ def _read_file(path: Path, name: str, options: dict[str, Any], skip: Callable[..
                 rows = (row for batch in file.iter_batches(1024, columns=columns) for row in batch.to_pylist())
                 yield from _documents_of_rows(name, enumerate(rows, start=1), options, skip)
         else:
-            what = f"{path} has the suffix {path.suffix}; expected one of {', '.join(FILES)}, or none"
-            skip(what, may_contain_documents=False)
+            reason = f"{path} has the suffix {path.suffix}; expected one of {', '.join(FILES)}, or none"
+            skip(reason, may_contain_documents=False)
     except (ValueError, OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
         skip(f"{path} cannot be read: {error}")
 
@@ -118,13 +118,13 @@ def _read_json_lines(path: Path, name: str, options: dict[str, Any], skip: Calla
     broken: list[tuple[int, str]] = []
     num_rows = num_by_line = 0
     try:
-        for number, row in read_numbered_lines(path, lambda number, what: broken.append((number, what))):
+        for number, row in read_numbered_lines(path, lambda number, reason: broken.append((number, reason))):
             num_rows += 1
             num_by_line += row.get("id") is None and "passages" not in row
             yield from _documents_of_rows(name, [(number, row)], options, skip)
     finally:
-        for number, what in broken:
-            skip(what, id=_id_of_row(name, number) if num_rows and num_by_line == num_rows else None)
+        for number, reason in broken:
+            skip(reason, id=_id_of_row(name, number) if num_rows and num_by_line == num_rows else None)
 
 
 def _id_of_row(source: str, number: int) -> str:
@@ -137,17 +137,17 @@ def _documents_of_rows(
     """Yield documents of rows. A row without an `id` is identified by its number or line in `source`."""
     for number, row in rows:
         where, text, passages = _id_of_row(source, number), row.get(options["text"]), row.get("passages")
-        title, known = row.get(options["title"] or "title"), where if row.get("id") is None else str(row["id"])
+        title, document_id = row.get(options["title"] or "title"), where if row.get("id") is None else str(row["id"])
         if isinstance(text, str) and isinstance(title, str | None):
-            yield Document(known, title or "", text)
+            yield Document(document_id, title or "", text)
         elif isinstance(passages, list) and all(_is_passage(passage) for passage in passages):
             # Questions share passages, so each passage is a document, identified by its content.
             for passage in passages:
                 title, text = passage.get("title") or "", passage["text"]
                 yield Document(digest([title, text]), title, text)
         else:
-            what = f"{where} has neither a string in `{options['text']}` nor a list of {{title, text}} in `passages`"
-            skip(what, id=None if "passages" in row else known)
+            reason = f"{where} has neither a string in `{options['text']}` nor a list of {{title, text}} in `passages`"
+            skip(reason, id=None if "passages" in row else document_id)
 
 
 def _is_passage(value: Any) -> bool:

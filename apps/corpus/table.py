@@ -170,12 +170,12 @@ class Corpus:
             path.mkdir(parents=True, exist_ok=True)
             lancedb.connect(path).create_table(NAME, schema=table_schema(settings), exist_ok=True)
         corpus = cls(path)
-        wanted = {"passage_tokens": passage_tokens, "tokens_per_slot": tokens_per_slot}
-        corpus.check(processor, **{name: value for name, value in wanted.items() if value is not None})
+        requested = {"passage_tokens": passage_tokens, "tokens_per_slot": tokens_per_slot}
+        corpus.check(processor, **{name: value for name, value in requested.items() if value is not None})
         return corpus
 
-    def check(self, processor, **wanted: Any) -> None:
-        """Raise for a processor that makes other slots, or for `wanted` settings that differ.
+    def check(self, processor, **requested: Any) -> None:
+        """Raise for a processor that makes other slots, or for `requested` settings that differ.
 
         Raises:
             `ValueError`: a setting differs; the message names the first one, with both values.
@@ -183,7 +183,7 @@ class Corpus:
         Warns:
             `UserWarning`: the encoder has the same name and slightly different weights.
         """
-        new = slot_settings(processor) | {"tokens_per_slot": self.settings["tokens_per_slot"]} | wanted
+        new = slot_settings(processor) | {"tokens_per_slot": self.settings["tokens_per_slot"]} | requested
         stored = dict(self.settings)
         probes = [torch.tensor(settings.pop("probe"), device="cpu") for settings in (new, stored)]
         similarity = float(probes[0] @ probes[1]) if probes[0].shape == probes[1].shape else 0.0
@@ -264,8 +264,8 @@ class Corpus:
             `ValueError`: a document is unknown; then none is removed.
         """
         with self.writing():
-            known = self.digests(documents)
-            if missing := [document for document in documents if document not in known]:
+            digests = self.digests(documents)
+            if missing := [document for document in documents if document not in digests]:
                 like = sorted(document for document in self.documents() if document.endswith(missing[0]))[:1]
                 raise ValueError(
                     f"The corpus {self.path} has no document {missing[0]!r}; expected the id of a document, as `ask` "
@@ -286,10 +286,10 @@ class Corpus:
     def optimize(self) -> None:
         """Create missing indices, update existing ones, and merge small files."""
         indexed = {column for index in self.table.list_indices() for column in index.columns}
-        wanted = {"document": BTree(), "text": FTS(), "title": FTS()}
+        indices = {"document": BTree(), "text": FTS(), "title": FTS()}
         if len(self) >= MIN_INDEXED_ROWS:
-            wanted["vector"] = IvfSq(distance_type="dot")
-        for column, config in wanted.items():
+            indices["vector"] = IvfSq(distance_type="dot")
+        for column, config in indices.items():
             if column not in indexed and len(self):
                 self.table.create_index(column, config=config)
         with warnings.catch_warnings(action="ignore"):  # that old versions are removed: readers use the newest one

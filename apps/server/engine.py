@@ -1,7 +1,7 @@
 """From requests to answers: concurrent requests share a batch, and each gets its answer as it is generated.
 
     submit -> passages as slots (of the request, or of a corpus) -> selected passages -> slot prefixes, cached or
-    computed -> first tokens -> rows of one batch, which new rows join -> pieces of the answer
+    computed -> first tokens -> rows of one batch, which new rows join -> parts of the answer
 
 Any number of threads may submit requests. A few threads of the engine prepare requests, and one writes the answers.
 They compute in turns, which they pass on between two calls of model or encoder. So a short question does not wait until
@@ -63,8 +63,8 @@ class PassageEncoder:
 
     def check_num_slots(self, documents: list[dict], tokens_per_slot: int | str | None, max_slots: int) -> None:
         """Raise `ValueError` for passages with more than `max_slots` slots, before any of them is encoded."""
-        known = [self._cached.get(key) for key in self._keys(documents, tokens_per_slot)]
-        if None not in known and sum(len(encoded.context_embeds) for encoded in known) <= max_slots:
+        cached = [self._cached.get(key) for key in self._keys(documents, tokens_per_slot)]
+        if None not in cached and sum(len(encoded.context_embeds) for encoded in cached) <= max_slots:
             return
         encode = self.processor.slot_encoder.encode_batch
         encode([documents], tokens_per_slot=tokens_per_slot, room=[max_slots], only_segments=True)
@@ -99,8 +99,8 @@ class PassageEncoder:
         """Encode each passage by itself; passages of white space get no slot. Many are encoded in a call, which is
         fastest."""
         encoded = []
-        for piece in in_pieces(len(documents), self.processor.passage_tokens, turn):
-            encoded += self._encode_part(documents[piece], tokens_per_slot)
+        for part in in_pieces(len(documents), self.processor.passage_tokens, turn):
+            encoded += self._encode_part(documents[part], tokens_per_slot)
         return encoded
 
     def _encode_part(self, documents: list[dict], tokens_per_slot: int | str | None) -> list[EncodedDocuments]:
@@ -329,8 +329,8 @@ class Engine:
         """The next requests, in order of arrival."""
         with self._change:
             capacity = self.max_batch * MAX_BATCHES - self._num_prepared - self._num_generating
-            most = max(1, min(self._max_prepared, capacity))
-            batch, self._waiting = self._waiting[:most], self._waiting[most:]
+            max_requests = max(1, min(self._max_prepared, capacity))
+            batch, self._waiting = self._waiting[:max_requests], self._waiting[max_requests:]
             self._num_prepared += len(batch)
         return batch
 
@@ -365,10 +365,11 @@ class Engine:
             self._encode.check_num_slots(texts, tokens_per_slot, self._max_slots_of(request, len(texts)))
             passages.encoded = self._encode(texts, tokens_per_slot, turn=group_turn)
             passages.seconds["slots"] += time.perf_counter() - began
-        num_slots, most = len(passages.encoded.context_embeds), self._max_slots_of(request, len(passages.documents))
-        if num_slots > most:
+        num_slots = len(passages.encoded.context_embeds)
+        max_slots = self._max_slots_of(request, len(passages.documents))
+        if num_slots > max_slots:
             raise ValueError(
-                f"The passages have {num_slots} slots; expected at most {most}. Pass a lower `num_passages`."
+                f"The passages have {num_slots} slots; expected at most {max_slots}. Pass a lower `num_passages`."
             )
         request.passages = passages
 
@@ -381,8 +382,8 @@ class Engine:
         ]
         self._check_size(documents, tokens_per_slot)
         for number, document in enumerate(documents):
-            pieces, _ = self.answerer.cut([document])
-            passages += [piece | {"number": number} for piece in pieces]
+            parts, _ = self.answerer.cut([document])
+            passages += [part | {"number": number} for part in parts]
             turn.pass_on()
         texts = [_without_number(passage) for passage in passages]
         if not passages:
@@ -436,8 +437,8 @@ class Engine:
             encoding += time.perf_counter() - began
             return slots
 
-        most = [request.max_passages for request in group]
-        selected = self.answerer.select(chats, documents, most, similar, slots_of, turn=group_turn)
+        limits = [request.max_passages for request in group]
+        selected = self.answerer.select(chats, documents, limits, similar, slots_of, turn=group_turn)
         seconds = time.perf_counter() - began - encoding
         for request, (numbers, scores, question) in zip(group, selected, strict=True):
             request.scored_question, request.num_cached = question, sum(scores[number].is_cached for number in numbers)
@@ -452,8 +453,8 @@ class Engine:
 
     def _selects(self, request: Request, num_passages: int) -> bool:
         """Whether passages are scored if a request has this many, because it uses only some of them."""
-        most = request.max_passages or self._default_max_passages
-        return most is not None and num_passages > most
+        max_passages = request.max_passages or self._default_max_passages
+        return max_passages is not None and num_passages > max_passages
 
     def _similarities(self, request: Request, turn: GroupTurn) -> list[float]:
         """The cosine of the question and each of a request's passages."""
@@ -461,8 +462,8 @@ class Engine:
         if request.documents is None:  # the search has computed them
             return [document["similarity"] for document in documents]
         encoder, chat, cosines = self.processor.encoder, self._chat(request), []
-        for piece in in_pieces(len(documents), self.processor.passage_tokens, turn):
-            cosines += similarities_of(encoder, chat, documents[piece])
+        for part in in_pieces(len(documents), self.processor.passage_tokens, turn):
+            cosines += similarities_of(encoder, chat, documents[part])
         return cosines
 
     def _slots_of(self, request: Request, numbers: list[int], turn: GroupTurn) -> GivenSlots | None:
@@ -517,11 +518,11 @@ class Engine:
                     f"The passages have {num_slots} slots; expected at most {self.limits.max_slots}. Pass fewer "
                     "passages, a lower `max_passages`, or a larger `tokens_per_slot`."
                 )
-            if (known := request.scored_question) is None:  # if its passages were not scored
+            if (question := request.scored_question) is None:  # if its passages were not scored
                 words = None if words is None else [words]
-                known = self.store.ask([self._chat(request)], None, [embeds], words, [ids])
-            questions += known.questions
-        return known._replace(questions=questions, turn=turn)
+                question = self.store.ask([self._chat(request)], None, [embeds], words, [ids])
+            questions += question.questions
+        return question._replace(questions=questions, turn=turn)
 
     def _chat(self, request: Request) -> list[dict[str, str]] | str:
         """The question or chat, in the form of the processor."""

@@ -108,9 +108,9 @@ class LiveRow:
         """Logits processors that depend on the length of the answer. Those of `generate` would count only tokens since
         rows joined last."""
         processors: list[LogitsProcessor] = []
-        least = max(config.min_new_tokens or 0, (config.min_length or 0) - self.prompt_tokens)
-        if least > 0 and self.end_ids:
-            processors.append(MinNewTokensLengthLogitsProcessor(0, least, sorted(self.end_ids)))
+        min_new_tokens = max(config.min_new_tokens or 0, (config.min_length or 0) - self.prompt_tokens)
+        if min_new_tokens > 0 and self.end_ids:
+            processors.append(MinNewTokensLengthLogitsProcessor(0, min_new_tokens, sorted(self.end_ids)))
         if config.forced_eos_token_id is not None:
             processors.append(ForcedEOSTokenLogitsProcessor(self.max_new_tokens, config.forced_eos_token_id))
         if config.exponential_decay_length_penalty is not None and self.end_ids:
@@ -202,9 +202,9 @@ def greedy(answerer: Answerer, max_new_tokens: int) -> GenerationConfig:
     config = answerer.model.generation_config
     # Values that have no effect; with `None`, those of the model's configuration would apply. If both `min_length` and
     # `min_new_tokens` are set, transformers warns.
-    least = {"min_length": 0} if config.min_new_tokens is None else {"min_new_tokens": 0}
+    neutral = {"min_length": 0} if config.min_new_tokens is None else {"min_new_tokens": 0}
     if config.exponential_decay_length_penalty is not None:
-        least["exponential_decay_length_penalty"] = (sys.maxsize, 1.0)
+        neutral["exponential_decay_length_penalty"] = (sys.maxsize, 1.0)
     return GenerationConfig(
         # One more than are generated: a `forced_eos_token_id` of the model applies to the last one.
         max_new_tokens=max_new_tokens + 1,
@@ -212,7 +212,7 @@ def greedy(answerer: Answerer, max_new_tokens: int) -> GenerationConfig:
         eos_token_id=config.eos_token_id,
         pad_token_id=answerer.processor.tokenizer.pad_token_id or 0,
         do_sample=False,
-        **least,
+        **neutral,
     )
 
 
@@ -259,15 +259,15 @@ class LiveBatch:
         packs: list[list[tuple[LiveBatch, int]]] = []
         total = 0
         separate = [[(batch, number)] for batch, number in rows if batch.rows[number].needs_own_batch]
-        for place in sorted(range(len(rows)), key=lengths.__getitem__):
-            batch, number = rows[place]
+        for index in sorted(range(len(rows)), key=lengths.__getitem__):
+            batch, number = rows[index]
             if batch.rows[number].needs_own_batch:
                 continue
-            total += lengths[place]
-            if not packs or (len(packs[-1]) + 1) * lengths[place] > 2 * total:
+            total += lengths[index]
+            if not packs or (len(packs[-1]) + 1) * lengths[index] > 2 * total:
                 packs.append([])
-                total = lengths[place]
-            packs[-1].append(rows[place])
+                total = lengths[index]
+            packs[-1].append(rows[index])
         return [cls._joined(pack) for pack in packs + separate]
 
     @classmethod
@@ -375,9 +375,9 @@ def _overlap(text: str, stop: str) -> int:
     >>> _overlap("yes\\n", "\\n\\n")
     1
     """
-    most = min(len(stop) - 1, len(text))
+    longest = min(len(stop) - 1, len(text))
     # Knuth, Morris and Pratt: for each prefix, the length of its longest proper prefix that is also its suffix.
-    characters, borders = [*stop[:most], None, *text[len(text) - most :]], [0]
+    characters, borders = [*stop[:longest], None, *text[len(text) - longest :]], [0]
     for character in characters[1:]:
         size = borders[-1]
         while size and characters[size] != character:

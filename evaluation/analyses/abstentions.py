@@ -38,14 +38,16 @@ def read_answers(run: Path, task: str, method: str) -> list[dict[str, Any]]:
             f"--output {run}`."
         )
     checkpoint = file.settings()["checkpoint"]
-    least = ArcAlignerConfig.from_pretrained(checkpoint).answerability_threshold
-    if least is None:
+    threshold = ArcAlignerConfig.from_pretrained(checkpoint).answerability_threshold
+    if threshold is None:
         raise ValueError(
             f"{checkpoint} has no answerability head. Fit one with `python -m arcaligner.train.confidence`, and "
             "evaluate again."
         )
     no_answer = ArcAlignerProcessor.from_pretrained(checkpoint).no_answer
-    return [row | {"is_abstention": row["answerability"] < least or row["prediction"] == no_answer} for row in answers]
+    return [
+        row | {"is_abstention": row["answerability"] < threshold or row["prediction"] == no_answer} for row in answers
+    ]
 
 
 def abstentions(
@@ -62,8 +64,8 @@ def abstentions(
             [float(answer["is_abstention"]) for answer in answers] for answers in (answered, unanswered)
         )
         f1 = 100 * np.array([answer["f1"] for answer in answered])
-        sure = [answer["answerability"] for answer in answered + unanswered]
-        auroc = roc_auc_score([True] * len(answered) + [False] * len(unanswered), sure)
+        answerabilities = [answer["answerability"] for answer in answered + unanswered]
+        auroc = roc_auc_score([True] * len(answered) + [False] * len(unanswered), answerabilities)
         shares = [shown_interval(percent_interval(scores)) for scores in (rightly, wrongly)]
         lost = (f1 * wrongly).mean()
         rows.append([find_method(name).title, *shares, f"{f1.mean():.1f}", f"{lost:.1f}", f"{auroc:.3f}"])
