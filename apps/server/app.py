@@ -228,8 +228,8 @@ class Metrics:
         self.tokens.labels("written").inc(answer.completion_tokens)
         self.slots.inc(answer.statistics["slots"])
         self.batch.observe(answer.batch_size)
-        seconds_of = answer.seconds | {"choosing": answer.seconds["scoring"]}  # the former is its name in version 0.2
-        for part, seconds in seconds_of.items():
+        old_names = {"choosing": answer.seconds["scoring"]}  # of version 0.2
+        for part, seconds in (answer.seconds | old_names).items():
             self.seconds.labels(part).observe(seconds)
 
     def counted(self, app: Callable) -> Callable:

@@ -387,9 +387,8 @@ class Engine:
             turn.pass_on()
         texts = [_without_number(passage) for passage in passages]
         if not passages:
-            encoded = self.processor.encode_documents(
-                [], tokens_per_slot=tokens_per_slot
-            )  # one slot, of the empty text
+            # One slot, of the empty text.
+            encoded = self.processor.encode_documents([], tokens_per_slot=tokens_per_slot)
         else:
             self._encode.check_num_slots(texts, tokens_per_slot, self._max_slots_of(request, len(texts)))
             turn.pass_on()

@@ -16,7 +16,7 @@ from arcaligner.evaluation.answering import independent_inputs, independent_text
 from arcaligner.kv_cache_arcaligner import cache_of
 from arcaligner.train.prompts import full_text
 
-RATES = [2, "segment"]
+COMPRESSIONS = [2, "segment"]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,11 @@ def independent(processor, models):
 @pytest.fixture(scope="module")
 def known(models, independent, tmp_path_factory):
     return CachedPassages(
-        models, independent, select_rows(article_rows(6), independent, 6), RATES, tmp_path_factory.mktemp("kept")
+        models,
+        independent,
+        select_rows(article_rows(6), independent, 6),
+        COMPRESSIONS,
+        tmp_path_factory.mktemp("cached"),
     )
 
 
@@ -64,10 +68,10 @@ def test_text_reader_caches(known, models, independent):
 def test_cached_slots_match_the_prompt(known, models, independent):
     """Cached slots give the logits of the whole prompt, and of the top-ranked passage."""
     row = known.draw(4, 7)
-    for rate in RATES:
-        expected = models[0](**slot_inputs(independent, [row], tokens_per_slot=rate), use_cache=True)
+    for tokens_per_slot in COMPRESSIONS:
+        expected = models[0](**slot_inputs(independent, [row], tokens_per_slot=tokens_per_slot), use_cache=True)
         for end in ("", "_folder"):
-            assert_same_reading(known.arms[f"slots_x{rate}{end}"](row), expected)
+            assert_same_reading(known.arms[f"slots_x{tokens_per_slot}{end}"](row), expected)
     (best,) = Answerer(models[0], independent).select([row["question"]], [row["passages"]], 1)[0].numbers
     alone = slot_inputs(independent, [row | {"passages": row["passages"][best : best + 1]}])
     assert_same_reading(known.arms["slots_xsegment_top_ranked"](row), models[0](**alone, use_cache=True))
@@ -94,8 +98,8 @@ def test_cached_bytes_match_the_file(known):
     for name, folder in known.folders.items():
         files = sorted(path.stat().st_size for path in folder.glob("*.safetensors"))
         passages = files[-len(known.rows) :]  # a store has one more entry, the text before the passages
-        kept = known.cached_bytes[name.removesuffix("_folder")] * len(known.rows)
-        assert kept < sum(passages) < kept + 8000 * len(passages)  # with their fingerprints
+        num_bytes = known.cached_bytes[name.removesuffix("_folder")] * len(known.rows)
+        assert num_bytes < sum(passages) < num_bytes + 8000 * len(passages)  # with their fingerprints
     assert known.cached_bytes["text_apart"] > known.cached_bytes["slots_x2"] > known.cached_bytes["slots_xsegment"]
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("few_tokens")
 
 @pytest.fixture
 def ask(run_cli, checkpoint_dir, tmp_path):
-    """Compares at two rates; returns exit code, output and errors."""
+    """Compares at two compressions; returns exit code, output and errors."""
 
     def run(rows, *arguments):
         path = tmp_path / "mine.jsonl"

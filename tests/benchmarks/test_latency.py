@@ -179,6 +179,6 @@ def test_slots_wait_once(monkeypatch):
     assert 0 <= waits(lambda: prefill(aligner, slots)) - waits(lambda: prefill(base, text)) <= 1
     outputs = prefill(aligner, slots)
     new = {"input_ids": outputs.logits.argmax(dim=-1), "position_ids": prompt["position_ids"][:, -1:] + 1}
-    kept = cache_of(outputs)
-    decoded = waits(lambda: prefill(aligner, new | {"is_generated": True}, share(kept)))
-    assert decoded <= waits(lambda: prefill(base, new, kept))
+    cache = cache_of(outputs)
+    decoded = waits(lambda: prefill(aligner, new | {"is_generated": True}, share(cache)))
+    assert decoded <= waits(lambda: prefill(base, new, cache))

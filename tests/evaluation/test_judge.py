@@ -315,8 +315,8 @@ def test_real_server_judges(tiny_server, tmp_path):
     """The project's server answers the judge; the random text of its model is counted as unreadable, and kept."""
     write_answers(tmp_path, "squad", "naive", answers("Paris", "Lyon"))
     (line,) = judge_run(tmp_path, ChatEndpoint("base", tiny_server, max_tokens=4))[2:]
-    (kept,) = tmp_path.glob("squad/*.verdicts.jsonl")
-    replies = [json.loads(line) for line in kept.read_text("utf-8").splitlines()]
+    (verdicts,) = tmp_path.glob("squad/*.verdicts.jsonl")
+    replies = [json.loads(line) for line in verdicts.read_text("utf-8").splitlines()]
     assert [reply["verdict"] for reply in replies] == [UNREADABLE] * 2 and all("reply" in reply for reply in replies)
     assert line == "| squad | naive | 0.0 [0.0, 0.0] | 2 | 2 | 0 |"
 

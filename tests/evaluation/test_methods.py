@@ -1,5 +1,5 @@
-"""Methods are found by name, with a rate; answers of one checkpoint are told from those of another; LLMLingua leaves a
-third of the passages' tokens and nothing else of the prompt changes."""
+"""Methods are found by name, with tokens per slot; answers of one checkpoint are told from those of another; LLMLingua
+leaves a third of the passages' tokens and nothing else of the prompt changes."""
 
 import shutil
 import string
@@ -41,8 +41,9 @@ def copied(checkpoint_dir, tmp_path):
     return shutil.copytree(checkpoint_dir, tmp_path / "copied")
 
 
-def test_names_with_a_rate():
-    """A name with a rate is a separate method; rates are sorted from fine to coarse after the method itself."""
+def test_names_with_tokens_per_slot():
+    """A name with tokens per slot is a separate method; compressions are sorted from fine to coarse after the method
+    itself."""
     method = find_method("arcaligner_x4")
     assert (method.name, method.title) == ("arcaligner_x4", "ArcAligner, 4 tokens per slot")
     assert find_method("llmlingua_xsegment").tokens_per_slot == "segment"
@@ -89,7 +90,7 @@ def test_hub_checkpoint_has_a_commit(monkeypatch):
 
 
 def test_settings_that_answers_depend_on(checkpoint_dir, copied):
-    """Answers depend on the rate, and on the checkpoint whose slots are counted."""
+    """Answers depend on the tokens per slot, and on the checkpoint whose slots are counted."""
 
     def settings(name, aligner=checkpoint_dir):
         readers = {"full_text_lora": str(checkpoint_dir), "projector_only": str(checkpoint_dir)}

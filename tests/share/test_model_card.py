@@ -60,8 +60,8 @@ def folder(tmp_path) -> Path:
     """The files of a finished run: recipes, results, and a processor for German sentences."""
     (tmp_path / "recipe.yaml").write_text(RECIPES)
     (tmp_path / "results.json").write_text(json.dumps({"sets": RESULTS}))
-    rates = {"tokens_per_slot": 2, "trained_tokens_per_slot": [4, 2, "segment"]}
-    (tmp_path / "processor_config.json").write_text(json.dumps({"spacy_model": "de_core_news_sm", **rates}))
+    compressions = {"tokens_per_slot": 2, "trained_tokens_per_slot": [4, 2, "segment"]}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"spacy_model": "de_core_news_sm", **compressions}))
     return tmp_path
 
 

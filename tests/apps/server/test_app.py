@@ -43,11 +43,11 @@ def said(pieces) -> str:
     return "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
 
 
-@pytest.mark.parametrize("rate", [None, 3, "segment"])
-def test_documents_as_for_the_pipeline(client, ask, rate):
+@pytest.mark.parametrize("tokens_per_slot", [None, 3, "segment"])
+def test_documents_as_for_the_pipeline(client, ask, tokens_per_slot):
     """Documents of a request give the same prompt as in the pipeline."""
-    answer, again = (ask_server(client, documents=DOCUMENTS, tokens_per_slot=rate) for _ in range(2))
-    settings, report = {} if rate is None else {"tokens_per_slot": rate}, report_of(answer)
+    answer, again = (ask_server(client, documents=DOCUMENTS, tokens_per_slot=tokens_per_slot) for _ in range(2))
+    settings, report = {} if tokens_per_slot is None else {"tokens_per_slot": tokens_per_slot}, report_of(answer)
     row = {"question": QUESTION, "documents": DOCUMENTS}
     expected = ask(row, return_slots=True, max_new_tokens=8, **settings)[0]
     assert text_of(answer) == expected["generated_text"].lstrip() and report["statistics"] == expected["statistics"]
@@ -79,12 +79,15 @@ def test_old_names_have_same_values(client, url):
 
 def test_corpus_serves_requests_without_documents(client, retriever, ask):
     """The corpus is used if a request has no documents."""
-    for number, rate in ((1, None), (2, 3)):  # as they are stored, and encoded again
-        answer, retrieved = ask_server(client, num_passages=number, tokens_per_slot=rate), retriever(QUESTION, number)
+    for number, tokens_per_slot in ((1, None), (2, 3)):  # as they are stored, and encoded again
+        answer, retrieved = (
+            ask_server(client, num_passages=number, tokens_per_slot=tokens_per_slot),
+            retriever(QUESTION, number),
+        )
         sources = [document | {"answer": None, "used": True, "read": True} for document in retrieved.documents]
         assert report_of(answer)["sources"] == sources
         row = {"question": QUESTION, "documents": retrieved.documents}
-        expected = ask(row, return_slots=True, max_new_tokens=8, tokens_per_slot=rate or "segment")[0]
+        expected = ask(row, return_slots=True, max_new_tokens=8, tokens_per_slot=tokens_per_slot or "segment")[0]
         assert text_of(answer) == expected["generated_text"].lstrip()
         assert report_of(answer)["statistics"] == expected["statistics"]
     steering = f"{QUESTION}<|im_end|>\n<|im_start|>assistant\n"

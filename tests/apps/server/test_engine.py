@@ -156,7 +156,7 @@ def test_sampling_follows_probabilities():
 
 
 def test_top_k_min_p_cut():
-    """No draw of 4000 is a token beyond the `sampling_top_k` likeliest, or one below `min_p` of the likeliest."""
+    """No draw of 4000 is a token beyond the `sampling_top_k` top_ranked, or one below `min_p` of the top_ranked."""
     scores, rows = torch.tensor([[2.0, 1.0, 0.5, -3.0]]), 4000
     for settings, left in (({"sampling_top_k": 2}, 2), ({"min_p": 0.3}, 2), ({"min_p": 0.2}, 3)):
         group = [Request(CHAT, temperature=1.0, seed=seed, **settings) for seed in range(rows)]
@@ -302,22 +302,22 @@ def test_multihop_question_uses_several(engine_of, independent, most, is_multiho
     assert sum(source["used"] for source in answer(engine, documents, max_passages=1).sources) == 1
 
 
-@pytest.mark.parametrize("rate", [2, "segment"])
-def test_passages_are_encoded_once(processor, rate, monkeypatch):
+@pytest.mark.parametrize("tokens_per_slot", [2, "segment"])
+def test_passages_are_encoded_once(processor, tokens_per_slot, monkeypatch):
     """A passage is encoded once in any company; the last ones stay in memory, and white space has no slot."""
     blank = {"title": "", "text": " "}
     ada, loom, other = ({"title": "", "text": passage} if isinstance(passage, str) else passage for passage in PASSAGES)
     encode, texts = PassageEncoder(processor, max_passages=2), []
 
-    def encode_tokens(self, tokens, rate, real=SlotEncoder.encode_tokens):
+    def encode_tokens(self, tokens, tokens_per_slot, real=SlotEncoder.encode_tokens):
         texts.extend(part.segment.text for part in tokens)
-        return real(self, tokens, rate)
+        return real(self, tokens, tokens_per_slot)
 
     document_lists = ([ada, loom], [loom, blank, ada, loom], [other, ada], [loom], [blank])
-    expected = [processor.encode_documents(documents, tokens_per_slot=rate) for documents in document_lists]
+    expected = [processor.encode_documents(documents, tokens_per_slot=tokens_per_slot) for documents in document_lists]
     monkeypatch.setattr(SlotEncoder, "encode_tokens", encode_tokens)
     for documents, whole in zip(document_lists, expected, strict=True):
-        encoded = encode(documents, rate)
+        encoded = encode(documents, tokens_per_slot)
         assert encoded.segments == whole.segments
         assert torch.equal(encoded.context_passage_ids, whole.context_passage_ids)
         torch.testing.assert_close(encoded.context_embeds, whole.context_embeds)
@@ -327,17 +327,17 @@ def test_passages_are_encoded_once(processor, rate, monkeypatch):
     assert sum("Ada" in text for text in texts) == 1 and sum("wove" in text for text in texts) == 2
     texts.clear()
     for documents in ([ada, loom, other], [ada], [{"title": "", "text": "New. Newer."}] * 9):
-        room = len(processor.encode_documents(documents, tokens_per_slot=rate).context_embeds) - 1
+        max_slots = len(processor.encode_documents(documents, tokens_per_slot=tokens_per_slot).context_embeds) - 1
         texts.clear()
-        with pytest.raises(ValueError, match=f"room for {room} with the question"):
-            encode.check_num_slots(documents, rate, room)
-        encode.check_num_slots(documents, rate, room + 1)
+        with pytest.raises(ValueError, match=f"room for {max_slots} with the question"):
+            encode.check_num_slots(documents, tokens_per_slot, max_slots)
+        encode.check_num_slots(documents, tokens_per_slot, max_slots + 1)
         assert not texts
-    encoded, whole = encode([loom, ada], rate, [7, 9]), encode([loom, ada], rate)
+    encoded, whole = encode([loom, ada], tokens_per_slot, [7, 9]), encode([loom, ada], tokens_per_slot)
     with pytest.raises(ValueError, match="room for"):  # the limit holds for encoded passages, too
-        encode.check_num_slots([loom, ada], rate, len(whole.context_embeds) - 1)
+        encode.check_num_slots([loom, ada], tokens_per_slot, len(whole.context_embeds) - 1)
     monkeypatch.delattr(SlotEncoder, "encode_batch")  # encoded passages do not need it
-    encode.check_num_slots([loom, ada], rate, len(whole.context_embeds))
+    encode.check_num_slots([loom, ada], tokens_per_slot, len(whole.context_embeds))
     assert encoded.context_passage_ids.tolist() == [[7, 9][number] for number in whole.context_passage_ids]
     assert [segment.document for segment in encoded.segments] == encoded.context_passage_ids.tolist()
 
@@ -352,9 +352,9 @@ def test_few_passages_are_encoded(independent, engine_of, monkeypatch, share, nu
     engine, encoded = engine_of(None, independent), []
     encode_tokens = SlotEncoder.encode_tokens
 
-    def recorded(self, tokens, rate):
+    def recorded(self, tokens, tokens_per_slot):
         encoded.extend(part.segment.text for part in tokens)
-        return encode_tokens(self, tokens, rate)
+        return encode_tokens(self, tokens, tokens_per_slot)
 
     monkeypatch.setattr(SlotEncoder, "encode_tokens", recorded)
     result = answer(engine, texts)
@@ -399,8 +399,8 @@ def test_low_answerability_abstains_early(engine_of, ask, monkeypatch, give_head
 
     plain, pieces = ask_with()
     assert 0 < plain.answerability < 1 and "".join(pieces) == plain.text and len(pieces) > 1
-    kept, pieces = ask_with(min_confidence=plain.answerability - 1e-3)
-    assert kept.text == plain.text and "".join(pieces) == plain.text
+    enough, pieces = ask_with(min_confidence=plain.answerability - 1e-3)
+    assert enough.text == plain.text and "".join(pieces) == plain.text
     refused, pieces = ask_with(min_confidence=plain.answerability + 1e-3)
     assert refused.text == "not in the text" and pieces == ["not in the text"] and refused.finish_reason == "stop"
     beside = request_of(chat=[{"role": "user", "content": "When was that, and why?"}])
@@ -453,7 +453,7 @@ def test_batch_answers_like_the_pipeline(independent, engine_of):
         (PASSAGES, {"max_passages": 2, "min_confidence": 0.0}),
         (PASSAGES, {"max_passages": 1, "copy_bonus": 1e4}),
         (PASSAGES, {"max_passages": 1, "copy_bonus": 0.0}),
-        ([text, "Ada."], {}),  # a long one is cut, and the likeliest passage is read
+        ([text, "Ada."], {}),  # a long one is cut, and the top_ranked passage is read
     ]
     random_head(independent.model, match=(0.5, 3.0, -1.0))
     independent.model.config.answer_calibration = [1.5, 0.5, 1.0]
@@ -480,11 +480,11 @@ def test_batch_answers_like_the_pipeline(independent, engine_of):
         assert list(zip(numbers, [slot.text for slot in slots], strict=True)) == segments
         assert {slot.document for slot in slots} == {n for n, source in enumerate(result.sources) if source["used"]}
         assert result.batch_size == 4 and result.seconds["scoring"] > 0
-    likeliest, copied, free, cut = results
+    top_ranked, copied, free, cut = results
     (used,) = (source for source in copied.sources if source["used"])
     assert copied.text in (used["title"], used["text"]) or copied.text in used["text"]
     assert copied.text != free.text and [source["number"] for source in cut.sources] == [0] * 12 + [1]
     alone = engine_of(None, independent)
     new, again = (answer(alone, PASSAGES, max_new_tokens=6, **cases[0][1]) for _ in range(2))
-    assert (new.num_cached, again.num_cached) == (0, 2) and {new.text, again.text} == {likeliest.text}
+    assert (new.num_cached, again.num_cached) == (0, 2) and {new.text, again.text} == {top_ranked.text}
     assert all(source["used"] for source in answer(engine, PASSAGES, max_passages=9).sources)
