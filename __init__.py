@@ -58,7 +58,8 @@ class _MovedModules(MetaPathFinder, Loader):
         return None
 
     def find_spec(self, name, path=None, target=None):
-        return spec_from_loader(name, self) if self.new_name(name) else None
+        new = self.new_name(name) and find_spec(self.new_name(name))
+        return spec_from_loader(name, self, origin=new.origin) if new else None  # `python -m` needs the origin
 
     def warn(self, name):
         message = f"`{name}` is now called `{self.new_name(name)}`; the old name will be removed in the next release."

@@ -33,5 +33,5 @@ def test_old_command_runs(monkeypatch, capsys, old, new):
         monkeypatch.delitem(sys.modules, f"arcaligner.{name}", raising=False)
     with pytest.warns(FutureWarning, match=f"`arcaligner.{old}` is now called `arcaligner.{new}`"):
         with pytest.raises(SystemExit) as end:
-            runpy.run_module(f"arcaligner.{old}", run_name="__main__")
+            runpy.run_module(f"arcaligner.{old}", run_name="__main__", alter_sys=True)
     assert end.value.code == 0 and "Usage" in capsys.readouterr().out

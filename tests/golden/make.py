@@ -26,7 +26,7 @@ from .cases import (
     SHIPPED_CASES,
     all_passages_scored,
     found_in_corpus,
-    kept_passages,
+    cached_passages,
     load,
     load_tiny,
     remote,
@@ -62,7 +62,7 @@ def tiny_records() -> dict[str, Any]:
         separate = loaded["separate"]
         records["corpus"] = found_in_corpus(separate, SAVED / "corpus")
         records["server"] = served(separate._replace(rows=[*separate.rows] * 2), SAVED / "corpus", top_k=2)
-        records["cached"] = kept_passages(separate, SAVED / "cached")
+        records["cached"] = cached_passages(separate, SAVED / "cached")
     return records
 
 
