@@ -154,7 +154,7 @@ def test_answers_page_shows_abstentions(tmp_path):
     row = {"question": "Who | what?", "answers": ["an\x1b[1m answer"], "prediction": "a\nb", "f1": 0.5}
     known = (row | {"id": f"q{number:02}", "answerability": 1 - number / 50} for number in reversed(range(20)))
     write_answers(tmp_path, "squad", "arcaligner", known)
-    unknown = (row | {"answers": [], "f1": 0.0, "confidence": sure} for sure in (0.25, 0.75))
+    unknown = (row | {"answers": [], "f1": 0.0, "confidence": answerability} for answerability in (0.25, 0.75))
     write_answers(tmp_path, "squad_unanswerable", "arcaligner", unknown)  # as written by 0.2
     page = answers_page(tmp_path, 0.5, "not in the text")
     lines = [line for line in page.splitlines() if line.startswith("| Who")]

@@ -138,7 +138,10 @@ def test_abstentions_below_the_threshold(model, processor, tmp_path, capsys):
     random_head(model, threshold=0.5)
     for part in (model, processor_with(processor, no_answer="not in the text")):
         part.save_pretrained(checkpoint := tmp_path / "aligner")
-    known = [{"f1": f1, "answerability": sure} for f1, sure in ((1.0, 0.9), (0.5, 0.8), (0.25, 0.3), (0.0, 0.6))]
+    known = [
+        {"f1": f1, "answerability": answerability}
+        for f1, answerability in ((1.0, 0.9), (0.5, 0.8), (0.25, 0.3), (0.0, 0.6))
+    ]
     unknown = [{"prediction": "not in the text", "answerability": 0.85}, {"answerability": 0.7}, {"answerability": 0.1}]
     for task, answers in zip(TASKS, (known, unknown), strict=True):
         write_answers(tmp_path, task, "arcaligner_x4", answers, checkpoint=str(checkpoint))

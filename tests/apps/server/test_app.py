@@ -39,8 +39,8 @@ def report_of(answer):
     return answer.model_extra["arcaligner"]
 
 
-def said(pieces) -> str:
-    return "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+def text_of_stream(chunks) -> str:
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
 @pytest.mark.parametrize("tokens_per_slot", [None, 3, "segment"])
@@ -101,24 +101,24 @@ def test_corpus_serves_requests_without_documents(client, retriever, ask):
 def test_stream_equals_whole_answer(client):
     whole = ask_server(client, documents=DOCUMENTS)
     options = {"documents": DOCUMENTS, "stream_options": {"include_usage": True}}
-    pieces = list(ask_server(client, stream=True, **options))
-    assert pieces[0].choices[0].delta.role == "assistant" and said(pieces) == text_of(whole)
-    *others, end, last = pieces
+    chunks = list(ask_server(client, stream=True, **options))
+    assert chunks[0].choices[0].delta.role == "assistant" and text_of_stream(chunks) == text_of(whole)
+    *others, end, last = chunks
     assert end.choices[0].finish_reason == whole.choices[0].finish_reason and last.usage == whole.usage
-    assert {piece.usage for piece in (*others, end)} == {None} and len({piece.id for piece in pieces}) == 1
+    assert {chunk.usage for chunk in (*others, end)} == {None} and len({chunk.id for chunk in chunks}) == 1
     assert report_of(last)["statistics"] == report_of(whole)["statistics"]
     *_, last = ask_server(client, stream=True, documents=DOCUMENTS)
     assert last.choices[0].finish_reason == whole.choices[0].finish_reason and report_of(last)
 
 
 def test_stop_ends_before_its_text(client):
-    """A stop string ends the answer before it, and no streamed piece shows its beginning."""
+    """A stop string ends the answer before it, and no streamed chunk shows its beginning."""
     whole = text_of(ask_server(client, documents=DOCUMENTS))
     stop = whole[3:6]
     expected = whole[: whole.find(stop)]
     answer = ask_server(client, documents=DOCUMENTS, stop=["never said", stop])
     assert (text_of(answer), answer.choices[0].finish_reason) == (expected, "stop")
-    assert said(ask_server(client, stream=True, documents=DOCUMENTS, stop=stop)) == expected
+    assert text_of_stream(ask_server(client, stream=True, documents=DOCUMENTS, stop=stop)) == expected
     tail = f"{whole[-2:]}?"  # text that could begin `stop` is sent at the end
     assert text_of(ask_server(client, documents=DOCUMENTS, stop=tail)) == whole
 
@@ -376,14 +376,14 @@ def test_unexpected_error_stays_private(caplog):
 
 
 def test_stream_ends_with_its_error(client, held, engine, monkeypatch):
-    """An error during a stream is the last piece of the stream."""
-    pieces = iter(ask_server(client, stream=True))
-    next(pieces)
+    """An error during a stream is the last chunk of the stream."""
+    chunks = iter(ask_server(client, stream=True))
+    next(chunks)
     assert held.begun.wait(30)
     monkeypatch.setattr(engine, "limits", engine.limits.__class__(seconds=0.0))
     held.go_on.set()
     with pytest.raises(openai.APIError, match="The answer was not finished within 0 seconds"):
-        list(pieces)
+        list(chunks)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -121,9 +121,9 @@ def test_long_prompts_in_a_batch(engine_of, ask):
     long = request_of(None, [{"role": "user", "content": words}], max_new_tokens=64)
     engine = engine_of(batch_seconds=30.0, max_batch=3)
     failing = engine.submit(request_of(None, LONG))
-    long, beside = answers(engine, long, request_of(None, max_new_tokens=64))
+    long, short = answers(engine, long, request_of(None, max_new_tokens=64))
     assert "positions but the backbone" in str(failing.exception())
-    assert beside.batch_size == 2 and beside.text == alone.text
+    assert short.batch_size == 2 and short.text == alone.text
     assert long.prompt_tokens + long.completion_tokens <= 512 < long.prompt_tokens + alone.completion_tokens
 
 
@@ -216,9 +216,9 @@ def test_abandoned_prompt_ends(engine_of, independent, monkeypatch, documents):
     monkeypatch.setattr(independent.model.model, "forward", leave)
     engine = engine_of(None, independent, batch_seconds=30.0, max_batch=2)
     future = engine.submit(left)
-    beside = answer(engine, documents, max_new_tokens=8)
+    repeated = answer(engine, documents, max_new_tokens=8)
     assert str(future.exception()) == "The request was cancelled." and pieces.index(True) == 7
-    assert beside.text == alone.text
+    assert repeated.text == alone.text
 
 
 def test_abandoned_passages_end(engine_of, independent, monkeypatch):
@@ -240,17 +240,19 @@ def test_abandoned_passages_end(engine_of, independent, monkeypatch):
 
 def test_place_of_an_answer():
     """The place of an answer in a passage is counted in characters of the passage."""
-    for said, before, place, after in (
+    for answer_text, before, place, after in (
         ("Ski  jumper.", "😀 a ", "ski\njumper", ""),
         ("19", "in 1987, or ", "19", " of them"),
         ("$5", "US", "$5", " each"),
         ("东京", "他住在", "东京", "都"),
         ("a (b", "x ", "A (b", ") y"),
     ):
-        assert find_answer(said, before + place + after) == {"start": len(before), "end": len(before + place)}
+        assert find_answer(answer_text, before + place + after) == {"start": len(before), "end": len(before + place)}
     unseen = "The o\ufb03ce of Af\u00adfleck\u200b."
     assert find_answer("office of Affleck", unseen) == {"start": 4, "end": len(unseen) - 2}
-    assert not any(find_answer(said, text) for said, text in (("1987", "19876"), (" .", "Yes."), ("Ada", "Adam")))
+    assert not any(
+        find_answer(answer_text, text) for answer_text, text in (("1987", "19876"), (" .", "Yes."), ("Ada", "Adam"))
+    )
 
 
 def corpus_of(folder, processor, *names):
@@ -365,8 +367,12 @@ def test_few_passages_are_encoded(independent, engine_of, monkeypatch, share, nu
     assert {segment.document for segment in result.passages.encoded.segments} == {used}
     scored = {number: source["answerability"] for number, source in enumerate(result.sources)}
     whole = engine.answerer.score([CHAT], [texts])[0]
-    for number, sure in scored.items():
-        assert sure is None if texts[number] not in first else sure == pytest.approx(whole[number].answerability)
+    for number, answerability in scored.items():
+        assert (
+            answerability is None
+            if texts[number] not in first
+            else answerability == pytest.approx(whole[number].answerability)
+        )
     assert used == max((n for n in scored if scored[n] is not None), key=lambda n: whole[n].answerability)
     encoded.clear()
     assert answer(engine, texts).num_cached == 1 and not encoded
@@ -403,8 +409,8 @@ def test_low_answerability_abstains_early(engine_of, ask, monkeypatch, give_head
     assert enough.text == plain.text and "".join(pieces) == plain.text
     refused, pieces = ask_with(min_confidence=plain.answerability + 1e-3)
     assert refused.text == "not in the text" and pieces == ["not in the text"] and refused.finish_reason == "stop"
-    beside = request_of(chat=[{"role": "user", "content": "When was that, and why?"}])
-    assert answers(engine, request_of(), beside)[0].answerability == pytest.approx(plain.answerability, abs=1e-4)
+    other = request_of(chat=[{"role": "user", "content": "When was that, and why?"}])
+    assert answers(engine, request_of(), other)[0].answerability == pytest.approx(plain.answerability, abs=1e-4)
     with pytest.raises(ValueError, match="`min_confidence` is 2; expected a number from 0 to 1"):
         ask_with(min_confidence=2)
 
@@ -464,12 +470,12 @@ def test_batch_answers_like_the_pipeline(independent, engine_of):
     for result, (documents, settings) in zip(results, cases, strict=True):
         row = {"question": CHAT[0]["content"], "documents": documents}
         (record,) = independent(row, return_slots=True, max_new_tokens=6, **settings)
-        sure, statistics = {}, record["statistics"]
+        answerability, statistics = {}, record["statistics"]
         for source in result.sources:
             if source["confidence"] is not None:  # otherwise it was not scored
-                sure[source["number"]] = max(sure.get(source["number"], 0.0), source["confidence"])
+                answerability[source["number"]] = max(answerability.get(source["number"], 0.0), source["confidence"])
         for name in ("passage_answerabilities", "passage_confidences"):
-            assert sure == pytest.approx(statistics.pop(name), abs=1e-4)
+            assert answerability == pytest.approx(statistics.pop(name), abs=1e-4)
         for name in ("answerability", "confidence"):
             assert result.answerability == pytest.approx(statistics.pop(name), abs=1e-4)
         assert result.answer_likelihood == pytest.approx(statistics.pop("answer_likelihood"), abs=1e-4)

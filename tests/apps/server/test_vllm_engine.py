@@ -307,8 +307,8 @@ def test_options_of_the_command_line(run_cli, checkpoint_dir, monkeypatch):
             "apply to a vLLM that this command starts",
         ),
     ):
-        code, _, said = run_cli(*serve, *options)
-        assert code == 1 and message in said
+        code, _, output = run_cli(*serve, *options)
+        assert code == 1 and message in output
 
 
 @pytest.mark.load
