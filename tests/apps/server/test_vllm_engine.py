@@ -81,7 +81,7 @@ def test_vllm_answers_equal_own_engine(front, pipeline, vllm):
         assert answer.text == expected.text == "".join(request.pieces)
         for name in ("finish_reason", "prompt_tokens", "statistics", "sources"):
             assert getattr(answer, name) == getattr(expected, name)
-        assert answer.confidence == pytest.approx(expected.confidence, abs=1e-6)
+        assert answer.answerability == pytest.approx(expected.answerability, abs=1e-6)
     assert ask(front, ADA)[0].num_cached == 1
     engine.close()
 
