@@ -120,8 +120,8 @@ def stamp_of(key: str) -> tuple[int, int]:
         state = path.stat()
     except OSError as error:
         raise ValueError(
-            f"The precomputed passage {path.name} does not exist ({error.strerror}). Run `arcaligner corpus read` "
-            "again."
+            f"The precomputed passage {path.name} does not exist ({error.strerror}). Run `arcaligner corpus "
+            "precompute` again."
         ) from error
     return state.st_mtime_ns, state.st_size
 
@@ -309,7 +309,7 @@ def _read_values(key: str, header: Header) -> torch.Tensor | ValueError:
 
 def _unusable(path: Path, error: Exception) -> ValueError:
     return ValueError(
-        f"The precomputed passage {path.name} cannot be used: {error}. Run `arcaligner corpus read` again."
+        f"The precomputed passage {path.name} cannot be used: {error}. Run `arcaligner corpus precompute` again."
     )
 
 
