@@ -656,9 +656,9 @@ class SlotDecoderLayer(InPlaceMixin):
         cache = None if slots.rotation is None else MovedKeysValues(kwargs.get(CACHE), slots.rotation)
         if cache is not None and is_recording_outputs():
             raise ValueError(
-                "`output_attentions` is set, but with `passage_alignment='end'` and passages of different lengths slots "
-                "have other positions for the text after them than for each other; one forward pass cannot record both. "
-                "Pass one passage, or compute the passages with a `PassageCache` first."
+                "`output_attentions` is set, but with `passage_alignment='end'` and passages of different lengths, "
+                "slots have other positions for the text after them than for each other; one forward pass cannot "
+                "record both. Pass one passage, or compute the passages with a `PassageCache` first."
             )
         with lora_on(self._lora_rows(slots.row_index())):
             whole = super().forward(hidden_states, **(kwargs if cache is None else {**kwargs, CACHE: cache}))
