@@ -32,9 +32,10 @@ from arcaligner.kv_cache_arcaligner import cache_of
 from arcaligner.train.prompts import full_text
 
 
-@pytest.fixture(params=["joint", "separate"])
+@pytest.fixture(params=[("joint", "start"), ("separate", "start"), ("separate", "end")], ids="-".join)
 def models(checkpoint_dir, request):
-    return load_models(str(checkpoint_dir), torch.float64, "cpu", passage_attention=request.param)
+    settings = dict(zip(("passage_attention", "passage_alignment"), request.param, strict=True))
+    return load_models(str(checkpoint_dir), torch.float64, "cpu", **settings)
 
 
 def states(outputs):

@@ -180,6 +180,7 @@ def test_a_long_stop_costs_little():
     assert time.process_time() - began < 1
 
 
+@pytest.mark.parametrize("separate", ["start", "end"], indirect=True)
 def test_prompt_pieces_equal_whole(engine_of, apart, monkeypatch):
     """A prompt that is prefilled in pieces gives the answer of the whole one, with and without passages."""
     texts = ["Who wrote it? " * 20, "Who?"]
@@ -442,6 +443,7 @@ def test_similarity_selects_passages(apart, engine_of, tmp_path, monkeypatch):
         assert all(source["answerability"] == source["confidence"] for source in sources)
 
 
+@pytest.mark.parametrize("separate", ["start", "end"], indirect=True)
 def test_batch_answers_like_the_pipeline(apart, engine_of):
     """A batch gets the answers of the pipeline, and an invalid request fails alone."""
     text = " ".join(f"Sentence {number} is about word and number {number}." for number in range(100))
