@@ -44,7 +44,7 @@ def states(outputs):
 
 
 @torch.no_grad()
-def test_arms_share_the_prompts(models, processor):
+def test_arms_share_the_prompts(models, processor, float64_model_code):
     """Arms use the prompts of the evaluation, also after a cache and a second time."""
     aligner, base = models
     own_weight = aligner.model.backbone.layers[0].mlp.up_proj.base_layer.weight
