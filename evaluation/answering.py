@@ -109,6 +109,7 @@ def answer_slots(
         tokens_per_slot (`int` or `"segment"`, *optional*): Default: the checkpoint's.
         use_lora (`bool`): `False` switches the LoRA off, so that slots pass through the projector only.
         max_passages (`int`, *optional*): Maximum number of passages to use, those most likely to contain the answer.
+            Several are weighted.
         as_needed (`bool`, defaults to `False`): Whether to use as many passages as the question needs, as pipeline and
             server do by default.
         copy_bonus (`float`, *optional*): Bias of copy-biased decoding, in log-odds. Default: the processor's.
@@ -122,6 +123,9 @@ def answer_slots(
             settings = {"tokens_per_slot": tokens_per_slot, **refinement}
             used = with_selected(Answerer(model, processor), rows, max_passages, **settings)
         inputs = slot_inputs(processor, used, tokens_per_slot).to(model.device)
+        if any("prior" in row for row in used):
+            priors = [torch.tensor(row.get("prior", [0.0] * len(row["passages"]))) for row in used]
+            inputs["passage_prior"] = pad_sequence(priors, batch_first=True).to(model.device)
         num_slots = (inputs["input_ids"] == model.config.context_token_id).sum(dim=1).tolist()
         sources = {"questions": [row["question"] for row in used], "passages": [row["passages"] for row in used]}
         return _generate(model, processor, inputs, rows, num_slots, copy_bonus=copy_bonus, **sources, **refinement)

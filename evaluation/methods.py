@@ -53,6 +53,7 @@ COMPRESSORS = ("cocom_x4", "cocom_x16")  # fields of `Checkpoints`
 TEXT_READERS, PROJECTORS = ("full_text_lora", "text_apart"), ("xrag", "projector_only")  # fields of `Checkpoints`
 TOP_RANKED = partial(answer_slots, gate_mode="off", max_passages=1)
 AS_NEEDED = partial(answer_slots, gate_mode="off", as_needed=True)
+WEIGHTED = partial(answer_slots, gate_mode="off", max_passages=1000)  # more than any question has
 _NO_LLMLINGUA = "the package llmlingua is not installed; run `pip install llmlingua==0.2.2`"
 PART_SIZE = 200  # tokens that LLMLingua scores together, the package's default
 
@@ -173,7 +174,7 @@ class Method:
                 f"{path} has `lora_positions` {model.config.lora_positions!r}; `{self.option}` needs an aligner with "
                 f"{LORA_POSITIONS[self.reads]!r}. `{self.made_by}` trains one."
             )
-        if self.answer in (TOP_RANKED, AS_NEEDED):
+        if self.answer in (TOP_RANKED, AS_NEEDED, WEIGHTED):
             try:
                 Answerer(model, processor).check(max_passages=1)
             except ValueError as error:
@@ -352,6 +353,7 @@ METHODS = {
         Method("arcaligner", "ArcAligner", answer_slots, **_OURS),
         Method("one_passage", "ArcAligner, top-ranked passage only", TOP_RANKED, **_OURS),
         Method("as_needed", "ArcAligner, one passage or two", AS_NEEDED, **_OURS),
+        Method("weighted", "ArcAligner, all passages, weighted", WEIGHTED, **_OURS),
         Method("no_copying", "ArcAligner, without copy bias", partial(_ONE_PASS, copy_bonus=0.0), **_OURS),
         Method("no_recursion", "w/o Recursion", _ONE_PASS, **_OURS),
         Method("max_loop", "w/o Gate (Max Loop)", partial(answer_slots, gate_mode="always"), **_OURS),

@@ -403,10 +403,11 @@ def copy_with_probe(checkpoint_dir, tmp_path, **changes):
 ASKED = {"question": "Who wrote it?", "documents": ["It was written by Ada.", "Bob read it."]}
 
 
-def test_likelihood_covers_chosen_tokens(separate):
+def test_likelihood_covers_chosen_tokens(separate, monkeypatch):
     """The likelihood is calibrated from answerability and mean log-likelihood of the tokens, without copy bonus."""
     model, processor = separate
     model.config.answer_calibration, ask = [1.5, 0.5, 1.0], pipeline_of(model, processor)
+    monkeypatch.setattr(type(ask.answerer), "can_weight", False)
     for copy_bonus in (0.0, 8.0):
         settings = {"max_new_tokens": 6, "copy_bonus": copy_bonus, "max_passages": 2}
         (record,) = ask(ASKED, return_slots=True, **settings)

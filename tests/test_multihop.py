@@ -189,6 +189,16 @@ def test_pair_is_selected(answerer):
     assert torch.equal(ids, expected)
 
 
+def test_pair_comes_first(answerer):
+    """With a `max_passages` of several, the pair is among them, and attention to the others has a bias."""
+    head, passages = answerer.model.multihop_head, [ROME, CURTIZ, "Nobody read it.", FILM]
+    head.pair.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0]))
+    for most, expected in ((2, [0.0] * 4), (4, [-1.0, 0.0, -1.0, 0.0])):
+        (selection,) = answerer.select([ASKED], [passages], most)
+        assert {1, 3} <= set(selection.numbers) and len(selection.numbers) == most
+        assert selection.prior == expected
+
+
 def test_questions_get_different_numbers(answerer):
     """Each question of a batch gets one or two passages by its own features."""
     vectors, _ = question_features(answerer.processor.encoder, [QUESTION, "When?"])

@@ -164,6 +164,7 @@ def test_selected_passages_keep_order(ask_independent, scores_all, most):
     (record,) = ask_independent(row, max_passages=most)
     for name in ("passage_answerabilities", "passage_confidences"):
         assert record["statistics"].pop(name) == pytest.approx(sure, abs=1e-4)
+        expected["statistics"].pop(name, None)  # two passages are scored again, because they are weighted
     for segment in expected["segments"]:
         segment["document"] = best[segment["document"]]
     assert record == expected
@@ -171,6 +172,65 @@ def test_selected_passages_keep_order(ask_independent, scores_all, most):
 
 
 MANY = [f"Passage {'more ' * number}text." for number in range(6)]
+
+
+# Weighted passages
+
+
+def weighted_answer(ask, question, documents, prior):
+    """The answer of `generate` with the bias of each passage."""
+    inputs = chat_inputs(ask.processor, question, documents)
+    if prior is not None:
+        inputs["passage_prior"] = torch.tensor([prior])
+    used = [question], [documents]
+    (text,), _ = answering_arcaligner.greedy_answers(ask.model, ask.processor, inputs, *used, max_new_tokens=6)
+    return text
+
+
+@pytest.mark.parametrize("options", [{}, {"gate_mode": "off"}, {"batch_size": 3, "gate_mode": "off"}], ids=str)
+def test_several_passages_are_weighted(ask_independent, options):
+    """The bias of a passage is its score less the highest, in a batch with questions about one passage, too."""
+    answerer = ask_independent.answerer
+    texts = [passage for passage in PASSAGES if passage != " "]
+    rows = [
+        {"question": QUESTION, "documents": texts},
+        {"question": QUESTION, "documents": texts[:1]},
+        {"question": "When?", "documents": texts[1:]},
+    ]
+    records = ask_independent(rows, max_passages=3, **options)
+    gates = {name: value for name, value in options.items() if name == "gate_mode"}
+    ask_independent.model.config.gate_mode = gates.get("gate_mode", ask_independent.model.config.gate_mode)
+    for row, (record,) in zip(rows, records, strict=True):
+        (scores,), prior = answerer.score([row["question"]], [row["documents"]], **gates), None
+        if len(scores) > 1:
+            best = max(score.log_odds for score in scores.values())
+            prior = [score.log_odds - best for score in scores.values()]
+        assert record["generated_text"] == weighted_answer(ask_independent, row["question"], row["documents"], prior)
+        (selection,) = answerer.select([row["question"]], [row["documents"]], 3, **gates)
+        assert selection.prior == (prior and pytest.approx(prior, abs=1e-5))
+        assert [*selection.numbers] == [*range(len(row["documents"]))]
+
+
+def test_prior_is_by_number(ask_independent, scores_all):
+    """Passages that are not selected have no bias."""
+    answerer = ask_independent.answerer
+    (selection,), (scores,) = answerer.select([QUESTION], [MANY], 2), answerer.score([QUESTION], [MANY])
+    first, second = sorted(selection.numbers, key=lambda number: -scores[number].log_odds)
+    expected = [0.0] * len(MANY)
+    expected[second] = scores[second].log_odds - scores[first].log_odds
+    assert selection.prior == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("reason", ["kernel", "argument", "one", "default"])
+def test_unweighted_passages(ask_independent, monkeypatch, reason):
+    """Nothing is weighted if the attention takes no bias, if the caller does not want it, and for one passage."""
+    answerer, limit = ask_independent.answerer, {"one": 1, "default": None}.get(reason, len(MANY))
+    if reason == "kernel":
+        monkeypatch.setattr(answerer.model.config.text_config, "_attn_implementation", "flash_attention_2")
+        assert not answerer.selects(len(MANY), len(MANY))
+    (selection,) = answerer.select([QUESTION], [MANY], limit, weights=reason != "argument")
+    assert selection.prior is None
+    assert len(selection.numbers) == (1 if reason in ("one", "default") else len(MANY))
 
 
 @pytest.mark.parametrize("limit, num_scored", [(0.0, 1), (1.0, 3)])

@@ -5,8 +5,8 @@
 The passages that a question needs are mixed, in random order, with the nearest others that do not answer it: two, three
 or five in all. The default of `max_passages` was chosen by this table. Its rows are questions that need one passage and
 questions that need several, because one passage is not enough for the latter. Three columns need an explanation. *all,
-prior*: all passages are used, and the attention to the slots of each is weighted by its score (`passage_prior` of
-`PassageCache.prepare`). *three if unsure*: three passages if the top-ranked one is unlikely to contain the answer, else
+weighted*: all passages are used, and the attention to the slots of each is weighted, as with a `max_passages` of their
+number. *three if unsure*: three passages if the top-ranked one is unlikely to contain the answer, else
 only this one. *as needed*, the default: two passages if the multi-hop head finds that the question needs several, else
 one. The questions are about half of the held-out articles; the head is fitted on the other half.
 """
@@ -33,7 +33,7 @@ from .recipe import RecipeArguments
 from .validate import asked_rows, load_mean, read_recipe
 
 SIZES = 2, 3, 5
-WAYS = "top-ranked", "two", "three if unsure", "as needed", "all", "all, prior", "needed"
+WAYS = "top-ranked", "two", "three if unsure", "as needed", "all", "all, weighted", "needed"
 FITTED, ASKED = 0, 1  # halves of the held-out articles: the one of `train/multihop.py`, and the one of this table
 UNSURE = 0.5  # answerability of the top-ranked passage, below which three are used
 CACHE_BYTES = 2**30
@@ -74,7 +74,6 @@ def answers_by_way(
     for place, row in enumerate(tqdm(rows, desc=f"answering questions, tokens_per_slot={rate}")):
         question, passages = row["question"], row["passages"]
         scores = answerer.score([question], [passages], tokens_per_slot=rate)[0]
-        log_odds = [scores[number].log_odds for number in range(len(passages))]
         (first,) = select_top(scores, 1)
         chosen = {
             "top-ranked": [first],
@@ -82,12 +81,13 @@ def answers_by_way(
             "three if unsure": select_top(scores, 3) if scores[first].answerability < UNSURE else [first],
             "as needed": answerer.select([question], [passages], tokens_per_slot=rate)[0].numbers,
             "all": range(len(passages)),
-            "all, prior": range(len(passages)),
+            "all, weighted": range(len(passages)),
             "needed": row["gold"],
         }
+        (weighted,) = answerer.select([question], [passages], len(passages), tokens_per_slot=rate)
         answers = {}  # by the passages used, because several ways often use the same ones
         for column, way in enumerate(WAYS):
-            prior = [[odds - max(log_odds) for odds in log_odds]] if way == "all, prior" else None
+            prior = [weighted.prior] if way == "all, weighted" else None
             key = (*chosen[way], prior is None)
             if key not in answers:
                 used = [passages[number] for number in chosen[way]]

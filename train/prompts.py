@@ -84,10 +84,14 @@ class ApartText(NamedTuple):
 
 @torch.inference_mode()
 def with_selected(answerer: Answerer, rows: list[Row], max_passages: int | None, **settings: Any) -> list[Row]:
-    """The rows with at most `max_passages` passages each, the top-ranked ones, or, with `None`, as many as the question
-    needs; `settings` as for `Answerer.score`."""
+    """The rows with at most `max_passages` passages each, or, with `None`, as many as the question needs, as
+    `Answerer.select` selects them; `settings` as for `Answerer.score`. Where passages are weighted, the row has their
+    `prior`."""
     selected = []
     for row in tqdm(rows, desc="scoring passages", leave=False, disable=len(rows) == 1):
         (selection,) = answerer.select([row["question"]], [row["passages"]], max_passages, **settings)
-        selected.append(row | {"passages": [row["passages"][number] for number in selection.numbers]})
+        row = row | {"passages": [row["passages"][number] for number in selection.numbers]}
+        if selection.prior is not None:
+            row["prior"] = [selection.prior[number] for number in selection.numbers]
+        selected.append(row)
     return selected

@@ -152,6 +152,8 @@ class Engine:
             `encoder_repetition_penalty` or an `encoder_no_repeat_ngram_size`.
     """
 
+    weights_passages = True  # whether several passages of a request are weighted by their scores
+
     def __init__(
         self,
         ask: ArcAlignerPipeline,
@@ -188,7 +190,7 @@ class Engine:
         self.answerer = Answerer(ask.model, ask.processor, ask.model.passage_cache(ask.processor, **options))
         self._check(tokens_per_slot, min_confidence, max_passages)
         self.top_k, self.tokens_per_slot, self.min_confidence = top_k, tokens_per_slot, min_confidence
-        self.max_passages, self._least_scored = max_passages, self.answerer.max_passages
+        self.max_passages = max_passages
         self.max_batch, self.batch_seconds, self.limits = max_batch, batch_seconds, limits or Limits()
         self.store = self.answerer.cache
         self._encode = PassageEncoder(self.processor)
@@ -409,7 +411,8 @@ class Engine:
     def _room(self, request: Request, num_passages: int) -> int:
         """Maximum number of slots of a request with this many passages: larger if they are scored one by one than if
         all of them are used."""
-        return self.limits.max_slots_asked if self._selects(request, num_passages) else self.limits.max_slots
+        uses_all = not self.answerer.selects(num_passages, request.max_passages, weights=False)
+        return self.limits.max_slots if uses_all else self.limits.max_slots_asked
 
     def _choose(self, turn: ThreadTurn, group: list[Request]) -> None:
         """Reduce the passages of each request to those that its question needs, or to `max_passages`: score each
@@ -432,10 +435,13 @@ class Engine:
             return slots
 
         most = [request.max_passages for request in group]
-        selected = self.answerer.select(chats, documents, most, similar, slots_of, turn=own_turn)
+        selected = self.answerer.select(
+            chats, documents, most, similar, slots_of, weights=self.weights_passages, turn=own_turn
+        )
         seconds = time.perf_counter() - began - encoding
-        for request, (numbers, scores, question) in zip(group, selected, strict=True):
+        for request, (numbers, scores, question, prior) in zip(group, selected, strict=True):
             request.asked, request.kept = question, sum(scores[number].is_cached for number in numbers)
+            request.prior = prior
             if request.passages.encoded is None:
                 request.passages.encoded = self._encoded(request, numbers, own_turn)
                 request.passages.seconds["slots"] += encoding
@@ -446,9 +452,8 @@ class Engine:
                 document |= {"answerability": answerability, "confidence": answerability}  # the latter as in 0.2
 
     def _selects(self, request: Request, num_passages: int) -> bool:
-        """Whether passages are scored if a request has this many, because it uses only some of them."""
-        most = request.max_passages or self._least_scored
-        return most is not None and num_passages > most
+        """Whether passages are scored if a request has this many, because it uses only some of them or weights them."""
+        return self.answerer.selects(num_passages, request.max_passages, self.weights_passages)
 
     def _similarities(self, request: Request, turn: GroupTurn) -> list[float]:
         """The cosine of the question and each of a request's passages."""
@@ -488,7 +493,7 @@ class Engine:
         if group[0].passages is not None:
             questions = self._questions(group, own_turn)
             self._wait_for_room(group, questions.num_positions, own_turn)
-            inputs = self.store.prepare_asked(questions)
+            inputs = self.store.prepare_asked(questions, [request.prior for request in group])
             for request, num_cached, num_parts in zip(group, inputs.num_cached, inputs.num_passages, strict=True):
                 if request.kept is None:  # else `_choose` has counted them
                     request.kept = len(request.passages.documents) * num_cached // num_parts
@@ -544,7 +549,8 @@ class Engine:
             for request, length in zip(group, mask.sum(dim=1).tolist(), strict=True)
         ]
         positions = self.model.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
-        batch = LiveBatch(self.answerer, rows, ids, mask, positions, cache)
+        bias = self.model.slot_bias(ids, inputs.get("context_passage_ids"), inputs.get("passage_prior"))
+        batch = LiveBatch(self.answerer, rows, ids, mask, positions, cache, bias)
         batch.begin()
         unfinished = [row.request.future for row in rows if not row.is_done]
         if not unfinished:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     ExponentialDecayLengthPenalty,
@@ -235,6 +236,8 @@ class LiveBatch:
         input_ids, attention_mask, position_ids (`torch.LongTensor` of shape `(batch, seq_len)`): Prompts, and the
             answers so far.
         cache ([`Cache`]): Keys and values of the first positions, or of all.
+        slot_bias (`torch.FloatTensor` of shape `(batch, prompt_len)`, *optional*): The argument of `forward`. Later
+            positions have no bias.
     """
 
     def __init__(
@@ -245,10 +248,11 @@ class LiveBatch:
         attention_mask: torch.LongTensor,
         position_ids: torch.LongTensor,
         cache: Cache | None,
+        slot_bias: torch.FloatTensor | None = None,
     ):
         self.answerer, self.rows = answerer, list(rows)
         self.input_ids, self.attention_mask, self.position_ids = input_ids, attention_mask, position_ids
-        self.cache = cache
+        self.cache, self.slot_bias = cache, slot_bias
 
     @classmethod
     def packed(cls, batches: Sequence["LiveBatch"]) -> list["LiveBatch"]:
@@ -284,12 +288,20 @@ class LiveBatch:
             if not (is_within := is_real[first:length]).all():  # slots and question are padded separately
                 entry = entry[:, :, :, is_within]
             entries.append([entry])
-            columns.append([tensor[number][is_real] for tensor in (batch.input_ids, batch.position_ids)])
+            tensors = batch.input_ids, batch.position_ids, batch.whole_bias()
+            columns.append([tensor[number][is_real] for tensor in tensors])
         padding = {"batch_first": True, "padding_side": "left"}
-        ids, positions = (pad_sequence(list(rows), **padding) for rows in zip(*columns, strict=True))
-        mask = pad_sequence([torch.ones_like(row_ids) for row_ids, _ in columns], **padding)
+        ids, positions, bias = (pad_sequence(list(rows), **padding) for rows in zip(*columns, strict=True))
+        mask = pad_sequence([torch.ones_like(row_ids) for row_ids, *_ in columns], **padding)
         cache = join_keys_values(entries, answerer.model.config.text_config)
-        return cls(answerer, [batch.rows[number] for batch, number in pack], ids, mask, positions, cache)
+        bias = None if all(batch.slot_bias is None for batch, _ in pack) else bias
+        return cls(answerer, [batch.rows[number] for batch, number in pack], ids, mask, positions, cache, bias)
+
+    def whole_bias(self) -> torch.FloatTensor:
+        """The bias of all positions so far, (batch, seq_len)."""
+        if self.slot_bias is None:
+            return torch.zeros_like(self.input_ids, dtype=self.answerer.model.dtype)
+        return pad(self.slot_bias, (0, self.input_ids.shape[1] - self.slot_bias.shape[1]))
 
     @property
     def is_sparse(self) -> bool:
@@ -325,6 +337,7 @@ class LiveBatch:
             attention_mask=self.attention_mask,
             position_ids=self.position_ids,
             past_key_values=self.cache,
+            **({} if self.slot_bias is None else {"slot_bias": self.slot_bias}),
             logits_processor=LogitsProcessorList([_RowProcessors(self.rows)]),
             generation_config=greedy(self.answerer, max(row.num_left for row in self.rows if not row.is_done)),
             stopping_criteria=StoppingCriteriaList([_Rows(self.rows, pause, prefill)]),

@@ -72,6 +72,7 @@ class Request:
     on_cancel: Callable[[], Any] = lambda: None
     passages: SlotPassages | None = None
     asked: AskedQuestions | None = None  # the question with the passages that are used, if these were scored
+    prior: list[float] | None = None  # bias on the attention to each passage, if several are used and weighted
     kept: int | None = None  # number of passages that were cached; `None` until it is known
 
     def cancel(self) -> None:

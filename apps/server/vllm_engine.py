@@ -216,6 +216,8 @@ class VllmEngine(Engine):
         `ValueError`: the LoRA of the aligner also applies to text.
     """
 
+    weights_passages = False  # vLLM's attention takes no bias for single keys
+
     def __init__(
         self,
         ask: ArcAlignerPipeline,

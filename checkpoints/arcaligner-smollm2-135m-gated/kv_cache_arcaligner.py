@@ -289,7 +289,7 @@ class PassageCache:
         context_embeds=None,
         context_word_ids=None,
         context_passage_ids=None,
-        passage_prior: Sequence[Sequence[float]] | None = None,
+        passage_prior: Sequence[Sequence[float] | None] | None = None,
         **kwargs,
     ) -> Prepared:
         """The inputs of `generate` for questions about passages. Passages that are not cached are computed, equal
@@ -303,7 +303,7 @@ class PassageCache:
                 them.
             context_passage_ids (tensor or a list, *optional*): Their passages (num_slots,).
             passage_prior (`list[list[float]]`, *optional*): For each question, the bias on the attention logits of each
-                of its passages, those without text included; `passage_prior` of `generate`.
+                of its passages, those without text included; `passage_prior` of `generate`. `None` is no bias.
             kwargs: How slots are made and refined, as for the processor and `generate`: `max_slots`, `tokens_per_slot`,
                 `gate_mode`, `gate_threshold`, `max_refinement_steps`, `refinement_budget`. Each combination has its
                 own entries, but independent passages are cached once for any `max_slots`. The rest is for the chat
@@ -323,13 +323,15 @@ class PassageCache:
         return self.prepare_asked(batch, passage_prior)
 
     @torch.no_grad()
-    def prepare_asked(self, read: AskedQuestions, passage_prior: Sequence[Sequence[float]] | None = None) -> Prepared:
+    def prepare_asked(
+        self, read: AskedQuestions, passage_prior: Sequence[Sequence[float] | None] | None = None
+    ) -> Prepared:
         """As `prepare`, for the result of `ask`."""
         questions, (settings, most) = read.questions, self._settings_of_entries(read)
         entries, missing = self._fetch(questions, settings, read.turn)
         parts = [first_slots([entries[unit.key] for unit in question.units], most) for question in questions]
         inputs = self._batch(questions, parts)
-        if passage_prior is not None:
+        if passage_prior is not None and any(prior is not None for prior in passage_prior):
             inputs["passage_prior"] = _prior_of_units(questions, passage_prior).to(self.model.device, self.model.dtype)
             check_passage_prior(
                 inputs["passage_prior"], inputs.get("context_passage_ids"), self.model.config.text_config
@@ -767,7 +769,7 @@ class SlotPrefixStore(PassageCache):
         super().__init__(*args, **kwargs)
 
 
-def _prior_of_units(questions: list[_Question], passage_prior: Sequence[Sequence[float]]) -> torch.Tensor:
+def _prior_of_units(questions: list[_Question], passage_prior: Sequence[Sequence[float] | None]) -> torch.Tensor:
     """The prior of each question's passages that have slots, (batch, num_passages), padded with 0."""
     if len(passage_prior) != len(questions):
         raise ValueError(
@@ -777,6 +779,7 @@ def _prior_of_units(questions: list[_Question], passage_prior: Sequence[Sequence
     rows = []
     for question, prior in zip(questions, passage_prior, strict=True):
         last = max((unit.number for unit in question.units), default=0)
+        prior = [0.0] * (last + 1) if prior is None else prior
         if len(prior) <= last:
             raise ValueError(
                 f"`passage_prior` has {len(prior)} numbers for a question with {last + 1} passages; expected one for "

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
@@ -55,6 +56,9 @@ class Row:
     # If passages were scored, the question with the used ones, which are cached. Then ids and `slots` of this row are
     # not known until a batch is made.
     scored: AskedQuestions | None = None
+    # The bias on the attention to each passage before the selection; `None` if they are used equally.
+    prior: list[float] | None = None
+    numbers: Sequence[int] = ()  # those of the used passages, among the passages before the selection
 
     @property
     def has_slots(self) -> bool:
@@ -128,11 +132,12 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             tokens_per_slot (`int` or `"segment"`, *optional*): Tokens of text for a slot. Default: the processor's.
             max_slots (`int`, *optional*): Maximum number of slots per input; the first ones are kept.
             max_passages (`int`, *optional*):
-                Maximum number of passages. If there are more, only the top-ranked ones are used, in the given order.
-                Each passage is scored by itself, the most similar ones first and the others only if these do not
-                decide. See [`Answerer`]. Keys and values of the scoring are cached, in at most 256 MiB, and reused for
-                the answer. Default: 1, or the 2 that a multi-hop question needs; all, uncut, if the aligner cannot
-                score passages.
+                Maximum number of passages. If there are more, only the top-ranked ones are used, in the given order,
+                among them the two that a multi-hop question needs. Each passage is scored by itself, the most similar
+                ones first and the others only if these do not decide. Several passages are weighted by their scores, if
+                the attention kernel takes a bias (`eager` and `sdpa` do). See [`Answerer`]. Keys and values of the
+                scoring are cached, in at most 256 MiB, and reused for the answer. Default: 1, or the 2 that a multi-hop
+                question needs; all, uncut, if the aligner cannot score passages.
             min_confidence (`float`, *optional*):
                 If the answerability, from 0 to 1, is lower than this, the answer is the processor's `no_answer`.
                 Answerability is not the chance that the answer is right. See [`AnsweringCall`]. Incompatible with
@@ -206,7 +211,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         chat = Chat([{"role": "user", "content": prompt}]) if is_question else prompt
         answerer = self.answerer
         passages, pieces = answerer.cut([] if documents is None else documents_of(documents, "`documents` of row 0"))
-        scores, texts, scored = None, {}, None
+        scores, texts, scored, prior, numbers = None, {}, None, None, ()
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
         else:
@@ -218,7 +223,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             template["add_generation_prompt"] = not template["continue_final_message"]
             slots.setdefault("sanitize_control_tokens", True)
             options = slots | template | gates
-            ((numbers, scores, scored),) = answerer.select([messages], [passages], max_passages, **options)
+            ((numbers, scores, scored, prior),) = answerer.select([messages], [passages], max_passages, **options)
             scores = None if scores is None else _by_document(scores, pieces)
             pieces, passages = [pieces[number] for number in numbers], [passages[number] for number in numbers]
             if self._prefills_again(prefills_again, return_slots, gates, kwargs):
@@ -237,7 +242,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         slots = [encoded[name][0].cpu() if name in encoded else None for name in GivenSlots._fields]
         if slots[0] is None:
             slots[0] = torch.zeros(0, self.model.config.encoder_hidden_size, device="cpu")
-        row = Row(is_question, GivenSlots(*slots), **texts, scored=scored)
+        row = Row(is_question, GivenSlots(*slots), **texts, scored=scored, prior=prior, numbers=numbers)
         if return_slots:
             row.trace = _trace_of(encoded, pieces, scores)
         return {name: encoded[name] for name in ("input_ids", "attention_mask")} | {"row": row, "prompt_text": chat}
@@ -259,7 +264,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     def _prefix_of(self, rows: list[Row]) -> dict[str, Any]:
         """The ids and the cached slots of rows whose passages were scored with the same settings."""
         questions = [question for row in rows for question in row.scored.questions]
-        return dict(self.answerer.cache.prepare_asked(rows[0].scored._replace(questions=questions)))
+        scored = rows[0].scored._replace(questions=questions)
+        return dict(self.answerer.cache.prepare_asked(scored, [row.prior for row in rows]))
 
     def _slots_of(self, rows: list[Row], model_inputs: dict[str, Any]) -> dict[str, Any]:
         """The ids and the slots of rows. Passages that were scored are encoded again: the cache serves a batch only if
@@ -275,6 +281,10 @@ class ArcAlignerPipeline(TextGenerationPipeline):
                 slots = [self.processor.context_token_id] * len(encoded[place].context_embeds)
                 ids[place] = [*question.units[0].head, *slots, *question.tail]
         inputs = self.tokenizer.pad({"input_ids": ids}, return_tensors="pt") | pad_slots(encoded)
+        if any(row.prior is not None for row in rows):
+            priors = [[0.0 if row.prior is None else row.prior[number] for number in row.numbers] for row in rows]
+            priors = [torch.tensor(prior, dtype=torch.float32, device="cpu") for prior in priors]
+            inputs["passage_prior"] = pad_sequence(priors, batch_first=True)
         return {name: tensor.to(model_inputs["input_ids"].device) for name, tensor in inputs.items()}
 
     def _encode(

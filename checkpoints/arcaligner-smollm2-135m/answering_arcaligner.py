@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import BatchFeature, LogitsProcessor, LogitsProcessorList
 
+from .attention_arcaligner import ROW_KERNELS
 from .configuration_arcaligner import is_number
 from .encoder_arcaligner import GivenSlots
 from .kv_cache_arcaligner import AskedQuestions
@@ -26,6 +27,9 @@ from .tokenization_arcaligner import control_token_ids, text_of, title_of, token
 
 # A pair of passages is selected from so many, or from more if `scored_share` says so: the most similar ones.
 PAIR_CANDIDATES = 20
+# Bias on the attention to passages outside the pair of a multi-hop question, if more than two passages are used.
+OUTSIDE_PAIR = -1.0
+LEAST_PRIOR = -10.0  # lowest bias on the attention to a passage
 MOST_ODDS = 6.0  # bound of the log-odds of an answerability: beyond, they say nothing more about the question
 
 
@@ -52,6 +56,32 @@ def select_top(scores: Mapping[int, ScoredPassage], most: int) -> list[int]:
     [0]
     """
     return sorted(sorted(scores, key=lambda number: scores[number].log_odds, reverse=True)[:most])
+
+
+def with_pair(scores: Mapping[int, ScoredPassage], pair: Sequence[int], most: int) -> list[int]:
+    """Numbers of a pair of passages and of the top-ranked others, at most `most`, in the order of the passages."""
+    others = {number: score for number, score in scores.items() if number not in pair}
+    return sorted([*pair, *select_top(others, max(0, most - len(pair)))])
+
+
+def prior_of_scores(scores: Mapping[int, ScoredPassage], numbers: Sequence[int]) -> list[float]:
+    """The bias on the attention to each of several passages that are used, if the question needs one of them: how much
+    lower its score is than the highest, at least `LEAST_PRIOR`.
+
+    >>> prior_of_scores({0: ScoredPassage(0.5, 0.75, False, 8), 1: ScoredPassage(0.5, 0.5, False, 8)}, [0, 1])
+    [0.0, -2.0]
+    """
+    log_odds = [scores[number].log_odds for number in numbers]
+    return [max(odds - max(log_odds), LEAST_PRIOR) for odds in log_odds]
+
+
+def prior_of_pair(pair: Sequence[int], numbers: Sequence[int]) -> list[float]:
+    """The bias on the attention to each of several passages that are used, if the question needs two of them.
+
+    >>> prior_of_pair([0, 2], [0, 1, 2])
+    [0.0, -1.0, 0.0]
+    """
+    return [0.0 if number in pair else OUTSIDE_PAIR for number in numbers]
 
 
 def top_odds(scores: Sequence[Mapping[int, ScoredPassage]]) -> torch.Tensor:
@@ -92,6 +122,8 @@ class Selection(NamedTuple):
     # `None` if all passages are selected without scores:
     scores: dict[int, ScoredPassage] | None = None  # of the scored passages, by their numbers
     asked: AskedQuestions | None = None  # the question with the selected passages, for `PassageCache.prepare_asked`
+    # The bias on the attention to each passage, by its number; `None` if the selected ones are used equally.
+    prior: list[float] | None = None
 
 
 # A function that returns precomputed slots. It gets the numbers of the passages of each question that need them, and
@@ -187,10 +219,19 @@ class Answerer:
         longest = processor.max_passage_tokens if self.can_score else math.inf
         return cut_long(documents, processor.tokenizer, longest, processor.passage_tokens, processor.spacy_model)
 
-    def selects(self, num_passages: int, max_passages: int | None = None) -> bool:
-        """Whether passages are scored, because `num_passages` is more than may be used."""
+    @property
+    def can_weight(self) -> bool:
+        """Whether the attention to several passages can be weighted: they can be scored, and the attention kernel takes
+        a bias for each key."""
+        return self.can_score and self.model.config.text_config._attn_implementation in ROW_KERNELS
+
+    def selects(self, num_passages: int, max_passages: int | None = None, weights: bool = True) -> bool:
+        """Whether passages are scored: because `num_passages` is more than may be used or, with `weights`, because
+        several are used and weighted by their scores."""
         most = max_passages or self.max_passages
-        return most is not None and num_passages > most
+        if most is None:
+            return False
+        return num_passages > most or (weights and self.can_weight and most > 1 and num_passages > 1)
 
     def select(
         self,
@@ -199,23 +240,28 @@ class Answerer:
         max_passages: int | Sequence[int] | None = None,
         similarities: Similarities | None = None,
         slots_of: SlotsOf | None = None,
+        weights: bool = True,
         **kwargs: Any,
     ) -> list[Selection]:
-        """Select the passages of each question that are used: the top-ranked ones, at most `max_passages` of them.
+        """Select the passages of each question that are used: the top-ranked ones, at most `max_passages` of them. If
+        the [`MultihopHead`] finds a multi-hop question, the pair of passages that it most likely needs comes first.
 
-        Without `max_passages` it is the top-ranked passage or, if the [`MultihopHead`] finds a multi-hop question, the
-        pair of passages that the question most likely needs.
+        Without `max_passages` it is the top-ranked passage, or the pair. With a `max_passages` of several, these are
+        weighted: attention to a passage has the bias of `prior_of_scores` or, with a pair, of `prior_of_pair`.
 
         Args:
             questions, documents, similarities, kwargs: As for `score`.
             max_passages (`int` or `list`, *optional*): For all questions, or for each question its number or `None`.
                 Where passages cannot be scored, `None` selects all of them.
             slots_of (`SlotsOf`, *optional*): Returns slots of passages that are cached elsewhere. It gets one list of
-                numbers for each question that has more passages than may be used.
+                numbers for each question whose passages are scored.
+            weights (`bool`, defaults to `True`): Whether several passages are weighted, if the attention kernel takes a
+                bias.
         """
         limits = [max_passages] * len(questions) if isinstance(max_passages, int | None) else max_passages
         selections = [Selection(range(len(passages))) for passages in documents]
-        places = [place for place, passages in enumerate(documents) if self.selects(len(passages), limits[place])]
+        counts = zip(map(len, documents), limits, strict=True)
+        places = [place for place, (count, limit) in enumerate(counts) if self.selects(count, limit, weights)]
         if not places:
             return selections
         limits = [limits[place] for place in places]
@@ -226,16 +272,24 @@ class Answerer:
         scoring = _Scoring(self, batch, similarities, slots_of)
         selected = self._select_top(scoring, [limit or self.max_passages for limit in limits])
         is_multihop = [
-            limit is None and self.is_multihop(question, scores)
+            limit != 1 and self.is_multihop(question, scores)
             for limit, question, scores in zip(limits, questions, scoring.scores, strict=True)
         ]
+        pairs = [[]] * len(places)
         if any(is_multihop):
             pairs = self._select_pairs(scoring, questions, documents, is_multihop)
-            selected = [pair or numbers for pair, numbers in zip(pairs, selected, strict=True)]
-        results = zip(places, scoring.batch.questions, selected, scoring.scores, strict=True)
-        for place, question, numbers, scores in results:
+        results = zip(places, scoring.batch.questions, limits, selected, pairs, scoring.scores, strict=True)
+        for place, question, limit, numbers, pair, scores in results:
+            num_passages = len(selections[place].numbers)
+            if pair:
+                numbers = pair if limit is None else with_pair(scores, pair, limit)
+            prior = None
+            if weights and self.can_weight and limit is not None and len(numbers) > 1:
+                biases = prior_of_pair(pair, numbers) if pair else prior_of_scores(scores, numbers)
+                by_number = dict(zip(numbers, biases, strict=True))
+                prior = [by_number.get(number, 0.0) for number in range(num_passages)]
             used = batch._replace(questions=[question.only(numbers)])
-            selections[place] = Selection(numbers, scores, used)
+            selections[place] = Selection(numbers, scores, used, prior)
         return selections
 
     def _select_top(self, scoring: "_Scoring", limits: Sequence[int]) -> list[list[int]]:
@@ -255,14 +309,14 @@ class Answerer:
 
     def _select_pairs(
         self, scoring: "_Scoring", questions: list, documents: list[list], is_multihop: Sequence[bool]
-    ) -> list[list[int] | None]:
+    ) -> list[list[int]]:
         """The numbers of the two passages that each multi-hop question most likely needs, in their order, or
-        of one passage if all their texts are equal. `None` for other questions."""
+        of one passage if all their texts are equal. Other questions have an empty list."""
         # One less, because `candidates` returns at least one more than the limit.
         limit = PAIR_CANDIDATES - 1
         scoring.add([scoring.candidates(place, limit) if needed else [] for place, needed in enumerate(is_multihop)])
         head, spacy_model = self.model.multihop_head, self.processor.spacy_model
-        pairs = [None] * len(questions)
+        pairs = [[] for _ in questions]
         for place in (place for place, needed in enumerate(is_multihop) if needed):
             (text,) = _searched(questions[place], [])
             log_odds = {number: passage.log_odds for number, passage in scoring.scores[place].items()}

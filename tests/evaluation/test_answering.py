@@ -116,7 +116,10 @@ def test_top_ranked_of_more_passages(separate):
     (likely,) = with_selected(Answerer(model, reader, store), [row], 2, gate_mode="off")
     (ranked,) = score_passages(store, [row["question"]], [passages], gate_mode="off")
     least = min(ranked, key=lambda number: ranked[number].log_odds)
-    assert likely == row | {"passages": [passage for number, passage in enumerate(passages) if number != least]}
+    best = sorted((ranked[number].log_odds for number in range(3) if number != least), reverse=True)
+    assert sorted(likely["prior"]) == pytest.approx([best[1] - best[0], 0.0], abs=1e-5)
+    used = [passage for number, passage in enumerate(passages) if number != least]
+    assert likely == row | {"passages": used, "prior": likely["prior"]}
     (answer,) = answer_slots(model, reader, [row], gate_mode="off", max_passages=2)
     (expected,) = answer_slots(model, reader, [likely], gate_mode="off")
     assert answer.prompt_ids == expected.prompt_ids and answer.text == expected.text

@@ -27,7 +27,7 @@ def test_needed_passages_are_mixed_in(recipe_file, rows):
 
 @pytest.mark.parametrize("is_sure", [True, False])
 def test_each_way_uses_its_passages(rows, separate, monkeypatch, is_sure):
-    """Each way answers from its own passages, computed once; the prior is 0 for the top-ranked passage alone."""
+    """Each way answers from its own passages, computed once; the prior is 0 for the pair that the question needs."""
     monkeypatch.setattr(num_passages, "UNSURE", 0.0 if is_sure else 1.0)
     model, reader = separate
     model.set_answerability_layers([1])
@@ -60,7 +60,8 @@ def test_each_way_uses_its_passages(rows, separate, monkeypatch, is_sure):
     assert several == [all_passages, all_passages] + [needed] * (needed[0] != top)
     prior = priors[used.index(all_passages) + 1][0]
     assert [call_prior for call_prior in priors if call_prior is not None] == [[prior]]
-    assert max(prior) == 0.0 and all_passages[prior.index(0.0)] == top
+    pair = [passage for passage, bias in zip(all_passages, prior, strict=True) if bias == 0.0]
+    assert sorted(prior) == [-1.0] * 3 + [0.0] * 2 and used[1] == pair
 
 
 def test_needs_are_counted_separately():

@@ -355,12 +355,24 @@ def test_batch_that_begins_again_waits_once(apart, engine_of):
     assert not engine._held
 
 
+def test_weighted_rows_join_others(apart, engine_of):
+    """Requests with several passages, weighted by their scores, get the pipeline's answers in a batch with others."""
+    engine = engine_of(apart)
+    rows = [(PASSAGES, 3), (PASSAGES[:1], 1), (PASSAGES[1:], 2)]
+    requests = [request_of(documents, max_passages=most, max_new_tokens=9) for documents, most in rows]
+    answers = [future.result(60).text for future in [engine.submit(request) for request in requests]]
+    assert requests[0].prior.count(0.0) == 1 and requests[1].prior is None
+    for (documents, most), text in zip(rows, answers, strict=True):
+        (record,) = apart(CHAT, documents=documents, max_passages=most, max_new_tokens=9, return_full_text=False)
+        assert record["generated_text"] == text
+
+
 @pytest.mark.parametrize("documents", [None, PASSAGES])
 @pytest.mark.parametrize("ends", ["cancelled", "late"])
 def test_request_that_waits_for_memory_ends(apart, engine_of, monkeypatch, documents, ends):
     """A request that waits for memory ends at once when it is cancelled or too late, and none of it is computed."""
     engine = engine_of(apart)
-    engine.answer_bytes = bytes_of(engine, 300)
+    engine.answer_bytes, engine.weights_passages = bytes_of(engine, 300), False  # so that nothing is scored
     held = request_of(None, max_new_tokens=290)
     engine._wait_for_room([held], [10], Turns().take())
     if ends == "late":

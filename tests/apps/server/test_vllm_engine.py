@@ -71,6 +71,7 @@ def test_vllm_answers_equal_own_engine(front, pipeline, vllm):
     """With vLLM the answers equal those of `Engine`: with one, several, repeated and no passages, and with gates."""
     assert pipeline.model.config.refines()
     engine = Engine(pipeline, limits=LIMITS)
+    engine.weights_passages = False  # vLLM cannot
     for documents, settings in (
         ([ADA], {}),
         ([ADA, RADIK], {}),
