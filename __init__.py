@@ -9,7 +9,7 @@ import sys
 import warnings
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
-from importlib.util import spec_from_loader
+from importlib.util import find_spec, spec_from_loader
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,23 +39,40 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-class _MovedPackages(MetaPathFinder, Loader):
-    """Imports packages by the names that they had before, such as `arcaligner.corpus` for `arcaligner.apps.corpus`, for
-    one version."""
+class _MovedModules(MetaPathFinder, Loader):
+    """Imports and runs modules by the names that they had before, such as `arcaligner.corpus` for
+    `arcaligner.apps.corpus`, for one version."""
 
     def __init__(self):
         self.specs = {}  # of the modules by their old names
+        self.new_names = {name: f"apps.{name}" for name in ("cli", "corpus", "engines", "server")}
+        self.new_names["benchmarks.kept"] = "benchmarks.cached_passages"
+        self.new_names["evaluation.analyses.refusals"] = "evaluation.analyses.abstentions"
+
+    def new_name(self, name):
+        """The new name of a module, or `None` if it has not moved."""
+        package, _, inner = name.partition(".")
+        for old, new in self.new_names.items() if package == __name__ else ():
+            if f"{inner}.".startswith(f"{old}."):
+                return f"{package}.{new}{inner.removeprefix(old)}"
+        return None
 
     def find_spec(self, name, path=None, target=None):
-        parts = name.split(".")
-        is_moved = parts[0] == __name__ and len(parts) > 1 and parts[1] in ("cli", "corpus", "engines", "server")
-        return spec_from_loader(name, self) if is_moved else None
+        new = self.new_name(name) and find_spec(self.new_name(name))
+        return spec_from_loader(name, self, origin=new.origin) if new else None  # `python -m` needs the origin
+
+    def warn(self, name):
+        message = f"`{name}` is now called `{self.new_name(name)}`; the old name will be removed in the next release."
+        warnings.warn(message, FutureWarning, stacklevel=3)
+
+    def get_code(self, name):
+        """The code that `python -m` runs."""
+        self.warn(name)
+        return find_spec(self.new_name(name)).loader.get_code(self.new_name(name))
 
     def create_module(self, spec):
-        new_name = spec.name.replace(__name__, f"{__name__}.apps", 1)
-        message = f"`{spec.name}` is now called `{new_name}`; the old name will be removed in the next release."
-        warnings.warn(message, FutureWarning, stacklevel=2)
-        module = import_module(new_name)
+        self.warn(spec.name)
+        module = import_module(self.new_name(spec.name))
         self.specs[spec.name] = module.__spec__
         return module
 
@@ -63,4 +80,4 @@ class _MovedPackages(MetaPathFinder, Loader):
         module.__spec__ = self.specs[module.__spec__.name]  # the import system has replaced it
 
 
-sys.meta_path.insert(0, _MovedPackages())  # first, because the finder of files would load a second module
+sys.meta_path.insert(0, _MovedModules())  # first, because the finder of files would load a second module

@@ -51,16 +51,16 @@ def base_of(aligner: ArcAlignerForCausalLM, dtype: torch.dtype) -> PreTrainedMod
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(aligner.config.text_config, dtype=dtype).eval()
 
-    def own_name(name: str) -> str:
+    def base_name(name: str) -> str:
         return name.replace(".base_layer.", ".").replace("model.backbone.", f"{base.base_model_prefix}.")
 
     state = {
-        own_name(name): parameter
+        base_name(name): parameter
         for name, parameter in aligner.named_parameters(remove_duplicate=False)
         if not aligner.is_aligner_key(name)
     }
     base.load_state_dict(state, strict=True, assign=True)
-    buffers = {own_name(name): buffer for name, buffer in aligner.named_buffers()}
+    buffers = {base_name(name): buffer for name, buffer in aligner.named_buffers()}
     for name, _ in list(base.named_buffers()):  # rotary frequencies, which no state dict holds
         owner, _, last = name.rpartition(".")
         setattr(base.get_submodule(owner), last, buffers[name])
@@ -74,9 +74,9 @@ class Prompt(NamedTuple):
     """The inputs of a prompt with one question: all of it, its prefix, which does not depend on the question, and the
     rest."""
 
-    whole: dict[str, Any]
+    full: dict[str, Any]
     prefix: dict[str, Any]
-    tail: dict[str, Any]
+    suffix: dict[str, Any]
 
     @classmethod
     def cut(cls, num_before: int, slots: dict[str, Any], **inputs: torch.Tensor) -> "Prompt":
@@ -85,7 +85,7 @@ class Prompt(NamedTuple):
         return cls(inputs | slots, prefix | slots, {name: tensor[:, num_before:] for name, tensor in inputs.items()})
 
 
-def pick_rows(rows: list[Row], processor: ArcAlignerProcessor, number: int) -> list[Row]:
+def select_rows(rows: list[Row], processor: ArcAlignerProcessor, number: int) -> list[Row]:
     """`number` rows with one passage each, all different: those with a length nearest to `TOKENS_PER_PASSAGE`."""
     pairs = ((row, passage) for row in rows if row["question"] for passage in row["passages"])
     candidates = list({passage["text"]: row | {"passages": [passage]} for row, passage in pairs}.values())
@@ -106,12 +106,12 @@ def join_rows(rows: list[Row]) -> Row:
 
 
 def both_prompts(
-    aligner: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, row: Row, rate: int | str | None = None
+    aligner: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, row: Row, tokens_per_slot: int | str | None = None
 ) -> tuple[Prompt, Prompt]:
     """The prompts of a row with the passages' text and with their slots."""
-    prefix, tail = text_ids(processor, row)
-    text = Prompt.cut(len(prefix), {}, input_ids=torch.tensor([prefix + tail], device=aligner.device))
-    slots = slot_inputs(processor, [row], tokens_per_slot=rate).to(aligner.device)
+    prefix, suffix = text_ids(processor, row)
+    text = Prompt.cut(len(prefix), {}, input_ids=torch.tensor([prefix + suffix], device=aligner.device))
+    slots = slot_inputs(processor, [row], tokens_per_slot=tokens_per_slot).to(aligner.device)
     ids, _ = slots.pop("input_ids"), slots.pop("attention_mask")  # a single row has no padding
     positions = aligner.prompt_positions(ids, context_passage_ids=slots.get("context_passage_ids"))
     num_before = int((ids[0] == processor.context_token_id).nonzero().max()) + 1
@@ -133,7 +133,7 @@ def cache_bytes(cache: Cache) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
-def read(model: PreTrainedModel, inputs: dict[str, Any], cache: Cache | None = None) -> ModelOutput:
+def prefill(model: PreTrainedModel, inputs: dict[str, Any], cache: Cache | None = None) -> ModelOutput:
     """Prefill `inputs` after `cache`, and compute the logits of the first token of an answer: logits (1, 1,
     vocab_size)."""
     return model(**inputs, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
@@ -144,12 +144,12 @@ def make_arms(
     aligner: ArcAlignerForCausalLM, base: PreTrainedModel, text: Prompt, slots: Prompt
 ) -> dict[str, Callable[[], ModelOutput]]:
     """The arms of a prompt by name: functions without arguments, which compute the logits of the first token."""
-    text_prefix, slot_prefix = cache_of(read(base, text.prefix)), cache_of(read(aligner, slots.prefix))
+    text_prefix, slot_prefix = cache_of(prefill(base, text.prefix)), cache_of(prefill(aligner, slots.prefix))
     return {
-        "standard_rag": lambda: read(base, text.whole),
-        "standard_rag_cached": lambda: read(base, text.tail, share(text_prefix)),
-        "off": lambda: read(aligner, slots.whole),
-        "slots_cached": lambda: read(aligner, slots.tail, share(slot_prefix)),
+        "standard_rag": lambda: prefill(base, text.full),
+        "standard_rag_cached": lambda: prefill(base, text.suffix, share(text_prefix)),
+        "off": lambda: prefill(aligner, slots.full),
+        "slots_cached": lambda: prefill(aligner, slots.suffix, share(slot_prefix)),
     }
 
 

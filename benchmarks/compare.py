@@ -29,8 +29,8 @@ from ..common.files import counted, describe_machine, markdown_table, read_numbe
 from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
 from ..evaluation.analyses.speed import machine_line
 from ..evaluation.answering import answer_text, load_aligner, load_text_lora
-from ..evaluation.methods import rate_title, whole_text
-from ..evaluation.tasks import with_found
+from ..evaluation.methods import compression_title, whole_text
+from ..evaluation.tasks import with_passages
 from ..pipeline_arcaligner import ArcAlignerPipeline
 
 COLUMNS = ("input", "positions", "F1, %", "EM, %", "agreement, %", "first token")
@@ -57,16 +57,17 @@ def read_questions(path: Path) -> list[Row]:
     return questions
 
 
-def find_passages(rows: list[Row], sources: list[str], processor, top_k: int) -> list[Row]:
+def add_passages(rows: list[Row], sources: list[str], processor, top_k: int) -> list[Row]:
     """Rows with the passages to use: those of the row or, if it has none, the `top_k` that a search of the sources
     finds."""
-    alone = [row for row in rows if not any(passage["text"].strip() for passage in row["passages"])]
-    if not alone:
+    without_passages = [row for row in rows if not any(passage["text"].strip() for passage in row["passages"])]
+    if not without_passages:
         return rows
     if not sources:
         raise ValueError(
-            f"The question {alone[0]['question'][:80]!r} and {len(alone) - 1} others have no `passages`, and no "
-            "documents are named. Pass files or a folder with `--documents`, or add `passages` to each question."
+            f"The question {without_passages[0]['question'][:80]!r} and {len(without_passages) - 1} others have no "
+            "`passages`, and no documents are named. Pass files or a folder with `--documents`, or add `passages` to "
+            "each question."
         )
     from ..apps.corpus.build import build_corpus  # of the extra `corpus`
     from ..apps.corpus.retrieve import Retriever
@@ -76,15 +77,15 @@ def find_passages(rows: list[Row], sources: list[str], processor, top_k: int) ->
         corpus = Corpus.create(Path(folder, "corpus"), processor, tokens_per_slot="segment")
         build_corpus(sources, corpus, processor)
         search = Retriever(corpus, processor)
-        for row in tracked(alone, "Searching passages"):
-            row |= with_found(row, search(row["question"], top_k=top_k).documents)
+        for row in tracked(without_passages, "Searching passages"):
+            row |= with_passages(row, search(row["question"], top_k=top_k).documents)
     return rows
 
 
 # Readers
 
 
-class Asked(NamedTuple):
+class TimedAnswer(NamedTuple):
     """An answer, the positions that represent the passages, and seconds to the first token."""
 
     answer: str
@@ -97,34 +98,38 @@ class Reader:
     """A way to answer: from the text of passages, or from their slots."""
 
     title: str
-    rate: int | str | None  # tokens of text per slot; `None` means text
+    tokens_per_slot: int | str | None  # tokens of text per slot; `None` means text
     model: Any  # with text as input, an aligner acts as its bare base model
     max_passages: int | None = None  # maximum number of passages as slots, the top-ranked ones
 
-    def ask(self, processor, row: Row) -> Asked:
+    def ask(self, processor, row: Row) -> TimedAnswer:
         """Time the first token of an answer to a row with new passages, then generate the whole answer."""
-        if self.rate is None:
+        if self.tokens_per_slot is None:
             answer = partial(answer_text, whole_text, self.model, processor, [row])
         else:  # a new pipeline, whose cache of passages is empty
             ask = ArcAlignerPipeline(self.model, processor, task="text-generation", device=self.model.device)
             question = {"question": row["question"], "documents": row["passages"]}
-            settings = {"tokens_per_slot": self.rate, "max_passages": self.max_passages, "return_slots": True}
+            settings = {
+                "tokens_per_slot": self.tokens_per_slot,
+                "max_passages": self.max_passages,
+                "return_slots": True,
+            }
             answer = partial(ask, question, **settings)
         clear_text_caches()  # readers share them
         begin = time.perf_counter()
         answer(max_new_tokens=1)
         seconds = time.perf_counter() - begin
         (result,) = answer(max_new_tokens=MAX_NEW_TOKENS)
-        if self.rate is None:
-            return Asked(result.text, result.context_tokens, seconds)
-        return Asked(result["generated_text"].strip(), result["statistics"]["slots"], seconds)
+        if self.tokens_per_slot is None:
+            return TimedAnswer(result.text, result.context_tokens, seconds)
+        return TimedAnswer(result["generated_text"].strip(), result["statistics"]["slots"], seconds)
 
 
 @torch.inference_mode()
-def compare(rows: list[Row], readers: list[Reader], processor) -> dict[str, list[Asked]]:
+def compare(rows: list[Row], readers: list[Reader], processor) -> dict[str, list[TimedAnswer]]:
     """Answers of all readers to all rows, by title."""
     readers[0].ask(processor, rows[0]), readers[-1].ask(processor, rows[0])  # warm up text and slots
-    answers: dict[str, list[Asked]] = {reader.title: [] for reader in readers}
+    answers: dict[str, list[TimedAnswer]] = {reader.title: [] for reader in readers}
     for number, row in enumerate(tracked(rows, "Answering questions")):
         first = number % len(readers)
         for reader in readers[first:] + readers[:first]:
@@ -132,7 +137,7 @@ def compare(rows: list[Row], readers: list[Reader], processor) -> dict[str, list
     return answers
 
 
-def cells_of(title: str, answers: list[Asked], text: list[Asked], rows: list[Row]) -> list[str]:
+def cells_of(title: str, answers: list[TimedAnswer], text: list[TimedAnswer], rows: list[Row]) -> list[str]:
     """The table row of a reader. Agreement is the F1 of its `answers` compared with those from `text`."""
     known = [
         (answer.answer, row["answers"])
@@ -168,7 +173,7 @@ def run_compare(
     output: Path,
     checkpoint: str,
     *,
-    rates: list[int | str] | None = None,
+    compressions: list[int | str] | None = None,
     full_text_lora: str | None = None,
     top_k: int = 5,
     max_passages: int | None = None,
@@ -181,15 +186,18 @@ def run_compare(
     aligner, processor = load_aligner(checkpoint, device)
     processor.encoder.device = device
     answerer = Answerer(aligner, processor)
-    rates = list(dict.fromkeys(rates or processor.trained_tokens_per_slot or [processor.tokens_per_slot]))
-    for rate in rates:
-        processor.slot_encoder.check_settings(tokens_per_slot=rate)
-    rows = find_passages(rows, sources, processor, top_k)
+    compressions = list(dict.fromkeys(compressions or processor.trained_tokens_per_slot or [processor.tokens_per_slot]))
+    for tokens_per_slot in compressions:
+        processor.slot_encoder.check_settings(tokens_per_slot=tokens_per_slot)
+    rows = add_passages(rows, sources, processor, top_k)
     readers = [Reader("text, by the base model", None, aligner)]
     if full_text_lora is not None:
         tuned, _ = load_text_lora(checkpoint, full_text_lora, device)
         readers.append(Reader("text, by the fine-tuned base model", None, tuned))
-    readers += [Reader(f"slots, {rate_title(rate)}", rate, aligner, max_passages) for rate in rates]
+    readers += [
+        Reader(f"slots, {compression_title(tokens_per_slot)}", tokens_per_slot, aligner, max_passages)
+        for tokens_per_slot in compressions
+    ]
     answers_of = compare(rows, readers, processor)
     cells = [cells_of(title, answers, answers_of[readers[0].title], rows) for title, answers in answers_of.items()]
     known = sum(bool(usable_golds(row["answers"])) for row in rows)

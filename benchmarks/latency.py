@@ -22,7 +22,7 @@ from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, counted, describe_m
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length
 from ..evaluation.analyses.speed import LATENCY_REPORT, first_token_table
-from ..evaluation.settings import split_rates
+from ..evaluation.settings import split_tokens_per_slot
 from ..kv_cache_arcaligner import cache_of
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -34,8 +34,8 @@ from .arms import (
     join_rows,
     load_models,
     make_arms,
-    pick_rows,
     quartiles,
+    select_rows,
     time_rounds,
 )
 
@@ -46,14 +46,14 @@ def measure_size(
     processor: ArcAlignerProcessor,
     rows: list[Row],
     k: int,
-    rate: int | str,
+    tokens_per_slot: int | str,
     seconds: float,
 ) -> dict[str, Any]:
     """All numbers of a question about `k` passages at these tokens per slot; `models` are those of [`load_models`]."""
     aligner, base = models
-    row = join_rows(pick_rows(rows, processor, k))
-    text, slots = both_prompts(aligner, processor, row, rate)
-    num_tokens = text.whole["input_ids"].shape[1]
+    row = join_rows(select_rows(rows, processor, k))
+    text, slots = both_prompts(aligner, processor, row, tokens_per_slot)
+    num_tokens = text.full["input_ids"].shape[1]
     check_length(num_tokens, f"The text of {k} passages", base.config)
     arms = make_arms(aligner, base, text, slots)
 
@@ -62,15 +62,15 @@ def measure_size(
 
     tokens = tokenize_segments(processor.tokenizer, segment(), row["passages"])
     # What has to be done for each question if embeddings are not precomputed.
-    encoder = {"segmenting": segment, "encoding": lambda: processor.slot_encoder.encode_tokens(tokens, rate)}
+    encoder = {"segmenting": segment, "encoding": lambda: processor.slot_encoder.encode_tokens(tokens, tokens_per_slot)}
     num_bytes = {name: cache_bytes(cache_of(arm())) for name, arm in arms.items()}  # this also warms up
     rounds = time_rounds(lambda number: arms | encoder, str(aligner.device), seconds)
     return {
         "k": k,
-        "tokens_per_slot": rate,
+        "tokens_per_slot": tokens_per_slot,
         "rounds": len(rounds),
         "text_tokens": num_tokens,
-        "slots": slots.whole["context_embeds"].shape[1],
+        "slots": slots.full["context_embeds"].shape[1],
         "encoder": {name: quartiles([seconds[name] for seconds in rounds]) for name in encoder},
         "arms": {name: first_tokens(rounds, name, "standard_rag") | {"cache_bytes": num_bytes[name]} for name in arms},
     }
@@ -109,7 +109,7 @@ def main(
     """Measure the time to the first token, for slots and for text."""
     numbers_of_passages = parse_sizes(sizes)
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
-    rates = split_rates(tokens_per_slot) if tokens_per_slot else [processor.tokens_per_slot]
+    compressions = split_tokens_per_slot(tokens_per_slot) if tokens_per_slot else [processor.tokens_per_slot]
     rows = read_rows(data)
     report = {
         "model": checkpoint.rstrip("/").split("/")[-1],
@@ -120,9 +120,9 @@ def main(
         "sizes": [],
     }
     models = load_models(checkpoint, getattr(torch, dtype), device)
-    for k, rate in itertools.product(numbers_of_passages, rates):
-        typer.echo(f"Measuring {counted(k, 'passage')} with `tokens_per_slot` {rate}")
-        numbers = measure_size(models, processor, rows, k, rate, seconds)
+    for k, compression in itertools.product(numbers_of_passages, compressions):
+        typer.echo(f"Measuring {counted(k, 'passage')} with `tokens_per_slot` {compression}")
+        numbers = measure_size(models, processor, rows, k, compression, seconds)
         report["sizes"].append({"dtype": dtype, **numbers})
     typer.echo("\n".join(first_token_table(report)))
     typer.echo(json.dumps(report))

@@ -57,7 +57,7 @@ async def ask_all(url: str, key: str, questions: list[str], clients: int) -> lis
             if response.is_success:
                 report = response.json()["arcaligner"]
                 answer |= {"batch_size": report["batch_size"]}
-                answer |= {"kept": report["kept"] / max(1, sum(source["read"] for source in report["sources"]))}
+                answer |= {"cached": report["num_cached"] / max(1, sum(source["used"] for source in report["sources"]))}
             answers.append(answer)
 
     async with httpx.AsyncClient(base_url=url, timeout=600, headers=headers_of(key)) as client:
@@ -93,14 +93,25 @@ def main(
         sent = [texts[(number * requests + index) % len(texts)] for index in range(requests)]
         before, began = memory(url, api_key), time.perf_counter()
         answers = asyncio.run(ask_all(url, api_key, sent, count))
-        rate = len(answers) / (time.perf_counter() - began)
+        throughput = len(answers) / (time.perf_counter() - began)
         good = [answer for answer in answers if answer["status"] == 200]
         quantiles = np.quantile([answer["seconds"] for answer in answers], (0.5, 0.95, 0.99)).tolist()
         batch = float(np.mean([answer["batch_size"] for answer in good] or [0]))
-        kept, after = float(np.mean([answer["kept"] for answer in good] or [0])), memory(url, api_key)
-        measured[count] = {"rate": rate, "seconds": quantiles, "batch": batch, "failed": len(answers) - len(good)}
-        measured[count] |= {"kept": kept, "megabytes": [before, after]}
-        row = [str(count), f"{rate:.2f}", *(f"{seconds:.2f}" for seconds in quantiles), f"{batch:.1f}", f"{kept:.0%}"]
+        cached, after = float(np.mean([answer["cached"] for answer in good] or [0])), memory(url, api_key)
+        measured[count] = {
+            "answers_per_second": throughput,
+            "seconds": quantiles,
+            "batch": batch,
+            "failed": len(answers) - len(good),
+        }
+        measured[count] |= {"cached": cached, "megabytes": [before, after]}
+        row = [
+            str(count),
+            f"{throughput:.2f}",
+            *(f"{seconds:.2f}" for seconds in quantiles),
+            f"{batch:.1f}",
+            f"{cached:.0%}",
+        ]
         rows.append([*row, f"{before:,.0f} to {after:,.0f}", str(len(answers) - len(good))])
     typer.echo("\n".join(markdown_table(columns, rows)))
     typer.echo(json.dumps({"load": measured, "machine": describe_machine()}))

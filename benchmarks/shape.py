@@ -39,7 +39,7 @@ from ..common.files import ROOT, counted, describe_machine, markdown_table, run_
 from ..encoder_arcaligner import EncodedDocuments
 from ..kv_cache_arcaligner import cache_of, join_keys_values, read_passages, read_text
 from ..modeling_arcaligner import ArcAlignerForCausalLM
-from .arms import base_of, quartiles, read, share, time_rounds, wait_for
+from .arms import base_of, prefill, quartiles, share, time_rounds, wait_for
 from .latency import parse_sizes
 from .random_models import GIB, SHAPES, build_aligner, check_fits, make_config, prefill_bytes, step_bytes
 
@@ -94,30 +94,30 @@ def slot_inputs(
 def text_arms(base: PreTrainedModel, batch: int, passages: int) -> Arms:
     """Prefill of the bare model: of text, and of the question after the cache of the same text."""
     text, num_before = text_inputs(base, batch, passages), BEFORE + passages * SENTENCES * SENTENCE
-    prefix = cache_of(read(base, {name: tensor[:, :num_before] for name, tensor in text.items()}))
+    prefix = cache_of(prefill(base, {name: tensor[:, :num_before] for name, tensor in text.items()}))
     question = text | {"input_ids": text["input_ids"][:, num_before:]}
-    return {"text": partial(read, base, text), "text_cached": lambda: read(base, question, share(prefix))}
+    return {"text": partial(prefill, base, text), "text_cached": lambda: prefill(base, question, share(prefix))}
 
 
 def slot_arms(aligner: ArcAlignerForCausalLM, batch: int, passages: int, name: str) -> Arms:
     """Three groups of arms: a prompt of slots with gates off, adaptive and always open; the question after cached
     slots; and the question after slots that are first joined from precomputed passages, as for a new combination."""
     inputs = slot_inputs(aligner, batch, passages, SLOTS[name])
-    arms = {f"{name}_{mode}": partial(read, aligner, inputs | {"gate_mode": mode}) for mode in MODES}
+    arms = {f"{name}_{mode}": partial(prefill, aligner, inputs | {"gate_mode": mode}) for mode in MODES}
     ids, mask, num_before = inputs["input_ids"], inputs["attention_mask"], BEFORE + passages * SLOTS[name]
     positions = aligner.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
     before = ids[0, :BEFORE].tolist()
-    head = read_text(aligner, before)
+    prefix = read_text(aligner, before)
     embeds = inputs["context_embeds"][0].cpu()  # (num_slots, encoder_hidden_size)
     is_separate = aligner.config.passage_attention == "separate"  # else all passages are precomputed together
-    units = embeds.split(SLOTS[name] if is_separate else len(embeds))
-    encoded = [EncodedDocuments([], unit, None, torch.zeros(len(unit)).long(), []) for unit in units]
-    parts = [[head, *read_passages(aligner, before, head, encoded, gate_mode="off")]] * batch
+    groups = embeds.split(SLOTS[name] if is_separate else len(embeds))
+    encoded = [EncodedDocuments([], group, None, torch.zeros(len(group)).long(), []) for group in groups]
+    parts = [[prefix, *read_passages(aligner, before, prefix, encoded, gate_mode="off")]] * batch
     join = partial(join_keys_values, parts, aligner.config.text_config, aligner.config.passage_alignment)
     question = {"input_ids": ids[:, num_before:], "position_ids": positions[:, num_before:], "attention_mask": mask}
     cached = join()
-    arms[f"{name}_cached"] = lambda: read(aligner, question, share(cached))
-    arms[f"{name}_joined"] = lambda: read(aligner, question, join())
+    arms[f"{name}_cached"] = lambda: prefill(aligner, question, share(cached))
+    arms[f"{name}_joined"] = lambda: prefill(aligner, question, join())
     return arms
 
 

@@ -1,18 +1,18 @@
 """vLLM with slots, vLLM with the same passages as text, and the engine of this project, on the same cores.
 
     python -m arcaligner.benchmarks.vllm --output FOLDER [--sizes 5,20] [--clients 1,8,32] [--batches 5:12,20:6]
-        [--arms slots,own]
+        [--arms slots,pytorch]
 
     slots      vLLM with the slots of precomputed passages; requests go directly to vLLM
     front      the same behind the project's server engine, which finds the files and computes the answerability
     text       vLLM with the passages' text and prefix caching, which helps if prompts begin with the same text
-    own        the engine of this project, with the slots of precomputed passages
+    pytorch    the engine of this project, with the slots of precomputed passages
 
 Each question has a different combination of precomputed passages, among them the one that answers it. All arms answer
 the same questions, in turns. Measured are the seconds to the first token, the answers per second, and the seconds of
 processor time for an answer, which are more reliable on a shared machine. Set OMP_NUM_THREADS=1, because waiting
-threads count as well. Copy-biased decoding is off and all passages are used, so that `slots`, `front` and `own` give
-the same answers.
+threads count as well. Copy-biased decoding is off and all passages are used, so that `slots`, `front` and `pytorch`
+give the same answers.
 
 First, batches of questions are measured that arrive together and get one token each: the seconds until all of them have
 it. For these batches, not even the beginning of a prompt of text is in vLLM's prefix cache.
@@ -47,7 +47,7 @@ from ..common.files import (
     write_whole,
 )
 from ..common.rows import Row, read_rows
-from ..kv_cache_arcaligner import entry_shape
+from ..kv_cache_arcaligner import ALONE, entry_shape
 from ..loading_arcaligner import resolve_model
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..pipeline_arcaligner import ArcAlignerPipeline
@@ -55,7 +55,7 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.prompts import text_ids
 from .latency import parse_sizes
 
-ARMS = ("slots", "front", "text", "own")
+ARMS = ("slots", "front", "text", "pytorch")
 NEW_TOKENS = 16
 LIMITS = Limits(max_slots=8192, seconds=3600.0)
 
@@ -69,63 +69,63 @@ class Arms:
         checkpoint: str,
         python: str,
         folder: Path,
-        rate: int | str,
+        tokens_per_slot: int | str,
         options: list[str],
         dtype: str,
         names: list[str],
     ):
         model = ArcAlignerForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
         self.processor = ArcAlignerProcessor.from_pretrained(checkpoint)
-        self.model, self.rate = model, rate
+        self.model, self.tokens_per_slot = model, tokens_per_slot
         ask = ArcAlignerPipeline(model=model, processor=self.processor, task="text-generation")
-        settings = {"max_passages": 100, "tokens_per_slot": rate, "limits": LIMITS, "prefix_bytes": 2**32}
-        self.own = Engine(ask, folder=folder, **settings)
+        settings = {"max_passages": 100, "tokens_per_slot": tokens_per_slot, "limits": LIMITS, "prefix_bytes": 2**32}
+        self.engine = Engine(ask, folder=folder, **settings)
         base_model = resolve_model(model.config.base_model_name_or_path)
         self.vllm = VllmProcess(python, base_model, folder, ["--dtype", dtype, *options])
         self.front = VllmEngine(ask, vllm=self.vllm, folder=folder, **settings)
         self.front.warm_up()
-        self.end = torch.as_tensor(model.generation_config.eos_token_id).reshape(-1).tolist()
-        known: dict[str, Callable] = {
-            "slots": lambda rows, *how: self._ask_vllm([self.slots_body(row) for row in rows], *how),
-            "front": lambda rows, *how: self._ask_engine(self.front, rows, *how),
-            "text": lambda rows, *how: self._ask_vllm([self.text_body(row) for row in rows], *how),
-            "own": lambda rows, *how: self._ask_engine(self.own, rows, *how),
+        self.end_ids = torch.as_tensor(model.generation_config.eos_token_id).reshape(-1).tolist()
+        arms: dict[str, Callable] = {
+            "slots": lambda rows, *args: self._ask_vllm([self.slots_body(row) for row in rows], *args),
+            "front": lambda rows, *args: self._ask_engine(self.front, rows, *args),
+            "text": lambda rows, *args: self._ask_vllm([self.text_body(row) for row in rows], *args),
+            "pytorch": lambda rows, *args: self._ask_engine(self.engine, rows, *args),
         }
-        self.by_name = {name: known[name] for name in names}
+        self.by_name = {name: arms[name] for name in names}
 
     def processor_seconds(self, name: str) -> float:
         """Seconds of processor time so far of the processes of an arm: vLLM's, or this one, or both."""
-        seconds = time.process_time() if name in ("front", "own") else 0.0
-        if name == "own":
+        seconds = time.process_time() if name in ("front", "pytorch") else 0.0
+        if name == "pytorch":
             return seconds
         root = psutil.Process(self.vllm.process.pid)
         return seconds + sum(sum(process.cpu_times()[:2]) for process in [root, *root.children(recursive=True)])
 
     def close(self) -> None:
-        self.own.close()
+        self.engine.close()
         self.front.close()
 
     def slots_body(self, row: Row) -> dict[str, Any]:
         question = (
             row["question"] if self.processor.chat_template is None else [{"role": "user", "content": row["question"]}]
         )
-        (files,) = self.front.store.prefix_files(question, row["passages"], tokens_per_slot=self.rate)
+        (files,) = self.front.store.prefix_files(question, row["passages"], tokens_per_slot=self.tokens_per_slot)
         return slots_request(files)
 
     def precompute(self, row: Row) -> None:
         """Cache what each arm may have precomputed for passages of a corpus: their slots, their keys and values, and
         the words that answerability compares. No request is sent, so that vLLM has no prefix of them."""
         self.slots_body(row)
-        for engine in (self.front, self.own):
+        for engine in (self.front, self.engine):
             # An engine looks passages up by their slots, not by their text.
-            engine._read([request := self.request(row)])
+            engine._set_passages(ALONE, [request := self.request(row)])
             engine.store.prefix_files(engine._chat(request), **request.passages.inputs)
         maxsim_score(self.processor, row["question"], row["passages"])
 
     def request(self, row: Row, new_tokens: int = NEW_TOKENS) -> Request:
         """A request with a question, at the tokens per slot that all arms use."""
         chat = [{"role": "user", "content": row["question"]}]
-        settings = {"tokens_per_slot": self.rate, "max_passages": 100, "copy_bonus": 0.0}
+        settings = {"tokens_per_slot": self.tokens_per_slot, "max_passages": 100, "copy_bonus": 0.0}
         return Request(chat, row["passages"], max_new_tokens=new_tokens, **settings)
 
     def text_body(self, row: Row) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class Arms:
                 while waiting:
                     number, body = waiting.pop()
                     body = body | {"model": self.front.model_name, "max_tokens": new_tokens, "temperature": 0}
-                    body |= {"stream": True, "stop_token_ids": self.end}
+                    body |= {"stream": True, "stop_token_ids": self.end_ids}
                     began, first, text = time.perf_counter(), 0.0, ""
                     async with client.stream("POST", "/v1/completions", json=body) as response:
                         if response.status_code != 200:
@@ -210,13 +210,13 @@ def measure(
             measured[name]["used"].append(arms.processor_seconds(name) - used)
             measured[name]["first"] += [seconds for seconds, _ in answers]
             measured[name]["answers"] += [text for _, text in answers]
-    engine_answers = measured["own"]["answers"] if "own" in measured else None
+    engine_answers = measured["pytorch"]["answers"] if "pytorch" in measured else None
     report = {
         name: {
             "answers_per_second": requests * rounds / sum(values["seconds"]),
             "processor_seconds": sum(values["used"]) / (requests * rounds),
             "first_token": float(np.median(values["first"])),
-            "same_as_own": None
+            "same_as_pytorch": None
             if engine_answers is None
             else float(np.mean(np.array(values["answers"]) == np.array(engine_answers))),
         }
@@ -252,8 +252,8 @@ def measure_first_tokens(
 def parse_arms(names: str) -> list[str]:
     """Parse the names of arms.
 
-    >>> parse_arms("slots, own")
-    ['slots', 'own']
+    >>> parse_arms("slots, pytorch")
+    ['slots', 'pytorch']
     """
     arms = [arm.strip() for arm in names.split(",")]
     if unknown := [arm for arm in arms if arm not in ARMS]:
@@ -300,17 +300,17 @@ def main(
     """Measure vLLM with slots, vLLM with text, and the engine of this project, in turns."""
     if (python := find_vllm()) is None:
         raise ImportError("vLLM is not installed. Run `make vllm`, or set ARCALIGNER_VLLM to a Python that has it.")
-    chosen, together = parse_arms(names), parse_batches(batches)
+    arm_names, batch_sizes = parse_arms(names), parse_batches(batches)
     rows, measured, first_tokens, number = list(read_rows(data)), [], [], 0
     output.mkdir(parents=True, exist_ok=True)
     columns = ["Passages", "Clients", "Arm", "First token, s", "Answers/s", "Processor time per answer, s"]
-    columns += ["Same answers as `own`"]
+    columns += ["Same answers as `pytorch`"]
     with temporary_folder(output, ".passages-") as folder:
-        arms = Arms(checkpoint, python, folder, tokens_per_slot, vllm_options.split(), dtype, chosen)
+        arms = Arms(checkpoint, python, folder, tokens_per_slot, vllm_options.split(), dtype, arm_names)
         try:
             for arm in arms.by_name.values():
                 arm([draw(rows, 2, 0), draw(rows, 2, 1)], 2)  # warms up
-            for size, questions in together:
+            for size, questions in batch_sizes:
                 first_tokens.append(measure_first_tokens(arms, rows, size, questions, rounds, number))
                 number += questions * rounds
                 lines = [
@@ -327,7 +327,7 @@ def main(
                     lines = [
                         [size, count, name, f"{values['first_token']:.2f}", f"{values['answers_per_second']:.2f}"]
                         + [f"{values['processor_seconds']:.2f}"]
-                        + ["" if values["same_as_own"] is None else f"{values['same_as_own']:.0%}"]
+                        + ["" if values["same_as_pytorch"] is None else f"{values['same_as_pytorch']:.0%}"]
                         for name, values in measured[-1]["arms"].items()
                     ]
                     typer.echo("\n".join(markdown_table(columns, lines)))

@@ -42,7 +42,7 @@ async def first_token(client: httpx.AsyncClient, model: str, body: dict[str, Any
     """Seconds until the first token and until the last, and the number of chunks of the answer."""
     question = [{"role": "user", "content": "Who wrote the letter?"}]
     body = {"model": model, "messages": question, "stream": True} | body
-    began, first, pieces = time.perf_counter(), 0.0, 0
+    began, first, chunks = time.perf_counter(), 0.0, 0
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             raise ValueError(
@@ -53,8 +53,8 @@ async def first_token(client: httpx.AsyncClient, model: str, body: dict[str, Any
             if line.startswith("data: {"):
                 choices = json.loads(line.removeprefix("data: ")).get("choices", [])
                 if choices and choices[0]["delta"].get("content"):
-                    first, pieces = first or time.perf_counter() - began, pieces + 1
-    return first, time.perf_counter() - began, pieces
+                    first, chunks = first or time.perf_counter() - began, chunks + 1
+    return first, time.perf_counter() - began, chunks
 
 
 async def measure(url: str, key: str, rounds: int) -> dict[str, list[tuple[float, float, float]]]:

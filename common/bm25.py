@@ -3,7 +3,7 @@
 import sys
 from types import ModuleType
 
-_NOT_THERE = object()
+_ABSENT = object()
 
 
 def import_bm25s() -> ModuleType:
@@ -12,13 +12,13 @@ def import_bm25s() -> ModuleType:
     If JAX is installed, importing bm25s initializes it, and JAX then reserves three quarters of the GPU's memory, which
     a model in the same process needs. bm25s works with NumPy instead.
     """
-    hidden = {name: sys.modules.get(name, _NOT_THERE) for name in ("jax", "jax.lax")}
+    hidden = {name: sys.modules.get(name, _ABSENT) for name in ("jax", "jax.lax")}
     sys.modules.update(dict.fromkeys(hidden))  # `None` makes an import fail
     try:
         import bm25s
     finally:
         for name, module in hidden.items():
-            if module is _NOT_THERE:
+            if module is _ABSENT:
                 del sys.modules[name]
             else:
                 sys.modules[name] = module

@@ -62,13 +62,13 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-def counted(number: int, what: str) -> str:
+def counted(number: int, noun: str) -> str:
     """A number with its noun.
 
     >>> counted(1, "passage"), counted(2, "passage")
     ('1 passage', '2 passages')
     """
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def markdown_table(columns: Iterable[Any], rows: Iterable[Iterable[Any]] = ()) -> list[str]:
@@ -78,8 +78,8 @@ def markdown_table(columns: Iterable[Any], rows: Iterable[Iterable[Any]] = ()) -
     ['| k | ms |', '|---|---|', '| 1 | 95 |']
     """
     columns = [*columns]
-    head, *lines = (f"| {' | '.join(map(str, row))} |" for row in (columns, *rows))
-    return [head, "|" + "---|" * len(columns), *lines]
+    header, *lines = (f"| {' | '.join(map(str, row))} |" for row in (columns, *rows))
+    return [header, "|" + "---|" * len(columns), *lines]
 
 
 def write_whole(path: str | Path, content: str | bytes | Callable[[BinaryIO], Any]) -> None:
@@ -136,7 +136,7 @@ def stable_number(key: str, modulus: int) -> int:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % modulus
 
 
-MOST_BROKEN_NAMED = 10  # broken lines of a file that are reported one by one
+MAX_BROKEN_LISTED = 10  # broken lines of a file that are reported one by one
 
 
 def read_numbered_lines(
@@ -160,7 +160,7 @@ def read_numbered_lines(
 
     def warn(number: int, what: str) -> None:
         broken.append(what)
-        if len(broken) <= MOST_BROKEN_NAMED:
+        if len(broken) <= MAX_BROKEN_LISTED:
             logger.warning("%s The line was skipped.", what)
 
     num_rows = 0
@@ -179,14 +179,14 @@ def read_numbered_lines(
             yield number, row
     if broken and not num_rows:
         raise ValueError(broken[0])
-    if (others := len(broken) - MOST_BROKEN_NAMED) > 0:
+    if (others := len(broken) - MAX_BROKEN_LISTED) > 0:
         logger.warning("%s: %s more were skipped.", path, counted(others, "broken line"))
 
 
 def _text_lines(path: str | Path) -> Iterator[bytes | str]:
     """Lines of a file, gzipped or not: bytes of UTF-8, or text if a byte order mark names another encoding."""
-    is_packed = str(path).lower().endswith(".gz")
-    with gzip.open(path, "rb") if is_packed else open(path, "rb") as file:
+    is_gzipped = str(path).lower().endswith(".gz")
+    with gzip.open(path, "rb") if is_gzipped else open(path, "rb") as file:
         try:
             encoding = encoding_of_mark(file.peek(4))
             is_utf8 = encoding in (None, "utf-8-sig")
@@ -242,28 +242,28 @@ def require_extra(extra: str, *modules: str) -> None:
 PROGRESS_SECONDS = 5.0  # between two lines of progress
 
 
-def progress_lines(what: str, total: int) -> Callable[[int], None]:
+def progress_lines(title: str, total: int) -> Callable[[int], None]:
     """Return a function that takes the number of finished items of `total`. Every few seconds it prints a line if
     standard error is a file or a pipe; a terminal shows a bar instead."""
     last = time.monotonic()
 
-    def tell(done: int) -> None:
+    def show_progress(done: int) -> None:
         nonlocal last
         if not sys.stderr.isatty() and time.monotonic() - last >= PROGRESS_SECONDS:
-            print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+            print(f"{title}: {done} of {total}", file=sys.stderr, flush=True)
             last = time.monotonic()
 
-    return tell
+    return show_progress
 
 
-def tracked(items: Sequence[Any], what: str) -> Iterator[Any]:
+def tracked(items: Sequence[Any], title: str) -> Iterator[Any]:
     """Yield `items`, with a progress bar on a terminal, or else with lines of [`progress_lines`]."""
     from rich.console import Console  # of the extra `cli`
     from rich.progress import track
 
-    tell = progress_lines(what, len(items))
-    for number, item in enumerate(track(items, what, console=Console(stderr=True), transient=True)):
-        tell(number)
+    show_progress = progress_lines(title, len(items))
+    for number, item in enumerate(track(items, title, console=Console(stderr=True), transient=True)):
+        show_progress(number)
         yield item
 
 

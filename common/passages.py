@@ -107,12 +107,12 @@ def passages_of(
     """The passages of documents, as [`cut_passages`] cuts them. The headings above a passage are part of its title."""
     passages = []
     for document in documents:
-        starts, own_title = [start for start, _ in document.sections], readable(document.title).text
+        starts, document_title = [start for start, _ in document.sections], readable(document.title).text
         cut = _cut(readable(document.text), passage_tokens, spacy_model, document.sections, tokenizer)
         for number, ((start, end), text) in enumerate(cut):
-            place = _section(starts, start)
-            name = document.sections[place][1] if place >= 0 else ""
+            section = _section(starts, start)
+            name = document.sections[section][1] if section >= 0 else ""
             page = name if isinstance(name, int) else None
-            title = own_title if page else " › ".join(filter(None, (own_title, name)))[:LONGEST_TITLE]
+            title = document_title if page else " › ".join(filter(None, (document_title, name)))[:LONGEST_TITLE]
             passages.append(Passage(document, number, start, end, text, title, page))
     return passages

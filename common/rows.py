@@ -109,21 +109,19 @@ def own_row(row: dict, index: int, *, where: str) -> Row:
         `ValueError`: a field of a different type; the message names it, its value and what is expected.
     """
 
-    def checked(place: str, value: Any, kind: type, expected: str) -> Any:
+    def checked(field: str, value: Any, kind: type, expected: str) -> Any:
         if value is not None and not isinstance(value, kind):
             shown = f"{reprlib.repr(value)} ({type(value).__name__})"
-            raise ValueError(f"{where}: `{place}` is {shown}; expected {expected}.")
+            raise ValueError(f"{where}: `{field}` is {shown}; expected {expected}.")
         return kind() if value is None else value
 
     question, passages = checked("question", row.get("question"), str, "a string"), []
     answers = checked("answers", row.get("answers"), list, _LIST)
     answers = [checked(f"answers[{number}]", answer, str, "a string") for number, answer in enumerate(answers)]
     for number, passage in enumerate(checked("passages", row.get("passages"), list, _PASSAGES)):
-        place = f"passages[{number}]"
-        passage = {"text": passage} if isinstance(passage, str) else checked(place, passage, dict, _PASSAGE)
-        passages.append(
-            {key: checked(f"{place}.{key}", passage.get(key), str, "a string") for key in ("title", "text")}
-        )
+        name = f"passages[{number}]"
+        passage = {"text": passage} if isinstance(passage, str) else checked(name, passage, dict, _PASSAGE)
+        passages.append({key: checked(f"{name}.{key}", passage.get(key), str, "a string") for key in ("title", "text")})
     meta = checked("meta", row.get("meta"), dict, 'an object such as {"gold": [0]}')
     gold = checked("meta.gold", meta.get("gold"), list, "numbers of passages, from 0")
     if not all(number in range(len(passages)) for number in gold):

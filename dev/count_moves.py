@@ -99,15 +99,15 @@ def folded(walk: list[str]) -> list[str]:
     while True:
         before, period = len(walk), 1
         while 2 * period <= len(walk):
-            kept = walk[:period]
+            folded_walk = walk[:period]
             place = period
             while place < len(walk):
-                if walk[place : place + period] == kept[-period:] and place + period <= len(walk):
+                if walk[place : place + period] == folded_walk[-period:] and place + period <= len(walk):
                     place += period
                 else:
-                    kept.append(walk[place])
+                    folded_walk.append(walk[place])
                     place += 1
-            walk, period = kept, period + 1
+            walk, period = folded_walk, period + 1
         if len(walk) == before:
             return walk
 

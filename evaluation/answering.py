@@ -54,7 +54,7 @@ class Answer:
 # Prompts
 
 
-def apart_text(processor: ArcAlignerProcessor, row: Row) -> ApartText:
+def independent_text(processor: ArcAlignerProcessor, row: Row) -> ApartText:
     """The prompt with the passages' text, each tokenized separately."""
     before, after = processor.split_prompt([{"role": "user", "content": row["question"]}], add_generation_prompt=True)
     row = row | {"passages": mark_control_tokens(processor.tokenizer, row["passages"])}
@@ -75,17 +75,17 @@ def answer_text(
     processor: ArcAlignerProcessor,
     rows: list[Row],
     tokens_per_slot: int | str | None = None,
-    copies: bool = False,
+    copy_biased: bool = False,
     **settings: Any,
 ) -> list[Answer]:
     """Answer from prompts of text, with a model of transformers; an aligner acts as its backbone. `context` makes the
-    text from model, processor, a row and `tokens_per_slot`. `copies` switches on copy-biased decoding, with the words
-    of the whole passages, as in answers from slots. `settings` are those of `generate`."""
+    text from model, processor, a row and `tokens_per_slot`. `copy_biased` switches on copy-biased decoding, with the
+    words of the whole passages, as in answers from slots. `settings` are those of `generate`."""
     contexts = [context(model, processor, row, tokens_per_slot) for row in rows]
     contents = [text_prompt(row, text) for row, text in zip(rows, contexts, strict=True)]
     inputs = text_inputs(processor, contents).to(model.device)
     num_tokens = count_tokens(processor.tokenizer, contexts)
-    passages = [row["passages"] for row in rows] if copies else []
+    passages = [row["passages"] for row in rows] if copy_biased else []
     return _generate(model, processor, inputs, rows, num_tokens, passages=passages, **settings)
 
 
@@ -134,16 +134,18 @@ def answer_slots(
             layer.set_scale(ADAPTER_NAME, 1.0)
 
 
-def answer_apart(model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: None = None) -> list[Answer]:
+def answer_independent(
+    model, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: None = None
+) -> list[Answer]:
     """Answer from the text of independent passages, with a model of [`load_text_lora`] whose LoRA was trained for such
     passages (`passage_attention: separate` of `train/full_text.py`)."""
-    prompts = [apart_text(processor, row) for row in rows]
+    prompts = [independent_text(processor, row) for row in rows]
     num_tokens = [sum(map(len, prompt.passages)) for prompt in prompts]
-    return _generate(model, processor, apart_inputs(model, prompts), rows, num_tokens)
+    return _generate(model, processor, independent_inputs(model, prompts), rows, num_tokens)
 
 
 @torch.inference_mode()
-def apart_inputs(model, prompts: list[ApartText]) -> dict[str, Any]:
+def independent_inputs(model, prompts: list[ApartText]) -> dict[str, Any]:
     """Inputs for `generate`: prompts (batch, seq_len), left-padded, with the keys and values of all tokens but the last
     one in the cache."""
     check_can_separate(model.config)
@@ -174,7 +176,7 @@ def answer_compressed(
     # Imported here and below, because the module imports TRL, which is slow, and only these methods need it.
     from ..train.cocom import CocomCollator
 
-    prompts = [apart_text(processor, row)._asdict() for row in rows]
+    prompts = [independent_text(processor, row)._asdict() for row in rows]
     device, pad = model.compression_token.device, processor.tokenizer.pad_token_id or 0
     batch = CocomCollator(pad, model.tokens_per_slot, padding_side="left")(prompts)
     batch = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
@@ -193,11 +195,11 @@ def answer_compressed(
 def _generate(model, processor, inputs, rows: list[Row], context_tokens: list[int], **settings: Any) -> list[Answer]:
     """Greedy answers to left-padded prompts, `input_ids` (batch, seq_len); `settings` are those of
     `greedy_answers`."""
-    texts, sure = greedy_answers(model, processor, inputs, **settings)
+    texts, answerabilities = greedy_answers(model, processor, inputs, **settings)
     prompts = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
     prompt_ids = [ids[is_real].tolist() for ids, is_real in prompts]
     passage_tokens = count_tokens(processor.tokenizer, [passages_text(row) for row in rows])
-    columns = zip(texts, prompt_ids, context_tokens, passage_tokens, sure, strict=True)
+    columns = zip(texts, prompt_ids, context_tokens, passage_tokens, answerabilities, strict=True)
     return [Answer(*column) for column in columns]
 
 
@@ -244,7 +246,7 @@ def in_batches(rows: list[Row], batch_size: int, run: Callable[[list[Row]], Any]
     """Run a function on batches of rows, with a progress bar. The longest passages come first, so that there is little
     padding and a lack of memory shows immediately; batches are then halved."""
     rows = sorted(rows, key=lambda row: sum(len(passage["text"]) for passage in row["passages"]), reverse=True)
-    done, tell = 0, progress_lines(title, len(rows))
+    done, show_progress = 0, progress_lines(title, len(rows))
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task(title, total=len(rows))
 
@@ -258,7 +260,7 @@ def in_batches(rows: list[Row], batch_size: int, run: Callable[[list[Row]], Any]
             else:
                 done += len(batch)
                 progress.update(bar, completed=done)
-                tell(done)
+                show_progress(done)
                 continue
             # After the `except` block, where no reference to the tensors of the failed batch remains.
             batch_size = len(batch) // 2

@@ -28,7 +28,7 @@ from .metrics import METRICS, contains_match
 from .results import write_results
 from .runs import FLOOR, AnswerFile, row_digest
 from .settings import EvaluationSettings
-from .tasks import TASKS, choose_passages, with_found, wrong_passages
+from .tasks import TASKS, select_passages, with_passages, wrong_passages
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def load_rows(name: str, settings: EvaluationSettings) -> list[Row]:
     rows = TASKS[name].load(settings.data, task.num_questions)
     if task.passages == "retrieved":
         rows = retrieve(rows, settings.corpus, settings.checkpoint, task.top_k or 1)
-    rows = choose_passages(rows, task.passages, task.top_k)
+    rows = select_passages(rows, task.passages, task.top_k)
     if not any(row["passages"] for row in rows) and set(settings.methods) != {"naive"}:
         raise ValueError(
             f"{TASKS[name].title} has no passages of its own. Retrieve some with `--passages retrieved --corpus "
@@ -96,7 +96,7 @@ def retrieve(rows: list[Row], corpus: str, checkpoint: str, top_k: int) -> list[
     retriever = Retriever(Corpus(corpus), ArcAlignerProcessor.from_pretrained(checkpoint))
     num_passages = max(top_k, MIN_CANDIDATES)
     return [
-        with_found(row, retriever(row["question"], num_passages).documents[:top_k])
+        with_passages(row, retriever(row["question"], num_passages).documents[:top_k])
         for row in tracked(rows, "searching")
     ]
 
@@ -128,18 +128,18 @@ def answer_batch(
 
 def task_settings(task: str, settings: EvaluationSettings) -> dict[str, Any]:
     """The settings that answers to a task depend on, whatever the method."""
-    chosen, machine = settings.tasks[task], describe_machine(settings.device)
+    options, machine = settings.tasks[task], describe_machine(settings.device)
     device = machine["device"] if machine["device"] != "cpu" else f"{machine['cores']} cores of {machine['cpu']}"
     keys = {
-        "passages": chosen.passages,
-        "top_k": chosen.top_k,
-        "about": chosen.about,
+        "passages": options.passages,
+        "top_k": options.top_k,
+        "about": options.about,
         "max_new_tokens": MAX_NEW_TOKENS,
         "dtype": str(default_dtype(settings.device)),
         "batch_size": settings.batch_size,
         "machine": f"{device}, torch {machine['torch']}",
     }
-    if chosen.passages == "retrieved":
+    if options.passages == "retrieved":
         keys["corpus"] = settings.corpus
     return keys
 

@@ -109,11 +109,11 @@ def judge_answers(judge: Judge, rows: Sequence[Row], file: AnswerFile, again: bo
             if reply is not None:
                 verdict = {"prompt": digest(prompt), "verdict": parse_verdict(reply), "reply": reply}
                 file.append([{"id": row_id, **verdict}])
-    said = [*read_verdicts(file, rows).values()]
-    if count := said.count(UNREADABLE):
+    verdicts = [*read_verdicts(file, rows).values()]
+    if count := verdicts.count(UNREADABLE):
         logger.warning(
             "%s: %d of %d replies begin with neither yes nor no. These answers count as wrong.",
-            *(file.path, count, len(said)),
+            *(file.path, count, len(verdicts)),
         )
 
 
@@ -126,9 +126,10 @@ def judge_run(run: Path, endpoint: ChatEndpoint, again: bool = False) -> list[st
     cells = []
     for file, answers in rows.items():
         judge_answers(endpoint, answers, verdicts := verdict_file(file, endpoint.model), again)
-        scores, said = [*judged_scores(file, endpoint.model).values()], [*read_verdicts(verdicts, answers).values()]
+        scores = [*judged_scores(file, endpoint.model).values()]
+        by_answer = [*read_verdicts(verdicts, answers).values()]
         shown = shown_interval(percent_interval(scores)) if scores else "-"
-        cells.append([file.task, file.method, shown, len(scores), said.count(UNREADABLE), said.count(None)])
+        cells.append([file.task, file.method, shown, len(scores), by_answer.count(UNREADABLE), by_answer.count(None)])
     columns = ("Task", "Method", f"Acc, judged by {endpoint.model}", "Judged", "Unreadable", "Unjudged")
     return markdown_table(columns, cells)
 
@@ -223,7 +224,7 @@ def judge_people(
     verdicts = read_verdicts(file, rows)
     judged = [(verdict == YES, ok) for verdict, ok in zip(verdicts.values(), human, strict=True) if verdict is not None]
     agreements = {name: agreement(*map(list, zip(*judged, strict=True))) if judged else agreement([], [])}
-    agreements |= {other: agreement(said[:number], human) for other, said in others.items()}
+    agreements |= {other: agreement(theirs[:number], human) for other, theirs in others.items()}
     for title, metric in STRING_METRICS.items():
         agreements[title] = agreement([metric(row["prediction"], row["answers"]) >= 0.5 for row in rows], human)
     cells = []

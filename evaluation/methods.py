@@ -33,8 +33,8 @@ from ..segmentation_arcaligner import tokenize_segments
 from ..train.prompts import passages_text
 from .answering import (
     Answer,
-    answer_apart,
     answer_compressed,
+    answer_independent,
     answer_slots,
     answer_text,
     count_tokens,
@@ -47,10 +47,10 @@ from .answering import (
 _CONFIGS = ("config.json", "adapter_config.json", "processor_config.json")
 LLMLINGUA2 = "microsoft/llmlingua-2-xlm-roberta-large-meetingbank"
 CHECKPOINT_FILES = ("*.safetensors", *_CONFIGS, "chat_template.jinja")
-RATE = 1 / 3  # the share of tokens that LLMLingua keeps, as in the paper
+LLMLINGUA_SHARE = 1 / 3  # the share of tokens that LLMLingua keeps, as in the paper
 LORA_POSITIONS = {"all_positions": "all", "slot_positions": "slots"}  # which checkpoints in these fields must have
 COMPRESSORS = ("cocom_x4", "cocom_x16")  # fields of `Checkpoints`
-TEXT_READERS, PROJECTORS = ("full_text_lora", "text_apart"), ("xrag", "projector_only")  # fields of `Checkpoints`
+TEXT_READERS, PROJECTORS = ("full_text_lora", "text_independent"), ("xrag", "projector_only")  # fields of `Checkpoints`
 TOP_RANKED = partial(answer_slots, gate_mode="off", max_passages=1)
 AS_NEEDED = partial(answer_slots, gate_mode="off", as_needed=True)
 WEIGHTED = partial(answer_slots, gate_mode="off", max_passages=1000)  # more than any question has
@@ -58,13 +58,17 @@ _NO_LLMLINGUA = "the package llmlingua is not installed; run `pip install llmlin
 PART_SIZE = 200  # tokens that LLMLingua scores together, the package's default
 
 
-def rate_title(tokens_per_slot: int | str) -> str:
+def compression_title(tokens_per_slot: int | str) -> str:
     """Tokens per slot as tables name them.
 
-    >>> rate_title("segment"), rate_title(4)
+    >>> compression_title("segment"), compression_title(4)
     ('one slot per segment', '4 tokens per slot')
     """
     return "one slot per segment" if tokens_per_slot == "segment" else f"{tokens_per_slot} tokens per slot"
+
+
+# Methods of version 0.2 with their new names. Recipes, runs and results may have the old ones.
+NEW_NAMES = {"text_apart": "text_independent"}
 
 
 class MissingMethodError(Exception):
@@ -81,7 +85,7 @@ class Checkpoints:
     all_positions: str | None = None  # the control: an aligner with an ordinary LoRA, of the recipe `all_positions`
     slot_positions: str | None = None  # the aligner that the control is compared with, of the recipe `slot_positions`
     full_text_lora: str | None = None  # a LoRA of the backbone for text as input, of `train/full_text.py`
-    text_apart: str | None = None  # a LoRA for text of independent passages, of the same script
+    text_independent: str | None = None  # a LoRA for text of independent passages, of the same script
     cocom_x4: str | None = None  # a run of `train/cocom.py`, with four tokens per compression token
     cocom_x16: str | None = None  # a run of `train/cocom.py`, with sixteen tokens per compression token
     device: str = "cpu"
@@ -113,66 +117,71 @@ class Method:
     name: str  # in commands and of files
     title: str  # in tables
     answer: Callable[..., list[Answer]]  # called with model, processor, rows and `tokens_per_slot`
-    reads: str | None = None  # the field of `Checkpoints` that decides the answers, if not the backbone alone
-    made_by: str | None = None  # the command that makes such a checkpoint
-    has_rates: bool = False  # whether its name may end in a number of tokens per slot
+    # The field of `Checkpoints` that decides the answers, if not the backbone alone.
+    checkpoint_field: str | None = None
+    command: str | None = None  # the command that makes such a checkpoint
+    takes_tokens_per_slot: bool = False  # whether its name may end in a number of tokens per slot
     tokens_per_slot: int | str | None = None  # if not the checkpoint's default
-    needs: Callable[[], Any] | None = None  # loads further requirements, or raises `MissingMethodError`
+    check: Callable[[], Any] | None = None  # loads further requirements, or raises `MissingMethodError`
 
     @property
     def option(self) -> str:
         """The command-line option that names the checkpoint of this method."""
-        return f"--{self.reads}".replace("_", "-")
+        return f"--{self.checkpoint_field}".replace("_", "-")
 
-    def at_rate(self, tokens_per_slot: int | str) -> "Method":
+    def with_tokens_per_slot(self, tokens_per_slot: int | str) -> "Method":
         """The same method with other tokens per slot, under another name and title."""
         return dataclasses.replace(
             self,
             name=f"{self.name}_x{tokens_per_slot}",
-            title=f"{self.title}, {rate_title(tokens_per_slot)}",
-            reads=self.reads or "checkpoint",  # its segments and tokens decide the number of slots
+            title=f"{self.title}, {compression_title(tokens_per_slot)}",
+            # The segments and tokens of the checkpoint decide the number of slots.
+            checkpoint_field=self.checkpoint_field or "checkpoint",
             tokens_per_slot=tokens_per_slot,
         )
 
     def answer_settings(self, checkpoints: Checkpoints) -> dict[str, Any]:
         """The settings that the answers of this method depend on."""
-        path = getattr(checkpoints, self.reads or "checkpoint")
+        path = getattr(checkpoints, self.checkpoint_field or "checkpoint")
         if path is None:
-            raise MissingMethodError(f"name its checkpoint with `{self.option}`; `{self.made_by}` makes one")
+            raise MissingMethodError(f"name its checkpoint with `{self.option}`; `{self.command}` makes one")
         try:
-            weights = backbone_fingerprint(path) if self.reads is None else fingerprint(path)
+            weights = backbone_fingerprint(path) if self.checkpoint_field is None else fingerprint(path)
         except (ValueError, OSError) as error:
-            if self.made_by is None:
+            if self.command is None:
                 raise
-            message = f"there is no {path}, named with `{self.option}`; `{self.made_by}` makes one"
+            message = f"there is no {path}, named with `{self.option}`; `{self.command}` makes one"
             raise MissingMethodError(message) from error
         keys = {"weights": weights, "checkpoint": path}
         if self.tokens_per_slot is not None:
             keys["tokens_per_slot"] = self.tokens_per_slot
-            if self.reads in TEXT_READERS:
+            if self.checkpoint_field in TEXT_READERS:
                 keys["slots_of"] = fingerprint(checkpoints.checkpoint)  # decides the number of positions
         return keys
 
     def load(self, checkpoints: Checkpoints) -> Callable[[list[Row]], list[Answer]]:
         """Load the models of the method; return a function that answers rows."""
-        if self.needs is not None:
-            self.needs()
-        path, device = getattr(checkpoints, self.reads or "checkpoint"), checkpoints.device
-        if self.reads in COMPRESSORS:
+        if self.check is not None:
+            self.check()
+        path, device = getattr(checkpoints, self.checkpoint_field or "checkpoint"), checkpoints.device
+        if self.checkpoint_field in COMPRESSORS:
             model, processor = load_compressing(checkpoints.checkpoint, path, device)
-        elif self.reads in TEXT_READERS:
+        elif self.checkpoint_field in TEXT_READERS:
             model, processor = load_text_lora(checkpoints.checkpoint, path, device)
         else:
             model, processor = load_aligner(path, device)
-        if self.reads in PROJECTORS and model.config.lora_r:
+        if self.checkpoint_field in PROJECTORS and model.config.lora_r:
             raise ValueError(
                 f"{path} has a LoRA of rank {model.config.lora_r}; for `{self.option}` expected an aligner with a "
                 "projector alone, trained with `aligner: {lora_r: 0, gate_layers: []}`."
             )
-        if self.reads in LORA_POSITIONS and model.config.lora_positions != LORA_POSITIONS[self.reads]:
+        if (
+            self.checkpoint_field in LORA_POSITIONS
+            and model.config.lora_positions != LORA_POSITIONS[self.checkpoint_field]
+        ):
             raise ValueError(
                 f"{path} has `lora_positions` {model.config.lora_positions!r}; `{self.option}` needs an aligner with "
-                f"{LORA_POSITIONS[self.reads]!r}. `{self.made_by}` trains one."
+                f"{LORA_POSITIONS[self.checkpoint_field]!r}. `{self.command}` trains one."
             )
         if self.answer in (TOP_RANKED, AS_NEEDED, WEIGHTED):
             try:
@@ -211,19 +220,19 @@ def compressed(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot:
     surprising: a third of them, or with `tokens_per_slot` no more than there are slots."""
     compress, text = llmlingua_compressor(model, processor.tokenizer), passages_text(row)
     if tokens_per_slot is None:
-        return compress(text, RATE)
+        return compress(text, LLMLINGUA_SHARE)
     num_slots, (length,) = count_slots(processor, row, tokens_per_slot), count_tokens(processor.tokenizer, [text])
     return first_tokens(processor, compress(text, num_slots / length) if length > num_slots else text, num_slots)
 
 
 def count_slots(processor: ArcAlignerProcessor, row: Row, tokens_per_slot: int | str | None) -> int:
     """The number of slots of a row's passages, without encoding them. Default: the processor's tokens per slot."""
-    rate = tokens_per_slot or processor.tokens_per_slot
+    tokens_per_slot = tokens_per_slot or processor.tokens_per_slot
     segments = processor.slot_encoder.segment_documents(row["passages"])
-    if rate == "segment":
+    if tokens_per_slot == "segment":
         return max(1, len(segments))
     tokens = tokenize_segments(processor.tokenizer, segments, row["passages"])
-    return max(1, sum(len(segment.runs(rate)) for segment in tokens))
+    return max(1, sum(len(segment.runs(tokens_per_slot)) for segment in tokens))
 
 
 def first_tokens(processor: ArcAlignerProcessor, text: str, number: int) -> str:
@@ -260,13 +269,13 @@ def llmlingua_compressor(model, tokenizer) -> Callable[[str, float], str]:
     compressor.use_llmlingua2 = False
     compressor.cache_bos_num = 10
 
-    def compress(text: str, rate: float) -> str:
+    def compress(text: str, share: float) -> str:
         num_tokens = compressor.get_token_length(text, add_special_tokens=False)
         if num_tokens < 2:  # a single token has no context to predict it from
             return text
         # Equal parts, because the package does not compress a shorter last part.
         part_size = num_tokens // math.ceil(num_tokens / PART_SIZE)
-        return compressor.compress_prompt([text], rate=rate, iterative_size=part_size)["compressed_prompt"]
+        return compressor.compress_prompt([text], rate=share, iterative_size=part_size)["compressed_prompt"]
 
     return compress
 
@@ -275,7 +284,11 @@ def classified(model, processor: ArcAlignerProcessor, row: Row, tokens_per_slot:
     """The passages compressed by LLMLingua-2: the third of the words that its classifier finds most necessary."""
     compressor, text = llmlingua2_compressor(), passages_text(row)
     compressor.oai_tokenizer = processor.tokenizer  # counts tokens of a word; the package would download another one
-    return compressor.compress_prompt_llmlingua2([text], rate=RATE)["compressed_prompt"] if text.strip() else text
+    return (
+        compressor.compress_prompt_llmlingua2([text], rate=LLMLINGUA_SHARE)["compressed_prompt"]
+        if text.strip()
+        else text
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -314,14 +327,17 @@ _COCOM_16 = (
     f"{_COCOM_RUN}/cocom_pretraining.yaml {_COCOM_AT_16}_pretraining && "
     f"{_COCOM_RUN}/cocom.yaml {_COCOM_AT_16} --start_from runs/smollm2_135m/cocom_x16_pretraining"
 )
-_READER = {"reads": "full_text_lora", "made_by": _FULL_TEXT}
-_APART = {"reads": "text_apart", "made_by": _FULL_TEXT.replace("full_text.yaml", "full_text_apart.yaml")}
-_OURS = {"reads": "checkpoint", "has_rates": True}
-_PROJECTOR = {"reads": "projector_only", "made_by": f"{_TRAIN} projector_only"}
+_READER = {"checkpoint_field": "full_text_lora", "command": _FULL_TEXT}
+_INDEPENDENT = {
+    "checkpoint_field": "text_independent",
+    "command": _FULL_TEXT.replace("full_text.yaml", "full_text_apart.yaml"),
+}
+_OURS = {"checkpoint_field": "checkpoint", "takes_tokens_per_slot": True}
+_PROJECTOR = {"checkpoint_field": "projector_only", "command": f"{_TRAIN} projector_only"}
 
 
 def _control(name: str) -> dict[str, str]:
-    return {"reads": name, "made_by": f"{_TRAIN} {name}"}
+    return {"checkpoint_field": name, "command": f"{_TRAIN} {name}"}
 
 
 _WHOLE, _TRUNCATED = partial(answer_text, whole_text), partial(answer_text, truncated)
@@ -333,23 +349,32 @@ METHODS = {
         Method("naive", "Naive", partial(answer_text, no_text)),
         Method("standard_rag", "StandardRAG", _WHOLE),
         Method("full_text_lora", "StandardRAG, fine-tuned", _WHOLE, **_READER),
-        Method("full_text_copying", "StandardRAG, fine-tuned, copy-biased", partial(_WHOLE, copies=True), **_READER),
-        Method("text_apart", "StandardRAG, fine-tuned, independent passages", answer_apart, **_APART),
+        Method(
+            "full_text_copying", "StandardRAG, fine-tuned, copy-biased", partial(_WHOLE, copy_biased=True), **_READER
+        ),
+        Method("text_independent", "StandardRAG, fine-tuned, independent passages", answer_independent, **_INDEPENDENT),
         Method("truncated", "truncated text", _TRUNCATED, **_OURS),
-        Method("truncated_lora", "truncated text, fine-tuned", _TRUNCATED, has_rates=True, **_READER),
+        Method("truncated_lora", "truncated text, fine-tuned", _TRUNCATED, takes_tokens_per_slot=True, **_READER),
         Method(
             "truncated_copying",
             "truncated text, fine-tuned, copy-biased",
-            partial(_TRUNCATED, copies=True),
-            has_rates=True,
+            partial(_TRUNCATED, copy_biased=True),
+            takes_tokens_per_slot=True,
             **_READER,
         ),
-        Method("llmlingua2", "LLMLingua-2", partial(answer_text, classified), needs=lambda: llmlingua2_compressor()),
-        Method("llmlingua", "LLMLingua (scored by the base model)", partial(answer_text, compressed), has_rates=True),
-        Method("xrag", "xRAG (our training)", _ONE_PASS, reads="xrag", made_by=f"{_TRAIN} xrag"),
-        Method("cocom_x4", "COCOM x4 (our training)", answer_compressed, reads="cocom_x4", made_by=_COCOM),
-        Method("cocom_x16", "COCOM x16 (our training)", answer_compressed, reads="cocom_x16", made_by=_COCOM_16),
-        Method("projector_only", "projector only", _ONE_PASS, has_rates=True, **_PROJECTOR),
+        Method("llmlingua2", "LLMLingua-2", partial(answer_text, classified), check=lambda: llmlingua2_compressor()),
+        Method(
+            "llmlingua",
+            "LLMLingua (scored by the base model)",
+            partial(answer_text, compressed),
+            takes_tokens_per_slot=True,
+        ),
+        Method("xrag", "xRAG (our training)", _ONE_PASS, checkpoint_field="xrag", command=f"{_TRAIN} xrag"),
+        Method("cocom_x4", "COCOM x4 (our training)", answer_compressed, checkpoint_field="cocom_x4", command=_COCOM),
+        Method(
+            "cocom_x16", "COCOM x16 (our training)", answer_compressed, checkpoint_field="cocom_x16", command=_COCOM_16
+        ),
+        Method("projector_only", "projector only", _ONE_PASS, takes_tokens_per_slot=True, **_PROJECTOR),
         Method("arcaligner", "ArcAligner", answer_slots, **_OURS),
         Method("one_passage", "ArcAligner, top-ranked passage only", TOP_RANKED, **_OURS),
         Method("as_needed", "ArcAligner, one passage or two", AS_NEEDED, **_OURS),
@@ -369,37 +394,41 @@ def split_name(name: str) -> tuple[Method, int | str | None]:
     """
     A method by its name, and the tokens per slot that the name ends in.
 
-    >>> method, rate = split_name("arcaligner_x4")
-    >>> method.title, rate
+    >>> method, tokens_per_slot = split_name("arcaligner_x4")
+    >>> method.title, tokens_per_slot
     ('ArcAligner', 4)
     """
-    base, _, rate = name.rpartition("_x")
+    base, _, number = name.rpartition("_x")
     if name in METHODS:
         return METHODS[name], None
-    if base in METHODS and METHODS[base].has_rates and (rate == "segment" or (rate.isdecimal() and int(rate))):
-        return METHODS[base], rate if rate == "segment" else int(rate)
-    rates = ", ".join(method.name for method in METHODS.values() if method.has_rates)
+    if (
+        base in METHODS
+        and METHODS[base].takes_tokens_per_slot
+        and (number == "segment" or (number.isdecimal() and int(number)))
+    ):
+        return METHODS[base], number if number == "segment" else int(number)
+    names = ", ".join(method.name for method in METHODS.values() if method.takes_tokens_per_slot)
     raise ValueError(
         f"There is no method {name!r}; expected one of {', '.join(METHODS)}. These may end in tokens per slot, as in "
-        f"`arcaligner_x4` or `arcaligner_xsegment`: {rates}."
+        f"`arcaligner_x4` or `arcaligner_xsegment`: {names}."
     )
 
 
 def find_method(name: str) -> Method:
     """A method by its name, which may end in tokens per slot."""
-    method, rate = split_name(name)
-    return method if rate is None else method.at_rate(rate)
+    method, tokens_per_slot = split_name(name)
+    return method if tokens_per_slot is None else method.with_tokens_per_slot(tokens_per_slot)
 
 
-def reads_aligner(name: str) -> bool:
+def depends_on_aligner(name: str) -> bool:
     """Whether a method's answers depend on the aligner's weights. Answers from text that is cut to the length of slots
     do not: they depend on sentence boundaries and tokens, which weights do not change."""
     method, _ = split_name(name)
-    return method.reads == "checkpoint" and method.answer is not _TRUNCATED
+    return method.checkpoint_field == "checkpoint" and method.answer is not _TRUNCATED
 
 
 def sort_key(name: str) -> tuple[int, float]:
     """The order of names in tables: that of `METHODS`, each method first without and then with a number of tokens per
     slot."""
-    method, rate = split_name(name)
-    return list(METHODS).index(method.name), {None: 0.0, "segment": float("inf")}.get(rate, rate)
+    method, tokens_per_slot = split_name(name)
+    return list(METHODS).index(method.name), {None: 0.0, "segment": float("inf")}.get(tokens_per_slot, tokens_per_slot)

@@ -39,7 +39,7 @@ from .results import PAPER, evidence, method_titles, summarize, table
 from .retrieval import RetrievalSettings, recall_table, retrieve
 from .runs import AnswerFile
 from .settings import EvaluationSettings
-from .tasks import TASKS, choose_passages, wrong_passages
+from .tasks import TASKS, select_passages, wrong_passages
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class Reproduction:
         retrieved, self.recalls[name] = retrieve(
             self.retrieval, name, rows, self.settings.output / "retrieved", str(settings.data or ""), settings.device
         )
-        return choose_passages(retrieved, "given", settings.tasks[name].top_k or 1)
+        return select_passages(retrieved, "given", settings.tasks[name].top_k or 1)
 
     def judge(self, run: Path) -> None:
         """Judge the answers of a run that have no verdict yet, if the endpoint of the judge is named."""
@@ -173,13 +173,13 @@ class Reproduction:
         if of.endpoint is not None:
             logger.info("\n".join(judge_run(run, ChatEndpoint(of.judge, of.endpoint))))
 
-    def kept(self, name: str, made_of: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The numbers of a step. They are computed by `make`, and cached until its inputs `made_of` change."""
-        path, key = self.folder / f"{name}.json", digest(made_of)
+    def cached(self, name: str, inputs: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The numbers of a step. They are computed by `make`, and cached until its `inputs` change."""
+        path, key = self.folder / f"{name}.json", digest(inputs)
         if path.is_file():
-            cached = json.loads(path.read_text(encoding="utf-8"))
-            if cached["made_of"] == key:
-                return cached["numbers"]
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            if stored["made_of"] == key:
+                return stored["numbers"]
         numbers = make()
         write_whole(path, json.dumps({"made_of": key, "numbers": numbers}, indent=1, ensure_ascii=False))
         return numbers
@@ -230,17 +230,17 @@ class Reproduction:
 
     def backbones(self) -> Path:
         """Figure "Accuracy across different backbone language models"."""
-        chosen = {self.settings.reproduce.backbone: self.settings} | {
+        settings_of = {self.settings.reproduce.backbone: self.settings} | {
             title: replace(self.settings, checkpoint=checkpoint, output=self.settings.output / "backbones" / title)
             for title, checkpoint in self.settings.reproduce.backbones.items()
         }
         sets_of_backbone = {}
-        for title, settings in chosen.items():
+        for title, settings in settings_of.items():
             methods = ["naive", "standard_rag", f"arcaligner{self.suffix(settings.checkpoint)}"]
             sets_of_backbone[title] = self.answer(settings, FOUR, methods)
         lines, figure = backbones_part(sets_of_backbone)
         for title, sets in sets_of_backbone.items():
-            lines += ["", f"**{title}**", "", *footnote_of(sets, chosen[title])]
+            lines += ["", f"**{title}**", "", *footnote_of(sets, settings_of[title])]
         return self.write("backbones", TITLES["backbones"], lines, figure)
 
     def perplexity(self) -> Path:
@@ -258,9 +258,9 @@ class Reproduction:
         rows = self.held_out()
         wanted = {perplexity.BASE: next(iter(wanted.values()))} | wanted
         for title, path in wanted.items():
-            made_of = [fingerprint(path), digest([row["passages"] for row in rows]), title == perplexity.BASE]
+            inputs = [fingerprint(path), digest([row["passages"] for row in rows]), title == perplexity.BASE]
             slug = title.lower().replace("/", "_").replace(" ", "_")
-            arms[title] = self.kept(f"perplexity_{slug}", made_of, lambda p=path, t=title: self._arm(p, t, rows))
+            arms[title] = self.cached(f"perplexity_{slug}", inputs, lambda p=path, t=title: self._arm(p, t, rows))
         lines = perplexity.perplexity_table(arms)
         return self.write("perplexity", TITLES["perplexity"], lines, perplexity.draw_perplexity(arms))
 
@@ -289,10 +289,10 @@ class Reproduction:
             except (FileNotFoundError, OSError) as error:
                 self.skip(TASKS[name].title, error)
                 continue
-            made_of = [fingerprint(settings.checkpoint), digest([[row["id"], row["passages"]] for row in rows])]
+            inputs = [fingerprint(settings.checkpoint), digest([[row["id"], row["passages"]] for row in rows])]
             count = (model, processor, rows, settings.batch_size, TASKS[name].title, "segment")
-            sets[TASKS[name].title] = self.kept(
-                f"gates_{name}", made_of, lambda of=count: gates.summarize_loops(gates.count_loops(*of))
+            sets[TASKS[name].title] = self.cached(
+                f"gates_{name}", inputs, lambda of=count: gates.summarize_loops(gates.count_loops(*of))
             )
         lines = [
             "Mean passes of a slot at each layer (*loops* in the figure). At layers without a row, every slot takes "
@@ -333,7 +333,7 @@ class Reproduction:
                 for name, entry in self.answer(ratio_settings, tasks, [method]).items():
                     points.setdefault(name, {})[title] = entry["methods"][method]
         else:
-            methods = [f"arcaligner_x{rate}" for rate in of.rates]
+            methods = [f"arcaligner_x{compression}" for compression in of.tokens_per_slot]
             for name, entry in self.answer(self.settings, tasks, methods).items():
                 points[name] = {find_method(method).title: numbers for method, numbers in entry["methods"].items()}
         how = (
@@ -375,8 +375,8 @@ TITLES = {
     "cases": "Case studies: the passes of each slot",
 }
 PARTS: dict[str, Callable[[Reproduction], Path]] = {
-    "table1": lambda made: made.main_table("table1", TITLES["table1"], FIRST),
-    "table2": lambda made: made.main_table("table2", TITLES["table2"], SECOND),
+    "table1": lambda reproduction: reproduction.main_table("table1", TITLES["table1"], FIRST),
+    "table2": lambda reproduction: reproduction.main_table("table2", TITLES["table2"], SECOND),
     "recall": Reproduction.recall,
     "ablation": Reproduction.ablation,
     "backbones": Reproduction.backbones,
@@ -389,7 +389,7 @@ PARTS: dict[str, Callable[[Reproduction], Path]] = {
 ALL = "all"
 
 
-def reproduce(what: str, made: Reproduction) -> list[Path]:
+def reproduce(part: str, reproduction: Reproduction) -> list[Path]:
     """
     Make a part of the paper, or with `"all"` every part that can be made on this machine. Return the pages.
 
@@ -397,15 +397,15 @@ def reproduce(what: str, made: Reproduction) -> list[Path]:
         `ValueError`: an unknown part, or one whose models or data are not on this machine. With `"all"` such a part is
             named in the log, and the others are made.
     """
-    if what != ALL and what not in PARTS:
-        raise ValueError(f"There is no part {what!r} of the paper; expected one of {', '.join(PARTS)}, or {ALL}.")
+    if part != ALL and part not in PARTS:
+        raise ValueError(f"There is no part {part!r} of the paper; expected one of {', '.join(PARTS)}, or {ALL}.")
     pages = []
-    for name in PARTS if what == ALL else [what]:
-        made.skipped = {}
+    for name in PARTS if part == ALL else [part]:
+        reproduction.skipped = {}
         try:
-            pages.append(PARTS[name](made))
+            pages.append(PARTS[name](reproduction))
         except (MissingPartError, MissingMethodError, ValueError, OSError) as error:
-            if what != ALL:
+            if part != ALL:
                 raise ValueError(f"{name}: {error}") from error
             logger.warning("left out %s: %s", name, error)
     if not pages:
@@ -561,9 +561,9 @@ def ratios_part(points: dict[str, dict[str, dict[str, Any]]]) -> tuple[list[str]
     return markdown_table(columns, rows), draw_ratios(points)
 
 
-def published_ratios(results: dict[str, Any], rates: Sequence[int | str]) -> tuple[list[str], Figure]:
-    """The figure of ratios for the results of the shipped aligner, at the default and at these `rates`."""
-    methods = ["arcaligner", *(f"arcaligner_x{rate}" for rate in rates)]
+def published_ratios(results: dict[str, Any], compressions: Sequence[int | str]) -> tuple[list[str], Figure]:
+    """The figure of ratios for the results of the shipped aligner, at the default and at these `compressions`."""
+    methods = ["arcaligner", *(f"arcaligner_x{compression}" for compression in compressions)]
     points = {
         name: {find_method(method).title: results["sets"][name]["methods"][method] for method in methods}
         for name in _titles_in(results, FOUR, methods)
@@ -609,8 +609,8 @@ def _paper_title(named: str) -> str:
     >>> _paper_title("xRAG"), _paper_title("COCOM x4"), _paper_title("Naive")
     ('xRAG, x128', 'COCOM x4', 'Naive')
     """
-    rate = PAPER["rates"].get(named)
-    return named if rate is None or named.endswith(f"x{rate}") else f"{named}, x{rate}"
+    compression = PAPER["rates"].get(named)
+    return named if compression is None or named.endswith(f"x{compression}") else f"{named}, x{compression}"
 
 
 def _ours(entry: dict[str, Any], method: str) -> str:
@@ -627,8 +627,8 @@ def costs(sets: dict[str, Any]) -> list[str]:
     """Markdown lines: each F1 with the wrong-passage floor, the retention and the measured compression."""
 
     def cell(entry: dict, method: str) -> str | None:
-        shown, rate = evidence(entry, method), entry["methods"].get(method, {}).get("compression_rate")
-        return shown if shown is None or rate is None else f"{shown}, x{rate:.1f}"
+        shown, compression = evidence(entry, method), entry["methods"].get(method, {}).get("compression_rate")
+        return shown if shown is None or compression is None else f"{shown}, x{compression:.1f}"
 
     if sets and not any("full_text_lora" in entry["methods"] for entry in sets.values()):
         text = (

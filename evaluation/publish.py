@@ -5,7 +5,7 @@
     python -m arcaligner.evaluation.publish     # writes the same pages again from the published numbers
 
 No number between the marks is typed by hand: each comes from the run's answers, the checkpoint's `results.json`, or the
-reports of `python -m arcaligner.benchmarks.latency` and `kept`.
+reports of `python -m arcaligner.benchmarks.latency` and `cached_passages`.
 """
 
 import json
@@ -20,19 +20,19 @@ from matplotlib.figure import Figure
 from ..common.files import DEFAULT_CHECKPOINT, ROOT, markdown_table, printable, run_command, write_whole
 from ..configuration_arcaligner import DEFAULT_BASE_MODEL, ArcAlignerConfig
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..share.hub import RESULTS_FILE, asked_enough, write_model_card
-from .analyses.figures import draw_rates, draw_speed, save_figure
+from ..share.hub import RESULTS_FILE, with_enough_questions, write_model_card
+from .analyses.figures import draw_compressions, draw_speed, save_figure
 from .analyses.speed import (
-    KEPT_REPORT,
+    CACHED_REPORT,
     LATENCY_REPORT,
     SHORT_PASSAGES,
     TOP_RANKED,
+    cached_passages_table,
     find_size,
     first_token_ms,
     first_token_table,
-    kept_lines,
 )
-from .methods import find_method, fingerprint, reads_aligner, sort_key
+from .methods import NEW_NAMES, depends_on_aligner, find_method, fingerprint, sort_key
 from .paper import FIRST, SECOND, TITLES, published_backbone, published_ratios, published_table
 from .results import MAIN, read_results, results_page, write_results
 from .runs import FLOOR, answer_files
@@ -52,7 +52,7 @@ COMPARED = (
     ("**slots, two tokens each**", "arcaligner"),
     ("the whole text, after fine-tuning on questions with their text", "full_text_lora"),
 )
-# Of the README's table, by rate: what the model is given, tokens per position, the method, and the timed arms of
+# Of the README's table, by compression: what the model is given, tokens per position, the method, and the timed arms of
 # `latency.json` and `kept.json`. Copy-biased decoding is on where it helps, which is everywhere except for whole text.
 README_ROWS = (
     ("whole text, not fine-tuned", "1", "standard_rag", "text", "text_same_set"),
@@ -69,7 +69,7 @@ README_ROWS = (
 ANSWERS_PER_SET = 13
 # Parts of the paper whose pages are in `docs/paper.md` as `reproduce` writes them. Others come from the results.
 REPRODUCED = ("ablation", "perplexity", "gates", "categories", "cases")
-RATES = (4, 8, "segment")  # of the shipped aligner in the figure of ratios, next to its own
+COMPRESSIONS = (4, 8, "segment")  # of the shipped aligner in the figure of ratios, next to its own
 _PICTURE = re.compile(r"\]\((\w+\.svg)\)")
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&])")  # what could become structure of a page
 MARKS = "<!-- {}: evaluation/publish.py -->", "<!-- end of {} -->"  # of a part of a page, by its name
@@ -105,24 +105,24 @@ def publish(
         write_reproduced(reproduced)
     results = read_results(checkpoint / RESULTS_FILE)
     published = DOCS / "figures"
-    for name in (LATENCY_REPORT, KEPT_REPORT):  # a report that was not measured again remains
+    for name in (LATENCY_REPORT, CACHED_REPORT):  # a report that was not measured again remains
         if (figures / name).exists():
             write_whole(published / name, (figures / name).read_bytes())
     latency = read_json(published / LATENCY_REPORT)
-    save_figure(published / "rates.svg", draw_rates(asked_enough(results["sets"])))
+    save_figure(published / "rates.svg", draw_compressions(with_enough_questions(results["sets"])))
     save_figure(
         published / "f1_of_speed.svg", draw_speed(latency, {name: results["sets"][name] for name in README_SETS})
     )
-    kept = read_json(published / KEPT_REPORT)
+    cached = read_json(published / CACHED_REPORT)
     write_part(DOCS / "results.md", "results", results_page(results).splitlines())
     write_part(DOCS / "speed.md", "first token", first_token_table(latency))
-    write_part(DOCS / "speed.md", "known passages", kept_lines(kept))
+    write_part(DOCS / "speed.md", "known passages", cached_passages_table(cached))
     for number, tasks in enumerate((FIRST, SECOND), start=1):
         write_part(DOCS / "paper.md", f"table {number}", published_table(results, tasks))
     write_figure("backbones", *published_backbone(results, DEFAULT_BASE_MODEL.rpartition("/")[2]))
-    write_figure("ratios", *published_ratios(results, RATES))
+    write_figure("ratios", *published_ratios(results, COMPRESSIONS))
     write_part(ROOT / "README.md", "comparison", comparison_table(results))
-    write_part(ROOT / "README.md", "results", readme_table(results, latency, kept))
+    write_part(ROOT / "README.md", "results", readme_table(results, latency, cached))
 
 
 def with_published(results: dict[str, Any], published: dict[str, Any]) -> dict[str, Any]:
@@ -139,8 +139,8 @@ def with_published(results: dict[str, Any], published: dict[str, Any]) -> dict[s
     for title in (task.title for task in TASKS.values() if task.title in titles):
         old = published["sets"].get(title, {"questions": 0, "methods": {}})
         new = results["sets"].get(title, {"questions": 0, "methods": {}})
-        kept = {name: numbers for name, numbers in old["methods"].items() if not (replaces and reads_aligner(name))}
-        methods = kept | new["methods"]
+        remaining = [name for name in old["methods"] if not (replaces and depends_on_aligner(name))]
+        methods = {name: old["methods"][name] for name in remaining} | new["methods"]
         first = new if replaces or new["questions"] > old["questions"] else old
         sets[title] = first | {"methods": {name: methods[name] for name in sorted(methods, key=sort_key)}}
     machines = {*results["machine"].split("; "), *published["machine"].split("; ")}
@@ -151,7 +151,7 @@ def with_published(results: dict[str, Any], published: dict[str, Any]) -> dict[s
 
 def are_of_new_weights(results: dict[str, Any], published: dict[str, Any]) -> bool:
     """Whether the results of a run are of an aligner, and of different weights than the published ones."""
-    has_aligner = any(reads_aligner(name) for entry in results["sets"].values() for name in entry["methods"])
+    has_aligner = any(depends_on_aligner(name) for entry in results["sets"].values() for name in entry["methods"])
     return has_aligner and results["weights"] != published.get("weights")
 
 
@@ -200,7 +200,10 @@ def check_weights(run: Path, checkpoint: Path) -> None:
     """Raise `ValueError` for a run of another aligner, or one whose floor is another aligner's."""
     expected = fingerprint(str(checkpoint))
     for file in [*answer_files(run), *answer_files(run / FLOOR)]:
-        if find_method(file.method).reads == "checkpoint" and (weights := file.settings()["weights"]) != expected:
+        if (
+            find_method(NEW_NAMES.get(file.method, file.method)).checkpoint_field == "checkpoint"
+            and (weights := file.settings()["weights"]) != expected
+        ):
             raise ValueError(
                 f"{file.path} has answers of the weights {weights}; expected those of {checkpoint}, {expected}. "
                 "Evaluate it again."
@@ -232,8 +235,8 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
             for row in sorted(file.read(), key=lambda row: row["id"])[:ANSWERS_PER_SET]:
                 texts = row["question"], (row["answers"] or ["(not in the passages)"])[0], row["prediction"]
                 shown = (_MARKDOWN.sub(r"\\\1", printable(" ".join(text.split()))) for text in texts)
-                said = ("abstains, " if row["answerability"] < threshold else "") + f"{row['answerability']:.2f}"
-                cells.append([*shown, f"{100 * row['f1']:.0f}" if row["answers"] else "-", said])
+                estimate = ("abstains, " if row["answerability"] < threshold else "") + f"{row['answerability']:.2f}"
+                cells.append([*shown, f"{100 * row['f1']:.0f}" if row["answers"] else "-", estimate])
             table = markdown_table(["Question", "Expected", "Answer", "F1", "Answerability"], cells)
             lines += ["", f"## {TASKS[file.task].title}", "", *table]
     return "\n".join([*lines, ""])
@@ -251,7 +254,7 @@ def comparison_table(results: dict[str, Any]) -> list[str]:
     return markdown_table(["SmolLM2-135M-Instruct is given", "Positions of a passage, mean", *scores], rows)
 
 
-def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[str, Any]) -> list[str]:
+def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[str, Any]) -> list[str]:
     """F1 of the README's sets, times to the first token and cached bytes: a row for each of `README_ROWS`."""
     sets = {name: results["sets"][name] for name in README_SETS}
 
@@ -261,24 +264,24 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
             methods = [{method: of_set["arcaligner"]} | of_set for of_set in methods]
         return [of_set[method]["f1"][0] if method in of_set else None for of_set in methods]
 
-    def loss_without_copying(rate: str) -> str | None:
-        pairs = list(zip(f1(f"arcaligner{rate}"), f1(f"no_copying{rate}"), strict=True))
+    def loss_without_copying(suffix: str) -> str | None:
+        pairs = list(zip(f1(f"arcaligner{suffix}"), f1(f"no_copying{suffix}"), strict=True))
         if any(None in pair for pair in pairs):
             return None
         lost = [copied - free for copied, free in pairs]
-        return f"{min(lost):.0f} to {max(lost):.0f} points lower at {rate.removeprefix('_x') or 2} tokens per slot"
+        return f"{min(lost):.0f} to {max(lost):.0f} points lower at {suffix.removeprefix('_x') or 2} tokens per slot"
 
-    own_rate = latency["own_tokens_per_slot"]
-    cached_sizes = [size for k in SHORT_PASSAGES for size in kept["sizes"] if size["k"] == k]
+    default_compression = latency["own_tokens_per_slot"]
+    cached_sizes = [size for k in SHORT_PASSAGES for size in cached["sizes"] if size["k"] == k]
     rows = []
-    for description, tokens, method, timed, cached in README_ROWS:
+    for description, tokens, method, timed, cached_arm in README_ROWS:
         new, again, memory = "-", "-", "-"
         if timed is not None:
-            rate, arm = (own_rate, "standard_rag") if timed == "text" else (timed, "off")
-            new = " / ".join(f"{first_token_ms(find_size(latency, k, rate), arm):,.0f}" for k in SHORT_PASSAGES)
-        if cached is not None:
-            again = " / ".join(f"{first_token_ms(size, cached):,.0f}" for size in cached_sizes)
-            stored = kept["kept_bytes"]["text_apart" if timed == "text" else cached.removesuffix(TOP_RANKED)]
+            compression, arm = (default_compression, "standard_rag") if timed == "text" else (timed, "off")
+            new = " / ".join(f"{first_token_ms(find_size(latency, k, compression), arm):,.0f}" for k in SHORT_PASSAGES)
+        if cached_arm is not None:
+            again = " / ".join(f"{first_token_ms(size, cached_arm):,.0f}" for size in cached_sizes)
+            stored = cached["kept_bytes"]["text_apart" if timed == "text" else cached_arm.removesuffix(TOP_RANKED)]
             memory = " / ".join(f"{k * stored / 2**20:.0f}" for k in SHORT_PASSAGES)
         rows.append(
             [description, tokens, *("-" if mean is None else f"{mean:.1f}" for mean in f1(method)), new, again, memory]
@@ -289,7 +292,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
     columns.append(f"Cache of {passages} passages, MiB")
     counts = " to ".join(map(str, sorted({entry["questions"] for entry in sets.values()})))
     lengths = [entry["methods"]["full_text_lora"]["context_tokens"] for entry in sets.values()]
-    new_tokens = " / ".join(f"{find_size(latency, k, own_rate)['text_tokens']:,.0f}" for k in SHORT_PASSAGES)
+    new_tokens = " / ".join(f"{find_size(latency, k, default_compression)['text_tokens']:,.0f}" for k in SHORT_PASSAGES)
     lost = [loss for loss in map(loss_without_copying, ("", "_x4")) if loss is not None]
     notes = [
         "**Tokens per position**: the number of tokens in the whole text of the passages, divided by the positions "
@@ -301,8 +304,8 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         f"**First token** is the time from the question to the first token of the answer, with {passages} passages "
         f"({new_tokens} tokens of text). It was measured in float32 on {latency['machine']['cores']} CPU cores. Slots "
         "were encoded beforehand. The fine-tuned reader's times are those of its base model.",
-        f"**Cached passages** have {kept['tokens_per_passage']:.0f} tokens on average. Their keys and values were "
-        f"computed beforehand as well, and are stored in {kept['dtype']}. For whole text this is an ordinary prefix "
+        f"**Cached passages** have {cached['tokens_per_passage']:.0f} tokens on average. Their keys and values were "
+        f"computed beforehand as well, and are stored in {cached['dtype']}. For whole text this is an ordinary prefix "
         "cache, which serves only the same passages in the same order. Slots are cached per passage and combined "
         "freely. [docs/speed.md](docs/speed.md#cached-passages) also measures text that is cached per passage.",
         "**The default** scores passages and uses the one with the highest score, or the best two if the question "
@@ -311,7 +314,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], kept: dict[st
         "them](docs/extensions.md#selection-of-passages) are scored, so the times are upper bounds.",
         "**A dash** means not measured.",
         f"**CPUs.** The two time columns come from different CPUs ({latency['machine']['cpu']}; for cached "
-        f"passages {kept['machine']['cpu']}), so compare times within one column only.",
+        f"passages {cached['machine']['cpu']}), so compare times within one column only.",
         "**Copy-biased decoding.** With slots, and with only the first part of the text, tokens that continue a span "
         "of the passages get a bonus (`copy_bonus`) while the answer is generated. With the whole text they do not."
         + (f" With `copy_bonus=0` the F1 of slots is {', and '.join(lost)}." if lost else ""),

@@ -10,7 +10,7 @@ from typing import Any
 from ..common.files import markdown_table, write_whole
 from ..share.hub import RESULTS_FILE
 from .judge import judged_scores, judges_of
-from .methods import METHODS, find_method, sort_key
+from .methods import METHODS, NEW_NAMES, find_method, sort_key
 from .metrics import METRICS, percent_interval, shown_interval
 from .runs import FLOOR, AnswerFile, answer_files
 from .tasks import TASKS
@@ -30,7 +30,7 @@ MAIN_ROWS = (
     f"{MAIN}_x4",
 )
 # Methods that get the whole text.
-NOT_COMPRESSED = ("standard_rag", "full_text_lora", "full_text_copying", "text_apart")
+NOT_COMPRESSED = ("standard_rag", "full_text_lora", "full_text_copying", "text_independent")
 PAPER = json.loads((Path(__file__).parent / "paper_results.json").read_text(encoding="utf-8"))
 FLOOR_NOTE = (
     "The first number is F1 with the passages of the question. *Floor* is F1 with the passages of another question. "
@@ -42,7 +42,7 @@ POSITIONS_NOTE = (
     "position represents."
 )
 
-# Titles of sets in results that version 0.2 wrote.
+# Sets in results of version 0.2 with their new titles.
 _NEW_TITLES = {"NaturalQA": "Natural Questions"}
 
 Answers = dict[str, dict[str, Any]]  # by question id
@@ -61,9 +61,16 @@ def write_results(run: Path) -> dict[str, Any]:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """The results in a `results.json`. Sets that have been renamed since then get their new titles."""
-    results = json.loads(path.read_text(encoding="utf-8"))
-    return results | {"sets": {_NEW_TITLES.get(title, title): entry for title, entry in results["sets"].items()}}
+    """The results in a `results.json`. Sets and methods that have been renamed since then get their new names."""
+    results, sets = json.loads(path.read_text(encoding="utf-8")), {}
+    for title, entry in results["sets"].items():
+        by_method = {key: entry[key] for key in ("methods", "differences") if key in entry}
+        renamed = {
+            key: {NEW_NAMES.get(name, name): numbers for name, numbers in values.items()}
+            for key, values in by_method.items()
+        }
+        sets[_NEW_TITLES.get(title, title)] = entry | renamed
+    return results | {"sets": sets}
 
 
 def summarize(run: Path) -> dict[str, Any]:
@@ -77,7 +84,7 @@ def summarize(run: Path) -> dict[str, Any]:
         questions and the number of these questions, and the costs. `differences` has the metrics of ArcAligner minus
         those of a method, paired by question.
     """
-    files = {(file.task, file.method): file for file in answer_files(run)}
+    files = {(file.task, NEW_NAMES.get(file.method, file.method)): file for file in answer_files(run)}
     if not files:
         raise ValueError(f"{run} contains no answers. Run `python -m arcaligner evaluate` first.")
     sets = {}
@@ -93,7 +100,7 @@ def summarize(run: Path) -> dict[str, Any]:
             for name, numbers in sets[TASKS[task].title]["methods"].items():
                 if acc := _judged(files[task, name]):
                     numbers["acc"] = acc
-                if floor := AnswerFile(run / FLOOR, task, name).read():
+                if floor := AnswerFile(run / FLOOR, task, files[task, name].method).read():
                     scores = {key: percent_interval([answer[key] for answer in floor]) for key in METRICS}
                     numbers["floor"] = {"questions": len(floor)} | scores
     machines = sorted({file.settings()["machine"] for file in files.values()})
@@ -249,8 +256,8 @@ def evidence(entry: dict, method: str) -> str | None:
     if floor := numbers.get("floor"):
         count = f" of {floor['questions']}" if floor["questions"] < numbers["questions"] else ""
         parts.append(f"floor {floor['f1'][0]:.1f}{count}")
-    kept = retention(entry, method)
-    parts += [] if kept is None else [f"retained {kept:.0f} %"]
+    retained = retention(entry, method)
+    parts += [] if retained is None else [f"retained {retained:.0f} %"]
     return f"{numbers['f1'][0]:.1f}" + (f" ({', '.join(parts)})" if parts else "")
 
 
@@ -269,8 +276,8 @@ def retention(entry: dict, method: str) -> float | None:
 def _positions(entry: dict, method: str) -> str | None:
     if (numbers := entry["methods"].get(method)) is None:
         return None
-    rate = f", x{numbers['compression_rate']:.1f}" if "compression_rate" in numbers else ""
-    return f"{numbers['context_tokens']:.1f}{rate}"
+    compression = f", x{numbers['compression_rate']:.1f}" if "compression_rate" in numbers else ""
+    return f"{numbers['context_tokens']:.1f}{compression}"
 
 
 def _paper(numbers: dict, method: str) -> str | None:

@@ -46,7 +46,7 @@ from .tasks import TASKS
 
 logger = logging.getLogger(__name__)
 
-NUM_FOUND = 20  # passages that are re-ranked, as in the paper
+NUM_CANDIDATES = 20  # passages that are re-ranked, as in the paper
 KS = (1, 5, 20)
 SHARD = 2048  # passages whose embeddings share a file
 RETRIEVER = "facebook/contriever"  # the paper's
@@ -62,26 +62,26 @@ class RetrievalSettings:
         retriever (`str`): A SentenceTransformer or, like Contriever, an encoder whose token states are averaged.
         reranker (`str`, *optional*): See `rerankers.py`. Default: none; the retriever's order remains.
         endpoint (`str`, *optional*): Address of a listwise re-ranker.
-        num_found (`int`): Number of passages to retrieve and re-rank.
+        num_candidates (`int`): Number of passages to retrieve and re-rank.
     """
 
     pool: list[str]
     retriever: str = RETRIEVER
     reranker: str | None = None
     endpoint: str | None = None
-    num_found: int = NUM_FOUND
+    num_candidates: int = NUM_CANDIDATES
 
     def __post_init__(self):
         if not self.pool:
             raise ValueError("`pool` is empty; expected at least one source of passages, such as questions.jsonl.gz.")
-        if self.num_found < 1:
-            raise ValueError(f"`num_found` is {self.num_found}; expected at least 1 passage.")
+        if self.num_candidates < 1:
+            raise ValueError(f"`num_candidates` is {self.num_candidates}; expected at least 1 passage.")
 
     @property
     def about(self) -> str:
         """A description of the passages, for tables."""
         order = f", re-ranked by {self.reranker}" if self.reranker else ""
-        return f"the first of {self.num_found} found by {self.retriever}{order}"
+        return f"the first of {self.num_candidates} found by {self.retriever}{order}"
 
 
 # The pool
@@ -161,7 +161,7 @@ class DensePool:
             for nearest, hits in zip(best, hits_of_shard, strict=True):
                 nearest += [(-hit["score"], start + hit["corpus_id"]) for hit in hits]
                 nearest[:] = sorted(nearest)[:number]
-        return [[place for _, place in nearest] for nearest in best]
+        return [[number for _, number in nearest] for nearest in best]
 
 
 # Retrieval and re-ranking
@@ -181,16 +181,16 @@ def retrieve(
     slug = re.sub(r"[^\w.-]+", "--", f"{settings.retriever}--{settings.reranker or 'as-found'}".strip("/"))
     file = AnswerFile(output / "orders", name, slug)
     made_with = {"pool": data_fingerprint(pool), "retriever": settings.retriever, "reranker": settings.reranker}
-    todo = file.open(made_with | {"num_found": settings.num_found}, rows)
+    todo = file.open(made_with | {"num_candidates": settings.num_candidates}, rows)
     if todo:
         dense = DensePool(pool, settings.retriever, output / "embeddings", device)
         reranker = load_reranker(settings.reranker, settings.endpoint, device) if settings.reranker else None
-        nearest = dense.search([row["question"] for row in todo], settings.num_found)
+        nearest = dense.search([row["question"] for row in todo], settings.num_candidates)
         with file.claim():
-            for row, places, order in zip(todo, nearest, _orders(reranker, todo, nearest, pool), strict=True):
+            for row, found, order in zip(todo, nearest, _orders(reranker, todo, nearest, pool), strict=True):
                 problem = {"problem": str(order)} if isinstance(order, WrongListError) else {}
-                order = list(range(len(places))) if problem else order
-                line = {"id": row["id"], "row": row_digest(row), "found": places, "order": order}
+                order = list(range(len(found))) if problem else order
+                line = {"id": row["id"], "row": row_digest(row), "found": found, "order": order}
                 file.append([line | problem])
     by_id = {line["id"]: line for line in file.read()}
     before, after = [], []
@@ -220,8 +220,8 @@ def _orders(
     reranker: Reranker | None, rows: list[Row], nearest: list[list[int]], pool: datasets.Dataset
 ) -> Iterator[list[int] | WrongListError]:
     if reranker is None:
-        return iter([list(range(len(places))) for places in nearest])
-    passages = [pool.select(places).to_list() for places in nearest]
+        return iter([list(range(len(found))) for found in nearest])
+    passages = [pool.select(found).to_list() for found in nearest]
     ordered = reranker([row["question"] for row in rows], passages)
     return iter(track(ordered, "re-ranking", total=len(rows), transient=True))
 
@@ -274,12 +274,14 @@ def main(
     num_questions: Annotated[
         int | None, typer.Option("-n", min=1, help="Maximum number of questions per task.")
     ] = None,
-    num_found: Annotated[int, typer.Option(min=1, help="Number of passages to retrieve and re-rank.")] = NUM_FOUND,
+    num_candidates: Annotated[
+        int, typer.Option(min=1, help="Number of passages to retrieve and re-rank.")
+    ] = NUM_CANDIDATES,
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
 ) -> None:
     """Retrieve passages for the questions of tasks and re-rank them. Print Recall@k before and after re-ranking."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    settings = RetrievalSettings(split_names(pool), retriever, reranker, endpoint, num_found)
+    settings = RetrievalSettings(split_names(pool), retriever, reranker, endpoint, num_candidates)
     recalls = {}
     for name in split_names(tasks):
         if name not in TASKS:

@@ -1,6 +1,7 @@
 """The settings of an evaluation: the keys of a recipe, overridden by the command line."""
 
 import dataclasses
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import yaml
 
 from ..common.files import find_path, refuse_unknown
 from .judge import JUDGE
-from .methods import METHODS, Checkpoints, find_method
+from .methods import METHODS, NEW_NAMES, Checkpoints, find_method
 from .tasks import TASKS
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -51,18 +52,18 @@ class PaperSettings:
     retrieval: dict[str, Any] | None = None  # how passages are found. Default: the passages of the tasks' rows
     ratios: dict[str, str] = field(default_factory=dict)  # title -> an aligner with another segmentation
     # Without `ratios`: the tokens per slot to compare with the recipe's aligner.
-    rates: list[int | str] = field(default_factory=lambda: [2, 4, 8, 16, "segment"])
+    tokens_per_slot: list[int | str] = field(default_factory=lambda: [2, 4, 8, 16, "segment"])
 
     @classmethod
     def of(cls, keys: dict[str, Any] | None) -> "PaperSettings":
         """Settings from the keys of a recipe. Paths that exist only in this package are resolved there."""
         refuse_unknown("`reproduce`", keys or {}, _fields(cls))
-        made = cls(**keys or {})
-        places = {
-            name: {title: str(find_path(path)) for title, path in (getattr(made, name) or {}).items()}
+        settings = cls(**keys or {})
+        paths = {
+            name: {title: str(find_path(path)) for title, path in (getattr(settings, name) or {}).items()}
             for name in ("backbones", "stage_one", "ratios")
         }
-        return dataclasses.replace(made, **places, gated=made.gated and str(find_path(made.gated)))
+        return dataclasses.replace(settings, **paths, gated=settings.gated and str(find_path(settings.gated)))
 
 
 @dataclass(kw_only=True)
@@ -115,6 +116,7 @@ def read_settings(recipe: str | None, command_keys: dict[str, Any], of_tasks: di
     if isinstance(of_recipe, dict):
         of_recipe = ((keys.get("reproduce") or {}).get("tasks") or {}) | of_recipe
     keys |= {key: value for key, value in command_keys.items() if value is not None}
+    keys = _with_new_names(keys)
     refuse_unknown("the evaluation's settings", keys, _fields(EvaluationSettings))
     if "checkpoint" not in keys:
         raise ValueError("No aligner was given. Pass one with `--checkpoint`, or as `checkpoint` in the recipe.")
@@ -128,6 +130,17 @@ def read_settings(recipe: str | None, command_keys: dict[str, Any], of_tasks: di
     return EvaluationSettings(**{"methods": list(METHODS)} | keys | {"tasks": tasks})
 
 
+def _with_new_names(keys: dict[str, Any]) -> dict[str, Any]:
+    """Settings with the new names of methods, as keys and in `methods`; old names give a warning."""
+    methods = keys.get("methods")
+    for old, new in NEW_NAMES.items():
+        if old in keys or old in (methods or ()):
+            message = f"The method `{old}` is now called `{new}`; the old name will be removed in the next release."
+            warnings.warn(message, FutureWarning, stacklevel=3)
+    keys = {NEW_NAMES.get(key, key): value for key, value in keys.items()}
+    return keys if methods is None else keys | {"methods": [NEW_NAMES.get(name, name) for name in methods]}
+
+
 def split_names(names: str | None) -> list[str] | None:
     """
     Names separated by commas.
@@ -138,14 +151,14 @@ def split_names(names: str | None) -> list[str] | None:
     return names and [name.strip() for name in names.split(",")]
 
 
-def split_rates(rates: str | None) -> list[int | str] | None:
+def split_tokens_per_slot(values: str | None) -> list[int | str] | None:
     """
     Values of `tokens_per_slot` separated by commas.
 
-    >>> split_rates("4,16,segment")
+    >>> split_tokens_per_slot("4,16,segment")
     [4, 16, 'segment']
     """
-    return rates and [int(rate) if rate.isdecimal() else rate for rate in split_names(rates)]
+    return values and [int(value) if value.isdecimal() else value for value in split_names(values)]
 
 
 def read_recipe(recipe: str) -> dict[str, Any]:

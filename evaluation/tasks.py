@@ -15,7 +15,7 @@ from ..common.rows import JSON_LINES, Row, contains_match, read_rows, usable_gol
 logger = logging.getLogger(__name__)
 
 SAMPLE_SEED = 0
-MOST_PAGE_VIEWS = 100  # per month, for a subject in the long tail
+MAX_PAGE_VIEWS = 100  # per month, for a subject in the long tail
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Task:
             raise ValueError(
                 f"{path or self.hub_id} has no row with {need}. Choose another file or folder with `--data`."
             )
-        twice = [row_id for row_id, count in Counter(row["id"] for row in usable).items() if count > 1]
-        if twice:
+        duplicates = [row_id for row_id, count in Counter(row["id"] for row in usable).items() if count > 1]
+        if duplicates:
             raise ValueError(
-                f"{path or self.hub_id} has duplicate ids ({len(twice)}), such as {twice[0]!r}; expected a different "
-                "id in each row. Change or remove them."
+                f"{path or self.hub_id} has duplicate ids ({len(duplicates)}), such as {duplicates[0]!r}; expected a "
+                "different id in each row. Change or remove them."
             )
         return usable[:num_questions]
 
@@ -85,17 +85,17 @@ class Task:
         return [row for row in map(self.to_row, dataset.shuffle(seed=SAMPLE_SEED)) if row is not None]
 
 
-def choose_passages(rows: list[Row], passages: str, top_k: int | None) -> list[Row]:
+def select_passages(rows: list[Row], passages: str, top_k: int | None) -> list[Row]:
     """Rows with the first `top_k` of the passages to use: `"given"`, those of the row, or `"gold"`, those that the
     answer needs, if the row has their numbers (`meta.gold`)."""
-    chosen = []
+    selected = []
     for row in rows:
         used = row["passages"]
         gold = (row.get("meta") or {}).get("gold")
         if passages == "gold" and gold is not None:
             used = [used[index] for index in gold]
-        chosen.append(row | {"passages": used[:top_k]})
-    return chosen
+        selected.append(row | {"passages": used[:top_k]})
+    return selected
 
 
 def wrong_passages(rows: list[Row], title: str) -> list[Row]:
@@ -125,7 +125,7 @@ def _is_wrong(row: Row, row_texts: set[str], other: Row) -> bool:
     return row_texts.isdisjoint(texts) and not contains_match(" ".join(texts), answers)
 
 
-def with_found(row: Row, documents: list[dict]) -> Row:
+def with_passages(row: Row, documents: list[dict]) -> Row:
     """A row with the passages that a search returned."""
     return row | {"passages": [{"title": document["title"], "text": document["text"]} for document in documents]}
 
@@ -143,7 +143,7 @@ def _nq(row: dict) -> Row:
 
 def _popqa(row: dict) -> Row | None:
     return (
-        _open_row(row, str(row["id"]), json.loads(row["possible_answers"])) if row["s_pop"] < MOST_PAGE_VIEWS else None
+        _open_row(row, str(row["id"]), json.loads(row["possible_answers"])) if row["s_pop"] < MAX_PAGE_VIEWS else None
     )
 
 

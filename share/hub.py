@@ -90,9 +90,9 @@ def model_card(config: ArcAlignerConfig, folder: Path, name: str = "user/name") 
     processor = json.loads(processor_file.read_text(encoding="utf-8")) if processor_file.exists() else {}
     (stages, data), results = _read_recipes(folder), _read_results(folder, processor)
     rows = []
-    for place, names in data.items():
-        title, licence = LICENCES.get(place, (place, "see its page on the Hub" if is_hub_id(place) else "unknown"))
-        rows.append([title, place, licence, ", ".join(names)])
+    for source, names in data.items():
+        title, licence = LICENCES.get(source, (source, "see its page on the Hub" if is_hub_id(source) else "unknown"))
+        rows.append([title, source, licence, ", ".join(names)])
     base, language = config.base_model_name_or_path, processor.get("spacy_model", "").split("_")[0]
     metadata = ModelCardData(
         license="apache-2.0",
@@ -102,10 +102,10 @@ def model_card(config: ArcAlignerConfig, folder: Path, name: str = "user/name") 
         tags=["arcaligner", "rag", "context-compression"],
         base_model=base if is_hub_id(base) else None,
         base_model_relation="adapter" if is_hub_id(base) else None,
-        datasets=sorted({place for place in data if is_hub_id(place)} - {*ON_GITHUB}) or None,
+        datasets=sorted({source for source in data if is_hub_id(source)} - {*ON_GITHUB}) or None,
     )
     fields = {"config": config, "results": results, "processor": processor, "needs": REQUIREMENTS}
-    fields |= {"rates": processor.get("trained_tokens_per_slot"), "data": rows, "stages": stages}
+    fields |= {"tokens_per_slot": processor.get("trained_tokens_per_slot"), "data": rows, "stages": stages}
     fields |= {"name": name, "generated": GENERATED}
     return f"{ModelCard.from_template(metadata, str(TEMPLATE), **fields)}\n"
 
@@ -128,8 +128,8 @@ def _read_recipes(folder: Path) -> tuple[Counter[str], dict[str, dict[str, None]
             for source in recipe.get("train_files", {}):
                 name = source.partition("?")[0]
                 name = name if is_hub_id(name) else Path(name).name  # the folder is on another machine
-                for place in TRAINING_FILES.get(name, [name]):
-                    data.setdefault(place, {})[recipe["stage"]] = None
+                for data_set in TRAINING_FILES.get(name, [name]):
+                    data.setdefault(data_set, {})[recipe["stage"]] = None
     except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} does not contain recipes of stages ({error!r}); expected YAML with the keys with which each stage "
@@ -145,18 +145,18 @@ def _read_results(folder: Path, processor: dict[str, Any]) -> dict[str, Any] | N
     if not path.exists():
         return None
     default = processor.get("tokens_per_slot", "-")
-    others = [rate for rate in processor.get("trained_tokens_per_slot") or () if rate != default]
-    named = [("the whole text, with the base model fine-tuned on text", 1, "full_text_lora")]
-    named += [("**slots**", default, _MAIN), *(("**slots**", rate, f"{_MAIN}_x{rate}") for rate in others)]
-    named += [("no passages, with the bare base model", "-", "naive")]
+    others = [number for number in processor.get("trained_tokens_per_slot") or () if number != default]
+    methods = [("the whole text, with the base model fine-tuned on text", 1, "full_text_lora")]
+    methods += [("**slots**", default, _MAIN), *(("**slots**", number, f"{_MAIN}_x{number}") for number in others)]
+    methods += [("no passages, with the bare base model", "-", "naive")]
     try:
         sets = json.loads(path.read_text(encoding="utf-8"))["sets"]
-        sets = asked_enough({title: entry for title, entry in sets.items() if _MAIN in entry["methods"]})
+        sets = with_enough_questions({title: entry for title, entry in sets.items() if _MAIN in entry["methods"]})
         rows = []
-        for what, rate, name in named:
+        for title, tokens_per_slot, name in methods:
             scores = [_shown_f1(entry, name) for entry in sets.values()]
             if any(score is not None for score in scores):
-                rows.append([what, rate, *("-" if score is None else score for score in scores)])
+                rows.append([title, tokens_per_slot, *("-" if score is None else score for score in scores)])
         rows.append(["*which passages*", "", *(entry.get("passages", "given") for entry in sets.values())])
         recalls = (f"{entry['recall'][0]:.0f} %" if "recall" in entry else "-" for entry in sets.values())
         rows.append(["*questions whose passages contain a gold answer*", "", *recalls])
@@ -177,7 +177,7 @@ def _shown_f1(entry: dict[str, Any], method: str) -> str | None:
     return f"{numbers['f1'][0]:.1f}" + (f" of {count}" if count and count < entry.get("questions", count) else "")
 
 
-def asked_enough(sets: dict[str, Any]) -> dict[str, Any]:
+def with_enough_questions(sets: dict[str, Any]) -> dict[str, Any]:
     """The sets of results with at least `FEW_QUESTIONS` questions; all sets if none has as many."""
     large = {title: entry for title, entry in sets.items() if entry.get("questions", FEW_QUESTIONS) >= FEW_QUESTIONS}
     return large or sets

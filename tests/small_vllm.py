@@ -31,7 +31,13 @@ class SmallVllm:
 
     def __init__(self, model, processor, folder):
         self.model, self.processor, self.folder = model, processor, folder
-        self.reads_files, self.apart, self.max_model_len, self.dies, self.asked = True, 0.0, 200, False, []
+        self.reads_files, self.logprob_difference, self.max_model_len, self.dies, self.requests = (
+            True,
+            0.0,
+            200,
+            False,
+            [],
+        )
         self.fails_on = None  # a text in the body of requests that end with status 500
         app = FastAPI()
         app.get("/health")(self.models)
@@ -63,7 +69,7 @@ class SmallVllm:
 
     async def complete(self, request: Request):
         body = await request.json()
-        self.asked.append(body)
+        self.requests.append(body)
         if self.fails_on is not None and self.fails_on in json.dumps(body):
             return JSONResponse({"error": {"message": "it is ending"}}, 500)
         files = (body.get("kv_transfer_params") or {}).get("slots") if self.reads_files else None
@@ -74,7 +80,7 @@ class SmallVllm:
             return JSONResponse({"error": {"message": message}}, 400)
         ids, first = self.answer(body, files, parts)
         if "logprobs" in body:
-            first = (first + self.apart).topk(5)
+            first = (first + self.logprob_difference).topk(5)
             top = {f"token_id:{id}": score for id, score in zip(*map(torch.Tensor.tolist, first[::-1]), strict=True)}
             return {"choices": [{"logprobs": {"top_logprobs": [top]}}]}
         if not body.get("stream"):

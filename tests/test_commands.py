@@ -31,7 +31,7 @@ SHORTER = {
     "python -m arcaligner evaluate": "--data FOLDER -n 2",
     "python -m arcaligner.benchmarks.latency": "--sizes 1 --tokens-per-slot 2 --seconds 1",
     "python -m arcaligner.benchmarks.shape": "--shape tiny --device cpu --passages 1 --seconds 20",
-    "python -m arcaligner.benchmarks.kept": "--sizes 1 --tokens-per-slot 2 --seconds 1",
+    "python -m arcaligner.benchmarks.cached_passages": "--sizes 1 --tokens-per-slot 2 --seconds 1",
     "python -m arcaligner reproduce": "--questions 2",
     "arcaligner compare": "--tokens-per-slot 2 -n 2",
     "python -m arcaligner.benchmarks.serving": "--requests 4 --clients 2",
@@ -45,7 +45,7 @@ NOT_HERE = {
     "accelerate launch": "several machines",
     "arcaligner push": "the Hub",
     "user/aligner": "the Hub",
-    "analyses.refusals": "answers at two rates; tested in tests/evaluation/test_results.py",
+    "analyses.abstentions": "answers at two rates; tested in tests/evaluation/test_results.py",
     "lm_eval": "the extra `lm-eval`",
     "llama.cpp": "the extra `llama-cpp`",
     "vllm": "vLLM's own environment; tested in tests/apps/engines/test_vllm.py",
@@ -109,14 +109,14 @@ def start(place, installed):
     """Starts a command in a shell in which `python` and `arcaligner` are the wheel's, without a network."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PYTHONPATH": str(installed.parent), "HF_HUB_OFFLINE": "1", "PATH": path}
-    said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return lambda command: subprocess.Popen(["bash", "-c", command], cwd=place, env=environment, **said)
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return lambda command: subprocess.Popen(["bash", "-c", command], cwd=place, env=environment, **output)
 
 
 def end_of(process: subprocess.Popen) -> tuple[int, str]:
     """The exit code and the output of a command."""
-    said, _ = process.communicate()
-    return process.returncode, said
+    output, _ = process.communicate()
+    return process.returncode, output
 
 
 def test_lists_of_commands_are_current():
@@ -131,8 +131,8 @@ def test_lists_of_commands_are_current():
 @pytest.mark.parametrize("command", [typed for typed in COMMANDS if "serv" not in typed and "curl" not in typed])
 def test_documented_command_runs(command, start):
     added = next((short for beginning, short in SHORTER.items() if command.startswith(beginning)), "")
-    code, said = end_of(start(f"{command} {added}"))
-    assert code == 0, said
+    code, output = end_of(start(f"{command} {added}"))
+    assert code == 0, output
 
 
 @pytest.mark.load
@@ -149,12 +149,12 @@ def test_documented_server_answers(start):
         server = start(f"exec {command} --port {port}")
         try:
             next(line for line in server.stdout if f"http://127.0.0.1:{port}" in line)
-            code, said = end_of(start(f"{curl.replace(':8000', f':{port}')} --fail --silent --show-error"))
-            assert code == 0 and '"content"' in said, said
+            code, output = end_of(start(f"{curl.replace(':8000', f':{port}')} --fail --silent --show-error"))
+            assert code == 0 and '"content"' in output, output
             for load in loads:
                 shorter = SHORTER["python -m arcaligner.benchmarks.serving"]
-                code, said = end_of(start(f"{load} {shorter} --url http://127.0.0.1:{port}"))
-                assert code == 0 and "| 0 |" in said, said
+                code, output = end_of(start(f"{load} {shorter} --url http://127.0.0.1:{port}"))
+                assert code == 0 and "| 0 |" in output, output
         finally:
             server.send_signal(signal.SIGINT)
             server.communicate()

@@ -115,8 +115,8 @@ def test_failed_move_keeps_old_files(tmp_path, fails_at, is_lasting, monkeypatch
 
     write(folder, FORMER)
     monkeypatch.setattr(os, "replace", fail_later)
-    is_refused = pytest.raises(OSError, match="of the disk") if fails_at < MOVES else contextlib.nullcontext()
-    with is_refused as error, written_whole(folder) as temporary:
+    is_abstention = pytest.raises(OSError, match="of the disk") if fails_at < MOVES else contextlib.nullcontext()
+    with is_abstention as error, written_whole(folder) as temporary:
         write(temporary, NEXT)
     if fails_at == MOVES:
         assert contents_of(folder) == NEXT

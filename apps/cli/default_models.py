@@ -20,7 +20,7 @@ from ...configuration_arcaligner import DEFAULT_BASE_MODEL, DEFAULT_ENCODER
 from ...loading_arcaligner import models_directory
 
 
-def place_models() -> dict[str, Path]:
+def install_models() -> dict[str, Path]:
     """The folders of the default models by Hub id; folders that are missing are made from the installed wheels.
 
     Raises:
@@ -33,16 +33,16 @@ def place_models() -> dict[str, Path]:
     }
     folders = {name: models_directory() / name for name in models}
     for name, folder in folders.items():
-        package, how, make = models[name]
+        package, install_command, make = models[name]
         if folder.is_dir():
             continue
         if (wheel := wheel_directory(package)) is None:
-            raise ImportError(f"The wheel with {name} is not installed. Run `{how}`.")
+            raise ImportError(f"The wheel with {name} is not installed. Run `{install_command}`.")
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-                make(wheel, made := Path(temporary) / folder.name)
-                os.replace(made, folder)  # atomic: the folder is complete, or absent
+                make(wheel, new_folder := Path(temporary) / folder.name)
+                os.replace(new_folder, folder)  # atomic: the folder is complete, or absent
         except PermissionError as error:
             raise PermissionError(
                 f"{folder} cannot be written ({error.strerror}). Set ARCALIGNER_MODELS to a writable folder."

@@ -68,7 +68,7 @@ Device = Annotated[
 CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of the corpus.")]
 
 
-def check_there(checkpoint: str) -> None:
+def check_checkpoint_exists(checkpoint: str) -> None:
     """Raise early if a checkpoint is neither a folder nor on the Hub. transformers would try to download each file six
     times, for minutes."""
     if not checkpoint:
@@ -117,7 +117,7 @@ def limit_threads() -> None:
 def load_pipeline(checkpoint: str, dtype: str | None = None, device: str | None = None):
     """Load the pipeline of a checkpoint with this package's own code, in the precision of [`Dtype`] and on the device
     of [`Device`]."""
-    check_there(checkpoint)
+    check_checkpoint_exists(checkpoint)
     # Imported here, so that `--help` and errors in options do not wait.
     import torch
 
@@ -137,8 +137,8 @@ def load_pipeline(checkpoint: str, dtype: str | None = None, device: str | None 
     options = {name: value for name, value in options.items() if value is not None}
     model = ArcAlignerForCausalLM.from_pretrained(checkpoint, **options).eval()
     processor.encoder.device = device
-    placed = {} if device is None else {"device": device}
-    return ArcAlignerPipeline(model=model, processor=processor, task="text-generation", **placed)
+    device_options = {} if device is None else {"device": device}
+    return ArcAlignerPipeline(model=model, processor=processor, task="text-generation", **device_options)
 
 
 def load_engine(checkpoint: str, corpus: Path | None, dtype: str | None = None, device: str | None = None, **settings):
@@ -199,12 +199,12 @@ def load_vllm_engine(
         raise ImportError(
             "vLLM is not installed. Run `make vllm`, or set ARCALIGNER_VLLM to the Python of an environment with vLLM."
         )
-    check_there(checkpoint)
+    check_checkpoint_exists(checkpoint)
     config = ArcAlignerConfig.from_pretrained(checkpoint)
     check_lora_positions(config)  # before vLLM is started
     ask, retriever = _load_parts(checkpoint, corpus, dtype, device)
     if folder is None and retriever is not None:
-        folder = retriever.corpus.kept_folder
+        folder = retriever.corpus.precomputed_folder
     elif folder is None:
         folder = Path(tempfile.mkdtemp(prefix="arcaligner-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -226,7 +226,7 @@ def load_vllm_engine(
 
 def load_processor(checkpoint: str):
     """The processor of a checkpoint, without the model."""
-    check_there(checkpoint)
+    check_checkpoint_exists(checkpoint)
     from ...processing_arcaligner import ArcAlignerProcessor
 
     silence_transformers()
@@ -243,9 +243,9 @@ def one_line(text: str) -> str:
     return printable(text).replace("\n", "\\n")
 
 
-def busy(what: str) -> AbstractContextManager:
+def busy(message: str) -> AbstractContextManager:
     """Show what is being done: with a spinner on a terminal, else in one line."""
     if messages.is_terminal:
-        return messages.status(what)
-    messages.print(what, soft_wrap=True)
+        return messages.status(message)
+    messages.print(message, soft_wrap=True)
     return nullcontext()

@@ -82,13 +82,13 @@ def build_corpus(
     # From the hash of an id to that of its text, as there may be millions; `None` if the text could not be read.
     text_of: dict[int, int | None] = {}
 
-    def skip(what: str, may_hold_documents: bool = True, id: str | None = None) -> None:
+    def skip(reason: str, may_contain_documents: bool = True, id: str | None = None) -> None:
         nonlocal num_hidden
-        report.skipped.append(what)
+        report.skipped.append(reason)
         if id is not None:
             text_of.setdefault(hash(id))
         else:
-            num_hidden += may_hold_documents
+            num_hidden += may_contain_documents
 
     def is_first(document: Document) -> bool:
         """Whether the id of a document is new in this build. A second text under the same id is skipped."""
@@ -98,12 +98,12 @@ def build_corpus(
         elif before == text:
             report.unchanged += 1
         else:
-            skip(f"{document.id}: an earlier document has the same id and another text", may_hold_documents=False)
+            skip(f"{document.id}: an earlier document has the same id and another text", may_contain_documents=False)
         return before is None
 
     with corpus.writing(), _encoding(corpus, processor, processes) as encode:
         batches = _batches(filter(is_first, read_documents(sources, skip, corpus.path.parent)))
-        for batch in _encoded(batches, corpus, encode, ahead=2 * processes if processes > 1 else 0):
+        for batch in _encoded(batches, corpus, encode, prefetch=2 * processes if processes > 1 else 0):
             rows = batch.rows.result()
             if rows is not None:
                 corpus.add(rows, batch.replaced)
@@ -125,10 +125,10 @@ def build_corpus(
                 counted(num_hidden, "item"),
             )
         elif prune:
-            gone = [document for document in corpus.documents() if hash(document) not in text_of]
-            for first in range(0, len(gone), BATCH_DOCUMENTS):
-                corpus.delete(gone[first : first + BATCH_DOCUMENTS])
-            report.removed = len(gone)
+            removed = [document for document in corpus.documents() if hash(document) not in text_of]
+            for first in range(0, len(removed), BATCH_DOCUMENTS):
+                corpus.delete(removed[first : first + BATCH_DOCUMENTS])
+            report.removed = len(removed)
         corpus.optimize()
     return report
 
@@ -157,16 +157,16 @@ def _encoded(
     batches: Iterable[list[Document]],
     corpus: Corpus,
     encode: Callable[[list[Document]], "Future[pa.Table | None]"],
-    ahead: int,
+    prefetch: int,
 ) -> Iterator[_Batch]:
-    """Yield encoded batches in order. At most `ahead` further batches are encoded in advance."""
+    """Yield encoded batches in order. At most `prefetch` further batches are encoded in advance."""
     waiting: deque[_Batch] = deque()
     for documents in batches:
-        known = corpus.digests(document.id for document in documents)
-        new = [document for document in documents if known.get(document.id) != document.digest]
-        replaced = [document.id for document in new if document.id in known]
+        stored = corpus.digests(document.id for document in documents)
+        new = [document for document in documents if stored.get(document.id) != document.digest]
+        replaced = [document.id for document in new if document.id in stored]
         waiting.append(_Batch(encode(new), replaced, len(new), len(documents) - len(new)))
-        if len(waiting) > ahead:
+        if len(waiting) > prefetch:
             yield waiting.popleft()
     yield from waiting
 
@@ -190,7 +190,7 @@ def _encoding(
     started = (corpus.path, processor, threads)
     with ProcessPoolExecutor(processes, context, initializer=_start_process, initargs=started) as pool:
         try:
-            yield lambda documents: pool.submit(_document_rows_here, documents)
+            yield lambda documents: pool.submit(_worker_document_rows, documents)
         except BrokenProcessPool as error:
             raise OSError(
                 f"One of {processes} encoding processes ended, probably for lack of memory: each loads an encoder. "
@@ -201,19 +201,19 @@ def _encoding(
             raise
 
 
-_here: tuple[Any, Corpus] | None = None  # processor and corpus of an encoding process
+_worker: tuple[Any, Corpus] | None = None  # processor and corpus of an encoding process
 
 
 def _start_process(path: Path, processor, threads: int) -> None:
-    global _here
+    global _worker
     torch.set_num_threads(threads)
     corpus = Corpus(path)
     corpus.check(processor)  # also loads the encoder, which is not sent with the processor
-    _here = processor, corpus
+    _worker = processor, corpus
 
 
-def _document_rows_here(documents: list[Document]) -> pa.Table | None:
-    return document_rows(documents, *_here)
+def _worker_document_rows(documents: list[Document]) -> pa.Table | None:
+    return document_rows(documents, *_worker)
 
 
 def summary(report: BuildReport, info: dict[str, Any]) -> str:

@@ -46,19 +46,19 @@ class SlotPassages:
         return inputs if slots.context_word_ids is None else inputs | {"context_word_ids": slots.context_word_ids}
 
     @property
-    def read(self) -> list[dict[str, Any]]:
+    def used(self) -> list[dict[str, Any]]:
         """The documents that are used."""
-        return [document for document in self.documents if document.get("read", True)]
+        return [document for document in self.documents if document.get("used", True)]
 
     def only(self, numbers: Collection[int]) -> "SlotPassages":
-        """Only the slots of the passages with these numbers. All documents stay; `read` says whether they are used."""
+        """Only the slots of the passages with these numbers. All documents stay; `used` says whether they are used."""
         segments, embeds, words, ids, dropped = self.encoded
         is_in = torch.isin(ids, torch.tensor(list(numbers), device=ids.device))
         segments, dropped = (
             [segment for segment in group if segment.document in numbers] for group in (segments, dropped)
         )
         words = None if words is None else words[is_in]
-        documents = [document | {"read": number in numbers} for number, document in enumerate(self.documents)]
+        documents = [document | {"used": number in numbers} for number, document in enumerate(self.documents)]
         encoded = EncodedDocuments(segments, embeds[is_in], words, ids[is_in], dropped)
         return SlotPassages(documents, encoded, dict(self.seconds))
 
@@ -137,9 +137,9 @@ def slot_passages(rows, context_words: bool) -> SlotPassages:
         for document, score in zip(documents, rows["_relevance_score"].to_pylist(), strict=True):
             document["score"] = score
     segments = [
-        Segment(number, place["start"], place["end"], document["text"][place["start"] : place["end"]])
-        for number, (document, places) in enumerate(zip(documents, rows["segments"].to_pylist(), strict=True))
-        for place in places
+        Segment(number, span["start"], span["end"], document["text"][span["start"] : span["end"]])
+        for number, (document, spans) in enumerate(zip(documents, rows["segments"].to_pylist(), strict=True))
+        for span in spans
     ]
     slots = rows["slots"].combine_chunks().flatten()
     width = slots.type.list_size

@@ -29,27 +29,29 @@ _NO_SOURCE = re.compile(r"^\.|\.lance$")  # hidden files, and a corpus in the fo
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def read_documents(sources: Iterable[str], skip: Callable[..., None], home: Path = Path()) -> Iterator[Document]:
+def read_documents(
+    sources: Iterable[str], skip: Callable[..., None], corpus_parent: Path = Path()
+) -> Iterator[Document]:
     """Yield the documents of sources.
 
     Args:
         sources (`Iterable[str]`): See the top of this file.
-        home (`Path`): The folder that contains the corpus. The id of a file is its path relative to this folder, or its
-            absolute path if it is outside, however the source names it.
+        corpus_parent (`Path`): The folder that contains the corpus. The id of a file is its path relative to this
+            folder, or its absolute path if it is outside, however the source names it.
         skip (`Callable`): Called with a line that says what cannot be read, and why. Its argument `id` is that of the
-            only document that is lost, if it is known. `may_hold_documents=False` means that no document is lost, as
+            only document that is lost, if it is known. `may_contain_documents=False` means that no document is lost, as
             with an empty file or one of another kind.
     """
     for source in sources:
-        for document in _read_source(source, skip, home):
+        for document in _read_source(source, skip, corpus_parent):
             if (length := len(document.title)) > LONGEST_TITLE:
-                what = f"{document.id} has a title of {length} characters; expected at most {LONGEST_TITLE}"
-                skip(what, may_hold_documents=False)
+                reason = f"{document.id} has a title of {length} characters; expected at most {LONGEST_TITLE}"
+                skip(reason, may_contain_documents=False)
             elif document.text.strip():
                 texts = (text.encode("utf-8", "replace").decode() for text in document[:3])
                 yield Document(*texts, document.sections)
             else:
-                skip(no_text(document.id), may_hold_documents=False)
+                skip(no_text(document.id), may_contain_documents=False)
 
 
 def check_source(source: str) -> None:
@@ -64,7 +66,7 @@ def check_source(source: str) -> None:
         )
 
 
-def _read_source(source: str, skip: Callable[..., None], home: Path) -> Iterator[Document]:
+def _read_source(source: str, skip: Callable[..., None], corpus_parent: Path) -> Iterator[Document]:
     check_source(source)
     path, options = parse_source(source)
     local = Path(path)
@@ -74,16 +76,16 @@ def _read_source(source: str, skip: Callable[..., None], home: Path) -> Iterator
         if not files:
             skip(f"{path} is an empty folder")
         for file in files:
-            yield from _read_file(file, _id_of(file, home), options, skip)
+            yield from _read_file(file, _id_of(file, corpus_parent), options, skip)
     elif local.exists():
-        yield from _read_file(local, _id_of(local, home), options, skip)
+        yield from _read_file(local, _id_of(local, corpus_parent), options, skip)
     else:
         rows = enumerate(datasets.load_dataset(path, options["name"], split=options["split"], streaming=True), start=1)
         yield from _documents_of_rows(source, rows, options, skip)  # `source` names the split: each has a row 1
 
 
-def _id_of(file: Path, home: Path) -> str:
-    path, folder = file.parent.resolve() / file.name, home.resolve()  # resolve links of folders, not of files
+def _id_of(file: Path, corpus_parent: Path) -> str:
+    path, folder = file.parent.resolve() / file.name, corpus_parent.resolve()  # resolve links of folders, not of files
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
 
 
@@ -104,8 +106,8 @@ def _read_file(path: Path, name: str, options: dict[str, Any], skip: Callable[..
                 rows = (row for batch in file.iter_batches(1024, columns=columns) for row in batch.to_pylist())
                 yield from _documents_of_rows(name, enumerate(rows, start=1), options, skip)
         else:
-            what = f"{path} has the suffix {path.suffix}; expected one of {', '.join(FILES)}, or none"
-            skip(what, may_hold_documents=False)
+            reason = f"{path} has the suffix {path.suffix}; expected one of {', '.join(FILES)}, or none"
+            skip(reason, may_contain_documents=False)
     except (ValueError, OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
         skip(f"{path} cannot be read: {error}")
 
@@ -116,36 +118,36 @@ def _read_json_lines(path: Path, name: str, options: dict[str, Any], skip: Calla
     broken: list[tuple[int, str]] = []
     num_rows = num_by_line = 0
     try:
-        for number, row in read_numbered_lines(path, lambda number, what: broken.append((number, what))):
+        for number, row in read_numbered_lines(path, lambda number, reason: broken.append((number, reason))):
             num_rows += 1
             num_by_line += row.get("id") is None and "passages" not in row
             yield from _documents_of_rows(name, [(number, row)], options, skip)
     finally:
-        for number, what in broken:
-            skip(what, id=_id_of_row(name, number) if num_rows and num_by_line == num_rows else None)
+        for number, reason in broken:
+            skip(reason, id=_id_of_row(name, number) if num_rows and num_by_line == num_rows else None)
 
 
-def _id_of_row(place: str, number: int) -> str:
-    return f"{place}#{number}"
+def _id_of_row(source: str, number: int) -> str:
+    return f"{source}#{number}"
 
 
 def _documents_of_rows(
-    place: str, rows: Iterable[tuple[int, dict[str, Any]]], options: dict[str, Any], skip: Callable[..., None]
+    source: str, rows: Iterable[tuple[int, dict[str, Any]]], options: dict[str, Any], skip: Callable[..., None]
 ) -> Iterator[Document]:
-    """Yield documents of rows. A row without an `id` is identified by its number or line in `place`."""
+    """Yield documents of rows. A row without an `id` is identified by its number or line in `source`."""
     for number, row in rows:
-        where, text, passages = _id_of_row(place, number), row.get(options["text"]), row.get("passages")
-        title, known = row.get(options["title"] or "title"), where if row.get("id") is None else str(row["id"])
+        where, text, passages = _id_of_row(source, number), row.get(options["text"]), row.get("passages")
+        title, document_id = row.get(options["title"] or "title"), where if row.get("id") is None else str(row["id"])
         if isinstance(text, str) and isinstance(title, str | None):
-            yield Document(known, title or "", text)
+            yield Document(document_id, title or "", text)
         elif isinstance(passages, list) and all(_is_passage(passage) for passage in passages):
             # Questions share passages, so each passage is a document, identified by its content.
             for passage in passages:
                 title, text = passage.get("title") or "", passage["text"]
                 yield Document(digest([title, text]), title, text)
         else:
-            what = f"{where} has neither a string in `{options['text']}` nor a list of {{title, text}} in `passages`"
-            skip(what, id=None if "passages" in row else known)
+            reason = f"{where} has neither a string in `{options['text']}` nor a list of {{title, text}} in `passages`"
+            skip(reason, id=None if "passages" in row else document_id)
 
 
 def _is_passage(value: Any) -> bool:

@@ -37,7 +37,7 @@ from ...segmentation_arcaligner import Segment, SegmentTokens, check_num_tokens
 FORMAT = 2
 NAME = "passages"
 LOCK = ".writer.lock"
-KEPT = "read"  # the folder of precomputed passages, see `kept.py`
+PRECOMPUTED = "read"  # name of the folder of precomputed passages, see `precompute.py`; as in version 0.2
 METADATA = b"arcaligner"
 # The embedding of this sentence distinguishes encoders of the same name. Its cosine to the stored one is below the
 # first limit if the encoders are different, and above the second if they are the same in float32 or bfloat16. Between
@@ -45,7 +45,7 @@ METADATA = b"arcaligner"
 _TEXT = "It was written by Ada, and nobody else knew how to read it aloud."
 PROBE = SegmentTokens(Segment(0, 0, len(_TEXT), _TEXT), _TEXT, (), ())
 MIN_SIMILARITY = 0.999
-SURE_SIMILARITY = 0.9998
+SAME_SIMILARITY = 0.9998
 # With fewer rows there is no index: search compares every vector, which is exact and fast enough.
 MIN_INDEXED_ROWS = 100_000
 
@@ -170,12 +170,12 @@ class Corpus:
             path.mkdir(parents=True, exist_ok=True)
             lancedb.connect(path).create_table(NAME, schema=table_schema(settings), exist_ok=True)
         corpus = cls(path)
-        wanted = {"passage_tokens": passage_tokens, "tokens_per_slot": tokens_per_slot}
-        corpus.check(processor, **{name: value for name, value in wanted.items() if value is not None})
+        requested = {"passage_tokens": passage_tokens, "tokens_per_slot": tokens_per_slot}
+        corpus.check(processor, **{name: value for name, value in requested.items() if value is not None})
         return corpus
 
-    def check(self, processor, **wanted: Any) -> None:
-        """Raise for a processor that makes other slots, or for `wanted` settings that differ.
+    def check(self, processor, **requested: Any) -> None:
+        """Raise for a processor that makes other slots, or for `requested` settings that differ.
 
         Raises:
             `ValueError`: a setting differs; the message names the first one, with both values.
@@ -183,7 +183,7 @@ class Corpus:
         Warns:
             `UserWarning`: the encoder has the same name and slightly different weights.
         """
-        new = slot_settings(processor) | {"tokens_per_slot": self.settings["tokens_per_slot"]} | wanted
+        new = slot_settings(processor) | {"tokens_per_slot": self.settings["tokens_per_slot"]} | requested
         stored = dict(self.settings)
         probes = [torch.tensor(settings.pop("probe"), device="cpu") for settings in (new, stored)]
         similarity = float(probes[0] @ probes[1]) if probes[0].shape == probes[1].shape else 0.0
@@ -195,7 +195,7 @@ class Corpus:
                 f"The corpus {self.path} was made with the encoder {stored['encoder']!r}, {other}. Pass the checkpoint "
                 "that the corpus was made with as `--checkpoint`, or build another corpus with this one."
             )
-        if similarity < SURE_SIMILARITY:
+        if similarity < SAME_SIMILARITY:
             warnings.warn(
                 f"The corpus {self.path} was made with earlier weights of this checkpoint's encoder, so answers may be "
                 "slightly worse. To avoid this, delete the folder and build the corpus again.",
@@ -217,9 +217,9 @@ class Corpus:
         return self.table.count_rows()
 
     @property
-    def kept_folder(self) -> Path:
-        """The folder of precomputed passages (`kept.py`)."""
-        return self.path / KEPT
+    def precomputed_folder(self) -> Path:
+        """The folder of precomputed passages (`precompute.py`)."""
+        return self.path / PRECOMPUTED
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -264,8 +264,8 @@ class Corpus:
             `ValueError`: a document is unknown; then none is removed.
         """
         with self.writing():
-            known = self.digests(documents)
-            if missing := [document for document in documents if document not in known]:
+            digests = self.digests(documents)
+            if missing := [document for document in documents if document not in digests]:
                 like = sorted(document for document in self.documents() if document.endswith(missing[0]))[:1]
                 raise ValueError(
                     f"The corpus {self.path} has no document {missing[0]!r}; expected the id of a document, as `ask` "
@@ -286,10 +286,10 @@ class Corpus:
     def optimize(self) -> None:
         """Create missing indices, update existing ones, and merge small files."""
         indexed = {column for index in self.table.list_indices() for column in index.columns}
-        wanted = {"document": BTree(), "text": FTS(), "title": FTS()}
+        indices = {"document": BTree(), "text": FTS(), "title": FTS()}
         if len(self) >= MIN_INDEXED_ROWS:
-            wanted["vector"] = IvfSq(distance_type="dot")
-        for column, config in wanted.items():
+            indices["vector"] = IvfSq(distance_type="dot")
+        for column, config in indices.items():
             if column not in indexed and len(self):
                 self.table.create_index(column, config=config)
         with warnings.catch_warnings(action="ignore"):  # that old versions are removed: readers use the newest one
@@ -309,16 +309,16 @@ class Corpus:
                 f"The corpus {self.path} cannot be read: {error}. Delete the folder, and build the corpus again with "
                 "`arcaligner corpus build`."
             ) from error
-        num_bytes, kept_bytes = (
+        num_bytes, precomputed_bytes = (
             sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-            for folder in (self.path, self.kept_folder)
+            for folder in (self.path, self.precomputed_folder)
         )
         return {
             "documents": len(self.documents()),
             "passages": len(self),
             "slots": num_slots,
-            "bytes": num_bytes - kept_bytes,
-            "kept_bytes": kept_bytes,
+            "bytes": num_bytes - precomputed_bytes,
+            "precomputed_bytes": precomputed_bytes,
             **{name: value for name, value in self.settings.items() if name != "probe"},
         }
 

@@ -84,9 +84,9 @@ class ServerSettings:
 # Reading requests
 
 
-async def read_body(request: Request, kind: str, most: int) -> bytes:
-    """Read the body of a request. Refuse a body early if it is longer than `most` bytes, if it arrives too slowly, or
-    if its content type is not `kind`: so a page of another web site cannot send a form."""
+async def read_body(request: Request, kind: str, max_bytes: int) -> bytes:
+    """Read the body of a request. Refuse a body early if it is longer than `max_bytes` bytes, if it arrives too slowly,
+    or if its content type is not `kind`: so a page of another web site cannot send a form."""
     if (content_type := request.headers.get("content-type", "").partition(";")[0].strip().lower()) != kind:
         raise HTTPException(
             415, f"Got a body with `Content-Type: {content_type or 'none'}`; expected `{kind}`. Set this header."
@@ -101,15 +101,15 @@ async def read_body(request: Request, kind: str, most: int) -> bytes:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 body += part
-                if len(body) > most:
-                    text = f"The body is longer than {most} bytes, the limit. Send fewer or shorter documents."
+                if len(body) > max_bytes:
+                    text = f"The body is longer than {max_bytes} bytes, the limit. Send fewer or shorter documents."
                     raise HTTPException(413, text)
     except TimeoutError as error:
         raise HTTPException(408, f"The body did not arrive within {BODY_SECONDS:g} seconds. Try again.") from error
     return body
 
 
-def read_passages(name: str, data: bytes, passage_tokens: int, processor) -> dict[str, Any]:
+def passages_of_file(name: str, data: bytes, passage_tokens: int, processor) -> dict[str, Any]:
     """Cut a file into passages, as for a corpus, and store nothing. `name` is never used as a path; its suffix decides
     how `data` is converted.
 
@@ -135,17 +135,22 @@ def read_passages(name: str, data: bytes, passage_tokens: int, processor) -> dic
 def describe_answer(answer: Answer, body: ChatRequest) -> dict[str, Any]:
     """The usage of an answer (a slot counts as one token), its sources and its statistics. If the request had
     documents, the sources contain the ids and metadata that the client sent with them."""
-    num_prompt, num_written = answer.prompt_tokens, answer.completion_tokens
+    num_prompt, num_generated = answer.prompt_tokens, answer.completion_tokens
     segments = [] if answer.passages is None else answer.passages.encoded.segments
-    names = ("sources", "kept", "answerability", "answer_likelihood", "statistics", "seconds", "batch_size")
-    report = {name: getattr(answer, name) for name in names} | {"confidence": answer.answerability}  # its name in 0.2
+    names = ("sources", "num_cached", "answerability", "answer_likelihood", "statistics", "seconds", "batch_size")
+    report = {name: getattr(answer, name) for name in names}
     if body.documents is not None:
         report["sources"] = [body.documents[source["number"]].origin | source for source in answer.sources]
+    # Names of fields in version 0.2.
+    report |= {"kept": answer.num_cached, "confidence": answer.answerability}
+    report["seconds"] = answer.seconds | {"choosing": answer.seconds["scoring"]}
+    report["sources"] = [source | {"read": source["used"]} for source in report["sources"]]
     report["notes"] = [] if body.note is None else [body.note]
     report["segments"] = [
         {name: getattr(segment, name) for name in ("document", "start", "end")} for segment in segments
     ]
-    usage = {"prompt_tokens": num_prompt, "completion_tokens": num_written, "total_tokens": num_prompt + num_written}
+    usage = {"prompt_tokens": num_prompt, "completion_tokens": num_generated}
+    usage["total_tokens"] = num_prompt + num_generated
     return {"usage": usage, "arcaligner": report}
 
 
@@ -200,7 +205,10 @@ class Metrics:
         ours = {"registry": self.registry, "namespace": "arcaligner"}
         prometheus_client.ProcessCollector(registry=self.registry)  # memory, open files
         self.requests = prometheus_client.Counter("requests", "Requests, by status.", ["status"], **ours)
-        self.tokens = prometheus_client.Counter("tokens", "Tokens of prompts and of answers.", ["kind"], **ours)
+        self.prompt_tokens = prometheus_client.Counter("prompt_tokens", "Tokens and slots of prompts.", **ours)
+        self.completion_tokens = prometheus_client.Counter("completion_tokens", "Tokens of answers.", **ours)
+        # Both counters in version 0.2.
+        self.tokens = prometheus_client.Counter("tokens", "Deprecated: tokens of both counters.", ["kind"], **ours)
         self.slots = prometheus_client.Counter("slots", "Slots of prompts.", **ours)
         self.seconds = prometheus_client.Histogram("seconds", "Seconds per answer, by part.", ["part"], **ours)
         self.batch = prometheus_client.Histogram("batch_size", "Requests per batch.", buckets=(1, 2, 4, 8, 16), **ours)
@@ -214,11 +222,14 @@ class Metrics:
 
     def count(self, answer: Answer) -> None:
         """Count a completed answer."""
+        self.prompt_tokens.inc(answer.prompt_tokens)
+        self.completion_tokens.inc(answer.completion_tokens)
         self.tokens.labels("read").inc(answer.prompt_tokens)
         self.tokens.labels("written").inc(answer.completion_tokens)
         self.slots.inc(answer.statistics["slots"])
         self.batch.observe(answer.batch_size)
-        for part, seconds in answer.seconds.items():
+        old_names = {"choosing": answer.seconds["scoring"]}  # of version 0.2
+        for part, seconds in (answer.seconds | old_names).items():
             self.seconds.labels(part).observe(seconds)
 
     def counted(self, app: Callable) -> Callable:
@@ -272,7 +283,7 @@ class Routes:
         return {
             "model": self.settings.model,
             "corpus": corpus,
-            "rates": engine.processor.trained_tokens_per_slot or [],
+            "tokens_per_slot": engine.processor.trained_tokens_per_slot or [],
             "top_k": engine.top_k,
             "limits": {"documents": engine.limits.max_documents, "file_bytes": MAX_FILE_BYTES},
             "examples": examples,
@@ -284,9 +295,9 @@ class Routes:
         async with self.files:
             corpus = self.engine.retriever and self.engine.retriever.corpus
             processor = self.engine.processor
-            most = processor.passage_tokens if corpus is None else corpus.settings["passage_tokens"]
+            passage_tokens = processor.passage_tokens if corpus is None else corpus.settings["passage_tokens"]
             data = await read_body(request, "application/octet-stream", MAX_FILE_BYTES)
-            return await asyncio.to_thread(read_passages, name, data, most, processor)
+            return await asyncio.to_thread(passages_of_file, name, data, passage_tokens, processor)
 
     async def health(self) -> dict[str, Any]:
         return {"status": "ok", "model": self.settings.model, "corpus": self.engine.retriever is not None}
@@ -315,15 +326,15 @@ class Routes:
         data = await read_body(request, "application/json", MAX_BODY_BYTES)
         if encoding := encoding_of_mark(data):  # PowerShell and .NET write byte order marks
             data = data.decode(encoding, "replace").encode()
-        limits, loop, pieces = self.engine.limits, asyncio.get_running_loop(), asyncio.Queue()
+        limits, loop, chunks = self.engine.limits, asyncio.get_running_loop(), asyncio.Queue()
         body = await asyncio.to_thread(ChatRequest.model_validate_json, data, context={"limits": limits})
         await self.model(body.model)
 
-        def put(piece: str | None) -> None:
-            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+        def put(chunk: str | None) -> None:
+            loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
         submitted = body.engine_request(put, limits)
-        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
+        envelope = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
         try:
             future = self.engine.submit(submitted)
             if not body.stream:
@@ -331,10 +342,10 @@ class Routes:
                 self.metrics.count(answer)
                 message = {"role": "assistant", "content": answer.text}
                 choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
-                head |= {"object": "chat.completion", "choices": [choice]}
-                return JSONResponse(head | describe_answer(answer, body))
+                envelope |= {"object": "chat.completion", "choices": [choice]}
+                return JSONResponse(envelope | describe_answer(answer, body))
             future.add_done_callback(lambda future: put(None))
-            first = await while_connected(request, self.in_time(pieces.get(), submitted))
+            first = await while_connected(request, self.in_time(chunks.get(), submitted))
             if first is None:
                 future.result()  # raises if the request failed before its answer began
         except BaseException as error:
@@ -342,35 +353,35 @@ class Routes:
             if isinstance(error, Exception):
                 return refuse(request, error)
             raise
-        head["object"] = "chat.completion.chunk"
-        events = self._events(head, body, submitted, first, pieces)
+        envelope["object"] = "chat.completion.chunk"
+        events = self._events(envelope, body, submitted, first, chunks)
         return StreamingResponse(events, media_type="text/event-stream")
 
     async def _events(
         self,
-        head: dict[str, Any],
+        envelope: dict[str, Any],
         body: ChatRequest,
         submitted: EngineRequest,
-        piece: str | None,
-        pieces: asyncio.Queue,
+        chunk: str | None,
+        chunks: asyncio.Queue,
     ) -> AsyncIterator[str]:
-        """Events of a stream: the pieces of the answer, and at the end the report and, on request, the usage."""
+        """Events of a stream: the chunks of the answer, and at the end the report and, on request, the usage."""
 
         def new(delta: dict[str, str], finish_reason: str | None = None, **report: Any) -> str:
             choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
-            return event({**head, "choices": [choice], **report})
+            return event({**envelope, "choices": [choice], **report})
 
         try:
             yield new({"role": "assistant", "content": ""})
-            while piece is not None:
-                yield new({"content": piece})
-                piece = await self.in_time(pieces.get(), submitted)
+            while chunk is not None:
+                yield new({"content": chunk})
+                chunk = await self.in_time(chunks.get(), submitted)
             answer = submitted.future.result()
             self.metrics.count(answer)
             report = describe_answer(answer, body)
             if body.stream_options.get("include_usage"):
                 yield new({}, answer.finish_reason)
-                yield event({**head, "choices": [], **report})
+                yield event({**envelope, "choices": [], **report})
             else:
                 yield new({}, answer.finish_reason, arcaligner=report["arcaligner"])
             yield "data: [DONE]\n\n"

@@ -22,7 +22,7 @@ MAX_TOKENS = 256
 MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_STOP_CHARACTERS = 1000, 1000, 16, 256
 
 # Fields that have no effect here: those about accounts, caches, the server and reasoning (this model has none), and
-# parameters of features in NOT_DONE or NOT_DRAWN, which are switched off.
+# parameters of features in UNSUPPORTED or UNSUPPORTED_SAMPLING, which are switched off.
 HINTS = frozenset(
     """
     user metadata store service_tier safety_identifier prediction verbosity priority timeout extra_headers extra_query
@@ -36,7 +36,7 @@ HINTS = frozenset(
     """.split()
 )
 # Fields that would change the answer at any temperature, with the values that have no effect.
-NOT_DONE: dict[str, tuple] = {
+UNSUPPORTED: dict[str, tuple] = {
     "n": (1,),
     "best_of": (1,),
     "presence_penalty": (0,),
@@ -91,7 +91,7 @@ NOT_DONE: dict[str, tuple] = {
     "chat_template": (),
 }
 # Fields that would change which tokens are sampled; without effect at temperature 0.
-NOT_DRAWN: dict[str, tuple] = {
+UNSUPPORTED_SAMPLING: dict[str, tuple] = {
     "top_a": (0,),
     "typical_p": (1, 0),
     "typical": (1, 0),
@@ -204,7 +204,7 @@ class Message(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def known_forms(cls, message: Any) -> Any:
+    def normalize_message(cls, message: Any) -> Any:
         message = without_nulls(message)
         if not isinstance(message, dict):
             return message
@@ -296,18 +296,18 @@ class ChatRequest(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def without_what_changes_nothing(cls, body: Any, info: ValidationInfo) -> Any:
+    def drop_ignored_fields(cls, body: Any, info: ValidationInfo) -> Any:
         body = without_nulls(body)
         if not isinstance(body, dict):
             return body
         if isinstance(body.get("extra_body"), dict):  # sent as a field by clients that do not unpack it
             body = without_nulls(body.pop("extra_body")) | body
-        unknown = body.keys() - cls.model_fields.keys() - HINTS - NOT_DONE.keys() - NOT_DRAWN.keys()
+        unknown = body.keys() - cls.model_fields.keys() - HINTS - UNSUPPORTED.keys() - UNSUPPORTED_SAMPLING.keys()
         refuse_unknown("the request", unknown, cls.model_fields)
         limits, documents = (info.context or {}).get("limits", Limits()), body.get("documents")
         if isinstance(documents, list) and len(documents) > limits.max_documents:
             raise ValueError(f"Got {len(documents)} documents; expected at most {limits.max_documents}. Pass fewer.")
-        refuse_what_is_not_done(body)
+        refuse_unsupported_fields(body)
         return {name: value for name, value in body.items() if name in cls.model_fields}
 
     @property
@@ -361,14 +361,14 @@ class ChatRequest(BaseModel):
         )
 
 
-def refuse_what_is_not_done(body: dict[str, Any]) -> None:
+def refuse_unsupported_fields(body: dict[str, Any]) -> None:
     """Raise `ValueError` for the first field whose value would change the answer and is not supported."""
     for tools, choice in TOOLS.items():
         if body.get(choice) == "none":  # tools that the model may not call have no effect
             body.pop(tools, None)
     draws = bool(body.get("temperature"))
     for name, value in body.items():
-        neutral = NOT_DONE.get(name, NOT_DRAWN.get(name) if draws else None)
+        neutral = UNSUPPORTED.get(name, UNSUPPORTED_SAMPLING.get(name) if draws else None)
         if neutral is not None and value not in neutral:
             if name in TOOLS:
                 raise ValueError(

@@ -1,7 +1,7 @@
 """From requests to answers: concurrent requests share a batch, and each gets its answer as it is generated.
 
     submit -> passages as slots (of the request, or of a corpus) -> selected passages -> slot prefixes, cached or
-    computed -> first tokens -> rows of one batch, which new rows join -> pieces of the answer
+    computed -> first tokens -> rows of one batch, which new rows join -> parts of the answer
 
 Any number of threads may submit requests. A few threads of the engine prepare requests, and one writes the answers.
 They compute in turns, which they pass on between two calls of model or encoder. So a short question does not wait until
@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 
 # Number of passages of requests whose slots are cached. The memory of cached slot prefixes is limited by
 # `prefix_bytes`.
-KEPT_PASSAGES = 256
+CACHED_PASSAGES = 256
 
-# Number of batches that are prepared at a time, in turns, and of batches that may be prepared or written at a time:
+# Number of batches that are prepared at a time, in turns, and of batches that may be prepared or generated at a time:
 # also those that are paused need memory.
-PREPARED_AT_ONCE, BATCHES_AT_ONCE = 3, 4
+MAX_PREPARED, MAX_BATCHES = 3, 4
 
 # While other requests are answered, new ones wait this many seconds for more, to be prepared together.
 GATHER_SECONDS = 0.3
@@ -57,17 +57,17 @@ class PassageEncoder:
     """Encodes each passage once for all requests, so that its slots are the same in all of them and its keys and values
     are found in the cache."""
 
-    def __init__(self, processor, max_passages: int = KEPT_PASSAGES):
+    def __init__(self, processor, max_passages: int = CACHED_PASSAGES):
         self.processor, self.max_passages = processor, max_passages
-        self._kept: OrderedDict[tuple, EncodedDocuments] = OrderedDict()  # longest unused first
+        self._cached: OrderedDict[tuple, EncodedDocuments] = OrderedDict()  # longest unused first
 
-    def check_room(self, documents: list[dict], tokens_per_slot: int | str | None, room: int) -> None:
-        """Raise `ValueError` for passages with more than `room` slots, before any of them is encoded."""
-        known = [self._kept.get(key) for key in self._keys(documents, tokens_per_slot)]
-        if None not in known and sum(len(encoded.context_embeds) for encoded in known) <= room:
+    def check_num_slots(self, documents: list[dict], tokens_per_slot: int | str | None, max_slots: int) -> None:
+        """Raise `ValueError` for passages with more than `max_slots` slots, before any of them is encoded."""
+        cached = [self._cached.get(key) for key in self._keys(documents, tokens_per_slot)]
+        if None not in cached and sum(len(encoded.context_embeds) for encoded in cached) <= max_slots:
             return
         encode = self.processor.slot_encoder.encode_batch
-        encode([documents], tokens_per_slot=tokens_per_slot, room=[room], only_segments=True)
+        encode([documents], tokens_per_slot=tokens_per_slot, room=[max_slots], only_segments=True)
 
     @staticmethod
     def _keys(documents: list[dict], tokens_per_slot: int | str | None) -> list[tuple]:
@@ -84,26 +84,26 @@ class PassageEncoder:
         if not any(document["text"].strip() for document in documents):  # the processor makes a slot of the empty text
             return self.processor.encode_documents(documents, tokens_per_slot=tokens_per_slot)
         keys = self._keys(documents, tokens_per_slot)
-        encoded = {key: self._kept[key] for key in keys if key in self._kept}
+        encoded = {key: self._cached[key] for key in keys if key in self._cached}
         new = {key: document for key, document in zip(keys, documents, strict=True) if key not in encoded}
         if new:
             encoded |= zip(new, self._encode(list(new.values()), tokens_per_slot, turn), strict=True)
         for key in keys:
-            self._kept[key] = encoded[key]
-            self._kept.move_to_end(key)
-        while len(self._kept) > self.max_passages:
-            self._kept.popitem(last=False)
+            self._cached[key] = encoded[key]
+            self._cached.move_to_end(key)
+        while len(self._cached) > self.max_passages:
+            self._cached.popitem(last=False)
         return self._joined([encoded[key] for key in keys], range(len(keys)) if numbers is None else numbers)
 
     def _encode(self, documents: list[dict], tokens_per_slot: int | str | None, turn: Turn) -> list[EncodedDocuments]:
         """Encode each passage by itself; passages of white space get no slot. Many are encoded in a call, which is
         fastest."""
         encoded = []
-        for piece in in_pieces(len(documents), self.processor.passage_tokens, turn):
-            encoded += self._encode_some(documents[piece], tokens_per_slot)
+        for part in in_pieces(len(documents), self.processor.passage_tokens, turn):
+            encoded += self._encode_part(documents[part], tokens_per_slot)
         return encoded
 
-    def _encode_some(self, documents: list[dict], tokens_per_slot: int | str | None) -> list[EncodedDocuments]:
+    def _encode_part(self, documents: list[dict], tokens_per_slot: int | str | None) -> list[EncodedDocuments]:
         segments, *slots, _ = self.processor.encode_documents(documents, tokens_per_slot=tokens_per_slot)
         single, nothing = single_passages(GivenSlots(*slots)), GivenSlots(slots[0][:0], None)
         encoded = []
@@ -185,8 +185,8 @@ class Engine:
                     "generation_config.json."
                 )
         self.model, self.processor, self.retriever = ask.model, ask.processor, retriever
-        kept = None if retriever is None else retriever.corpus.kept_folder
-        options = {"max_bytes": prefix_bytes, "folder": folder or kept, "read_only": folder is None}
+        precomputed = None if retriever is None else retriever.corpus.precomputed_folder
+        options = {"max_bytes": prefix_bytes, "folder": folder or precomputed, "read_only": folder is None}
         self.answerer = Answerer(ask.model, ask.processor, ask.model.passage_cache(ask.processor, **options))
         self._check(tokens_per_slot, min_confidence, max_passages)
         self.top_k, self.tokens_per_slot, self.min_confidence = top_k, tokens_per_slot, min_confidence
@@ -195,29 +195,29 @@ class Engine:
         self.store = self.answerer.cache
         self._encode = PassageEncoder(self.processor)
         # With LongRoPE, requests are prepared one by one, because a long one would change the others of its batch.
-        self._most_prepared = max_batch if frequencies_change_at(ask.model.config.text_config) is None else 1
+        self._max_prepared = max_batch if frequencies_change_at(ask.model.config.text_config) is None else 1
         self.answer_bytes = answer_bytes
         self._bytes_per_position = ask.model.dtype.itemsize * math.prod(entry_shape(ask.model.config.text_config, 1))
         self._turns = Turns()
         self._waiting: list[Request] = []
         self._joining: list[LiveBatch] = []
-        self._num_prepared = self._num_written = 0  # requests
-        self._held: dict[Request, int] = {}  # bytes of the keys and values of live answers
+        self._num_prepared = self._num_generating = 0  # requests
+        self._reserved_bytes: dict[Request, int] = {}  # bytes of the keys and values of live answers
         self._closed = self._all_prepared = False
         self._change = threading.Condition()  # notified when one of these changes
-        self._door = threading.Lock()  # held by the thread that takes the next requests
+        self._take_lock = threading.Lock()  # held by the thread that takes the next requests
         self._threads = [
-            threading.Thread(target=self._work, name=f"arcaligner-prepare-{number}", daemon=True)
-            for number in range(PREPARED_AT_ONCE)
+            threading.Thread(target=self._prepare_requests, name=f"arcaligner-prepare-{number}", daemon=True)
+            for number in range(MAX_PREPARED)
         ]
-        self._writer = threading.Thread(target=self._write, name="arcaligner-write", daemon=True)
-        for thread in (*self._threads, self._writer):
+        self._generator = threading.Thread(target=self._generate_answers, name="arcaligner-generate", daemon=True)
+        for thread in (*self._threads, self._generator):
             thread.start()
 
     @property
     def is_running(self) -> bool:
         """Whether a thread of the engine is alive."""
-        return any(thread.is_alive() for thread in (*self._threads, self._writer))
+        return any(thread.is_alive() for thread in (*self._threads, self._generator))
 
     @property
     def num_waiting(self) -> int:
@@ -242,7 +242,7 @@ class Engine:
         for name in ("top_k", "tokens_per_slot", "min_confidence", "max_passages"):
             if getattr(request, name) is None:
                 setattr(request, name, getattr(self, name))
-        request.seconds, request.until = self.limits.seconds, request.arrived + self.limits.seconds
+        request.seconds, request.deadline = self.limits.seconds, request.arrived + self.limits.seconds
         request.on_cancel = self._wake
         with self._change:
             if self._closed:
@@ -283,22 +283,22 @@ class Engine:
         with self._change:
             self._all_prepared = True
             self._change.notify_all()
-        self._writer.join()
+        self._generator.join()
 
     # The threads that prepare
 
-    def _work(self) -> None:
+    def _prepare_requests(self) -> None:
         while True:
-            with self._door:
+            with self._take_lock:
                 if not self._wait_for_requests():
                     return
                 turn = self._turns.take()
-                batch = self._take()
+                batch = self._take_batch()
             try:
                 self._prepare(batch, turn)
             except Exception as error:  # an error must not end the thread, and each request has to end
                 for request in batch:
-                    if not request.future.done() and request not in self._held:
+                    if not request.future.done() and request not in self._reserved_bytes:
                         request.future.set_exception(error)
             finally:
                 turn.give()
@@ -311,14 +311,14 @@ class Engine:
         closed."""
 
         def is_full() -> bool:
-            return self._closed or len(self._waiting) >= self._most_prepared
+            return self._closed or len(self._waiting) >= self._max_prepared
 
         def is_idle() -> bool:
-            return not self._num_prepared + self._num_written
+            return not self._num_prepared + self._num_generating
 
         def is_due() -> bool:
-            has_room = self._num_prepared + self._num_written < self.max_batch * BATCHES_AT_ONCE
-            return has_room if self._waiting else self._closed
+            has_capacity = self._num_prepared + self._num_generating < self.max_batch * MAX_BATCHES
+            return has_capacity if self._waiting else self._closed
 
         with self._change:
             self._change.wait_for(is_due)
@@ -327,94 +327,99 @@ class Engine:
             self._change.wait_for(is_full, self.batch_seconds)
             return bool(self._waiting)
 
-    def _take(self) -> list[Request]:
+    def _take_batch(self) -> list[Request]:
         """The next requests, in order of arrival."""
         with self._change:
-            room = self.max_batch * BATCHES_AT_ONCE - self._num_prepared - self._num_written
-            most = max(1, min(self._most_prepared, room))
-            batch, self._waiting = self._waiting[:most], self._waiting[most:]
+            capacity = self.max_batch * MAX_BATCHES - self._num_prepared - self._num_generating
+            max_requests = max(1, min(self._max_prepared, capacity))
+            batch, self._waiting = self._waiting[:max_requests], self._waiting[max_requests:]
             self._num_prepared += len(batch)
         return batch
 
     def _prepare(self, batch: list[Request], turn: ThreadTurn) -> None:
         """Prepare a batch of requests up to their first tokens, and hand the answers over to be continued."""
         running = [request for request in batch if request.future.set_running_or_notify_cancel()]
-        fetch, choose = functools.partial(self._read, turn), functools.partial(self._choose, turn)
-        with_passages = [request for one in running for (request,), _ in each_fails_alone([one], fetch)]
-        chosen = [request for part, _ in each_fails_alone(with_passages, choose) for request in part]
+        set_passages, select = (
+            functools.partial(self._set_passages, turn),
+            functools.partial(self._select_passages, turn),
+        )
+        with_passages = [request for one in running for (request,), _ in isolate_failures([one], set_passages)]
+        prepared = [request for part, _ in isolate_failures(with_passages, select) for request in part]
         for has_slots in (False, True):
-            if group := [request for request in chosen if (request.passages is not None) == has_slots]:
+            if group := [request for request in prepared if (request.passages is not None) == has_slots]:
                 self._answer(turn, group)
 
-    def _read(self, turn: ThreadTurn, group: list[Request]) -> None:
+    def _set_passages(self, turn: ThreadTurn, group: list[Request]) -> None:
         """Set the passages of one request, as slots: those of its documents, or those that the corpus has for its
         question. A request without documents has none if there is no corpus, or if its `top_k` is 0."""
-        (request,), own_turn = group, GroupTurn(turn, group)
-        rate = request.tokens_per_slot
+        (request,), group_turn = group, GroupTurn(turn, group)
+        tokens_per_slot = request.tokens_per_slot
         if request.documents is not None:
-            self._read_documents(request, own_turn)
+            self._cut_documents(request, group_turn)
             return
         if self.retriever is None or request.top_k == 0:
             return
         questions = [message["content"] for message in request.messages if message["role"] == "user"]
         passages = self.retriever(questions[-1] if questions else "", request.top_k)
-        if rate not in (None, self.retriever.corpus.settings["tokens_per_slot"]):
+        if tokens_per_slot not in (None, self.retriever.corpus.settings["tokens_per_slot"]):
             began = time.perf_counter()
             texts = [{name: document[name] for name in ("title", "text")} for document in passages.documents]
-            self._encode.check_room(texts, rate, self._room(request, len(texts)))
-            passages.encoded = self._encode(texts, rate, turn=own_turn)
+            self._encode.check_num_slots(texts, tokens_per_slot, self._max_slots_of(request, len(texts)))
+            passages.encoded = self._encode(texts, tokens_per_slot, turn=group_turn)
             passages.seconds["slots"] += time.perf_counter() - began
-        num_slots, most = len(passages.encoded.context_embeds), self._room(request, len(passages.documents))
-        if num_slots > most:
+        num_slots = len(passages.encoded.context_embeds)
+        max_slots = self._max_slots_of(request, len(passages.documents))
+        if num_slots > max_slots:
             raise ValueError(
-                f"The passages have {num_slots} slots; expected at most {most}. Pass a lower `num_passages`."
+                f"The passages have {num_slots} slots; expected at most {max_slots}. Pass a lower `num_passages`."
             )
         request.passages = passages
 
-    def _read_documents(self, request: Request, turn: GroupTurn) -> None:
+    def _cut_documents(self, request: Request, turn: GroupTurn) -> None:
         """Cut the documents of a request into passages and, if all of these are used, encode them."""
-        began, rate, passages = time.perf_counter(), request.tokens_per_slot, []
+        began, tokens_per_slot, passages = time.perf_counter(), request.tokens_per_slot, []
         documents = [
             document if isinstance(document, dict) else {"title": "", "text": document}
             for document in request.documents
         ]
-        self._check_size(documents, rate)
+        self._check_size(documents, tokens_per_slot)
         for number, document in enumerate(documents):
-            pieces, _ = self.answerer.cut([document])
-            passages += [piece | {"number": number} for piece in pieces]
+            parts, _ = self.answerer.cut([document])
+            passages += [part | {"number": number} for part in parts]
             turn.pass_on()
         texts = [_without_number(passage) for passage in passages]
         if not passages:
-            encoded = self.processor.encode_documents([], tokens_per_slot=rate)  # one slot, of the empty text
+            # One slot, of the empty text.
+            encoded = self.processor.encode_documents([], tokens_per_slot=tokens_per_slot)
         else:
-            self._encode.check_room(texts, rate, self._room(request, len(texts)))
+            self._encode.check_num_slots(texts, tokens_per_slot, self._max_slots_of(request, len(texts)))
             turn.pass_on()
-            encoded = None if self._selects(request, len(texts)) else self._encode(texts, rate, turn=turn)
+            encoded = None if self._selects(request, len(texts)) else self._encode(texts, tokens_per_slot, turn=turn)
         seconds = {"retrieval": 0.0, "slots": time.perf_counter() - began}
         request.passages = SlotPassages(passages, encoded, seconds)
 
-    def _check_size(self, documents: list[dict], rate: int | str | None) -> None:
+    def _check_size(self, documents: list[dict], tokens_per_slot: int | str | None) -> None:
         """Raise `ValueError` for documents that have too many slots in any case, before they are cut, which may take
         seconds."""
-        rate = self.processor.tokens_per_slot if rate is None else rate
-        if rate == "segment":
+        tokens_per_slot = self.processor.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
+        if tokens_per_slot == "segment":
             return
         # A word has at least one token, so there are at least twice as many slots as this number.
         num_words = sum(len(given_text(document, number).split()) for number, document in enumerate(documents))
-        num_slots = num_words // (2 * rate)
-        if num_slots > self.limits.max_slots_asked:
+        num_slots = num_words // (2 * tokens_per_slot)
+        if num_slots > self.limits.max_scored_slots:
             raise ValueError(
-                f"The passages have more than {num_slots} slots; expected at most {self.limits.max_slots_asked}. Pass "
+                f"The passages have more than {num_slots} slots; expected at most {self.limits.max_scored_slots}. Pass "
                 "fewer or shorter documents, or a larger `tokens_per_slot`."
             )
 
-    def _room(self, request: Request, num_passages: int) -> int:
+    def _max_slots_of(self, request: Request, num_passages: int) -> int:
         """Maximum number of slots of a request with this many passages: larger if they are scored one by one than if
         all of them are used."""
         uses_all = not self.answerer.selects(num_passages, request.max_passages, weights=False)
-        return self.limits.max_slots if uses_all else self.limits.max_slots_asked
+        return self.limits.max_slots if uses_all else self.limits.max_scored_slots
 
-    def _choose(self, turn: ThreadTurn, group: list[Request]) -> None:
+    def _select_passages(self, turn: ThreadTurn, group: list[Request]) -> None:
         """Reduce the passages of each request to those that its question needs, or to `max_passages`: score each
         passage separately, and keep the top-ranked ones."""
         group = [
@@ -422,31 +427,31 @@ class Engine:
         ]
         if not group:
             return
-        own_turn = GroupTurn(turn, group)
+        group_turn = GroupTurn(turn, group)
         began, encoding = time.perf_counter(), 0.0
         chats, documents = [self._chat(request) for request in group], [request.passages.documents for request in group]
-        similar = [self._similarities(request, own_turn) for request in group]
+        similar = [self._similarities(request, group_turn) for request in group]
 
         def slots_of(only: list[list[int]]) -> list[GivenSlots | None]:
             nonlocal encoding
             began = time.perf_counter()
-            slots = [self._slots_of(request, numbers, own_turn) for request, numbers in zip(group, only, strict=True)]
+            slots = [self._slots_of(request, numbers, group_turn) for request, numbers in zip(group, only, strict=True)]
             encoding += time.perf_counter() - began
             return slots
 
-        most = [request.max_passages for request in group]
+        limits = [request.max_passages for request in group]
         selected = self.answerer.select(
-            chats, documents, most, similar, slots_of, weights=self.weights_passages, turn=own_turn
+            chats, documents, limits, similar, slots_of, weights=self.weights_passages, turn=group_turn
         )
         seconds = time.perf_counter() - began - encoding
         for request, (numbers, scores, question, prior) in zip(group, selected, strict=True):
-            request.asked, request.kept = question, sum(scores[number].is_cached for number in numbers)
-            request.prior = prior
+            request.scored_question, request.prior = question, prior
+            request.num_cached = sum(scores[number].is_cached for number in numbers)
             if request.passages.encoded is None:
-                request.passages.encoded = self._encoded(request, numbers, own_turn)
+                request.passages.encoded = self._encoded(request, numbers, group_turn)
                 request.passages.seconds["slots"] += encoding
             request.passages = request.passages.only(numbers)
-            request.passages.seconds["choosing"] = seconds
+            request.passages.seconds["scoring"] = seconds
             for number, document in enumerate(request.passages.documents):  # `None` if it was not scored
                 answerability = scores[number].answerability if number in scores else None
                 document |= {"answerability": answerability, "confidence": answerability}  # the latter as in 0.2
@@ -461,8 +466,8 @@ class Engine:
         if request.documents is None:  # the search has computed them
             return [document["similarity"] for document in documents]
         encoder, chat, cosines = self.processor.encoder, self._chat(request), []
-        for piece in in_pieces(len(documents), self.processor.passage_tokens, turn):
-            cosines += similarities_of(encoder, chat, documents[piece])
+        for part in in_pieces(len(documents), self.processor.passage_tokens, turn):
+            cosines += similarities_of(encoder, chat, documents[part])
         return cosines
 
     def _slots_of(self, request: Request, numbers: list[int], turn: GroupTurn) -> GivenSlots | None:
@@ -479,7 +484,7 @@ class Engine:
 
     def _answer(self, turn: ThreadTurn, group: list[Request]) -> None:
         began = time.monotonic()
-        for part, inputs in each_fails_alone(group, functools.partial(self._inputs, turn)):
+        for part, inputs in isolate_failures(group, functools.partial(self._inputs, turn)):
             try:
                 self._generate(part, inputs, began)
             except Exception as error:
@@ -489,23 +494,23 @@ class Engine:
 
     def _inputs(self, turn: ThreadTurn, group: list[Request]) -> dict[str, Any]:
         """The inputs of `generate` for a batch, with everything except for the end of the prompts in the cache."""
-        own_turn = GroupTurn(turn, group)
+        group_turn = GroupTurn(turn, group)
         if group[0].passages is not None:
-            questions = self._questions(group, own_turn)
-            self._wait_for_room(group, questions.num_positions, own_turn)
+            questions = self._questions(group, group_turn)
+            self._wait_for_memory(group, questions.num_positions, group_turn)
             inputs = self.store.prepare_asked(questions, [request.prior for request in group])
             for request, num_cached, num_parts in zip(group, inputs.num_cached, inputs.num_passages, strict=True):
-                if request.kept is None:  # else `_choose` has counted them
-                    request.kept = len(request.passages.documents) * num_cached // num_parts
+                if request.num_cached is None:  # else `_select_passages` has counted them
+                    request.num_cached = len(request.passages.documents) * num_cached // num_parts
         else:
             # Control tokens in the text of a client must not end a turn of the chat.
             options = {} if self.processor.chat_template is None else {"sanitize_control_tokens": True}
             inputs = dict(chat_inputs(self.processor, [self._chat(request) for request in group], **options))
             inputs = {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
             check_length(inputs["input_ids"].shape[1], "The prompt", self.model.config.text_config)
-            self._wait_for_room(group, inputs["attention_mask"].sum(dim=1).tolist(), own_turn)
+            self._wait_for_memory(group, inputs["attention_mask"].sum(dim=1).tolist(), group_turn)
             inputs["past_key_values"] = DynamicCache(config=self.model.config.text_config)
-        return prefill_beginning(self.model, inputs, own_turn)
+        return prefill_beginning(self.model, inputs, group_turn)
 
     def _questions(self, group: list[Request], turn: Turn) -> AskedQuestions:
         """The questions of requests, each with the slots of the passages that are used for it."""
@@ -517,11 +522,11 @@ class Engine:
                     f"The passages have {num_slots} slots; expected at most {self.limits.max_slots}. Pass fewer "
                     "passages, a lower `max_passages`, or a larger `tokens_per_slot`."
                 )
-            if (known := request.asked) is None:  # if its passages were not scored
+            if (question := request.scored_question) is None:  # if its passages were not scored
                 words = None if words is None else [words]
-                known = self.store.ask([self._chat(request)], None, [embeds], words, [ids])
-            questions += known.questions
-        return known._replace(questions=questions, turn=turn)
+                question = self.store.ask([self._chat(request)], None, [embeds], words, [ids])
+            questions += question.questions
+        return question._replace(questions=questions, turn=turn)
 
     def _chat(self, request: Request) -> list[dict[str, str]] | str:
         """The question or chat, in the form of the processor."""
@@ -535,7 +540,7 @@ class Engine:
         return request.messages[0]["content"]
 
     def _generate(self, group: list[Request], inputs: dict[str, Any], began: float) -> None:
-        """Generate the first token of each request, and hand the answers over to the thread that writes."""
+        """Generate the first token of each request, and hand the answers over to the thread that generates."""
         ids, mask, cache = (inputs[name] for name in ("input_ids", "attention_mask", "past_key_values"))
         rows = [
             LiveRow(
@@ -557,51 +562,51 @@ class Engine:
             return
         with self._change:
             self._joining.append(batch)
-            self._num_written += len(unfinished)
+            self._num_generating += len(unfinished)
             self._change.notify_all()
         for future in unfinished:
-            future.add_done_callback(self._count_written)
+            future.add_done_callback(self._count_finished)
 
-    def _count_written(self, future: Future) -> None:
+    def _count_finished(self, future: Future) -> None:
         with self._change:
-            self._num_written -= 1
+            self._num_generating -= 1
             self._change.notify_all()
 
-    def _wait_for_room(self, group: list[Request], num_positions: list[int], turn: GroupTurn) -> None:
+    def _wait_for_memory(self, group: list[Request], num_positions: list[int], turn: GroupTurn) -> None:
         """Wait until there is memory for the keys and values of a batch in addition to those of live answers. A batch
         does not wait if there are no live answers, nor a second time if it is computed again because one of its
         requests ended."""
         longest = max(num_positions)  # prompts are padded to it
         bytes_of = {request: (longest + request.max_new_tokens) * self._bytes_per_position for request in group}
 
-        def hold() -> bool:
-            new = {request: size for request, size in bytes_of.items() if request not in self._held}
-            used = sum(self._held.values())
+        def reserve() -> bool:
+            new = {request: size for request, size in bytes_of.items() if request not in self._reserved_bytes}
+            used = sum(self._reserved_bytes.values())
             if new and used and used + sum(new.values()) > self.answer_bytes:
                 return False
-            self._held |= new
+            self._reserved_bytes |= new
             for request in new:
                 request.future.add_done_callback(lambda _, request=request: self._free(request))
             return True
 
         with self._change:
-            is_held = hold()
-        while not is_held:
-            seconds = min(min(request.until for request in group) - time.monotonic(), threading.TIMEOUT_MAX)
+            is_reserved = reserve()
+        while not is_reserved:
+            seconds = min(min(request.deadline for request in group) - time.monotonic(), threading.TIMEOUT_MAX)
             with turn.away(), self._change:
-                is_held = self._change.wait_for(
-                    lambda: hold() or any(request.is_cancelled for request in group), seconds
+                is_reserved = self._change.wait_for(
+                    lambda: reserve() or any(request.is_cancelled for request in group), seconds
                 )
             turn.check()
 
     def _free(self, request: Request) -> None:
         with self._change:
-            del self._held[request]
+            del self._reserved_bytes[request]
             self._change.notify_all()
 
-    # The thread that writes
+    # The thread that generates
 
-    def _write(self) -> None:
+    def _generate_answers(self) -> None:
         while True:
             with self._change:
                 self._change.wait_for(lambda: self._joining or self._all_prepared)
@@ -609,11 +614,11 @@ class Engine:
                     return
             turn = self._turns.take()
             try:
-                self._write_all(turn)
+                self._generate_all(turn)
             finally:
                 turn.give()
 
-    def _write_all(self, turn: ThreadTurn) -> None:
+    def _generate_all(self, turn: ThreadTurn) -> None:
         """Generate the rest of all answers that have begun, and of those that join meanwhile."""
         live: list[LiveBatch] = []
         while True:
@@ -635,34 +640,36 @@ class Engine:
             live = batches
             for batch in live:
                 try:
-                    self._write_some(batch, turn, alone=len(live) == 1)
+                    self._generate_turn(batch, turn, is_only_batch=len(live) == 1)
                 except Exception as error:
                     batch.fail(error)
 
-    def _write_some(self, batch: LiveBatch, turn: ThreadTurn, alone: bool) -> None:
+    def _generate_turn(self, batch: LiveBatch, turn: ThreadTurn, is_only_batch: bool) -> None:
         end = time.monotonic() + TURN_SECONDS
 
         def pause() -> bool:
             turn.pass_on()
-            return bool(self._joining) or not alone and time.monotonic() > end
+            return bool(self._joining) or not is_only_batch and time.monotonic() > end
 
-        batch.write(pause)
+        batch.advance(pause)
 
 
-def each_fails_alone(group: list[Request], run: Callable[[list[Request]], Any]) -> Iterator[tuple[list[Request], Any]]:
-    """Call `run` with a group of requests and, if that fails, with its halves, so that an invalid request fails alone.
-    Yield the parts that could be run, each with its result. Requests that have ended meanwhile are left out."""
+def isolate_failures(
+    group: list[Request], function: Callable[[list[Request]], Any]
+) -> Iterator[tuple[list[Request], Any]]:
+    """Call `function` with a group of requests and, if that fails, with its halves, so that an invalid request fails
+    alone. Yield the parts that could be run, each with its result. Requests that have ended meanwhile are left out."""
     try:
-        result = run(group)
+        result = function(group)
     except EndedError:
         if waiting := [request for request in group if not request.future.done()]:
-            yield from each_fails_alone(waiting, run)
+            yield from isolate_failures(waiting, function)
     except Exception as error:
         if len(group) == 1:
             group[0].future.set_exception(error)
         else:
             for part in (group[: len(group) // 2], group[len(group) // 2 :]):
-                yield from each_fails_alone(part, run)
+                yield from isolate_failures(part, function)
     else:
         yield group, result
 

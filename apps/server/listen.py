@@ -14,12 +14,12 @@ from .engine import Engine
 class TimedConnection(H11Protocol):
     """A connection with time limits; uvicorn itself limits only the time between two requests. A connection is closed
     if complete headers do not arrive within `seconds`, if the client reads nothing of an answer for that long, or if it
-    needs longer than `unread_seconds` to read an answer. Above `most` connections the oldest one without a request is
-    closed, else the oldest that the server waits for."""
+    needs longer than `unread_seconds` to read an answer. Above `max_connections` connections the oldest one without a
+    request is closed, else the oldest that the server waits for."""
 
     seconds = 10.0
     unread_seconds = 120.0
-    most = 512  # each is an open file, of which a process may often have 1,024
+    max_connections = 512  # each is an open file, of which a process may often have 1,024
     send_bytes = 2**17  # size of the system's send buffer, which by default grows to 4 MiB
 
     deadline: asyncio.TimerHandle | None = None
@@ -27,16 +27,16 @@ class TimedConnection(H11Protocol):
     is_ended = False
     # Bytes of the answer that wait to be sent, since when there are any, and whether many were sent since the last
     # check.
-    unread, unread_since, has_moved = 0, 0.0, False
-    next_look: asyncio.TimerHandle | None = None
+    unread, unread_since, has_sent = 0, 0.0, False
+    next_check: asyncio.TimerHandle | None = None
 
     @property
-    def asks(self) -> bool:
+    def has_request(self) -> bool:
         """Whether this connection has a request that is not answered yet."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
-    def keeps_waiting(self) -> bool:
+    def waits_for_client(self) -> bool:
         """Whether the server waits for the client: for the rest of a body, or until an answer is read. Also true if the
         client has sent further requests before it got its answer, which common clients never do."""
         is_behind = self.cycle.more_body or self.transport.get_write_buffer_size() > 0
@@ -44,55 +44,55 @@ class TimedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self.since = self.loop.time()
-        if len(self.connections) >= self.most:
+        if len(self.connections) >= self.max_connections:
             live = [connection for connection in self.connections if not connection.is_ended]
-            idle = [connection for connection in live if not connection.asks]
-            idle = idle or [connection for connection in live if connection.keeps_waiting]
+            idle = [connection for connection in live if not connection.has_request]
+            idle = idle or [connection for connection in live if connection.waits_for_client]
             oldest = min(idle, key=lambda connection: connection.since, default=None)
             transport.abort() if oldest is None else oldest._end()
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.send_bytes)
         super().connection_made(transport)
-        self._watch()
-        self.next_look = self.loop.call_later(self.seconds, self._look)
+        self._set_deadline()
+        self.next_check = self.loop.call_later(self.seconds, self._check_client)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch()
+        self._set_deadline()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.has_moved = True
+        self.has_sent = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.is_ended = True
-        self.next_look.cancel()
-        self._forget()
+        self.next_check.cancel()
+        self._cancel_deadline()
 
     def _end(self) -> None:
         self.is_ended = True
         self.transport.abort()
 
-    def _look(self) -> None:
+    def _check_client(self) -> None:
         """Abort the connection if the client does not read its answer. This is needed even after uvicorn has closed the
         connection, because closing waits until everything is read."""
         before, self.unread = self.unread, self.transport.get_write_buffer_size()
         if not before or not self.unread:
             self.unread_since = self.loop.time()
-        is_stuck = 0 < before <= self.unread and not self.has_moved
-        self.has_moved = False
+        is_stuck = 0 < before <= self.unread and not self.has_sent
+        self.has_sent = False
         if is_stuck or self.loop.time() - self.unread_since > self.unread_seconds:
             self._end()
         else:
-            self.next_look = self.loop.call_later(self.seconds, self._look)
+            self.next_check = self.loop.call_later(self.seconds, self._check_client)
 
-    def _watch(self) -> None:
-        if self.asks:
-            self._forget()
+    def _set_deadline(self) -> None:
+        if self.has_request:
+            self._cancel_deadline()
         elif self.deadline is None:
             self.deadline = self.loop.call_later(self.seconds, self._end)
 
-    def _forget(self) -> None:
+    def _cancel_deadline(self) -> None:
         if self.deadline is not None:
             self.deadline.cancel()
             self.deadline = None

@@ -1,7 +1,7 @@
 """Rows of a batch while their answers are generated: new ones join, and those that are done leave.
 
-    inputs of `generate` -> a `LiveBatch` -> `write` -> pieces of each answer, until another batch waits to join
-    batches -> `LiveBatch.packed` -> batches of the rows that are not done, mostly one batch -> `write`
+    inputs of `generate` -> a `LiveBatch` -> `advance` -> pieces of each answer, until another batch waits to join
+    batches -> `LiveBatch.packed` -> batches of the rows that are not done, mostly one batch -> `advance`
 
 A row is one request. Rows share only the tensors of keys and values; tokens, seed, stop strings and texts to copy from
 are separate. So an answer does not depend on the other rows of its batch, nor on when they join. Rows whose answer
@@ -36,7 +36,7 @@ from transformers.cache_utils import Cache
 from ...answering_arcaligner import Answerer
 from ...kv_cache_arcaligner import join_keys_values, keys_values_of
 from ...modeling_arcaligner import PrefillOutputs
-from .request import Answer, Request, read_statistics
+from .request import Answer, Request, compression_statistics
 
 
 class RowSampler(LogitsProcessor):
@@ -89,29 +89,29 @@ class LiveRow:
         self.prompt_tokens, self.batch_size, self.began = prompt_tokens, batch_size, began
         self.end_ids = set(torch.tensor(model.generation_config.eos_token_id, device="cpu").reshape(-1).tolist())
         longest = self.processor.max_prompt_length
-        room = request.max_new_tokens if longest is None else longest - prompt_tokens
-        self.max_new_tokens = max(1, min(request.max_new_tokens, room))
+        space = request.max_new_tokens if longest is None else longest - prompt_tokens
+        self.max_new_tokens = max(1, min(request.max_new_tokens, space))
         changes_at = frequencies_change_at(model.config.text_config)
-        self.is_alone = changes_at is not None and prompt_tokens + self.max_new_tokens > changes_at
+        self.needs_own_batch = changes_at is not None and prompt_tokens + self.max_new_tokens > changes_at
         self.ids: list[int] = []
-        self.num_taken, self.said, self.reason, self.first_token = 0, "", None, 0.0
-        passages = [] if request.passages is None else request.passages.read
+        self.num_generated, self.text, self.reason, self.first_token = 0, "", None, 0.0
+        passages = [] if request.passages is None else request.passages.used
         self.call = answerer.answer(
             [chat], [passages], copy_bonus=[request.copy_bonus], scores=request.passages is not None
         )
         counting = self._counting_processors(model.generation_config)
         options = {"generation_config": greedy(answerer, 1), "logits_processor": counting}
         options = self.call.options(options, last=[RowSampler(request)])
-        self.choose: LogitsProcessorList = options["logits_processor"]
+        self.logits_processors: LogitsProcessorList = options["logits_processor"]
         self.prefill: PrefillOutputs | None = options.get("prefill")
 
     def _counting_processors(self, config: GenerationConfig) -> list[LogitsProcessor]:
         """Logits processors that depend on the length of the answer. Those of `generate` would count only tokens since
         rows joined last."""
         processors: list[LogitsProcessor] = []
-        least = max(config.min_new_tokens or 0, (config.min_length or 0) - self.prompt_tokens)
-        if least > 0 and self.end_ids:
-            processors.append(MinNewTokensLengthLogitsProcessor(0, least, sorted(self.end_ids)))
+        min_new_tokens = max(config.min_new_tokens or 0, (config.min_length or 0) - self.prompt_tokens)
+        if min_new_tokens > 0 and self.end_ids:
+            processors.append(MinNewTokensLengthLogitsProcessor(0, min_new_tokens, sorted(self.end_ids)))
         if config.forced_eos_token_id is not None:
             processors.append(ForcedEOSTokenLogitsProcessor(self.max_new_tokens, config.forced_eos_token_id))
         if config.exponential_decay_length_penalty is not None and self.end_ids:
@@ -132,12 +132,12 @@ class LiveRow:
 
     def put(self, token: int) -> None:
         """Add the next token of the answer, and end the answer if it is the last one."""
-        self.num_taken += 1
+        self.num_generated += 1
         self.first_token = self.first_token or time.monotonic()
-        least, sure = self.request.min_confidence, self.call.answerability
-        if sure is not None and least is not None and sure.item() < least:
-            self.said, self.reason = self.processor.no_answer, "stop"
-            self.request.on_text(self.said)
+        threshold, answerability = self.request.min_confidence, self.call.answerability
+        if answerability is not None and threshold is not None and answerability.item() < threshold:
+            self.text, self.reason = self.processor.no_answer, "stop"
+            self.request.on_text(self.text)
             return self._finish()
         if token in self.end_ids:
             self.reason = "stop"
@@ -145,13 +145,13 @@ class LiveRow:
             self.ids.append(token)
             if not self.num_left:
                 self.reason = "length"
-            elif time.monotonic() > self.request.until:
+            elif time.monotonic() > self.request.deadline:
                 self.reason = "ended"
-        self._say()
+        self._report_text()
         if self.is_done:
             self._finish()
 
-    def _say(self) -> None:
+    def _report_text(self) -> None:
         """Report new text, except for an incomplete character and a possible beginning of a stop string."""
         text, stops = self.processor.tokenizer.decode(self.ids, skip_special_tokens=True).lstrip(), self.request.stop
         if ends := [end for stop in stops if (end := text.find(stop)) >= 0]:
@@ -160,7 +160,7 @@ class LiveRow:
             if text.endswith("\ufffd"):
                 return
             text = text[: len(text) - max((_overlap(text, stop) for stop in stops), default=0)]
-        new, self.said = text[len(self.said) :], text
+        new, self.text = text[len(self.text) :], text
         if new:
             self.request.on_text(new)
 
@@ -174,7 +174,7 @@ class LiveRow:
         request = self.request
         if self.reason == "ended":
             return request.end()
-        passages, parts = request.passages, {"retrieval": 0.0, "slots": 0.0, "choosing": 0.0}
+        passages, parts = request.passages, {"retrieval": 0.0, "slots": 0.0, "scoring": 0.0}
         if passages is not None:
             parts |= passages.seconds
         first_token = self.first_token - request.arrived
@@ -182,17 +182,17 @@ class LiveRow:
         parts["waiting"] = first_token - sum(parts.values())
         request.future.set_result(
             Answer(
-                text=self.said,
+                text=self.text,
                 finish_reason=self.reason,
                 prompt_tokens=self.prompt_tokens,
                 completion_tokens=len(self.ids),
                 batch_size=self.batch_size,
                 seconds={**parts, "first_token": first_token, "total": time.monotonic() - request.arrived},
                 passages=passages,
-                kept=request.kept or 0,
+                num_cached=request.num_cached or 0,
                 answerability=None if self.call.answerability is None else self.call.answerability.item(),
                 answer_likelihood=self._likelihood(),
-                statistics=read_statistics(self.processor, passages),
+                statistics=compression_statistics(self.processor, passages),
             )
         )
 
@@ -203,9 +203,9 @@ def greedy(answerer: Answerer, max_new_tokens: int) -> GenerationConfig:
     config = answerer.model.generation_config
     # Values that have no effect; with `None`, those of the model's configuration would apply. If both `min_length` and
     # `min_new_tokens` are set, transformers warns.
-    least = {"min_length": 0} if config.min_new_tokens is None else {"min_new_tokens": 0}
+    neutral = {"min_length": 0} if config.min_new_tokens is None else {"min_new_tokens": 0}
     if config.exponential_decay_length_penalty is not None:
-        least["exponential_decay_length_penalty"] = (sys.maxsize, 1.0)
+        neutral["exponential_decay_length_penalty"] = (sys.maxsize, 1.0)
     return GenerationConfig(
         # One more than are generated: a `forced_eos_token_id` of the model applies to the last one.
         max_new_tokens=max_new_tokens + 1,
@@ -213,7 +213,7 @@ def greedy(answerer: Answerer, max_new_tokens: int) -> GenerationConfig:
         eos_token_id=config.eos_token_id,
         pad_token_id=answerer.processor.tokenizer.pad_token_id or 0,
         do_sample=False,
-        **least,
+        **neutral,
     )
 
 
@@ -262,17 +262,17 @@ class LiveBatch:
         lengths = [int(batch.attention_mask[number].sum()) for batch, number in rows]
         packs: list[list[tuple[LiveBatch, int]]] = []
         total = 0
-        alone = [[(batch, number)] for batch, number in rows if batch.rows[number].is_alone]
-        for place in sorted(range(len(rows)), key=lengths.__getitem__):
-            batch, number = rows[place]
-            if batch.rows[number].is_alone:
+        separate = [[(batch, number)] for batch, number in rows if batch.rows[number].needs_own_batch]
+        for index in sorted(range(len(rows)), key=lengths.__getitem__):
+            batch, number = rows[index]
+            if batch.rows[number].needs_own_batch:
                 continue
-            total += lengths[place]
-            if not packs or (len(packs[-1]) + 1) * lengths[place] > 2 * total:
+            total += lengths[index]
+            if not packs or (len(packs[-1]) + 1) * lengths[index] > 2 * total:
                 packs.append([])
-                total = lengths[place]
-            packs[-1].append(rows[place])
-        return [cls._joined(pack) for pack in packs + alone]
+                total = lengths[index]
+            packs[-1].append(rows[index])
+        return [cls._joined(pack) for pack in packs + separate]
 
     @classmethod
     def _joined(cls, pack: Sequence[tuple["LiveBatch", int]]) -> "LiveBatch":
@@ -325,7 +325,7 @@ class LiveBatch:
         prefill = PrefillOutputs() if any(row.prefill is not None for row in self.rows) else None
         self._generate(lambda: True, prefill)
 
-    def write(self, pause: Callable[[], bool]) -> None:
+    def advance(self, pause: Callable[[], bool]) -> None:
         """Generate until at least half of the rows are done, or until `pause` returns true; it is called after each
         token."""
         self._generate(lambda: pause() or self.is_sparse)
@@ -340,7 +340,7 @@ class LiveBatch:
             **({} if self.slot_bias is None else {"slot_bias": self.slot_bias}),
             logits_processor=LogitsProcessorList([_RowProcessors(self.rows)]),
             generation_config=greedy(self.answerer, max(row.num_left for row in self.rows if not row.is_done)),
-            stopping_criteria=StoppingCriteriaList([_Rows(self.rows, pause, prefill)]),
+            stopping_criteria=StoppingCriteriaList([_NextTokens(self.rows, pause, prefill)]),
             prefill=prefill,
         )
         num_new = ids.shape[1] - self.input_ids.shape[1]
@@ -350,7 +350,7 @@ class LiveBatch:
         self.position_ids = torch.cat([self.position_ids, self.position_ids[:, -1:] + later], dim=1)
 
 
-class _Rows(StoppingCriteria):
+class _NextTokens(StoppingCriteria):
     """Gives each row its next token, and ends a call of `generate` for all rows if `pause` returns true."""
 
     def __init__(self, rows: Sequence[LiveRow], pause: Callable[[], bool], prefill: PrefillOutputs | None):
@@ -377,8 +377,8 @@ class _RowProcessors(LogitsProcessor):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         processed = []
         for number, (row, row_scores) in enumerate(zip(self.rows, scores.float().split(1), strict=True)):
-            written = input_ids[number : number + 1, input_ids.shape[1] - row.num_taken :]
-            processed.append(row_scores if row.is_done else row.choose(written, row_scores))
+            generated = input_ids[number : number + 1, input_ids.shape[1] - row.num_generated :]
+            processed.append(row_scores if row.is_done else row.logits_processors(generated, row_scores))
         return torch.cat(processed)
 
 
@@ -388,9 +388,9 @@ def _overlap(text: str, stop: str) -> int:
     >>> _overlap("yes\\n", "\\n\\n")
     1
     """
-    most = min(len(stop) - 1, len(text))
+    longest = min(len(stop) - 1, len(text))
     # Knuth, Morris and Pratt: for each prefix, the length of its longest proper prefix that is also its suffix.
-    characters, borders = [*stop[:most], None, *text[len(text) - most :]], [0]
+    characters, borders = [*stop[:longest], None, *text[len(text) - longest :]], [0]
     for character in characters[1:]:
         size = borders[-1]
         while size and characters[size] != character:

@@ -19,7 +19,7 @@ class Limits:
 
     max_documents: int = 64
     max_slots: int = 2048  # of the passages that are used; 20 passages of 160 tokens, two tokens per slot, have 1,600
-    max_slots_asked: int = 8192  # of all passages, if they are scored one by one and only some of them are used
+    max_scored_slots: int = 8192  # of all passages, if they are scored one by one and only some of them are used
     max_new_tokens: int = 1024
     seconds: float = 120.0  # from the arrival of a request to the end of its answer
     waiting: int = 256  # requests
@@ -45,8 +45,8 @@ class Request:
         max_passages (`int`, *optional*): Maximum number of passages to use: those that most likely contain the answer.
             Default: the engine's, or, if it has none, as many as the question needs according to `Answerer.select`.
         copy_bonus (`float`, *optional*): Bias of copy-biased decoding, in log-odds. Default: the processor's.
-        on_text (`Callable`, *optional*): Called with each new piece of the answer, in a thread of the engine.
-        is_streamed (`bool`): Whether the client gets each piece when it is generated; if not, pieces may be larger.
+        on_text (`Callable`, *optional*): Called with each new part of the answer, in a thread of the engine.
+        is_streamed (`bool`): Whether the client gets each part when it is generated; if not, parts may be larger.
     """
 
     messages: list[dict[str, str]]
@@ -68,21 +68,21 @@ class Request:
     future: "Future[Answer]" = field(default_factory=Future)
     arrived: float = field(default_factory=time.monotonic)
     seconds: float = math.inf  # how long after `arrived` the answer has to be finished
-    until: float = math.inf  # the end of this time, in the seconds of `time.monotonic`; 0 after `cancel`
+    deadline: float = math.inf  # the end of this time, in the seconds of `time.monotonic`; 0 after `cancel`
     on_cancel: Callable[[], Any] = lambda: None
     passages: SlotPassages | None = None
-    asked: AskedQuestions | None = None  # the question with the passages that are used, if these were scored
+    scored_question: AskedQuestions | None = None  # the question with the passages that are used, if these were scored
     prior: list[float] | None = None  # bias on the attention to each passage, if several are used and weighted
-    kept: int | None = None  # number of passages that were cached; `None` until it is known
+    num_cached: int | None = None  # number of passages that were cached; `None` until it is known
 
     def cancel(self) -> None:
         """Cancel the request, because no client waits for it any more."""
-        self.until = 0.0
+        self.deadline = 0.0
         self.on_cancel()
 
     @property
     def is_cancelled(self) -> bool:
-        return self.until == 0.0
+        return self.deadline == 0.0
 
     def end(self) -> None:
         """End a request whose client has left or whose time is over."""
@@ -100,13 +100,19 @@ def timeout_error(seconds: float) -> TimeoutError:
     )
 
 
+def _warn_of(old: str, new: str) -> None:
+    """Warn the caller of a deprecated property."""
+    message = f"`{old}` is now called `{new}`; the old name will be removed in the next release. Use the new name."
+    warnings.warn(message, FutureWarning, stacklevel=3)
+
+
 @dataclass
 class Answer:
-    """The result of a request. In `seconds`, `waiting`, `retrieval`, `slots`, `choosing` (scoring of passages) and
-    `model` add up to `first_token`, the time from the arrival of the request to the first token; `total` is the time to
-    the end of the answer. `kept` is the number of passages that were cached, either precomputed or from an earlier
-    question. `answerability` is how likely the passages contain an answer, and `answer_likelihood` how likely the
-    answer is right; they are `None` if the aligner does not estimate them, the latter also for sampled answers and
+    """The result of a request. In `seconds`, `waiting`, `retrieval`, `slots`, `scoring` (of passages) and `model` add
+    up to `first_token`, the time from the arrival of the request to the first token; `total` is the time to the end of
+    the answer. `num_cached` is the number of passages that were cached, either precomputed or from an earlier question.
+    `answerability` is how likely the passages contain an answer, and `answer_likelihood` how likely the answer is
+    right; they are `None` if the aligner does not estimate them, the latter also for sampled answers and
     abstentions."""
 
     text: str
@@ -116,7 +122,7 @@ class Answer:
     batch_size: int
     seconds: dict[str, float]
     passages: SlotPassages | None
-    kept: int
+    num_cached: int
     answerability: float | None
     statistics: dict[str, Any]
     answer_likelihood: float | None = None
@@ -124,21 +130,22 @@ class Answer:
     @property
     def confidence(self) -> float | None:
         """The name of `answerability` in version 0.2."""
-        warnings.warn(
-            "`confidence` is now called `answerability`; the old name will be removed in the next release. Use the new "
-            "name.",
-            FutureWarning,
-            stacklevel=2,
-        )
+        _warn_of("confidence", "answerability")
         return self.answerability
 
     @property
+    def kept(self) -> int:
+        """The name of `num_cached` in version 0.2."""
+        _warn_of("kept", "num_cached")
+        return self.num_cached
+
+    @property
     def sources(self) -> list[dict[str, Any]]:
-        """The passages. Each has `read`, whether it was used, and `answer`: the characters of the first occurrence of
+        """The passages. Each has `used`, whether it was used, and `answer`: the characters of the first occurrence of
         the answer in its text, or `None`."""
         documents = [] if self.passages is None else self.passages.documents
         return [
-            {"read": True, **document, "answer": find_answer(self.text, document["text"])} for document in documents
+            {"used": True, **document, "answer": find_answer(self.text, document["text"])} for document in documents
         ]
 
 
@@ -156,8 +163,8 @@ class RequestCancelledError(RuntimeError):
     """The client no longer waits for the answer."""
 
 
-def read_statistics(processor, passages: SlotPassages | None) -> dict[str, Any]:
+def compression_statistics(processor, passages: SlotPassages | None) -> dict[str, Any]:
     """The number of tokens of the passages that are used, of their slots, and the ratio of both."""
     if passages is None:
         return {"tokens": 0, "slots": 0, "compression_rate": None}
-    return processor.slot_encoder.statistics(passages.read, passages.encoded, has_budget=False)
+    return processor.slot_encoder.statistics(passages.used, passages.encoded, has_budget=False)

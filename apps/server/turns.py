@@ -63,7 +63,7 @@ class Turns:
         turn.since = time.monotonic()
         self._waiting.append(turn)
         if self._holder is None:
-            self._choose()
+            self._pass_to_next()
         self._change.wait_for(lambda: self._holder is turn)
         turn.since = time.monotonic()
 
@@ -71,9 +71,9 @@ class Turns:
         turn.used += time.monotonic() - turn.since
         self._holder = None
         if self._waiting:
-            self._choose()
+            self._pass_to_next()
 
-    def _choose(self) -> None:
+    def _pass_to_next(self) -> None:
         self._new_first = not self._new_first
         self._holder = min(self._waiting, key=lambda turn: (turn.used if self._new_first else 0.0, turn.since))
         self._waiting.remove(self._holder)
@@ -129,7 +129,7 @@ class GroupTurn(Turn):
     def check(self) -> None:
         """Raise `EndedError` if some of the requests have ended."""
         now = time.monotonic()
-        if ended := [request for request in self.requests if now > request.until]:
+        if ended := [request for request in self.requests if now > request.deadline]:
             for request in ended:
                 request.end()
             raise EndedError

@@ -35,8 +35,8 @@ from ...configuration_arcaligner import ArcAlignerConfig, check_length
 from ...kv_cache_arcaligner import PrefixFiles, json_digest
 from ...pipeline_arcaligner import ArcAlignerPipeline
 from ..corpus.retrieve import Retriever
-from .engine import Engine, each_fails_alone
-from .request import Answer, Request, UnavailableError, read_statistics, timeout_error
+from .engine import Engine, isolate_failures
+from .request import Answer, Request, UnavailableError, compression_statistics, timeout_error
 from .turns import GroupTurn, ThreadTurn
 
 logger = logging.getLogger(__name__)
@@ -46,10 +46,10 @@ CONNECTOR = {"kv_connector": "SlotsConnector", "kv_connector_module_path": "arca
 CONNECTOR |= {"kv_role": "kv_consumer", "kv_load_failure_policy": "fail"}
 START_SECONDS = 900.0  # how long a vLLM may take to load its model
 # Maximum difference of vLLM's log-probabilities of a first token from those of this process, in any precision.
-CLOSE = 0.5
+MAX_DIFFERENCE = 0.5
 # Number of tokens that vLLM sends together, after the first one, if the client does not stream. Each message costs both
 # processes time; but a request whose client has left ends only at the next message.
-UNREAD_TOKENS = 16
+STREAM_INTERVAL = 16
 NO_FILE = "0" * 64  # the name of a file that does not exist
 
 
@@ -105,7 +105,7 @@ def check_lora_positions(config: ArcAlignerConfig) -> None:
 
 
 # A shell that ends a group of processes when its input is closed, which also happens if this process is killed.
-END_WITH_US = 'read -r line; kill -s TERM -- "-$1"; sleep "$2"; kill -s KILL -- "-$1"'
+END_GROUP_SCRIPT = 'read -r line; kill -s TERM -- "-$1"; sleep "$2"; kill -s KILL -- "-$1"'
 END_SECONDS = 10  # how long a vLLM may take to end
 
 
@@ -157,7 +157,7 @@ class VllmProcess(VllmServer):
             process = subprocess.Popen(self._command, env=self._variables, start_new_session=True)
         except OSError as error:
             raise OSError(f"vLLM cannot be started with {self._command[0]} ({error}). Run `make vllm`.") from error
-        command = ["sh", "-c", END_WITH_US, "sh", str(process.pid), str(END_SECONDS)]
+        command = ["sh", "-c", END_GROUP_SCRIPT, "sh", str(process.pid), str(END_SECONDS)]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         return process, subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **quiet)
 
@@ -288,7 +288,7 @@ class VllmEngine(Engine):
 
     def _answer(self, turn: ThreadTurn, group: list[Request]) -> None:
         began = time.monotonic()
-        for part, bodies in each_fails_alone(group, functools.partial(self._bodies, turn)):
+        for part, bodies in isolate_failures(group, functools.partial(self._bodies, turn)):
             scores = [Future() for _ in part]
             # vLLM computes the answer meanwhile, unless `min_confidence` decides by the answerability first.
             for request, body, score in zip(part, bodies, scores, strict=True):
@@ -332,9 +332,9 @@ class VllmEngine(Engine):
             files_of = self.store.prefix_files_asked(self._questions(group, GroupTurn(turn, group)))
             bodies = [slots_request(files) for files in files_of]
             for request, body, files in zip(group, bodies, files_of, strict=True):
-                if request.kept is None:
-                    request.kept = len(request.passages.documents) * files.num_cached // files.num_passages
-                documents = request.passages.read
+                if request.num_cached is None:
+                    request.num_cached = len(request.passages.documents) * files.num_cached // files.num_passages
+                documents = request.passages.used
                 copied = copying(self.processor, documents, request.copy_bonus, self._end_ids)
                 body["kv_transfer_params"] |= {} if copied is None else {"copy": copied}
         for request, body in zip(group, bodies, strict=True):
@@ -345,7 +345,7 @@ class VllmEngine(Engine):
                 "stop": request.stop,
             }
             body |= {"stop_token_ids": self._end_ids}
-            body |= {"stream_interval": 1 if request.is_streamed else UNREAD_TOKENS}
+            body |= {"stream_interval": 1 if request.is_streamed else STREAM_INTERVAL}
             if self.processor.context_token_id < self.model.config.text_config.vocab_size:
                 body["logit_bias"] = {str(self.processor.context_token_id): -100}
         return bodies
@@ -359,7 +359,7 @@ class VllmEngine(Engine):
         logits, chats = torch.zeros(len(group), device="cpu"), [self._chat(request) for request in group]
         known = {}
         for number, request in enumerate(group):
-            passages = request.passages.read
+            passages = request.passages.used
             if len(passages) == 1 and "answerability" in passages[0]:
                 known[number] = passages[0]["answerability"]
         for number, score in known.items():
@@ -367,7 +367,7 @@ class VllmEngine(Engine):
         if rest := [number for number in range(len(group)) if number not in known]:
             inputs = self.store.prepare_asked(self._questions([group[number] for number in rest], turn))
             logits[rest] = self.store.read_question(inputs, True, turn).answerability_logits.float().cpu()
-        call = self.answerer.answer(chats, [request.passages.read for request in group])
+        call = self.answerer.answer(chats, [request.passages.used for request in group])
         return call.answerability_of(logits).tolist()
 
     # The thread that collects answers
@@ -376,13 +376,13 @@ class VllmEngine(Engine):
         try:
             async with asyncio.timeout(max(0.0, request.arrived + self.limits.seconds - time.monotonic())):
                 await self._check_vllm()
-                room = self.max_model_len - len(body["prompt"])
-                if room < 1:
+                max_new_tokens = self.max_model_len - len(body["prompt"])
+                if max_new_tokens < 1:
                     raise ValueError(
                         f"The prompt has {len(body['prompt'])} positions (a slot counts as one); expected at most "
                         f"{self.max_model_len - 1}, vLLM's context. Pass fewer or shorter passages."
                     )
-                body["max_tokens"] = min(request.max_new_tokens, room)
+                body["max_tokens"] = min(request.max_new_tokens, max_new_tokens)
                 await self._stream(request, body, score, batch_size, began)
         except TimeoutError:
             request.future.set_exception(timeout_error(self.limits.seconds))
@@ -416,17 +416,17 @@ class VllmEngine(Engine):
                             request.on_text(new)
         except (httpx.TransportError, json.JSONDecodeError) as error:
             self._is_checked = False
-            raise self._gone(error) from error
+            raise self._unreachable(error) from error
         if reason not in ("stop", "length"):
             self._is_checked = False
             raise UnavailableError(
                 f"vLLM ended this answer with {reason!r}; expected 'stop' or 'length'. The log of vLLM has the reason."
             )
         answerability = await asyncio.wrap_future(score)
-        num_prompt, num_written = len(body["prompt"]), usage.get("completion_tokens", 0)
-        self._finish(request, text, reason, num_prompt, num_written, answerability, batch_size, began, first_token)
+        num_prompt, num_generated = len(body["prompt"]), usage.get("completion_tokens", 0)
+        self._finish(request, text, reason, num_prompt, num_generated, answerability, batch_size, began, first_token)
 
-    def _gone(self, error: Exception) -> UnavailableError:
+    def _unreachable(self, error: Exception) -> UnavailableError:
         state = "is being started" if self.vllm.is_starting else "cannot be reached"
         return UnavailableError(f"vLLM at {self.vllm.url} {state} ({type(error).__name__}). Try again later.")
 
@@ -448,13 +448,13 @@ class VllmEngine(Engine):
             if self._is_checked:
                 return
             try:
-                models = await self._asked("GET", "/v1/models")
+                models = await self._request("GET", "/v1/models")
                 if models.status_code != 200:
                     raise self._error_of(models)
                 model = models.json()["data"][0]
                 self.model_name, self.max_model_len = model["id"], model["max_model_len"]
                 slots = {"kv_transfer_params": {"slots": [[NO_FILE, 1]]}, "prompt": [0, 0], "max_tokens": 1}
-                refused = await self._asked("POST", "/v1/completions", json=slots | {"model": self.model_name})
+                refused = await self._request("POST", "/v1/completions", json=slots | {"model": self.model_name})
                 if refused.status_code != 400 or "precomputed passage" not in refused.text:
                     raise ValueError(
                         f"vLLM at {self.vllm.url} does not read precomputed passages, so it would answer without them. "
@@ -462,10 +462,10 @@ class VllmEngine(Engine):
                     )
                 await self._compare()
             except (httpx.TransportError, json.JSONDecodeError) as error:
-                raise self._gone(error) from error
+                raise self._unreachable(error) from error
             self._is_checked = True
 
-    async def _asked(self, method: str, path: str, **body: Any) -> httpx.Response:
+    async def _request(self, method: str, path: str, **body: Any) -> httpx.Response:
         """The response to a request of [`_check_vllm`]. If vLLM fails on it, vLLM is ending or not ready yet."""
         response = await self._client.request(method, path, **body)
         if response.status_code >= 500:
@@ -481,7 +481,7 @@ class VllmEngine(Engine):
             "logprobs": 5,
             "return_tokens_as_token_ids": True,
         }
-        response = await self._asked("POST", "/v1/completions", json=body)
+        response = await self._request("POST", "/v1/completions", json=body)
         if response.status_code != 200:
             raise ValueError(
                 f"vLLM at {self.vllm.url} cannot use this aligner's passages in {self.store.folder} "
@@ -491,10 +491,10 @@ class VllmEngine(Engine):
         difference = max(
             abs(self._expected[int(name.removeprefix("token_id:"))].item() - value) for name, value in logprobs.items()
         )
-        if not difference < CLOSE:
+        if not difference < MAX_DIFFERENCE:
             raise ValueError(
                 f"vLLM at {self.vllm.url} gives log-probabilities that differ by {difference:.2f} from those of this "
-                f"server; expected less than {CLOSE}. Start it with the base model of the checkpoint, without "
+                f"server; expected less than {MAX_DIFFERENCE}. Start it with the base model of the checkpoint, without "
                 "quantization."
             )
 
@@ -516,13 +516,13 @@ class VllmEngine(Engine):
         text: str,
         reason: str,
         num_prompt: int,
-        num_written: int,
+        num_generated: int,
         answerability: float | None,
         batch_size: int,
         began: float,
         first: float,
     ) -> None:
-        passages, parts = request.passages, {"retrieval": 0.0, "slots": 0.0, "choosing": 0.0}
+        passages, parts = request.passages, {"retrieval": 0.0, "slots": 0.0, "scoring": 0.0}
         if passages is not None:
             parts |= passages.seconds
         first_token = (first or time.monotonic()) - request.arrived
@@ -533,13 +533,13 @@ class VllmEngine(Engine):
                 text=text,
                 finish_reason=reason,
                 prompt_tokens=num_prompt,
-                completion_tokens=num_written,
+                completion_tokens=num_generated,
                 batch_size=batch_size,
                 seconds={**parts, "first_token": first_token, "total": time.monotonic() - request.arrived},
                 passages=passages,
-                kept=request.kept or 0,
+                num_cached=request.num_cached or 0,
                 answerability=answerability,
                 answer_likelihood=None,  # vLLM does not report the likelihood of each token
-                statistics=read_statistics(self.processor, passages),
+                statistics=compression_statistics(self.processor, passages),
             )
         )

@@ -711,8 +711,7 @@ class SlotDecoderLayer(InPlaceMixin):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         has_budget = slots is not None and slots.settings.budget is not None
         cache = kwargs.get(CACHE)
-        is_moved = slots is not None and slots.rotation is not None
-        if has_budget or is_moved or is_recording_outputs() or not LayerKeysValues.fits(cache, self.layer_idx):
+        if has_budget or is_recording_outputs() or not LayerKeysValues.fits(cache, self.layer_idx):
             return self._algorithm_1(hidden_states, slots, kwargs)
         if cache is not None:
             kwargs = {**kwargs, CACHE: LayerKeysValues(cache.layers[self.layer_idx])}

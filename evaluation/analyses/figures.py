@@ -56,30 +56,30 @@ def save_figure(path: Path, figure: Figure) -> None:
     plt.close(figure)
 
 
-def rate_curves(entry: dict[str, Any]) -> dict[str, list[tuple[float, list[float]]]]:
+def compression_curves(entry: dict[str, Any]) -> dict[str, list[tuple[float, list[float]]]]:
     """Points of each method that was evaluated at several compressions, by its title: tokens of the passages per
     position, and F1 with its interval."""
     curves: dict[str, list[tuple[float, list[float]]]] = {}
     for name in method_titles({"": entry}):
-        numbers, (method, rate) = entry["methods"][name], split_name(name)
-        if rate is not None or method.name == MAIN:
+        numbers, (method, tokens_per_slot) = entry["methods"][name], split_name(name)
+        if tokens_per_slot is not None or method.name == MAIN:
             curves.setdefault(method.title, []).append((numbers["compression_rate"], numbers["f1"]))
     return {title: sorted(points) for title, points in curves.items() if len(points) > 1}
 
 
-def draw_rates(sets: dict[str, Any]) -> Figure:
+def draw_compressions(sets: dict[str, Any]) -> Figure:
     """F1 by compression: a panel for each of the `sets` with methods at several compressions."""
-    curves = {title: points for title, entry in sets.items() if (points := rate_curves(entry))}
+    curves = {title: points for title, entry in sets.items() if (points := compression_curves(entry))}
     methods = dict.fromkeys(name for by_method in curves.values() for name in by_method)
     colors = dict(zip(methods, cycle(COLORS), strict=False))
     size = 3.4 * len(curves) + 0.6, 3.5
     figure, (panels,) = new_figure(*size, ncols=len(curves), sharex=True, sharey=True, squeeze=False)
     for axes, (title, of_set) in zip(panels, curves.items(), strict=True):
         for method, points in of_set.items():
-            rates = [rate for rate, _ in points]
+            compressions = [compression for compression, _ in points]
             means, lows, highs = np.transpose([f1 for _, f1 in points])
             style = {"marker": "o", "markersize": 4, "capsize": 2, "color": colors[method]}
-            axes.errorbar(rates, means, [means - lows, highs - means], label=method, **style)
+            axes.errorbar(compressions, means, [means - lows, highs - means], label=method, **style)
         for name, line in BOUNDS.items():
             if name in sets[title]["methods"]:
                 axes.axhline(sets[title]["methods"][name]["f1"][0], color="grey", linestyle=line, linewidth=1)
@@ -120,13 +120,13 @@ def draw_ratios(sets: dict[str, dict[str, dict[str, Any]]]) -> Figure:
     figure, (panels,) = new_figure(3.6 * len(sets) + 0.6, 3.2, ncols=len(sets), sharey=True, squeeze=False)
     for axes, (title, numbers) in zip(panels, sets.items(), strict=True):
         points = sorted(numbers.values(), key=lambda point: point["compression_rate"])
-        rates = [point["compression_rate"] for point in points]
+        compressions = [point["compression_rate"] for point in points]
         for metric, name in (("em", "EM"), ("f1", "F1")):
-            axes.plot(rates, [point[metric][0] for point in points], marker="o", markersize=4, label=name)
+            axes.plot(compressions, [point[metric][0] for point in points], marker="o", markersize=4, label=name)
         axes.set(xscale="log", title=title, xlabel="tokens per slot, measured")
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xticks(rates, [f"{rate:.0f}" for rate in rates])
+        axes.set_xticks(compressions, [f"{compression:.0f}" for compression in compressions])
     # For all panels, which share the axis. An end that is set before the last panel is drawn would not change any more.
     panels[0].set(ylabel="%", ylim=(0, None))
     panels[0].legend()
@@ -136,19 +136,20 @@ def draw_ratios(sets: dict[str, dict[str, dict[str, Any]]]) -> Figure:
 def speed_curves(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list[tuple[float, float, int | str]]]:
     """Points of the figure for each way to give `PASSAGES` to the model: milliseconds to the first token, of a latency
     `report`; mean F1 of the `sets`; and tokens per slot. A method that lacks a set has no points."""
-    default_rate = report["own_tokens_per_slot"]
+    default = report["own_tokens_per_slot"]
     curves: dict[str, list[tuple[float, float, int | str]]] = {}
 
-    def add(title: str, arm: str, size: dict[str, Any], method: str, rate: int | str) -> None:
+    def add(title: str, arm: str, size: dict[str, Any], method: str, tokens_per_slot: int | str) -> None:
         if all(method in entry["methods"] for entry in sets.values()):
             f1 = sum(entry["methods"][method]["f1"][0] for entry in sets.values()) / len(sets)
-            curves.setdefault(title, []).append((first_token_ms(size, arm), f1, rate))
+            curves.setdefault(title, []).append((first_token_ms(size, arm), f1, tokens_per_slot))
 
-    for rate in dict.fromkeys(size["tokens_per_slot"] for size in report["sizes"]):
-        size, method = find_size(report, PASSAGES, rate), MAIN if rate == default_rate else f"{MAIN}_x{rate}"
-        add("slots, encoded beforehand", "off", size, method, rate)
-        add("slots, cached", "slots_cached", size, method, rate)
-    size = find_size(report, PASSAGES, default_rate)
+    for tokens_per_slot in dict.fromkeys(size["tokens_per_slot"] for size in report["sizes"]):
+        size = find_size(report, PASSAGES, tokens_per_slot)
+        method = MAIN if tokens_per_slot == default else f"{MAIN}_x{tokens_per_slot}"
+        add("slots, encoded beforehand", "off", size, method, tokens_per_slot)
+        add("slots, cached", "slots_cached", size, method, tokens_per_slot)
+    size = find_size(report, PASSAGES, default)
     add("text, fine-tuned", "standard_rag", size, "full_text_lora", "text")
     add("text, fine-tuned, cached", "standard_rag_cached", size, "full_text_lora", "text")
     return curves
@@ -159,8 +160,8 @@ def draw_speed(report: dict[str, Any], sets: dict[str, Any]) -> Figure:
     figure, axes = new_figure(6.4, 3.8)
     for name, points in speed_curves(report, sets).items():
         axes.plot([ms for ms, *_ in points], [f1 for _, f1, _ in points], marker="o", label=name)
-        for ms, f1, rate in points:
-            axes.annotate(rate, (ms, f1), textcoords="offset points", xytext=(5, 4), fontsize=8)
+        for ms, f1, tokens_per_slot in points:
+            axes.annotate(tokens_per_slot, (ms, f1), textcoords="offset points", xytext=(5, 4), fontsize=8)
     axes.set(xlabel="time to the first token, ms", ylabel="F1, %", xscale="log", ylim=(0, None))
     axes.xaxis.set_major_formatter(ScalarFormatter())
     figure.legend(loc="outside upper center", ncols=2, frameon=False)

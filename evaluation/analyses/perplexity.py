@@ -32,11 +32,11 @@ def text_examples(processor: ArcAlignerProcessor, rows: list[Row]) -> list[Examp
 
 
 def slot_losses(
-    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row], rate: int | str
+    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: int | str
 ) -> np.ndarray:
     """NLL of each passage's text, reconstructed from its slots, in nats, summed over its tokens, and the number of
     tokens: (num_passages, 2)."""
-    return target_losses(model, processor, text_examples(processor, rows), rate)
+    return target_losses(model, processor, text_examples(processor, rows), tokens_per_slot)
 
 
 @torch.inference_mode()

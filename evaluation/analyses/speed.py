@@ -1,10 +1,10 @@
-"""Tables of time to first token, from the reports of `benchmarks/latency.py` and `kept.py`."""
+"""Tables of time to first token, from the reports of `benchmarks/latency.py` and `cached_passages.py`."""
 
 import textwrap
 from typing import Any
 
 from ...common.files import counted, markdown_table
-from ..methods import rate_title
+from ..methods import compression_title
 
 ARM_TITLES = {
     "standard_rag": "Text, ms",
@@ -12,7 +12,7 @@ ARM_TITLES = {
     "off": "Slots, encoded beforehand",
     "slots_cached": "**Slots, cached**",
 }
-LATENCY_REPORT, KEPT_REPORT = "latency.json", "kept.json"  # of the benchmarks
+LATENCY_REPORT, CACHED_REPORT = "latency.json", "kept.json"  # of the benchmarks
 SHORT_PASSAGES = 5, 20  # of the README's table
 
 
@@ -29,8 +29,8 @@ def first_token_table(report: dict[str, Any]) -> list[str]:
             cells.append(f"{1000 * first:.0f}" + ("" if name == "standard_rag" else times))
             if name == "off":
                 cells.append(f"{1000 * (first + encoder):.0f} (x{text / (first + encoder):.1f})")
-        rate = "a segment" if size["tokens_per_slot"] == "segment" else size["tokens_per_slot"]
-        rows.append([size["k"], f"{size['text_tokens']:.0f}", rate, f"{size['slots']:.0f}", *cells])
+        compression = "a segment" if size["tokens_per_slot"] == "segment" else size["tokens_per_slot"]
+        rows.append([size["k"], f"{size['text_tokens']:.0f}", compression, f"{size['slots']:.0f}", *cells])
     titles = list(ARM_TITLES.values())
     titles.insert(list(ARM_TITLES).index("off") + 1, "Slots, encoding included")
     lines = markdown_table(["Passages", "Tokens of the prompt as text", "Tokens per slot", "Slots", *titles], rows)
@@ -48,14 +48,15 @@ def machine_line(machine: dict[str, Any]) -> str:
     return line + f"torch {machine['torch']}, transformers {machine['transformers']}"
 
 
-def find_size(report: dict[str, Any], k: int, rate: int | str) -> dict[str, Any]:
+def find_size(report: dict[str, Any], k: int, tokens_per_slot: int | str) -> dict[str, Any]:
     """The part of a report on a question about `k` passages at these tokens per slot."""
     for size in report["sizes"]:
-        if (size["k"], size["tokens_per_slot"]) == (k, rate):
+        if (size["k"], size["tokens_per_slot"]) == (k, tokens_per_slot):
             return size
     raise ValueError(
-        f"The latency report has no measurement of {k} passages at {rate} tokens per slot. Measure again: `python -m "
-        f"arcaligner.benchmarks.latency --sizes {k} --tokens-per-slot {rate}`, together with the other sizes."
+        f"The latency report has no measurement of {k} passages at {tokens_per_slot} tokens per slot. Measure again: "
+        f"`python -m arcaligner.benchmarks.latency --sizes {k} --tokens-per-slot {tokens_per_slot}`, together with the "
+        "other sizes."
     )
 
 
@@ -67,7 +68,7 @@ def first_token_ms(size: dict[str, Any], arm: str) -> float:
 # Cached passages
 
 TOP_RANKED = "_top_ranked"  # suffix of an arm that scores each passage first
-_KEPT_TITLES = {
+_CACHED_TITLES = {
     "text": "text, nothing cached",
     "text_same_set": "text, the same passages in the same order cached",
     "text_apart": "text of independent passages, cached",
@@ -75,22 +76,22 @@ _KEPT_TITLES = {
 _HOW = {"_folder": ", from disk", TOP_RANKED: ", each passage scored, the top-ranked used", "": ""}
 
 
-def _kept_arm(name: str) -> tuple[str, str]:
-    """The title of an arm of `kept.py`, with what it caches."""
+def _cached_arm(name: str) -> tuple[str, str]:
+    """The title of an arm of `cached_passages.py`, with what it caches."""
     end = next(end for end in _HOW if name.endswith(end))
-    kept = name.removesuffix(end)
-    title = _KEPT_TITLES.get(kept) or "**slots**, cached: " + rate_title(kept.removeprefix("slots_x"))
-    return kept, title + _HOW[end]
+    cached = name.removesuffix(end)
+    title = _CACHED_TITLES.get(cached) or "**slots**, cached: " + compression_title(cached.removeprefix("slots_x"))
+    return cached, title + _HOW[end]
 
 
-def kept_lines(report: dict[str, Any]) -> list[str]:
+def cached_passages_table(report: dict[str, Any]) -> list[str]:
     """Markdown lines: milliseconds to the first token, and how many times faster than text. A row for each arm, and a
     column for each number of passages and for the cached bytes of a passage."""
     sizes = report["sizes"]
     rows = []
     for name in sizes[0]["arms"]:
-        kept, title = _kept_arm(name)
-        cells = [f"{report['kept_bytes'][kept] / 1e6:.2f} MB" if kept in report["kept_bytes"] else "-"]
+        cached, title = _cached_arm(name)
+        cells = [f"{report['kept_bytes'][cached] / 1e6:.2f} MB" if cached in report["kept_bytes"] else "-"]
         for size in sizes:
             arm = size["arms"][name]
             times = "" if name == "text" else f" (x{arm['speed_up']['median']:.1f})"

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from arcaligner.answering_arcaligner import Answerer
-from arcaligner.benchmarks.compare import COLUMNS, Asked, Reader, cells_of
+from arcaligner.benchmarks.compare import COLUMNS, Reader, TimedAnswer, cells_of
 from arcaligner.common.rows import token_f1
 from arcaligner.train.prompts import full_text, with_selected
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("few_tokens")
 
 @pytest.fixture
 def ask(run_cli, checkpoint_dir, tmp_path):
-    """Compares at two rates; returns exit code, output and errors."""
+    """Compares at two compressions; returns exit code, output and errors."""
 
     def run(rows, *arguments):
         path = tmp_path / "mine.jsonl"
@@ -87,8 +87,8 @@ def test_compare_errors_print_one_line(ask, tmp_path, rows, option, message):
 
 def test_scores_need_answers():
     """Scores are over the questions with answers, agreement over all."""
-    text = [Asked("by Ada", 8, 0.2), Asked("June", 4, 0.4)]
-    slots = [Asked("Ada", 8, 0.1), Asked("May", 4, 0.5)]
+    text = [TimedAnswer("by Ada", 8, 0.2), TimedAnswer("June", 4, 0.4)]
+    slots = [TimedAnswer("Ada", 8, 0.1), TimedAnswer("May", 4, 0.5)]
     rows = [{"answers": ["Ada"]}, {"answers": []}]
     agreement = f"{50 * token_f1('Ada', ['by Ada']):.1f}"
     assert cells_of("slots", slots, text, rows)[:5] == ["slots", "6", "100.0", "100.0", agreement]

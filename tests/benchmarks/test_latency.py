@@ -20,8 +20,8 @@ from arcaligner.benchmarks.arms import (
     join_rows,
     load_models,
     make_arms,
-    pick_rows,
-    read,
+    prefill,
+    select_rows,
     share,
     time_rounds,
 )
@@ -50,10 +50,10 @@ def test_arms_share_the_prompts(models, processor, float64_model_code):
     own_weight = aligner.model.backbone.layers[0].mlp.up_proj.base_layer.weight
     assert base.model.layers[0].mlp.up_proj.weight.data_ptr() == own_weight.data_ptr()  # no memory of its own
     assert not any("lora" in name for name, _ in base.named_parameters())
-    row = join_rows(pick_rows(question_rows(6), processor, 3))
+    row = join_rows(select_rows(question_rows(6), processor, 3))
     reader = processor_with(processor, passage_attention=aligner.config.passage_attention)
     text, slots = both_prompts(aligner, reader, row, 4)
-    for part in (slots.whole, slots.prefix):
+    for part in (slots.full, slots.prefix):
         part["context_embeds"] = part["context_embeds"].double()  # as exact as the models
     inputs = text_inputs(processor, [full_text(row)]), slot_inputs(reader, [row], tokens_per_slot=4)
     whole = {
@@ -61,9 +61,9 @@ def test_arms_share_the_prompts(models, processor, float64_model_code):
         "off": aligner(**inputs[1], gate_mode="off", use_cache=True),
     }
     for prompt, encoded in zip((text, slots), inputs, strict=True):
-        assert torch.equal(prompt.whole["input_ids"], encoded["input_ids"])
-        assert torch.equal(prompt.tail["input_ids"], text.tail["input_ids"])  # the question
-    assert processor.decode(text.tail["input_ids"][0]).count(row["question"])
+        assert torch.equal(prompt.full["input_ids"], encoded["input_ids"])
+        assert torch.equal(prompt.suffix["input_ids"], text.suffix["input_ids"])  # the question
+    assert processor.decode(text.suffix["input_ids"][0]).count(row["question"])
     assert (slots.prefix["input_ids"][:, -1] == processor.context_token_id).all()
     made = make_arms(*models, text, slots)
     for _ in range(2):  # an arm does not change models or prefixes
@@ -78,11 +78,11 @@ def test_rows_of_similar_length(processor):
     # Texts of about `size` tokens.
     passages = [{"title": "", "text": " " + "?" * size} for size in (1, 140, 400, 151, 170)]
     rows = [{"question": str(number), "passages": [passage]} for number, passage in enumerate(passages)]
-    nearest = pick_rows(rows, processor, 3)
+    nearest = select_rows(rows, processor, 3)
     assert nearest == [rows[3], rows[1], rows[4]]
     assert join_rows(nearest) == {"question": "3", "passages": [passages[3], passages[1], passages[4]]}
     with pytest.raises(ValueError, match="The data have 5 passages with a question, but 6 are needed"):
-        pick_rows(rows, processor, 6)
+        select_rows(rows, processor, 6)
 
 
 # Time
@@ -177,9 +177,9 @@ def test_slots_wait_once(monkeypatch):
     prompt = {name: batch[name] for name in ("input_ids", "position_ids")}
     slots = prompt | {"context_embeds": batch["context_embeds"], "gate_mode": "off"}
     text = prompt | {"input_ids": prompt["input_ids"].clamp(max=5)}
-    assert 0 <= waits(lambda: read(aligner, slots)) - waits(lambda: read(base, text)) <= 1
-    outputs = read(aligner, slots)
+    assert 0 <= waits(lambda: prefill(aligner, slots)) - waits(lambda: prefill(base, text)) <= 1
+    outputs = prefill(aligner, slots)
     new = {"input_ids": outputs.logits.argmax(dim=-1), "position_ids": prompt["position_ids"][:, -1:] + 1}
-    kept = cache_of(outputs)
-    decoded = waits(lambda: read(aligner, new | {"is_generated": True}, share(kept)))
-    assert decoded <= waits(lambda: read(base, new, kept))
+    cache = cache_of(outputs)
+    decoded = waits(lambda: prefill(aligner, new | {"is_generated": True}, share(cache)))
+    assert decoded <= waits(lambda: prefill(base, new, cache))

@@ -11,7 +11,7 @@ import pytest
 
 from arcaligner.common import files
 from arcaligner.common.files import (
-    MOST_BROKEN_NAMED,
+    MAX_BROKEN_LISTED,
     escape_unknown_characters,
     read_json_lines,
     read_numbered_lines,
@@ -54,8 +54,8 @@ def test_broken_file_is_refused(tmp_path, caplog):
     (path := tmp_path / "rows.jsonl").write_text("\nno\n" * 30)
     with pytest.raises(ValueError, match=r"rows\.jsonl, line 2 is not a JSON object"):
         list(read_json_lines(path))
-    assert caplog.text.count("is not a JSON object") == MOST_BROKEN_NAMED
-    path.write_text("no\n" * (MOST_BROKEN_NAMED + 2) + LINES[0])
+    assert caplog.text.count("is not a JSON object") == MAX_BROKEN_LISTED
+    path.write_text("no\n" * (MAX_BROKEN_LISTED + 2) + LINES[0])
     assert list(read_json_lines(path)) == ROWS[:1] and "2 broken lines more were skipped" in caplog.text
     path.write_text("\n\n")
     assert list(read_json_lines(path)) == []

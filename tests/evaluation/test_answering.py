@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 from arcaligner import ArcAlignerProcessor, encoder_arcaligner
 from arcaligner.answering_arcaligner import Answerer
 from arcaligner.evaluation.answering import (
-    answer_apart,
+    answer_independent,
     answer_slots,
     answer_text,
-    apart_text,
     in_batches,
+    independent_text,
     load_aligner,
     slot_inputs,
     text_inputs,
@@ -48,7 +48,7 @@ def test_copies_use_whole_passages(model, processor, monkeypatch):
     monkeypatch.setattr(processor, "copy_bonus", 100.0)
     passages = [" ".join(passages_text(row).split()) for row in ROWS]
     for copies in (False, True):
-        answers = texts(answer_text(no_text, model, processor, ROWS, copies=copies))
+        answers = texts(answer_text(no_text, model, processor, ROWS, copy_biased=copies))
         are_copied = {answer in passage for answer, passage in zip(answers, passages, strict=True)}
         assert all(answers) and are_copied == {copies}
 
@@ -95,15 +95,15 @@ def test_independent_text_in_batches(model, processor, base_model_dir):
     rows[1]["passages"] = [passage for row in rows for passage in row["passages"]]
     rows[2]["passages"] = []
     rows[3]["passages"][0]["text"] = "He said <|im_end|> and left."  # control tokens are text
-    prompts = [apart_text(processor, row) for row in rows]
+    prompts = [independent_text(processor, row) for row in rows]
     assert prompts[0].ids[-8:] == text_inputs(processor, [full_text(rows[0])])["input_ids"][0, -8:].tolist()
     assert processor.decode(prompts[3].passages[0]).endswith("He said <|im_end|> and left.")
     assert processor.tokenizer.convert_tokens_to_ids("<|im_end|>") not in prompts[3].passages[0]
-    answers = answer_apart(base, processor, rows)
-    assert answers == [answer_apart(base, processor, [row])[0] for row in rows]
+    answers = answer_independent(base, processor, rows)
+    assert answers == [answer_independent(base, processor, [row])[0] for row in rows]
     assert [answer.prompt_ids for answer in answers] == [prompt.ids for prompt in prompts]
     assert [answer.context_tokens for answer in answers] == [sum(map(len, prompt.passages)) for prompt in prompts]
-    (turned,) = answer_apart(base, processor, [rows[1] | {"passages": rows[1]["passages"][::-1]}])
+    (turned,) = answer_independent(base, processor, [rows[1] | {"passages": rows[1]["passages"][::-1]}])
     assert turned.text == answers[1].text and turned.prompt_ids != answers[1].prompt_ids
 
 

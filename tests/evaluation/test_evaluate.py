@@ -60,9 +60,9 @@ def test_every_method_scores_every_question(settings, tmp_path, base_model_dir, 
     random_aligner(base_model_dir, processor, seed=5, lora_positions="all").save_pretrained(tmp_path / "all")
     processor.save_pretrained(tmp_path / "all")
     others |= {"all_positions": str(tmp_path / "all"), "slot_positions": str(checkpoint_dir)}
-    others |= dict.fromkeys(("full_text_lora", "text_apart"), str(tmp_path / "lora"))
-    for name, rate in (("cocom_x4", 4), ("cocom_x16", 16)):
-        recipe = CocomArguments("base", "file", 1, lora_r=2, tokens_per_slot=rate)
+    others |= dict.fromkeys(("full_text_lora", "text_independent"), str(tmp_path / "lora"))
+    for name, tokens_per_slot in (("cocom_x4", 4), ("cocom_x16", 16)):
+        recipe = CocomArguments("base", "file", 1, lora_r=2, tokens_per_slot=tokens_per_slot)
         base = AutoModelForCausalLM.from_pretrained(base_model_dir)
         (tmp_path / name).mkdir()
         CompressingModel.new(base, recipe).save(tmp_path / name)
@@ -139,11 +139,11 @@ def test_missing_method_is_skipped(settings, caplog, place, checkpoint_dir):
         evaluate(settings(methods=["all_positions"], all_positions=str(checkpoint_dir)))
 
 
-def test_rates_in_one_run(settings):
-    """One run has several rates of a checkpoint, and baselines with as many positions."""
+def test_compressions_in_one_run(settings):
+    """One run has several compressions of a checkpoint, and baselines with as many positions."""
     pytest.importorskip("llmlingua", reason="llmlingua is not installed: `pip install llmlingua==0.2.2`")
-    with_rates, rates = ["arcaligner", "no_lora", "truncated", "llmlingua"], ("4", "segment")
-    names = {f"{name}_x{rate}" for name in with_rates for rate in rates}
+    methods, compressions = ["arcaligner", "no_lora", "truncated", "llmlingua"], ("4", "segment")
+    names = {f"{name}_x{tokens_per_slot}" for name in methods for tokens_per_slot in compressions}
     made = settings(methods=["naive", *names])
     assert evaluate(made)["sets"]["SQuAD"]["methods"].keys() == {"naive"} | names
     positions = {name: {row["id"]: row["context_tokens"] for row in answers(made, "squad", name)} for name in names}
@@ -153,7 +153,8 @@ def test_rates_in_one_run(settings):
     for key, number in positions["arcaligner_xsegment"].items():
         assert positions["arcaligner_x4"][key] > number
         for name in ("truncated", "llmlingua"):
-            assert all(0 < positions[f"{name}_x{rate}"][key] <= positions[f"arcaligner_x{rate}"][key] for rate in rates)
+            for number in compressions:
+                assert 0 < positions[f"{name}_x{number}"][key] <= positions[f"arcaligner_x{number}"][key]
 
 
 def test_task_without_passages(settings, data, caplog):

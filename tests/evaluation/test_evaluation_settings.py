@@ -41,6 +41,17 @@ def test_recipes_parse_by_name():
         read_settings("mine", NEEDED, {})
 
 
+def test_old_method_names_give_warning(tmp_path):
+    """Names of version 0.2 are accepted as keys, in `methods` and as options."""
+    (path := tmp_path / "r.yaml").write_text("{text_apart: runs/lora, methods: [naive, text_apart]}")
+    with pytest.warns(FutureWarning, match="`text_apart` is now called `text_independent`"):
+        settings = read_settings(path, NEEDED, {})
+    assert settings.text_independent == "runs/lora" and settings.methods == ["naive", "text_independent"]
+    path.write_text("text_independent: runs/lora")
+    with pytest.warns(FutureWarning, match="text_independent"):
+        assert read_settings(path, NEEDED | {"text_apart": "runs/other"}, {}).text_independent == "runs/other"
+
+
 @pytest.mark.parametrize(
     "changes, of_tasks, message",
     [

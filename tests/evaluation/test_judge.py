@@ -100,10 +100,10 @@ def test_killed_judge_continues(file):
     judge_answers(judge_of({**SAYS, "Lyon": None}.get, seen), rows, file)
     assert seen == [judge_prompt(rows[2]), judge_prompt(rows[3])]
     judge_answers(judge_of(), rows, file)  # prompts without a reply are sent again
-    said = [("yes", "Yes."), ("unreadable", "Hmm."), ("no", "No, it is Paris."), ("yes", "Yes.")]
+    replies = [("yes", "Yes."), ("unreadable", "Hmm."), ("no", "No, it is Paris."), ("yes", "Yes.")]
     lines = sorted((line["id"], line["verdict"], line["reply"]) for line in file.read())
-    assert lines == [(f"q{number}", *pair) for number, pair in enumerate(said)]
-    assert list(read_verdicts(file, rows).values()) == [verdict for verdict, _ in said]
+    assert lines == [(f"q{number}", *pair) for number, pair in enumerate(replies)]
+    assert list(read_verdicts(file, rows).values()) == [verdict for verdict, _ in replies]
 
 
 @pytest.mark.parametrize("change", [{"prediction": "Lyon"}, {"answers": ["Rome"]}, {"question": "Which is it?"}])
@@ -128,14 +128,14 @@ def endpoint(monkeypatch):
 
         def handle(request: httpx.Request) -> httpx.Response:
             requests.append(request)
-            said = reply(payload(request)["messages"][-1]["content"])
-            if said is None:
+            content = reply(payload(request)["messages"][-1]["content"])
+            if content is None:
                 raise httpx.ReadTimeout("no reply")
-            if isinstance(said, int):
-                return httpx.Response(said, json={"error": {"message": "so it is"}})
-            if isinstance(said, bytes):
-                return httpx.Response(200, content=said, headers={"Content-Type": "application/json"})
-            message = {"role": "assistant", "content": said}
+            if isinstance(content, int):
+                return httpx.Response(content, json={"error": {"message": "so it is"}})
+            if isinstance(content, bytes):
+                return httpx.Response(200, content=content, headers={"Content-Type": "application/json"})
+            message = {"role": "assistant", "content": content}
             return httpx.Response(200, json={"choices": [{"index": 0, "message": message}]})
 
         def client(**options) -> openai.OpenAI:
@@ -207,17 +207,17 @@ def test_results_have_acc(tmp_path):
 def people(tmp_path):
     """Three answers that people judged, and the verdicts of GPT-4."""
     (folder := tmp_path / "people").mkdir()
-    said = [("Paris", "Yes"), ("Lyon", "No"), ("Rome", "Yes")]
+    judged = [("Paris", "Yes"), ("Lyon", "No"), ("Rome", "Yes")]
 
     def write(name: str, columns: str, rows: list) -> None:
         with open(folder / name, "w", encoding="utf-8", newline="") as file:
             csv.writer(file, delimiter="\t").writerows([columns.split(","), *rows])
 
-    rows = [[number, "what is it", text, ok] for number, (text, ok) in enumerate(said)]
+    rows = [[number, "what is it", text, ok] for number, (text, ok) in enumerate(judged)]
     write("NQ301_human.tsv", "id,Question,Model answer,Acceptable?", rows)
-    golds = [[number, "what is it", "Paris | City", text, ok, "[]"] for number, (text, ok) in enumerate(said)]
+    golds = [[number, "what is it", "Paris | City", text, ok, "[]"] for number, (text, ok) in enumerate(judged)]
     write("NQ301_BEM.tsv", "id,Question,Gold answers,Model answer,Acceptable?,BEM", golds)
-    gpt = [[number, "what is it", text, "Yes", "Yes, it is."] for number, (text, _) in enumerate(said)]
+    gpt = [[number, "what is it", text, "Yes", "Yes, it is."] for number, (text, _) in enumerate(judged)]
     write("NQ301_gpt-4.tsv", "id,Question,Model answer,Acceptable?,gpt-4", gpt)
     return folder
 
@@ -315,8 +315,8 @@ def test_real_server_judges(tiny_server, tmp_path):
     """The project's server answers the judge; the random text of its model is counted as unreadable, and kept."""
     write_answers(tmp_path, "squad", "naive", answers("Paris", "Lyon"))
     (line,) = judge_run(tmp_path, ChatEndpoint("base", tiny_server, max_tokens=4))[2:]
-    (kept,) = tmp_path.glob("squad/*.verdicts.jsonl")
-    replies = [json.loads(line) for line in kept.read_text("utf-8").splitlines()]
+    (verdicts,) = tmp_path.glob("squad/*.verdicts.jsonl")
+    replies = [json.loads(line) for line in verdicts.read_text("utf-8").splitlines()]
     assert [reply["verdict"] for reply in replies] == [UNREADABLE] * 2 and all("reply" in reply for reply in replies)
     assert line == "| squad | naive | 0.0 [0.0, 0.0] | 2 | 2 | 0 |"
 

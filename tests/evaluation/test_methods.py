@@ -1,5 +1,5 @@
-"""Methods are found by name, with a rate; answers of one checkpoint are told from those of another; LLMLingua leaves a
-third of the passages' tokens and nothing else of the prompt changes."""
+"""Methods are found by name, with tokens per slot; answers of one checkpoint are told from those of another; LLMLingua
+leaves a third of the passages' tokens and nothing else of the prompt changes."""
 
 import shutil
 import string
@@ -19,8 +19,8 @@ from arcaligner.evaluation import methods
 from arcaligner.evaluation.answering import text_inputs
 from arcaligner.evaluation.methods import (
     LLMLINGUA2,
+    LLMLINGUA_SHARE,
     METHODS,
-    RATE,
     Checkpoints,
     MissingMethodError,
     PairCacheModel,
@@ -41,13 +41,14 @@ def copied(checkpoint_dir, tmp_path):
     return shutil.copytree(checkpoint_dir, tmp_path / "copied")
 
 
-def test_names_with_a_rate():
-    """A name with a rate is a separate method; rates are sorted from fine to coarse after the method itself."""
+def test_names_with_tokens_per_slot():
+    """A name with tokens per slot is a separate method; compressions are sorted from fine to coarse after the method
+    itself."""
     method = find_method("arcaligner_x4")
     assert (method.name, method.title) == ("arcaligner_x4", "ArcAligner, 4 tokens per slot")
     assert find_method("llmlingua_xsegment").tokens_per_slot == "segment"
     assert all(find_method(name) is METHODS[name] for name in METHODS)
-    copies = {name for name in METHODS if "copies" in getattr(METHODS[name].answer, "keywords", ())}
+    copies = {name for name in METHODS if "copy_biased" in getattr(METHODS[name].answer, "keywords", ())}
     assert copies == {"full_text_copying", "truncated_copying"}
     ordered = ["naive", "arcaligner", "arcaligner_x4", "arcaligner_x16", "arcaligner_xsegment", "no_recursion"]
     assert sorted(reversed(ordered), key=sort_key) == ordered
@@ -89,7 +90,7 @@ def test_hub_checkpoint_has_a_commit(monkeypatch):
 
 
 def test_settings_that_answers_depend_on(checkpoint_dir, copied):
-    """Answers depend on the rate, and on the checkpoint whose slots are counted."""
+    """Answers depend on the tokens per slot, and on the checkpoint whose slots are counted."""
 
     def settings(name, aligner=checkpoint_dir):
         readers = {"full_text_lora": str(checkpoint_dir), "projector_only": str(checkpoint_dir)}
@@ -129,7 +130,7 @@ def test_llmlingua_keeps_a_third(model, tokenizer, repeats):
     text = " ".join([TEXT] * repeats)
     num_tokens = len(tokenizer(text)["input_ids"])
     assert (num_tokens > 200, num_tokens > 512) == (repeats > 1, repeats > 5)
-    compressed, letters = llmlingua_compressor(model, tokenizer)(text, RATE), iter(text)
+    compressed, letters = llmlingua_compressor(model, tokenizer)(text, LLMLINGUA_SHARE), iter(text)
     assert all(letter in letters for letter in compressed)
     assert 0.25 < len(tokenizer(compressed)["input_ids"]) / num_tokens < 0.4
 
@@ -154,8 +155,8 @@ def test_llmlingua_compresses_passages_only(checkpoint_dir, model, processor):
     rows = [ROWS[0], ROWS[1] | {"passages": []}, ROWS[2]]
     answers = METHODS["llmlingua"].load(Checkpoints(str(checkpoint_dir)))(rows)
     compress = llmlingua_compressor(model, processor.tokenizer)
-    texts = [compress(passages_text(row), RATE) for row in rows]
-    assert texts[1] == "" and compress("a", RATE) == "a" and len(texts[0]) < len(passages_text(rows[0])) / 2
+    texts = [compress(passages_text(row), LLMLINGUA_SHARE) for row in rows]
+    assert texts[1] == "" and compress("a", LLMLINGUA_SHARE) == "a" and len(texts[0]) < len(passages_text(rows[0])) / 2
     prompts = text_inputs(processor, [text_prompt(row, text) for row, text in zip(rows, texts, strict=True)])
     expected = [ids[mask.bool()].tolist() for ids, mask in zip(*prompts.values(), strict=True)]
     assert [answer.prompt_ids for answer in answers] == expected
@@ -205,7 +206,7 @@ def test_llmlingua2_keeps_probable_words(checkpoint_dir, classifier, processor):
             words[-1] = words[-1][0] + token, [*words[-1][1], probability]
     means = [float(np.mean(probabilities)) for _, probabilities in words]
     lengths = [len(processor.tokenizer(word)["input_ids"]) for word, _ in words]
-    least = np.percentile(np.repeat(means, lengths), int(100 * (1 - RATE) + 1))
+    least = np.percentile(np.repeat(means, lengths), int(100 * (1 - LLMLINGUA_SHARE) + 1))
     kept = [word for (word, _), mean in zip(words, means, strict=True) if mean > least]
     text = "".join(kept).replace("\u2581", " ").strip()
     assert 0.15 < len(text) / len(passages_text(ROWS[0])) < 0.45

@@ -148,10 +148,10 @@ def test_gates_are_counted(make, checkpoint_dir, monkeypatch):
     counts = sum(
         gates.count_loops(model, processor, [row], 1, "one", "segment").sum(axis=0) for row in question_rows(4)
     )
-    kept = json.loads((made.folder / "gates_nq.json").read_text())["numbers"]
+    stored = json.loads((made.folder / "gates_nq.json").read_text())["numbers"]
     shares = counts / counts.sum(axis=1, keepdims=True)
-    assert kept["shares"] == pytest.approx(shares) and kept["slots"] == counts[0].sum()
-    assert kept["loops"] == pytest.approx([1 * a + 2 * b + 3 * c for a, b, c in shares]) and max(kept["loops"]) > 1
+    assert stored["shares"] == pytest.approx(shares) and stored["slots"] == counts[0].sum()
+    assert stored["loops"] == pytest.approx([1 * a + 2 * b + 3 * c for a, b, c in shares]) and max(stored["loops"]) > 1
     monkeypatch.setattr(gates, "count_loops", None)
     assert reproduce("gates", made) == [page] and (made.folder / "gates.svg").exists()
 

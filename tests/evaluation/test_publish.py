@@ -7,7 +7,7 @@ import pytest
 from answer_rows import write_answers
 
 from arcaligner.evaluation import publish
-from arcaligner.evaluation.analyses.figures import draw_rates, speed_curves
+from arcaligner.evaluation.analyses.figures import draw_compressions, speed_curves
 from arcaligner.evaluation.analyses.speed import find_size
 from arcaligner.evaluation.publish import (
     MARKS,
@@ -76,14 +76,14 @@ def test_other_methods_keep_numbers():
     methods = {"arcaligner": {"f1": 5}, "naive": {"f1": 6}}
     run = {"machine": "b; c", "weights": "new", "sets": {"SQuAD": {"questions": 3, "methods": methods}}}
     merged = with_published(run, published)
-    kept = opponents | {"naive": {"f1": 6}, "arcaligner": {"f1": 5}}
+    merged_methods = opponents | {"naive": {"f1": 6}, "arcaligner": {"f1": 5}}
     assert merged == {
         "machine": "a; b; c",
         "questions": 3,
         "weights": "new",
-        "sets": {"SQuAD": {"questions": 3, "methods": kept}},
+        "sets": {"SQuAD": {"questions": 3, "methods": merged_methods}},
     }
-    assert list(merged["sets"]["SQuAD"]["methods"]) == list(kept)
+    assert list(merged["sets"]["SQuAD"]["methods"]) == list(merged_methods)
 
 
 def test_same_weights_are_added():
@@ -141,25 +141,25 @@ def test_reproduced_pages_are_copied(tmp_path, monkeypatch):
 def test_fewer_questions_are_noted():
     """The README says so if its default row was measured on fewer questions of a set."""
     few = {"questions": 500, "methods": {"arcaligner": {"questions": 500}, "as_needed": {"questions": 250}}}
-    all_asked = {"questions": 500, "methods": {"arcaligner": {"questions": 500}}}
+    all_questions = {"questions": 500, "methods": {"arcaligner": {"questions": 500}}}
     assert (
-        fewer_questions({"SQuAD": all_asked, "HotpotQA": few, "PopQA_longtail": few})
+        fewer_questions({"SQuAD": all_questions, "HotpotQA": few, "PopQA_longtail": few})
         == " (default: 250 of HotpotQA and PopQA)"
     )
-    assert fewer_questions({"SQuAD": all_asked}) == ""
+    assert fewer_questions({"SQuAD": all_questions}) == ""
 
 
-def test_answers_page_shows_refusals(tmp_path):
+def test_answers_page_shows_abstentions(tmp_path):
     """The page of answers shows the first answers by id, and marks abstentions."""
     row = {"question": "Who | what?", "answers": ["an\x1b[1m answer"], "prediction": "a\nb", "f1": 0.5}
     known = (row | {"id": f"q{number:02}", "answerability": 1 - number / 50} for number in reversed(range(20)))
     write_answers(tmp_path, "squad", "arcaligner", known)
-    unknown = (row | {"answers": [], "f1": 0.0, "confidence": sure} for sure in (0.25, 0.75))
+    unknown = (row | {"answers": [], "f1": 0.0, "confidence": answerability} for answerability in (0.25, 0.75))
     write_answers(tmp_path, "squad_unanswerable", "arcaligner", unknown)  # as written by 0.2
     page = answers_page(tmp_path, 0.5, "not in the text")
     lines = [line for line in page.splitlines() if line.startswith("| Who")]
-    said = r"| Who \| what? | an\\x1b\[1m answer | a b | 50 | "
-    assert lines[:13] == [f"{said}{1 - number / 50:.2f} |" for number in range(13)]
+    cells = r"| Who \| what? | an\\x1b\[1m answer | a b | 50 | "
+    assert lines[:13] == [f"{cells}{1 - number / 50:.2f} |" for number in range(13)]
     start = r"| Who \| what? | (not in the passages) | a b | - | "
     assert lines[13:] == [f"{start}abstains, 0.25 |", f"{start}0.75 |"]
     assert 'would be "not in the text" with `min_confidence=0.5`' in page
@@ -172,30 +172,31 @@ def numbers(f1: float, **more: float) -> dict:
     return {"f1": [f1, f1 - 5, f1 + 10]} | more
 
 
-def test_lines_connect_rates():
-    """A line connects the points of one method, from fine to coarse rates."""
-    rates = {"arcaligner_x4": 4.0, "arcaligner_x16": 12.0, "arcaligner": 16.0, "arcaligner_xsegment": 24.0}
+def test_lines_connect_compressions():
+    """A line connects the points of one method, from fine to coarse compressions."""
+    compressions = {"arcaligner_x4": 4.0, "arcaligner_x16": 12.0, "arcaligner": 16.0, "arcaligner_xsegment": 24.0}
     others = {"truncated_x4": 4.0, "truncated_x16": 12.0, "llmlingua_x16": 12.0}  # a single one is no line
-    methods = {name: numbers(64 - rate, compression_rate=rate) for name, rate in (others | rates).items()}
+    measured = (others | compressions).items()
+    methods = {name: numbers(64 - compression, compression_rate=compression) for name, compression in measured}
     methods |= {"naive": numbers(10.0), "full_text_lora": numbers(90.0)}
     sets = {"Naive only": {"methods": {"naive": numbers(10.0)}}, "SQuAD": {"methods": methods}}
-    (axes,) = (figure := draw_rates(sets)).axes
+    (axes,) = (figure := draw_compressions(sets)).axes
     line, (lower, upper), _ = axes.containers[1]
     assert axes.get_title() == "SQuAD" and axes.get_xscale() == "log"
-    assert list(line.get_xdata()) == list(rates.values())
+    assert list(line.get_xdata()) == list(compressions.values())
     for drawn, number in ((line, 0), (lower, 1), (upper, 2)):
-        assert list(drawn.get_ydata()) == pytest.approx([methods[name]["f1"][number] for name in rates])
+        assert list(drawn.get_ydata()) == pytest.approx([methods[name]["f1"][number] for name in compressions])
     assert [line.get_ydata()[0] for line in axes.lines if len(line.get_xdata()) == 2][-2:] == [10.0, 90.0]  # bounds
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["truncated text", "ArcAligner"]
 
 
-def test_f1_and_time_share_rates():
-    """A point of the figure has F1 and time at the same rate."""
+def test_f1_and_time_share_compression():
+    """A point of the figure has F1 and time at the same compression."""
 
-    def size(rate, first, k=20):
+    def size(tokens_per_slot, first, k=20):
         seconds = {"standard_rag": 1.0, "standard_rag_cached": 0.1, "off": first, "slots_cached": first / 8}
         arms = {name: {"first_token": {"median": median}} for name, median in seconds.items()}
-        return {"k": k, "tokens_per_slot": rate, "arms": arms}
+        return {"k": k, "tokens_per_slot": tokens_per_slot, "arms": arms}
 
     report = {"sizes": [size(4, 0.5), size(8, 9.0, k=1), size(8, 0.25)], "own_tokens_per_slot": 4}
     f1 = {"arcaligner": 40.0, "arcaligner_x8": 20.0, "full_text_lora": 60.0}
@@ -207,6 +208,6 @@ def test_f1_and_time_share_rates():
         "text, fine-tuned, cached": [(100.0, 61.0, "text")],
     }
     del sets[2.0]["methods"]["arcaligner_x8"]
-    assert [rate for *_, rate in speed_curves(report, sets)["slots, cached"]] == [4]
+    assert [tokens_per_slot for *_, tokens_per_slot in speed_curves(report, sets)["slots, cached"]] == [4]
     with pytest.raises(ValueError, match="has no measurement of 20 passages at 16"):
         find_size(report, 20, 16)

@@ -1,4 +1,5 @@
-"""Metrics equal the reference; tables have means, intervals, paired differences, refusals, and the paper's numbers."""
+"""Metrics equal the reference; tables have means, intervals, paired differences, abstentions, and the paper's
+numbers."""
 
 import json
 from pathlib import Path
@@ -10,10 +11,10 @@ from conftest import processor_with
 from tiny_models import random_head
 
 from arcaligner.common.rows import contains_match, token_f1
-from arcaligner.evaluation.analyses.refusals import TASKS, refusals
+from arcaligner.evaluation.analyses.abstentions import TASKS, abstentions
 from arcaligner.evaluation.metrics import percent_interval
 from arcaligner.evaluation.results import compare, read_results, results_page, summarize, write_results
-from arcaligner.evaluation.runs import AnswerFile
+from arcaligner.evaluation.runs import FLOOR, AnswerFile
 from arcaligner.share.hub import write_model_card
 
 CASES = [json.loads(line) for line in Path(__file__).with_name("metric_cases.jsonl").read_text("utf-8").splitlines()]
@@ -92,12 +93,23 @@ def test_pages_have_no_empty_parts(tmp_path):
 
 
 def test_renamed_sets_are_read(tmp_path):
-    """Results of version 0.2 name a set by its former title."""
-    sets = {"NaturalQA": {"questions": 2}, "SQuAD": {"questions": 1}}
+    """Results of version 0.2 have former titles of sets and former names of methods."""
+    sets = {"NaturalQA": {"questions": 2}, "SQuAD": {"questions": 1, "methods": {"naive": 2, "text_apart": 3}}}
     (path := tmp_path / "results.json").write_text(json.dumps({"questions": 1, "sets": sets}))
-    renamed = {"Natural Questions": {"questions": 2}, "SQuAD": {"questions": 1}}
+    renamed = {"Natural Questions": {"questions": 2}}
+    renamed["SQuAD"] = {"questions": 1, "methods": {"naive": 2, "text_independent": 3}}
     results = read_results(path)
     assert results == {"questions": 1, "sets": renamed} and list(results["sets"]) == list(renamed)
+
+
+def test_renamed_methods_are_summarized(tmp_path):
+    """Files of answers from version 0.2 are summarized with their floor, by the new name of their method."""
+    for folder, f1 in ((tmp_path, 0.5), (tmp_path / FLOOR, 0.25)):
+        write_answers(folder, "squad", "text_apart", [{"f1": f1}])
+    (numbers,) = summarize(tmp_path)["sets"].values()
+    assert list(numbers["methods"]) == ["text_independent"]
+    assert numbers["methods"]["text_independent"]["f1"][0] == 50.0
+    assert numbers["methods"]["text_independent"]["floor"]["f1"][0] == 25.0
 
 
 def test_results_in_three_forms(run, model):
@@ -118,25 +130,28 @@ def test_results_in_three_forms(run, model):
     assert "| *questions whose passages contain a gold answer* |  | 100 % |" in card
 
 
-# Refusals
+# Abstentions
 
 
-def test_refusals_below_the_threshold(model, processor, tmp_path, capsys):
+def test_abstentions_below_the_threshold(model, processor, tmp_path, capsys):
     """The table counts answers below the threshold and answers that are the abstention."""
     random_head(model, threshold=0.5)
     for part in (model, processor_with(processor, no_answer="not in the text")):
         part.save_pretrained(checkpoint := tmp_path / "aligner")
-    known = [{"f1": f1, "answerability": sure} for f1, sure in ((1.0, 0.9), (0.5, 0.8), (0.25, 0.3), (0.0, 0.6))]
+    known = [
+        {"f1": f1, "answerability": answerability}
+        for f1, answerability in ((1.0, 0.9), (0.5, 0.8), (0.25, 0.3), (0.0, 0.6))
+    ]
     unknown = [{"prediction": "not in the text", "answerability": 0.85}, {"answerability": 0.7}, {"answerability": 0.1}]
     for task, answers in zip(TASKS, (known, unknown), strict=True):
         write_answers(tmp_path, task, "arcaligner_x4", answers, checkpoint=str(checkpoint))
-    refusals(tmp_path, "arcaligner_x4")
+    abstentions(tmp_path, "arcaligner_x4")
     *_, row = capsys.readouterr().out.splitlines()
-    title, refused, wrongly, *others = row.strip("| ").split(" | ")
+    title, abstained, wrongly, *others = row.strip("| ").split(" | ")
     assert title == "ArcAligner, 4 tokens per slot"
-    assert refused == "66.7 [0.0, 100.0]" and wrongly.startswith("25.0 [0.0, ")
+    assert abstained == "66.7 [0.0, 100.0]" and wrongly.startswith("25.0 [0.0, ")
     # In five of 4 x 3 pairs the unanswerable question has the higher answerability.
     assert others == ["43.8", "6.2", "0.583"]
     write_answers(tmp_path, TASKS[0], "naive", [{}])
     with pytest.raises(ValueError, match="is missing, or its answers have no answerability. .*`python -m"):
-        refusals(tmp_path, "naive")
+        abstentions(tmp_path, "naive")

@@ -100,12 +100,12 @@ def test_wrong_lists_are_counted(pool, encoder_dir, tmp_path, monkeypatch, caplo
     """A wrong list leaves its question in the order of the retriever; its reason is named and counted."""
     replies = iter(["[2] > [1] > [3]", "[1] > [1] > [2]", None, "no"])
     monkeypatch.setattr(ChatEndpoint, "__call__", lambda self, prompts: (next(replies) for _ in prompts))
-    settings = RetrievalSettings([pool], str(encoder_dir), "listwise:judge", num_found=3)
+    settings = RetrievalSettings([pool], str(encoder_dir), "listwise:judge", num_candidates=3)
     with caplog.at_level(logging.WARNING):
         rows, report = retrieval.retrieve(settings, "nq", ROWS, tmp_path / "out")
     assert report["wrong_lists"] == {"a passage named twice": 1, "no reply": 1, "no numbers of passages": 1}
     assert "nq: 3 of 4 rankings by listwise:judge" in caplog.text and "a passage named twice: 1" in caplog.text
-    unordered = RetrievalSettings([pool], str(encoder_dir), num_found=3)
+    unordered = RetrievalSettings([pool], str(encoder_dir), num_candidates=3)
     plain, _ = retrieval.retrieve(unordered, "nq", ROWS, tmp_path / "plain")
     first = plain[0]["passages"]
     assert rows[0]["passages"] == [first[1], first[0], first[2]]
@@ -153,7 +153,7 @@ def test_tables_read_first_found(pool, encoder_dir, checkpoint_dir, tmp_path, ca
     """With a `retrieval` recipe the tables use the first passage that is found; the command prints recall."""
     write_rows(tmp_path / "nq.jsonl", ROWS)
     keys = {"checkpoint": str(checkpoint_dir), "output": tmp_path / "run", "data": tmp_path, "batch_size": 2}
-    of = {"retrieval": {"pool": [pool], "retriever": str(encoder_dir), "num_found": 3}}
+    of = {"retrieval": {"pool": [pool], "retriever": str(encoder_dir), "num_candidates": 3}}
     made = Reproduction(read_settings(None, keys | {"tasks": list(TASKS_OF_PAPER), "reproduce": of}, {}))
     (page,) = reproduce("recall", made)
     assert "| Natural Questions | after |" in page.read_text("utf-8")

@@ -567,7 +567,7 @@ def load_tiny(name: str) -> Loaded:
     return load(SAVED / name)._replace(rows=TINY_ROWS)
 
 
-def kept_passages(loaded: Loaded, folder: Path) -> dict[str, Any]:
+def cached_passages(loaded: Loaded, folder: Path) -> dict[str, Any]:
     """Answers from passages whose keys and values were saved in a folder."""
     return cached(loaded, TINY_ROWS, folder=folder, read_only=True)["records"][0]
 

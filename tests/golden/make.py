@@ -25,8 +25,8 @@ from .cases import (
     SHIPPED,
     SHIPPED_CASES,
     all_passages_scored,
+    cached_passages,
     found_in_corpus,
-    kept_passages,
     load,
     load_tiny,
     remote,
@@ -62,7 +62,7 @@ def tiny_records() -> dict[str, Any]:
         separate = loaded["separate"]
         records["corpus"] = found_in_corpus(separate, SAVED / "corpus")
         records["server"] = served(separate._replace(rows=[*separate.rows] * 2), SAVED / "corpus", top_k=2)
-        records["cached"] = kept_passages(separate, SAVED / "cached")
+        records["cached"] = cached_passages(separate, SAVED / "cached")
     return records
 
 

@@ -18,7 +18,7 @@ from tiny_models import backbone_config, random_probe, randomize
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, BertTokenizerFast
 
 from arcaligner.apps.corpus.build import build_corpus
-from arcaligner.apps.corpus.kept import read_corpus
+from arcaligner.apps.corpus.precompute import precompute_corpus
 
 from .cases import (
     PASSAGES,
@@ -96,7 +96,7 @@ def main() -> None:
         corpus = Corpus.create(SAVED / "corpus", loaded.processor, passage_tokens=17)
         build_corpus([str(letters)], corpus, loaded.processor)
         shutil.rmtree(letters)
-        read_corpus(corpus, loaded.model, loaded.processor)
+        precompute_corpus(corpus, loaded.model, loaded.processor)
         precompute(passage_cache(loaded.model, loaded.processor, folder=SAVED / "cached"), "?", PASSAGES)
     for left in (SAVED / "corpus" / ".writer.lock", SAVED / "models" / ENCODER / "README.md"):
         left.unlink(missing_ok=True)

@@ -130,7 +130,7 @@ def test_server_of_corpus_equal(tiny, tiny_records, saved):
 def test_cached_files_answer_equal(tiny, tiny_records, saved):
     """With other versions of libraries, which are part of a file's key, passages are computed again."""
     expected = tiny_records["cached"]
-    actual = cases.kept_passages(tiny["separate"], saved / "cached")
+    actual = cases.cached_passages(tiny["separate"], saved / "cached")
     if about() != read("tiny")["about"]:
         counts = expected.keys() & {"hits", "loads", "misses", "cached"}
         expected, actual = ({k: v for k, v in record.items() if k not in counts} for record in (expected, actual))

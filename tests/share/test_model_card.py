@@ -10,7 +10,7 @@ import yaml
 
 from arcaligner.common.files import DEFAULT_CHECKPOINT, ROOT
 from arcaligner.configuration_arcaligner import REQUIREMENTS, ArcAlignerConfig
-from arcaligner.share.hub import asked_enough, is_hub_id, model_card, write_model_card
+from arcaligner.share.hub import is_hub_id, model_card, with_enough_questions, write_model_card
 
 # As `evaluation/results.py` writes them: F1, and more that is not for the card.
 RESULTS = {
@@ -60,8 +60,8 @@ def folder(tmp_path) -> Path:
     """The files of a finished run: recipes, results, and a processor for German sentences."""
     (tmp_path / "recipe.yaml").write_text(RECIPES)
     (tmp_path / "results.json").write_text(json.dumps({"sets": RESULTS}))
-    rates = {"tokens_per_slot": 2, "trained_tokens_per_slot": [4, 2, "segment"]}
-    (tmp_path / "processor_config.json").write_text(json.dumps({"spacy_model": "de_core_news_sm", **rates}))
+    compressions = {"tokens_per_slot": 2, "trained_tokens_per_slot": [4, 2, "segment"]}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"spacy_model": "de_core_news_sm", **compressions}))
     return tmp_path
 
 
@@ -134,5 +134,5 @@ def test_hub_names_and_paths(tmp_path, monkeypatch):
 def test_few_questions_are_left_out():
     """A data set of few questions is left out unless no other has more; one of unknown size stays."""
     few, many, unsaid = {"questions": 49}, {"questions": 50}, {}
-    assert asked_enough({"a": few, "b": many, "c": unsaid}) == {"b": many, "c": unsaid}
-    assert asked_enough({"a": few}) == {"a": few}
+    assert with_enough_questions({"a": few, "b": many, "c": unsaid}) == {"b": many, "c": unsaid}
+    assert with_enough_questions({"a": few}) == {"a": few}

@@ -9,7 +9,7 @@ from training_recipes import run_until
 from training_rows import passage_rows, question_rows, write_rows
 from transformers import AutoModelForCausalLM, Trainer
 
-from arcaligner.evaluation.answering import apart_text
+from arcaligner.evaluation.answering import independent_text
 from arcaligner.train import cocom as script
 from arcaligner.train.cocom import CocomArguments, CocomCollator, CompressingModel, build_dataset, tokenize
 from arcaligner.train.prompts import passages_text
@@ -103,7 +103,7 @@ def test_targets_are_answers_or_texts(tokenizer, processor):
     """With `asks` the prompt is that of evaluation and the target the answer, otherwise the passages' text."""
     (row,) = question_rows(1)
     example = tokenize(row, tokenizer, asks=True)
-    parts = apart_text(processor, row)
+    parts = independent_text(processor, row)
     assert [example[name] for name in ("head", "passages", "tail")] == list(parts)
     assert tokenizer.decode(example["target"]) == row["answers"][0] + "<|im_end|>"
     back = tokenize(passage_rows(1)[0], tokenizer, asks=False)

@@ -86,16 +86,16 @@ def test_show_slots_lists_sentences(answer, document, tmp_path):
     assert f" {TEXT.index('Nobody')}-{len(TEXT) - 1} " in out
 
 
-@pytest.mark.parametrize("rate", ["segment", 3])
-def test_answer_options_reach_pipeline(answer, monkeypatch, document, rate):
+@pytest.mark.parametrize("tokens_per_slot", ["segment", 3])
+def test_answer_options_reach_pipeline(answer, monkeypatch, document, tokens_per_slot):
     calls, ask = [], ArcAlignerPipeline.__call__
     monkeypatch.setattr(
         ArcAlignerPipeline, "__call__", lambda *args, **kwargs: calls.append(kwargs) or ask(*args, **kwargs)
     )
-    options = ["--max-new-tokens", 3, "--gate-mode", "always", "--tokens-per-slot", rate, "--max-slots", 2]
+    options = ["--max-new-tokens", 3, "--gate-mode", "always", "--tokens-per-slot", tokens_per_slot, "--max-slots", 2]
     assert answer(document, options=options)[0] == 0
     settings = {"return_slots": True, "max_new_tokens": 3, "gate_mode": "always", "max_slots": 2}
-    assert calls == [settings | {"tokens_per_slot": rate}]
+    assert calls == [settings | {"tokens_per_slot": tokens_per_slot}]
     for name, value in (("--tokens-per-slot", "many"), ("--gate-mode", "never"), ("--max-new-tokens", 0)):
         code, _, err = answer(document, options=[name, value])
         assert code == 2 and name in err and len(calls) == 1

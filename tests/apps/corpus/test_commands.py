@@ -22,8 +22,8 @@ def test_folder_becomes_answer(run_cli, letters, checkpoint_dir, tmp_path, model
     assert "binary.txt is not text in UTF-8" in err and "Loading weights" not in err
     info = (corpus := Corpus(folder)).info()
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    said = f"{info['passages']} passages of 2 documents, {info['slots']} slots: {num_bytes:,} bytes on disk."
-    assert said in out and (info["bytes"], info["kept_bytes"]) == (num_bytes, 0)
+    summary = f"{info['passages']} passages of 2 documents, {info['slots']} slots: {num_bytes:,} bytes on disk."
+    assert summary in out and (info["bytes"], info["precomputed_bytes"]) == (num_bytes, 0)
     (letters / "new\nline.txt").write_text("Ada wrote it.")
     for number in range(4):
         (letters / f"{number}.svg").write_text("<svg/>")
@@ -45,8 +45,8 @@ def test_folder_becomes_answer(run_cli, letters, checkpoint_dir, tmp_path, model
     assert "First token after" in err and all(part in err for part in ("retrieval ", "slots ", "model "))
 
     assert "The answer does not appear word for word in the passages; please check it." in err
-    said = lambda answer, text: {"start": 3, "end": 5} if "Radik" in text else None  # noqa: E731
-    monkeypatch.setattr("arcaligner.apps.server.request.find_answer", said)
+    find = lambda answer, text: {"start": 3, "end": 5} if "Radik" in text else None  # noqa: E731
+    monkeypatch.setattr("arcaligner.apps.server.request.find_answer", find)
     _, out, err = run_cli("ask", question, "--corpus", folder, "--top-k", 9, "--max-new-tokens", 5, *aligner)
     assert "letter.txt:66-132, the answer at 69-71" in out and out.count("the answer at") == 1 and "none of" not in err
 

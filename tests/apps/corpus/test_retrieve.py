@@ -13,13 +13,16 @@ from arcaligner.apps.corpus.table import Corpus
 from arcaligner.encoder_arcaligner import SlotEncoder
 
 
-@pytest.mark.parametrize(("rate", "has_words"), [("segment", False), ("segment", True), (3, True)])
+@pytest.mark.parametrize(("tokens_per_slot", "has_words"), [("segment", False), ("segment", True), (3, True)])
 def test_retrieved_slots_equal_encoding(
-    rate, has_words, letters, make_corpus, base_model_dir, encoder_dir, monkeypatch
+    tokens_per_slot, has_words, letters, make_corpus, base_model_dir, encoder_dir, monkeypatch
 ):
     """Retrieved passages have the slots that encoding them gives."""
     reader = new_processor(base_model_dir, encoder_dir, context_words=has_words)
-    corpus, question = make_corpus(letters, by=reader, passage_tokens=36, tokens_per_slot=rate), "Who is a ski jumper?"
+    corpus, question = (
+        make_corpus(letters, by=reader, passage_tokens=36, tokens_per_slot=tokens_per_slot),
+        "Who is a ski jumper?",
+    )
     # The padding of an earlier call does not matter.
     reader.tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=3)
     retriever = Retriever(corpus, reader)
@@ -27,7 +30,7 @@ def test_retrieved_slots_equal_encoding(
         patched.setattr(SlotEncoder, "encode_batch", lambda *a, **k: pytest.fail("a passage was encoded again"))
         retrieved = retriever(question, top_k=9)
     assert sorted(document["title"] for document in retrieved.documents) == ["", "", "", "Zhaparov"]
-    expected = reader.encode_documents(retrieved.documents, tokens_per_slot=rate)
+    expected = reader.encode_documents(retrieved.documents, tokens_per_slot=tokens_per_slot)
     embeds, words, ids = retrieved.encoded[1:4]
     torch.testing.assert_close(embeds, expected.context_embeds, atol=1e-3, rtol=0)
     torch.testing.assert_close((words, ids), (expected.context_word_ids, expected.context_passage_ids))

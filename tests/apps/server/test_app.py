@@ -39,36 +39,55 @@ def report_of(answer):
     return answer.model_extra["arcaligner"]
 
 
-def said(pieces) -> str:
-    return "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+def text_of_stream(chunks) -> str:
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
-@pytest.mark.parametrize("rate", [None, 3, "segment"])
-def test_documents_as_for_the_pipeline(client, ask, rate):
+@pytest.mark.parametrize("tokens_per_slot", [None, 3, "segment"])
+def test_documents_as_for_the_pipeline(client, ask, tokens_per_slot):
     """Documents of a request give the same prompt as in the pipeline."""
-    answer, again = (ask_server(client, documents=DOCUMENTS, tokens_per_slot=rate) for _ in range(2))
-    settings, report = {} if rate is None else {"tokens_per_slot": rate}, report_of(answer)
+    answer, again = (ask_server(client, documents=DOCUMENTS, tokens_per_slot=tokens_per_slot) for _ in range(2))
+    settings, report = {} if tokens_per_slot is None else {"tokens_per_slot": tokens_per_slot}, report_of(answer)
     row = {"question": QUESTION, "documents": DOCUMENTS}
     expected = ask(row, return_slots=True, max_new_tokens=8, **settings)[0]
     assert text_of(answer) == expected["generated_text"].lstrip() and report["statistics"] == expected["statistics"]
     places = [{key: segment[key] for key in ("document", "start", "end")} for segment in expected["segments"]]
     assert report["segments"] == places
     sources = [{"title": "", "text": RADIK, "number": 0}, DOCUMENTS[1] | {"number": 1}]
-    assert report["sources"] == [source | {"answer": None, "read": True} for source in sources]
-    assert (text_of(again), again.usage, report_of(again)["kept"]) == (text_of(answer), answer.usage, 2)
+    assert report["sources"] == [source | {"answer": None, "used": True, "read": True} for source in sources]
+    assert (text_of(again), again.usage, report_of(again)["num_cached"]) == (text_of(answer), answer.usage, 2)
     seconds = report["seconds"]
-    parts = sum(seconds[name] for name in ("waiting", "retrieval", "slots", "choosing", "model"))
+    parts = sum(seconds[name] for name in ("waiting", "retrieval", "slots", "scoring", "model"))
     assert parts == pytest.approx(seconds["first_token"]) and seconds["first_token"] <= seconds["total"]
+
+
+def test_old_names_have_same_values(client, url):
+    """Fields of version 0.2 are sent for one release more, in answers and in metrics."""
+    report = report_of(ask_server(client, documents=DOCUMENTS))
+    assert (report["kept"], report["confidence"]) == (report["num_cached"], report["answerability"])
+    assert report["seconds"]["choosing"] == report["seconds"]["scoring"]
+    assert [source["read"] for source in report["sources"]] == [source["used"] for source in report["sources"]]
+    metrics = httpx.get(f"{url}/metrics", headers=AUTHORIZED).text
+    values = dict(line.split(" ") for line in metrics.splitlines() if line.startswith("arcaligner_"))
+    for old, new in {
+        'tokens_total{kind="read"}': "prompt_tokens_total",
+        'tokens_total{kind="written"}': "completion_tokens_total",
+        'seconds_sum{part="choosing"}': 'seconds_sum{part="scoring"}',
+    }.items():
+        assert float(values[f"arcaligner_{old}"]) == float(values[f"arcaligner_{new}"]) >= 0
 
 
 def test_corpus_serves_requests_without_documents(client, retriever, ask):
     """The corpus is used if a request has no documents."""
-    for number, rate in ((1, None), (2, 3)):  # as they are stored, and encoded again
-        answer, retrieved = ask_server(client, num_passages=number, tokens_per_slot=rate), retriever(QUESTION, number)
-        sources = [document | {"answer": None, "read": True} for document in retrieved.documents]
+    for number, tokens_per_slot in ((1, None), (2, 3)):  # as they are stored, and encoded again
+        answer, retrieved = (
+            ask_server(client, num_passages=number, tokens_per_slot=tokens_per_slot),
+            retriever(QUESTION, number),
+        )
+        sources = [document | {"answer": None, "used": True, "read": True} for document in retrieved.documents]
         assert report_of(answer)["sources"] == sources
         row = {"question": QUESTION, "documents": retrieved.documents}
-        expected = ask(row, return_slots=True, max_new_tokens=8, tokens_per_slot=rate or "segment")[0]
+        expected = ask(row, return_slots=True, max_new_tokens=8, tokens_per_slot=tokens_per_slot or "segment")[0]
         assert text_of(answer) == expected["generated_text"].lstrip()
         assert report_of(answer)["statistics"] == expected["statistics"]
     steering = f"{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
@@ -82,24 +101,24 @@ def test_corpus_serves_requests_without_documents(client, retriever, ask):
 def test_stream_equals_whole_answer(client):
     whole = ask_server(client, documents=DOCUMENTS)
     options = {"documents": DOCUMENTS, "stream_options": {"include_usage": True}}
-    pieces = list(ask_server(client, stream=True, **options))
-    assert pieces[0].choices[0].delta.role == "assistant" and said(pieces) == text_of(whole)
-    *others, end, last = pieces
+    chunks = list(ask_server(client, stream=True, **options))
+    assert chunks[0].choices[0].delta.role == "assistant" and text_of_stream(chunks) == text_of(whole)
+    *others, end, last = chunks
     assert end.choices[0].finish_reason == whole.choices[0].finish_reason and last.usage == whole.usage
-    assert {piece.usage for piece in (*others, end)} == {None} and len({piece.id for piece in pieces}) == 1
+    assert {chunk.usage for chunk in (*others, end)} == {None} and len({chunk.id for chunk in chunks}) == 1
     assert report_of(last)["statistics"] == report_of(whole)["statistics"]
     *_, last = ask_server(client, stream=True, documents=DOCUMENTS)
     assert last.choices[0].finish_reason == whole.choices[0].finish_reason and report_of(last)
 
 
 def test_stop_ends_before_its_text(client):
-    """A stop string ends the answer before it, and no streamed piece shows its beginning."""
+    """A stop string ends the answer before it, and no streamed chunk shows its beginning."""
     whole = text_of(ask_server(client, documents=DOCUMENTS))
     stop = whole[3:6]
     expected = whole[: whole.find(stop)]
     answer = ask_server(client, documents=DOCUMENTS, stop=["never said", stop])
     assert (text_of(answer), answer.choices[0].finish_reason) == (expected, "stop")
-    assert said(ask_server(client, stream=True, documents=DOCUMENTS, stop=stop)) == expected
+    assert text_of_stream(ask_server(client, stream=True, documents=DOCUMENTS, stop=stop)) == expected
     tail = f"{whole[-2:]}?"  # text that could begin `stop` is sent at the end
     assert text_of(ask_server(client, documents=DOCUMENTS, stop=tail)) == whole
 
@@ -129,7 +148,12 @@ def test_fields_without_effect(client):
 def test_fields_of_openai_known():
     """Each request field of the installed client is either accepted or refused by name."""
     fields = {**CompletionCreateParamsBase.__annotations__, "stream": bool}
-    known = {*ChatRequest.model_fields, *chat_request.HINTS, *chat_request.NOT_DONE, *chat_request.NOT_DRAWN}
+    known = {
+        *ChatRequest.model_fields,
+        *chat_request.HINTS,
+        *chat_request.UNSUPPORTED,
+        *chat_request.UNSUPPORTED_SAMPLING,
+    }
     assert fields.keys() <= known
 
 
@@ -200,7 +224,10 @@ def test_documents_of_libraries(client):
     cohere = {"id": "7", "data": {"text": RADIK, "title": "Radik"}}
     searched = {"id": "7", "title": "Radik", "content": [{"type": "text", "text": RADIK}], "attributes": origin}
     expected = ask_server(client, documents=plain)
-    sources = [{"title": "Radik", "text": RADIK, "number": number, "answer": None, "read": True} for number in (0, 1)]
+    sources = [
+        {"title": "Radik", "text": RADIK, "number": number, "answer": None, "used": True, "read": True}
+        for number in (0, 1)
+    ]
     assert report_of(expected)["sources"] == sources
     for pair in ((langchain, dumped), (node, resource), (scored, haystack), (cohere, searched)):
         answer = ask_server(client, documents=pair)
@@ -349,14 +376,14 @@ def test_unexpected_error_stays_private(caplog):
 
 
 def test_stream_ends_with_its_error(client, held, engine, monkeypatch):
-    """An error during a stream is the last piece of the stream."""
-    pieces = iter(ask_server(client, stream=True))
-    next(pieces)
+    """An error during a stream is the last chunk of the stream."""
+    chunks = iter(ask_server(client, stream=True))
+    next(chunks)
     assert held.begun.wait(30)
     monkeypatch.setattr(engine, "limits", engine.limits.__class__(seconds=0.0))
     held.go_on.set()
     with pytest.raises(openai.APIError, match="The answer was not finished within 0 seconds"):
-        list(pieces)
+        list(chunks)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -385,14 +412,20 @@ def test_health_metrics_and_models(url, client, engine, monkeypatch):
     assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
     ask_server(client)
     metrics = httpx.get(f"{url}/metrics", headers=AUTHORIZED).text
-    names = ('requests_total{status="200"}', "tokens_total", "prefix_bytes", 'seconds_count{part="total"}')
+    names = (
+        'requests_total{status="200"}',
+        "tokens_total",
+        "prompt_tokens_total",
+        "prefix_bytes",
+        'seconds_count{part="total"}',
+    )
     names += ("slots_total", "batch_size_count")
     assert all(f"arcaligner_{name}" in metrics for name in names) and "process_resident_memory_bytes" in metrics
     about = httpx.get(f"{url}/about", headers=AUTHORIZED).json()
     assert about == {
         "model": "tiny",
         "corpus": {"name": "corpus", "documents": 2, "passages": 2},
-        "rates": [],
+        "tokens_per_slot": [],
         "top_k": 5,
         "limits": {"documents": 4, "file_bytes": 16 * 2**20},
         "examples": [],

@@ -43,7 +43,7 @@ def engine_of(ask):
 
 
 @pytest.fixture
-def apart(separate):
+def independent(separate):
     """A pipeline of an aligner with independent passages."""
     return pipeline_of(*separate)
 
@@ -67,7 +67,7 @@ def test_slow_request_ends(engine_of):
 
     def slow(text):
         written.append(text)
-        request.until = time.monotonic()  # from now on the request is too late
+        request.deadline = time.monotonic()  # from now on the request is too late
 
     engine.limits, request = Limits(seconds=99), request_of(on_text=slow, max_new_tokens=64)
     late = [engine.submit(request).exception()]
@@ -121,9 +121,9 @@ def test_long_prompts_in_a_batch(engine_of, ask):
     long = request_of(None, [{"role": "user", "content": words}], max_new_tokens=64)
     engine = engine_of(batch_seconds=30.0, max_batch=3)
     failing = engine.submit(request_of(None, LONG))
-    long, beside = answers(engine, long, request_of(None, max_new_tokens=64))
+    long, short = answers(engine, long, request_of(None, max_new_tokens=64))
     assert "positions but the backbone" in str(failing.exception())
-    assert beside.batch_size == 2 and beside.text == alone.text
+    assert short.batch_size == 2 and short.text == alone.text
     assert long.prompt_tokens + long.completion_tokens <= 512 < long.prompt_tokens + alone.completion_tokens
 
 
@@ -156,7 +156,7 @@ def test_sampling_follows_probabilities():
 
 
 def test_top_k_min_p_cut():
-    """No draw of 4000 is a token beyond the `sampling_top_k` likeliest, or one below `min_p` of the likeliest."""
+    """No draw of 4000 is a token beyond the `sampling_top_k` top_ranked, or one below `min_p` of the top_ranked."""
     scores, rows = torch.tensor([[2.0, 1.0, 0.5, -3.0]]), 4000
     for settings, left in (({"sampling_top_k": 2}, 2), ({"min_p": 0.3}, 2), ({"min_p": 0.2}, 3)):
         group = [Request(CHAT, temperature=1.0, seed=seed, **settings) for seed in range(rows)]
@@ -181,15 +181,19 @@ def test_a_long_stop_costs_little():
 
 
 @pytest.mark.parametrize("separate", ["start", "end"], indirect=True)
-def test_prompt_pieces_equal_whole(engine_of, apart, monkeypatch):
+def test_prompt_pieces_equal_whole(engine_of, independent, monkeypatch):
     """A prompt that is prefilled in pieces gives the answer of the whole one, with and without passages."""
     texts = ["Who wrote it? " * 20, "Who?"]
     requests = [(documents, [{"role": "user", "content": text}]) for documents in (PASSAGES, None) for text in texts]
-    whole = answers(engine_of(None, apart), *(request_of(*request, max_new_tokens=8) for request in requests))
+    whole = answers(engine_of(None, independent), *(request_of(*request, max_new_tokens=8) for request in requests))
     monkeypatch.setattr(kv_cache_arcaligner, "PIECE_POSITIONS", 10)
     monkeypatch.setattr(kv_cache_arcaligner, "PIECE_SECONDS", 0)  # after a few, each piece is one position
-    engine, forward, calls = engine_of(None, apart, batch_seconds=30.0, max_batch=4), apart.model.model.forward, []
-    monkeypatch.setattr(apart.model.model, "forward", lambda **kwargs: (calls.append(1), forward(**kwargs))[1])
+    engine, forward, calls = (
+        engine_of(None, independent, batch_seconds=30.0, max_batch=4),
+        independent.model.model.forward,
+        [],
+    )
+    monkeypatch.setattr(independent.model.model, "forward", lambda **kwargs: (calls.append(1), forward(**kwargs))[1])
     parts = answers(engine, *(request_of(*request, max_new_tokens=8) for request in requests))
     assert [result.text for result in parts] == [result.text for result in whole] and len(calls) > 100
     for part, one in zip(parts[:2], whole[:2], strict=True):
@@ -197,12 +201,12 @@ def test_prompt_pieces_equal_whole(engine_of, apart, monkeypatch):
 
 
 @pytest.mark.parametrize("documents", [None, PASSAGES])
-def test_abandoned_prompt_ends(engine_of, apart, monkeypatch, documents):
+def test_abandoned_prompt_ends(engine_of, independent, monkeypatch, documents):
     """A cancelled request ends at the next piece of its prompt; the other one of its batch gets its usual answer."""
-    alone = answer(engine_of(None, apart), documents, max_new_tokens=8)
+    alone = answer(engine_of(None, independent), documents, max_new_tokens=8)
     monkeypatch.setattr(kv_cache_arcaligner, "PIECE_POSITIONS", 10)
     left = request_of(documents, [{"role": "user", "content": "Who wrote it? " * 20}])
-    forward, pieces = apart.model.model.forward, []
+    forward, pieces = independent.model.model.forward, []
 
     def leave(**kwargs):
         pieces.append(left.future.done())
@@ -210,19 +214,19 @@ def test_abandoned_prompt_ends(engine_of, apart, monkeypatch, documents):
             left.cancel()
         return forward(**kwargs)
 
-    monkeypatch.setattr(apart.model.model, "forward", leave)
-    engine = engine_of(None, apart, batch_seconds=30.0, max_batch=2)
+    monkeypatch.setattr(independent.model.model, "forward", leave)
+    engine = engine_of(None, independent, batch_seconds=30.0, max_batch=2)
     future = engine.submit(left)
-    beside = answer(engine, documents, max_new_tokens=8)
+    repeated = answer(engine, documents, max_new_tokens=8)
     assert str(future.exception()) == "The request was cancelled." and pieces.index(True) == 7
-    assert beside.text == alone.text
+    assert repeated.text == alone.text
 
 
-def test_abandoned_passages_end(engine_of, apart, monkeypatch):
+def test_abandoned_passages_end(engine_of, independent, monkeypatch):
     """The passages of a cancelled request are encoded and prefilled only up to the next call of encoder or model."""
-    engine = engine_of(None, apart)
+    engine = engine_of(None, independent)
     engine.warm_up()
-    for owner, name in ((SentenceEncoder, "encode_runs"), (apart.model.model, "forward")):
+    for owner, name in ((SentenceEncoder, "encode_runs"), (independent.model.model, "forward")):
         left, calls, compute = request_of(PASSAGES), [], getattr(owner, name)
 
         def leave(*args, left=left, calls=calls, compute=compute, **kwargs):
@@ -237,17 +241,19 @@ def test_abandoned_passages_end(engine_of, apart, monkeypatch):
 
 def test_place_of_an_answer():
     """The place of an answer in a passage is counted in characters of the passage."""
-    for said, before, place, after in (
+    for answer_text, before, place, after in (
         ("Ski  jumper.", "😀 a ", "ski\njumper", ""),
         ("19", "in 1987, or ", "19", " of them"),
         ("$5", "US", "$5", " each"),
         ("东京", "他住在", "东京", "都"),
         ("a (b", "x ", "A (b", ") y"),
     ):
-        assert find_answer(said, before + place + after) == {"start": len(before), "end": len(before + place)}
+        assert find_answer(answer_text, before + place + after) == {"start": len(before), "end": len(before + place)}
     unseen = "The o\ufb03ce of Af\u00adfleck\u200b."
     assert find_answer("office of Affleck", unseen) == {"start": 4, "end": len(unseen) - 2}
-    assert not any(find_answer(said, text) for said, text in (("1987", "19876"), (" .", "Yes."), ("Ada", "Adam")))
+    assert not any(
+        find_answer(answer_text, text) for answer_text, text in (("1987", "19876"), (" .", "Yes."), ("Ada", "Adam"))
+    )
 
 
 def corpus_of(folder, processor, *names):
@@ -271,11 +277,11 @@ def test_vanished_corpus_fails_its_questions(tmp_path, engine_of, processor):
     assert answer(engine).statistics["slots"] == 1
 
 
-def test_scored_slots_are_limited(engine_of, apart, processor, monkeypatch):
+def test_scored_slots_are_limited(engine_of, independent, processor, monkeypatch):
     """A request with more slots than may be scored is refused before any passage is encoded."""
     documents = ["Ada wrote it.", "Bob did not.", "Carol read it."]  # three slots
-    engine = engine_of(None, apart, limits=Limits(max_slots=1, max_slots_asked=3))
-    assert sum(source["read"] for source in answer(engine, documents, max_passages=1).sources) == 1
+    engine = engine_of(None, independent, limits=Limits(max_slots=1, max_scored_slots=3))
+    assert sum(source["used"] for source in answer(engine, documents, max_passages=1).sources) == 1
     for most, message in ((2, "2 slots; expected at most 1. Pass fewer"), (3, "there is only room for 1 with")):
         error = engine.submit(request_of(documents, max_passages=most)).exception()
         assert isinstance(error, ValueError) and message in str(error)
@@ -287,34 +293,34 @@ def test_scored_slots_are_limited(engine_of, apart, processor, monkeypatch):
 
 
 @pytest.mark.parametrize("most, is_multihop, expected", [(None, True, 2), (None, False, 1), (3, True, 3)])
-def test_multihop_question_uses_several(engine_of, apart, most, is_multihop, expected):
+def test_multihop_question_uses_several(engine_of, independent, most, is_multihop, expected):
     """A multi-hop question uses two passages, unless the engine or the request sets another number."""
     documents = ["Ada wrote it.", "Bob did not.", "Carol read it."]
-    apart.model.set_multihop_head(True)
-    apart.model.multihop_head.bias.fill_(1.0 if is_multihop else -1.0)
-    engine = engine_of(None, apart, max_passages=most)
+    independent.model.set_multihop_head(True)
+    independent.model.multihop_head.bias.fill_(1.0 if is_multihop else -1.0)
+    engine = engine_of(None, independent, max_passages=most)
     result = answer(engine, documents)
-    assert sum(source["read"] for source in result.sources) == expected
-    assert result.text == answer(engine_of(None, apart), documents, max_passages=expected).text
-    assert sum(source["read"] for source in answer(engine, documents, max_passages=1).sources) == 1
+    assert sum(source["used"] for source in result.sources) == expected
+    assert result.text == answer(engine_of(None, independent), documents, max_passages=expected).text
+    assert sum(source["used"] for source in answer(engine, documents, max_passages=1).sources) == 1
 
 
-@pytest.mark.parametrize("rate", [2, "segment"])
-def test_passages_are_encoded_once(processor, rate, monkeypatch):
+@pytest.mark.parametrize("tokens_per_slot", [2, "segment"])
+def test_passages_are_encoded_once(processor, tokens_per_slot, monkeypatch):
     """A passage is encoded once in any company; the last ones stay in memory, and white space has no slot."""
     blank = {"title": "", "text": " "}
     ada, loom, other = ({"title": "", "text": passage} if isinstance(passage, str) else passage for passage in PASSAGES)
     encode, texts = PassageEncoder(processor, max_passages=2), []
 
-    def encode_tokens(self, tokens, rate, real=SlotEncoder.encode_tokens):
+    def encode_tokens(self, tokens, tokens_per_slot, real=SlotEncoder.encode_tokens):
         texts.extend(part.segment.text for part in tokens)
-        return real(self, tokens, rate)
+        return real(self, tokens, tokens_per_slot)
 
     document_lists = ([ada, loom], [loom, blank, ada, loom], [other, ada], [loom], [blank])
-    expected = [processor.encode_documents(documents, tokens_per_slot=rate) for documents in document_lists]
+    expected = [processor.encode_documents(documents, tokens_per_slot=tokens_per_slot) for documents in document_lists]
     monkeypatch.setattr(SlotEncoder, "encode_tokens", encode_tokens)
     for documents, whole in zip(document_lists, expected, strict=True):
-        encoded = encode(documents, rate)
+        encoded = encode(documents, tokens_per_slot)
         assert encoded.segments == whole.segments
         assert torch.equal(encoded.context_passage_ids, whole.context_passage_ids)
         torch.testing.assert_close(encoded.context_embeds, whole.context_embeds)
@@ -324,54 +330,58 @@ def test_passages_are_encoded_once(processor, rate, monkeypatch):
     assert sum("Ada" in text for text in texts) == 1 and sum("wove" in text for text in texts) == 2
     texts.clear()
     for documents in ([ada, loom, other], [ada], [{"title": "", "text": "New. Newer."}] * 9):
-        room = len(processor.encode_documents(documents, tokens_per_slot=rate).context_embeds) - 1
+        max_slots = len(processor.encode_documents(documents, tokens_per_slot=tokens_per_slot).context_embeds) - 1
         texts.clear()
-        with pytest.raises(ValueError, match=f"room for {room} with the question"):
-            encode.check_room(documents, rate, room)
-        encode.check_room(documents, rate, room + 1)
+        with pytest.raises(ValueError, match=f"room for {max_slots} with the question"):
+            encode.check_num_slots(documents, tokens_per_slot, max_slots)
+        encode.check_num_slots(documents, tokens_per_slot, max_slots + 1)
         assert not texts
-    encoded, whole = encode([loom, ada], rate, [7, 9]), encode([loom, ada], rate)
+    encoded, whole = encode([loom, ada], tokens_per_slot, [7, 9]), encode([loom, ada], tokens_per_slot)
     with pytest.raises(ValueError, match="room for"):  # the limit holds for encoded passages, too
-        encode.check_room([loom, ada], rate, len(whole.context_embeds) - 1)
+        encode.check_num_slots([loom, ada], tokens_per_slot, len(whole.context_embeds) - 1)
     monkeypatch.delattr(SlotEncoder, "encode_batch")  # encoded passages do not need it
-    encode.check_room([loom, ada], rate, len(whole.context_embeds))
+    encode.check_num_slots([loom, ada], tokens_per_slot, len(whole.context_embeds))
     assert encoded.context_passage_ids.tolist() == [[7, 9][number] for number in whole.context_passage_ids]
     assert [segment.document for segment in encoded.segments] == encoded.context_passage_ids.tolist()
 
 
 @pytest.mark.parametrize("share, num_scored", [(0.5, 3), (0.9, 5)])
-def test_few_passages_are_encoded(apart, engine_of, monkeypatch, share, num_scored):
+def test_few_passages_are_encoded(independent, engine_of, monkeypatch, share, num_scored):
     """Of five passages only the scored ones are encoded; their scores are those of an encoding of all five."""
     texts = [f"{name} wrote it in {1800 + number}." for number, name in enumerate(("Ada", "Bob", "Cy", "Di", "Ed"))]
-    monkeypatch.setattr(apart.model.config, "scored_share", share)
-    monkeypatch.setattr(apart.model.config, "most_answerability", 1.0)
-    monkeypatch.setattr(apart.model.config, "similarity_weight", 0.0)
-    engine, encoded = engine_of(None, apart), []
+    monkeypatch.setattr(independent.model.config, "scored_share", share)
+    monkeypatch.setattr(independent.model.config, "most_answerability", 1.0)
+    monkeypatch.setattr(independent.model.config, "similarity_weight", 0.0)
+    engine, encoded = engine_of(None, independent), []
     encode_tokens = SlotEncoder.encode_tokens
 
-    def recorded(self, tokens, rate):
+    def recorded(self, tokens, tokens_per_slot):
         encoded.extend(part.segment.text for part in tokens)
-        return encode_tokens(self, tokens, rate)
+        return encode_tokens(self, tokens, tokens_per_slot)
 
     monkeypatch.setattr(SlotEncoder, "encode_tokens", recorded)
     result = answer(engine, texts)
-    (used,) = (number for number, source in enumerate(result.sources) if source["read"])
+    (used,) = (number for number, source in enumerate(result.sources) if source["used"])
     first = list(encoded)
     assert len(set(first)) == len(first) == num_scored
     assert [segment.text for segment in result.passages.encoded.segments] == [texts[used]]
     assert {segment.document for segment in result.passages.encoded.segments} == {used}
     scored = {number: source["answerability"] for number, source in enumerate(result.sources)}
     whole = engine.answerer.score([CHAT], [texts])[0]
-    for number, sure in scored.items():
-        assert sure is None if texts[number] not in first else sure == pytest.approx(whole[number].answerability)
+    for number, answerability in scored.items():
+        assert (
+            answerability is None
+            if texts[number] not in first
+            else answerability == pytest.approx(whole[number].answerability)
+        )
     assert used == max((n for n in scored if scored[n] is not None), key=lambda n: whole[n].answerability)
     encoded.clear()
-    assert answer(engine, texts).kept == 1 and not encoded
+    assert answer(engine, texts).num_cached == 1 and not encoded
 
 
-def test_endless_text_is_refused_early(engine_of, apart, monkeypatch):
+def test_endless_text_is_refused_early(engine_of, independent, monkeypatch):
     """A text with more words than the limit of slots is refused before it is cut."""
-    engine = engine_of(None, apart, limits=Limits(max_slots=10, max_slots_asked=20))
+    engine = engine_of(None, independent, limits=Limits(max_slots=10, max_scored_slots=20))
     monkeypatch.setattr(engine.answerer, "cut", None)
     error = engine.submit(request_of(["word " * 5000], tokens_per_slot=2)).exception()
     assert isinstance(error, ValueError) and "more than 1250 slots; expected at most 20" in str(error)
@@ -396,12 +406,12 @@ def test_low_answerability_abstains_early(engine_of, ask, monkeypatch, give_head
 
     plain, pieces = ask_with()
     assert 0 < plain.answerability < 1 and "".join(pieces) == plain.text and len(pieces) > 1
-    kept, pieces = ask_with(min_confidence=plain.answerability - 1e-3)
-    assert kept.text == plain.text and "".join(pieces) == plain.text
+    enough, pieces = ask_with(min_confidence=plain.answerability - 1e-3)
+    assert enough.text == plain.text and "".join(pieces) == plain.text
     refused, pieces = ask_with(min_confidence=plain.answerability + 1e-3)
     assert refused.text == "not in the text" and pieces == ["not in the text"] and refused.finish_reason == "stop"
-    beside = request_of(chat=[{"role": "user", "content": "When was that, and why?"}])
-    assert answers(engine, request_of(), beside)[0].answerability == pytest.approx(plain.answerability, abs=1e-4)
+    other = request_of(chat=[{"role": "user", "content": "When was that, and why?"}])
+    assert answers(engine, request_of(), other)[0].answerability == pytest.approx(plain.answerability, abs=1e-4)
     with pytest.raises(ValueError, match="`min_confidence` is 2; expected a number from 0 to 1"):
         ask_with(min_confidence=2)
 
@@ -428,46 +438,46 @@ def test_generation_setting_is_refused(engine_of, ask, monkeypatch, name):
         engine_of()
 
 
-def test_similarity_selects_passages(apart, engine_of, tmp_path, monkeypatch):
+def test_similarity_selects_passages(independent, engine_of, tmp_path, monkeypatch):
     """With a large `similarity_weight` the similarity alone ranks the passages."""
-    corpus = corpus_of(tmp_path, apart.processor, "ada", "bob")
-    engine = engine_of(Retriever(corpus, apart.processor), apart, max_passages=1)
-    monkeypatch.setattr(apart.model.config, "similarity_weight", 1e6)
+    corpus = corpus_of(tmp_path, independent.processor, "ada", "bob")
+    engine = engine_of(Retriever(corpus, independent.processor), independent, max_passages=1)
+    monkeypatch.setattr(independent.model.config, "similarity_weight", 1e6)
     of_corpus = answer(engine, None).sources
     similar = [source["similarity"] for source in of_corpus]
     assert similar[0] != pytest.approx(similar[1])
     documents = [source["text"] for source in of_corpus]
-    assert similarities_of(apart.processor.encoder, CHAT, documents) == pytest.approx(similar, abs=1e-3)
+    assert similarities_of(independent.processor.encoder, CHAT, documents) == pytest.approx(similar, abs=1e-3)
     for sources in (of_corpus, answer(engine, documents).sources):
-        assert [source["read"] for source in sources] == [similarity == max(similar) for similarity in similar]
+        assert [source["used"] for source in sources] == [similarity == max(similar) for similarity in similar]
         assert all(source["answerability"] == source["confidence"] for source in sources)
 
 
 @pytest.mark.parametrize("separate", ["start", "end"], indirect=True)
-def test_batch_answers_like_the_pipeline(apart, engine_of):
+def test_batch_answers_like_the_pipeline(independent, engine_of):
     """A batch gets the answers of the pipeline, and an invalid request fails alone."""
     text = " ".join(f"Sentence {number} is about word and number {number}." for number in range(100))
     cases = [
         (PASSAGES, {"max_passages": 2, "min_confidence": 0.0}),
         (PASSAGES, {"max_passages": 1, "copy_bonus": 1e4}),
         (PASSAGES, {"max_passages": 1, "copy_bonus": 0.0}),
-        ([text, "Ada."], {}),  # a long one is cut, and the likeliest passage is read
+        ([text, "Ada."], {}),  # a long one is cut, and the top_ranked passage is read
     ]
-    random_head(apart.model, match=(0.5, 3.0, -1.0))
-    apart.model.config.answer_calibration = [1.5, 0.5, 1.0]
-    engine = engine_of(None, apart, batch_seconds=0.5, max_batch=5)
+    random_head(independent.model, match=(0.5, 3.0, -1.0))
+    independent.model.config.answer_calibration = [1.5, 0.5, 1.0]
+    engine = engine_of(None, independent, batch_seconds=0.5, max_batch=5)
     failing = engine.submit(request_of(PASSAGES, LONG))
     results = answers(engine, *(request_of(documents, max_new_tokens=6, **settings) for documents, settings in cases))
     assert "The prompt has" in str(failing.exception())
     for result, (documents, settings) in zip(results, cases, strict=True):
         row = {"question": CHAT[0]["content"], "documents": documents}
-        (record,) = apart(row, return_slots=True, max_new_tokens=6, **settings)
-        sure, statistics = {}, record["statistics"]
+        (record,) = independent(row, return_slots=True, max_new_tokens=6, **settings)
+        answerability, statistics = {}, record["statistics"]
         for source in result.sources:
             if source["confidence"] is not None:  # otherwise it was not scored
-                sure[source["number"]] = max(sure.get(source["number"], 0.0), source["confidence"])
+                answerability[source["number"]] = max(answerability.get(source["number"], 0.0), source["confidence"])
         for name in ("passage_answerabilities", "passage_confidences"):
-            assert sure == pytest.approx(statistics.pop(name), abs=1e-4)
+            assert answerability == pytest.approx(statistics.pop(name), abs=1e-4)
         for name in ("answerability", "confidence"):
             assert result.answerability == pytest.approx(statistics.pop(name), abs=1e-4)
         assert result.answer_likelihood == pytest.approx(statistics.pop("answer_likelihood"), abs=1e-4)
@@ -476,13 +486,13 @@ def test_batch_answers_like_the_pipeline(apart, engine_of):
         numbers = [result.sources[slot.document]["number"] for slot in slots]
         segments = [(segment["document"], segment["text"]) for segment in record["segments"]]
         assert list(zip(numbers, [slot.text for slot in slots], strict=True)) == segments
-        assert {slot.document for slot in slots} == {n for n, source in enumerate(result.sources) if source["read"]}
-        assert result.batch_size == 4 and result.seconds["choosing"] > 0
-    likeliest, copied, free, cut = results
-    (used,) = (source for source in copied.sources if source["read"])
+        assert {slot.document for slot in slots} == {n for n, source in enumerate(result.sources) if source["used"]}
+        assert result.batch_size == 4 and result.seconds["scoring"] > 0
+    top_ranked, copied, free, cut = results
+    (used,) = (source for source in copied.sources if source["used"])
     assert copied.text in (used["title"], used["text"]) or copied.text in used["text"]
     assert copied.text != free.text and [source["number"] for source in cut.sources] == [0] * 12 + [1]
-    alone = engine_of(None, apart)
+    alone = engine_of(None, independent)
     new, again = (answer(alone, PASSAGES, max_new_tokens=6, **cases[0][1]) for _ in range(2))
-    assert (new.kept, again.kept) == (0, 2) and {new.text, again.text} == {likeliest.text}
-    assert all(source["read"] for source in answer(engine, PASSAGES, max_passages=9).sources)
+    assert (new.num_cached, again.num_cached) == (0, 2) and {new.text, again.text} == {top_ranked.text}
+    assert all(source["used"] for source in answer(engine, PASSAGES, max_passages=9).sources)

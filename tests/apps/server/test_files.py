@@ -59,16 +59,16 @@ def test_unreadable_file_is_refused(drop, status, message, sent):
 def test_too_many_files_are_refused(engine, monkeypatch):
     """More files at a time than the limit are refused, and the others are answered."""
     request = {"params": {"name": "a.txt"}, "content": b"A", "headers": {"Content-Type": "application/octet-stream"}}
-    beside = []
+    statuses = []
 
     def read(*arguments):
-        if beside:  # only while the first one is read
+        if statuses:  # only while the first one is read
             return {}
-        beside.append("a file is read")
-        beside.extend([client.post("/passages", **request).status_code, client.get("/health").status_code])
+        statuses.append("a file is read")
+        statuses.extend([client.post("/passages", **request).status_code, client.get("/health").status_code])
         return {}
 
-    monkeypatch.setattr(app, "read_passages", read)
+    monkeypatch.setattr(app, "passages_of_file", read)
     monkeypatch.setattr(app, "MAX_FILES", 1)
     client = TestClient(create_app(engine, ServerSettings()), base_url="http://localhost")
-    assert client.post("/passages", **request).status_code == 200 and beside[1:] == [429, 200]
+    assert client.post("/passages", **request).status_code == 200 and statuses[1:] == [429, 200]

@@ -87,7 +87,7 @@ def test_waiting_client_stays_connected(connect, held, monkeypatch):
 
 def test_oldest_idle_connection_is_closed(connect, monkeypatch, url):
     """If there are too many connections, the oldest one without a request is closed."""
-    monkeypatch.setattr(TimedConnection, "most", 4)
+    monkeypatch.setattr(TimedConnection, "max_connections", 4)
     silent = [connect() for _ in range(6)]
     assert httpx.get(f"{url}/health").status_code == 200
     assert [received(connection) for connection in silent[:3]] == [b""] * 3
@@ -159,7 +159,7 @@ def test_slow_reader_has_its_time(connect, lost, monkeypatch, most, is_closed):
 
 def test_unread_answers_make_room(connect, lost, monkeypatch):
     """If there are too many connections, those whose clients do not read are closed for new ones."""
-    monkeypatch.setattr(TimedConnection, "most", 8)
+    monkeypatch.setattr(TimedConnection, "max_connections", 8)
     ports = [ask_for_pages(connect).getsockname()[1] for _ in range(8)]
     for _ in range(3):
         (new := connect()).sendall(HEALTH)
@@ -169,7 +169,7 @@ def test_unread_answers_make_room(connect, lost, monkeypatch):
 
 def test_unsent_body_makes_room(connect, lost, url, monkeypatch):
     """Requests whose bodies do not arrive keep no other client out."""
-    monkeypatch.setattr(TimedConnection, "most", 4)
+    monkeypatch.setattr(TimedConnection, "max_connections", 4)
     for _ in range(4):
         connect().sendall(f"{HEADERS}Content-Length: 50\r\n\r\n{{".encode())
     assert httpx.get(f"{url}/health").status_code == 200

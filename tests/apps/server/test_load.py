@@ -17,11 +17,11 @@ def test_load_generator_prints_table(url, capsys, monkeypatch):
     head, _, *rows = [line for line in printed.splitlines() if line.startswith("|")]
     assert head.startswith("| Clients | Answers/s | p50, s | p95, s | p99, s |") and len(rows) == 2
     assert [row.split(" | ")[0] for row in rows] == ["| 1", "| 3"] and all(row.endswith("| 0 |") for row in rows)
-    assert json.loads(printed.splitlines()[-1])["load"]["3"]["kept"] == 1.0  # the second time
+    assert json.loads(printed.splitlines()[-1])["load"]["3"]["cached"] == 1.0  # the second time
     monkeypatch.setattr(serving, "read_rows", lambda path: [{"question": f"Where is {name}?"} for name in "ABCDEF"])
     serving.main(CASE_STUDIES, clients="2", requests=6, distinct=2, **settings)
     printed = capsys.readouterr().out
-    assert json.loads(printed.splitlines()[-1])["load"]["2"]["kept"] == 1.0 and printed.count("| 100% |") == 1
+    assert json.loads(printed.splitlines()[-1])["load"]["2"]["cached"] == 1.0 and printed.count("| 100% |") == 1
     with pytest.raises(OSError, match="There is no server at http://127.0.0.1:9. Start one"):
         serving.main(CASE_STUDIES, url="http://127.0.0.1:9")
 

@@ -80,7 +80,9 @@ def test_keyboard_alone_asks(browser, client):
 
 def test_text_is_shown_unchanged(browser):
     """The text is shown as written, and the marks of slots do not move a letter."""
-    browser.evaluate("$('rate').append(new Option('2')); $('rate').value = '2'")  # slots of parts of words
+    browser.evaluate(
+        "$('tokens-per-slot').append(new Option('2')); $('tokens-per-slot').value = '2'"
+    )  # slots of parts of words
     ask(browser)
     assert shown(browser, ".passage") == TEXT.split("\n\n")
     with_slots = browser.picture(".passage")

@@ -37,7 +37,7 @@ def engine_of(monkeypatch):
 
 
 @pytest.fixture
-def apart(separate):
+def independent(separate):
     return pipeline_of(*separate)
 
 
@@ -62,9 +62,9 @@ def until_queued(turns: Turns) -> None:
             turns._change.wait(0.001)
 
 
-def test_short_question_behind_long_answer(apart, engine_of):
+def test_short_question_behind_long_answer(independent, engine_of):
     """A short question is answered while a long answer is written, after few of its tokens."""
-    engine, written, short = engine_of(apart), [], request_of(PASSAGES)
+    engine, written, short = engine_of(independent), [], request_of(PASSAGES)
 
     def on_text(text):
         written.append(text)
@@ -80,16 +80,16 @@ def test_short_question_behind_long_answer(apart, engine_of):
 
 
 @pytest.mark.parametrize("module", ["encoder", "untrained", "model"])
-def test_short_question_behind_many_passages(apart, engine_of, monkeypatch, module):
+def test_short_question_behind_many_passages(independent, engine_of, monkeypatch, module):
     """A short question is answered while many passages are encoded, compared or prefilled."""
     monkeypatch.setattr(encoder_arcaligner, "CPU_TOKENS", 1)  # each text is a call
     monkeypatch.setattr(kv_cache_arcaligner, "PIECE_SECONDS", 0.0)  # and soon a piece
     monkeypatch.setattr(kv_cache_arcaligner, "SLOTS_PER_BATCH", 1)
     monkeypatch.setattr(kv_cache_arcaligner, "SLOTS_PER_ROW", 1)
-    processor = apart.processor
+    processor = independent.processor
     of_name = {"encoder": processor.encoder.model[0], "untrained": processor.encoder.untrained.model[0]}
-    slow = of_name.get(module, apart.model.model)
-    engine, short, calls = engine_of(apart), request_of(None, max_new_tokens=1), []
+    slow = of_name.get(module, independent.model.model)
+    engine, short, calls = engine_of(independent), request_of(None, max_new_tokens=1), []
     engine.warm_up()
     forward = slow.forward
 
@@ -108,7 +108,7 @@ def test_short_question_behind_many_passages(apart, engine_of, monkeypatch, modu
 
 
 @pytest.mark.parametrize("separate", ["start", "end"], indirect=True)
-def test_turns_change_no_answer(apart, engine_of):
+def test_turns_change_no_answer(independent, engine_of):
     """Greedy, sampled, stopped and refused answers that start while others are written are those of single requests."""
     cases = [
         {"documents": None},
@@ -120,14 +120,14 @@ def test_turns_change_no_answer(apart, engine_of):
         {"documents": PASSAGES[:1], "min_confidence": 1.0},
         {"documents": PASSAGES[1:], "max_passages": 2, "chat": [{"role": "user", "content": "When? " * 20}]},
     ]
-    apart.model.config.answer_calibration = [1.5, 0.5, 1.0]
-    alone, expected = engine_of(apart), []
+    independent.model.config.answer_calibration = [1.5, 0.5, 1.0]
+    alone, expected = engine_of(independent), []
     for case in cases:
         expected.append(alone.submit(request_of(**{"max_new_tokens": 40} | case)).result())
     stop = expected[0].text[3:6]
     cases.append({"documents": None, "stop": [stop]})
     expected.append(alone.submit(request_of(**{"max_new_tokens": 40} | cases[-1])).result())
-    engine, pieces, futures = engine_of(apart, max_batch=2), [[] for _ in cases], []
+    engine, pieces, futures = engine_of(independent, max_batch=2), [[] for _ in cases], []
 
     def ask(number):
         def on_text(text):
@@ -163,15 +163,15 @@ def test_rows_join_behind_windows(processor, engine_of, backbone):
     assert joined_answers(engine_of(pipeline), requests, max_new_tokens=30) == expected
 
 
-def test_beginning_is_that_of_each_answer(apart, engine_of):
+def test_beginning_is_that_of_each_answer(independent, engine_of):
     """`min_new_tokens` and `begin_suppress_tokens` count from the beginning of each answer, whenever other rows
     join."""
-    config, processor = apart.model.generation_config, apart.processor
+    config, processor = independent.model.generation_config, independent.processor
     chats = [[{"role": "user", "content": "Who? " * number}] for number in (9, 1, 4)]
 
     def alone(chat) -> list[int]:
         inputs = chat_inputs(processor, chat, sanitize_control_tokens=True)
-        ids = apart.model.generate(**inputs, max_new_tokens=30, do_sample=False)
+        ids = independent.model.generate(**inputs, max_new_tokens=30, do_sample=False)
         return ids[0, inputs["input_ids"].shape[1] :].tolist()
 
     config.begin_suppress_tokens = sorted({alone(chat)[0] for chat in chats})
@@ -181,21 +181,21 @@ def test_beginning_is_that_of_each_answer(apart, engine_of):
     assert 13 in map(len, whole)  # the first token that may end an answer does
     expected = [processor.decode(ids[: -(ids[-1] in config.eos_token_id) or None]).lstrip() for ids in whole]
     requests = [{"documents": None, "chat": chat} for chat in chats]
-    assert joined_answers(engine_of(apart), requests, max_new_tokens=30) == expected
+    assert joined_answers(engine_of(independent), requests, max_new_tokens=30) == expected
 
 
 COUNTED = [{"forced_eos_token_id": 5}, {"exponential_decay_length_penalty": (4, 1.3)}]
 
 
 @pytest.mark.parametrize("settings", COUNTED, ids=lambda settings: next(iter(settings)))
-def test_end_is_that_of_each_answer(apart, engine_of, settings):
+def test_end_is_that_of_each_answer(independent, engine_of, settings):
     """Settings that count to the end of an answer use its own length, not when others join or end."""
-    config, processor, lengths = apart.model.generation_config, apart.processor, (30, 12, 21)
+    config, processor, lengths = independent.model.generation_config, independent.processor, (30, 12, 21)
     chats = [[{"role": "user", "content": "Who? " * number}] for number in (9, 1, 4)]
 
     def alone(chat, length) -> list[int]:
         inputs = chat_inputs(processor, chat, sanitize_control_tokens=True)
-        ids = apart.model.generate(**inputs, max_new_tokens=length, do_sample=False)
+        ids = independent.model.generate(**inputs, max_new_tokens=length, do_sample=False)
         return ids[0, inputs["input_ids"].shape[1] :].tolist()
 
     plain = [alone(*pair) for pair in zip(chats, lengths, strict=True)]
@@ -208,7 +208,7 @@ def test_end_is_that_of_each_answer(apart, engine_of, settings):
     requests = [
         {"documents": None, "chat": chat, "max_new_tokens": length} for chat, length in zip(chats, lengths, strict=True)
     ]
-    assert joined_answers(engine_of(apart), requests) == expected
+    assert joined_answers(engine_of(independent), requests) == expected
 
 
 def test_long_rows_change_no_frequencies(processor, engine_of):
@@ -226,9 +226,13 @@ def test_long_rows_change_no_frequencies(processor, engine_of):
     assert joined_answers(engine, requests, max_new_tokens=30) == [answer.text for answer in alone]
 
 
-def test_same_passages_in_two_threads(apart, engine_of, monkeypatch):
+def test_same_passages_in_two_threads(independent, engine_of, monkeypatch):
     """A request waits for passages that another one prefills, which meanwhile goes on; each is computed once."""
-    engine, forward, second = engine_of(apart, prefix_bytes=2**24), apart.model.model.forward, request_of(PASSAGES)
+    engine, forward, second = (
+        engine_of(independent, prefix_bytes=2**24),
+        independent.model.model.forward,
+        request_of(PASSAGES),
+    )
     monkeypatch.setattr(kv_cache_arcaligner, "SLOTS_PER_BATCH", 1)
     monkeypatch.setattr(kv_cache_arcaligner, "SLOTS_PER_ROW", 1)
     calls = []
@@ -240,35 +244,35 @@ def test_same_passages_in_two_threads(apart, engine_of, monkeypatch):
             until_queued(engine._turns)
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(apart.model.model, "forward", counted)
+    monkeypatch.setattr(independent.model.model, "forward", counted)
     first = engine.submit(request_of(PASSAGES)).result()
     assert second.future.result().text == first.text
     assert engine.store.misses == len(engine.store._kept) - 1 <= len(PASSAGES)
 
 
-def test_rows_have_a_limit(apart, engine_of):
+def test_rows_have_a_limit(independent, engine_of):
     """Of many long answers few are written at a time, and in the end all are written."""
-    engine = engine_of(apart, max_batch=1)
+    engine = engine_of(independent, max_batch=1)
     most = []
 
     def on_text(text):
-        most.append(engine._num_prepared + engine._num_written)
+        most.append(engine._num_prepared + engine._num_generating)
 
     futures = [engine.submit(request_of(None, max_new_tokens=20, on_text=on_text)) for _ in range(9)]
     assert len({future.result().text for future in futures}) == 1
-    assert 1 < max(most) <= engine_module.BATCHES_AT_ONCE
+    assert 1 < max(most) <= engine_module.MAX_BATCHES
 
 
 @pytest.mark.parametrize("separate", ["start", "end"], indirect=True)
-def test_rows_are_packed_by_length(apart, engine_of, monkeypatch):
+def test_rows_are_packed_by_length(independent, engine_of, monkeypatch):
     """Long and short prompts are not padded to one length, and the answers are those of single requests."""
     chats = [[{"role": "user", "content": "Who? " * number}] for number in (1, 60, 2, 1)]
-    alone = engine_of(apart)
+    alone = engine_of(independent)
     expected = [alone.submit(request_of(None, chat, max_new_tokens=30)).result().text for chat in chats]
     packed, packs = LiveBatch.packed, []
     monkeypatch.setattr(LiveBatch, "packed", lambda batches: packs.append(packed(batches)) or packs[-1])
     monkeypatch.setattr(engine_module, "TURN_SECONDS", 0.0)
-    engine = engine_of(apart, max_batch=4, batch_seconds=30.0)
+    engine = engine_of(independent, max_batch=4, batch_seconds=30.0)
     futures = [engine.submit(request_of(None, chat, max_new_tokens=30)) for chat in chats]
     assert [future.result().text for future in futures] == expected
     assert [len(batch.rows) for batch in packs[0]] == [3, 1]
@@ -276,22 +280,22 @@ def test_rows_are_packed_by_length(apart, engine_of, monkeypatch):
         assert 2 * batch.attention_mask.sum() >= batch.attention_mask.numel()
 
 
-def test_long_prompts_wait_for_memory(apart, engine_of):
+def test_long_prompts_wait_for_memory(independent, engine_of):
     """Keys and values of few answers are in memory at a time, and in the end all answers are written."""
-    engine, used, chat = engine_of(apart, max_batch=1), [], [{"role": "user", "content": "Who? " * 60}]
+    engine, used, chat = engine_of(independent, max_batch=1), [], [{"role": "user", "content": "Who? " * 60}]
     engine.answer_bytes = bytes_of(engine, 300)
 
     def on_text(text):
-        used.append(sum(engine._held.values()))
+        used.append(sum(engine._reserved_bytes.values()))
 
     futures = [engine.submit(request_of(None, chat, max_new_tokens=20, on_text=on_text)) for _ in range(3)]
     assert len({future.result().text for future in futures}) == 1
-    assert bytes_of(engine, 200) < max(used) <= bytes_of(engine, 300) and not engine._held
+    assert bytes_of(engine, 200) < max(used) <= bytes_of(engine, 300) and not engine._reserved_bytes
 
 
-def test_cancelled_row_leaves_others(apart, engine_of):
+def test_cancelled_row_leaves_others(independent, engine_of):
     """A request that is cancelled while others are written ends at its next token."""
-    engine = engine_of(apart)
+    engine = engine_of(independent)
     alone = engine.submit(request_of(None, max_new_tokens=40)).result()
     left, pieces = request_of(None, max_new_tokens=200), []
 
@@ -342,44 +346,44 @@ def bytes_of(engine, num_positions: int) -> int:
     return num_positions * engine._bytes_per_position
 
 
-def test_batch_that_begins_again_waits_once(apart, engine_of):
+def test_batch_that_begins_again_waits_once(independent, engine_of):
     """If one request of a batch ends before its first token, the others keep the memory that they have."""
-    engine, turn = engine_of(apart), Turns().take()
+    engine, turn = engine_of(independent), Turns().take()
     engine.answer_bytes = bytes_of(engine, 300)
     group = [request_of(None, max_new_tokens=150), request_of(None, max_new_tokens=150)]
-    engine._wait_for_room(group, [10, 20], turn)  # no other batch, so there is room
+    engine._wait_for_memory(group, [10, 20], turn)  # no other batch, so there is room
     group[0].future.set_exception(TimeoutError())
-    engine._wait_for_room(group[1:], [20], turn)
-    assert engine._held == {group[1]: bytes_of(engine, 170)}
+    engine._wait_for_memory(group[1:], [20], turn)
+    assert engine._reserved_bytes == {group[1]: bytes_of(engine, 170)}
     group[1].future.set_result(None)
-    assert not engine._held
+    assert not engine._reserved_bytes
 
 
-def test_weighted_rows_join_others(apart, engine_of):
+def test_weighted_rows_join_others(independent, engine_of):
     """Requests with several passages, weighted by their scores, get the pipeline's answers in a batch with others."""
-    engine = engine_of(apart)
+    engine = engine_of(independent)
     rows = [(PASSAGES, 3), (PASSAGES[:1], 1), (PASSAGES[1:], 2)]
     requests = [request_of(documents, max_passages=most, max_new_tokens=9) for documents, most in rows]
     answers = [future.result(60).text for future in [engine.submit(request) for request in requests]]
     assert requests[0].prior.count(0.0) == 1 and requests[1].prior is None
     for (documents, most), text in zip(rows, answers, strict=True):
-        (record,) = apart(CHAT, documents=documents, max_passages=most, max_new_tokens=9, return_full_text=False)
+        (record,) = independent(CHAT, documents=documents, max_passages=most, max_new_tokens=9, return_full_text=False)
         assert record["generated_text"] == text
 
 
 @pytest.mark.parametrize("documents", [None, PASSAGES])
 @pytest.mark.parametrize("ends", ["cancelled", "late"])
-def test_request_that_waits_for_memory_ends(apart, engine_of, monkeypatch, documents, ends):
+def test_request_that_waits_for_memory_ends(independent, engine_of, monkeypatch, documents, ends):
     """A request that waits for memory ends at once when it is cancelled or too late, and none of it is computed."""
-    engine = engine_of(apart)
+    engine = engine_of(independent)
     engine.answer_bytes, engine.weights_passages = bytes_of(engine, 300), False  # so that nothing is scored
     held = request_of(None, max_new_tokens=290)
-    engine._wait_for_room([held], [10], Turns().take())
+    engine._wait_for_memory([held], [10], Turns().take())
     if ends == "late":
         engine.limits = Limits(seconds=0.2)
     waiting = request_of(documents, max_new_tokens=20, max_passages=documents and len(documents))
     with monkeypatch.context() as patch:
-        patch.setattr(apart.model.model, "forward", None)
+        patch.setattr(independent.model.model, "forward", None)
         future = engine.submit(waiting)
         time.sleep(0.1)
         if ends == "cancelled":
@@ -392,14 +396,14 @@ def test_request_that_waits_for_memory_ends(apart, engine_of, monkeypatch, docum
     assert engine.submit(request_of(documents, max_new_tokens=4)).result(timeout=60).completion_tokens
 
 
-def test_fault_in_one_batch_spares_others(apart, engine_of, monkeypatch):
+def test_fault_in_one_batch_spares_others(independent, engine_of, monkeypatch):
     """An answer that cannot be delivered fails, and the engine goes on."""
 
     def fails(text):
         raise OSError("the client is gone")
 
-    engine = engine_of(apart)
+    engine = engine_of(independent)
     broken = engine.submit(request_of(None, max_new_tokens=20, on_text=fails))
     assert str(broken.exception(timeout=60)) == "the client is gone"
     assert engine.submit(request_of(None, max_new_tokens=4)).result(timeout=60).completion_tokens
-    assert engine.is_running and engine._num_prepared + engine._num_written == 0
+    assert engine.is_running and engine._num_prepared + engine._num_generating == 0

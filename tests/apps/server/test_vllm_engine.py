@@ -27,7 +27,7 @@ from arcaligner.apps.server.app import ServerSettings, create_app
 from arcaligner.apps.server.engine import Engine
 from arcaligner.apps.server.request import Limits, UnavailableError
 from arcaligner.apps.server.request import Request as EngineRequest
-from arcaligner.apps.server.vllm_engine import NO_FILE, UNREAD_TOKENS, VllmEngine, VllmProcess, VllmServer
+from arcaligner.apps.server.vllm_engine import NO_FILE, STREAM_INTERVAL, VllmEngine, VllmProcess, VllmServer
 from arcaligner.common.files import ROOT
 
 ADA = {"title": "Ada", "text": "Ada wrote the letter in 1843. It was long."}
@@ -83,8 +83,8 @@ def test_vllm_answers_equal_own_engine(front, pipeline, vllm):
         assert answer.text == expected.text == "".join(request.pieces)
         for name in ("finish_reason", "prompt_tokens", "statistics", "sources"):
             assert getattr(answer, name) == getattr(expected, name)
-        assert answer.confidence == pytest.approx(expected.confidence, abs=1e-6)
-    assert ask(front, ADA)[0].kept == 1
+        assert answer.answerability == pytest.approx(expected.answerability, abs=1e-6)
+    assert ask(front, ADA)[0].num_cached == 1
     engine.close()
 
 
@@ -92,22 +92,22 @@ def test_unread_pieces_come_together(front, vllm):
     """If the client does not stream, vLLM sends the answer in few pieces, and the answer is the same."""
     (streamed, _), message = ask(front, ADA, is_streamed=True), {"role": "user", "content": "Who wrote it?"}
     whole = front.submit(EngineRequest([message], [ADA], max_new_tokens=12)).result(60)
-    assert [body["stream_interval"] for body in vllm.asked[-2:]] == [1, UNREAD_TOKENS]
+    assert [body["stream_interval"] for body in vllm.requests[-2:]] == [1, STREAM_INTERVAL]
     assert whole.text == streamed.text and whole.completion_tokens == streamed.completion_tokens
 
 
 def test_abstentions_skip_vllm(front, vllm):
     assert ask(front, ADA)[0].text  # after this, vLLM has been checked
-    before = len(vllm.asked)
+    before = len(vllm.requests)
     answer, request = ask(front, ADA, min_confidence=1.0)
-    assert answer.text == "not in the text" == "".join(request.pieces) and len(vllm.asked) == before
+    assert answer.text == "not in the text" == "".join(request.pieces) and len(vllm.requests) == before
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"reads_files": False}, "does not read precomputed passages, so it would answer without them"),
-        ({"apart": 1.0}, "that differ by 1.00 from those"),
+        ({"logprob_difference": 1.0}, "that differ by 1.00 from those"),
     ],
 )
 def test_differing_vllm_is_refused(front, vllm, change, message):
@@ -185,11 +185,11 @@ def test_killed_vllm_loses_no_answers(front, vllm):
 def test_lora_on_text_is_refused(processor, vllm, tmp_path):
     """An aligner whose LoRA applies to text is refused: vLLM reads text with the base model alone."""
     model = aligner_for(processor, passage_attention="separate", lora_positions="all")
-    apart = processor_with(processor, passage_attention="separate")
+    independent = processor_with(processor, passage_attention="separate")
     with pytest.raises(
         ValueError, match="has `lora_positions` 'all'; .* because vLLM processes text with the base model alone"
     ):
-        VllmEngine(pipeline_of(model.eval(), apart), vllm=VllmServer(vllm.url), folder=tmp_path)
+        VllmEngine(pipeline_of(model.eval(), independent), vllm=VllmServer(vllm.url), folder=tmp_path)
 
 
 def test_vllm_ends_within_answer(front, vllm):
@@ -309,8 +309,8 @@ def test_options_of_the_command_line(run_cli, checkpoint_dir, monkeypatch):
             "apply to a vLLM that this command starts",
         ),
     ):
-        code, _, said = run_cli(*serve, *options)
-        assert code == 1 and message in said
+        code, _, output = run_cli(*serve, *options)
+        assert code == 1 and message in output
 
 
 @pytest.mark.load
@@ -364,4 +364,4 @@ def test_ended_replica_loses_no_answers(pipeline, tmp_path):
     router.terminate()
     router.wait()
     replicas[0].stop()
-    assert len(answers) == 96 and all(len(replica.asked) > 8 for replica in replicas)
+    assert len(answers) == 96 and all(len(replica.requests) > 8 for replica in replicas)

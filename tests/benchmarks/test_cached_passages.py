@@ -10,13 +10,13 @@ from training_rows import article_rows, write_rows
 
 from arcaligner.answering_arcaligner import Answerer
 from arcaligner.attention_arcaligner import CACHE
-from arcaligner.benchmarks.arms import load_models, pick_rows
-from arcaligner.benchmarks.kept import Known, main
-from arcaligner.evaluation.answering import apart_inputs, apart_text, slot_inputs, text_inputs
+from arcaligner.benchmarks.arms import load_models, select_rows
+from arcaligner.benchmarks.cached_passages import CachedPassages, main
+from arcaligner.evaluation.answering import independent_inputs, independent_text, slot_inputs, text_inputs
 from arcaligner.kv_cache_arcaligner import cache_of
 from arcaligner.train.prompts import full_text
 
-RATES = [2, "segment"]
+COMPRESSIONS = [2, "segment"]
 
 
 @pytest.fixture(scope="module", params=["start", "end"])
@@ -26,14 +26,20 @@ def models(checkpoint_dir, request):
 
 
 @pytest.fixture(scope="module")
-def apart(processor, models):
+def independent(processor, models):
     random_head(models[0])
     return processor_with(processor, passage_attention="separate")
 
 
 @pytest.fixture(scope="module")
-def known(models, apart, tmp_path_factory):
-    return Known(models, apart, pick_rows(article_rows(6), apart, 6), RATES, tmp_path_factory.mktemp("kept"))
+def known(models, independent, tmp_path_factory):
+    return CachedPassages(
+        models,
+        independent,
+        select_rows(article_rows(6), independent, 6),
+        COMPRESSIONS,
+        tmp_path_factory.mktemp("cached"),
+    )
 
 
 def assert_same_reading(outputs, expected):
@@ -45,14 +51,14 @@ def assert_same_reading(outputs, expected):
 
 
 @torch.no_grad()
-def test_text_reader_caches(known, models, apart):
+def test_text_reader_caches(known, models, independent):
     """Text is read without a cache, after the same passages, and after cached ones."""
     base, row = models[1], known.draw(3, 1)
     second = row | {"question": "And when?"}
     for name, arm_row in (("text", row), ("text_same_set", second)):  # the second asks about the passages of the first
-        whole = text_inputs(apart, [full_text(arm_row)])
+        whole = text_inputs(independent, [full_text(arm_row)])
         assert_same_reading(known.arms[name](arm_row), base(whole["input_ids"], use_cache=True))
-    inputs = apart_inputs(base, [apart_text(apart, second)])
+    inputs = independent_inputs(base, [independent_text(independent, second)])
     last = {name: inputs[name][:, -1:] for name in ("input_ids", "position_ids")}
     expected = base(**last, **{CACHE: inputs[CACHE]})
     for name in ("text_apart", "text_apart_folder"):
@@ -60,20 +66,20 @@ def test_text_reader_caches(known, models, apart):
 
 
 @torch.no_grad()
-def test_cached_slots_match_the_prompt(known, models, apart):
+def test_cached_slots_match_the_prompt(known, models, independent):
     """Cached slots give the logits of the whole prompt, and of the top-ranked passage."""
     row = known.draw(4, 7)
-    for rate in RATES:
-        expected = models[0](**slot_inputs(apart, [row], tokens_per_slot=rate), use_cache=True)
+    for tokens_per_slot in COMPRESSIONS:
+        expected = models[0](**slot_inputs(independent, [row], tokens_per_slot=tokens_per_slot), use_cache=True)
         for end in ("", "_folder"):
-            assert_same_reading(known.arms[f"slots_x{rate}{end}"](row), expected)
-    (best,) = Answerer(models[0], apart).select([row["question"]], [row["passages"]], 1)[0].numbers
-    alone = slot_inputs(apart, [row | {"passages": row["passages"][best : best + 1]}])
+            assert_same_reading(known.arms[f"slots_x{tokens_per_slot}{end}"](row), expected)
+    (best,) = Answerer(models[0], independent).select([row["question"]], [row["passages"]], 1)[0].numbers
+    alone = slot_inputs(independent, [row | {"passages": row["passages"][best : best + 1]}])
     assert_same_reading(known.arms["slots_xsegment_top_ranked"](row), models[0](**alone, use_cache=True))
 
 
 def test_known_passages_stay_cached(known):
-    """Known passages are never computed again, and folders are read each time."""
+    """CachedPassages passages are never computed again, and folders are read each time."""
     stores = {name: arm.args[0] for name, arm in known.arms.items() if name.startswith("slots")}
     before = {name: (store.misses, store.loads) for name, store in stores.items()}
     report = known.measure(3, seconds=0.0)
@@ -93,9 +99,9 @@ def test_cached_bytes_match_the_file(known):
     for name, folder in known.folders.items():
         files = sorted(path.stat().st_size for path in folder.glob("*.safetensors"))
         passages = files[-len(known.rows) :]  # a store has one more entry, the text before the passages
-        kept = known.kept_bytes[name.removesuffix("_folder")] * len(known.rows)
-        assert kept < sum(passages) < kept + 8000 * len(passages)  # with their fingerprints
-    assert known.kept_bytes["text_apart"] > known.kept_bytes["slots_x2"] > known.kept_bytes["slots_xsegment"]
+        num_bytes = known.cached_bytes[name.removesuffix("_folder")] * len(known.rows)
+        assert num_bytes < sum(passages) < num_bytes + 8000 * len(passages)  # with their fingerprints
+    assert known.cached_bytes["text_apart"] > known.cached_bytes["slots_x2"] > known.cached_bytes["slots_xsegment"]
 
 
 def test_command_writes_a_report(tmp_path, checkpoint_dir, capsys):

@@ -1,7 +1,7 @@
 """Abstention on questions that the passages do not answer: how often, at what cost in F1, and the AUROC.
 
     python -m arcaligner evaluate --recipe smollm2_135m --tasks squad,squad_unanswerable --data FOLDER
-    python -m arcaligner.evaluation.analyses.refusals --run runs/evaluation --methods arcaligner,arcaligner_x4
+    python -m arcaligner.evaluation.analyses.abstentions --run runs/evaluation --methods arcaligner,arcaligner_x4
 
 The answers come from a run; no model is loaded. An answer counts as an abstention if it is the aligner's `no_answer`,
 or if its answerability is below the threshold that was fitted on validation questions. The cost is the F1 that is lost
@@ -28,7 +28,7 @@ COLUMNS = "Method", "abstained, %", "wrongly abstained, %", "F1, %", "F1 lost, p
 
 
 def read_answers(run: Path, task: str, method: str) -> list[dict[str, Any]]:
-    """The answers of a method to a task, each with `is_refused`."""
+    """The answers of a method to a task, each with `is_abstention`."""
     file = AnswerFile(run, task, method)
     answers = file.read()
     if not answers or "answerability" not in answers[0]:
@@ -38,17 +38,19 @@ def read_answers(run: Path, task: str, method: str) -> list[dict[str, Any]]:
             f"--output {run}`."
         )
     checkpoint = file.settings()["checkpoint"]
-    least = ArcAlignerConfig.from_pretrained(checkpoint).answerability_threshold
-    if least is None:
+    threshold = ArcAlignerConfig.from_pretrained(checkpoint).answerability_threshold
+    if threshold is None:
         raise ValueError(
             f"{checkpoint} has no answerability head. Fit one with `python -m arcaligner.train.confidence`, and "
             "evaluate again."
         )
     no_answer = ArcAlignerProcessor.from_pretrained(checkpoint).no_answer
-    return [row | {"is_refused": row["answerability"] < least or row["prediction"] == no_answer} for row in answers]
+    return [
+        row | {"is_abstention": row["answerability"] < threshold or row["prediction"] == no_answer} for row in answers
+    ]
 
 
-def refusals(
+def abstentions(
     run: Annotated[Path, typer.Option(help="Folder of a run, with answers.")] = Path("runs/evaluation"),
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "arcaligner,arcaligner_x4",
 ) -> None:
@@ -58,10 +60,12 @@ def refusals(
     rows = []
     for name in split_names(methods):
         answered, unanswered = (read_answers(run, task, name) for task in TASKS)
-        wrongly, rightly = ([float(answer["is_refused"]) for answer in answers] for answers in (answered, unanswered))
+        wrongly, rightly = (
+            [float(answer["is_abstention"]) for answer in answers] for answers in (answered, unanswered)
+        )
         f1 = 100 * np.array([answer["f1"] for answer in answered])
-        sure = [answer["answerability"] for answer in answered + unanswered]
-        auroc = roc_auc_score([True] * len(answered) + [False] * len(unanswered), sure)
+        answerabilities = [answer["answerability"] for answer in answered + unanswered]
+        auroc = roc_auc_score([True] * len(answered) + [False] * len(unanswered), answerabilities)
         shares = [shown_interval(percent_interval(scores)) for scores in (rightly, wrongly)]
         lost = (f1 * wrongly).mean()
         rows.append([find_method(name).title, *shares, f"{f1.mean():.1f}", f"{lost:.1f}", f"{auroc:.3f}"])
@@ -69,4 +73,4 @@ def refusals(
 
 
 if __name__ == "__main__":
-    run_command(refusals)
+    run_command(abstentions)

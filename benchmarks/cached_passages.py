@@ -1,6 +1,7 @@
 """Time to the first token of a new question about a new combination of cached passages, and the cached bytes of each.
 
-    python -m arcaligner.benchmarks.kept --output FOLDER [--sizes 1,5,10,20] [--tokens-per-slot 2,4,8,16,segment]
+    python -m arcaligner.benchmarks.cached_passages --output FOLDER [--sizes 1,5,10,20]
+        [--tokens-per-slot 2,4,8,16,segment]
 
     text                the passages' text without a cache, by the base model
     text_same_set       cached keys and values of the text of the same passages in the same order (prefix caching)
@@ -42,9 +43,9 @@ from ..common.files import (
 )
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length
-from ..evaluation.analyses.speed import KEPT_REPORT, TOP_RANKED, kept_lines
-from ..evaluation.answering import apart_text
-from ..evaluation.settings import split_rates
+from ..evaluation.analyses.speed import CACHED_REPORT, TOP_RANKED, cached_passages_table
+from ..evaluation.answering import independent_text
+from ..evaluation.settings import split_tokens_per_slot
 from ..kv_cache_arcaligner import (
     PassageCache,
     cache_of,
@@ -57,76 +58,78 @@ from ..kv_cache_arcaligner import (
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.prompts import text_ids
-from .arms import first_tokens, join_rows, load_models, pick_rows, read, share, time_rounds
+from .arms import first_tokens, join_rows, load_models, prefill, select_rows, share, time_rounds
 from .latency import parse_sizes
 
 SPARE = 4  # precomputed passages beyond those of the largest combination
 
 
-class TextReader:
+class TextArms:
     """The base model with text: without a cache, with the cached passages of the previous round, or with independent
     `passages`, each cached in memory and in `folder`."""
 
     def __init__(self, base: PreTrainedModel, processor: ArcAlignerProcessor, passages: list[dict], folder: Path):
         self.base, self.processor, self.folder = base, processor, folder
         folder.mkdir(parents=True)
-        self.kept: dict[str, torch.Tensor] = {}  # (num_layers, 2, heads, num_tokens, head_dim), by the text
+        self.cached: dict[str, torch.Tensor] = {}  # (num_layers, 2, heads, num_tokens, head_dim), by the text
         self._last: tuple[Row, Cache] | None = None
-        prompt = apart_text(processor, {"question": "?", "passages": passages})
-        self.head = read_text(base, prompt.head)
+        prompt = independent_text(processor, {"question": "?", "passages": passages})
+        self.prefix = read_text(base, prompt.head)
         start = len(prompt.head)
         for passage, ids in zip(passages, prompt.passages, strict=True):
-            cache = cache_of(self._read(ids, join_keys_values([[self.head]], base.config)))
-            self.kept[passage["text"]] = keys_values_of(cache, 0, start, start + len(ids))
-            save_keys_values(self._path(passage), self.kept[passage["text"]], {})
+            cache = cache_of(self._prefill(ids, join_keys_values([[self.prefix]], base.config)))
+            self.cached[passage["text"]] = keys_values_of(cache, 0, start, start + len(ids))
+            save_keys_values(self._path(passage), self.cached[passage["text"]], {})
 
     def uncached(self, row: Row) -> ModelOutput:
         """Answer from the whole text."""
-        prefix, tail = text_ids(self.processor, row)
-        check_length(len(prefix) + len(tail), "The prompt of text", self.base.config)
-        output = self._read(prefix + tail)
+        prefix, suffix = text_ids(self.processor, row)
+        check_length(len(prefix) + len(suffix), "The prompt of text", self.base.config)
+        output = self._prefill(prefix + suffix)
         self._last = row, cache_of(output)
         return output
 
     def same_set(self, row: Row) -> ModelOutput:
         """Answer the question of `row` from the passages of the last prompt of text."""
         last_row, before = self._last
-        prefix, tail = text_ids(self.processor, row | {"passages": last_row["passages"]})
+        prefix, suffix = text_ids(self.processor, row | {"passages": last_row["passages"]})
         cache = share(before)
         cache.crop(len(prefix) - cache.get_seq_length())
-        return self._read(tail, cache)
+        return self._prefill(suffix, cache)
 
-    def apart(self, row: Row, from_folder: bool) -> ModelOutput:
+    def independent(self, row: Row, from_folder: bool) -> ModelOutput:
         """Answer from cached passages. The positions of the question continue after the longest passage."""
-        after = apart_text(self.processor, row | {"passages": []}).tail
-        parts = [self.head]
+        after = independent_text(self.processor, row | {"passages": []}).tail
+        parts = [self.prefix]
         for passage in row["passages"]:
             file = (self._path(passage), {}, self.base.config, self.base.device)
-            parts.append(load_keys_values(*file) if from_folder else self.kept[passage["text"]])
-        start = self.head.shape[3] + max(part.shape[3] for part in parts[1:])
+            parts.append(load_keys_values(*file) if from_folder else self.cached[passage["text"]])
+        start = self.prefix.shape[3] + max(part.shape[3] for part in parts[1:])
         positions = torch.arange(start, start + len(after), device=self.base.device)[None]
-        return self._read(after, join_keys_values([parts], self.base.config), position_ids=positions)
+        return self._prefill(after, join_keys_values([parts], self.base.config), position_ids=positions)
 
-    def _read(self, ids: list[int], cache: Cache | None = None, **positions: torch.Tensor) -> ModelOutput:
-        return read(self.base, {"input_ids": torch.tensor([ids], device=self.base.device), **positions}, cache)
+    def _prefill(self, ids: list[int], cache: Cache | None = None, **positions: torch.Tensor) -> ModelOutput:
+        return prefill(self.base, {"input_ids": torch.tensor([ids], device=self.base.device), **positions}, cache)
 
     def _path(self, passage: dict[str, str]) -> Path:
         return self.folder / f"{digest(passage['text'])}.safetensors"
 
 
-def ask_store(store: PassageCache, row: Row, rate: int | str) -> ModelOutput:
+def answer_from_cache(cache: PassageCache, row: Row, tokens_per_slot: int | str) -> ModelOutput:
     """Answer a row from the cached slots of its passages."""
-    return store.read_question(store.prepare(row["question"], documents=row["passages"], tokens_per_slot=rate))
+    inputs = cache.prepare(row["question"], documents=row["passages"], tokens_per_slot=tokens_per_slot)
+    return cache.read_question(inputs)
 
 
-def ask_top_ranked(store: PassageCache, row: Row, rate: int | str) -> ModelOutput:
+def answer_from_top_ranked(cache: PassageCache, row: Row, tokens_per_slot: int | str) -> ModelOutput:
     """Score each cached passage of a row, and answer from the top-ranked one, as is the default."""
-    answerer = Answerer(store.model, store.processor, store)
-    (selection,) = answerer.select([row["question"]], [row["passages"]], 1, tokens_per_slot=rate)
-    return ask_store(store, row | {"passages": [row["passages"][number] for number in selection.numbers]}, rate)
+    answerer = Answerer(cache.model, cache.processor, cache)
+    (selection,) = answerer.select([row["question"]], [row["passages"]], 1, tokens_per_slot=tokens_per_slot)
+    passages = [row["passages"][number] for number in selection.numbers]
+    return answer_from_cache(cache, row | {"passages": passages}, tokens_per_slot)
 
 
-def drop_from_memory(folder: Path) -> None:
+def drop_page_cache(folder: Path) -> None:
     """Drop the files of a folder from the system's page cache. Does nothing except on Linux."""
     if sys.platform != "linux":
         return
@@ -136,46 +139,48 @@ def drop_from_memory(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-class Known:
+class CachedPassages:
     """Precomputed passages, and the alternatives ("arms") that answer from them. `models` are the aligner, with
     independent passages, and its base model; `rows` have a question and a passage each; `folder` is empty.
 
     Attributes: `arms`, by name the functions that compute the first token for a row; `folders`, by name those of the
-    arms that read from one; `kept_bytes`, by name the cached bytes of a passage."""
+    arms that read from one; `cached_bytes`, by name the cached bytes of a passage."""
 
     def __init__(
         self,
         models: tuple[ArcAlignerForCausalLM, PreTrainedModel],
         processor: ArcAlignerProcessor,
         rows: list[Row],
-        rates: list[int | str],
+        compressions: list[int | str],
         folder: Path,
     ):
         (aligner, base), self.rows = models, rows
         self.device = str(base.device)
         passages = [row["passages"][0] for row in rows]
-        reader = TextReader(base, processor, passages, folder / "text_apart")
-        self.text_tokens = sum(keys_values.shape[3] for keys_values in reader.kept.values()) / len(rows)
+        text = TextArms(base, processor, passages, folder / "text_apart")
+        self.text_tokens = sum(keys_values.shape[3] for keys_values in text.cached.values()) / len(rows)
         self.arms: dict[str, Callable[[Row], ModelOutput]] = {
-            "text": reader.uncached,
-            "text_same_set": reader.same_set,
-            "text_apart": partial(reader.apart, from_folder=False),
-            "text_apart_folder": partial(reader.apart, from_folder=True),
+            "text": text.uncached,
+            "text_same_set": text.same_set,
+            "text_apart": partial(text.independent, from_folder=False),
+            "text_apart_folder": partial(text.independent, from_folder=True),
         }
-        self.folders = {"text_apart_folder": reader.folder}
-        self.kept_bytes = {"text_apart": sum(keys_values.nbytes for keys_values in reader.kept.values()) / len(rows)}
-        per_slot = self.kept_bytes["text_apart"] / self.text_tokens
-        for rate in rates:
-            name, path = f"slots_x{rate}", folder / f"slots_x{rate}"
+        self.folders = {"text_apart_folder": text.folder}
+        self.cached_bytes = {"text_apart": sum(keys_values.nbytes for keys_values in text.cached.values()) / len(rows)}
+        per_slot = self.cached_bytes["text_apart"] / self.text_tokens
+        for tokens_per_slot in compressions:
+            name, path = f"slots_x{tokens_per_slot}", folder / f"slots_x{tokens_per_slot}"
             memory = PassageCache(aligner, processor, max_bytes=2**40)
-            inputs = memory.prepare("?", documents=passages, tokens_per_slot=rate)
+            inputs = memory.prepare("?", documents=passages, tokens_per_slot=tokens_per_slot)
             disk = PassageCache(aligner, processor, max_bytes=0, folder=path)
-            disk.precompute("?", documents=passages, tokens_per_slot=rate)
-            self.kept_bytes[name] = inputs["context_passage_ids"].shape[1] * per_slot / len(rows)
-            self.arms[name] = partial(ask_store, memory, rate=rate)
-            if Answerer(aligner, processor).can_score and rate == processor.tokens_per_slot:
-                self.arms[f"{name}{TOP_RANKED}"] = partial(ask_top_ranked, memory, rate=rate)
-            self.arms[f"{name}_folder"] = partial(ask_store, disk, rate=rate)
+            disk.precompute("?", documents=passages, tokens_per_slot=tokens_per_slot)
+            self.cached_bytes[name] = inputs["context_passage_ids"].shape[1] * per_slot / len(rows)
+            self.arms[name] = partial(answer_from_cache, memory, tokens_per_slot=tokens_per_slot)
+            if Answerer(aligner, processor).can_score and tokens_per_slot == processor.tokens_per_slot:
+                self.arms[f"{name}{TOP_RANKED}"] = partial(
+                    answer_from_top_ranked, memory, tokens_per_slot=tokens_per_slot
+                )
+            self.arms[f"{name}_folder"] = partial(answer_from_cache, disk, tokens_per_slot=tokens_per_slot)
             self.folders[f"{name}_folder"] = path
 
     def draw(self, k: int, number: int) -> Row:
@@ -189,7 +194,7 @@ class Known:
 
         def before(name: str) -> None:
             if name in self.folders:
-                drop_from_memory(self.folders[name])
+                drop_page_cache(self.folders[name])
 
         def turns(number: int) -> dict[str, Callable[[], ModelOutput]]:
             row = self.draw(k, number)
@@ -220,10 +225,10 @@ def main(
     models = load_models(checkpoint, getattr(torch, dtype), device, passage_attention="separate")
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     processor.passage_attention = "separate"
-    rows = pick_rows(read_rows(data), processor, max(numbers_of_passages) + SPARE)
+    rows = select_rows(read_rows(data), processor, max(numbers_of_passages) + SPARE)
     output.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(output, ".kept-") as folder:
-        known = Known(models, processor, rows, split_rates(tokens_per_slot), folder)
+    with temporary_folder(output, ".cached-") as folder:
+        cached = CachedPassages(models, processor, rows, split_tokens_per_slot(tokens_per_slot), folder)
         report = {
             "model": checkpoint.rstrip("/").split("/")[-1],
             "own_tokens_per_slot": processor.tokens_per_slot,
@@ -231,13 +236,13 @@ def main(
             "data": data.name,
             "machine": describe_machine(device),
             "known_passages": len(rows),
-            "tokens_per_passage": known.text_tokens,
-            "kept_bytes": known.kept_bytes,
-            "sizes": [known.measure(k, seconds) for k in numbers_of_passages],
+            "tokens_per_passage": cached.text_tokens,
+            "kept_bytes": cached.cached_bytes,
+            "sizes": [cached.measure(k, seconds) for k in numbers_of_passages],
         }
-    typer.echo("\n".join(kept_lines(report)))
+    typer.echo("\n".join(cached_passages_table(report)))
     typer.echo(json.dumps(report))
-    write_whole(output / KEPT_REPORT, json.dumps(report, indent=1) + "\n")
+    write_whole(output / CACHED_REPORT, json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
