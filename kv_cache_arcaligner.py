@@ -16,6 +16,8 @@ with int8. With independent passages, `position_ids` continue after the longest 
         cache.update(keys[None], values[None], layer)
     logits = backbone(input_ids=ids_after_the_slots, past_key_values=cache).logits
 
+With `passage_alignment="end"` keys of shorter passages have to be moved: `join_keys_values` makes such a cache.
+
 Shapes: keys and values (num_layers, 2, key_value_heads, num_slots, head_dim); rows of a batch are left-padded.
 """
 
@@ -1253,6 +1255,10 @@ _IRRELEVANT_SETTINGS = (
     "use_multihop_head",
 )
 
+# Settings that are newer than the first fingerprints, with their values before. A fingerprint leaves out such a value,
+# so that files which were written before the setting existed stay valid.
+_FORMER_SETTINGS = {"lora_positions": "slots", "passage_alignment": "start"}
+
 # Fields in which two copies of a backbone's configuration may differ.
 _NOT_COMPUTED_WITH = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
@@ -1266,8 +1272,9 @@ def slot_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings of an aligner that its slots depend on; `text_config` is a dictionary."""
     known = ArcAlignerConfig.__annotations__
     relevant = {name: value for name, value in settings.items() if name in known and name not in _IRRELEVANT_SETTINGS}
-    if relevant.get("lora_positions") == "slots":  # absent from fingerprints written before this setting existed
-        del relevant["lora_positions"]
+    for name, former in _FORMER_SETTINGS.items():
+        if relevant.get(name) == former:
+            del relevant[name]
     if isinstance(backbone := relevant.get("text_config"), dict):
         relevant["text_config"] = {name: value for name, value in backbone.items() if name not in _NOT_COMPUTED_WITH}
     return relevant

@@ -113,7 +113,7 @@ def slot_arms(aligner: ArcAlignerForCausalLM, batch: int, passages: int, name: s
     groups = embeds.split(SLOTS[name] if is_separate else len(embeds))
     encoded = [EncodedDocuments([], group, None, torch.zeros(len(group)).long(), []) for group in groups]
     parts = [[prefix, *read_passages(aligner, before, prefix, encoded, gate_mode="off")]] * batch
-    join = partial(join_keys_values, parts, aligner.config.text_config)
+    join = partial(join_keys_values, parts, aligner.config.text_config, aligner.config.passage_alignment)
     question = {"input_ids": ids[:, num_before:], "position_ids": positions[:, num_before:], "attention_mask": mask}
     cached = join()
     arms[f"{name}_cached"] = lambda: prefill(aligner, question, share(cached))

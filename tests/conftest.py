@@ -201,10 +201,11 @@ def float64_model_code():
         yield
 
 
-@pytest.fixture
-def separate(processor) -> tuple[ArcAlignerForCausalLM, ArcAlignerProcessor]:
-    """A random aligner for independent passages, with an answerability head, and its processor."""
-    model = aligner_for(processor, passage_attention="separate")
+@pytest.fixture(params=["start"])
+def separate(processor, request) -> tuple[ArcAlignerForCausalLM, ArcAlignerProcessor]:
+    """A random aligner for independent passages, with an answerability head, and its processor. A test can have it with
+    another `passage_alignment`."""
+    model = aligner_for(processor, passage_attention="separate", passage_alignment=request.param)
     random_head(model)
     return model, processor_with(processor, passage_attention="separate", no_answer="not in the text")
 

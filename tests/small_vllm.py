@@ -95,7 +95,8 @@ class SmallVllm:
             ids[counts[0] : sum(counts)] = [self.processor.context_token_id] * sum(counts[1:])
             numbers = torch.arange(len(counts) - 1).repeat_interleave(torch.tensor(counts[1:]))
             extra["context_passage_ids"] = numbers[None]
-            extra["past_key_values"] = join_keys_values([parts], self.model.config.text_config)
+            config = self.model.config
+            extra["past_key_values"] = join_keys_values([parts], config.text_config, config.passage_alignment)
         ids, copy = torch.tensor([ids]), (body.get("kv_transfer_params") or {}).get("copy")
         output = self.model.generate(
             input_ids=ids,

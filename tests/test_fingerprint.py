@@ -57,6 +57,15 @@ def test_selection_keeps_the_fingerprint(model, processor):
     assert shared_fingerprint(model, processor, store.weights([])) == before
 
 
+def test_former_settings_keep_their_fingerprint(model, processor):
+    """Values from before a setting existed are left out, so that files from then stay valid; others are named."""
+    newer = {"lora_positions": "all", "passage_alignment": "end"}
+    assert not newer.keys() & shared_fingerprint(model, processor, {}).keys()
+    for name, value in newer.items():
+        setattr(model.config, name, value)
+        assert shared_fingerprint(model, processor, {})[name] == value
+
+
 def test_used_tokenizer_is_the_same(model, processor):
     passages = ["Ada wrote it."]
     before = model.passage_cache(processor).weights(passages)

@@ -126,15 +126,20 @@ class Session:
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), False)
         self.used = 0
 
-    def read_single_passages(self, passages: Sequence[np.ndarray]) -> None:
+    def read_single_passages(self, passages: Sequence[np.ndarray], passage_alignment: str = "start") -> None:
         """Prefill the slots of independent passages, each (num_slots, hidden), with the adapter. Each passage attends
         to the context so far and to no other passage. Positions that are appended later attend to all passages, and are
-        counted from the end of the longest passage."""
+        counted from the end of the longest passage. With `passage_alignment` "end" all passages end there."""
         api, memory = self._api, self._api.llama_get_memory(self._context)
         start = api.llama_memory_seq_pos_max(memory, 0) + 1
+        # llama.cpp moves keys in its next call of `llama_decode`, and saves a state without these moves. So the longest
+        # passage, which is not moved, comes last.
+        passages = sorted(passages, key=len)
         for slots in passages:
-            api.llama_memory_seq_cp(memory, 0, 1, 0, start)  # without the other passages, which also begin at `start`
+            api.llama_memory_seq_cp(memory, 0, 1, 0, start)  # without the other passages, which are at `start` or later
             self.read(slots, adapter=True, has_logits=False, sequence=1)
+            if passage_alignment == "end":
+                api.llama_memory_seq_add(memory, 1, start, -1, len(passages[-1]) - len(slots))
             api.llama_memory_seq_cp(memory, 1, 0, start, -1)
             api.llama_memory_seq_rm(memory, 1, -1, -1)
 
@@ -323,7 +328,8 @@ class LlamaCppEngine:
         sizes = encoded.context_passage_ids.unique_consecutive(return_counts=True)[1]
         self.session.clear()
         self.session.read(before, has_logits=False)
-        self.session.read_single_passages([slots] if is_joint else np.split(slots, sizes.cumsum(0)[:-1]))
+        passages = [slots] if is_joint else np.split(slots, sizes.cumsum(0)[:-1])
+        self.session.read_single_passages(passages, self.config.passage_alignment)
         return self.session.state()
 
     def _check_length(self, length: int) -> None:

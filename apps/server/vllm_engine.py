@@ -500,7 +500,12 @@ class VllmEngine(Engine):
 
     @torch.inference_mode()
     def _make_probe(self) -> tuple[dict[str, Any], torch.Tensor]:
-        passages = ["The meeting was moved to Thursday.", {"title": "Ada", "text": "She wrote it."}]
+        # Of different lengths, so that a vLLM is noticed that does not move the shorter one (`passage_alignment`).
+        letter = (
+            "Ada wrote the first letter in 1843, and she read it aloud to her friends in London. They liked it so much "
+            "that she wrote another one in the same year, which was lost."
+        )
+        passages = [{"title": "Ada", "text": letter}, "The meeting was moved to Thursday."]
         (files,) = self.store.prefix_files("When is it?", passages)
         logits = self.store.read_question(self.store.prepare("When is it?", documents=passages)).logits[0, -1]
         return slots_request(files), logits.float().log_softmax(-1).cpu()

@@ -19,9 +19,10 @@ from arcaligner.train.prompts import full_text
 COMPRESSIONS = [2, "segment"]
 
 
-@pytest.fixture(scope="module")
-def models(checkpoint_dir):
-    return load_models(str(checkpoint_dir), torch.float64, "cpu", passage_attention="separate")
+@pytest.fixture(scope="module", params=["start", "end"])
+def models(checkpoint_dir, request):
+    settings = {"passage_attention": "separate", "passage_alignment": request.param}
+    return load_models(str(checkpoint_dir), torch.float64, "cpu", **settings)
 
 
 @pytest.fixture(scope="module")

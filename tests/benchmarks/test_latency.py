@@ -32,9 +32,10 @@ from arcaligner.kv_cache_arcaligner import cache_of
 from arcaligner.train.prompts import full_text
 
 
-@pytest.fixture(params=["joint", "separate"])
+@pytest.fixture(params=[("joint", "start"), ("separate", "start"), ("separate", "end")], ids="-".join)
 def models(checkpoint_dir, request):
-    return load_models(str(checkpoint_dir), torch.float64, "cpu", passage_attention=request.param)
+    settings = dict(zip(("passage_attention", "passage_alignment"), request.param, strict=True))
+    return load_models(str(checkpoint_dir), torch.float64, "cpu", **settings)
 
 
 def states(outputs):
@@ -43,7 +44,7 @@ def states(outputs):
 
 
 @torch.no_grad()
-def test_arms_share_the_prompts(models, processor):
+def test_arms_share_the_prompts(models, processor, float64_model_code):
     """Arms use the prompts of the evaluation, also after a cache and a second time."""
     aligner, base = models
     own_weight = aligner.model.backbone.layers[0].mlp.up_proj.base_layer.weight

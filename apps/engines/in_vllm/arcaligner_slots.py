@@ -201,6 +201,7 @@ def check_slots(slots: Any) -> list[Header]:
             "backbone_weights",
             "aligner_weights",
             "passage_attention",
+            "passage_alignment",
             "lora_positions",
         ):
             if header.fingerprint.get(name) != first.fingerprint.get(name):
@@ -230,6 +231,21 @@ def check_slots(slots: Any) -> list[Header]:
             "the passages, and that of the passages."
         )
     return headers
+
+
+def moves_of(slots: Sequence[Sequence], headers: Sequence[Header]) -> list[int]:
+    """By how many positions the keys of each file of a request are moved, so that the question can follow at the next
+    position.
+
+    All independent passages begin at the same position in their files, but vLLM counts the slots of all passages. So
+    the question is at a later position, and all keys are moved by the difference. With `passage_alignment` "end" each
+    passage directly precedes the question, so the keys of shorter passages are moved further.
+    """
+    counts = [count for _, count in slots[1:]]
+    total, longest = sum(counts), max(counts, default=0)
+    if headers[0].fingerprint.get("passage_alignment", "start") == "end":
+        return [total - longest, *(total - count for count in counts)]
+    return [total - longest] * len(slots)
 
 
 class Passages:
@@ -372,10 +388,11 @@ def rotated(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 @dataclass
 class Load:
-    """Keys and values to write to the blocks of vLLM's cache for a request; the first `start` positions are already
-    there."""
+    """Keys and values to write to the blocks of vLLM's cache for a request. The keys of each file are moved by the
+    positions in `moves`; the first `start` positions of the prompt are already there."""
 
     slots: list[list]
+    moves: list[int]
     start: int
     blocks: list[int]
 
@@ -423,7 +440,8 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
             model = vllm_config.model_config
             self._base_model = {"weights": base_model_digest(folder_of(model.model, model.revision)), "rope": rope}
         self._refused: dict[str, str] = {}
-        self._wanted: dict[str, tuple[list[list], int]] = {}
+        self._moves: dict[str, list[int]] = {}
+        self._wanted: dict[str, tuple[list[list], list[int], int]] = {}
         self._broken: set[int] = set()
         self._failed: set[str] = set()
         self._passage_bytes = self._kv_transfer_config.get_from_extra_config("passage_bytes", PASSAGE_BYTES)
@@ -444,7 +462,7 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         if slots is None:
             return 0, False
         try:
-            self._check(request, slots)
+            self._moves[request.request_id] = moves_of(slots, self._check(request, slots))
         except ValueError as error:
             if request.request_id not in self._refused:
                 logger.error("Request %s failed: %s", request.request_id, error)
@@ -454,8 +472,12 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
             return max(1, request.num_tokens - num_computed_tokens), True
         return max(0, sum(count for _, count in slots) - num_computed_tokens), False
 
-    def _check(self, request, slots: Any) -> None:
-        """Raise `ValueError` for slots that do not belong to the prompt of a request, or to vLLM's base model."""
+    def _check(self, request, slots: Any) -> list[Header]:
+        """The headers of the files of a request.
+
+        Raises:
+            `ValueError`: the files do not belong together, to the prompt, or to vLLM's base model.
+        """
         headers, ids = check_slots(slots), list(request.prompt_token_ids or ())
         num_before, num_slots = slots[0][1], sum(count for _, count in slots)
         if num_slots >= len(ids):
@@ -493,6 +515,7 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
                 f"The base model is of type {self._config.model_type!r}; for several independent passages expected one "
                 f"of {', '.join(ROTATED)}. Pass one passage, or use such a base model."
             )
+        return headers
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens: int) -> None:
         if request.request_id in self._refused:
@@ -501,7 +524,7 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         elif num_external_tokens > 0:
             slots = request.kv_transfer_params["slots"]
             start = sum(count for _, count in slots) - num_external_tokens
-            self._wanted[request.request_id] = slots, start
+            self._wanted[request.request_id] = slots, self._moves[request.request_id], start
 
     def build_connector_meta(self, scheduler_output) -> SlotsMetadata:
         meta = SlotsMetadata(refused=self._failed)
@@ -521,6 +544,7 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request, block_ids) -> tuple[bool, None]:
         self._refused.pop(request.request_id, None)
+        self._moves.pop(request.request_id, None)
         return False, None
 
     def request_finished_all_groups(self, request, block_ids) -> tuple[bool, None]:
@@ -550,12 +574,10 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         instead of many small ones."""
         parts, shifts, places = [], [], []
         for load in loads:
-            lengths = [count for _, count in load.slots]
+            lengths = torch.tensor([count for _, count in load.slots])
             parts += self._rows_of(load, passages)
-            # Independent passages share their positions, but vLLM counts the slots of all passages. So that the
-            # question follows them, all keys are moved by the difference.
-            at = torch.arange(load.start, sum(lengths))
-            shifts.append(torch.full((len(at),), sum(lengths[1:]) - max(lengths[1:], default=0)))
+            at = torch.arange(load.start, int(lengths.sum()))
+            shifts.append(torch.tensor(load.moves).repeat_interleave(lengths)[load.start :])
             places.append(torch.tensor(load.blocks)[at // self._block_size] * self._block_size + at % self._block_size)
         shift, place = torch.cat(shifts), torch.cat(places)  # (slots of all requests,)
         moved = turns(shift, self._frequencies) if shift.any() else None

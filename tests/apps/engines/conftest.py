@@ -17,7 +17,7 @@ from arcaligner.common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, read_json_
 from arcaligner.configuration_arcaligner import DEFAULT_BASE_MODEL
 from arcaligner.loading_arcaligner import models_directory
 
-RATES, SIZES, NEW_TOKENS = (2, 4, "segment"), (1, 5, 20), 16
+RATES, SIZES, ALIGNMENTS, NEW_TOKENS = (2, 4, "segment"), (1, 5, 20), ("start", "end"), 16
 LENGTH = 4096  # of vLLM's context
 
 
@@ -44,10 +44,15 @@ class Reference:
             passages[-1] = passages[0]
         return row["question"], passages, rate
 
+    def alignment(self, number: int) -> str:
+        """Where the independent passages of a question are."""
+        return ALIGNMENTS[number % 2]
+
     @torch.no_grad()
     def ask(self, cache, number: int, bonus: float = 0.0, **options) -> tuple[dict, list[int], torch.Tensor]:
         """The request of a question, its greedy ids in PyTorch, and the log-probabilities of the first token."""
         question, passages, rate = self.draw(number)
+        self.model.config.passage_alignment = self.alignment(number)
         options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": self.end} | options
         (files,) = cache.prefix_files(question, passages, tokens_per_slot=rate)
         inputs = cache.prepare(question, documents=passages, tokens_per_slot=rate)

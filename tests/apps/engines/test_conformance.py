@@ -1,6 +1,7 @@
 """One folder of precomputed passages, and three engines that answer about them as the aligner in PyTorch does.
 
 A hundred questions about 1, 5 or 20 passages at three rates, one passage twice in each list of several, and no copying.
+The passages of every second question end at the same position, those of the others begin there.
 
 - `transformers`: the unmodified base model, which continues from the files.
 - `vLLM`: unmodified, from the same files, prefix caching on: one at a time, and then all together, when the prefixes of
@@ -23,6 +24,7 @@ from arcaligner.apps.engines.gguf_files import export_gguf
 from arcaligner.apps.engines.llama_cpp import LlamaCppEngine
 from arcaligner.apps.server.vllm_engine import find_vllm
 from arcaligner.common.files import DEFAULT_CHECKPOINT
+from arcaligner.kv_cache_arcaligner import join_keys_values
 
 pytestmark = [pytest.mark.default_backbone, pytest.mark.slow, pytest.mark.load]
 QUESTIONS, NEW_TOKENS, LIKELIEST = 100, 16, 8
@@ -57,12 +59,15 @@ def likeliest(logits: torch.Tensor) -> dict[int, float]:
 def answers_of_transformers(reference, expected, folder, run_vllm) -> Iterator[list[Answer]]:
     backbone = AutoModelForCausalLM.from_pretrained(reference.base_model, dtype=torch.float32).eval()
     answers = []
-    for request, _, _ in expected:
+    for number, (request, _, _) in enumerate(expected):
         slots = request["kv_transfer_params"]["slots"]
         parts = [load_file(reference.folder / f"{key}.safetensors")["keys_values"] for key, _ in slots]
-        cache = DynamicCache(config=backbone.config)
-        for layer, (keys, values) in enumerate(torch.cat(parts, dim=3)):
-            cache.update(keys[None], values[None], layer)
+        if reference.alignment(number) == "end":
+            cache = join_keys_values([parts], backbone.config, "end")
+        else:
+            cache = DynamicCache(config=backbone.config)
+            for layer, (keys, values) in enumerate(torch.cat(parts, dim=3)):
+                cache.update(keys[None], values[None], layer)
         new, written, first = request["prompt"][sum(count for _, count in slots) :], [], {}
         position = slots[0][1] + max(count for _, count in slots[1:])  # independent passages share theirs
         while len(written) < NEW_TOKENS and reference.end not in written:
@@ -95,6 +100,7 @@ def answers_of_llama_cpp(reference, expected, folder, run_vllm) -> Iterator[list
     engine.processor.copy_bonus, answers = 0.0, []
     for number in range(QUESTIONS):
         question, passages, rate = reference.draw(number)
+        engine.config.passage_alignment = reference.alignment(number)
         first = likeliest(torch.from_numpy(engine.read(question, passages, tokens_per_slot=rate)))
         answers.append(Answer(engine.answer(question, passages, NEW_TOKENS, tokens_per_slot=rate), first))
     yield answers

@@ -21,6 +21,12 @@ QUESTION = "Who wrote it?"
 LETTER = {"title": "Letter", "text": "It was written by Ada, and nobody else knew."}
 DOCUMENTS = [LETTER, "Radik has competed since 2003.", "It left on Monday.", LETTER]
 CLOSE = {"rtol": 0, "atol": 1e-3}
+# Aligners, by a name: those of joint passages, and of independent ones that begin or end at the same position.
+KINDS = {
+    "joint": {"passage_attention": "joint"},
+    "separate": {"passage_attention": "separate"},
+    "end": {"passage_attention": "separate", "passage_alignment": "end"},
+}
 
 needs_llama_cpp = pytest.mark.skipif(find_spec("llama_cpp") is None, reason="`pip install -e '.[llama-cpp]'`")
 
@@ -29,11 +35,12 @@ needs_llama_cpp = pytest.mark.skipif(find_spec("llama_cpp") is None, reason="`pi
 def checkpoints(tmp_path_factory, base_model_dir, encoder_dir):
     """Aligners with slots of three tokens that have words, with random LoRA, and random gates, which are on."""
     folders = {}
-    for passage_attention in ("joint", "separate"):
-        folders[passage_attention] = folder = tmp_path_factory.mktemp("checkpoint")
-        settings = {"tokens_per_slot": 3, "context_words": True, "passage_attention": passage_attention}
-        processor = new_processor(base_model_dir, encoder_dir, **settings)
-        settings = {"word_parts": 2, "passage_attention": passage_attention}
+    for name, settings in KINDS.items():
+        folders[name] = folder = tmp_path_factory.mktemp("checkpoint")
+        of_processor = {"tokens_per_slot": 3, "context_words": True} | settings
+        of_processor.pop("passage_alignment", None)
+        processor = new_processor(base_model_dir, encoder_dir, **of_processor)
+        settings = {"word_parts": 2} | settings
         random_aligner(base_model_dir, processor, seed=2, **settings).save_pretrained(folder)
         processor.save_pretrained(folder)
     return folders
@@ -41,9 +48,9 @@ def checkpoints(tmp_path_factory, base_model_dir, encoder_dir):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory, checkpoints):
-    folders = {attention: tmp_path_factory.mktemp("exported") for attention in checkpoints}
-    for passage_attention, checkpoint in checkpoints.items():
-        gguf_files.export_gguf(str(checkpoint), folders[passage_attention])
+    folders = {kind: tmp_path_factory.mktemp("exported") for kind in checkpoints}
+    for kind, checkpoint in checkpoints.items():
+        gguf_files.export_gguf(str(checkpoint), folders[kind])
     return folders
 
 
@@ -57,17 +64,18 @@ def base_model(tmp_path_factory, base_model_dir, tokenizer):
 
 @pytest.fixture
 def make_engine(exported, base_model):
-    def make(passage_attention="joint", **settings):
+    def make(kind="joint", **settings):
         settings = {"gate_mode": "off", "context_length": 256, "cache_type": "f32"} | settings
-        return llama_cpp.LlamaCppEngine(exported[passage_attention], base_model, **settings)
+        return llama_cpp.LlamaCppEngine(exported[kind], base_model, **settings)
 
     return make
 
 
 @needs_llama_cpp
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backbone", ["llama", "qwen2", "qwen3"])
-def test_llama_cpp_equals_pytorch(backbone, tmp_path):
-    aligner = tiny_aligner(backbone_config(backbone, hidden_size=32), dtype=torch.float32)
+def test_llama_cpp_equals_pytorch(backbone, kind, tmp_path):
+    aligner = tiny_aligner(backbone_config(backbone, hidden_size=32), dtype=torch.float32, **KINDS[kind])
     bare = AutoModelForCausalLM.from_config(aligner.config.text_config)
     weights = {name.replace(".base_layer", ""): weight for name, weight in aligner.model.backbone.state_dict().items()}
     bare.model.load_state_dict({name: weights[name] for name in bare.model.state_dict()})
@@ -77,30 +85,34 @@ def test_llama_cpp_equals_pytorch(backbone, tmp_path):
     before, after = [5, 9, 11], [7, 30, 8, 12]
     embeds = torch.randn(1, 6, ENCODER_HIDDEN_SIZE, generator=torch.Generator().manual_seed(3))
     ids = torch.tensor([before + [aligner.config.context_token_id] * 6 + after])
+    numbers = None if kind == "joint" else torch.tensor([[0, 0, 0, 0, 1, 1]])
+    settings = {"context_embeds": embeds, "context_passage_ids": numbers, "gate_mode": "off"}
     with torch.no_grad():
-        expected = aligner(input_ids=ids, context_embeds=embeds, gate_mode="off").logits[0, -1].numpy()
+        expected = aligner(input_ids=ids, **settings).logits[0, -1].numpy()
         slots = aligner.model.project(embeds)[0].numpy()
     session = llama_cpp.Session(tmp_path / "base.gguf", tmp_path / "adapter.gguf", 64, "f32")
     session.read(before, has_logits=False)
-    session.read(slots, adapter=True, has_logits=False)
+    passages = [slots] if kind == "joint" else [slots[:4], slots[4:]]
+    session.read_single_passages(passages, aligner.config.passage_alignment)
+    session.restore(session.state())
     session.read(after)
     np.testing.assert_allclose(session.logits, expected, **CLOSE)
 
 
 @needs_llama_cpp
-@pytest.mark.parametrize(("passage_attention", "bonus"), [("joint", 0.0), ("separate", 0.0), ("separate", 30.0)])
+@pytest.mark.parametrize(("kind", "bonus"), [("joint", 0.0), ("separate", 0.0), ("separate", 30.0), ("end", 0.0)])
 @torch.no_grad()
-def test_engine_equals_pytorch(passage_attention, bonus, make_engine, checkpoints):
+def test_engine_equals_pytorch(kind, bonus, make_engine, checkpoints):
     """Prefill and answers equal those of PyTorch."""
-    model = ArcAlignerForCausalLM.from_pretrained(checkpoints[passage_attention]).eval()
-    processor = ArcAlignerProcessor.from_pretrained(checkpoints[passage_attention])
+    model = ArcAlignerForCausalLM.from_pretrained(checkpoints[kind]).eval()
+    processor = ArcAlignerProcessor.from_pretrained(checkpoints[kind])
     inputs = chat_inputs(processor, QUESTION, DOCUMENTS)
     length = inputs["input_ids"].shape[1]
     copied = PassageCopyLogitsProcessor(processor, [DOCUMENTS], bonus, model.generation_config.eos_token_id)
     logits = model(**inputs, logits_to_keep=1, gate_mode="off").logits[0, 0]
     settings = {"do_sample": False, "gate_mode": "off", "logits_processor": [copied]}
     answer = model.generate(**inputs, max_new_tokens=16, **settings)[0, length:]
-    engine = make_engine(passage_attention)
+    engine = make_engine(kind)
     engine.processor.copy_bonus = bonus
     for _ in range(2):  # the second time from the cache
         np.testing.assert_allclose(engine.read(QUESTION, DOCUMENTS), logits, **CLOSE)

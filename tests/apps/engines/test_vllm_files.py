@@ -26,11 +26,12 @@ DOCUMENTS = [ADA, RADIK, ADA]  # one of them twice
 BLOCK = 4
 
 
-@pytest.fixture(scope="module")
-def aligner(base_model_dir, processor):
+@pytest.fixture(scope="module", params=["start", "end"])
+def aligner(base_model_dir, processor, request):
     """An aligner of independent passages around a base model that is saved in a folder."""
     settings = {"encoder_name_or_path": processor.encoder_name_or_path, "encoder_hidden_size": 12}
     settings |= {"context_token_id": processor.context_token_id, "passage_attention": "separate", "lora_r": 4}
+    settings["passage_alignment"] = request.param
     model = ArcAlignerForCausalLM.from_pretrained(str(base_model_dir), **settings).eval()
     return model, processor_with(processor, passage_attention="separate", tokens_per_slot=3)
 
@@ -106,7 +107,7 @@ def test_prefix_files_keep_order(cache, files, aligner):
     parts = [load_file(path)["keys_values"] for path in files.paths]
     assert [part.shape[3] for part in parts] == files.num_slots
     for number, layer in enumerate(inputs["past_key_values"].layers):
-        assert torch.equal(torch.cat(parts, dim=3)[number, 0], layer.keys[0])
+        assert torch.equal(torch.cat(parts, dim=3)[number, 1], layer.values[0])
     length = inputs["input_ids"].shape[1]
     assert len(files.head) + sum(files.num_slots[1:]) + len(files.tail) == length
     cut = cache.prefix_files(QUESTION, DOCUMENTS, max_slots=files.num_slots[1] + 1)[0]
@@ -236,7 +237,16 @@ def foreign(files, aligner, folder):
     return other.paths[1].stem
 
 
-def test_mismatched_requests_are_refused(files, aligner, folder):
+def other_alignment(files, aligner, folder, monkeypatch):
+    """The key of the same passage from an aligner that differs only in where passages are."""
+    other = {"start": "end", "end": "start"}[aligner[0].config.passage_alignment]
+    with monkeypatch.context() as patched:
+        patched.setattr(aligner[0].config, "passage_alignment", other)
+        (prefix,) = aligner[0].passage_cache(aligner[1], folder=folder).prefix_files(QUESTION, DOCUMENTS)
+    return prefix.paths[1].stem
+
+
+def test_mismatched_requests_are_refused(files, aligner, folder, monkeypatch):
     body = slots_request(files)["kv_transfer_params"]["slots"]
     (other_prompt,) = (
         aligner[0]
@@ -260,6 +270,10 @@ def test_mismatched_requests_are_refused(files, aligner, folder):
         ),
         ([body[0], [foreign(files, aligner, folder), 1]], "belong together: they differ in `aligner_weights`"),
         ([body[0], [other_prompt.paths[1].stem, 1]], "belong together: they differ in `prompt`"),
+        (
+            [body[0], [other_alignment(files, aligner, folder, monkeypatch), 1]],
+            "belong together: they differ in `passage_alignment`",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             slots.check_slots(pairs)
@@ -330,6 +344,10 @@ def test_slots_exclude_computed_positions(connect, files):
     assert ask(connector, SimpleNamespace(kv_transfer_params=None)) == (0, False)
 
 
+def load_of(body, start, blocks):
+    return slots.Load(body, slots.moves_of(body, slots.check_slots(body)), start, blocks)
+
+
 def step(connector, new=(), resumed=()):
     cached = SimpleNamespace(
         req_ids=[name for name, _ in resumed],
@@ -347,7 +365,7 @@ def test_preempted_requests_are_loaded_again(connect, files):
         connector.update_state_after_alloc(request, None, number)
         meta = step(connector, **{kind: [("one", [5, 2, 9])]})
         body = request.kv_transfer_params["slots"]
-        assert meta.loads == [slots.Load(body, start, [5, 2, 9])] and not meta.refused
+        assert meta.loads == [load_of(body, start, [5, 2, 9])] and not meta.refused
     assert step(connector, resumed=[("other", [1])]).loads == []
 
 
@@ -420,18 +438,18 @@ def load(worker, model, *loads, heads=None, dtype=torch.float32):
     return torch.stack([layer.kv_cache for layer in layers.values()])
 
 
-@pytest.mark.parametrize("start", [0, BLOCK])
+@pytest.mark.parametrize("start", [0, BLOCK, 6 * BLOCK])
 @torch.no_grad()
 def test_base_model_continues_from_files(start, connect, cache, files, base_model_dir, aligner):
     """With consecutive positions, as in vLLM, the logits of the base model after the files are those of the aligner."""
     expected = cache.read_question(cache.prepare(QUESTION, documents=DOCUMENTS)).logits[0, -1]
     total, blocks = sum(files.num_slots), random.Random(1).sample(range(40), -(-sum(files.num_slots) // BLOCK))
     body = slots_request(files)["kv_transfer_params"]["slots"]
-    pages = load(connect(Role.WORKER), aligner[0], slots.Load(body, start, blocks))
+    pages = load(connect(Role.WORKER), aligner[0], load_of(body, start, blocks))
     at = torch.arange(total)
     rows = pages[:, torch.tensor(blocks)[at // BLOCK] * BLOCK + at % BLOCK]  # (layers, total, 2, heads, head_dim)
     assert not rows[:, :start].any() and (pages.abs().sum((0, 2, 3, 4)) > 0).sum() == total - start
-    whole = load(connect(Role.WORKER), aligner[0], slots.Load(body, 0, blocks))
+    whole = load(connect(Role.WORKER), aligner[0], load_of(body, 0, blocks))
     rows[:, :start] = whole[:, torch.tensor(blocks)[at // BLOCK] * BLOCK + at % BLOCK][:, :start]
     base, past = AutoModelForCausalLM.from_pretrained(base_model_dir).eval(), DynamicCache()
     for number, row in enumerate(rows):
@@ -446,15 +464,15 @@ def test_workers_write_their_own_heads(connect, files, aligner, monkeypatch):
     model, body = aligner[0], slots_request(files)["kv_transfer_params"]["slots"]
     heads, blocks = model.config.text_config.num_key_value_heads, list(range(40))
     assert heads == 2
-    whole = load(connect(Role.WORKER), model, slots.Load(body, 0, blocks))
+    whole = load(connect(Role.WORKER), model, load_of(body, 0, blocks))
     for world, local_heads in ((2, 1), (4, 1)):
         for rank in range(world):
             vars(slots.parallel).update(world=world, rank=rank)
-            local = load(connect(Role.WORKER), model, slots.Load(body, 0, blocks), heads=local_heads)
+            local = load(connect(Role.WORKER), model, load_of(body, 0, blocks), heads=local_heads)
             first = rank * heads // world
             assert torch.equal(local, whole[:, :, :, first : first + local_heads])
     vars(slots.parallel).update(world=1, rank=0)
-    half = load(connect(Role.WORKER, dtype=torch.bfloat16), model, slots.Load(body, 0, blocks), dtype=torch.bfloat16)
+    half = load(connect(Role.WORKER, dtype=torch.bfloat16), model, load_of(body, 0, blocks), dtype=torch.bfloat16)
     assert torch.equal(half, whole.bfloat16())
 
 
@@ -467,7 +485,7 @@ def test_step_writes_all_requests(connect, cache, aligner):
     loads = []
     for body, start in zip(bodies, starts, strict=True):
         needed = -(-sum(count for _, count in body) // BLOCK)
-        loads.append(slots.Load(body, start, [next(free) for _ in range(needed)]))
+        loads.append(load_of(body, start, [next(free) for _ in range(needed)]))
     together, worker = load(connect(Role.WORKER), aligner[0], *loads), connect(Role.WORKER)
     alone = [load(worker, aligner[0], single) for single in loads]
     assert all(values.any() for values in alone) and torch.equal(together, sum(alone))
@@ -477,10 +495,11 @@ def test_lost_file_fails_its_blocks(connect, cache, files, aligner, caplog):
     """A file that is lost while the engine runs fails its own request and no other."""
     body, worker = slots_request(files)["kv_transfer_params"]["slots"], connect(Role.WORKER)
     (other,) = cache.prefix_files(QUESTION, [ADA])
-    beside = slots.Load(slots_request(other)["kv_transfer_params"]["slots"], 0, list(range(20, 30)))
-    files.paths[2].unlink()
+    beside = load_of(slots_request(other)["kv_transfer_params"]["slots"], 0, list(range(20, 30)))
     blocks = [7, 3, 11, 2, 34, 12, 13, 14, 15, 16, 17, 18]
-    pages = load(worker, aligner[0], slots.Load(body, BLOCK, blocks), beside)
+    lost = load_of(body, BLOCK, blocks)
+    files.paths[2].unlink()
+    pages = load(worker, aligner[0], lost, beside)
     assert torch.equal(pages, load(connect(Role.WORKER), aligner[0], beside)) and pages.any()
     num_blocks = -(-sum(files.num_slots) // BLOCK)
     assert worker.get_block_ids_with_load_errors() == set(blocks[1:num_blocks])

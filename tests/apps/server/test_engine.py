@@ -180,6 +180,7 @@ def test_a_long_stop_costs_little():
     assert time.process_time() - began < 1
 
 
+@pytest.mark.parametrize("separate", ["start", "end"], indirect=True)
 def test_prompt_pieces_equal_whole(engine_of, independent, monkeypatch):
     """A prompt that is prefilled in pieces gives the answer of the whole one, with and without passages."""
     texts = ["Who wrote it? " * 20, "Who?"]
@@ -452,6 +453,7 @@ def test_similarity_selects_passages(independent, engine_of, tmp_path, monkeypat
         assert all(source["answerability"] == source["confidence"] for source in sources)
 
 
+@pytest.mark.parametrize("separate", ["start", "end"], indirect=True)
 def test_batch_answers_like_the_pipeline(independent, engine_of):
     """A batch gets the answers of the pipeline, and an invalid request fails alone."""
     text = " ".join(f"Sentence {number} is about word and number {number}." for number in range(100))

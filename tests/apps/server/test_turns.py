@@ -107,6 +107,7 @@ def test_short_question_behind_many_passages(independent, engine_of, monkeypatch
     assert len(calls) > 50 and calls.index(True) <= CALLS
 
 
+@pytest.mark.parametrize("separate", ["start", "end"], indirect=True)
 def test_turns_change_no_answer(independent, engine_of):
     """Greedy, sampled, stopped and refused answers that start while others are written are those of single requests."""
     cases = [
@@ -262,6 +263,7 @@ def test_rows_have_a_limit(independent, engine_of):
     assert 1 < max(most) <= engine_module.MAX_BATCHES
 
 
+@pytest.mark.parametrize("separate", ["start", "end"], indirect=True)
 def test_rows_are_packed_by_length(independent, engine_of, monkeypatch):
     """Long and short prompts are not padded to one length, and the answers are those of single requests."""
     chats = [[{"role": "user", "content": "Who? " * number}] for number in (1, 60, 2, 1)]

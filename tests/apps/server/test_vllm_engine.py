@@ -66,6 +66,7 @@ def ask(engine, *documents, question="Who wrote it?", **settings):
     return engine.submit(request).result(60), request
 
 
+@pytest.mark.parametrize("separate", ["start", "end"], indirect=True)
 def test_vllm_answers_equal_own_engine(front, pipeline, vllm):
     """With vLLM the answers equal those of `Engine`: with one, several, repeated and no passages, and with gates."""
     assert pipeline.model.config.refines()
