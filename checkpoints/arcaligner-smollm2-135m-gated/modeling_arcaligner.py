@@ -701,8 +701,9 @@ class SlotDecoderLayer(InPlaceMixin):
 
         Compiled code does the same work for any decision of the gates, and the host reads no value, so that it can be
         captured in a CUDA graph: every slot is computed in each of `max_refinement_steps` steps. These run without
-        compiled code: a forward with a budget, one that records attentions, and one whose cache is offloaded or has no
-        place for the layer yet (a static cache before `early_initialization`, `DynamicCache` without a configuration).
+        compiled code: a forward with a budget, one whose independent passages are moved (`passage_alignment="end"`),
+        one that records attentions, and one whose cache is offloaded or has no place for the layer yet (a static cache
+        before `early_initialization`, `DynamicCache` without a configuration).
         """
         self._compiled_algorithm = torch.compile(self._algorithm_1, *args, **kwargs)
 
@@ -711,7 +712,8 @@ class SlotDecoderLayer(InPlaceMixin):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         has_budget = slots is not None and slots.settings.budget is not None
         cache = kwargs.get(CACHE)
-        if has_budget or is_recording_outputs() or not LayerKeysValues.fits(cache, self.layer_idx):
+        is_moved = slots is not None and slots.rotation is not None  # compiled code would differ for each shape
+        if has_budget or is_moved or is_recording_outputs() or not LayerKeysValues.fits(cache, self.layer_idx):
             return self._algorithm_1(hidden_states, slots, kwargs)
         if cache is not None:
             kwargs = {**kwargs, CACHE: LayerKeysValues(cache.layers[self.layer_idx])}
