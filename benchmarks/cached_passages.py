@@ -52,7 +52,7 @@ from ..kv_cache_arcaligner import (
     join_keys_values,
     keys_values_of,
     load_keys_values,
-    read_text,
+    prefill_text,
     save_keys_values,
 )
 from ..modeling_arcaligner import ArcAlignerForCausalLM
@@ -74,7 +74,7 @@ class TextArms:
         self.cached: dict[str, torch.Tensor] = {}  # (num_layers, 2, heads, num_tokens, head_dim), by the text
         self._last: tuple[Row, Cache] | None = None
         prompt = independent_text(processor, {"question": "?", "passages": passages})
-        self.prefix = read_text(base, prompt.head)
+        self.prefix = prefill_text(base, prompt.head)
         start = len(prompt.head)
         for passage, ids in zip(passages, prompt.passages, strict=True):
             cache = cache_of(self._prefill(ids, join_keys_values([[self.prefix]], base.config)))
@@ -118,7 +118,7 @@ class TextArms:
 def answer_from_cache(cache: PassageCache, row: Row, tokens_per_slot: int | str) -> ModelOutput:
     """Answer a row from the cached slots of its passages."""
     inputs = cache.prepare(row["question"], documents=row["passages"], tokens_per_slot=tokens_per_slot)
-    return cache.read_question(inputs)
+    return cache.prefill_suffix(inputs)
 
 
 def answer_from_top_ranked(cache: PassageCache, row: Row, tokens_per_slot: int | str) -> ModelOutput:

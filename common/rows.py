@@ -210,5 +210,5 @@ def find_answer(answer: str, text: str) -> dict[str, int] | None:
     normalized = readable(text)
     if (match := re.search(pattern, normalized.text, re.IGNORECASE)) is None:
         return None
-    start, end = normalized.given(*match.span())
+    start, end = normalized.to_original(*match.span())
     return {"start": start, "end": end}

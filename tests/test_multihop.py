@@ -184,7 +184,7 @@ def test_pair_is_selected(answerer):
     head.pair.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0]))
     (selection,) = answerer.select([ASKED], [passages])
     assert selection.numbers == [1, 3] and sorted(selection.scores) == [0, 1, 2, 3]
-    (ids,) = answerer.cache.prepare_asked(selection.asked)["input_ids"]
+    (ids,) = answerer.cache.prepare_batch(selection.batch)["input_ids"]
     (expected,) = answerer.cache.prepare([ASKED], [[CURTIZ, FILM]])["input_ids"]
     assert torch.equal(ids, expected)
 

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Sampler
 
 from ..common.files import stable_number
 from ..encoder_arcaligner import EncoderInputs, EncoderTokenizer
-from ..segmentation_arcaligner import count_slots, run_ends
+from ..segmentation_arcaligner import count_slots, span_ends
 
 RATE = "tokens_per_slot"  # key that an example of a `TokenBatches` has in addition
 # Number of batches that are composed together, from examples in order of length, so that they need little padding.
@@ -161,7 +161,7 @@ def encoder_inputs(
     texts, starts = ([segment[name] for segment in segments] for name in ("encoder_text", "encoder_start"))
     ends = None
     if rate != "segment":
-        ends = [run_ends(segment["encoder_start"], segment["word_ends"], rate) for segment in segments]
+        ends = [span_ends(segment["encoder_start"], segment["word_ends"], rate) for segment in segments]
     return tokenizer(texts, starts, ends).placed(places, num_places)
 
 

@@ -430,16 +430,16 @@ class ExampleBuilder:
         documents = [{"title": readable(title).text, "text": readable(text).text} for title, text in passages]
         encoder, limit = self.processor.encoder, self.processor.encoder.tokenizer.model_max_length
 
-        def num_reads(text: str) -> int:
+        def num_parts(text: str) -> int:
             # ASCII text has at most one token per character, special ones aside: cheaper to check than to tokenize.
             fits = limit is None or (text.isascii() and len(text) + SPECIAL_TOKENS <= limit)
-            return 1 if fits else encoder.num_reads(text)
+            return 1 if fits else encoder.num_parts(text)
 
         cut = {key: getattr(self.processor, key) for key in ("sentences_per_segment", "spacy_model")}
         segments = [
             segment
             for number, document in enumerate(documents)
-            for segment in segment_document(document["text"], number, num_reads=num_reads, **cut)
+            for segment in segment_document(document["text"], number, num_parts=num_parts, **cut)
         ]
         tokens_by_passage: list[list[SegmentTokens]] = [[] for _ in passages]
         for tokens in tokenize_segments(self.processor.tokenizer, segments, documents):

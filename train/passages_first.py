@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from ..attention_arcaligner import CACHE, check_can_separate, keep_passages_apart, key_rotation, rotate_keys
 from ..encoder_arcaligner import EncoderTokenizer
 from ..modeling_arcaligner import ArcAlignerCausalLMOutputWithPast, ArcAlignerForCausalLM, postprocess_logits
-from ..segmentation_arcaligner import equal_runs
+from ..segmentation_arcaligner import equal_spans
 from .batches import drawn_rate, encoder_inputs, padded, placed_words
 
 NO_SHARE = 1e-4  # added to attention, so that the logarithm is finite
@@ -69,7 +69,7 @@ class PassagesFirstCollator:
         row_ids = [row["row_id"] for row in rows]
         rate = drawn_rate(rows, self.tokens_per_slot)
         segments = [segment for row in rows for segment in row["segments"]]
-        runs = [equal_runs(len(segment["word_ids"]), rate) for segment in segments]
+        runs = [equal_spans(len(segment["word_ids"]), rate) for segment in segments]
         words = [
             segment["word_ids"][start:end] for segment, ends in zip(segments, runs, strict=True) for start, end in ends
         ]

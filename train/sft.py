@@ -34,7 +34,7 @@ from ..encoder_arcaligner import EncoderTokenizer
 from ..loading_arcaligner import resolve_model
 from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..segmentation_arcaligner import equal_runs
+from ..segmentation_arcaligner import equal_spans
 from ..share.export import save_stage
 from .batches import RatedExamples, TokenBatches, drawn_rate, encoder_inputs, example_lengths, padded, placed_words
 from .examples import ExampleBuilder, ExampleSelector, word_rarity
@@ -101,7 +101,7 @@ class ContextCollator:
             [
                 (segment["document"], segment["word_ids"][start:end])
                 for segment in row["segments"]
-                for start, end in equal_runs(len(segment["word_ids"]), rate)
+                for start, end in equal_spans(len(segment["word_ids"]), rate)
             ]
             for row in rows
         ]

@@ -1,6 +1,7 @@
 """Configuration of ArcAligner: its fields, and validation of the gates' settings."""
 
 import math
+import warnings
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, NamedTuple
@@ -96,6 +97,13 @@ def check_answerability_layers(layers: list[int] | None, num_layers: int) -> Non
 ROTATED_BACKBONES = ("llama", "mistral", "qwen2", "qwen3")
 # Scalings of RoPE with which the keys of a prompt depend on its length.
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+
+
+def warn_of_rename(old: str, new: str) -> None:
+    """Warn the caller of a deprecated name."""
+    warnings.warn(
+        f"`{old}` is now called `{new}`; the old name will be removed in the next release.", FutureWarning, stacklevel=3
+    )
 
 
 def check_alignment(passage_alignment: str, text_config: PreTrainedConfig) -> None:

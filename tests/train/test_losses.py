@@ -100,7 +100,7 @@ def test_spans_share_the_tokens(processor):
     title, text = "Toronto: ", "Radik Zhaparov is a Kazakh ski jumper who has competed since 2003."
     ends = [len(title) + end for end in (14, 15, 40, len(text))]  # the second run is a space, without a token
     model = processor.encoder.model.eval()
-    runs = processor.encoder.encode_runs([title + text], [len(title)], [ends])
+    runs = processor.encoder.encode_spans([title + text], [len(title)], [ends])
     encoded = model.tokenizer(title + text, return_offsets_mapping=True, return_tensors="pt")
     offsets = encoded.pop("offset_mapping")[0]
     with torch.no_grad():
