@@ -74,8 +74,8 @@ class TextArms:
         self.cached: dict[str, torch.Tensor] = {}  # (num_layers, 2, heads, num_tokens, head_dim), by the text
         self._last: tuple[Row, Cache] | None = None
         prompt = independent_text(processor, {"question": "?", "passages": passages})
-        self.prefix = prefill_text(base, prompt.head)
-        start = len(prompt.head)
+        self.prefix = prefill_text(base, prompt.prefix_ids)
+        start = len(prompt.prefix_ids)
         for passage, ids in zip(passages, prompt.passages, strict=True):
             cache = cache_of(self._prefill(ids, join_keys_values([[self.prefix]], base.config)))
             self.cached[passage["text"]] = keys_values_of(cache, 0, start, start + len(ids))
@@ -99,7 +99,7 @@ class TextArms:
 
     def independent(self, row: Row, from_folder: bool) -> ModelOutput:
         """Answer from cached passages. The positions of the question continue after the longest passage."""
-        after = independent_text(self.processor, row | {"passages": []}).tail
+        after = independent_text(self.processor, row | {"passages": []}).suffix_ids
         parts = [self.prefix]
         for passage in row["passages"]:
             file = (self._path(passage), {}, self.base.config, self.base.device)

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import BatchFeature, LogitsProcessor, LogitsProcessorList
 
-from .attention_arcaligner import ROW_KERNELS
+from .attention_arcaligner import MASK_KERNELS
 from .configuration_arcaligner import is_number
 from .encoder_arcaligner import PrecomputedSlots
 from .kv_cache_arcaligner import QuestionBatch
@@ -224,7 +224,7 @@ class Answerer:
     def can_weight(self) -> bool:
         """Whether the attention to several passages can be weighted: they can be scored, and the attention kernel takes
         a bias for each key."""
-        return self.can_score and self.model.config.text_config._attn_implementation in ROW_KERNELS
+        return self.can_score and self.model.config.text_config._attn_implementation in MASK_KERNELS
 
     def selects(self, num_passages: int, max_passages: int | None = None, weights: bool = True) -> bool:
         """Whether passages are scored: because `num_passages` is more than may be used or, with `weights`, because
@@ -642,9 +642,7 @@ def maxsim_score(processor, question: str | list[dict], documents: Sequence[str 
     encoder = processor.encoder.untrained
     spans = [span for text in texts for span in encoder.split(text)]
     (words, states), *others = of_texts(_WORDS, encoder, [query, *spans], encoder.encode_words, max_cached=256)
-    nearest = [
-        (states.float() @ passage_states.float().T).amax(dim=1) for _, passage_states in others if len(passage_states)
-    ]  # each (words,)
+    nearest = [(states.float() @ other.float().T).amax(dim=1) for _, other in others if len(other)]  # each (words,)
     if not words or not nearest:
         return math.nan
     words, common = [word.strip().lower() for word in words], stop_words(processor.spacy_model)
@@ -666,9 +664,8 @@ def of_texts(
     if missing := [text for text in dict.fromkeys(texts) if text not in results]:
         new = dict(zip(missing, compute(missing), strict=True))
         short = {text: result for text, result in new.items() if len(text) <= 10_000}
-        cache[owner] = dict(
-            [*(results | short).items()][-max_cached:]
-        )  # a new dict: other threads may read the old one
+        # A new dict: other threads may read the old one.
+        cache[owner] = dict([*(results | short).items()][-max_cached:])
         results = results | new
     return [results[text] for text in texts]
 

@@ -23,7 +23,7 @@ def test_frozen_head_loss(monkeypatch, settings, bias, rows_at_a_time):
     def plain_nll(states, targets, head, config):
         return cross_entropy(postprocess_logits(head(states), config), targets, reduction="sum")
 
-    monkeypatch.setattr(modeling_arcaligner, "HEAD_ROWS", rows_at_a_time)
+    monkeypatch.setattr(modeling_arcaligner, "HEAD_POSITIONS", rows_at_a_time)
     torch.manual_seed(0)
     head = nn.Linear(6, 11, bias=bias, dtype=torch.float64).requires_grad_(False)
     hidden, targets = torch.randn(10, 6, dtype=torch.float64) * 3, torch.randint(11, (10,))
