@@ -170,7 +170,7 @@ class AlignerMixin:
             _read_answer_probe(loaded, str(name), download)
         loaded._has_default_dtype = has_default_dtype
         if loaded.hf_quantizer is not None:
-            _check_aligner_is_whole(loaded)
+            _check_aligner_is_complete(loaded)
         loaded.freeze_base_model()
         loaded._base_samples = None if loaded.hf_quantizer is not None else _sample_base_weights(loaded)
         if loaded.can_generate():
@@ -275,7 +275,9 @@ class AlignerMixin:
         self.__class__ = next(cls for cls in class_before.__mro__ if not cls.__module__.startswith("torch."))
         is_main = kwargs.get("is_main_process", True)
         try:
-            with written_whole(save_directory) if is_main else contextlib.nullcontext(save_directory) as folder:
+            with (
+                write_folder_atomically(save_directory) if is_main else contextlib.nullcontext(save_directory) as folder
+            ):
                 super().save_pretrained(folder, *args, **kwargs)
                 if is_main:
                     self._copy_code(folder)
@@ -301,7 +303,7 @@ class AlignerMixin:
         heads = {key: tensor for key, tensor in state_dict.items() if self.is_head_key(key)}
         *others, last = map(Path, weight_files(folder))
         config, index = read_json(folder / "config.json"), folder / SAFE_WEIGHTS_INDEX_NAME
-        with written_whole(folder) as new:
+        with write_folder_atomically(folder) as new:
             for path in (*others, last):
                 tensors = {key: tensor for key, tensor in read_tensors([path]) if not self.is_head_key(key)}
                 save_file(tensors | (heads if path == last else {}), new / path.name, metadata={"format": "pt"})
@@ -518,7 +520,7 @@ def _check_base_weights(model) -> None:
         )
 
 
-def _check_aligner_is_whole(model) -> None:
+def _check_aligner_is_complete(model) -> None:
     """Raise `ValueError` if a quantizer has changed weights of the aligner."""
     changed = [(name, weight) for name, weight in model.aligner_parameters() if type(weight) is not Parameter]
     if changed:
@@ -796,7 +798,7 @@ def head_digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 # Files that are written
 @contextlib.contextmanager
-def written_whole(folder: str | Path, last: str = "config.json") -> Iterator[Path]:
+def write_folder_atomically(folder: str | Path, last: str = "config.json") -> Iterator[Path]:
     """Yield a temporary folder to write to. At the end, changed files are moved to `folder`; equal files, which may be
     links, stay. The file `last`, without which nothing loads, is removed first and moved last, so that a killed process
     leaves no mixture of two models. If a file cannot be moved, the former files are restored.

@@ -37,8 +37,8 @@ from .loading_arcaligner import (
     check_processor_files,
     check_processor_is_readable,
     find_model,
+    write_folder_atomically,
     write_processor_digests,
-    written_whole,
 )
 from .segmentation_arcaligner import check_num_tokens, check_sentences_per_segment, check_tokens_per_slot
 from .tokenization_arcaligner import (
@@ -190,7 +190,7 @@ class ArcAlignerProcessor(ProcessorMixin):
     def save_pretrained(self, save_directory, **kwargs):
         """Save the processor, as for any processor. A trained encoder is written to the folder `encoder`. If
         `save_directory` has an aligner, the `digests` in its `config.json` are updated."""
-        with written_whole(save_directory, last="processor_config.json") as folder:
+        with write_folder_atomically(save_directory, last="processor_config.json") as folder:
             if self.trained_encoder:
                 self.encoder.save(Path(folder, ENCODER_FOLDER))
             written = super().save_pretrained(folder, **kwargs)

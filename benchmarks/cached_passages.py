@@ -39,7 +39,7 @@ from ..common.files import (
     digest,
     run_command,
     temporary_folder,
-    write_whole,
+    write_atomically,
 )
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length
@@ -242,7 +242,7 @@ def main(
         }
     typer.echo("\n".join(cached_passages_table(report)))
     typer.echo(json.dumps(report))
-    write_whole(output / CACHED_REPORT, json.dumps(report, indent=1) + "\n")
+    write_atomically(output / CACHED_REPORT, json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

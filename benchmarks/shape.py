@@ -35,7 +35,7 @@ from rich.progress import Progress, TimeElapsedColumn
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
-from ..common.files import ROOT, counted, describe_machine, markdown_table, run_command, write_whole
+from ..common.files import ROOT, counted, describe_machine, markdown_table, run_command, write_atomically
 from ..encoder_arcaligner import EncodedDocuments
 from ..kv_cache_arcaligner import cache_of, join_keys_values, prefill_passages, prefill_text
 from ..modeling_arcaligner import ArcAlignerForCausalLM
@@ -529,8 +529,8 @@ def main(
     typer.echo(table)
     typer.echo(json.dumps(report))
     if output is not None:
-        write_whole(output / SHAPE_REPORT, json.dumps(report, indent=1) + "\n")
-        write_whole(output / "shape.md", table)
+        write_atomically(output / SHAPE_REPORT, json.dumps(report, indent=1) + "\n")
+        write_atomically(output / "shape.md", table)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
 from transformers.modeling_outputs import CausalLMOutput
 
-from ..common.files import write_whole
+from ..common.files import write_atomically
 from ..common.rows import Row
-from ..loading_arcaligner import resolve_model, written_whole
+from ..loading_arcaligner import resolve_model, write_folder_atomically
 from ..modeling_arcaligner import head_nll
 from .batches import padded
 from .examples import choose_template, missing_part, open_corpus
@@ -135,7 +135,7 @@ class CompressingModel(nn.Module):
         replaces."""
         tokens = {"compression_token": self.compression_token, "norm": self.norm}
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tokens.items()}, Path(folder, TOKENS))
-        write_whole(Path(folder, SETTINGS), json.dumps({"tokens_per_slot": self.tokens_per_slot}) + "\n")
+        write_atomically(Path(folder, SETTINGS), json.dumps({"tokens_per_slot": self.tokens_per_slot}) + "\n")
         self.model.save_pretrained(str(folder))
 
     def num_slots(self, ids: Sequence[int]) -> int:
@@ -304,7 +304,7 @@ def train(recipe: CocomArguments, args: TextTrainingConfig, settings: str) -> No
             data_collator=CocomCollator(tokenizer.pad_token_id or 0, recipe.tokens_per_slot),
         )
         trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
-        with written_whole(args.output_dir, last=CONFIG_NAME) as folder:
+        with write_folder_atomically(args.output_dir, last=CONFIG_NAME) as folder:
             model.save(folder)
         logger.info("saved the trained weights in %s", args.output_dir)
 

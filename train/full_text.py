@@ -28,7 +28,7 @@ from trl import SFTTrainer
 from ..attention_arcaligner import passage_positions, separate_passages
 from ..common.rows import Row
 from ..configuration_arcaligner import PASSAGE_ATTENTIONS
-from ..loading_arcaligner import resolve_model, written_whole
+from ..loading_arcaligner import resolve_model, write_folder_atomically
 from .batches import padded
 from .distractors import NearestPassages
 from .examples import missing_part, open_corpus
@@ -206,7 +206,7 @@ def train(recipe: FullTextArguments, args: TextTrainingConfig, settings: str) ->
             ),
         )
         trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
-        with written_whole(args.output_dir, last=CONFIG_NAME) as folder:
+        with write_folder_atomically(args.output_dir, last=CONFIG_NAME) as folder:
             trainer.save_model(str(folder))
         logger.info("saved the trained weights in %s", args.output_dir)
 

@@ -25,12 +25,12 @@ import typer
 from tqdm.auto import tqdm
 
 from ..answering_arcaligner import greedy_answers
-from ..common.files import markdown_table, run_command, stable_number, write_whole
+from ..common.files import markdown_table, run_command, stable_number, write_atomically
 from ..common.rows import Row, token_f1
 from ..modeling_arcaligner import ArcAlignerForCausalLM, head_nll
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.export import save_stage
-from .distractors import own_passages
+from .distractors import needed_and_others
 from .examples import ExampleBuilder, open_part
 from .prompts import slot_inputs
 from .recipe import RecipeArguments
@@ -57,7 +57,7 @@ def _drawn(row: Row) -> int:
     return stable_number(f"validate:{row['id']}", 2**60)
 
 
-def asked_rows(recipe: RecipeArguments, number: int, held_out: bool = True) -> list[Row]:
+def question_rows(recipe: RecipeArguments, number: int, held_out: bool = True) -> list[Row]:
     """About `number` questions of the held-out articles, or of the others, equally many from each set if there are
     enough. The added key `source` is the entry of `train_files` that a row comes from."""
     by_kind: dict[str, list[Row]] = defaultdict(list)
@@ -65,12 +65,12 @@ def asked_rows(recipe: RecipeArguments, number: int, held_out: bool = True) -> l
         for row in open_part(recipe, source, held_out):
             if row["question"].strip() and row["answers"]:
                 by_kind[kind_of(row)].append(row | {"source": source})
-    chosen, left = [], number
-    for place, rows in enumerate(sorted(by_kind.values(), key=len)):
-        taken = sorted(rows, key=_drawn)[: max(1, left // (len(by_kind) - place))]
+    selected, left = [], number
+    for number_of_kind, rows in enumerate(sorted(by_kind.values(), key=len)):
+        taken = sorted(rows, key=_drawn)[: max(1, left // (len(by_kind) - number_of_kind))]
         left -= len(taken)
-        chosen += taken
-    return chosen
+        selected += taken
+    return selected
 
 
 @torch.inference_mode()
@@ -146,7 +146,7 @@ def validate(
     num_answers: int,
 ) -> dict[str, dict]:
     """Losses and F1 of answers, by tokens per slot and kind. A loss is a pair of the mean and its standard error."""
-    rows = [row | {"passages": own_passages(row)[0]} for row in asked_rows(recipe, number)]
+    rows = [row | {"passages": needed_and_others(row)[0]} for row in question_rows(recipe, number)]
     texts = [row for source in recipe.reconstruction_files for row in open_part(recipe, source, held_out=True)]
     texts = sorted(texts, key=_drawn)[: number // 4]
     kinds, articles, examples = zip(*_examples(processor, rows, texts), strict=True)
@@ -226,7 +226,7 @@ def main(
     print(table(results))
     if output is not None:
         save_stage(output, model, processor, recipe.read_text(encoding="utf-8"))
-        write_whole(output / "validation.json", json.dumps(results, indent=1))
+        write_atomically(output / "validation.json", json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import pytest
 from training_rows import CITIES, city_rows
 
-from arcaligner.train.distractors import NearestPassages, contains_answer, own_passages
+from arcaligner.train.distractors import NearestPassages, contains_answer, needed_and_others
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_unneeded_passages_are_distractors(nearest):
         mixed = nearest.mixed([row], 1.0, seed)
         assert {"Text 3.", "Text 7."} < set(texts(mixed)) <= set(texts(passages)) and len(mixed) <= 6
     others = [passage for passage in passages if passage["text"][5] not in "37"]
-    assert own_passages(row) == ([passages[3], passages[7]], others)
+    assert needed_and_others(row) == ([passages[3], passages[7]], others)
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ class OneExample:
 
     reconstruction_examples = question_examples
 
-    def remembering(self):
+    def with_caches(self):
         return self
 
     def load(self):
@@ -477,7 +477,7 @@ def test_makers_can_be_pickled(selector, tmp_path, processor):
     """Where processes are spawned rather than forked, what they need is pickled."""
     path = write_rows(tmp_path / "rows.jsonl", city_rows(CITIES))
     _, maker, order = selector(path, builder=ExampleBuilder(processor), distractors=1.0)._prepare(path, None, False)
-    sent = pickle.loads(pickle.dumps(maker)).remembering()
+    sent = pickle.loads(pickle.dumps(maker)).with_caches()
     assert sent(order)[0].to_pylist() == maker(order)[0].to_pylist()
 
 
@@ -525,7 +525,7 @@ def test_unwritable_cache_is_named(select, tmp_path):
 class NoMaker:
     """A maker of examples that makes none."""
 
-    def remembering(self):
+    def with_caches(self):
         return self
 
 
