@@ -162,7 +162,7 @@ def test_long_titles_are_read_fast():
 
 def test_few_passages_are_combined(monkeypatch):
     """If there are very many passages, only the top-ranked ones can form a pair."""
-    monkeypatch.setattr(multihop_arcaligner, "MOST_COMBINED", 2)
+    monkeypatch.setattr(multihop_arcaligner, "MAX_COMBINED", 2)
     head = MultihopHead(3)
     head.pair.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0]))
     assert best_pair(head, ASKED, [FILM, CURTIZ, ROME], {0: 1.0, 1: -1.0, 2: 0.0}, "en") == [0, 2]

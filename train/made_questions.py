@@ -191,7 +191,7 @@ def make_file(
             counts += Counter(part["left_out"]) + Counter({"kept": len(part["rows"])})
             names.append(path)
             bar.update(len(rows))
-            bar.set_postfix(agreed_rows=counts["kept"])
+            bar.set_postfix(kept=counts["kept"])
     write_file(output, (row for path in names for row in json.loads(path.read_text(encoding="utf-8"))["rows"]))
     shutil.rmtree(parts)
     return counts

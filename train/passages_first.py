@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..attention_arcaligner import CACHE, check_can_separate, keep_passages_apart, key_rotation, rotate_keys
+from ..attention_arcaligner import CACHE, check_can_separate, key_rotation, rotate_keys, separate_inputs
 from ..encoder_arcaligner import EncoderTokenizer
 from ..modeling_arcaligner import ArcAlignerCausalLMOutputWithPast, ArcAlignerForCausalLM, postprocess_logits
 from ..segmentation_arcaligner import equal_spans
@@ -275,7 +275,7 @@ def run_passages_first(
     """
     text_config, cache = model.config.text_config, DynamicCache()
     numbers = slots["context_passage_ids"]
-    mask, positions = keep_passages_apart(
+    mask, positions = separate_inputs(
         batch["passage_ids"] == model.config.context_token_id, numbers, batch["passage_mask"], None, None, model.dtype
     )
     # Without `context_passage_ids`: rows share passages of several examples, so their keys are moved afterwards.
