@@ -182,7 +182,7 @@ class OneExample:
     def load(self):
         pass
 
-    def read(self, passages, rows):
+    def tokenize(self, passages, rows):
         pass
 
 
