@@ -80,15 +80,17 @@ def last_states(
     model: ArcAlignerForCausalLM,
     processor: ArcAlignerProcessor,
     rows: list[Row],
-    rate: int | str,
+    tokens_per_slot: int | str,
     layers: list[int],
 ) -> np.ndarray:
     """The outputs of `layers` at the last token of each row's prompt, (rows, layers * hidden), float32."""
     order = by_length(rows)
     states = np.zeros((len(rows), len(layers) * model.config.text_config.hidden_size), dtype=np.float32)
-    for start in tqdm(range(0, len(order), BATCH), desc=f"hidden states, tokens_per_slot={rate}", leave=False):
+    for start in tqdm(
+        range(0, len(order), BATCH), desc=f"hidden states, tokens_per_slot={tokens_per_slot}", leave=False
+    ):
         numbers = order[start : start + BATCH]
-        inputs = slot_inputs(processor, [rows[number] for number in numbers], tokens_per_slot=rate)
+        inputs = slot_inputs(processor, [rows[number] for number in numbers], tokens_per_slot=tokens_per_slot)
         layer_states = LayerStates(layers, are_all=True)
         model.model(**inputs, use_cache=False, layer_states=layer_states)
         states[numbers] = layer_states.stacked().flatten(1).float().numpy()
@@ -117,42 +119,47 @@ def fit_answerability(
     recipe: RecipeArguments,
     number: int,
     number_held_out: int,
-    rates: tuple[int | str, ...],
+    compressions: tuple[int | str, ...],
 ) -> dict[str, dict[str, float]]:
     """Give `model` a fitted answerability head. Return its accuracy on the held-out questions at each number of tokens
     per slot."""
     num_layers, width = model.config.text_config.num_hidden_layers, model.config.text_config.hidden_size
     layers = list(range(math.floor(DEPTHS[0] * num_layers), math.ceil(DEPTHS[1] * num_layers)))
     rows = partly_unanswerable(recipe, number, share=0.5, held_out=False)
-    parts = [rows[start :: len(rates)] for start in range(len(rates))]
-    states = [last_states(model, processor, part, rate, layers) for part, rate in zip(parts, rates, strict=True)]
+    parts = [rows[start :: len(compressions)] for start in range(len(compressions))]
+    states = [
+        last_states(model, processor, part, compression, layers)
+        for part, compression in zip(parts, compressions, strict=True)
+    ]
     weight, bias = fit_head(np.concatenate(states), np.array([row["is_answered"] for part in parts for row in part]))
     rows = partly_unanswerable(recipe, number_held_out, share=0.2)
     is_answered = np.array([row["is_answered"] for row in rows])
-    odds = [last_states(model, processor, rows, rate, layers) @ weight + bias for rate in rates]
+    odds = [last_states(model, processor, rows, compression, layers) @ weight + bias for compression in compressions]
     progress = tqdm(rows, desc="late-interaction scores", leave=False)
     match = np.array([maxsim_score(processor, row["question"], row["passages"]) for row in progress])
-    scale, offset = calibrate(np.tile(is_answered, len(rates)), np.concatenate(odds))
-    odds, has_words = [scale * rate_odds + offset for rate_odds in odds], ~np.isnan(match)
-    both = np.concatenate([rate_odds[has_words] for rate_odds in odds]), np.tile(match[has_words], len(rates))
-    fitted = calibrate(np.tile(is_answered[has_words], len(rates)), *both)
+    scale, offset = calibrate(np.tile(is_answered, len(compressions)), np.concatenate(odds))
+    odds, has_words = [scale * row_odds + offset for row_odds in odds], ~np.isnan(match)
+    both = np.concatenate([row_odds[has_words] for row_odds in odds]), np.tile(match[has_words], len(compressions))
+    fitted = calibrate(np.tile(is_answered[has_words], len(compressions)), *both)
     model.set_answerability_layers(layers)
     head = model.answerability_head
     head.weight.copy_(torch.from_numpy(scale * weight).view(len(layers), width))
     head.bias.fill_(scale * bias + offset)
     head.match.copy_(torch.tensor(fitted))
-    all_estimates = [torch.sigmoid(head.with_match(torch.from_numpy(rate_odds), match)).numpy() for rate_odds in odds]
-    estimates = {str(rate): rate_estimates for rate, rate_estimates in zip(rates, all_estimates, strict=True)}
+    all_estimates = [torch.sigmoid(head.with_match(torch.from_numpy(row_odds), match)).numpy() for row_odds in odds]
+    estimates = {
+        str(compression): row_estimates for compression, row_estimates in zip(compressions, all_estimates, strict=True)
+    }
     default_estimates = estimates[str(processor.tokens_per_slot)]
     threshold = float(np.quantile(default_estimates[is_answered], WRONGLY_ABSTAINED))
     model.config.answerability_uses_match, model.config.answerability_threshold = True, round(threshold, 4)
     results = {}
-    for rate, rate_estimates in estimates.items():
-        is_abstention = rate_estimates < threshold
-        results[rate] = {
+    for compression, row_estimates in estimates.items():
+        is_abstention = row_estimates < threshold
+        results[compression] = {
             "refused": 100 * is_abstention[~is_answered].mean(),
             "wrongly refused": 100 * is_abstention[is_answered].mean(),
-            "AUROC": roc_auc_score(is_answered, rate_estimates),
+            "AUROC": roc_auc_score(is_answered, row_estimates),
         }
     return results
 
@@ -216,15 +223,17 @@ def main(
     answer right?). Print the accuracy of both on held-out questions."""
     model, processor = load_mean([aligner])
     data = read_recipe(recipe, data_dir)
-    rates = tuple(dict.fromkeys([processor.tokens_per_slot, *(processor.trained_tokens_per_slot or COMPRESSIONS)]))
+    compressions = tuple(
+        dict.fromkeys([processor.tokens_per_slot, *(processor.trained_tokens_per_slot or COMPRESSIONS)])
+    )
     had_multihop_head = model.multihop_head is not None
-    results = {} if keep_head else fit_answerability(model, processor, data, number, held_out, rates)
+    results = {} if keep_head else fit_answerability(model, processor, data, number, held_out, compressions)
     curve = fit_likelihood(model, processor, data, held_out)
     model.save_heads(aligner)
     settings = read_json(path := aligner / PROCESSOR_NAME)
     write_atomically(path, json.dumps(settings | {"no_answer": processor.no_answer or NO_ANSWER}, indent=2) + "\n")
     names = ("refused", "wrongly refused", "AUROC")
-    cells = [[rate, *(f"{measured[name]:.3g}" for name in names)] for rate, measured in results.items()]
+    cells = [[compression, *(f"{measured[name]:.3g}" for name in names)] for compression, measured in results.items()]
     columns = ["tokens per slot", "abstained, %", "wrongly abstained, %", "AUROC of answerable questions"]
     threshold = f"Below this answerability the aligner abstains: {model.config.answerability_threshold}"
     typer.echo("\n".join([*markdown_table(columns, cells), "", threshold, ""]))

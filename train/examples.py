@@ -471,7 +471,7 @@ class ExampleBuilder:
             }
             for document, segment in tokens or [(0, EMPTY_SEGMENT)]
         ]
-        finest = min(self.tokens_per_slot, key=lambda rate: math.inf if rate == "segment" else rate)
+        finest = min(self.tokens_per_slot, key=lambda entry: math.inf if entry == "segment" else entry)
         num_slots = sum(count_slots(len(segment["word_ids"]), finest) for segment in segments)
         length = len(prefix_ids) + num_slots + sum(len(turn["input_ids"]) for turn in turns)
         return {"row_id": row_id, "head": prefix_ids, "turns": turns, "segments": segments, "length": length}
@@ -581,18 +581,18 @@ class ExampleSelector:
             raise ValueError(f"Files and their weights are {sources}; expected at least one, with positive weights.")
         total = sum(sources.values())
         shares = {source: weight / total for source, weight in sources.items()}
-        taken, left_out = {}, {}
+        examples, left_out = {}, {}
         for source, share in shares.items():
             quota = None if max_examples is None else round(max_examples * share)
-            taken[source], left_out[source] = self._take(source, quota, held_out)
+            examples[source], left_out[source] = self._take(source, quota, held_out)
         oversample = self.recipe.oversample and not held_out
-        size = (max if oversample else min)(len(taken[source]) / share for source, share in shares.items())
+        size = (max if oversample else min)(len(examples[source]) / share for source, share in shares.items())
         if max_examples is not None and size < max_examples - len(sources):
             logger.warning(
                 "%s: they have only %d of the %d examples that the recipe asks for.", list(sources), size, max_examples
             )
         counts = {source: round(size * share) for source, share in shares.items()}
-        empty = [source for source in sources if not len(taken[source])]
+        empty = [source for source in sources if not len(examples[source])]
         if empty or not sum(counts.values()):
             reasons = [self._why_empty(source, left_out[source]) for source in empty if left_out[source]]
             raise ValueError(
@@ -601,9 +601,9 @@ class ExampleSelector:
                 "limits or choose other files."
             )
         if oversample:
-            taken = {source: self._repeat(source, taken[source], counts[source]) for source in sources}
+            examples = {source: self._repeat(source, examples[source], counts[source]) for source in sources}
         return datasets.concatenate_datasets(
-            [taken[source].select(range(min(len(taken[source]), counts[source]))) for source in sources]
+            [examples[source].select(range(min(len(examples[source]), counts[source]))) for source in sources]
         )
 
     def _repeat(self, source: str, examples: datasets.Dataset, number: int) -> datasets.Dataset:
@@ -656,23 +656,23 @@ class ExampleSelector:
         rows that were left out, by reason."""
         settings, maker, order = self._prepare(source, quota, held_out)
         left_out: dict[str, list[str]] = defaultdict(list)  # ids of rows, by reason
-        taken = [datasets.Dataset.from_dict({name: [] for name in EXAMPLE_FEATURES}, features=EXAMPLE_FEATURES)]
+        blocks = [datasets.Dataset.from_dict({name: [] for name in EXAMPLE_FEATURES}, features=EXAMPLE_FEATURES)]
         with (
             _Makers(maker, self.num_proc) as makers,
             tqdm(total=len(order), desc="making examples", unit=" groups of rows") as bar,
         ):
             for start in range(0, len(order), ROWS_PER_BLOCK):
-                if quota is not None and sum(map(len, taken)) >= quota:
+                if quota is not None and sum(map(len, blocks)) >= quota:
                     break
                 block = self._block(makers, settings, order[start : start + ROWS_PER_BLOCK])
                 problems = block["problem"][:]
                 is_complete = [not problem for problem in problems]
-                taken.append(block.select(np.flatnonzero(is_complete)).remove_columns("problem"))
+                blocks.append(block.select(np.flatnonzero(is_complete)).remove_columns("problem"))
                 for row_id, problem in zip(block["row_id"][:], problems, strict=True):
                     if problem:
                         left_out[problem].append(row_id)
                 bar.update(min(ROWS_PER_BLOCK, len(order) - start))
-        examples = datasets.concatenate_datasets(taken)
+        examples = datasets.concatenate_datasets(blocks)
         examples = examples.select(range(min(len(examples), len(examples) if quota is None else quota)))
         logger.info("%s: %d examples", source, len(examples))
         for problem, row_ids in left_out.items():

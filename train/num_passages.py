@@ -66,32 +66,32 @@ def half_of(row: Row) -> int:
 
 @torch.inference_mode()
 def answers_by_way(
-    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: Sequence[Row], rate: int | str
+    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: Sequence[Row], tokens_per_slot: int | str
 ) -> np.ndarray:
     """F1 of greedy answers, in percent: (num_rows, len(WAYS))."""
     cache = model.passage_cache(processor, max_bytes=CACHE_BYTES)
     answerer, f1 = Answerer(model, processor, cache), np.zeros((len(rows), len(WAYS)))
-    for index, row in enumerate(tqdm(rows, desc=f"answering questions, tokens_per_slot={rate}")):
+    for index, row in enumerate(tqdm(rows, desc=f"answering questions, tokens_per_slot={tokens_per_slot}")):
         question, passages = row["question"], row["passages"]
-        scores = answerer.score([question], [passages], tokens_per_slot=rate)[0]
+        scores = answerer.score([question], [passages], tokens_per_slot=tokens_per_slot)[0]
         (first,) = select_top(scores, 1)
         selected = {
             "top-ranked": [first],
             "two": select_top(scores, 2),
             "three if unsure": select_top(scores, 3) if scores[first].answerability < UNSURE else [first],
-            "as needed": answerer.select([question], [passages], tokens_per_slot=rate)[0].numbers,
+            "as needed": answerer.select([question], [passages], tokens_per_slot=tokens_per_slot)[0].numbers,
             "all": range(len(passages)),
             "all, weighted": range(len(passages)),
             "needed": row["gold"],
         }
-        (weighted,) = answerer.select([question], [passages], len(passages), tokens_per_slot=rate)
+        (weighted,) = answerer.select([question], [passages], len(passages), tokens_per_slot=tokens_per_slot)
         answers = {}  # by the passages used, because several ways often use the same ones
         for column, way in enumerate(WAYS):
             prior = [weighted.prior] if way == "all, weighted" else None
             key = (*selected[way], prior is None)
             if key not in answers:
                 used = [passages[number] for number in selected[way]]
-                inputs = cache.prepare([question], [used], tokens_per_slot=rate, passage_prior=prior)
+                inputs = cache.prepare([question], [used], tokens_per_slot=tokens_per_slot, passage_prior=prior)
                 (answers[key],), _ = greedy_answers(model, processor, inputs, [question], [used])
             f1[index, column] = 100 * token_f1(answers[key], row["answers"])
     return f1
@@ -120,9 +120,9 @@ def main(
     """Print the F1 of answers from the top-ranked passages, from all passages, and from those that are needed."""
     rows = mixed_rows(read_recipe(recipe, data_dir), number, MEASURED)
     model, processor = load_mean([aligner])
-    for rate in rates.split(","):
-        scores = answers_by_way(model, processor, rows, int(rate) if rate.isdecimal() else rate)
-        print(f"F1 in percent, with `tokens_per_slot` {rate}\n\n{table(rows, scores)}\n", flush=True)
+    for compression in rates.split(","):
+        scores = answers_by_way(model, processor, rows, int(compression) if compression.isdecimal() else compression)
+        print(f"F1 in percent, with `tokens_per_slot` {compression}\n\n{table(rows, scores)}\n", flush=True)
 
 
 if __name__ == "__main__":

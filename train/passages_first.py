@@ -69,12 +69,12 @@ class PassagesFirstCollator:
         row_ids = [row["row_id"] for row in rows]
         tokens_per_slot = drawn_tokens_per_slot(rows, self.tokens_per_slot)
         segments = [segment for row in rows for segment in row["segments"]]
-        runs = [equal_spans(len(segment["word_ids"]), tokens_per_slot) for segment in segments]
+        spans = [equal_spans(len(segment["word_ids"]), tokens_per_slot) for segment in segments]
         words = [
-            segment["word_ids"][start:end] for segment, ends in zip(segments, runs, strict=True) for start, end in ends
+            segment["word_ids"][start:end] for segment, ends in zip(segments, spans, strict=True) for start, end in ends
         ]
         # Slots of a segment are adjacent, and so are segments of a passage.
-        slots_of_segment = iter(map(len, runs))
+        slots_of_segment = iter(map(len, spans))
         prefixes, sizes, passages_of_row = [], [], []
         for row in rows:
             counts: dict[int, int] = {}
@@ -131,7 +131,7 @@ class PassagesFirstCollator:
                     columns[name].append([token for turn in turns for token in turn[name]])
                 counts = [len(turn["input_ids"]) for turn in turns]
                 columns["turn_ids"].append([number for number, count in enumerate(counts) for _ in range(count)])
-                columns["position_ids"].append([begin + at for count in counts for at in range(count)])
+                columns["position_ids"].append([begin + offset for count in counts for offset in range(count)])
                 columns["prefix_positions"].append(prefix_positions)
                 columns["prefix_moves"].append(moves)
                 columns["is_slot"].append([0] * length + [1] * sum(num_slots))

@@ -172,7 +172,7 @@ def stage_memory(
     idle = sum(parameter.numel() for _, parameter in model.aligner_parameters()) - trained
     of_encoder = num_encoder_lora(encoder, recipe.encoder_lora_r) if recipe.encoder_lora_r else 0
     positions = args.batch_tokens or args.per_device_train_batch_size * longest
-    finest = min((rate for rate in recipe.tokens_per_slot if rate != "segment"), default=None)
+    finest = min((entry for entry in recipe.tokens_per_slot if entry != "segment"), default=None)
     slots = round(positions * (SENTENCE_SLOT_SHARE if finest is None else SLOT_SHARE))
     layers, factor = config.num_hidden_layers, GATING_FACTOR if recipe.stage == "gating" else 1.0
     stored = factor * activation_bytes(config, positions, slots, itemsize, layers)

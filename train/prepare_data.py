@@ -104,11 +104,11 @@ SOURCES = (
 def _limited(source: Source, stream: datasets.IterableDataset) -> Iterator[Row]:
     """The first rows of a set. With a limit, each of its files contributes equally; if one has too few, later ones
     contribute more."""
-    taken = 0
+    num_taken = 0
     for file in range(stream.num_shards):
-        most = None if source.limit is None else source.limit * (file + 1) // stream.num_shards - taken
-        for row in itertools.islice(_converted(source, stream.shard(stream.num_shards, file)), most):
-            taken += 1
+        limit = None if source.limit is None else source.limit * (file + 1) // stream.num_shards - num_taken
+        for row in itertools.islice(_converted(source, stream.shard(stream.num_shards, file)), limit):
+            num_taken += 1
             yield row
 
 

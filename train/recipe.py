@@ -163,11 +163,11 @@ class RecipeArguments:
 
     def __post_init__(self):
         # On the command line the entries are texts, in a recipe they may be numbers.
-        self.tokens_per_slot = [int(rate) if str(rate).isdecimal() else rate for rate in self.tokens_per_slot]
+        self.tokens_per_slot = [int(entry) if str(entry).isdecimal() else entry for entry in self.tokens_per_slot]
         if not self.tokens_per_slot:
             raise ValueError('`tokens_per_slot` is empty; expected at least one entry, such as ["segment"].')
-        for rate in self.tokens_per_slot:
-            check_tokens_per_slot(rate)
+        for entry in self.tokens_per_slot:
+            check_tokens_per_slot(entry)
         refuse_unknown("`aligner`", self.aligner, [f.name for f in dataclasses.fields(ArcAlignerConfig)])
         refuse_unknown("`processor`", self.processor, inspect.signature(ArcAlignerProcessor).parameters)
         for key in self.aligner.keys() & FROM_PROCESSOR:

@@ -276,8 +276,13 @@ class AlignerTrainer(SFTTrainer):
             "prefetch_factor": args.dataloader_prefetch_factor,
         }
         if args.batch_tokens is not None:
-            rates, num_batches = self.data_collator.tokens_per_slot, args.max_steps * args.gradient_accumulation_steps
-            batches = TokenBatches(example_lengths(dataset, rates), rates, args.batch_tokens, num_batches, seed)
+            compressions, num_batches = (
+                self.data_collator.tokens_per_slot,
+                args.max_steps * args.gradient_accumulation_steps,
+            )
+            batches = TokenBatches(
+                example_lengths(dataset, compressions), compressions, args.batch_tokens, num_batches, seed
+            )
             return self.accelerator.prepare(
                 DataLoader(ExamplesWithCompression(dataset), batch_sampler=batches, **loading)
             )

@@ -298,8 +298,8 @@ class LlamaCppEngine:
             answer_ids.append(token := int(logits.argmax()))
             if token in self._end:
                 return
-            if piece := decoder.step(self.processor.tokenizer.backend_tokenizer, token):
-                yield piece
+            if text := decoder.step(self.processor.tokenizer.backend_tokenizer, token):
+                yield text
             if number + 1 < max_new_tokens:
                 self.session.prefill([token])
 

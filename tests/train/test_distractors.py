@@ -51,7 +51,7 @@ def test_row_keeps_its_passages(corpus, nearest):
             numbers.add(len(mixed) - 2)
             places.add(mixed.index(texts(row["passages"])[0]))
     assert numbers == {1, 2, 3, 4} and places == set(range(6))
-    assert len(nearest.mixed([corpus[0]], 1.0, seed=0, most=7)) > 2 + 4
+    assert len(nearest.mixed([corpus[0]], 1.0, seed=0, max_distractors=7)) > 2 + 4
 
 
 @pytest.mark.parametrize("share, expected", [(0.0, 0), (0.33, 133), (1.0, 400)])

@@ -490,7 +490,7 @@ def test_collector_rests_and_returns(selector, tmp_path, processor, monkeypatch)
         seen.append(gc.isenabled())
         raise ValueError("no passages")
 
-    monkeypatch.setattr(ExampleBuilder, "read", failing)
+    monkeypatch.setattr(ExampleBuilder, "tokenize", failing)
     with pytest.raises(ValueError, match="no passages"):
         maker(order)
     assert seen == [False] and gc.isenabled()
