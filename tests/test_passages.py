@@ -410,6 +410,14 @@ def test_old_cache_names_warn(independent_processor, model, tmp_path):
         store.read_question(store.prepare("Who?", ["Ada wrote it."]))
 
 
+def test_each_question_has_max_slots(independent_processor, model, tmp_path):
+    """`max_slots` is the limit of each question, not of all questions together."""
+    store = model.passage_cache(independent_processor, folder=tmp_path)
+    questions, documents = ["Who?", "When?"], [["Ada wrote it. Bob read it."]] * 2
+    first, second = store.prefix_files(questions, documents, max_slots=1)
+    assert first.num_slots == second.num_slots and first.num_slots[1:] == [1]
+
+
 @torch.no_grad()
 def test_old_function_names_warn(independent_processor, model):
     """Functions of version 0.2 work for one release."""

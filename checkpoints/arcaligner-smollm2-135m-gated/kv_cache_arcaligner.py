@@ -460,9 +460,10 @@ class PassageCache:
         files = []
         for question in questions:
             counts = [entries[spec.key].shape[3] for spec in question.specs]
+            remaining = max_slots
             for number in range(1, len(counts)) if max_slots is not None else ():
-                counts[number] = min(counts[number], max_slots)
-                max_slots -= counts[number]
+                counts[number] = min(counts[number], remaining)
+                remaining -= counts[number]
             used = [number for number, count in enumerate(counts) if count or not number]
             paths = [self._path(question.specs[number].key) for number in used]
             passages, prefix_ids = question.specs[1:], list(question.specs[0].prefix_ids)
@@ -655,7 +656,7 @@ class PassageCache:
         slot_settings = {name: value for name, value in settings.items() if name not in REFINEMENT_SETTINGS}
         specs = [spec for spec in missing.values() if spec.is_passage]
         longest, encoded = longest_prompt(self.model.config.text_config), []
-        if specs:  # passages of all heads together: the encoder is fastest with many texts of similar length
+        if specs:  # passages after all prefixes together: the encoder is fastest with many texts of similar length
             slot_limits = longest and [longest - len(spec.prefix_ids) - suffix_length for spec in specs]
             passages, names = [spec.passages for spec in specs], [spec.name for spec in specs]
             encoded = self.processor.slot_encoder.encode_batch(
@@ -1085,9 +1086,8 @@ class BufferedLayer(DynamicLayer):
         """Add keys and values (batch, heads, new_positions, head_dim), and return all."""
         start, buffer = self.get_seq_length(), self._buffer
         end = start + key_states.shape[2]
-        if (
-            self.keys is not self._keys_in_buffer or end > buffer.shape[3]
-        ):  # repeated or selected rows are not in the buffer
+        # Repeated or selected rows are not in the buffer.
+        if self.keys is not self._keys_in_buffer or end > buffer.shape[3]:
             buffer = _empty(key_states, 2, *key_states.shape[:2], end + SPARE_POSITIONS, key_states.shape[3])
             if start:
                 buffer[0, :, :, :start], buffer[1, :, :, :start] = self.keys, self.values

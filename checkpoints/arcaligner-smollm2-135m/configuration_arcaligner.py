@@ -407,8 +407,8 @@ def longest_prompt(config: PreTrainedConfig) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def check_length(length: int, what: str, config: PreTrainedConfig, position_ids=None) -> None:
-    """Raise `ValueError` if `what`, such as "The prompt", needs more positions than the backbone supports. It needs
+def check_length(length: int, subject: str, config: PreTrainedConfig, position_ids=None) -> None:
+    """Raise `ValueError` if `subject`, such as "The prompt", needs more positions than the backbone supports. It needs
     `length` positions, or fewer if passages share positions: then the largest of `position_ids`, plus one."""
     longest = longest_prompt(config)
     # Independent passages share positions, so a prompt may have more tokens than the backbone has positions.
@@ -416,7 +416,7 @@ def check_length(length: int, what: str, config: PreTrainedConfig, position_ids=
         length = int(position_ids.max()) + 1
     if longest is not None and length > longest:
         raise ValueError(
-            f"{what} has {length} positions but the backbone {config.model_type} supports at most {longest}. Pass "
+            f"{subject} has {length} positions but the backbone {config.model_type} supports at most {longest}. Pass "
             "fewer or shorter passages, put more text into a slot (`tokens_per_slot`), or shorten the question."
         )
 

@@ -484,9 +484,9 @@ def _span_tokens(
     tokens = ((offsets[:, 1] > offsets[:, 0]) & (middles > 2 * starts[text_of_token])).nonzero()[0]
     # One search for all texts: the places in a text are `width` above those in the text before it.
     width = 1 + max(middles.max(initial=0), 2 * ends.max(initial=0))
-    wanted = text_of_token[tokens] * width + middles[tokens]
+    token_keys = text_of_token[tokens] * width + middles[tokens]
     last_spans = (np.cumsum(counts) - 1)[text_of_token[tokens]]
-    spans = np.minimum(np.searchsorted(text_of_span * width + 2 * ends, wanted), last_spans)
+    spans = np.minimum(np.searchsorted(text_of_span * width + 2 * ends, token_keys), last_spans)
     begins = np.concatenate([[0], ends[:-1]])
     begins[np.cumsum(counts) - counts] = starts
     bounds, nearest = np.concatenate([[0], np.cumsum(lengths)]), []
@@ -546,9 +546,8 @@ def documents_of(documents, name: str) -> list:
     if isinstance(documents, str | dict):
         return [documents]
     try:
-        if isinstance(
-            documents, Mapping | Set
-        ):  # neither is a list of passages: a mapping has names, a set has no order
+        # Neither is a list of passages: a mapping has names, a set has no order.
+        if isinstance(documents, Mapping | Set):
             raise TypeError
         return list(documents)
     except TypeError as error:

@@ -1022,10 +1022,12 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 longer than the backbone's context, an invalid setting of the gates or budget.
         """
         cache = one_cache(past_key_values, cache)
-        wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
-        wanted = {name: value for name, value in zip(REFINEMENT_SETTINGS, wanted, strict=True) if value is not None}
+        gate_options = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
+        gate_options = {
+            name: value for name, value in zip(REFINEMENT_SETTINGS, gate_options, strict=True) if value is not None
+        }
         if not torch.compiler.is_compiling():
-            self._check_inputs(input_ids, inputs_embeds, context_embeds, is_generated, wanted)
+            self._check_inputs(input_ids, inputs_embeds, context_embeds, is_generated, gate_options)
         has_slots = input_ids is not None and context_embeds is not None
         slot_mask = input_ids == self.config.context_token_id if has_slots else None  # `M_r`, (batch, seq_len)
         text = inputs_embeds if input_ids is None else input_ids
@@ -1035,7 +1037,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if slot_mask is not None:
             of_slots = (context_embeds, context_word_ids, context_passage_ids)
             kwargs["slots"], attention_mask, position_ids = self._prepare_slots(
-                slot_mask, *of_slots, attention_mask, position_ids, cache, wanted
+                slot_mask, *of_slots, attention_mask, position_ids, cache, gate_options
             )
             inputs_embeds = self._embed(input_ids, inputs_embeds, slot_mask, context_embeds, context_word_ids)
             input_ids = None  # the backbone takes one of the two
@@ -1071,12 +1073,12 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None,
         context_embeds: torch.FloatTensor | None,
         is_generated: bool,
-        wanted: dict[str, Any],
+        gate_options: dict[str, Any],
     ) -> None:
         """Check the gates' settings of a call, and the tokens of its input before its slots are searched. Compiled code
         checks nothing. A generated token is not checked, because the host would wait for the device."""
-        if wanted:  # the settings of the configuration were checked
-            check_gates(**wanted)
+        if gate_options:  # the settings of the configuration were checked
+            check_gates(**gate_options)
         slot_id = self.config.context_token_id
         if input_ids is None:
             if context_embeds is not None:
@@ -1297,12 +1299,14 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_states, targets, head, text_config):
         total, gradients = torch.zeros((), device=hidden_states.device), []
-        for states, wanted in zip(hidden_states.split(HEAD_POSITIONS), targets.split(HEAD_POSITIONS), strict=True):
+        for states, part_targets in zip(
+            hidden_states.split(HEAD_POSITIONS), targets.split(HEAD_POSITIONS), strict=True
+        ):
             states = states.detach().requires_grad_(ctx.needs_input_grad[0])
             with torch.set_grad_enabled(states.requires_grad):
                 logits = head(states)  # (positions, vocab_size)
                 logits = postprocess_logits(logits.to(torch.promote_types(logits.dtype, torch.float32)), text_config)
-                nll = nn.functional.cross_entropy(logits, wanted, reduction="sum")
+                nll = nn.functional.cross_entropy(logits, part_targets, reduction="sum")
             gradients += torch.autograd.grad(nll, states) if states.requires_grad else ()
             total = total + nll.detach()
         if gradients:
@@ -1454,8 +1458,8 @@ class SlotGenerationMixin(GenerationMixin):
             model_inputs["context_embeds"] = context_embeds
             model_inputs["context_word_ids"] = context_word_ids
             model_inputs["context_passage_ids"] = context_passage_ids
-            wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
-            model_inputs |= dict(zip(REFINEMENT_SETTINGS, wanted, strict=True))
+            gate_options = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
+            model_inputs |= dict(zip(REFINEMENT_SETTINGS, gate_options, strict=True))
         return model_inputs
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
@@ -1751,9 +1755,10 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         """The mean NLL (Eq. 10) of the labeled positions; `hidden_states` (batch, seq_len, hidden)."""
         targets = labels[:, 1:].flatten()  # (batch * (seq_len - 1),)
         is_target = (targets != -100) & (targets != self.config.context_token_id)
-        places = is_target.nonzero()[:, 0]  # (num_targets,), computed once, because the host waits for the device
-        predicting = hidden_states[:, :-1].flatten(0, 1).index_select(0, places)  # (num_targets, hidden)
-        nll = head_nll(predicting, targets.index_select(0, places), self.lm_head, self.config.text_config)
+        # (num_targets,), computed once, because the host waits for the device
+        target_indices = is_target.nonzero()[:, 0]
+        predicting = hidden_states[:, :-1].flatten(0, 1).index_select(0, target_indices)  # (num_targets, hidden)
+        nll = head_nll(predicting, targets.index_select(0, target_indices), self.lm_head, self.config.text_config)
         return nll / (is_target.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
 
 

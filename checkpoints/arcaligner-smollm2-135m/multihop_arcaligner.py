@@ -58,10 +58,10 @@ class PassageWords(NamedTuple):
     def of(cls, passage: str | dict, common: frozenset[str]) -> "PassageWords":
         """The words of a passage; `common` are the stop words."""
         title, text = title_of(passage) or "", text_of(passage, 0)
-        whole = f"{title} {text}"
+        full_text = f"{title} {text}"
         start = _IN_BRACKETS.sub(" ", title) or " ".join(_WORD.findall(text)[:TITLE_WORDS])
         title_words = words_of(start, common) if title else names_of(start, common)
-        return cls(words_of(whole, common), names_of(whole, common), title_words)
+        return cls(words_of(full_text, common), names_of(full_text, common), title_words)
 
 
 def words_of(text: str, common: frozenset[str]) -> frozenset[str]:

@@ -99,8 +99,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     def __init__(self, model, processor, tokenizer=None, **kwargs):
         if processor.max_prompt_length is None:  # the checkpoint does not set it
             processor.max_prompt_length = longest_prompt(model.config.text_config)
-        places = getattr(model, "hf_device_map", None) or {"": model.device}
-        if next(iter(places.values())) == "disk":
+        device_map = getattr(model, "hf_device_map", None) or {"": model.device}
+        if next(iter(device_map.values())) == "disk":
             raise ValueError(
                 "The first weights of the model are on the disk (`hf_device_map`), but a pipeline puts its inputs on "
                 "the device of the first weights. Keep these in memory (`max_memory`), or call `model.generate` with "

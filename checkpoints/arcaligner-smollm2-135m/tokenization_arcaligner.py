@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 
 # Inputs
-def check_text(text: str, what: str) -> None:
+def check_text(text: str, subject: str) -> None:
     """Raise `ValueError` for text that is not valid Unicode, such as a command-line argument in a wrong encoding. The
-    message begins with `what`."""
+    message begins with `subject`."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{what} is not valid Unicode at character {error.start}: {text[error.start]!a}. Decode it with the "
+            f"{subject} is not valid Unicode at character {error.start}: {text[error.start]!a}. Decode it with the "
             "encoding that it was written in."
         ) from error
 
