@@ -216,7 +216,7 @@ def main(
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Precision of the models.")] = "float32",
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
     seconds: Annotated[
-        float, typer.Option(help="Seconds for each number of passages; no further round starts after them.")
+        float, typer.Option(help="Time limit in seconds for each number of passages; no round starts after it.")
     ] = 60.0,
     data: Annotated[Path, typer.Option(help="JSON Lines file of questions with passages.")] = SQUAD_SAMPLE,
 ) -> None:

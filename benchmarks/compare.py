@@ -65,9 +65,9 @@ def add_passages(rows: list[Row], sources: list[str], processor, top_k: int) -> 
         return rows
     if not sources:
         raise ValueError(
-            f"The question {without_passages[0]['question'][:80]!r} and {len(without_passages) - 1} others have no "
-            "`passages`, and no documents are named. Pass files or a folder with `--documents`, or add `passages` to "
-            "each question."
+            f"{len(without_passages)} of {len(rows)} questions have no `passages` (the first: "
+            f"{without_passages[0]['question'][:80]!r}), and no documents were passed. Pass files or a folder with "
+            "`--documents`, or add `passages` to each question."
         )
     from ..apps.corpus.build import build_corpus  # of the extra `corpus`
     from ..apps.corpus.retrieve import Retriever

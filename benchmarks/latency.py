@@ -101,7 +101,7 @@ def main(
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
     seconds: Annotated[
-        float, typer.Option(help="Seconds for each number of passages; no further round starts after them.")
+        float, typer.Option(help="Time limit in seconds for each number of passages; no round starts after it.")
     ] = 30.0,
     data: Annotated[Path, typer.Option(help="JSON Lines file of questions with passages.")] = SQUAD_SAMPLE,
     output: Annotated[Path | None, typer.Option(help="Folder for the report.")] = None,

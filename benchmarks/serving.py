@@ -74,7 +74,7 @@ def main(
     distinct: Annotated[
         int | None,
         typer.Option(
-            help="Use only this many questions, again and again; each is asked once before. Default: all questions.",
+            help="Use only this many questions, again and again. Each is first asked once, untimed. Default: all.",
             min=1,
         ),
     ] = None,

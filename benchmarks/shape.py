@@ -474,7 +474,7 @@ def find_device(name: str, dtype: torch.dtype) -> torch.device:
 
 
 def main(
-    shape: Annotated[Literal[*SHAPES], typer.Option(help="Shape of the model.")] = "mistral-7b",
+    shape: Annotated[Literal[*SHAPES], typer.Option(help="Model whose shape is measured.")] = "mistral-7b",
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, cuda:1, ...")] = "cuda",
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,

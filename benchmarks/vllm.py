@@ -80,6 +80,7 @@ class Arms:
         ask = ArcAlignerPipeline(model=model, processor=self.processor, task="text-generation")
         settings = {"max_passages": 100, "tokens_per_slot": tokens_per_slot, "limits": LIMITS, "prefix_bytes": 2**32}
         self.engine = Engine(ask, folder=folder, **settings)
+        self.engine.weights_passages = False  # so that all arms do the same work: vLLM cannot weight passages
         base_model = resolve_model(model.config.base_model_name_or_path)
         self.vllm = VllmProcess(python, base_model, folder, ["--dtype", dtype, *options])
         self.front = VllmEngine(ask, vllm=self.vllm, folder=folder, **settings)

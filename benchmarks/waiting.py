@@ -77,7 +77,7 @@ async def measure(url: str, key: str, rounds: int) -> dict[str, list[tuple[float
 
 def main(
     url: Annotated[str, typer.Option(help="Address of a running server.")] = "http://127.0.0.1:8000",
-    rounds: Annotated[int, typer.Option(help="Number of measurements of each wait.", min=1)] = 3,
+    rounds: Annotated[int, typer.Option(help="Number of rounds; each measures every row once.", min=1)] = 3,
     api_key: Annotated[str, typer.Option(envvar="ARCALIGNER_API_KEY", help="The server's API key.")] = "",
 ) -> None:
     """Measure how long a short question waits while a running server works on a long request. Print the median seconds

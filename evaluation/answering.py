@@ -109,7 +109,7 @@ def answer_slots(
         tokens_per_slot (`int` or `"segment"`, *optional*): Default: the checkpoint's.
         use_lora (`bool`): `False` switches the LoRA off, so that slots pass through the projector only.
         max_passages (`int`, *optional*): Maximum number of passages to use, those most likely to contain the answer.
-            Several are weighted.
+            Two or more are weighted by their scores.
         as_needed (`bool`, defaults to `False`): Whether to use as many passages as the question needs, as pipeline and
             server do by default.
         copy_bonus (`float`, *optional*): Bias of copy-biased decoding, in log-odds. Default: the processor's.

@@ -295,8 +295,9 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[
     new_tokens = " / ".join(f"{find_size(latency, k, default_compression)['text_tokens']:,.0f}" for k in SHORT_PASSAGES)
     lost = [loss for loss in map(loss_without_copying, ("", "_x4")) if loss is not None]
     notes = [
-        "**Tokens per position**: the number of tokens in the whole text of the passages, divided by the positions "
-        "that they take in the prompt. With only the first half of the text this is 2, too.",
+        "**Tokens per position**: the number of tokens in the text of the passages that are used, divided by the "
+        "positions that they take in the prompt. The first half of a text takes half as many positions as the whole "
+        "text, so its number is 2, too.",
         f"**F1** is in percent, measured on {counts} questions of each set{fewer_questions(sets)}. Depending on the "
         f"set, all passages of a question together have {min(lengths):.0f} to {max(lengths):.0f} tokens on average.",
         "**Fine-tuned**: the base model has a LoRA that was trained on 4,000 questions with the whole text of their "

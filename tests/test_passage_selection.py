@@ -189,7 +189,7 @@ def weighted_answer(ask, question, documents, prior):
 
 @pytest.mark.parametrize("options", [{}, {"gate_mode": "off"}, {"batch_size": 3, "gate_mode": "off"}], ids=str)
 def test_several_passages_are_weighted(ask_independent, options):
-    """The bias of a passage is its score less the highest, in a batch with questions about one passage, too."""
+    """The bias of a passage is its score minus the highest, also in a batch with questions about one passage."""
     answerer = ask_independent.answerer
     texts = [passage for passage in PASSAGES if passage != " "]
     rows = [

@@ -5,10 +5,10 @@
 The passages that a question needs are mixed, in random order, with the nearest others that do not answer it: two, three
 or five in all. The default of `max_passages` was chosen by this table. Its rows are questions that need one passage and
 questions that need several, because one passage is not enough for the latter. Three columns need an explanation. *all,
-weighted*: all passages are used, and the attention to the slots of each is weighted, as with a `max_passages` of their
-number. *three if unsure*: three passages if the top-ranked one is unlikely to contain the answer, else
-only this one. *as needed*, the default: two passages if the multi-hop head finds that the question needs several, else
-one. The questions are about half of the held-out articles; the head is fitted on the other half.
+weighted*: all passages are used, and the attention to the slots of each is weighted, as if `max_passages` were the
+number of passages. *three if unsure*: three passages if the top-ranked one is unlikely to contain the answer, else only
+this one. *as needed*, the default: two passages if the multi-hop head finds that the question needs several, else one.
+The questions are about half of the held-out articles; the head is fitted on the other half.
 """
 
 import math

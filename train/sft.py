@@ -225,9 +225,8 @@ class AlignerTrainer(SFTTrainer):
     ):
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError(
-                "This process loaded a model without weights, but the weights of a new aligner are in no file that it "
-                "could get them from later. Set `fsdp_cpu_ram_efficient_loading` to false, as in "
-                "train/accelerate/fsdp2.yaml."
+                "This process loaded the model without weights, to load them later, but the weights of a new aligner "
+                "are in no file. Set `fsdp_cpu_ram_efficient_loading` to false, as in train/accelerate/fsdp2.yaml."
             )
         if isinstance(kwargs.get("data_collator"), PassagesFirstCollator):
             check_passages_first(model, kwargs.get("args"))

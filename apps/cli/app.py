@@ -385,7 +385,7 @@ def serve_answers(
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
     max_new_tokens: Annotated[
-        int, typer.Option(help="Maximum number of tokens of an answer, also if a request asks for more.", min=1)
+        int, typer.Option(help="Maximum number of tokens of an answer, even if a request asks for more.", min=1)
     ] = 1024,
     dtype: Dtype = None,
     device: Device = None,
@@ -730,7 +730,7 @@ def compare(
 
 @app.command("export-gguf")
 def export_gguf_adapter(
-    folder: Annotated[Path, typer.Option("--output", help="Folder for the result.")],
+    folder: Annotated[Path, typer.Option("--output", help="Folder for the exported aligner.")],
     checkpoint: Annotated[str, typer.Argument(help="Aligner checkpoint: a folder or a Hub id.")] = str(
         DEFAULT_CHECKPOINT
     ),

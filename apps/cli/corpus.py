@@ -47,7 +47,8 @@ def build(
         int | None, typer.Option(help="Maximum number of tokens per passage. Default: the checkpoint's.", min=1)
     ] = None,
     passage_words: Annotated[
-        int | None, typer.Option(help="Deprecated: `--passage-tokens` in English words.", min=1, hidden=True)
+        int | None,
+        typer.Option(help="Deprecated: `--passage-tokens`, counted in English words instead.", min=1, hidden=True),
     ] = None,
     tokens_per_slot: TokensPerSlot = None,
     prune: Annotated[bool, typer.Option("--prune", help="Remove documents that are in none of the sources.")] = False,

@@ -207,8 +207,9 @@ class Metrics:
         self.requests = prometheus_client.Counter("requests", "Requests, by status.", ["status"], **ours)
         self.prompt_tokens = prometheus_client.Counter("prompt_tokens", "Tokens and slots of prompts.", **ours)
         self.completion_tokens = prometheus_client.Counter("completion_tokens", "Tokens of answers.", **ours)
-        # Both counters in version 0.2.
-        self.tokens = prometheus_client.Counter("tokens", "Deprecated: tokens of both counters.", ["kind"], **ours)
+        # Version 0.2 had one counter for both.
+        old_text = "Deprecated: tokens of prompts (read) and of answers (written)."
+        self.tokens = prometheus_client.Counter("tokens", old_text, ["kind"], **ours)
         self.slots = prometheus_client.Counter("slots", "Slots of prompts.", **ours)
         self.seconds = prometheus_client.Histogram("seconds", "Seconds per answer, by part.", ["part"], **ours)
         self.batch = prometheus_client.Histogram("batch_size", "Requests per batch.", buckets=(1, 2, 4, 8, 16), **ours)

@@ -500,7 +500,7 @@ class VllmEngine(Engine):
 
     @torch.inference_mode()
     def _make_probe(self) -> tuple[dict[str, Any], torch.Tensor]:
-        # Of different lengths, so that a vLLM is noticed that does not move the shorter one (`passage_alignment`).
+        # Of different lengths: the check fails if vLLM does not move the shorter one (`passage_alignment`).
         letter = (
             "Ada wrote the first letter in 1843, and she read it aloud to her friends in London. They liked it so much "
             "that she wrote another one in the same year, which was lost."

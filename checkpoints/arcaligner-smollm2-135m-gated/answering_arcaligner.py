@@ -66,8 +66,8 @@ def with_pair(scores: Mapping[int, ScoredPassage], pair: Sequence[int], max_pass
 
 
 def prior_of_scores(scores: Mapping[int, ScoredPassage], numbers: Sequence[int]) -> list[float]:
-    """The bias on the attention to each of several passages that are used, if the question needs one of them: how much
-    lower its score is than the highest, at least `MIN_PRIOR`.
+    """The bias on the attention to each of the used passages `numbers`, if the question needs one of them: its score
+    minus the highest of these scores, but at least `MIN_PRIOR`.
 
     >>> prior_of_scores({0: ScoredPassage(0.5, 0.75, False, 8), 1: ScoredPassage(0.5, 0.5, False, 8)}, [0, 1])
     [0.0, -2.0]
@@ -77,7 +77,7 @@ def prior_of_scores(scores: Mapping[int, ScoredPassage], numbers: Sequence[int])
 
 
 def prior_of_pair(pair: Sequence[int], numbers: Sequence[int]) -> list[float]:
-    """The bias on the attention to each of several passages that are used, if the question needs two of them.
+    """The bias on the attention to each of the used passages `numbers`, if the question needs the two in `pair`.
 
     >>> prior_of_pair([0, 2], [0, 1, 2])
     [0.0, -1.0, 0.0]
@@ -247,8 +247,9 @@ class Answerer:
         """Select the passages of each question that are used: the top-ranked ones, at most `max_passages` of them. If
         the [`MultihopHead`] finds a multi-hop question, the pair of passages that it most likely needs comes first.
 
-        Without `max_passages` it is the top-ranked passage, or the pair. With a `max_passages` of several, these are
-        weighted: attention to a passage has the bias of `prior_of_scores` or, with a pair, of `prior_of_pair`.
+        Without `max_passages`, the top-ranked passage or the pair is selected. If `max_passages` is two or more, the
+        selected passages are weighted: the attention to a passage has the bias of `prior_of_scores` or, with a pair, of
+        `prior_of_pair`.
 
         Args:
             questions, documents, similarities, kwargs: As for `score`.

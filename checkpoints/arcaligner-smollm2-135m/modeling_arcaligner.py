@@ -665,9 +665,9 @@ class SlotDecoderLayer(InPlaceMixin):
         cache = None if slots.rotation is None else MovedKeysValues(kwargs.get(CACHE), slots.rotation)
         if cache is not None and is_recording_outputs():
             raise ValueError(
-                "`output_attentions` is set, but the text after independent passages of different lengths attends to "
-                "slots at other positions than slots do (`passage_alignment='end'`), which one forward cannot record. "
-                "Pass one passage, or get keys and values from a passage cache and pass only the text after them."
+                "`output_attentions` is set, but with `passage_alignment='end'` and passages of different lengths, "
+                "slots have other positions for the text after them than for each other; one forward pass cannot "
+                "record both. Pass one passage, or compute the passages with a `PassageCache` first."
             )
         with lora_on(self._lora_positions(slots.flat_index())):
             output = super().forward(hidden_states, **(kwargs if cache is None else {**kwargs, CACHE: cache}))
@@ -713,8 +713,9 @@ class SlotDecoderLayer(InPlaceMixin):
 
         Compiled code does the same work for any decision of the gates, and the host reads no value, so that it can be
         captured in a CUDA graph: every slot is computed in each of `max_refinement_steps` steps. These run without
-        compiled code: a forward with a budget, one that records attentions, and one whose cache is offloaded or has no
-        place for the layer yet (a static cache before `early_initialization`, `DynamicCache` without a configuration).
+        compiled code: a forward with a budget, one whose independent passages are moved (`passage_alignment="end"`),
+        one that records attentions, and one whose cache is offloaded or has no place for the layer yet (a static cache
+        before `early_initialization`, `DynamicCache` without a configuration).
         """
         self._compiled_algorithm = torch.compile(self._algorithm_1, *args, **kwargs)
 
@@ -723,7 +724,8 @@ class SlotDecoderLayer(InPlaceMixin):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         has_budget = slots is not None and slots.settings.budget is not None
         cache = kwargs.get(CACHE)
-        if has_budget or is_recording_outputs() or not LayerKeysValues.fits(cache, self.layer_idx):
+        is_moved = slots is not None and slots.rotation is not None  # compiled code would differ for each shape
+        if has_budget or is_moved or is_recording_outputs() or not LayerKeysValues.fits(cache, self.layer_idx):
             return self._algorithm_1(hidden_states, slots, kwargs)
         if cache is not None:
             kwargs = {**kwargs, CACHE: LayerKeysValues(cache.layers[self.layer_idx])}

@@ -79,7 +79,7 @@ def test_cached_slots_match_the_prompt(known, models, independent):
 
 
 def test_known_passages_stay_cached(known):
-    """CachedPassages passages are never computed again, and folders are read each time."""
+    """Cached passages are never computed again, and folders are read each time."""
     stores = {name: arm.args[0] for name, arm in known.arms.items() if name.startswith("slots")}
     before = {name: (store.misses, store.loads) for name, store in stores.items()}
     report = known.measure(3, seconds=0.0)

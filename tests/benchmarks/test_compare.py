@@ -73,7 +73,7 @@ def test_folder_is_searched(ask, tmp_path):
         ([], None, "mine.jsonl has no question. Expected lines such as"),
         ([{"question": " "}], None, "has no question"),
         ([{"question": 3}], None, "mine.jsonl, line 1: `question` is 3 (int); expected a string."),
-        ([{"question": "Who?"}], None, "The question 'Who?' and 0 others have no `passages`, and no documents are"),
+        ([{"question": "Who?"}], None, "1 of 1 questions have no `passages` (the first: 'Who?'), and no documents"),
         ([{"question": "Who?"}], "--documents", "Found no document that can be read"),
         ([ROWS[0]], "--full-text-lora", "empty"),
     ],

@@ -1,4 +1,4 @@
-"""The benchmark of shapes with random weights, on a CPU: what arms read, and abstentions of what does not fit."""
+"""The benchmark of shapes with random weights, on a CPU: what is measured, and errors for what does not fit."""
 
 import contextlib
 import json

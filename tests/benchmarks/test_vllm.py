@@ -23,6 +23,8 @@ def test_questions_have_their_own_passage():
 def test_precomputed_passages_are_cached(separate, tmp_path):
     """A request after `precompute` finds all of its passages in the cache of each engine."""
     engines = [Engine(pipeline_of(*separate), folder=tmp_path) for _ in range(2)]
+    for engine in engines:
+        engine.weights_passages = False
     arms = SimpleNamespace(front=engines[0], engine=engines[1], processor=separate[1], tokens_per_slot="segment")
     arms.slots_body, arms.request = lambda row: None, lambda row: vllm.Arms.request(arms, row)
     row = {"question": "Who wrote it?", "passages": [{"title": "", "text": f"Ada wrote {n} pages."} for n in (1, 2)]}

@@ -134,7 +134,7 @@ def test_results_in_three_forms(run, model):
 
 
 def test_abstentions_below_the_threshold(model, processor, tmp_path, capsys):
-    """The table counts answers below the threshold and answers that are the abstention."""
+    """The table counts answers below the threshold and answers that are abstentions."""
     random_head(model, threshold=0.5)
     for part in (model, processor_with(processor, no_answer="not in the text")):
         part.save_pretrained(checkpoint := tmp_path / "aligner")

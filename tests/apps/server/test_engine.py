@@ -156,7 +156,7 @@ def test_sampling_follows_probabilities():
 
 
 def test_top_k_min_p_cut():
-    """No draw of 4000 is a token beyond the `sampling_top_k` top_ranked, or one below `min_p` of the top_ranked."""
+    """No token of 4000 draws is beyond the `sampling_top_k` most probable ones, or below `min_p` of the first."""
     scores, rows = torch.tensor([[2.0, 1.0, 0.5, -3.0]]), 4000
     for settings, left in (({"sampling_top_k": 2}, 2), ({"min_p": 0.3}, 2), ({"min_p": 0.2}, 3)):
         group = [Request(CHAT, temperature=1.0, seed=seed, **settings) for seed in range(rows)]
@@ -461,7 +461,7 @@ def test_batch_answers_like_the_pipeline(independent, engine_of):
         (PASSAGES, {"max_passages": 2, "min_confidence": 0.0}),
         (PASSAGES, {"max_passages": 1, "copy_bonus": 1e4}),
         (PASSAGES, {"max_passages": 1, "copy_bonus": 0.0}),
-        ([text, "Ada."], {}),  # a long one is cut, and the top_ranked passage is read
+        ([text, "Ada."], {}),  # a long one is cut, and the top-ranked passage is used
     ]
     random_head(independent.model, match=(0.5, 3.0, -1.0))
     independent.model.config.answer_calibration = [1.5, 0.5, 1.0]
