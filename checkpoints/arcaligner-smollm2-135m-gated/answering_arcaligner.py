@@ -52,7 +52,7 @@ class ScoredPassage(NamedTuple):
 def select_top(scores: Mapping[int, ScoredPassage], max_passages: int) -> list[int]:
     """Numbers of the top-ranked passages, at most `max_passages`, in the order of the passages.
 
-    >>> select_top({0: ScoredPassage(0.6, 0.8, False, 10), 1: ScoredPassage(0.7, 0.4, False, 10)}, most=1)
+    >>> select_top({0: ScoredPassage(0.6, 0.8, False, 10), 1: ScoredPassage(0.7, 0.4, False, 10)}, max_passages=1)
     [0]
     """
     return sorted(sorted(scores, key=lambda number: scores[number].log_odds, reverse=True)[:max_passages])
@@ -96,7 +96,7 @@ def candidates_of(similarities: Mapping[int, float], max_passages: int, share: f
     """Numbers of the passages to score before `max_passages` of them are selected, the most similar one first: a
     `share` of all passages, but at least one more than are selected.
 
-    >>> candidates_of({0: 0.1, 1: 0.7, 2: 0.3, 3: 0.2, 4: 0.5}, most=1, share=0.5)
+    >>> candidates_of({0: 0.1, 1: 0.7, 2: 0.3, 3: 0.2, 4: 0.5}, max_passages=1, share=0.5)
     [1, 4, 2]
     """
     order = sorted(similarities, key=similarities.__getitem__, reverse=True)

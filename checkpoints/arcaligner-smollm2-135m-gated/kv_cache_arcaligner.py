@@ -939,7 +939,7 @@ def pack_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
     """Distribute passages of these lengths to rows of nearly equal length: the numbers of the passages in each row, the
     longest row first.
 
-    >>> share_rows([30, 10, 25, 20], num_rows=2)
+    >>> pack_rows([30, 10, 25, 20], num_rows=2)
     [[2, 3], [0, 1]]
     """
     rows, sizes = [[] for _ in range(num_rows)], [0] * num_rows
